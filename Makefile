@@ -79,8 +79,8 @@ picture: setup ## Draw the dashboard's queries over a scripted day of minutes, i
 # What was run before is not run again: remove the file after a change of the law.
 worlds: setup ## Play every world in which the law is judged, into docs/worlds.md (minutes)
 	@mkdir -p build
-	$(BIN)/python -m tests.sim.worlds build/worlds.json
-	$(BIN)/python -m tests.sim.worlds build/worlds.json --write
+	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json
+	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json --write
 
 # What the tests of the manifests ask for, from source: built once, and kept in build/tools.
 tools: build/tools/.installed ## Build helm, kubeconform and kustomize for the tests of the manifests (minutes)
@@ -126,7 +126,7 @@ endef
 
 bench: setup ## Measure: throughput, latency, cost, and every figure of the law
 	$(call long,tests/benchmarks,long or not long,1800)
-	$(call long,tests/sim,long,1800)
+	$(call long,tests/lab/simulation,long,1800)
 
 chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
 	$(call long,tests/chaos,long,7200)

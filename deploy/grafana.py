@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from dispatcher.core.budget import Reason
 from dispatcher.core.health import Health
+from dispatcher.core.limit.budget import Reason
 
 SELECTED = 'job=~"$job", namespace=~"$namespace", pool=~"$pool", instance=~"$instance"'
 OF_PROCESS = 'job=~"$job", instance=~"$instance"'

@@ -65,7 +65,7 @@ UNUSED_STDLIB = (
 )
 UNUSED_PACKAGES = (
     *("__pycache__", "tests", "_test*.so", "*.pyi", "*.pyx", "*.pxd", "*.pxi", "*.c", "*.h"),
-    # Classes for what nobody here asks of the API: the watch speaks to it by path (signals/kube.py). 70 MB.
+    # Classes for what nobody here asks of the API (signals/kubernetes/api.py).
     *("kubernetes/*client/api/[!_]*.py", "kubernetes/*client/models/[!_]*.py"),
 )
 """Names, or ends of paths, of what nothing imports or a compiler alone reads."""

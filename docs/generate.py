@@ -15,11 +15,11 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dispatcher.core.budget import Reason
+from dispatcher.core.limit.budget import Reason
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART
-from dispatcher.settings.source import MAX_BYTES, MAX_EVENTS, PREFIX
 from dispatcher.settings.values import AUTO, Spelled
+from dispatcher.settings.yaml_source import MAX_BYTES, MAX_EVENTS, PREFIX
 from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import CAPACITIES

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from dispatcher.core.batching import Form, FormedBy, Forming, Waiting, form
+from dispatcher.core.merging.grouping import Form, FormedBy, Forming, Waiting, form
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Bodies of model servers whose own queue is full (dispatcher/core/serverload.py names their sources)."""
+"""Bodies of model servers whose own queue is full (server_overload.py names their sources)."""
 
 from __future__ import annotations
 

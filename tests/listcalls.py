@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from dispatcher.core.shapes import SHAPES, Part, Shape, read
-from dispatcher.standin.listmodels import read as asked
+from dispatcher.core.merging.shapes import SHAPES, Part, Shape, read
+from dispatcher.lab.standin.listmodels import read as asked
 
 PATHS = {
     "embeddings": "/v1/embeddings",

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
+from tests.paths import ROOT
+
+DOCS = ROOT / "docs"
 
 
 def anchors(page: Path) -> set[str]:

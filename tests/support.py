@@ -21,10 +21,12 @@ from typing import Any, NoReturn, Protocol, TypeVar, overload
 import httpx
 import pytest
 
+from tests.paths import ROOT
+
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
-BUILT = Path(__file__).parents[1] / "build" / "tools"
+BUILT = ROOT / "build" / "tools"
 """Where `make tools` puts what it builds."""
 _BUILT = {"helm", "kubeconform", "kustomize", "go"}
 _GO = ("/usr/local/go/bin", str(BUILT.parent / "go" / "go" / "bin"))

@@ -32,7 +32,7 @@ def test_it_has_the_environment_that_it_is_given_and_no_other(monkeypatch: pytes
 
 
 def test_a_signal_ends_it_and_is_told() -> None:
-    with warm("dispatcher.standin", stdout=subprocess.PIPE) as world:
+    with warm("dispatcher.lab.standin", stdout=subprocess.PIPE) as world:
         assert world.stdout is not None
         assert world.stdout.readline().startswith(b"{")
         with pytest.raises(subprocess.TimeoutExpired):
@@ -67,7 +67,7 @@ for arguments in (["status", "--queue-url", "redis://127.0.0.1:1/0"], ["run", "-
     with contextlib.suppress(SystemExit):
         run()
 print()
-print(len(before & {"dispatcher.service", "dispatcher.sim.report", "kubernetes", "redis"}))
+print(len(before & {"dispatcher.app.service", "dispatcher.lab.simulation.report", "kubernetes", "redis"}))
 print(sorted(set(sys.modules) - before))
 """
 
@@ -81,7 +81,7 @@ def test_what_programs_import_when_they_are_asked_is_there_before_it_forks() -> 
 START = """
 import subprocess, sys, time
 from tests.warm import warm
-with warm("dispatcher.standin", stdout=subprocess.PIPE) as world:
+with warm("dispatcher.lab.standin", stdout=subprocess.PIPE) as world:
     world.stdout.readline()
     print(world.pid, flush=True)
     time.sleep(100)

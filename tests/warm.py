@@ -4,7 +4,7 @@ An interpreter that has imported the dispatcher has spent more than a second of 
 hundreds. So each process of the tests that starts some keeps one warm interpreter (`python -m tests.warm`),
 which has imported everything and does nothing; each program is a fork of it, with arguments, environment and
 files of its own. From there on it is a process like any other: a pid, signals, an exit code. How the programs
-start from nothing is shown by the tests that start them so (tests/cli, tests/test_documents.py).
+start from nothing is shown by the tests that start them so (tests/cli, tests/docs/test_examples.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from tests.paths import ROOT
 from tests.support import die_with_parent, running, stop
 
-PROGRAMS = ("dispatcher", "dispatcher.standin", "tests.chaos.worker")
+PROGRAMS = ("dispatcher", "dispatcher.lab.standin", "tests.chaos.worker")
 LATE = (
     "anyio._backends._asyncio",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -168,7 +169,7 @@ def _interpreter() -> socket.socket:
             [sys.executable, "-m", "tests.warm", str(its.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            cwd=Path(__file__).parents[1],  # a test may have gone elsewhere
+            cwd=ROOT,  # a test may have gone elsewhere
             pass_fds=[its.fileno()],
         )
     return ours
@@ -247,11 +248,11 @@ def programs() -> Mapping[str, Callable[[], Any]]:
         importlib.import_module(name)
 
     from dispatcher import cli
-    from dispatcher.signals import kube
-    from dispatcher.standin import live
+    from dispatcher.lab.standin import live
+    from dispatcher.signals.kubernetes import api
     from tests.chaos import worker
 
-    kube.prepare()
+    api.prepare()
     return dict(zip(PROGRAMS, (cli.main, live.main, worker.run), strict=True))
 
 

@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dispatcher.admin.stream import STREAMS_MOST, Feed
 from dispatcher.ports import Dead
-from dispatcher.settings.files import TokenFileError, TokenReader
+from dispatcher.settings.watched_files import TokenFileError, TokenReader
 from dispatcher.telemetry.status import Status
 
 SHUTDOWN_S = 0.5

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.request import parse
+from dispatcher.core.requests.request import parse
 from dispatcher.ports import Dead, QueueUnavailableError
 from dispatcher.telemetry.events import Event, emit
 

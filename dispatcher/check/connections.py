@@ -21,9 +21,9 @@ from typing import TypeVar
 from dispatcher.check import gateway, queue, serving, signals
 from dispatcher.check.addresses import CONNECT_S, Address, addresses, all_away
 from dispatcher.check.finding import Finding, Findings, Probe, Slow, known
-from dispatcher.pace import PaceWatch
-from dispatcher.peer import words
+from dispatcher.ports.network_errors import words
 from dispatcher.settings import Settings
+from dispatcher.telemetry.loop_lag import PaceWatch
 
 WHOLE_S = 10.0
 """No try of a probe takes longer, whatever it waits for."""

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 from dispatcher import USER_AGENT
 from dispatcher.check.addresses import CONNECT_S, Address, addresses
 from dispatcher.check.finding import Finding, Findings, Level, Probe, Slow, known
-from dispatcher.check.raw import RawAnswer, get
-from dispatcher.core.outcome import Failed, classify
-from dispatcher.core.stranger import Stranger
-from dispatcher.peer import words
+from dispatcher.check.plain_http import RawAnswer, get
+from dispatcher.core.gateway.outcome import Failed, classify
+from dispatcher.core.gateway.unverified_gateway import Stranger
+from dispatcher.ports.network_errors import words
 from dispatcher.settings import Settings
-from dispatcher.settings.files import TokenFileError, read_token
+from dispatcher.settings.watched_files import TokenFileError, read_token
 
 ANSWER_S = 3.0
 BEGINNING_BYTES = 1000

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from dispatcher.check.finding import Finding, Findings, Level
 from dispatcher.settings import EppSettings, PoolSettings, Settings
-from dispatcher.signals.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
 if TYPE_CHECKING:
-    from dispatcher.signals.capacity import Endpoints
+    from dispatcher.signals.kubernetes.capacity import Endpoints
 
 ANSWER_S = 3.0
 NOWHERE = "no Kubernetes here: neither a service account nor a kubeconfig"
@@ -25,10 +25,10 @@ def look_around(
 
     The client library is imported here, not when the look is taken.
     """
-    from dispatcher.signals import kube
-    from dispatcher.signals.capacity import look
+    from dispatcher.signals.kubernetes import api
+    from dispatcher.signals.kubernetes.capacity import look
 
-    kube.prepare()
+    api.prepare()
     pool, epp = settings.pool, settings.signals.epp
 
     async def looked() -> tuple[Findings, tuple[str, ...] | None]:
@@ -40,7 +40,7 @@ def look_around(
 
 def findings(pool: PoolSettings, epp: EppSettings, endpoints: Endpoints) -> Findings:
     """Without Kubernetes the dispatcher works, if it is told where the picker is."""
-    from dispatcher.signals.capacity import finds_epp
+    from dispatcher.signals.kubernetes.capacity import finds_epp
 
     name = f"kubernetes {pool.namespace}/{pool.name}"
     if not endpoints.watched:

@@ -16,12 +16,7 @@ from dataclasses import dataclass, replace
 
 from dispatcher.check.finding import Finding
 from dispatcher.check.ramp import LOOK_S, WHERE, PoolSample, ProbeEnd, Ramp, counts_of
-from dispatcher.core.allowance import Allowance
-from dispatcher.core.budget import SERVER_LAG_S, Reading, Reason
-from dispatcher.core.counting import FLUSH_S
-from dispatcher.core.held import LoadLedger
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import (
+from dispatcher.core.gateway.outcome import (
     Delivered,
     Evicted,
     Failed,
@@ -32,15 +27,20 @@ from dispatcher.core.outcome import (
     Unreachable,
     told,
 )
-from dispatcher.core.plain import plain, shortened
-from dispatcher.core.request import Request
+from dispatcher.core.limit.allowance import Allowance
+from dispatcher.core.limit.budget import SERVER_LAG_S, Reading, Reason
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.load_ledger import LoadLedger
+from dispatcher.core.limit.picker_inference import FLUSH_S
+from dispatcher.core.printable import plain, shortened
+from dispatcher.core.requests.request import Request
 from dispatcher.forward import HttpGateway
 from dispatcher.ports import Forwarded
 from dispatcher.settings import Settings
-from dispatcher.signals.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.poller import Poller, SourcePoll
+from dispatcher.signals.readings import at_most
 from dispatcher.signals.sources import sources
-from dispatcher.signals.verdict import at_most
 from dispatcher.telemetry.events import diverted
 
 INTERVAL_S = 1.0

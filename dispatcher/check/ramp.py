@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from dispatcher.check.finding import Finding, Level
-from dispatcher.core.budget import Reading, whole
-from dispatcher.core.capacity import ONE_WAITS, SAME
-from dispatcher.signals.verdict import PerEndpointFrom
+from dispatcher.core.limit.budget import Reading, whole
+from dispatcher.core.limit.capacity import ONE_WAITS, SAME
+from dispatcher.signals.readings import PerEndpointFrom
 
 WHERE = "budget.per_endpoint"
 LOOK_S = 6.0

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 
 from dispatcher.check.finding import Finding, Findings
-from dispatcher.core.budget import Policy, Reading, Reason, assess
-from dispatcher.core.counting import fitting
-from dispatcher.core.poll import Unread
+from dispatcher.core.limit.budget import Policy, Reading, Reason, assess
+from dispatcher.core.limit.picker_inference import fitting
+from dispatcher.core.limit.poll import Unread
 from dispatcher.settings import Settings
+from dispatcher.signals.epp.series import Family, View
 from dispatcher.signals.poller import Source
-from dispatcher.signals.series import Family, View
-from dispatcher.signals.verdict import Verdict, judge
+from dispatcher.signals.readings import Verdict, judge
 
 
 async def ask(

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from dispatcher.check.addresses import Address, addresses, all_away
 from dispatcher.check.finding import Finding, Findings, Probe, known
-from dispatcher.core.plain import shortened
+from dispatcher.core.printable import shortened
 from dispatcher.settings import SecretUrl, Settings
-from dispatcher.signals.cluster import NO_CLUSTER
+from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
 
 if TYPE_CHECKING:
-    from dispatcher.core.served import Listing
+    from dispatcher.core.models.availability import Listing
 
 _WHERE = "serving.urls"
 _HINT = "serving.urls, which names the list of each model server: http://HOST:PORT/v1/models"
@@ -29,7 +29,7 @@ def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
     why = all_away(addresses(urls(settings)), away)
     if why is not None:
         return known(Finding("failed", _WHERE, why, _HINT))
-    from dispatcher.signals.models import ModelWatch  # its client library is slow to import
+    from dispatcher.signals.models.watch import ModelWatch  # its client library is slow to import
 
     watch = ModelWatch(settings, lambda _: None, access=NO_CLUSTER)
 

@@ -10,10 +10,10 @@ from typing import Any
 from dispatcher.check.finding import Finding
 from dispatcher.core.patterns import fits, meet
 from dispatcher.settings import Settings
-from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.settings.load import key_paths
-from dispatcher.settings.reading import read_regular
-from dispatcher.settings.source import Problem
+from dispatcher.settings.small_files import read_regular
+from dispatcher.settings.watched_files import TokenFileError, read_token
+from dispatcher.settings.yaml_source import Problem
 
 FILE_ENDINGS = ("_file", ".warmup")
 """Of settings that name a file."""

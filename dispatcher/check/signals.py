@@ -8,7 +8,7 @@ from dispatcher.check import kubernetes
 from dispatcher.check.addresses import Address, addresses, all_away
 from dispatcher.check.finding import Finding, Findings, Probe, known
 from dispatcher.settings import SecretUrl, Settings
-from dispatcher.signals.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
 _WHERE = "signals.epp.urls, signals.epp.service, signals.prometheus.url or signals.vllm"
 

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dispatcher.cli.options import unfolded
-from dispatcher.cli.screen import complain, for_programs
+from dispatcher.cli.terminal import complain, for_programs
 
 VERBS = {
     "run": "dispatcher.cli.run",
@@ -21,8 +21,8 @@ VERBS = {
     "submit": "dispatcher.cli.submit",
     "result": "dispatcher.cli.result",
     "describe": "dispatcher.cli.describe",
-    "list": "dispatcher.cli.listing",
-    "peek": "dispatcher.cli.listing",
+    "list": "dispatcher.cli.list_requests",
+    "peek": "dispatcher.cli.list_requests",
     "results": "dispatcher.cli.result",
     "status": "dispatcher.cli.status",
     "explain": "dispatcher.cli.status",

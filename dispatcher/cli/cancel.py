@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import complain, fail, say, warn
-from dispatcher.cli.sought import by_id, labelled, matching, unserved
-from dispatcher.cli.target import Json, Labels, QueueOptions, QueueTarget, ask, find, pairs_of
-from dispatcher.core.located import Whereabouts
+from dispatcher.cli.connection import Json, Labels, QueueOptions, QueueTarget, ask, find, pairs_of
+from dispatcher.cli.find_requests import by_id, labelled, matching, unserved
+from dispatcher.cli.terminal import complain, fail, say, warn
+from dispatcher.core.requests.found_request import Whereabouts
 
 if TYPE_CHECKING:
-    from dispatcher.core.located import FoundRequest
-    from dispatcher.core.request import Rejection, Request
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.core.requests.found_request import FoundRequest
+    from dispatcher.core.requests.request import Rejection, Request
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {
     "cancel": [

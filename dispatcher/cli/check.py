@@ -14,9 +14,9 @@ import typer
 from dispatcher.check import settings as of_settings
 from dispatcher.check.connections import connections
 from dispatcher.check.finding import Finding
-from dispatcher.cli.running import address_of, running
-from dispatcher.cli.screen import answer, complain, remark, say
-from dispatcher.cli.target import Config, Json, config_path
+from dispatcher.cli.admin_client import address_of, running
+from dispatcher.cli.connection import Config, Json, config_path
+from dispatcher.cli.terminal import answer, complain, remark, say
 from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines, set_by_hand

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from dispatcher.cli.screen import fail
+from dispatcher.cli.terminal import fail
 
 EXAMPLES = {
     "completion": [

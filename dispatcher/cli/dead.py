@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, fail, say, table
-from dispatcher.cli.target import Json, QueueOptions, QueueTarget, Within, ask, find
+from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, Within, ask, find
+from dispatcher.cli.terminal import answer, complain, fail, say, table
 from dispatcher.core.duration import seconds_of
-from dispatcher.core.request import parse
+from dispatcher.core.requests.request import parse
 
 if TYPE_CHECKING:
     from dispatcher.ports import Dead
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {
     "dead list": ["batch-dispatcher dead list --reason 'out of memory'"],
@@ -143,8 +143,8 @@ def show(which: Which, where: QueueOptions, json_output: Json = False) -> None:
 
     Exit code 1: there is none.
     """
-    from dispatcher.cli.sought import answers_anywhere, shown_result
-    from dispatcher.core.result import decode_result
+    from dispatcher.cli.find_requests import answers_anywhere, shown_result
+    from dispatcher.core.requests.result import decode_result
 
     async def act(desk: RedisDesk) -> dict[str, Any] | None:
         async for one in _Selection(frozenset({which})).of(desk):

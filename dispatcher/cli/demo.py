@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from dispatcher.cli.screen import answer, fail, paint, say
-from dispatcher.cli.target import Json
+from dispatcher.cli.connection import Json
+from dispatcher.cli.terminal import answer, fail, paint, say
 
 EXAMPLES = {"demo": ["batch-dispatcher demo", "batch-dispatcher demo --requests 100"]}
 
@@ -28,9 +28,9 @@ def demo(
     """
     import asyncio
 
-    from dispatcher.cli.screen import fold
+    from dispatcher.cli.demo_run import play
+    from dispatcher.cli.terminal import fold
     from dispatcher.queue.embedded import EmbeddedError
-    from dispatcher.standin.demo import play
 
     def tell(line: str) -> None:
         typer.echo(paint(line), err=json_output)

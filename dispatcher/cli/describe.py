@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, say
-from dispatcher.cli.sought import (
+from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, ask, find
+from dispatcher.cli.find_requests import (
     LOOKED_MOST,
     alive,
     answers_anywhere,
@@ -23,11 +23,11 @@ from dispatcher.cli.sought import (
     why,
     why_not_cancelled,
 )
-from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
-from dispatcher.core.result import decode_result
+from dispatcher.cli.terminal import answer, complain, say
+from dispatcher.core.requests.result import decode_result
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {"describe": ["batch-dispatcher describe r-1", "batch-dispatcher describe r-1 --json"]}
 All = Annotated[bool, typer.Option("--all", help="Read all requests, however many there are.")]

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, fail, say, warn
-from dispatcher.cli.target import Json
+from dispatcher.cli.connection import Json
+from dispatcher.cli.terminal import answer, complain, fail, say, warn
 from dispatcher.settings import Settings, parse
 
 EXAMPLES = {

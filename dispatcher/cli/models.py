@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dispatcher.cli import rollout
+from dispatcher.cli.admin_client import running
+from dispatcher.cli.connection import Json, ask, find, warn_of
 from dispatcher.cli.record import EXAMPLE, record
-from dispatcher.cli.running import running
-from dispatcher.cli.screen import answer, complain, fail, say, table, warn
 from dispatcher.cli.status import DispatcherOptions, meant
-from dispatcher.cli.target import Json, ask, find, warn_of
+from dispatcher.cli.terminal import answer, complain, fail, say, table, warn
 from dispatcher.core.duration import told
 
 if TYPE_CHECKING:
     from dispatcher.ports import ModelMarks
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {
     "models list": ["batch-dispatcher models list", "batch-dispatcher models list --waiting"],

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import answer, remark, say
-from dispatcher.cli.target import Json, QueueOptions, ask, find
+from dispatcher.cli.connection import Json, QueueOptions, ask, find
+from dispatcher.cli.terminal import answer, remark, say
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {
     "pause": [

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, fail, say
-from dispatcher.cli.sought import each
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, ask, locate
-from dispatcher.core.located import IN_LINE, Whereabouts
+from dispatcher.cli.connection import Config, Json, PoolName, QueueName, QueueTarget, ask, locate
+from dispatcher.cli.find_requests import each
+from dispatcher.cli.terminal import answer, complain, fail, say
+from dispatcher.core.requests.found_request import IN_LINE, Whereabouts
 from dispatcher.queue.embedded import running_url
 
 if TYPE_CHECKING:
     from dispatcher.queue.keys import Names
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 queue = typer.Typer(add_completion=False, no_args_is_help=True, help="The queue as a whole.")
 
@@ -99,7 +99,7 @@ async def copy_requests(
     ranks of those behind it, so then by a walk that misses nothing.
     """
     from dispatcher.queue.redis.connect import connect
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
     counts: Counter[Whereabouts] = Counter()
     added = 0

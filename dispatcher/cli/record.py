@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, fail, say
-from dispatcher.cli.sought import each
-from dispatcher.cli.target import Json, QueueOptions, ask, find
-from dispatcher.core.located import Whereabouts
-from dispatcher.core.modelnames import model_of
-from dispatcher.core.request import Request, parse
-from dispatcher.core.warmup import LINES_MOST, WarmupSample, line_of
+from dispatcher.cli.connection import Json, QueueOptions, ask, find
+from dispatcher.cli.find_requests import each
+from dispatcher.cli.terminal import answer, complain, fail, say
+from dispatcher.core.models.names import model_of
+from dispatcher.core.models.warmup import LINES_MOST, WarmupSample, line_of
+from dispatcher.core.requests.found_request import Whereabouts
+from dispatcher.core.requests.request import Request, parse
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
     from dispatcher.settings import Settings
 
 LOOKED_MOST = 100_000

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, ask, find
 from dispatcher.cli.describe import Id
-from dispatcher.cli.screen import complain, fail, remark, say, table, warn
-from dispatcher.cli.sought import (
+from dispatcher.cli.find_requests import (
     again,
     ahead_of_it,
     alive,
@@ -27,16 +27,16 @@ from dispatcher.cli.sought import (
     under_way,
     unserved,
 )
-from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
+from dispatcher.cli.terminal import complain, fail, remark, say, table, warn
 from dispatcher.core.duration import seconds_of, told
-from dispatcher.core.located import spellings
-from dispatcher.core.plain import plain
-from dispatcher.core.request import parse
-from dispatcher.core.result import PoppedResult, decode_result
+from dispatcher.core.printable import plain
+from dispatcher.core.requests.found_request import spellings
+from dispatcher.core.requests.request import parse
+from dispatcher.core.requests.result import PoppedResult, decode_result
 
 if TYPE_CHECKING:
-    from dispatcher.core.located import FoundRequest
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.core.requests.found_request import FoundRequest
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {
     "result": ["batch-dispatcher result r-1", "batch-dispatcher result r-1 --wait 30s"],

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
+from dispatcher.cli.admin_client import running
+from dispatcher.cli.connection import Json, QueueTarget, ask, find
 from dispatcher.cli.pause import By, who_asks
-from dispatcher.cli.running import running
-from dispatcher.cli.screen import answer, complain, fail, say, warn
 from dispatcher.cli.status import DispatcherOptions, meant
-from dispatcher.cli.target import Json, QueueTarget, ask, find
-from dispatcher.core.versions import words_of
-from dispatcher.core.wanted import VersionPolicy
+from dispatcher.cli.terminal import answer, complain, fail, say, warn
+from dispatcher.core.models.version_policy import VersionPolicy
+from dispatcher.core.models.versions import words_of
 
 LABEL_EXAMPLES = [
     "batch-dispatcher models label qwen stable 3",
@@ -209,7 +209,7 @@ class _Seen:
             left = [
                 one for one in of["versions"] if one["name"] != full and one["serving"] and not one["drained"]
             ]
-            # core/rollover.py keeps versions open, or else opens the newest, which is the first in the list.
+            # rollover.py keeps versions open, or else opens the newest, which is the first in the list.
             to = [one["name"] for one in left if one["state"] == "open"] or [one["name"] for one in left[:1]]
             if to:
                 return (
@@ -248,7 +248,7 @@ def _confirm(what: str, *, asks: bool) -> None:
 def _check_names(**names: str) -> None:
     """Exit with 2 where one cannot be a name."""
     from dispatcher.ports import CallRefusedError
-    from dispatcher.queue.marks import check_names
+    from dispatcher.queue.model_registry import check_names
 
     try:
         check_names(**names)

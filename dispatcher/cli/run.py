@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from dispatcher.cli.screen import complain, fail
-from dispatcher.cli.target import Config, config_path
+from dispatcher.cli.connection import Config, config_path
+from dispatcher.cli.terminal import complain, fail
 
 EXAMPLES = {
     "run": [
@@ -35,13 +35,13 @@ def run(
     """
     import asyncio
 
+    from dispatcher.app.service import serve
     from dispatcher.queue.embedded import EmbeddedError
     from dispatcher.queue.keys import QueueNameError
     from dispatcher.queue.redis.connect import QueueUrlError
-    from dispatcher.service import serve
     from dispatcher.settings import Settings
     from dispatcher.settings.load import directory_of, name_of, parse, read
-    from dispatcher.settings.source import Problem
+    from dispatcher.settings.yaml_source import Problem
 
     path = config_path(config)
     text = read(path)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, fail, say, table
-from dispatcher.cli.sought import time_of
-from dispatcher.cli.target import Json, QueueOptions, ask, find
+from dispatcher.cli.connection import Json, QueueOptions, ask, find
+from dispatcher.cli.find_requests import time_of
+from dispatcher.cli.terminal import answer, complain, fail, say, table
 from dispatcher.core.duration import told
-from dispatcher.core.turns import SequenceSeen, SequenceStatus
+from dispatcher.core.sequences.turns import SequenceSeen, SequenceStatus
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {
     "sequences list": ["batch-dispatcher sequences list --status held"],

@@ -10,17 +10,17 @@ from typing import Annotated
 
 import typer
 
-from dispatcher.cli import experiments, traffic
-from dispatcher.cli.screen import fail, warn
-from dispatcher.sim.experiment import Name
-from dispatcher.sim.metrics import Detector, Signals
-from dispatcher.sim.parallel import cores
-from dispatcher.sim.setting import EXACT_S, GRAINS, GRAINS_LEAST, STEP_S, Order, Setting
-from dispatcher.sim.sweep import RESERVES, SWEPT, Sweep, SweepError, parse_sweep, parse_target
-from dispatcher.sim.world import Batch
-from dispatcher.standin import shapes
-from dispatcher.standin.model import BATCH_SPREAD, BATCH_TOKENS
-from dispatcher.standin.trace import TraceError
+from dispatcher.cli import realtime_traffic, simulation_runs
+from dispatcher.cli.terminal import fail, warn
+from dispatcher.lab.simulation.experiment import Name
+from dispatcher.lab.simulation.metrics import Detector, Signals
+from dispatcher.lab.simulation.parallel import cores
+from dispatcher.lab.simulation.scenario import EXACT_S, GRAINS, GRAINS_LEAST, STEP_S, Order, Setting
+from dispatcher.lab.simulation.sweep import RESERVES, SWEPT, Sweep, SweepError, parse_sweep, parse_target
+from dispatcher.lab.simulation.world import Batch
+from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin.model import BATCH_SPREAD, BATCH_TOKENS
+from dispatcher.lab.standin.trace import TraceError
 
 
 def simulate(
@@ -251,7 +251,7 @@ def simulate(
 
     What batch work brings, and what your users pay for it: `--target 'p99 <= 1.2'` finds the reserve.
     """
-    from dispatcher.sim import plot as picture
+    from dispatcher.lab.simulation import plot as picture
 
     names = _policies(policy)
     try:
@@ -261,9 +261,9 @@ def simulate(
         raise fail(str(error), 2) from error
     if plot is not None and not picture.available():
         raise fail(f"--plot needs matplotlib: {picture.INSTALL}")
-    where = traffic.Recorded(trace, prometheus, last, [query] if query else (), token_file)
+    where = realtime_traffic.Recorded(trace, prometheus, last, [query] if query else (), token_file)
     try:
-        chosen = traffic.choose(
+        chosen = realtime_traffic.choose(
             where, steps, slots=slots, seed=seed, whole=whole or seconds is not None, begin=begin
         )
         played = shapes.echoes(shapes.copies(chosen.traffic, copies), echoes, seed=seed)
@@ -317,11 +317,11 @@ def simulate(
         warn(warning)
     at_once = processes or cores()
     if swept is not None:
-        kept = experiments.sweep(
+        kept = simulation_runs.sweep(
             setting, played, names, at_once, swept, bounds, as_json=json_output, plot=plot
         )
         raise typer.Exit(0 if kept else 1)
-    experiments.compare(setting, played, names, at_once, as_json=json_output, plot=plot)
+    simulation_runs.compare(setting, played, names, at_once, as_json=json_output, plot=plot)
 
 
 def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[Setting, Sequence[str]]:

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from dispatcher.cli import words
-from dispatcher.cli.running import AdminAddress, address_of, ready, running
-from dispatcher.cli.screen import answer, complain, fail, say
-from dispatcher.cli.target import Json, Located, QueueOptions, locate, warn_of, warn_of_others
+from dispatcher.cli import render
+from dispatcher.cli.admin_client import AdminAddress, address_of, ready, running
+from dispatcher.cli.connection import Json, Located, QueueOptions, locate, warn_of, warn_of_others
+from dispatcher.cli.terminal import answer, complain, fail, say
 from dispatcher.core.duration import seconds_of
 
 AdminUrl = Annotated[
@@ -103,7 +103,7 @@ def explain(where: DispatcherOptions, json_output: Json = False) -> None:
     place, address = meant(where)
     warn_of(place)
     shown = asyncio.run(look(place, address, guides=True))
-    told = words.paragraph(shown)
+    told = render.paragraph(shown)
     if json_output:
         answer({"explanation": told, **shown})
     else:
@@ -135,7 +135,7 @@ async def _known(value: tuple[None, str]) -> tuple[None, str]:
 
 
 async def _queue(place: Located, *, guides: bool) -> Told:
-    told: Told = {**dict.fromkeys(words.COUNTS), "paused": None, "queue_problem": None}
+    told: Told = {**dict.fromkeys(render.COUNTS), "paused": None, "queue_problem": None}
     url = place.queue_url()
     if place.names is None:
         return {**told, "queue_problem": "the configuration does not tell which queue it is"}
@@ -143,7 +143,7 @@ async def _queue(place: Located, *, guides: bool) -> Told:
         return {**told, "queue_problem": place.absent}
     from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.redis.connect import QueueUrlError, connect
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
     try:
         desk = RedisDesk(connect(url), place.names)
@@ -158,7 +158,7 @@ async def _queue(place: Located, *, guides: bool) -> Told:
     finally:
         await desk.aclose()
     switch = None if paused is None else {"by": paused[0], "why": paused[1]}
-    return told | {name: getattr(counts, name) for name in words.COUNTS} | {"paused": switch}
+    return told | {name: getattr(counts, name) for name in render.COUNTS} | {"paused": switch}
 
 
 def meant(where: DispatcherOptions) -> tuple[Located, AdminAddress | None]:
@@ -173,7 +173,7 @@ def meant(where: DispatcherOptions) -> tuple[Located, AdminAddress | None]:
 def _lines(shown: Told, place: Located) -> list[str]:
     if shown["queue_problem"] and not shown["dispatcher"] and (place.admin is None or not place.queue_url()):
         return []  # what is wrong with the queue says it all
-    return words.lines(shown)
+    return render.lines(shown)
 
 
 def _complain_of_queue(shown: Told) -> None:
@@ -184,12 +184,12 @@ def _complain_of_queue(shown: Told) -> None:
 def _watch(place: Located, address: AdminAddress | None, *, json_output: bool) -> None:
     """In place on a terminal; in a pipe a line each second with the time."""
     if sys.stdout.isatty() and not json_output:
-        from dispatcher.cli.live import refresh
+        from dispatcher.cli.live_screen import refresh
 
         def now() -> list[str]:
             shown = asyncio.run(look(place, address))
             problem = [shown["queue_problem"]] if shown["queue_problem"] else []
-            return [f"{time.strftime('%H:%M:%S')}  (Ctrl-C ends it)", "", *words.lines(shown), *problem]
+            return [f"{time.strftime('%H:%M:%S')}  (Ctrl-C ends it)", "", *render.lines(shown), *problem]
 
         refresh(lambda _: now(), EACH_S)
         return
@@ -204,7 +204,7 @@ def repeat(place: Located, address: AdminAddress | None, *, json_output: bool) -
             if json_output:
                 answer({"at": round(time.time(), 3), **shown})
             else:
-                say(f"{time.strftime('%H:%M:%S')}  {words.line(shown)}")
+                say(f"{time.strftime('%H:%M:%S')}  {render.line(shown)}")
             time.sleep(EACH_S)
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, fail, say, table
-from dispatcher.cli.target import Json, QueueOptions, ask, find
+from dispatcher.cli.connection import Json, QueueOptions, ask, find
+from dispatcher.cli.terminal import answer, complain, fail, say, table
 from dispatcher.core.duration import until
 
 if TYPE_CHECKING:
-    from dispatcher.core.streams import StreamRequest, StreamStatus
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.core.requests.named_stream import StreamRequest, StreamStatus
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {
     "streams show": [

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dispatcher.cli.connection import Labels, QueueOptions, QueueTarget, WithinOrNone, ask, find, pairs_of
+from dispatcher.cli.find_requests import answers
 from dispatcher.cli.result import awaited, print_result, progress, still_queued
-from dispatcher.cli.screen import answer, fail, remark, say, warn
-from dispatcher.cli.sought import answers
 from dispatcher.cli.submit_file import (
     BodyTemplate,
     Errors,
@@ -29,14 +29,14 @@ from dispatcher.cli.submit_file import (
     file_paths,
     submit_file,
 )
-from dispatcher.cli.target import Labels, QueueOptions, QueueTarget, WithinOrNone, ask, find, pairs_of
+from dispatcher.cli.terminal import answer, fail, remark, say, warn
 from dispatcher.core.patterns import any_fits
 
 if TYPE_CHECKING:
     from dispatcher.client import Item
-    from dispatcher.core.result import PoppedResult
+    from dispatcher.core.requests.result import PoppedResult
     from dispatcher.ports import Submission
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 DEADLINE_S = 3600.0
 FILE_DEADLINE_S = 86_400.0
@@ -131,7 +131,7 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
     import msgspec
 
     from dispatcher.client.item import Tokens, submission_of
-    from dispatcher.core.turns import Turn
+    from dispatcher.core.sequences.turns import Turn
 
     results = target.names.answers(item.id) if wait else ""
     try:
@@ -192,7 +192,7 @@ def _file_meant(body: bytes) -> str:
 
 async def _answer(desk: RedisDesk, sent: Submission) -> PoppedResult | None:
     """Its result, where it has come. Others may write that list, but do not know the token."""
-    from dispatcher.core.result import decode_result
+    from dispatcher.core.requests.result import decode_result
 
     for each in await answers(desk, sent.request_id):
         if (result := decode_result(each)).request_token == sent.request_token:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from dispatcher.cli.file_screen import FileScreen
-from dispatcher.cli.running import address_of, running
-from dispatcher.cli.screen import complain, remark, say, warn
-from dispatcher.cli.sought import sentence_of
-from dispatcher.cli.target import QueueTarget
+from dispatcher.cli.admin_client import address_of, running
+from dispatcher.cli.connection import QueueTarget
+from dispatcher.cli.file_progress import FileScreen
+from dispatcher.cli.find_requests import sentence_of
+from dispatcher.cli.terminal import complain, remark, say, warn
 
 if TYPE_CHECKING:
     from dispatcher.client.files import FileOptions, FilePaths, FileProgress, FileStart
@@ -98,7 +98,7 @@ def file_options(
 ) -> FileOptions:
     """How it is run, by options and configuration. Exits with 2 where they make no sense."""
     from dispatcher.client.files import FileOptions
-    from dispatcher.core.batchlines import LineRules
+    from dispatcher.client.files.lines import LineRules
 
     if group not in ("prefix", "none"):
         raise _wrong(f"--group {group}: give prefix or none")

@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.cli import words
+from dispatcher.cli import bar, render
+from dispatcher.cli.connection import Json, warn_of
 from dispatcher.cli.status import DispatcherOptions, look, meant, repeat
-from dispatcher.cli.target import Json, warn_of
-from dispatcher.core import bar
 
 EXAMPLES = {"top": ["batch-dispatcher top", "batch-dispatcher top --admin-url http://10.0.0.7:8080"]}
 EACH_S = 1.0
@@ -28,7 +27,7 @@ def top(where: DispatcherOptions, json_output: Json = False) -> None:
     if json_output or not sys.stdout.isatty():
         repeat(place, address, json_output=json_output)
         return
-    from dispatcher.cli.live import refresh
+    from dispatcher.cli.live_screen import refresh
 
     def draw(width: int) -> Sequence[str]:
         return rows(asyncio.run(look(place, address)), width, time.strftime("%H:%M:%S"))
@@ -45,14 +44,14 @@ def rows(shown: dict[str, Any], width: int, clock: str) -> list[str]:
     told = [f"{head}{ends:>{max(len(ends) + 2, width - len(head))}}", ""]
     problem = [shown["queue_problem"]] if shown["queue_problem"] else []
     if not gate:
-        return [*told, *words.lines(shown), *problem]
-    told += [*words.health(shown), f"{gate['reason']}: {gate['explanation']}", *problem, ""]
+        return [*told, *render.lines(shown), *problem]
+    told += [*render.health(shown), f"{gate['reason']}: {gate['explanation']}", *problem, ""]
     told += [*_pool(gate, width), ""]
-    counts = [f"{name} {shown[name]}" for name in words.COUNTS if shown[name] is not None]
+    counts = [f"{name} {shown[name]}" for name in render.COUNTS if shown[name] is not None]
     told.append(f"{shown['queue'] or gate['queue']}: {'  '.join(counts)}")
     if shown["queue"] not in (None, gate["queue"]):
         told.append(f"the dispatcher that answers works on another queue, {gate['queue']}")
-    return [*told, *words.glance(gate)]
+    return [*told, *render.glance(gate)]
 
 
 def _pool(gate: dict[str, Any], width: int) -> list[str]:

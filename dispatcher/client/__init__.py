@@ -11,18 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.client.batch import BatchClient
-from dispatcher.client.errors import (
+from dispatcher.batched.errors import (
     BatchError,
     ClosedError,
-    NameInUseError,
-    NoResultError,
-    QueueAwayError,
-    SequenceBusyError,
     TooManyPendingError,
     WorkerCrashedError,
     WrongLengthError,
 )
+from dispatcher.client.batch import BatchClient
+from dispatcher.client.errors import NameInUseError, NoResultError, QueueAwayError, SequenceBusyError
 from dispatcher.client.item import Handle, Item
 from dispatcher.client.result import (
     DeadlineExceededError,
@@ -39,11 +36,11 @@ from dispatcher.client.result import (
     TokenUsage,
 )
 from dispatcher.client.sequence import OpenSequence
-from dispatcher.core.streams import StreamRequest, StreamState, StreamStatus
-from dispatcher.core.turns import OnError, SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.requests.named_stream import StreamRequest, StreamState, StreamStatus
+from dispatcher.core.sequences.turns import OnError, SequenceSeen, SequenceStatus, Turn
 
 if TYPE_CHECKING:
-    from dispatcher.client.batching.batched import Batched, batched
+    from dispatcher.batched.decorator import Batched, batched
 
 __all__ = [
     "BatchClient",
@@ -87,6 +84,6 @@ def __getattr__(name: str) -> Any:
     """What only some programs use, and the others need not load."""
     if name not in ("Batched", "batched"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from dispatcher.client.batching import batched as module
+    from dispatcher.batched import decorator as module
 
     return getattr(module, name)

@@ -10,8 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
+from dispatcher.batched.errors import TooManyPendingError
 from dispatcher.client.blocking import BlockingBatchClient
-from dispatcher.client.errors import NoResultError, QueueAwayError, TooManyPendingError
+from dispatcher.client.errors import NoResultError, QueueAwayError
 from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, item_of, submission_of
 from dispatcher.client.mailbox import WAIT_S, Mailbox, check_name, whoami
 from dispatcher.client.named_stream import NamedStreams
@@ -21,9 +22,9 @@ from dispatcher.client.sequence import CarryWord, OnErrorWord, OpenSequence, Seq
 from dispatcher.client.sequence_calls import SequenceCalls
 from dispatcher.client.stream import Items, streamed
 from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
-from dispatcher.core.streams import StreamStatus
-from dispatcher.core.submission import QueueUnavailableError, Submission
-from dispatcher.core.turns import SequenceSeen, Turn
+from dispatcher.core.requests.named_stream import StreamStatus
+from dispatcher.core.requests.submission import QueueUnavailableError, Submission
+from dispatcher.core.sequences.turns import SequenceSeen, Turn
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
@@ -33,7 +34,7 @@ from dispatcher.queue.redis.scripts import Scripts
 
 if TYPE_CHECKING:
     from dispatcher.client.files import FileProgress
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 T = TypeVar("T")
 Before = Callable[[Item], "Item | Awaitable[Item | None] | None"]
@@ -475,7 +476,7 @@ class BatchClient:
             await self._mailbox.take(handle, None)
 
     def _desk(self) -> RedisDesk:
-        from dispatcher.queue.redis.desk import RedisDesk
+        from dispatcher.queue.redis.queue_admin import RedisDesk
 
         return RedisDesk(self._redis, self._names)
 

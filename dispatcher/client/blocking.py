@@ -14,8 +14,8 @@ from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import Result
 from dispatcher.client.sequence import OpenSequence
 from dispatcher.client.stream import Items
-from dispatcher.core.streams import StreamStatus
-from dispatcher.core.turns import SequenceSeen
+from dispatcher.core.requests.named_stream import StreamStatus
+from dispatcher.core.sequences.turns import SequenceSeen
 
 if TYPE_CHECKING:
     from dispatcher.client.files import FileProgress

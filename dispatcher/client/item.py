@@ -15,10 +15,10 @@ import msgspec
 
 from dispatcher.client.result import Result
 from dispatcher.core.duration import seconds_of
-from dispatcher.core.request import encode_member
-from dispatcher.core.score import score_of
-from dispatcher.core.submission import Submission
-from dispatcher.core.turns import Turn
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.score import score_of
+from dispatcher.core.requests.submission import Submission
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.telemetry.tracing import sending
 
 Body = Mapping[str, Any] | bytes

@@ -20,12 +20,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
-from dispatcher.client.errors import BatchError, NameInUseError, NoResultError, QueueAwayError
+from dispatcher.batched.errors import BatchError
+from dispatcher.client.errors import NameInUseError, NoResultError, QueueAwayError
 from dispatcher.client.item import Handle
 from dispatcher.client.outage import Outage, away
 from dispatcher.client.result import Result, of_popped
-from dispatcher.core.result import PoppedResult, decode_result
-from dispatcher.core.submission import QueueUnavailableError
+from dispatcher.core.requests.result import PoppedResult, decode_result
+from dispatcher.core.requests.submission import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.producer import Box

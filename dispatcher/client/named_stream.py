@@ -16,13 +16,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from dispatcher.client.errors import BatchError, NameInUseError, NoResultError, QueueAwayError
+from dispatcher.batched.errors import BatchError
+from dispatcher.client.errors import NameInUseError, NoResultError, QueueAwayError
 from dispatcher.client.item import Body, Handle, Item, body_of, item_of
 from dispatcher.client.mailbox import Mailbox, check_name, whoami
 from dispatcher.client.result import HookError, Result, of_error
 from dispatcher.client.stream import Items, streamed
-from dispatcher.core.streams import StreamStatus
-from dispatcher.core.submission import Submission
+from dispatcher.core.requests.named_stream import StreamStatus
+from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.redis import producer, streams
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.producer import Box

@@ -11,7 +11,7 @@ from typing import TypeVar
 from redis import exceptions as errors
 
 from dispatcher.client.errors import QueueAwayError
-from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
+from dispatcher.core.requests.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.queue.redis.scripts import BrokenCallError, WrongKeyError
 
 T = TypeVar("T")

@@ -9,10 +9,11 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.client.errors import BatchError, NoResultError
-from dispatcher.core.content import content
-from dispatcher.core.result import ErrorCode, PoppedResult
-from dispatcher.core.usage import tokens
+from dispatcher.batched.errors import BatchError
+from dispatcher.client.errors import NoResultError
+from dispatcher.core.requests.answer_text import content
+from dispatcher.core.requests.result import ErrorCode, PoppedResult
+from dispatcher.core.requests.usage import tokens
 
 _SHOWN_CHARS = 200
 

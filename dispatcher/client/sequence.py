@@ -17,11 +17,19 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any, Literal
 
-from dispatcher.client.errors import ClosedError, NoResultError, QueueAwayError, SequenceBusyError
+from dispatcher.batched.errors import ClosedError
+from dispatcher.client.errors import NoResultError, QueueAwayError, SequenceBusyError
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import HookError, Result, of_error
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import MAX_SEQUENCE_BYTES, Carry, OnError, SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.sequences.turns import (
+    MAX_SEQUENCE_BYTES,
+    Carry,
+    OnError,
+    SequenceSeen,
+    SequenceStatus,
+    Turn,
+)
 
 AHEAD_MOST = 50
 """Of one sequence whose bodies are known: so many are submitted and unanswered, for each of them is claimed

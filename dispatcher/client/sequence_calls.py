@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from dispatcher.client.item import Item, Tokens, seconds_from
-from dispatcher.core.turns import Turn
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.queue.constants import CANCEL_TTL_S
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisDesk
 
 
 class SequenceCalls:

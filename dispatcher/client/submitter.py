@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.client.outage import Outage, away
-from dispatcher.core.submission import QueueUnavailableError, Submission
+from dispatcher.core.requests.submission import QueueUnavailableError, Submission
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES

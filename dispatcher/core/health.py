@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dispatcher.core.budget import Reason
-from dispatcher.core.counts import Counts
-from dispatcher.core.recent import LEAST, RECENT_S, UnansweredTries
+from dispatcher.core.gateway.recent_attempts import LEAST, RECENT_S, UnansweredTries
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.queue_counts import Counts
 
 COUNTED_WITHIN_S = 15.0
 """Age at which counts of the queue are no longer believed. They are renewed each second."""

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dispatcher.core.outcome import RetryPolicy, after_losses
-from dispatcher.core.request import Rejection, Request, parse
-from dispatcher.dispatch import endings
-from dispatcher.dispatch.endings import Ending
+from dispatcher.core.gateway.outcome import RetryPolicy, after_losses
+from dispatcher.core.requests.request import Rejection, Request, parse
+from dispatcher.dispatch import completions
+from dispatcher.dispatch.completions import Ending
 from dispatcher.ports import Lease
 
 
@@ -48,7 +48,7 @@ Rule = Callable[[Case], Ending | None]
 def admit(lease: Lease, max_payload_bytes: int) -> Request | Ending:
     """The request that a member is; or, where it is none, how its lease ends."""
     parsed = parse(lease.member, max_payload_bytes=max_payload_bytes)
-    return endings.rejected(lease, parsed) if isinstance(parsed, Rejection) else parsed
+    return completions.rejected(lease, parsed) if isinstance(parsed, Rejection) else parsed
 
 
 def judge(case: Case, rules: Sequence[Rule]) -> Ending | None:
@@ -62,19 +62,19 @@ def judge(case: Case, rules: Sequence[Rule]) -> Ending | None:
 
 def _deadly(case: Case) -> Ending | None:
     verdict = after_losses(case.lease.losses, case.retry)
-    return None if verdict is None else endings.deadly(case.lease, case.request, verdict)
+    return None if verdict is None else completions.deadly(case.lease, case.request, verdict)
 
 
 def _expired(case: Case) -> Ending | None:
-    return endings.expired(case.lease, case.request) if case.request.deadline <= case.unix_now else None
+    return completions.expired(case.lease, case.request) if case.request.deadline <= case.unix_now else None
 
 
 def _cancelled(case: Case) -> Ending | None:
-    return endings.cancelled(case.lease, case.request) if case.cancelled else None
+    return completions.cancelled(case.lease, case.request) if case.cancelled else None
 
 
 def _unlisted(case: Case) -> Ending | None:
-    return None if case.unfit is None else endings.unlisted(case.lease, case.request, case.unfit)
+    return None if case.unfit is None else completions.unlisted(case.lease, case.request, case.unfit)
 
 
 def _without_model(case: Case) -> Ending | None:
@@ -83,12 +83,12 @@ def _without_model(case: Case) -> Ending | None:
 
 def _not_now(case: Case) -> Ending | None:
     sure = case.cancelled is not None and case.may_send and case.ours
-    return None if sure else endings.returned(case.lease)
+    return None if sure else completions.returned(case.lease)
 
 
 def _at_rest(case: Case) -> Ending | None:
     rest_s = case.rest_s()
-    return endings.returned(case.lease, after_s=rest_s) if rest_s > 0 else None
+    return completions.returned(case.lease, after_s=rest_s) if rest_s > 0 else None
 
 
 BY_ITSELF: Sequence[Rule] = (_deadly, _expired)

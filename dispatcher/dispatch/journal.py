@@ -7,18 +7,18 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec
 
-from dispatcher.core.allowance import Allowance
-from dispatcher.core.harvest import Meter, Observation
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import EVICTED, Delivered, Evicted, Outcome, Overloaded
-from dispatcher.core.recent import RecentTries
-from dispatcher.core.request import Request
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.routing import trace_of
-from dispatcher.core.usage import tokens
-from dispatcher.dispatch.access import now
-from dispatcher.dispatch.endings import Ending
-from dispatcher.dispatch.holding import HeldLease
+from dispatcher.core.gateway.outcome import EVICTED, Delivered, Evicted, Outcome, Overloaded
+from dispatcher.core.gateway.recent_attempts import RecentTries
+from dispatcher.core.limit.allowance import Allowance
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.utilization import Meter, Observation
+from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.requests.routing import trace_of
+from dispatcher.core.requests.usage import tokens
+from dispatcher.dispatch.completions import Ending
+from dispatcher.dispatch.in_flight import HeldLease
+from dispatcher.dispatch.queue_access import now
 from dispatcher.ports import Burial, Forwarded, Release, Settled, Settlement
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, detailed, emit, speaking_of

@@ -1,12 +1,12 @@
-"""The lanes (core/lanes.py) as one process sees them: how many requests of each it may claim."""
+"""The lanes (core/requests/lanes.py) as one process sees them: how many requests of each it may claim."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
 
-from dispatcher.core.lanes import Lane
-from dispatcher.dispatch.endings import Ending
+from dispatcher.core.requests.lanes import Lane
+from dispatcher.dispatch.completions import Ending
 from dispatcher.dispatch.suspects import Suspects
 from dispatcher.ports import Lease
 

@@ -24,27 +24,27 @@ import random
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from dispatcher.core.allowance import Allowance
-from dispatcher.core.harvest import Meter
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.poll import Poll
-from dispatcher.core.request import Request
-from dispatcher.core.tenure import Tenure
-from dispatcher.core.units import units_of
-from dispatcher.core.verdicts import Goes
-from dispatcher.dispatch import endings
-from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
+from dispatcher.core.limit.allowance import Allowance
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.poll import Poll
+from dispatcher.core.limit.utilization import Meter
+from dispatcher.core.requests.lease_validity import Tenure
+from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.units import units_of
+from dispatcher.core.sequences.decisions import Goes
+from dispatcher.dispatch import completions
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
-from dispatcher.dispatch.endings import Ending
-from dispatcher.dispatch.handing import HandingIn
-from dispatcher.dispatch.health import HealthWatch
-from dispatcher.dispatch.holding import HeldLease, Holding, Try
+from dispatcher.dispatch.attempts import Tries
+from dispatcher.dispatch.completions import Ending
+from dispatcher.dispatch.flush import HandingIn
+from dispatcher.dispatch.health_watch import HealthWatch
+from dispatcher.dispatch.in_flight import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import Lanes
+from dispatcher.dispatch.maintenance import Upkeep, permit_of
 from dispatcher.dispatch.options import Options
-from dispatcher.dispatch.tries import Tries
-from dispatcher.dispatch.upkeep import Upkeep, permit_of
-from dispatcher.dispatch.weighing import Weighing
+from dispatcher.dispatch.queue_access import QueueAccess, QueueView, now, withheld
+from dispatcher.dispatch.weights import Weighing
 from dispatcher.ports import Claimed, Gateway, ModelServers, Permit, Queue, Release
 from dispatcher.telemetry.events import Event, emit
 
@@ -269,7 +269,7 @@ class Dispatcher:
                 rest_s = self._tries.bounces.rest_s(lease.entry, now())
                 if rest_s > 0:  # it has probed before: let another one, at once
                     self._holding.add(lease, self._probe_asked_at, probe=True)
-                    self._finish(endings.returned(lease, after_s=rest_s))
+                    self._finish(completions.returned(lease, after_s=rest_s))
                     return
             if await self._start(claimed, self._probe_asked_at, permit, probe=True):
                 self.poke()  # it was not sent, and is out of the way: let another one probe, at once

@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dispatcher.core.headers import SESSION_TOKEN
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.served import ModelTerms
-from dispatcher.core.turns import Carry
-from dispatcher.core.verdicts import SequenceTerms
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.models.availability import ModelTerms
+from dispatcher.core.requests.headers import SESSION_TOKEN
+from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.turns import Carry
 
 if TYPE_CHECKING:
-    from dispatcher.core.batching import BatchRule
-    from dispatcher.core.versions import FamilyTerms
-    from dispatcher.core.warmup import WarmupRequest
+    from dispatcher.core.merging.grouping import BatchRule
+    from dispatcher.core.models.versions import FamilyTerms
+    from dispatcher.core.models.warmup import WarmupRequest
 
 
 @dataclass(frozen=True, slots=True)

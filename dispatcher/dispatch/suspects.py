@@ -16,7 +16,7 @@ other.
 
 from __future__ import annotations
 
-from dispatcher.dispatch.endings import Ending
+from dispatcher.dispatch.completions import Ending
 from dispatcher.ports import Release
 
 YOUNG_S = 10.0

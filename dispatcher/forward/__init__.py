@@ -5,6 +5,6 @@
 
 from dispatcher.forward.direct import DirectServers
 from dispatcher.forward.gateway import HttpGateway
-from dispatcher.forward.wire import CONNECT_S, STREAMED_BYTES
+from dispatcher.forward.transport import CONNECT_S, STREAMED_BYTES
 
 __all__ = ["CONNECT_S", "STREAMED_BYTES", "DirectServers", "HttpGateway"]

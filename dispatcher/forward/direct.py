@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from dispatcher import USER_AGENT
-from dispatcher.core.outcome import Outcome, Refused, TooLate, Unreachable
-from dispatcher.core.routing import is_plain_path
+from dispatcher.core.gateway.outcome import Outcome, Refused, TooLate, Unreachable
+from dispatcher.core.requests.routing import is_plain_path
 from dispatcher.forward.exchange import exchange
-from dispatcher.forward.wire import Prepared, Progress, Wire, Wires, running
+from dispatcher.forward.transport import Prepared, Progress, Wire, Wires, running
 
 _HEADERS = {
     "accept": "*/*",

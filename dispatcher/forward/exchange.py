@@ -12,8 +12,7 @@ from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 
 import aiohttp
 
-from dispatcher.core.headers import QUEUE_DURATION
-from dispatcher.core.outcome import (
+from dispatcher.core.gateway.outcome import (
     GATEWAY,
     Failed,
     Outcome,
@@ -23,10 +22,11 @@ from dispatcher.core.outcome import (
     classify,
     cut_answer,
 )
-from dispatcher.core.serverload import LOOKED_AT_BYTES
+from dispatcher.core.gateway.server_overload import LOOKED_AT_BYTES
+from dispatcher.core.requests.headers import QUEUE_DURATION
+from dispatcher.forward.transport import Prepared, Progress, Wire
 from dispatcher.forward.unpack import unpacked
-from dispatcher.forward.wire import Prepared, Progress, Wire
-from dispatcher.peer import addressed
+from dispatcher.ports.network_errors import addressed
 
 ERRORS = (aiohttp.ClientError, OSError)
 """All that a network or a server can do to us."""

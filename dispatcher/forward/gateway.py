@@ -13,18 +13,18 @@ from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
-from dispatcher.core.headers import INFERENCE_TTL
-from dispatcher.core.outcome import Delivered, Failed, Refused, TooLate, Unreachable
-from dispatcher.core.request import Request
-from dispatcher.core.routing import Route
+from dispatcher.core.gateway.outcome import Delivered, Failed, Refused, TooLate, Unreachable
+from dispatcher.core.requests.headers import INFERENCE_TTL
+from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.routing import Route
 from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
 from dispatcher.forward.exchange import exchange
-from dispatcher.forward.wire import CONNECT_S, Prepared, Progress, Wire, Wires, running
-from dispatcher.peer import words
+from dispatcher.forward.transport import CONNECT_S, Prepared, Progress, Wire, Wires, running
 from dispatcher.ports import Forwarded
+from dispatcher.ports.network_errors import words
 from dispatcher.settings import GatewaySettings, TlsSettings
-from dispatcher.settings.files import looks, read_token_blocking
-from dispatcher.settings.reading import BackgroundRead
+from dispatcher.settings.small_files import BackgroundRead
+from dispatcher.settings.watched_files import looks, read_token_blocking
 from dispatcher.telemetry.tracing import going_to
 
 WATCH_S = 1.0

@@ -6,18 +6,15 @@ decision ever compares two clocks. Deadlines alone are Unix seconds: ``Queue.uni
 idea of them.
 """
 
-from dispatcher.core.counts import Counts
-from dispatcher.core.submission import CallRefusedError, QueueUnavailableError, Submission
-from dispatcher.ports.desk import (
-    Dead,
-    Desk,
-)
+from dispatcher.core.requests.queue_counts import Counts
+from dispatcher.core.requests.submission import CallRefusedError, QueueUnavailableError, Submission
 from dispatcher.ports.gateway import (
     AnswerMemory,
     Forwarded,
     Gateway,
 )
-from dispatcher.ports.marks import ModelBoard, ModelMarks, PinAsked
+from dispatcher.ports.model_registry import ModelBoard, ModelMarks, PinAsked
+from dispatcher.ports.model_servers import ModelServers
 from dispatcher.ports.queue import (
     Burial,
     Claimed,
@@ -39,7 +36,7 @@ from dispatcher.ports.queue import (
     Unserved,
     Weighed,
 )
-from dispatcher.ports.servers import ModelServers
+from dispatcher.ports.queue_admin import Dead, Desk
 
 __all__ = [
     "AnswerMemory",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from dispatcher.core.outcome import Outcome
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.outcome import Outcome
+from dispatcher.core.requests.request import Request
 from dispatcher.core.value import Value
 
 

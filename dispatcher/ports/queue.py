@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from dispatcher.core.counts import Counts
-from dispatcher.core.lanes import ONE_OF_EACH, Lane
-from dispatcher.core.outlook import LineAhead
-from dispatcher.core.request import parse
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import Turn
+from dispatcher.core.requests.forecast import LineAhead
+from dispatcher.core.requests.lanes import ONE_OF_EACH, Lane
+from dispatcher.core.requests.queue_counts import Counts
+from dispatcher.core.requests.request import parse
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd, Verdict
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.core.value import Value
-from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd, Verdict
-from dispatcher.ports.marks import ModelBoard
+from dispatcher.ports.model_registry import ModelBoard
 
 
 @dataclass(frozen=True, slots=True)

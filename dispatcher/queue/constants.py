@@ -5,10 +5,10 @@ They are no settings: all dispatchers of a queue must agree about them, and so m
 
 from __future__ import annotations
 
-from dispatcher.core.lanes import SUSPECT_DEATHS
-from dispatcher.core.oversize import HEAD_BYTES
-from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
-from dispatcher.core.turns import LINE_SEEN, LIVES_MOST, LOOK_S, UNPARK_MOST
+from dispatcher.core.requests.lanes import SUSPECT_DEATHS
+from dispatcher.core.requests.oversize import HEAD_BYTES
+from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
+from dispatcher.core.sequences.turns import LINE_SEEN, LIVES_MOST, LOOK_S, UNPARK_MOST
 
 PREFIX_BYTES = 512
 """Of a member: so much decides the order of equal scores once it was claimed."""

@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from dispatcher.core.lanes import CLOSED, Lane
-from dispatcher.core.lists import OURS, usual
 from dispatcher.core.patterns import any_fits
-from dispatcher.core.slot import fault_of_braces, tag_of
-from dispatcher.core.turns import Turn, owner_of
+from dispatcher.core.requests.cluster_slot import fault_of_braces, tag_of
+from dispatcher.core.requests.lanes import CLOSED, Lane
+from dispatcher.core.requests.result_lists import OURS, usual
+from dispatcher.core.sequences.turns import Turn, owner_of
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"

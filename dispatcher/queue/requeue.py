@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dispatcher.core.request import Rejection, encode_member, parse
-from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, score_of
-from dispatcher.core.turns import Turn
+from dispatcher.core.requests.request import Rejection, encode_member, parse
+from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, score_of
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Submission
 from dispatcher.queue.keys import Names
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dispatcher.settings.families import ModelSettings
 from dispatcher.settings.load import ClientSettings, Refusal, load, load_client, parse, read, reload
 from dispatcher.settings.model import (
     AdminSettings,
@@ -15,6 +14,7 @@ from dispatcher.settings.model import (
     ShutdownSettings,
     TracingSettings,
 )
+from dispatcher.settings.models import ModelSettings
 from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.serving import ServingSettings
 from dispatcher.settings.signals import (
@@ -24,10 +24,10 @@ from dispatcher.settings.signals import (
     Source,
     VllmSettings,
 )
-from dispatcher.settings.source import Problem
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import SecretUrl
 from dispatcher.settings.watch import watch
+from dispatcher.settings.yaml_source import Problem
 
 __all__ = [
     "AdminSettings",

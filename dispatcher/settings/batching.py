@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.batching import CHECK_EVERY, BatchRule, Forming, Mode
-from dispatcher.core.shapes import SHAPES, shape_at
+from dispatcher.core.merging.grouping import CHECK_EVERY, BatchRule, Forming, Mode
+from dispatcher.core.merging.shapes import SHAPES, shape_at
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoNumber, UrlPath, refuse
 

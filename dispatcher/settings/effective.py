@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dispatcher.core.lists import usual
+from dispatcher.core.requests.result_lists import usual
 from dispatcher.settings.load import key_paths
 from dispatcher.settings.model import Settings
-from dispatcher.settings.source import PREFIX, resolve
+from dispatcher.settings.yaml_source import PREFIX, resolve
 
 _PLAIN = re.compile(r"[A-Za-z0-9/.][A-Za-z0-9_./@:*-]*[A-Za-z0-9_./*-]|[A-Za-z0-9/]")
 

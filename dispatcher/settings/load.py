@@ -16,8 +16,8 @@ from pydantic_core import ErrorDetails
 from dispatcher.core.duration import seconds_of
 from dispatcher.settings.model import AdminSettings, PoolSettings, Settings
 from dispatcher.settings.queue import QueueSettings, named
-from dispatcher.settings.reading import read_in_time, read_regular
-from dispatcher.settings.source import (
+from dispatcher.settings.small_files import read_in_time, read_regular
+from dispatcher.settings.yaml_source import (
     ENVIRONMENT,
     MAX_BYTES,
     PREFIX,

@@ -16,16 +16,15 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from dispatcher.core.budget import Policy
-from dispatcher.core.headers import plain
+from dispatcher.core.limit.budget import Policy
+from dispatcher.core.requests.headers import plain
 from dispatcher.settings.batching import BatchingSettings
-from dispatcher.settings.families import MODELS_MOST, Models, ModelSettings
+from dispatcher.settings.models import MODELS_MOST, Models, ModelSettings
 from dispatcher.settings.queue import QueueSettings, named
 from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
 from dispatcher.settings.serving import ServingSettings, observes, with_servers_of
 from dispatcher.settings.signals import SignalsSettings, Source
-from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import (
     CONTROL_HEADERS,
@@ -40,6 +39,7 @@ from dispatcher.settings.values import (
     mask_headers,
     refuse,
 )
+from dispatcher.settings.yaml_source import Node, TreeSource
 
 
 class PoolSettings(Section):

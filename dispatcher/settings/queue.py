@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.slot import fault_of_braces
+from dispatcher.core.requests.cluster_slot import fault_of_braces
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Key, SecretUrl, Text, refuse, url
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.headers import SESSION_TOKEN, plain
-from dispatcher.core.turns import Carry, OnError
-from dispatcher.core.verdicts import SequenceTerms
+from dispatcher.core.requests.headers import SESSION_TOKEN, plain
+from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.turns import Carry, OnError
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, header_of_ours, refuse
 

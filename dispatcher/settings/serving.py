@@ -7,7 +7,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.settings.families import ModelSettings
+from dispatcher.settings.models import ModelSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.signals import VllmSettings
 from dispatcher.settings.tls import TlsSettings

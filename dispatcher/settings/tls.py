@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.settings.reading import require_regular
 from dispatcher.settings.section import Section
+from dispatcher.settings.small_files import require_regular
 from dispatcher.settings.values import Text, refuse
 
 

@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from dispatcher.core.warmup import FILE_BYTES_MOST, WarmupFault, WarmupRequest, WarmupRules, read_warmup
-from dispatcher.settings.files import looks
+from dispatcher.core.models.warmup import (
+    FILE_BYTES_MOST,
+    WarmupFault,
+    WarmupRequest,
+    WarmupRules,
+    read_warmup,
+)
 from dispatcher.settings.model import Settings
-from dispatcher.settings.reading import read_regular
-from dispatcher.settings.source import Problem
+from dispatcher.settings.small_files import read_regular
+from dispatcher.settings.watched_files import looks
+from dispatcher.settings.yaml_source import Problem
 
 Requests = tuple[WarmupRequest, ...]
 

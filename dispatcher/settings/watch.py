@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from dispatcher.settings.load import read_blocking, unreadable
-from dispatcher.settings.reading import BackgroundRead
-from dispatcher.settings.source import Problem
+from dispatcher.settings.small_files import BackgroundRead
+from dispatcher.settings.yaml_source import Problem
 
 QUIET_S = 0.1
 """A text is whole when two looks this far apart see the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from dispatcher.signals.series import View
+from dispatcher.signals.epp.series import View
 
 
 class FixedSource:

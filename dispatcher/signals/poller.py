@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from dispatcher.core.budget import Policy, Reason, Signal
-from dispatcher.core.counting import Count
-from dispatcher.core.patience import Patience
-from dispatcher.core.poll import Poll, Unread
-from dispatcher.core.price import Growth, Histograms, Price, Shares, price
+from dispatcher.core.limit.budget import Policy, Reason, Signal
+from dispatcher.core.limit.picker_inference import Count
+from dispatcher.core.limit.poll import Poll, Unread
+from dispatcher.core.limit.realtime_impact import Growth, Histograms, Price, Shares, price
+from dispatcher.core.limit.staleness import Patience
 from dispatcher.settings import SignalsSettings
 from dispatcher.settings import Source as SourceName
-from dispatcher.signals.series import View
-from dispatcher.signals.verdict import Lessons, PerEndpointFrom, Verdict, at_most, judge
+from dispatcher.signals.epp.series import View
+from dispatcher.signals.readings import Lessons, PerEndpointFrom, Verdict, at_most, judge
 from dispatcher.telemetry.events import Event, emit
 
 RETURN_AFTER = 3

@@ -19,11 +19,11 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
-from dispatcher.core.budget import Reason
-from dispatcher.core.poll import Unread
-from dispatcher.peer import words
-from dispatcher.settings.files import TokenFileError, TokenReader
-from dispatcher.signals.blocking import BlockingCalls, StillRunningError
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.limit.poll import Unread
+from dispatcher.ports.network_errors import words
+from dispatcher.settings.watched_files import TokenFileError, TokenReader
+from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page
 
 SLICE_BYTES = 64 * 1024

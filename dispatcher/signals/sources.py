@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from dispatcher.settings import Settings, TlsSettings
-from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource
+from dispatcher.signals.epp.source import SERVICE_ACCOUNT_TOKEN, EppSource
 from dispatcher.signals.fixed import FixedSource
+from dispatcher.signals.model_servers import ServersSource
 from dispatcher.signals.poller import Source
-from dispatcher.signals.prometheus import PrometheusSource
+from dispatcher.signals.prometheus.session import PrometheusAddress
+from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
-from dispatcher.signals.servers import ServersSource
-from dispatcher.signals.session import PrometheusAddress
 
 TIMEOUT_SHARE = 0.9
 """Of the interval; of a second where the interval is shorter, for a poll is never begun before its

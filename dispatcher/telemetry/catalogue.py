@@ -11,10 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dispatcher.core.budget import Reason, Signal
-from dispatcher.core.harvest import Work
-from dispatcher.core.health import Health
-from dispatcher.core.outcome import (
+from dispatcher.core.gateway.outcome import (
     TEACHES_NOTHING,
     Delivered,
     Evicted,
@@ -28,8 +25,11 @@ from dispatcher.core.outcome import (
     Unsent,
     WithoutModel,
 )
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.serverload import SERVER_FULL
+from dispatcher.core.gateway.server_overload import SERVER_FULL
+from dispatcher.core.health import Health
+from dispatcher.core.limit.budget import Reason, Signal
+from dispatcher.core.limit.utilization import Work
+from dispatcher.core.requests.result import ErrorCode
 from dispatcher.ports import Burial, Release, Settled, Settlement
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import CAPACITIES, SOURCES, Status

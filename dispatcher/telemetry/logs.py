@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import structlog
 
-from dispatcher.core.plain import plain
+from dispatcher.core.printable import plain
 from dispatcher.telemetry import events
 from dispatcher.telemetry.events import Event
 

@@ -13,8 +13,8 @@ from typing import Any
 from dispatcher.admin import AdminServer, Limits, Views
 from dispatcher.admin.stream import Feed
 from dispatcher.core.health import Cause
-from dispatcher.core.limiter import REALTIME
-from dispatcher.core.request import encode_member
+from dispatcher.core.limit.limiter import REALTIME
+from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import Dead
 from dispatcher.settings import Settings
 from dispatcher.settings.effective import as_json
@@ -26,7 +26,7 @@ SIZE = 48.0
 
 
 def sentence(reason: str, in_flight: int, limit: int, f_sys: float, f_epp: float) -> str:
-    """As core/allowance.py says it."""
+    """As core/limit/allowance.py says it."""
     d = 1 - (f_sys + f_epp + 0.05)
     terms = (
         f" (saturation: pool {f_sys:.0%} full, queue {f_epp:.0%}, reserve 5% leave D = {d:.3f} of {SIZE:g} "

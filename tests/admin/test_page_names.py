@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import get_type_hints
 
-from dispatcher.core.budget import Reason
 from dispatcher.core.health import Health
+from dispatcher.core.limit.budget import Reason
 from dispatcher.telemetry.status import Status
+from tests.paths import ROOT
 
-PAGE = Path(__file__).parents[2] / "dispatcher" / "admin" / "page"
+PAGE = ROOT / "dispatcher" / "admin" / "page"
 SCRIPT = (PAGE / "page.js").read_text()
 
 

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.limiter import Limiter
+from dispatcher.core.limit.budget import Policy, Reading, Signal
+from dispatcher.core.limit.limiter import Limiter
 from tests.floors import beside, cpu_of
 
 EMPTY_CALLS = 100

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.request import encode_member
-from dispatcher.core.turns import Turn
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.sequences.turns import Turn
 from tests.benchmarks.stages import cpu_s, stage_in
 from tests.floors import beside
 from tests.scenarios.processes import Dispatcher, Stage

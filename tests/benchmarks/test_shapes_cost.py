@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from dispatcher.core.shapes import SHAPES, merge, read, split
+from dispatcher.core.merging.shapes import SHAPES, merge, read, split
 from tests.floors import beside, cpu_of
 from tests.listcalls import part, text_of
 

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.harvest import Meter
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, RetryPolicy
-from dispatcher.core.request import Request, encode_member
+from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reading, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.utilization import Meter
+from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.ports import Forwarded, Submission
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.telemetry.events import diverted
 from dispatcher.telemetry.metrics import Metrics
 from tests.floors import beside

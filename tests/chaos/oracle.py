@@ -19,7 +19,7 @@ from typing import Any, Literal
 from redis import RedisError
 
 from dispatcher.client import BatchClient, BatchError, Handle
-from dispatcher.core.request import encode_member
+from dispatcher.core.requests.request import encode_member
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.scripts import Client as RedisClient

@@ -16,8 +16,8 @@ import redis.asyncio
 
 from dispatcher.ports import Permit, QueueUnavailableError, Settled, Settlement
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from tests.chaos.bench import (
     Network,
     Owner,

@@ -18,7 +18,7 @@ import pytest
 
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from tests.chaos.oracle import CALLERS, Accepted, Caller, Gap, judge, lists_of
 from tests.chaos.storm import Place, Scale, Storm, ground
 from tests.queue.known import assert_only_known_keys

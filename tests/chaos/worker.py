@@ -17,8 +17,8 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from dispatcher.core.lanes import Lane
-from dispatcher.core.result import ErrorCode, failed
+from dispatcher.core.requests.lanes import Lane
+from dispatcher.core.requests.result import ErrorCode, failed
 from dispatcher.ports import Burial, Lease, Permit, QueueUnavailableError, Settled, Settlement
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect

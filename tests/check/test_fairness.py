@@ -15,10 +15,10 @@ import yaml
 
 from dispatcher.check.connections import ask
 from dispatcher.check.finding import Finding, Slow
-from dispatcher.sim.virtual import VirtualLoop, run
+from dispatcher.lab.simulation.virtual_loop import VirtualLoop, run
 from tests.queue.servers import server
 from tests.support import running
-from tests.throttle import cpu_limit
+from tests.telemetry.throttle import cpu_limit
 
 LATE = Finding("failed", "queue.url", "Redis did not answer in time")
 
@@ -103,7 +103,7 @@ def test_peer_that_fails_while_our_loop_keeps_pace_is_asked_once(late_s: float) 
 def test_strict_check_of_healthy_parts_passes_under_a_cpu_limit(
     tmp_path: Path, cores: float, times: int
 ) -> None:
-    world_of = [sys.executable, "-m", "dispatcher.standin", "--slots=32"]
+    world_of = [sys.executable, "-m", "dispatcher.lab.standin", "--slots=32"]
     with (
         server("redis", tmp_path / "redis", "--appendonly", "yes") as queue,
         running(*world_of, stdout=subprocess.PIPE) as world,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.check.gateway import judged
-from dispatcher.check.raw import RawAnswer
-from dispatcher.core.headers import DROP_REASON
-from dispatcher.core.outcome import Failed, classify
-from dispatcher.core.stranger import Stranger
+from dispatcher.check.plain_http import RawAnswer
+from dispatcher.core.gateway.outcome import Failed, classify
+from dispatcher.core.gateway.unverified_gateway import Stranger
+from dispatcher.core.requests.headers import DROP_REASON
 
 OWN = {405}
 """A GET may be answered so where a POST is taken."""

@@ -12,7 +12,7 @@ import pytest
 from dispatcher.check.finding import Finding
 from dispatcher.check.kubernetes import ANSWER_S, look_around
 from dispatcher.settings import Settings
-from dispatcher.signals.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,

@@ -10,7 +10,7 @@ import pytest
 
 from dispatcher.check.probe import ProbePlan, measure, payload_for
 from dispatcher.check.ramp import LOOK_S, READINGS, SUGGESTED_S, PoolSample, ProbeEnd, Ramp, counts_of
-from dispatcher.core.budget import Reading, Signal
+from dispatcher.core.limit.budget import Reading, Signal
 from dispatcher.settings import Settings, parse
 from tests.warm import warm_run
 

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
+from dispatcher.cli.connection import QueueTarget
 from dispatcher.cli.queue import copy_requests
-from dispatcher.cli.target import QueueTarget
-from dispatcher.core.located import Looked, Whereabouts
+from dispatcher.core.requests.found_request import Looked, Whereabouts
 from dispatcher.ports import Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from tests.queue.servers import ENGINES, Server, server
 
 NAMES = Names("batch:{default}:requests", "batch:{default}:results")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher.cli.connection import QueueTarget
 from dispatcher.cli.queue import copy_requests
-from dispatcher.cli.target import QueueTarget
-from dispatcher.core.located import Whereabouts
-from dispatcher.core.request import Request, encode_member, parse
-from dispatcher.core.turns import OnError, Turn
-from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.requests.found_request import Whereabouts
+from dispatcher.core.requests.request import Request, encode_member, parse
+from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.sequences.turns import OnError, Turn
 from dispatcher.ports import Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -24,10 +24,10 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import VERBS, app
-from dispatcher.core.request import encode_member
-from dispatcher.core.result import answered
-from dispatcher.core.turns import OnError, Turn
-from dispatcher.core.verdicts import SequenceTerms, TurnEnd
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.result import answered
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
+from dispatcher.core.sequences.turns import OnError, Turn
 from dispatcher.ports import Burial, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from dispatcher.cli.target import CONFIG, POOL, QUEUE_URL, config_path, habits, locate
+from dispatcher.cli.connection import CONFIG, POOL, QUEUE_URL, config_path, habits, locate
 from tests.support import free_port, wait_until_sync
 from tests.warm import warm, warm_run
 

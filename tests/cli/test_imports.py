@@ -17,7 +17,7 @@ import redis.asyncio
 import yaml
 from aiohttp import web
 
-from dispatcher.core.request import encode_member
+from dispatcher.core.requests.request import encode_member
 from dispatcher.queue.keys import Names
 from tests.queue.servers import server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool

@@ -21,9 +21,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
-from dispatcher.cli import app, words
+from dispatcher.cli import app, render
 from dispatcher.core.health import Cause, Health
-from dispatcher.core.request import encode_member
+from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
@@ -190,7 +190,7 @@ def test_replicas_are_as_the_queue_told_last(
     changed: dict[str, Any], silent_s: float | None, heard: str
 ) -> None:
     replica = {"owner": "two", "leases": 17, "silent_s": silent_s}
-    lines = words.details({**dispatchers(), "replicas": [replica], **changed})
+    lines = render.details({**dispatchers(), "replicas": [replica], **changed})
     assert lines[-1] == f"Replica two: 17 in flight{heard}"
 
 
@@ -441,9 +441,9 @@ def test_deadline_that_is_no_time_is_wrong_usage(arguments: tuple[str, ...], sec
     asked = [*arguments, f"--deadline={seconds}", "--queue-url", "redis://127.0.0.1:1"]
     found = CliRunner().invoke(app, asked, terminal_width=200)
     assert (found.exit_code, type(found.exception)) == (2, SystemExit)
-    words = " ".join(found.stderr.replace("│", " ").split())
-    assert "'--deadline'" in words
-    assert "at least 1s and at most 3650d" in words or "write 90s, 10m, 1h30m" in words
+    text = " ".join(found.stderr.replace("│", " ").split())
+    assert "'--deadline'" in text
+    assert "at least 1s and at most 3650d" in text or "write 90s, 10m, 1h30m" in text
 
 
 @pytest.mark.parametrize(

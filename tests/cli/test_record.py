@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dispatcher.cli import app, record
-from dispatcher.core.request import encode_member
-from dispatcher.core.warmup import WarmupRequest, WarmupRules, read_warmup
+from dispatcher.core.models.warmup import WarmupRequest, WarmupRules, read_warmup
+from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import Burial, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

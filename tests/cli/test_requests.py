@@ -22,9 +22,9 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.outcome import Bury, Failed, RetryPolicy, after
-from dispatcher.core.request import encode_member, parse
-from dispatcher.core.result import ErrorCode, answered, decode_result, failed
+from dispatcher.core.gateway.outcome import Bury, Failed, RetryPolicy, after
+from dispatcher.core.requests.request import encode_member, parse
+from dispatcher.core.requests.result import ErrorCode, answered, decode_result, failed
 from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app, rollout
-from dispatcher.core.request import encode_member
+from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import ModelMarks, Release, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.request import encode_member, parse
-from dispatcher.core.turns import OnError, Turn
-from dispatcher.core.verdicts import SequenceTerms, TurnEnd
+from dispatcher.core.requests.request import encode_member, parse
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
+from dispatcher.core.sequences.turns import OnError, Turn
 from dispatcher.ports import Burial, Lease, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from dispatcher.standin.trace import BUNDLED
+from dispatcher.lab.standin.trace import BUNDLED
 from tests.signals.fakes import serving
 from tests.support import wait_until_sync
 from tests.warm import warm_run

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dispatcher.cli.admin_client import address_of
 from dispatcher.cli.result import FORGOTTEN_S, WaitingSentences
-from dispatcher.cli.running import address_of
 from dispatcher.settings import AdminSettings
 
 REFUSED = "the gateway answered 401: it does not accept our credentials; look at gateway.token_file"

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import TypeVar
 
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import ErrorCode, answered, failed
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import ErrorCode, answered, failed
 from dispatcher.ports import Claimed, QueueUnavailableError, Settlement
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, permit

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dispatcher.client.batching.batched import batched
+from dispatcher.batched.decorator import batched
 
 
 class OddError(Exception):

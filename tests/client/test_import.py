@@ -40,16 +40,14 @@ def test_the_client_needs_redis_and_msgspec_alone() -> None:
         "print(*[name for name in sys.modules if name.startswith('dispatcher.')])"
     )
     rooms = {name.split(".")[1] for name in loaded.splitlines()[-1].split()}
-    assert not any(name.startswith("dispatcher.client.batching") for name in loaded.split()), (
-        "who asks for it"
-    )
+    assert not any(name.startswith("dispatcher.batched") for name in loaded.split()), "who asks for it"
     assert rooms == {"client", "core", "peer", "queue", "telemetry"}, "nothing of a dispatcher's parts"
 
 
 def test_what_runs_worker_processes_is_loaded_with_the_first_one() -> None:
     loaded = python("from dispatcher.client import batched\nimport sys\nprint(*sys.modules)").split()
-    assert "dispatcher.client.batching.batched" in loaded
-    assert {"pickle", "multiprocessing", "dispatcher.client.batching.process"} & set(loaded) == set()
+    assert "dispatcher.batched.decorator" in loaded
+    assert {"pickle", "multiprocessing", "dispatcher.batched.worker_process"} & set(loaded) == set()
 
 
 @pytest.mark.serial

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dispatcher.client.files import FileOptions
 from dispatcher.client.files.options import reader_of
 from dispatcher.client.item import Item, encoded, submission_of
-from dispatcher.core.request import Request, parse
+from dispatcher.core.requests.request import Request, parse
 
 
 def payload_of(body: Any) -> bytes:

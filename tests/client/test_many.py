@@ -20,8 +20,8 @@ from dispatcher.client import (
     Result,
     TooManyPendingError,
 )
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import ErrorCode, answered
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import ErrorCode, answered
 from tests.client.answering import POOL, Answering, refusal
 from tests.queue.made import claim
 from tests.queue.servers import Server

@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from dispatcher.client import BatchClient, Item, NameInUseError, QueueAwayError, Result, StreamStatus
-from dispatcher.core.result import ErrorCode, answered
+from dispatcher.core.requests.result import ErrorCode, answered
 from dispatcher.queue.redis.producer import Box
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.servers import Server

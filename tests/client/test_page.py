@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from dispatcher.client import BatchClient
-from dispatcher.core.request import Request
-from dispatcher.core.result import answered
+from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.result import answered
 from tests.client.answering import POOL, Answering
+from tests.paths import ROOT
 from tests.queue.servers import Server
 
-PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+PAGE = (ROOT / "docs" / "python.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-README = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
+README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 ANSWER = b'{"choices":[{"text":"hi"}],"usage":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'
 
 
@@ -43,7 +44,7 @@ async def test_a_block_runs(
     if "__main__" in block:
         program = tmp_path / "program.py"
         program.write_text(block)
-        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
         command = [sys.executable, str(program)]
         done = await asyncio.to_thread(lambda: subprocess.run(command, capture_output=True, check=False))
         assert (done.returncode, done.stderr) == (0, b"")

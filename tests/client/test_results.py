@@ -23,9 +23,9 @@ from dispatcher.client import (
     RequestFailedError,
     TokenUsage,
 )
-from dispatcher.core.request import Request
-from dispatcher.core.result import ErrorCode, answered
-from dispatcher.standin.live import Config, LiveWorld
+from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.result import ErrorCode, answered
+from dispatcher.lab.standin.live import Config, LiveWorld
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import queues

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dispatcher.client import BatchClient
-from dispatcher.core.request import Request
-from dispatcher.core.result import answered
+from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.result import answered
 from tests.client.answering import NAMES, POOL
 from tests.client.turns import TurnTaking
+from tests.paths import ROOT
 from tests.queue.made import queues
 from tests.queue.servers import Server
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sequences.md").read_text()
+PAGE = (ROOT / "docs" / "sequences.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SENT = (
     {"trip-1": 2, "trip-2": 2},

@@ -24,13 +24,13 @@ from dispatcher.client import (
     SequenceIndexError,
     Turn,
 )
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import ErrorCode, answered, failed
-from dispatcher.core.turns import Carry
-from dispatcher.core.verdicts import SequenceTerms
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import ErrorCode, answered, failed
+from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.turns import Carry
 from dispatcher.ports import Settlement
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from tests.client.answering import NAMES, POOL, echo, refusal
 from tests.client.turns import TurnTaking
 from tests.queue.made import OwnerAndDesk, claim, queues

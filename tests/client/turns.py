@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import ErrorCode, decode_result, failed
-from dispatcher.core.verdicts import Barred, Goes, SequenceTerms, TurnEnd
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import ErrorCode, decode_result, failed
+from dispatcher.core.sequences.decisions import Barred, Goes, SequenceTerms, TurnEnd
 from dispatcher.ports import Lease, Settlement
 from tests.client.answering import claimed, echo, insist
 from tests.queue.made import OwnerAndDesk

@@ -21,10 +21,11 @@ import pytest
 import trustme
 import yaml
 
+from tests.paths import ROOT
 from tests.support import free_port, require_tool, running, wait_until_sync
 
 Object = dict[str, Any]
-BUILT = Path(__file__).parents[2] / "build" / "controlplane"
+BUILT = ROOT / "build" / "controlplane"
 HOST = "127.0.0.1"
 OWN_ADDRESS = "192.0.2.1"
 """Kubernetes takes no loopback address for an endpoint; `make cluster-test` puts 192.0.2.0/24 on loopback."""

@@ -22,8 +22,8 @@ from dispatcher.queue.embedded import EmbeddedError, find_server
 from tests.cluster.conftest import Helm
 from tests.cluster.control_plane import ControlPlane, Object
 from tests.cluster.kubelet import NODE, Kubelet, is_ready, path_of, status
-from tests.deploy.release import ROOT
 from tests.kubelet import mount, swap
+from tests.paths import ROOT
 from tests.support import free_port, running, wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -447,14 +447,14 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
         valkey = ("--port", str(queue), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
         stack.enter_context(running(server, *valkey))
         flags = (f"--host={PICKER}", f"--port={gateway}", f"--metrics-port={picker}")
-        sim = (sys.executable, "-m", "dispatcher.standin", "--slots=32", "--endpoints=8", "--seconds=0.1")
+        sim = (sys.executable, "-m", "dispatcher.lab.standin", "--slots=32", "--endpoints=8", "--seconds=0.1")
         stack.enter_context(running(*sim, *flags))
         servers = (
             "--host=0.0.0.0",
             f"--port={SERVES}",
             "--models=qwen",
         )  # every pod's address is this machine's
-        stack.enter_context(running(sys.executable, "-m", "dispatcher.standin", *servers))
+        stack.enter_context(running(sys.executable, "-m", "dispatcher.lab.standin", *servers))
         log = stack.enter_context((tmp_path / "dispatcher.log").open("wb"))
         run = (sys.executable, "-m", "dispatcher", "run", "--config", config)
         stack.enter_context(running(*run, env=environ, stdout=log, stderr=log, stop_s=30))

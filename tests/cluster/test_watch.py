@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dispatcher.signals.cluster import ClusterAccess
-from dispatcher.signals.digests import digest_pod, digest_rewrite
-from dispatcher.signals.kube import Api
-from dispatcher.signals.mirror import SILENCE_S, Mirror, Resource
+from dispatcher.signals.kubernetes.api import Api
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.digests import digest_pod, digest_rewrite
+from dispatcher.signals.kubernetes.mirror import SILENCE_S, Mirror, Resource
 from tests.cluster.control_plane import ControlPlane, Object
 from tests.support import wait_until
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from dispatcher.core.oversize import cut
-from dispatcher.core.request import Rejection, parse
-from dispatcher.core.result import decode_result
+from dispatcher.core.requests.oversize import cut
+from dispatcher.core.requests.request import Rejection, parse
+from dispatcher.core.requests.result import decode_result
 from dispatcher.ports import Burial, Expired, Lease, Release, Settled, Settlement
 from tests.conformance.worlds import NOW, World, answer, claim, member, permit
 from tests.support import wait_until

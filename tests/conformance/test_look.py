@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.core.located import FoundRequest, Looked, Whereabouts, spellings
-from dispatcher.core.request import encode_member
-from dispatcher.core.turns import Turn
-from dispatcher.core.verdicts import SequenceTerms
+from dispatcher.core.requests.found_request import FoundRequest, Looked, Whereabouts, spellings
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Burial, Desk, Release, Submission
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dispatcher.core.lanes import MODEL_BYTES
+from dispatcher.core.requests.lanes import MODEL_BYTES
 from dispatcher.ports import CallRefusedError, ModelMarks, PinAsked, Queue
 from dispatcher.queue.constants import DECIDED_MOST, PINS_MOST
 from tests.conformance.worlds import World

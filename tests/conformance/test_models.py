@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.core.lanes import MODEL_BYTES
-from dispatcher.core.located import FoundRequest, Whereabouts
-from dispatcher.core.turns import OnError, Turn
-from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.requests.found_request import FoundRequest, Whereabouts
+from dispatcher.core.requests.lanes import MODEL_BYTES
+from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.sequences.turns import OnError, Turn
 from dispatcher.ports import Lease, Queue, Recalled, Release, Settled
 from dispatcher.queue.constants import RECALL_MOST
 from tests.conformance.worlds import NOW, QUEUE, World, answer, claim, full_claim, member, waits

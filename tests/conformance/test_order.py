@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatcher.client.item import Item, Tokens, submission_of
-from dispatcher.core.score import deadline_of_score, score_of
+from dispatcher.core.requests.score import deadline_of_score, score_of
 from dispatcher.ports import Release, Submission
 from tests.conformance.worlds import MemoryWorld, World, claim
 

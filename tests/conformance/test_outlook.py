@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from dispatcher.core.outlook import LineAhead, at_risk, look
-from dispatcher.core.request import encode_member
-from dispatcher.core.score import score_of
+from dispatcher.core.requests.forecast import LineAhead, at_risk, look
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.score import score_of
 from dispatcher.ports import Burial, Release
 from tests.conformance.worlds import OWNER_TIMEOUT_S, World, answer, claim
-from tests.core.late import late_one_by_one
+from tests.core.limit.late import late_one_by_one
 
 
 async def put(world: World, *deadlines: float, priority: int | None = None) -> None:

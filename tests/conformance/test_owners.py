@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dispatcher.core.lanes import Lane
+from dispatcher.core.requests.lanes import Lane
 from dispatcher.ports import Permit, Release, Settled
 from tests.conformance.worlds import (
     LEASE_S,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import SequenceStatus
-from dispatcher.core.verdicts import Barred, Goes, TurnEnd, Waits
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.sequences.decisions import Barred, Goes, TurnEnd, Waits
+from dispatcher.core.sequences.turns import SequenceStatus
 from dispatcher.ports import Queue, Settled
 from tests.conformance.turns import (
     LATER,

@@ -12,11 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dispatcher.core.located import Whereabouts
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import OnError, SequenceSeen, SequenceStatus, Turn
-from dispatcher.core.verdicts import Barred, Goes, SequenceNews, TurnEnd, Waits
+from dispatcher.core.requests.found_request import Whereabouts
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.sequences.decisions import Barred, Goes, SequenceNews, TurnEnd, Waits
+from dispatcher.core.sequences.turns import OnError, SequenceSeen, SequenceStatus, Turn
 from dispatcher.ports import (
     Burial,
     Expired,

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import decode_result
-from dispatcher.core.submission import QueueFullError
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import decode_result
+from dispatcher.core.requests.submission import QueueFullError
 from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled, Submission
 from tests.conformance.worlds import NOW, QUEUE, RESULTS, World, answer, claim, full_claim, member
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.request import Request, parse
-from dispatcher.core.turns import SequenceSeen, Turn
-from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd, Verdict, Waits
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd, Verdict, Waits
+from dispatcher.core.sequences.turns import SequenceSeen, Turn
 from dispatcher.ports import Lease, Queue, Settled, Settlement
 from tests.conformance.worlds import NOW, World, answer, claim
 

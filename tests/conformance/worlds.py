@@ -16,14 +16,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.core.lanes import Lane
+from dispatcher.core.requests.lanes import Lane
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
 from dispatcher.queue.keys import Names
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.queue.owners import Prover
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from tests.queue.aging import age_board_memory, age_board_redis, age_memory, age_redis
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import entry_of

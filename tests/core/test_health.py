@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.budget import Reason
-from dispatcher.core.counts import Counts
+from dispatcher.core.gateway.recent_attempts import LEAST, RECENT_S, UnansweredTries
 from dispatcher.core.health import (
     COUNTED_WITHIN_S,
     FAILS_S,
@@ -22,8 +21,9 @@ from dispatcher.core.health import (
     HealthRecord,
     assess,
 )
-from dispatcher.core.recent import LEAST, RECENT_S, UnansweredTries
-from dispatcher.core.verdicts import SequenceCounts
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.queue_counts import Counts
+from dispatcher.core.sequences.decisions import SequenceCounts
 
 NOW = 1000.0
 EMPTY = Counts(pending=0, delayed=0, leased=0, dead=0)

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 from dispatcher import __version__
 from tests.deploy.cases import CASES
-from tests.deploy.release import CHART, ROOT, Release, case
+from tests.deploy.release import CHART, Release, case
+from tests.paths import ROOT
 
 GOLDEN = ROOT / "tests" / "deploy" / "golden"
 BASE = "basic"

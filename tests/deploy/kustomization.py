@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.deploy.release import ROOT, Release, render
+from tests.deploy.release import Release, render
+from tests.paths import ROOT
 
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 NAME = "batch-dispatcher"

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,9 +16,9 @@ import yaml
 from dispatcher.settings import Settings
 from dispatcher.settings.load import parse
 from tests.deploy.cases import BASIC, CASES
+from tests.paths import ROOT
 from tests.support import require_tool
 
-ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "batch-dispatcher"
 KUBERNETES = "1.34.0"
 NAMESPACE = "llm"

@@ -26,10 +26,11 @@ from dispatcher.settings.load import NEEDS_RESTART
 from tests.deploy.cases import BASIC, CASES, PICKER, QUEUE
 from tests.deploy.conformity import KUBERNETES, faults
 from tests.deploy.golden import GOLDEN, golden, path
-from tests.deploy.release import CHART, ROOT, Release, case, environment, render
+from tests.deploy.release import CHART, Release, case, environment, render
 from tests.monitoring.files import FILES
 from tests.monitoring.names import known
 from tests.monitoring.promql import named
+from tests.paths import ROOT
 from tests.support import free_port, require_tool, wait_until_sync
 
 EVERY = tuple(CASES)

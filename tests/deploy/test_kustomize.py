@@ -19,7 +19,8 @@ from tests.deploy.cases import PICKER
 from tests.deploy.conformity import KUBERNETES, faults
 from tests.deploy.kustomization import COMPONENTS, KUSTOMIZE, NAME, UPON, files
 from tests.deploy.kustomization import release as of_chart
-from tests.deploy.release import ROOT, Release
+from tests.deploy.release import Release
+from tests.paths import ROOT
 from tests.support import require_tool
 
 NAMESPACE = "llm"

@@ -70,7 +70,7 @@ def world() -> Iterator[tuple[int, int]]:
     """A gateway and an endpoint picker, by their ports."""
     gateway, picker = free_port(), free_port()
     flags = [f"--port={gateway}", f"--metrics-port={picker}", "--slots=32"]
-    with running(sys.executable, "-m", "dispatcher.standin", *flags):
+    with running(sys.executable, "-m", "dispatcher.lab.standin", *flags):
         yield gateway, picker
 
 

@@ -17,7 +17,8 @@ from dispatcher.settings.load import key_paths, parse
 from dispatcher.settings.values import secret_name
 from tests.deploy.cases import BASIC, CASES
 from tests.deploy.refused import REFUSED
-from tests.deploy.release import CHART, ROOT, helm, render
+from tests.deploy.release import CHART, helm, render
+from tests.paths import ROOT
 from tests.support import require_tool
 
 NOT_HERE = {"queue.data_dir", "queue.fsync", "admin.host"}

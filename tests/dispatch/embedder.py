@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dispatcher.core.outcome import Delivered, Failed, Outcome, TooLate, Unsent
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, TooLate, Unsent
+from dispatcher.core.requests.request import Request
 from dispatcher.ports import Forwarded
 
 BAD = "bad"

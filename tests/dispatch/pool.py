@@ -6,8 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from dispatcher.core.request import encode_member
-from dispatcher.core.served import Listing
+from dispatcher.core.models.availability import Listing
+from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import Submission
 from dispatcher.telemetry.events import Event
 from tests.dispatch.scene import Scene

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dispatcher.core import shapes
-from dispatcher.core.batching import BatchRule, Forming, Mode
-from dispatcher.core.callsize import CallSize
-from dispatcher.core.request import Request
-from dispatcher.core.shapes import SHAPES, Part
-from dispatcher.dispatch.bundles import BatchItem, ServedModel
-from dispatcher.dispatch.holding import HeldLease
+from dispatcher.core.merging import shapes
+from dispatcher.core.merging.call_size import CallSize
+from dispatcher.core.merging.grouping import BatchRule, Forming, Mode
+from dispatcher.core.merging.shapes import SHAPES, Part
+from dispatcher.core.requests.request import Request
+from dispatcher.dispatch.in_flight import HeldLease
+from dispatcher.dispatch.merging.merged_calls import BatchItem, ServedModel
 from dispatcher.ports import Lease
 
 PATH = "/v1/embeddings"

@@ -7,11 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, RetryPolicy
-from dispatcher.core.request import Request, encode_member
+from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reading, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.simulation.virtual_loop import run
 from dispatcher.ports import (
     Claimed,
     Forwarded,
@@ -21,8 +23,6 @@ from dispatcher.ports import (
     QueueUnavailableError,
     Submission,
 )
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.sim.virtual import run
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics
 

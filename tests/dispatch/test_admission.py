@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.request import Request
-from dispatcher.core.result import ErrorCode
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.result import ErrorCode
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
-from dispatcher.dispatch.endings import Ending
+from dispatcher.dispatch.completions import Ending
 from dispatcher.ports import Burial, Lease, Release, Settlement
 from tests.queue.made import member
 

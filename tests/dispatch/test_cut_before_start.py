@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, RetryPolicy, Unsent
-from dispatcher.core.request import Request, encode_member
+from dispatcher.core.gateway.outcome import Delivered, RetryPolicy, Unsent
+from dispatcher.core.limit.budget import Policy, Reading, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.dispatch.holding import Cut
+from dispatcher.dispatch.in_flight import Cut
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.simulation.virtual_loop import run
 from dispatcher.ports import Forwarded, Submission
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.sim.virtual import run
 from dispatcher.telemetry.metrics import Metrics
 
 

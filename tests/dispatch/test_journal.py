@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.allowance import Allowance
-from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, Unreachable
-from dispatcher.core.result import ErrorCode
-from dispatcher.dispatch.endings import Ending
-from dispatcher.dispatch.holding import HeldLease
+from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, Unreachable
+from dispatcher.core.limit.allowance import Allowance
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.dispatch.completions import Ending
+from dispatcher.dispatch.in_flight import HeldLease
 from dispatcher.dispatch.journal import Journal
+from dispatcher.lab.simulation.virtual_loop import run
 from dispatcher.ports import Burial, Forwarded, Release, Settled, Settlement
-from dispatcher.sim.virtual import run
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.catalogue import Series
 from dispatcher.telemetry.events import Event, detail, diverted

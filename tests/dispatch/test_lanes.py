@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dispatcher.core.lanes import Lane, lane_of, losses_of
-from dispatcher.dispatch.holding import Holding
+from dispatcher.core.requests.lanes import Lane, lane_of, losses_of
+from dispatcher.dispatch.in_flight import Holding
 from dispatcher.dispatch.lanes import Lanes
 from dispatcher.dispatch.suspects import YOUNG_S
 from dispatcher.ports import Lease, Settlement

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.budget import Reading, Reason, Signal
-from dispatcher.core.outcome import Outcome, Overloaded, RetryPolicy, Unreachable
-from dispatcher.core.poll import Poll
-from dispatcher.core.request import Request, encode_member
+from dispatcher.core.gateway.outcome import Outcome, Overloaded, RetryPolicy, Unreachable
+from dispatcher.core.limit.budget import Reading, Reason, Signal
+from dispatcher.core.limit.poll import Poll
+from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.loop import GATHER_S, LARGE_BYTES
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.simulation.virtual_loop import run
 from dispatcher.ports import (
     Burial,
     Claimed,
@@ -26,8 +28,6 @@ from dispatcher.ports import (
     Settlement,
     Submission,
 )
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.sim.virtual import run
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.scene import Answers, Scene, open_limiter, perform

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from dispatcher.core.budget import Reason
+from dispatcher.core.limit.budget import Reason
 from tests.dispatch.scene import Scene, perform
 
 AWAY_S = 60.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import Unreachable
-from dispatcher.core.request import Request, encode_member
+from dispatcher.core.gateway.outcome import Unreachable
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.ports import Forwarded, Submission
 from tests.dispatch.scene import Answers, Scene, perform
 

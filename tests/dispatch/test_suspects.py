@@ -7,9 +7,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.lanes import Lane
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.dispatch.endings import returned
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.requests.lanes import Lane
+from dispatcher.dispatch.completions import returned
 from dispatcher.dispatch.suspects import YOUNG_S, Suspects
 from dispatcher.ports import Lease, Release, Settlement
 

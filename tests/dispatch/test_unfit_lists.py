@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.request import encode_member
-from dispatcher.core.result import decode_result
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reading, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.result import decode_result
 from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.simulation.virtual_loop import run
 from dispatcher.ports import Submission
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.sim.virtual import run
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.made import Answers
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.budget import Reason
+from dispatcher.core.limit.budget import Reason
+from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.ports import CallRefusedError, QueueUnavailableError
-from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
 from tests.dispatch.scene import Scene, perform
 

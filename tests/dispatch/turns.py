@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dispatcher.core.outcome import Delivered, Outcome
-from dispatcher.core.request import Request, encode_member
-from dispatcher.core.turns import Turn
+from dispatcher.core.gateway.outcome import Delivered, Outcome
+from dispatcher.core.requests.request import Request, encode_member
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Forwarded, Submission
 from tests.dispatch.scene import Answers, Scene
 

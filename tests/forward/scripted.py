@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dispatcher.core.outcome import Outcome
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.outcome import Outcome
+from dispatcher.core.requests.request import Request
 from dispatcher.forward import HttpGateway
 from dispatcher.ports import Forwarded
 from dispatcher.settings import GatewaySettings

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, TooLarge
+from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, TooLarge
 from dispatcher.forward import HttpGateway
 from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
 from tests.fullservers import SGLANG_FULL

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatcher.core.outcome import Delivered, Failed, TooLate
+from dispatcher.core.gateway.outcome import Delivered, Failed, TooLate
 from dispatcher.forward import HttpGateway
 from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
-from dispatcher.forward.wire import READ_AHEAD_BYTES, READ_BYTES
+from dispatcher.forward.transport import READ_AHEAD_BYTES, READ_BYTES
 from tests.forward.scripted import Connection, Script, always, forward, serving
 from tests.support import wait_until
 

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 import aiohttp
 
-from dispatcher.core.outcome import Delivered
-from dispatcher.core.request import Request, encode_member, parse
+from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.requests.request import Request, encode_member, parse
 from dispatcher.forward import HttpGateway
 from tests.floors import beside, cpu_of
 from tests.forward.scripted import a_request, outcome

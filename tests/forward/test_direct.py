@@ -12,7 +12,7 @@ import trustme
 from aiohttp import web
 
 from dispatcher import __version__
-from dispatcher.core.outcome import (
+from dispatcher.core.gateway.outcome import (
     Delivered,
     Failed,
     Outcome,

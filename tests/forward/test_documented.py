@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.headers import (
-    DOUBTFUL,
-    DOUBTFUL_PREFIXES,
-    DROP_REASON,
-    NOT_PASSED_ON,
-    PREFIXES_NOT_PASSED_ON,
-)
-from dispatcher.core.outcome import (
+from dispatcher.core.gateway.outcome import (
     Delivered,
     Evicted,
     Failed,
@@ -27,11 +20,18 @@ from dispatcher.core.outcome import (
     classify,
     cut_answer,
 )
-from dispatcher.core.request import Request, encode_member, parse
-from dispatcher.core.routing import Route
-from dispatcher.core.stranger import Stranger
+from dispatcher.core.gateway.unverified_gateway import Stranger
+from dispatcher.core.requests.headers import (
+    DOUBTFUL,
+    DOUBTFUL_PREFIXES,
+    DROP_REASON,
+    NOT_PASSED_ON,
+    PREFIXES_NOT_PASSED_ON,
+)
+from dispatcher.core.requests.request import Request, encode_member, parse
+from dispatcher.core.requests.routing import Route
 from dispatcher.forward import HttpGateway
-from dispatcher.standin.live import Config, LiveWorld
+from dispatcher.lab.standin.live import Config, LiveWorld
 from tests.forward.envoy import envoy_before
 from tests.forward.scripted import Connection, a_request, options, outcome, serving
 from tests.pages import DOCS, rows

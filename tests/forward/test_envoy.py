@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from dispatcher.core.outcome import Delivered, Evicted, Failed, Unreachable
+from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Unreachable
 from dispatcher.forward import HttpGateway
 from tests.forward.envoy import envoy_before
 from tests.forward.scripted import Connection, a_request, outcome, serving

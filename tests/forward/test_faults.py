@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from dispatcher.core.outcome import Delivered, Evicted, Failed, Overloaded, TooLate, Unreachable
+from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Overloaded, TooLate, Unreachable
 from dispatcher.forward import CONNECT_S, HttpGateway
 from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
 from tests.support import free_port, wait_until

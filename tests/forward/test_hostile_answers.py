@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatcher.core.outcome import Delivered, Failed, TooLarge
+from dispatcher.core.gateway.outcome import Delivered, Failed, TooLarge
 from dispatcher.forward import HttpGateway
+from dispatcher.forward.transport import INTERIM_MOST
 from dispatcher.forward.unpack import CODINGS_MOST, MEMBERS_MOST, OUT_BYTES, unpacked
-from dispatcher.forward.wire import INTERIM_MOST
 from tests.forward.scripted import Connection, always, outcome, serving
 
 MakeGateway = Callable[..., HttpGateway]

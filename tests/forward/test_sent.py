@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from dispatcher import __version__
-from dispatcher.core.headers import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
-from dispatcher.core.outcome import Delivered, Refused, Unreachable, Unsent
-from dispatcher.core.turns import Session
+from dispatcher.core.gateway.outcome import Delivered, Refused, Unreachable, Unsent
+from dispatcher.core.requests.headers import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
+from dispatcher.core.sequences.turns import Session
 from dispatcher.forward import STREAMED_BYTES, HttpGateway
-from dispatcher.settings.reading import BackgroundRead
+from dispatcher.settings.small_files import BackgroundRead
 from tests.forward.scripted import Connection, a_request, always, forward, options, outcome, serving
 from tests.support import wait_until
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from dispatcher.core.outcome import Delivered, Failed, Unreachable
+from dispatcher.core.gateway.outcome import Delivered, Failed, Unreachable
 from dispatcher.forward import HttpGateway
 from tests.forward.scripted import Connection, a_request, always, options, outcome, serving
 from tests.support import wait_until

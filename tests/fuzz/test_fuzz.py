@@ -19,16 +19,14 @@ from pathlib import Path
 import pytest
 
 from dispatcher.admin import Limits
-from dispatcher.core.batchlines import BatchLine, LineRules, answered_line, group_of, read_line
-from dispatcher.core.budget import Policy
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import classify
-from dispatcher.core.poll import Unread
-from dispatcher.core.price import Growth
-from dispatcher.core.request import Rejection, encode_member, parse
-from dispatcher.core.result import PoppedResult, answered, decode_result
-from dispatcher.core.retryafter import RETRY_AFTER_CAP_S
-from dispatcher.core.shapes import (
+from dispatcher.client.files.lines import BatchLine, LineRules, answered_line, group_of, read_line
+from dispatcher.core.gateway.outcome import classify
+from dispatcher.core.gateway.retry_after import RETRY_AFTER_CAP_S
+from dispatcher.core.limit.budget import Policy
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.realtime_impact import Growth
+from dispatcher.core.merging.shapes import (
     SHAPES,
     Part,
     cut,
@@ -40,22 +38,24 @@ from dispatcher.core.shapes import (
     too_many,
     too_many_tokens,
 )
-from dispatcher.core.turns import OnError, Turn
-from dispatcher.core.usage import tokens
+from dispatcher.core.requests.request import Rejection, encode_member, parse
+from dispatcher.core.requests.result import PoppedResult, answered, decode_result
+from dispatcher.core.requests.usage import tokens
+from dispatcher.core.sequences.turns import OnError, Turn
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.requeue import accept_anew
 from dispatcher.settings import Problem, SecretUrl, Settings
 from dispatcher.settings.effective import as_json
 from dispatcher.settings.load import parse as parse_settings
-from dispatcher.settings.source import MAX_BYTES
-from dispatcher.signals import latency
+from dispatcher.settings.yaml_source import MAX_BYTES
+from dispatcher.signals.epp import latency
+from dispatcher.signals.epp.series import NAMES, View, view
 from dispatcher.signals.exposition import MalformedPageError, Page, Sample
-from dispatcher.signals.instant import QueryError, document, vector
-from dispatcher.signals.prometheus import PrometheusSource
-from dispatcher.signals.series import NAMES, View, view
-from dispatcher.signals.session import PrometheusAddress
-from dispatcher.signals.verdict import Lessons, at_most, judge
+from dispatcher.signals.prometheus.instant_query import QueryError, document, vector
+from dispatcher.signals.prometheus.session import PrometheusAddress
+from dispatcher.signals.prometheus.source import PrometheusSource
+from dispatcher.signals.readings import Lessons, at_most, judge
 from tests.admin.stage import Stage, write_token
 from tests.batchfiles import bent, line
 from tests.fuzz.engine import MB, cases, flaw

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.image.engine import ROOT, Engine
+from tests.image.engine import Engine
+from tests.paths import ROOT
 
 
 @pytest.fixture(scope="module")

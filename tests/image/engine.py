@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.paths import ROOT
 from tests.support import require_tool
 
-ROOT = Path(__file__).parent.parent.parent
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 SLIM = (
     "path-exclude /usr/share/doc/*\npath-include /usr/share/doc/*/copyright\npath-exclude /usr/share/man/*\n"

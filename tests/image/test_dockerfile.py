@@ -19,10 +19,10 @@ from packaging.requirements import Requirement
 from sbom import bill, plain
 
 from dispatcher import __version__
-from dispatcher.cli.target import config_path
+from dispatcher.cli.connection import config_path
 from dispatcher.settings.model import AdminSettings
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 KNOWN = pins((ROOT / "constraints.txt").read_text())
 

@@ -20,7 +20,8 @@ import pytest
 
 from dispatcher import __version__
 from dispatcher.cli import VERBS
-from tests.image.engine import ROOT, Engine
+from tests.image.engine import Engine
+from tests.paths import ROOT
 from tests.support import running, wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2_400)]
@@ -79,7 +80,16 @@ def config(tmp_path: Path) -> Path:
 def pool(engine: Engine, image: str) -> str:
     """The stand-in of gateway, picker and pool, in a container whose network is a loopback alone."""
     options = ["--network", "none", "--entrypoint", "python"]
-    live = ["-m", "dispatcher.standin", "--port", "8000", "--metrics-port", "9090", "--control-port", "7000"]
+    live = [
+        "-m",
+        "dispatcher.lab.standin",
+        "--port",
+        "8000",
+        "--metrics-port",
+        "9090",
+        "--control-port",
+        "7000",
+    ]
     return engine.start(image, *options, then=[*live, "--seconds", "0.5"])
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dispatcher import __version__
-from tests.image.engine import CERTIFICATES, ROOT, Engine
+from tests.image.engine import CERTIFICATES, Engine
 from tests.image.registry import registry
+from tests.paths import ROOT
 from tests.support import require_tool
 
 BASE = "debian:trixie-slim@sha256:" + "0" * 64

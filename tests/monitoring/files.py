@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 FILES = ROOT / "deploy" / "helm" / "batch-dispatcher" / "files"
 RULES, DASHBOARD, RUNBOOK = FILES / "rules.yaml", FILES / "dashboard.json", ROOT / "docs" / "runbook.md"
 INHIBIT = FILES / "inhibit.yaml"

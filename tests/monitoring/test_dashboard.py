@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dispatcher.core.budget import Reason
 from dispatcher.core.health import Health
+from dispatcher.core.limit.budget import Reason
 from tests.monitoring.files import (
     RULES,
     VARIABLES,
@@ -23,6 +23,7 @@ from tests.monitoring.files import (
     panels,
 )
 from tests.monitoring.promql import named
+from tests.paths import ROOT
 from tests.support import require_tool
 
 ROWS = [
@@ -45,7 +46,6 @@ FIRST_LINE = [
     "Dead",
     "Time until done",
 ]
-ROOT = Path(__file__).parents[2]
 UNITS = {"short", "none", "percentunit", "s", "reqps", "cps", "bytes"}
 each_panel = pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
 

@@ -13,7 +13,6 @@ from dispatcher.cli import app
 from dispatcher.telemetry.catalogue import CATALOGUE
 from tests.monitoring.files import (
     FILES,
-    ROOT,
     RUNBOOK,
     Query,
     alerts,
@@ -26,6 +25,7 @@ from tests.monitoring.files import (
 from tests.monitoring.names import known
 from tests.monitoring.promql import Matcher, Selector, named
 from tests.pages import anchors
+from tests.paths import ROOT
 
 
 def faults(query: Query) -> list[str]:

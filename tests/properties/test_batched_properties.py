@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.client.batching.batched import batched
-from dispatcher.client.batching.calls import Attempt, Raised
-from dispatcher.sim import virtual
+from dispatcher.batched.calls import Attempt, Raised
+from dispatcher.batched.decorator import batched
+from dispatcher.lab.simulation import virtual_loop
 
 COUNTS = st.integers(0, 70)
 
@@ -178,7 +178,7 @@ def test_each_caller_gets_its_own_result(
         await function.aclose()
         assert function.running == 0
 
-    virtual.run(main())
+    virtual_loop.run(main())
     assert all(0 < len(items) <= max_size for items in calls)
     if not isolate:
         runs = Counter(item for items in calls for item in items)

@@ -8,7 +8,7 @@ from math import inf, nextafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.batching import Form, FormedBy, Forming, Wait, Waiting, form
+from dispatcher.core.merging.grouping import Form, FormedBy, Forming, Wait, Waiting, form
 from tests.formers import play
 
 # Eighths of a second add up without rounding: what is due at a time is due then.

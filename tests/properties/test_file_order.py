@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatcher.client.files.journal import FileJournal, InputLine, SendLine
-from dispatcher.core.lineturns import LineTurn
+from dispatcher.client.files.line_sequences import LineTurn
 
 A_LINE = st.tuples(st.sampled_from([None, "a", "b", "c"]), st.sampled_from([b"x", b"y"]))
 LINES = st.lists(A_LINE, max_size=40)

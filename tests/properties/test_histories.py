@@ -14,11 +14,11 @@ from random import Random
 
 import pytest
 
-from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.capacity import BEAT_MOST_S, GROWTH_LIVE
-from dispatcher.core.held import DELTA_S
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.travel import MOST_S
+from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.limit.capacity import BEAT_MOST_S, GROWTH_LIVE
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.load_ledger import DELTA_S
+from dispatcher.core.limit.transit_time import MOST_S
 
 SLOTS = (2, 8, 20, 64, 200, 512, 2000)
 MOST_READINGS = 30

@@ -12,13 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from dispatcher.core.allowance import explain
-from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
-from dispatcher.core.held import DELTA_S
-from dispatcher.core.limiter import Limiter
+from dispatcher.core.limit.allowance import explain
+from dispatcher.core.limit.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.load_ledger import DELTA_S
+from tests.paths import ROOT
 from tests.properties.worlds import AFTER_S, World
 
-CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
+CONCEPTS = ROOT / "docs" / "concepts.md"
 SHARES = st.floats(0, 2)
 RESERVES = st.floats(0, 0.9)
 CAPACITIES = st.integers(1, 300)
@@ -28,7 +29,7 @@ HEAVIEST = st.sampled_from([1, 8])
 
 def test_every_law_in_the_docs_is_tested() -> None:
     named = set(re.findall(r"`(test_\w+|TestNoEventOrder)`", CONCEPTS.read_text(encoding="utf-8")))
-    tests = Path(__file__).parents[1]
+    tests = ROOT / "tests"
     places = ("core", "dispatch", "properties", "queue", "scenarios")
     others = [module for place in places for module in tests.glob(f"{place}/test_*.py")]
     written = {

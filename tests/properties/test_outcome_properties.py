@@ -8,7 +8,7 @@ from typing import assert_never
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.outcome import (
+from dispatcher.core.gateway.outcome import (
     Answered,
     Bury,
     Delivered,
@@ -25,8 +25,8 @@ from dispatcher.core.outcome import (
     after,
     classify,
 )
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.retryafter import RETRY_AFTER_CAP_S, parse_retry_after
+from dispatcher.core.gateway.retry_after import RETRY_AFTER_CAP_S, parse_retry_after
+from dispatcher.core.requests.result import ErrorCode
 
 seconds = st.floats(0, 1e9)
 statuses = st.integers(0, 1200)

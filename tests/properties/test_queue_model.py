@@ -26,8 +26,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dispatcher.core.lanes import Lane
-from dispatcher.core.result import answered
+from dispatcher.core.requests.lanes import Lane
+from dispatcher.core.requests.result import answered
 from dispatcher.ports import (
     Burial,
     Claimed,

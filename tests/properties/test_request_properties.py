@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.request import Rejection, Request, encode_member, parse
-from dispatcher.core.result import ErrorCode, answered, decode_result, failed
-from dispatcher.core.score import PRIORITY_STEP, deadline_of_score, score_of
+from dispatcher.core.requests.request import Rejection, Request, encode_member, parse
+from dispatcher.core.requests.result import ErrorCode, answered, decode_result, failed
+from dispatcher.core.requests.score import PRIORITY_STEP, deadline_of_score, score_of
 
 text = st.text(st.characters(codec="utf-8"))
 ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=200)

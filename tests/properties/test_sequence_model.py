@@ -1,4 +1,4 @@
-"""The scripts of sequences against the rules in core/sequences.py: any interleaving, step by step.
+"""The scripts of sequences against the rules in core/sequences/rules.py: any interleaving, step by step.
 
 As in test_queue_model.py every step is done in Redis and in memory, and must say the same. After each, what
 is known of every sequence is compared, and a ledger that knows of neither holds single flight: of a sequence
@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from dispatcher.core.request import Request, parse
-from dispatcher.core.turns import OnError, SequenceSeen, Turn
-from dispatcher.core.verdicts import Barred, Goes, SequenceTerms, TurnEnd, Waits
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.sequences.decisions import Barred, Goes, SequenceTerms, TurnEnd, Waits
+from dispatcher.core.sequences.turns import OnError, SequenceSeen, Turn
 from dispatcher.ports import Burial, Release, Settlement
 from tests.properties.twins import NAMES, OWNERS, UNLEASED, Bench, Held, Twins, alike, open_bench
 from tests.queue.aging import age_memory, age_redis

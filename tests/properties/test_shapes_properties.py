@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from dispatcher.core.shapes import (
+from dispatcher.core.merging.shapes import (
     SHAPES,
     Part,
     Unfit,
@@ -24,7 +24,7 @@ from dispatcher.core.shapes import (
     too_many,
     too_many_tokens,
 )
-from dispatcher.core.shapes.shares import apportioned
+from dispatcher.core.merging.shapes.shares import apportioned
 from tests.listcalls import Group, anything, groups, model, part, texts, without
 
 NUMBERED = ("embeddings", "rerank", "tei_rerank", "score")

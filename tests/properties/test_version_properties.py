@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.rollover import ModelFamily
-from dispatcher.core.spread import Spread, shares
-from dispatcher.core.versions import (
+from dispatcher.core.models.rollover import ModelFamily
+from dispatcher.core.models.version_policy import VersionPolicy
+from dispatcher.core.models.versions import (
     EDGES,
     FamilyTerms,
     Transition,
@@ -23,7 +23,7 @@ from dispatcher.core.versions import (
     VersionState,
     naming_of,
 )
-from dispatcher.core.wanted import VersionPolicy
+from dispatcher.core.models.weighted_choice import Spread, shares
 
 NAMES = ["m-v1", "m-v2", "m-v3", "m-v10", "m", "other"]
 ENDPOINTS = ["a", "b"]

@@ -24,6 +24,8 @@ from hypothesis.stateful import (
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.memory_queue.entries import Place
 from dispatcher.ports import (
     Claimed,
     Lease,
@@ -33,8 +35,6 @@ from dispatcher.ports import (
     Shared,
 )
 from dispatcher.queue.keys import Names
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.queue.memory.entries import Place
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import OwnerAndDesk, entry_of, units_of
 from tests.queue.servers import Server, server

@@ -16,10 +16,10 @@ from functools import partial
 from itertools import count
 from random import Random
 
-from dispatcher.core.budget import Policy, Reading, Reason, Signal, whole
-from dispatcher.core.held import DELTA_S
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.travel import EACH_WAY, OPENINGS
+from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal, whole
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.load_ledger import DELTA_S
+from dispatcher.core.limit.transit_time import EACH_WAY, OPENINGS
 
 AFTER_S = 1.01 * DELTA_S
 POLICY = Policy(reserve=0.05, max_age_s=1e6)

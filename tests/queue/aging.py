@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from dispatcher.lab.memory_queue import MemoryStore
 from dispatcher.queue.keys import BOARD_KEYS, Names
-from dispatcher.queue.memory import MemoryStore
 
 _TIMES = (1, 6, 7, 14)
 """Where touched, born, gap and look stand in what sequences.lua packs."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.outcome import Delivered
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.requests.request import Request
 from dispatcher.ports import Claimed, Forwarded, Lease, Permit, Queue, Settlement, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.queue_admin import RedisDesk
 
 NAMES = Names("batch:{pool}:requests", "batch:{pool}:results", lists=("*",))
 """Any list may be named: test_contract.py has which may by default."""

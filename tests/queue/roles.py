@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import redis
 
+from tests.paths import ROOT
 from tests.queue.servers import Server
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = ROOT / "docs" / "security.md"
 PASSWORD = "its-password"
 _BLOCKS = dict(
     re.findall(r"<!-- acl: (\w+) -->\n```sh\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import redis
 
 from dispatcher.queue.redis.outbox import posted
 from dispatcher.queue.redis.producer import Box, kept
+from tests.paths import ROOT
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
 from tests.queue.servers import Server
 
-ROOT = Path(__file__).parents[2]
 READS = {"GET", "MGET", "GETRANGE", "GETDEL", "GETEX", "HGET", "HMGET", "HGETALL", "HKEYS", "HVALS", "HSCAN"}
 READS |= {
     "LRANGE",

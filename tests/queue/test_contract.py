@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -16,17 +15,17 @@ import pytest
 import redis.asyncio
 from redis.crc import key_slot
 
-from dispatcher.core.turns import Turn
-from dispatcher.core.verdicts import SequenceTerms, TurnEnd
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Burial, PinAsked, Release
 from dispatcher.queue.constants import LUA
 from dispatcher.queue.keys import BOARD_KEYS, KEYS, POOL_KEYS, Names, QueueNameError, queue_of
 from dispatcher.queue.redis.owner import RedisQueue
+from tests.paths import ROOT
 from tests.queue.made import OwnerAndDesk, answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
 from tests.support import require_tool
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))

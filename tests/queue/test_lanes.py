@@ -9,10 +9,10 @@ import pytest
 import redis.asyncio
 
 import dispatcher.queue
-from dispatcher.core.lanes import Lane
-from dispatcher.core.located import OF_LANE
-from dispatcher.core.turns import Turn
-from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.requests.found_request import OF_LANE
+from dispatcher.core.requests.lanes import Lane
+from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Lease, Release
 from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues, submission

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from dispatcher.cli.sought import by_id
-from dispatcher.core.located import Looked, Whereabouts, spellings
-from dispatcher.core.request import encode_member
+from dispatcher.cli.find_requests import by_id
+from dispatcher.core.requests.found_request import Looked, Whereabouts, spellings
+from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import Release, Submission
 from tests.queue.made import claim, member, queues
 from tests.queue.servers import Server

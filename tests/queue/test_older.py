@@ -18,8 +18,8 @@ from typing import Any, cast
 import pytest
 import redis.asyncio
 
-from dispatcher.core.turns import Turn
-from dispatcher.core.verdicts import Goes, SequenceTerms
+from dispatcher.core.sequences.decisions import Goes, SequenceTerms
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Counts, Lease, Release, Settled
 from dispatcher.queue.embedded import embedded_valkey
 from tests.queue.aging import age_redis

@@ -15,11 +15,11 @@ import redis.asyncio
 import redis.asyncio.cluster
 
 from dispatcher.client import BatchClient
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.turns import Turn
-from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd, Waits
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reading, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd, Waits
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Claimed, Permit, PinAsked, QueueUnavailableError, Recalled, Release, Settled
 from dispatcher.queue.keys import Names

@@ -24,8 +24,8 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.keys import MODEL_KEYS
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from dispatcher.queue.redis.scripts import Scripts
 from dispatcher.telemetry.events import Event, diverted
 from tests.queue.known import assert_drained, assert_only_known_keys

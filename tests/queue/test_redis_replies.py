@@ -13,17 +13,17 @@ import pytest
 import redis.asyncio
 
 from dispatcher.cli.run import _loop_factory
-from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.request import Rejection, parse
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.requests.request import Rejection, parse
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Burial, Lease, QueueUnavailableError, Settled
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.scripts import Scripts
-from dispatcher.queue.redis.wake import WakeUps
+from dispatcher.queue.redis.wake_ups import WakeUps
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained

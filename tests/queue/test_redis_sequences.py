@@ -8,10 +8,10 @@ import msgspec
 import redis
 import redis.asyncio
 
-from dispatcher.core.request import encode_member, parse
-from dispatcher.core.turns import Turn
-from dispatcher.core.verdicts import Barred, Goes, SequenceTerms, TurnEnd, Verdict
-from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.core.requests.request import encode_member, parse
+from dispatcher.core.sequences.decisions import Barred, Goes, SequenceTerms, TurnEnd, Verdict
+from dispatcher.core.sequences.turns import Turn
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues
 from tests.queue.servers import Server
 

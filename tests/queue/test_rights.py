@@ -15,8 +15,8 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from dispatcher.client import BatchClient, Item, NoResultError, QueueAwayError
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import answered
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import answered
 from dispatcher.ports import (
     Burial,
     CallRefusedError,
@@ -31,19 +31,20 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from dispatcher.queue.redis.rights import needed
 from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.events import Event, diverted
 from tests.batchfiles import line
+from tests.paths import ROOT
 from tests.queue.made import OwnerAndDesk, answer, claim, member, permit, queues, submission
 from tests.queue.roles import ROLES, commands, grant, rules, url_of
 from tests.queue.servers import Server
 from tests.support import wait_until
 
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
-LUA = Path(__file__).parents[2] / "dispatcher" / "queue" / "lua"
+LUA = ROOT / "dispatcher" / "queue" / "lua"
 NEVER, PAST = 2_000_000_000, 1_700_000_000
 """Deadlines: of no test's time, and of none any more."""
 WRITES = {"ZADD", "ZREM", "ZPOPMIN", "ZREMRANGEBYRANK", "HSET", "HDEL", "HINCRBY", "SET", "DEL", "LPUSH"}

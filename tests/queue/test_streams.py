@@ -8,7 +8,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from dispatcher.core.submission import CallRefusedError, QueueFullError
+from dispatcher.core.requests.submission import CallRefusedError, QueueFullError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import streams
 from tests.queue.made import NAMES, OwnerAndDesk, queues, submission

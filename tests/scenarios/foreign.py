@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.source import ROOT
+from tests.paths import ROOT
 from tests.support import missing, require_tool, running, wait_until_sync
 
 EXAMPLES = ROOT / "docs" / "examples"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dispatcher.standin.listmodels import read
+from dispatcher.lab.standin.listmodels import read
 from tests.support import running
 
 DIMS = 8
@@ -34,7 +34,7 @@ class ListProcess:
 @contextmanager
 def list_server(**config: Any) -> Iterator[ListProcess]:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
-    command = [sys.executable, "-m", "dispatcher.standin.lists", *options]
+    command = [sys.executable, "-m", "dispatcher.lab.standin.lists", *options]
     with running(*command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield ListProcess(json.loads(process.stdout.readline())["url"])

@@ -25,12 +25,12 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from dispatcher.core.request import encode_member
+from dispatcher.core.requests.request import encode_member
 from dispatcher.queue.keys import Names
 from tests import kubelet
 from tests.queue.servers import Server
 from tests.support import plain_client, wait_until_sync
-from tests.throttle import Throttle
+from tests.telemetry.throttle import Throttle
 from tests.warm import Warm, cold, warm
 
 POOL = "qwen"
@@ -42,7 +42,7 @@ Process = subprocess.Popen[bytes] | Warm
 
 @dataclass(frozen=True)
 class Entry:
-    """One request as the gateway saw it: `dispatcher.standin.gateway.LogEntry`."""
+    """One request as the gateway saw it: `dispatcher.lab.standin.gateway.LogEntry`."""
 
     number: int
     id: str
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass
 class World:
-    """A gateway, an endpoint picker and a pool in a process of their own: `python -m dispatcher.standin`."""
+    """Stand-in servers in a process of their own: `python -m dispatcher.lab.standin`."""
 
     gateway: str
     metrics: str
@@ -344,7 +344,7 @@ class Stage:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         log = self._stack.enter_context((self._folder / f"world-{self._worlds}.log").open("wb"))
         run: AbstractContextManager[Process] = (warm if self._is_warm else cold)(
-            "dispatcher.standin", *flags, stdout=subprocess.PIPE, stderr=log
+            "dispatcher.lab.standin", *flags, stdout=subprocess.PIPE, stderr=log
         )
         process = self._stack.enter_context(run)
         assert process.stdout is not None

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.request import encode_member
-from dispatcher.sim.experiment import Name, play
-from dispatcher.sim.metrics import Detector
-from dispatcher.sim.setting import Setting
-from dispatcher.sim.world import Batch
-from dispatcher.standin import shapes
-from dispatcher.standin.trace import BUNDLED, load
+from dispatcher.core.requests.request import encode_member
+from dispatcher.lab.simulation.experiment import Name, play
+from dispatcher.lab.simulation.metrics import Detector
+from dispatcher.lab.simulation.scenario import Setting
+from dispatcher.lab.simulation.world import Batch
+from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin.trace import BUNDLED, load
 from tests.scenarios.processes import Stage
 from tests.support import wait_until_sync
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from dispatcher.cli import top, words
+from dispatcher.cli import render, top
+from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, Unreachable, classify
 from dispatcher.core.health import Health
-from dispatcher.core.outcome import Outcome, RetryPolicy, Unreachable, classify
-from dispatcher.core.request import Request
+from dispatcher.core.requests.request import Request
 from dispatcher.ports import CallRefusedError
 from dispatcher.settings import Settings
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import Status
-from tests.overviews import status_of
+from tests.app.status_worlds import status_of
 from tests.scenarios.virtual_stage import Metrics, Stage, perform
 
 SETTINGS = Settings.model_validate({"gateway": {"url": "http://gw"}})
@@ -178,7 +178,7 @@ def said_by_all(stage: Stage, queue_problem: str | None) -> str:
     told = status.json()
     health, cause, sentence = told["health"], told["health_cause"], told["health_sentence"]
     counts = (
-        dict.fromkeys(words.COUNTS) if queue_problem else {name: told[name] or 0 for name in words.COUNTS}
+        dict.fromkeys(render.COUNTS) if queue_problem else {name: told[name] or 0 for name in render.COUNTS}
     )
     shown = {
         "queue": told["queue"],
@@ -188,16 +188,16 @@ def said_by_all(stage: Stage, queue_problem: str | None) -> str:
         "dispatcher": told,
         "dispatcher_problem": None,
     }
-    first = words.lines(shown)[0]
-    assert first == words.paragraph(shown)[: len(first)] == top.rows(shown, 100, "12:00:00")[2]
+    first = render.lines(shown)[0]
+    assert first == render.paragraph(shown)[: len(first)] == top.rows(shown, 100, "12:00:00")[2]
     assert first.startswith(health.capitalize())
     assert sentence in first
-    assert f"  {health} (" in words.line(shown)
+    assert f"  {health} (" in render.line(shown)
     assert series.HEALTH.sampled is not None
     assert series.HEALTH.sampled(status) == {str(each): float(each == health) for each in Health}
     assert logged(stage) == f"{health} {cause}"
     if health not in (Health.WORKING, Health.IDLE):
-        everything = " ".join([*words.lines(shown), words.paragraph(shown)])
+        everything = " ".join([*render.lines(shown), render.paragraph(shown)])
         assert "othing waits" not in everything
         nothing_stale(status)
     return f"{health} {cause}: {sentence}"

@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.request import encode_member
+from dispatcher.core.requests.request import encode_member
 from tests.browser import Browser, Page
 from tests.monitoring.prometheus import Prometheus, moved_of_catalogue
 from tests.scenarios.cluster import Cluster

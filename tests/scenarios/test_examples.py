@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.request import Request, parse
-from dispatcher.core.result import ErrorCode, answered, failed
+from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.result import ErrorCode, answered, failed
 from tests.scenarios.foreign import EXAMPLES, PROGRAMS, go_program, submitting
 from tests.scenarios.processes import NAMES, Stage
 from tests.support import require_tool, wait_until_sync

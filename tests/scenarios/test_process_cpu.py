@@ -10,7 +10,7 @@ import pytest
 
 from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until_sync
-from tests.throttle import Throttle, cpu_limit
+from tests.telemetry.throttle import Throttle, cpu_limit
 
 LIMIT = 30
 """Of 32 slots, less the reserve."""

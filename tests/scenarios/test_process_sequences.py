@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.request import encode_member
-from dispatcher.core.turns import Carry, OnError, Turn
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.sequences.turns import Carry, OnError, Turn
 from tests.scenarios.processes import Dispatcher, Entry, Producer, Stage, World
 from tests.scenarios.responses_server import responses_server
 from tests.support import wait_until_sync

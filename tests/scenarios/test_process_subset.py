@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.paths import ROOT
 from tests.scenarios import picker
 from tests.support import envoy_path, free_port, running, wait_until_sync
 
-ROOT = Path(__file__).resolve().parents[2]
 HCM = "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
 ROUTER = "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"
 HTTP2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"

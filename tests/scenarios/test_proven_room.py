@@ -11,7 +11,7 @@ import asyncio
 
 import pytest
 
-from dispatcher.core.request import Request
+from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 ROOM = 10

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from dispatcher.core.request import encode_member
-from dispatcher.core.turns import Carry, Turn
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.sequences.turns import Carry, Turn
 from tests.queue.roles import PASSWORD, grant, rules, url_of
 from tests.scenarios.processes import NAMES, Stage
 from tests.scenarios.responses_server import responses_server

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import Evicted, Outcome, RetryPolicy, classify
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.outcome import Evicted, Outcome, RetryPolicy, classify
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 SHARE = 0.1

@@ -7,17 +7,10 @@ import random
 
 import pytest
 
-from dispatcher.core.bounces import FREE
-from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import (
-    Delivered,
-    Failed,
-    Outcome,
-    RetryPolicy,
-    Unreachable,
-    classify,
-)
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.intermediary_errors import FREE
+from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, RetryPolicy, Unreachable, classify
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 AWAY_AT, BACK_AT = 10.3, 70.3

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import Outcome, Overloaded, RetryPolicy, classify
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.outcome import Outcome, Overloaded, RetryPolicy, classify
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 TOLD_S = 0.01

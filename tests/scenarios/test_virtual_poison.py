@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatcher.core.bounces import FREE, RESTS_PER_S
-from dispatcher.core.outcome import Outcome, RetryPolicy, classify
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.intermediary_errors import FREE, RESTS_PER_S
+from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, classify
+from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 RETRY = RetryPolicy(base_s=0.1, max_s=0.5)

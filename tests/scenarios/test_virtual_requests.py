@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.core.budget import Policy, Reason
-from dispatcher.core.outcome import Failed, Outcome, Overloaded, RetryPolicy
-from dispatcher.core.request import Request
-from dispatcher.sim.fleet import Replica
+from dispatcher.core.gateway.outcome import Failed, Outcome, Overloaded, RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reason
+from dispatcher.core.requests.request import Request
+from dispatcher.lab.simulation.fleet import Replica
 from dispatcher.telemetry.events import Event
 from tests.scenarios.virtual_stage import TOKEN, Metrics, Stage, Try, perform, scenario
 

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from dispatcher.core.allowance import explain
-from dispatcher.core.budget import Reason
-from dispatcher.core.modelnames import model_of
-from dispatcher.core.outcome import Outcome, RetryPolicy, classify
-from dispatcher.core.request import Request
+from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, classify
+from dispatcher.core.limit.allowance import explain
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.models.names import model_of
+from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 PAGE = b"<html><h1>nothing here</h1></html>"

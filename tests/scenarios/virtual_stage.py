@@ -16,21 +16,21 @@ from enum import Enum
 from math import inf, nan
 from typing import Any
 
-from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.outcome import Outcome, RetryPolicy, Unreachable
-from dispatcher.core.poll import Poll
-from dispatcher.core.request import Request, encode_member
-from dispatcher.core.result import PoppedResult, decode_result
-from dispatcher.core.score import score_of
-from dispatcher.core.units import units_of
+from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, Unreachable
+from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.limit.poll import Poll
+from dispatcher.core.requests.request import Request, encode_member
+from dispatcher.core.requests.result import PoppedResult, decode_result
+from dispatcher.core.requests.score import score_of
+from dispatcher.core.requests.units import units_of
 from dispatcher.dispatch import Journal, Options
+from dispatcher.lab.memory_queue import MemoryStore
+from dispatcher.lab.simulation import virtual_loop
+from dispatcher.lab.simulation.fleet import EPOCH, Replica
+from dispatcher.lab.simulation.metrics import Exporter, Signals
+from dispatcher.lab.simulation.transport import Road, RoadGateway
+from dispatcher.lab.simulation.world import Job, World
 from dispatcher.ports import Forwarded, Submission
-from dispatcher.queue.memory import MemoryStore
-from dispatcher.sim import virtual
-from dispatcher.sim.fleet import EPOCH, Replica
-from dispatcher.sim.metrics import Exporter, Signals
-from dispatcher.sim.road import Road, RoadGateway
-from dispatcher.sim.world import Job, World
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics as Counters
 
@@ -387,7 +387,7 @@ def perform(scene: Scene, **setting: Any) -> None:
 
     events: list[tuple[Event, Mapping[str, Any]]] = []
     with diverted(lambda event, told: events.append((event, told))):
-        virtual.run(live())
+        virtual_loop.run(live())
 
 
 def scenario(**setting: Any) -> Callable[[Scene], Callable[..., None]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dispatcher.signals.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
 Object = dict[str, Any]
 POOLS = "inference.networking.k8s.io/v1/inferencepools"

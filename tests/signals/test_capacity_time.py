@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.signals.mirror import HOLD_S, LATE_S, SILENCE_S, SOON_FOR_S, SOON_S, UNSERVED_S, WATCH_MOST_S
+from dispatcher.signals.kubernetes.mirror import (
+    HOLD_S,
+    LATE_S,
+    SILENCE_S,
+    SOON_FOR_S,
+    SOON_S,
+    UNSERVED_S,
+    WATCH_MOST_S,
+)
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,

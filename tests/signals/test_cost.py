@@ -15,10 +15,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from dispatcher.core.budget import Policy
-from dispatcher.core.poll import Unread
+from dispatcher.core.limit.budget import Policy
+from dispatcher.core.limit.poll import Unread
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.epp import EppSource
+from dispatcher.signals.epp.source import EppSource
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.scrape import Targets
 from tests.floors import beside

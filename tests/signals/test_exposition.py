@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from dispatcher.signals.epp.series import NAMES
 from dispatcher.signals.exposition import LINE_MAX_BYTES, MalformedPageError, Page, Sample
-from dispatcher.signals.series import NAMES
 from tests.signals.fakes import PAGES
 
 WANTED = ("queue_size", "pool:saturation")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.poll import Unread
+from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.limit.poll import Unread
+from dispatcher.signals.epp.series import NAMES, View, view
 from dispatcher.signals.exposition import Page
-from dispatcher.signals.series import NAMES, View, view
-from dispatcher.signals.verdict import Lessons, Verdict, judge
+from dispatcher.signals.readings import Lessons, Verdict, judge
 from tests.signals.fakes import PAGES, golden
 from tests.signals.goldens import GOLDEN, IN_FLIGHT, NEWEST, POLICY
 

@@ -15,17 +15,17 @@ from typing import Any, Literal
 import pytest
 from structlog.testing import capture_logs
 
-from dispatcher.core.budget import Policy, Reason, Signal
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.poll import Unread
-from dispatcher.core.price import Histograms
+from dispatcher.core.limit.budget import Policy, Reason, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.realtime_impact import Histograms
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.epp import EppSource
+from dispatcher.signals.epp.series import View
+from dispatcher.signals.epp.source import EppSource
 from dispatcher.signals.poller import RETURN_AFTER, Poller, Preference, Source, SourcePoll
-from dispatcher.signals.prometheus import PrometheusSource
+from dispatcher.signals.prometheus.session import PrometheusAddress
+from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
-from dispatcher.signals.series import View
-from dispatcher.signals.session import PrometheusAddress
 from tests.signals import fakes
 from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server, whole
 from tests.support import free_port, wait_until

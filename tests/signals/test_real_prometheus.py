@@ -19,16 +19,17 @@ import pytest
 import yaml
 from aiohttp import web
 
-from dispatcher.core.budget import Policy, Reason, Signal
-from dispatcher.core.poll import Poll, Unread
-from dispatcher.core.price import Histograms, quantile
+from dispatcher.core.limit.budget import Policy, Reason, Signal
+from dispatcher.core.limit.poll import Poll, Unread
+from dispatcher.core.limit.realtime_impact import Histograms, quantile
 from dispatcher.settings import SignalsSettings
+from dispatcher.signals.epp.series import NAMES, View, view
 from dispatcher.signals.exposition import Page
 from dispatcher.signals.poller import Poller, SourcePoll
-from dispatcher.signals.prometheus import PrometheusSource, pool_query
-from dispatcher.signals.series import NAMES, View, view
-from dispatcher.signals.session import PrometheusAddress
-from dispatcher.signals.verdict import judge
+from dispatcher.signals.prometheus.session import PrometheusAddress
+from dispatcher.signals.prometheus.source import PrometheusSource, pool_query
+from dispatcher.signals.readings import judge
+from tests.paths import ROOT
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
 from tests.signals.goldens import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until
@@ -475,7 +476,7 @@ async def test_the_documented_queries_work(server: Server) -> None:
 
 def documented_queries() -> dict[str, str]:
     """The queries of the vLLM example in docs/signals.md."""
-    text = (Path(__file__).parents[2] / "docs" / "signals.md").read_text()
+    text = (ROOT / "docs" / "signals.md").read_text()
     example = next(
         block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "queries:" in block
     )

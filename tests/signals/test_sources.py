@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.budget import assess
-from dispatcher.core.poll import Unread
+from dispatcher.core.limit.budget import assess
+from dispatcher.core.limit.poll import Unread
 from dispatcher.settings import Settings
 from dispatcher.settings.model import BudgetSettings
+from dispatcher.signals.readings import judge
 from dispatcher.signals.sources import sources
-from dispatcher.signals.verdict import judge
 
 
 def settings(**signals: Any) -> Settings:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from dispatcher.signals.mirror import (
+from dispatcher.signals.kubernetes.mirror import (
     HOLD_S,
     RETRY_AFTER_MOST_S,
     SILENCE_S,
@@ -16,7 +16,7 @@ from dispatcher.signals.mirror import (
     WATCH_LEAST_S,
     WATCH_MOST_S,
 )
-from dispatcher.signals.rewrites import RewriteWatch
+from dispatcher.signals.kubernetes.rewrites import RewriteWatch
 from dispatcher.telemetry.events import Event, diverted
 from tests.signals.apiserver import (
     OLD_REWRITES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dispatcher.settings import PoolSettings
-from dispatcher.signals.capacity import CapacityWatch, Endpoints
+from dispatcher.signals.kubernetes.capacity import CapacityWatch, Endpoints
 from tests.support import wait_until
 
 QWEN = PoolSettings(name="qwen", namespace="default")

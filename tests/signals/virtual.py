@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher.settings import EppSettings
-from dispatcher.signals import kube
-from dispatcher.signals.capacity import CapacityWatch
+from dispatcher.signals.kubernetes import api
+from dispatcher.signals.kubernetes.capacity import CapacityWatch
 from tests.signals.apiserver import ApiServer, access, populate
 from tests.signals.told import QWEN, Seen
 
@@ -79,7 +79,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    kube.prepare()  # no thread is waited for in virtual time
+    api.prepare()  # no thread is waited for in virtual time
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(main)
 

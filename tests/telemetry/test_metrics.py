@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from dispatcher.core.outcome import Delivered
+from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.ports import Settled
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.catalogue import CATALOGUE, PREFIX, Kind

@@ -16,18 +16,18 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.headers import DROP_REASON
-from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.request import encode_member
-from dispatcher.core.result import ErrorCode
+from dispatcher.app.service import open_queue
+from dispatcher.core.gateway.outcome import RetryPolicy
+from dispatcher.core.limit.budget import Policy, Reading, Signal
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.requests.headers import DROP_REASON
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.result import ErrorCode
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.ports import Queue, Submission
 from dispatcher.queue.keys import Names
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.service import open_queue
 from dispatcher.settings import Settings
 from dispatcher.settings.load import parse
 from dispatcher.telemetry.events import heard_by

@@ -20,7 +20,7 @@ from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.progress import FileProgress, facts_of, summary, told
 from dispatcher.client.files.run import run_file
 from dispatcher.client.files.sinks import SinkError
-from dispatcher.core.template import TemplateError
+from dispatcher.client.files.template import TemplateError
 
 __all__ = [
     "BadInputError",

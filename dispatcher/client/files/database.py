@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
-from dispatcher.client.errors import BatchError
+from dispatcher.batched.errors import BatchError
 
 _CACHE_KIB = 16_384
 _OPENINGS = 5

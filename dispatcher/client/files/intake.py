@@ -11,10 +11,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
 
-from dispatcher.client.errors import BatchError
+from dispatcher.batched.errors import BatchError
 from dispatcher.client.files.journal import FaultyLine, FileJournal, InputLine
-from dispatcher.core.batchlines import BadLine, BatchLine, LineFault, LineRules, group_of, read_line
-from dispatcher.core.template import Template
+from dispatcher.client.files.lines import BadLine, BatchLine, LineFault, LineRules, group_of, read_line
+from dispatcher.client.files.template import Template
 
 FAULTS_MOST = 10_000
 """After so many the rest is not looked at, unless bad lines are skipped."""

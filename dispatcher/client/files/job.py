@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 
 from dispatcher.client.files.intake import Findings, Input, InputError, check_input, spool
 from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, SendLine
+from dispatcher.client.files.lines import EXPIRED, BatchLine, OutLine, answered_line, error_line
 from dispatcher.client.files.naming import Naming
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart, reader_of, shape_of
 from dispatcher.client.files.order import Ahead, turn_of
 from dispatcher.client.files.progress import FileProgress
 from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
-from dispatcher.core.batchlines import EXPIRED, BatchLine, OutLine, answered_line, error_line
-from dispatcher.core.request import encode_member
-from dispatcher.core.result import ErrorCode, PoppedResult
-from dispatcher.core.score import score_of
-from dispatcher.core.submission import Submission
-from dispatcher.core.usage import tokens
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.result import ErrorCode, PoppedResult
+from dispatcher.core.requests.score import score_of
+from dispatcher.core.requests.submission import Submission
+from dispatcher.core.requests.usage import tokens
 from dispatcher.queue.keys import Names
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from dispatcher.client.files.database import JournalError, journal_error, open_locked, remove_locked
+from dispatcher.client.files.line_sequences import LineTurn
 from dispatcher.client.files.order import arrange, columns_of, misplaced
-from dispatcher.core.lineturns import LineTurn
 
 FORMAT = 3
 _SCHEMA = """

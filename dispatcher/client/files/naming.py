@@ -5,8 +5,8 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from dispatcher.client.files.journal import Facts
-from dispatcher.core.result import PoppedResult
-from dispatcher.core.slot import tag_of
+from dispatcher.core.requests.cluster_slot import tag_of
+from dispatcher.core.requests.result import PoppedResult
 from dispatcher.queue.keys import Names
 
 

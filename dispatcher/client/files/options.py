@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, Literal
 from dispatcher.client.files.database import JournalError
 from dispatcher.client.files.intake import InputError, LineReader
 from dispatcher.client.files.journal import FaultyLine
+from dispatcher.client.files.lines import LineRules
+from dispatcher.client.files.template import Template
 from dispatcher.client.item import Body, Deadline, encoded
-from dispatcher.core.batchlines import LineRules
-from dispatcher.core.template import Template
 
 OF_A_RUN = (".journal", ".journal-wal", ".journal-shm", ".spool", ".input.partial")
 """What a run writes for itself beside the output. (`.input` may be named: a run goes on with it.)"""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter
 
-from dispatcher.core.lineturns import LineTurn
-from dispatcher.core.turns import Turn
+from dispatcher.client.files.line_sequences import LineTurn
+from dispatcher.core.sequences.turns import Turn
 
 AHEAD_MOST = 500
 """Of one sequence, sent and not done: a queue lets only so many of it wait (`sequences.max_waiting`)."""

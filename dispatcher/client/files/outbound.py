@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from dispatcher.client.files.naming import Naming
 from dispatcher.client.outage import Outage
-from dispatcher.core.result import PoppedResult, decode_result
-from dispatcher.core.submission import QueueUnavailableError, Submission
+from dispatcher.core.requests.result import PoppedResult, decode_result
+from dispatcher.core.requests.submission import QueueUnavailableError, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend

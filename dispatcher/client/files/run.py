@@ -21,8 +21,8 @@ from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
 from dispatcher.client.item import seconds_from
-from dispatcher.core.result import PoppedResult
-from dispatcher.core.submission import QueueUnavailableError
+from dispatcher.core.requests.result import PoppedResult
+from dispatcher.core.requests.submission import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.producer import COLLECTED_MOST
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES

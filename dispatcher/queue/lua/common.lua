@@ -13,7 +13,7 @@ local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS, TURN, AWAITS = 6
 -- long as it lies in that lane.
 local IN_LINE = 1 -- of a seat: it waits for its turn
 
--- Lanes (core/lanes.py): entries that wait apart, for a claim may lease only so many of each. In the order of their rooms
+-- Lanes (core/requests/lanes.py): entries that wait apart, for a claim may lease only so many of each. In the order of their rooms
 -- in a claim. An entry waits in the first whose `holds` is true of its state. Of a closed one no claim takes any.
 local function in_line(state) return state[TURN] and state[TURN][IN_LINE] == 1 end
 local LANES = {
@@ -147,7 +147,7 @@ local function end_leases(items, probe)
   for owner, units in pairs(counts) do hold(owner, -units, leases[owner] - units) end
 end
 
--- A member that is longer than any may be moves no further: its head is kept, and how long it was (core/oversize.py).
+-- A member that is longer than any may be moves no further: its head is kept, and how long it was (core/requests/oversize.py).
 local function shortened(member, largest)
   if #member <= largest then return member end
   return string.sub(member, 1, HEAD_BYTES) .. '\0cut:' .. string.format('%.0f', #member)

@@ -118,7 +118,7 @@ if how == 'near' then
   end
 
   -- Requests of one score are sorted by their bytes, and a member begins with its token, in the form of our client
-  -- (core/request.py) or of the queue contract. So a binary search among a million requests takes some twenty reads.
+  -- (core/requests/request.py) or of the queue contract. So a binary search among a million requests takes some twenty reads.
   local function tell_beginning(key, letter, score, text)
     local first = call('ZCOUNT', key, '-inf', '(' .. score)
     local low, high = first, first + call('ZCOUNT', key, score, score)

@@ -1,4 +1,4 @@
--- Requests whose model is not served: they wait in a lane of their own (core/lanes.py, ABSENT), at no cost to others.
+-- Requests whose model is not served: they wait in a lane of their own (core/requests/lanes.py, ABSENT), at no cost to others.
 --
 -- ABSENT         the lane, by score, as every lane has it
 -- ABSENT_ORDER   the same by model, in the order of bytes: '<how long the name is, 3 digits><model>:<score, 16 hex digits>

@@ -75,7 +75,7 @@ end
 add(seen, total, -1, -1)
 if total > seen then look_at(string.format('%.0f', PRIORITIES * PRIORITY_STEP), '+inf') end
 
--- core/outlook.py's at_risk, to see where it may come out otherwise: the most that one span leaves open, or 0
+-- core/requests/forecast.py's at_risk, to see where it may come out otherwise: the most that one span leaves open, or 0
 -- where all of them together leave open next to nothing.
 local function unsure()
   local ahead, missed, sum, greatest = 0, 0, 0, 0

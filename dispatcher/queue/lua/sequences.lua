@@ -1,4 +1,4 @@
--- Sequences (core/sequences.py, which has the rules and their words): requests of one id run in order, one at a time.
+-- Sequences (core/sequences/rules.py, which has the rules and their words): requests of one id run in order, one at a time.
 --
 -- SEQUENCES   by the id of a sequence what is known of it (packed, as `read` has it); under '' what all share
 -- TURNS       the lines of all lives, in the order of bytes: '<life>:<index>:<entry>', 16 digits each, of a seat;
@@ -62,7 +62,7 @@ local function keep_all()
   of_all.told = packed
 end
 
--- What people are told of (core/verdicts.py: SequenceNews).
+-- What people are told of (core/sequences/decisions.py: SequenceNews).
 local function happened(what) all()['ever_' .. what] = of_all['ever_' .. what] + 1 end
 
 -- Written out, for a table that grows field by field takes three times as long.

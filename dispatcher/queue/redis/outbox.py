@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from redis.crc import key_slot
 
-from dispatcher.core.result import decode_result, misdirected
+from dispatcher.core.requests.result import decode_result, misdirected
 from dispatcher.ports import QueueUnavailableError
-from dispatcher.queue.redis import steps
+from dispatcher.queue.redis import script_calls
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, ForbiddenError
 from dispatcher.telemetry.events import Event, emit
@@ -92,7 +92,7 @@ class Outbox:
         """False where the list cannot have them, ever: it is none, or this user may not touch it."""
         lives = {"ttl_s": self._ttl_s, "marker_s": _MARKER_TTL_S}
         try:
-            return await steps.push(self._backend, name, marker, pushes, **lives)
+            return await script_calls.push(self._backend, name, marker, pushes, **lives)
         except ForbiddenError:
             if await self._may_touch(name):
                 raise  # it is the marker, or a command: the operator's to mend

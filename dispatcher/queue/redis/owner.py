@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dispatcher.core.lanes import ONE_OF_EACH, Lane, awaited_as
-from dispatcher.core.outlook import LineAhead
-from dispatcher.core.oversize import ENVELOPE_BYTES
-from dispatcher.core.turns import Turn
-from dispatcher.core.verdicts import SequenceTerms, Verdict
+from dispatcher.core.requests.forecast import LineAhead
+from dispatcher.core.requests.lanes import ONE_OF_EACH, Lane, awaited_as
+from dispatcher.core.requests.oversize import ENVELOPE_BYTES
+from dispatcher.core.sequences.decisions import SequenceTerms, Verdict
+from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import (
     Burial,
     Claimed,
@@ -42,16 +42,16 @@ from dispatcher.ports import (
 from dispatcher.queue.constants import BAD_LIST, DONE, LOST, PINS_MOST, RECALL_MOST, STUCK, TOO_LARGE
 from dispatcher.queue.keys import Names
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis import markers, marks, sequences, steps
+from dispatcher.queue.redis import cancel_markers, model_registry, script_calls, sequences
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.destinations import Destinations
-from dispatcher.queue.redis.models import awaited, recall
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import UNSERVED, Overdue
+from dispatcher.queue.redis.result_lists import Destinations
+from dispatcher.queue.redis.result_writer import Step, Writer
+from dispatcher.queue.redis.script_calls import OwnerTerms, Write
 from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
-from dispatcher.queue.redis.steps import OwnerTerms, Write
-from dispatcher.queue.redis.wake import WakeUps
-from dispatcher.queue.redis.writer import Step, Writer
+from dispatcher.queue.redis.waiting_for_model import awaited, recall
+from dispatcher.queue.redis.wake_ups import WakeUps
 from dispatcher.telemetry.events import Event, emit
 
 _CLAIM_MOST = 1000
@@ -77,7 +77,7 @@ class RedisQueue:
     `result_ttl_s` is the lifetime of result lists. 0 keeps them for ever.
     `max_pending` is the largest number of requests that may wait. 0 is no limit.
     `max_payload_bytes` is the largest payload. Of a member that is too long to have a smaller one, only the
-    head is moved (core/oversize.py).
+    head is moved (core/requests/oversize.py).
 
     A call takes a few seconds at most, including retries, except for large values.
     """
@@ -127,7 +127,7 @@ class RedisQueue:
         return self.backend.clock.server(asyncio.get_running_loop().time())
 
     async def counts(self) -> Counts:
-        return await steps.counts(self.backend)
+        return await script_calls.counts(self.backend)
 
     async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
         return await self._destinations.all_refused(names)
@@ -157,7 +157,7 @@ class RedisQueue:
         probing: bool = False,
     ) -> Claimed:
         await self._learn_clock()
-        told = await steps.claim(
+        told = await script_calls.claim(
             self.backend,
             self._me,
             nonce,
@@ -183,7 +183,7 @@ class RedisQueue:
             self._unmoved[lease.entry] += 1
             if self._unmoved[lease.entry] < _MOVES:
                 raise
-            member = await steps.shorten(self.backend, lease)
+            member = await script_calls.shorten(self.backend, lease)
         del self._unmoved[lease.entry]
         return [] if member is None else [lease.but(member=member)]
 
@@ -191,7 +191,7 @@ class RedisQueue:
         lost: list[int] = []
         at = 0
         while True:
-            renewed = await steps.renew(self.backend, self._me, leases[at : at + SCRIPT_ITEMS])
+            renewed = await script_calls.renew(self.backend, self._me, leases[at : at + SCRIPT_ITEMS])
             lost += renewed.lost
             at += SCRIPT_ITEMS
             if at >= len(leases):
@@ -202,7 +202,7 @@ class RedisQueue:
         fits: list[bool] = []
         at = 0
         while True:
-            told = await steps.weigh(self.backend, self._me, weights[at : at + SCRIPT_ITEMS], permit)
+            told = await script_calls.weigh(self.backend, self._me, weights[at : at + SCRIPT_ITEMS], permit)
             fits += told.fits
             at += SCRIPT_ITEMS
             if at >= len(weights):
@@ -235,7 +235,7 @@ class RedisQueue:
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()
-        return await steps.renew(self.backend, self._me, permit=permit, overload=overload)
+        return await script_calls.renew(self.backend, self._me, permit=permit, overload=overload)
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
         return await self._end([Write(each) for each in settlements])
@@ -243,7 +243,7 @@ class RedisQueue:
     async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
         await self._learn_clock()
         offers = [sequences.TakeOver(self.owner, self._me.lease_s, nonce, permit, self._largest)]
-        told: list[steps.SettleReply] = []
+        told: list[script_calls.SettleReply] = []
 
         async def settle(writes: Sequence[Write]) -> Sequence[int]:
             """The first call makes the offer; where its reply is lost a claim by the nonce tells."""
@@ -268,8 +268,8 @@ class RedisQueue:
 
     async def _settled(
         self, writes: Sequence[Write], offer: sequences.TakeOver | None = None
-    ) -> steps.SettleReply:
-        told = await steps.settle(
+    ) -> script_calls.SettleReply:
+        told = await script_calls.settle(
             self.backend, writes, ttl_s=self._ttl_s, dead_max=self._dead_max, offer=offer
         )
         if told.dropped:
@@ -279,7 +279,7 @@ class RedisQueue:
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         said: list[Settled] = []
         for batch in in_steps(releases, lambda _: 0):
-            said += await steps.release(self.backend, batch)
+            said += await script_calls.release(self.backend, batch)
         return said
 
     async def recall(self, models: Sequence[str]) -> Recalled:
@@ -295,36 +295,40 @@ class RedisQueue:
     async def marks(
         self, keep: Collection[tuple[str, str]], cold: Collection[tuple[str, str]], using: Collection[str]
     ) -> ModelMarks:
-        return await marks.marks(self.backend, self.owner, keep, cold, using)
+        return await model_registry.marks(self.backend, self.owner, keep, cold, using)
 
     async def model_marks(self) -> ModelMarks:
-        return await marks.look(self.backend)
+        return await model_registry.look(self.backend)
 
     async def warming(self, model: str, endpoint: str) -> bool:
-        return await marks.warm(self.backend, "take", self.owner, model, endpoint)
+        return await model_registry.warm(self.backend, "take", self.owner, model, endpoint)
 
     async def warmed(self, model: str, endpoint: str) -> None:
-        await marks.warm(self.backend, "warm", self.owner, model, endpoint)
+        await model_registry.warm(self.backend, "warm", self.owner, model, endpoint)
 
     async def unwarmed(self, model: str, endpoint: str) -> None:
-        await marks.warm(self.backend, "back", self.owner, model, endpoint)
+        await model_registry.warm(self.backend, "back", self.owner, model, endpoint)
 
     async def pin(self, pins: Sequence[PinAsked]) -> Sequence[str]:
-        return await marks.pin(self.backend, pins, PINS_MOST)
+        return await model_registry.pin(self.backend, pins, PINS_MOST)
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         scripts = self.backend.scripts
-        own = await markers.cancelled(self.backend, requests, foreign="" if scripts.is_cluster else "must")
+        own = await cancel_markers.cancelled(
+            self.backend, requests, foreign="" if scripts.is_cluster else "must"
+        )
         if not scripts.is_cluster:
             return own
-        theirs = await markers.cancelled_elsewhere(scripts, requests)
+        theirs = await cancel_markers.cancelled_elsewhere(scripts, requests)
         return [by_own or by_theirs for by_own, by_theirs in zip(own, theirs, strict=True)]
 
     async def sweep(self) -> Swept:
         reclaimed = due = turns = revoked = 0
         gone: Sequence[str] = ()
         while True:
-            told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone, max_pending=self._max_pending)
+            told = await script_calls.sweep(
+                self.backend, self._me, _SWEEP_MOST, gone, max_pending=self._max_pending
+            )
             reclaimed += told.reclaimed
             due += told.due
             turns += told.turns
@@ -349,10 +353,10 @@ class RedisQueue:
         for _ in range(2):
             walk = overdue.next()
             position = walk.position
-            told = await steps.overdue(self.backend, position, most, largest=self._largest)
+            told = await script_calls.overdue(self.backend, position, most, largest=self._largest)
             if size := told.alone_bytes:
                 walk.offset += 1  # should it not get through, it waits for its turn in the line
-                told = await steps.overdue(
+                told = await script_calls.overdue(
                     self.backend, position, most, largest=self._largest, alone_bytes=size
                 )
             walk.moved(told.until, told.next_range, told.next_offset)
@@ -371,10 +375,10 @@ class RedisQueue:
         return done
 
     async def _expire(self, writes: Sequence[Write]) -> Sequence[int]:
-        return await steps.expire(self.backend, writes, ttl_s=self._ttl_s)
+        return await script_calls.expire(self.backend, writes, ttl_s=self._ttl_s)
 
     async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
-        return await steps.outlook(self.backend, self._me.timeout_s, rate, service_s)
+        return await script_calls.outlook(self.backend, self._me.timeout_s, rate, service_s)
 
     async def wait_for_work(self) -> None:
         await self._wake_ups.wait()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dispatcher.core.submission import Submission
+from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
 from dispatcher.queue.keys import BOX_KEPT, BOX_OWNER, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.redis.backend import Backend

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.core.lanes import lane_of, losses_of
-from dispatcher.core.outlook import Head, LineAhead, Replica, Span
+from dispatcher.core.requests.forecast import Head, LineAhead, Replica, Span
+from dispatcher.core.requests.lanes import lane_of, losses_of
 from dispatcher.ports import Dead, Lease, Leases, Overload, Shared
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Reply

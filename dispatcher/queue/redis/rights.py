@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dispatcher.queue.keys import ACTIVE, CANCEL, Names
+from dispatcher.queue.redis.script_calls import permits
 from dispatcher.queue.redis.scripts import Scripts
-from dispatcher.queue.redis.steps import permits
 
 _COMMANDS = (
     *("type", "exists", "get", "getrange", "set", "del", "expire", "lpush"),

@@ -21,9 +21,9 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.sentinel import MasterNotFoundError
 
-from dispatcher.core.plain import shortened
-from dispatcher.core.submission import CallRefusedError, QueueFullError, QueueUnavailableError
-from dispatcher.peer import words
+from dispatcher.core.printable import shortened
+from dispatcher.core.requests.submission import CallRefusedError, QueueFullError, QueueUnavailableError
+from dispatcher.ports.network_errors import words
 from dispatcher.queue import constants
 from dispatcher.queue.keys import BOARD_KEYS, KEYS, MODEL_KEYS, SEQUENCE_KEYS
 

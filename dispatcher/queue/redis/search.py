@@ -7,10 +7,18 @@ from typing import Any
 
 from redis import exceptions as errors
 
-from dispatcher.core.lanes import Lane
-from dispatcher.core.located import IN_LINE, OF_LANE, FoundRequest, Looked, Whereabouts, Words, spellings
-from dispatcher.core.request import Rejection, parse
-from dispatcher.core.submission import Submission
+from dispatcher.core.requests.found_request import (
+    IN_LINE,
+    OF_LANE,
+    FoundRequest,
+    Looked,
+    Whereabouts,
+    Words,
+    spellings,
+)
+from dispatcher.core.requests.lanes import Lane
+from dispatcher.core.requests.request import Rejection, parse
+from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.producer import mark

@@ -9,10 +9,9 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.plain import shortened
-from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import SequenceSeen, SequenceStatus, Turn
-from dispatcher.core.verdicts import (
+from dispatcher.core.printable import shortened
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.sequences.decisions import (
     Barred,
     Goes,
     SequenceCounts,
@@ -23,6 +22,7 @@ from dispatcher.core.verdicts import (
     Verdict,
     Waits,
 )
+from dispatcher.core.sequences.turns import SequenceSeen, SequenceStatus, Turn
 from dispatcher.ports import Claimed, Lease, LinedUp, Permit
 from dispatcher.queue.constants import CLAIM_BYTES
 from dispatcher.queue.redis.backend import Backend

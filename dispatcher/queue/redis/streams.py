@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dispatcher.core.streams import StreamRequest, StreamState, StreamStatus
-from dispatcher.core.submission import Submission
+from dispatcher.core.requests.named_stream import StreamRequest, StreamState, StreamStatus
+from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.producer import KEEP_S, Box
 from dispatcher.queue.redis.scripts import Argument

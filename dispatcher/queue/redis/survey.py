@@ -10,7 +10,7 @@ from typing import Any
 from dispatcher.ports import Counts, QueueUnavailableError
 from dispatcher.queue.keys import Names, queue_of
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisDesk
 from dispatcher.queue.redis.rights import missing
 from dispatcher.queue.redis.scripts import Scripts
 

@@ -19,9 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dispatcher.core.request import encode_member
 from dispatcher.queue.connect import connect
 
-from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Overload, Permit, Release, Settlement, Submission
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.queue.keys import Names

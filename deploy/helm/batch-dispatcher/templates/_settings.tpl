@@ -73,7 +73,7 @@
 {{- include "batch-dispatcher.setting" (list .Values.config "admin.port" (.Files.Get "files/settings.json" | fromJson).defaults) -}}
 {{- end -}}
 
-{{/* Does the watch look for the endpoint picker? As in dispatcher/signals/capacity.py. */}}
+{{/* Does the watch look for the endpoint picker? As in dispatcher/signals/kubernetes/capacity.py. */}}
 {{- define "batch-dispatcher.findsPicker" -}}
 {{- if not (or (dig "signals" "epp" "urls" list .Values.config) (dig "signals" "epp" "service" "" .Values.config) (include "batch-dispatcher.asksServers" .)) -}}true{{- end -}}
 {{- end -}}

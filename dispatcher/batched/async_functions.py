@@ -1,0 +1,236 @@
+"""Async functions under `batched`: they run on the loop of those who wait for them, and each loop forms
+batches of its own, without a thread or a lock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from math import inf
+from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+from dispatcher.batched.calls import Attempt, answers, raised
+from dispatcher.batched.errors import ClosedError
+from dispatcher.batched.waiting import CallTerms, Gathering, Waiter, tell
+from dispatcher.core.merging.grouping import Waiting
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+QUIET_LOOKS = 2
+"""Rounds of a loop without a further item. A task that an answer woke asks again in the next one, or in the
+one after it where another task stands between."""
+
+
+class LoopWaiters(Generic[T, R]):
+    """Callers of an async function who wait on one loop."""
+
+    def __init__(self, function: Callable[[list[T]], Awaitable[Any]], terms: CallTerms) -> None:
+        self._function = function
+        self._terms = terms
+        self._gathering = Gathering[T, R](terms)
+        self._calls: dict[asyncio.Task[None], list[Waiter[T, R]]] = {}
+        self._looks = 0
+        """Since the last item came, or the last call ended."""
+        self._looking: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._gathering)
+
+    @property
+    def running(self) -> int:
+        """Calls."""
+        return self._gathering.running
+
+    async def answer(self, item: T) -> R:
+        """Wait for this item's result."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[R] = loop.create_future()
+        waiter = Waiter(item, Waiting(1, loop.time()), future, loop)
+        self._gathering.join(waiter)
+        self._look_soon(loop)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._gathering.leave(waiter)
+            self._end_unawaited()
+            raise
+
+    def close(self, loop: asyncio.AbstractEventLoop) -> None:
+        """No further item comes; what waits goes in the next round. From any thread."""
+        self._gathering.closed = True
+        with contextlib.suppress(RuntimeError):  # that loop was closed
+            loop.call_soon_threadsafe(self._look, loop)
+
+    async def ended(self) -> None:
+        """After `close()`: all that waited has been answered."""
+        while len(self._gathering) or self._calls:
+            self._look(asyncio.get_running_loop())
+            if self._calls:
+                await asyncio.wait(self._calls)
+
+    def _look_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Something has changed: all that happens in this round is looked at together."""
+        self._looks = 0
+        if self._looking is None:
+            self._looking = loop.call_soon(self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        for handle in (self._looking, self._timer):
+            if handle is not None:
+                handle.cancel()
+        self._looking = self._timer = None
+        quiet = self._looks >= QUIET_LOOKS
+        while not isinstance(taken := self._gathering.take(loop.time(), quiet=quiet), float):
+            # What the context of whoever came last holds (a span, a user) is not the call's.
+            task = loop.create_task(self._run(taken), context=self._terms.context.copy())
+            self._calls[task] = taken
+            task.add_done_callback(self._ran)
+        if self._gathering.hastens:
+            self._looks += 1
+            self._looking = loop.call_soon(self._look, loop)
+        elif taken < inf:
+            self._timer = loop.call_at(taken, self._look, loop)
+
+    async def _run(self, waiters: list[Waiter[T, R]]) -> None:
+        attempt = Attempt[T, R]([each.item for each in waiters], isolate=self._terms.isolate)
+        name = self._terms.name
+        try:
+            while part := attempt.part():
+                count = len(part)  # the list is the function's now, which may change it
+                try:
+                    attempt.ran(answers(name, await self._function(part), count))
+                except Exception as error:
+                    attempt.ran(raised(name, error))
+        except BaseException as error:
+            # Nobody waits any more, the loop ends, or the function was cancelled from within.
+            attempt.give_up(raised(name, error))
+            raise
+        finally:
+            tell(waiters, attempt.outcomes)
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
+        del self._calls[task]
+        self._gathering.running -= 1
+        if not task.cancelled():
+            task.exception()  # it was told to who waited
+        if not task.get_loop().is_closed():
+            self._look_soon(task.get_loop())
+
+    def _end_unawaited(self) -> None:
+        """Cancel the calls that nobody waits for any more, once."""
+        for task, waiters in self._calls.items():
+            if all(each.future.done() for each in waiters) and not task.cancelling():
+                task.cancel()
+
+
+class Loops(Generic[T, R]):
+    """An async function's callers, on whatever loops. Those of threads without one have a loop of its own."""
+
+    def __init__(self, function: Callable[[list[T]], Awaitable[Any]], terms: CallTerms) -> None:
+        self._function = function
+        self._terms = terms
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaiters[T, R]] = WeakKeyDictionary()
+        self._changing = threading.Lock()
+        self._own: tuple[int, _LoopThread] | None = None
+        """With the process that it is of."""
+        self._closed = False
+
+    def __len__(self) -> int:
+        return sum(len(each) for each in list(self._by_loop.values()))
+
+    @property
+    def running(self) -> int:
+        """Calls."""
+        return sum(each.running for each in list(self._by_loop.values()))
+
+    async def answer(self, item: T) -> R:
+        """Wait for this item's result, on the running loop."""
+        loop = asyncio.get_running_loop()
+        waiters = self._by_loop.get(loop)
+        if waiters is None:
+            with self._changing:
+                self._check()
+                waiters = self._by_loop[loop] = LoopWaiters(self._function, self._terms)
+        return await waiters.answer(item)
+
+    def answer_in_thread(self, item: T, timeout_s: float | None) -> R:
+        """Wait for this item's result, in a thread. Raises TimeoutError."""
+        loop = self._own_loop()
+        future = asyncio.run_coroutine_threadsafe(self.answer(item), loop)
+        try:
+            return future.result(timeout_s)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """No further item comes."""
+        with self._changing:
+            self._closed = True
+            for loop, each in list(self._by_loop.items()):
+                each.close(loop)
+
+    async def ended(self) -> None:
+        """After `close()`: all that waited on this loop, and in threads, has been answered."""
+        here = self._by_loop.get(asyncio.get_running_loop())
+        if here is not None:
+            await here.ended()
+        if self._own is not None:
+            await asyncio.to_thread(self.ended_in_thread)
+
+    def ended_in_thread(self) -> None:
+        """After `close()`: all that waited in threads has been answered, and their loop has ended."""
+        with self._changing:
+            own, self._own = self._own, None
+        if own is None or own[0] != os.getpid():
+            return
+        thread = own[1]
+        waiters = self._by_loop.get(thread.loop)
+        if waiters is not None:
+            asyncio.run_coroutine_threadsafe(waiters.ended(), thread.loop).result()
+        thread.stop()
+        thread.join()
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        with self._changing:
+            self._check()
+            if self._own is None or self._own[0] != os.getpid():
+                thread = _LoopThread(self._terms.name)
+                thread.start()
+                self._own = os.getpid(), thread
+                finalize(self, thread.stop).atexit = False  # nobody can call it any more
+            return self._own[1].loop
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._terms.name} was closed")
+
+
+class _LoopThread(threading.Thread):
+    """A thread with an event loop, which runs until `stop()`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._stopped = False
+
+    def run(self) -> None:
+        """Run the loop, and restart it when a task raises SystemExit or KeyboardInterrupt, which end a loop.
+
+        The task's own callers get that error. All other callers need the loop to go on.
+        """
+        while not self._stopped:
+            with contextlib.suppress(BaseException):
+                self.loop.run_forever()
+        self.loop.close()
+
+    def stop(self) -> None:
+        """End the loop. May be called from any thread."""
+        self._stopped = True
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self.loop.stop)

@@ -1,0 +1,323 @@
+"""`batched`: single items in, single results out, and in between a function that is faster on many at once.
+
+@batched(max_size=64)
+async def embed(texts: list[str]) -> list[Vector]: ...
+
+vector = await embed("hello")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import update_wrapper
+from math import inf
+from typing import Any, Generic, Literal, Never, ParamSpec, Protocol, TypeVar, overload
+
+from dispatcher.batched.async_functions import Loops
+from dispatcher.batched.sync_functions import FunctionWorker, ThreadWaiters
+from dispatcher.batched.waiting import CallTerms
+from dispatcher.core.merging.grouping import Forming
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+R = TypeVar("R")
+T_contra = TypeVar("T_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Steps(Protocol[T_contra, R_co]):
+    """A class that `batched` takes: each item is made ready, all run together, each result is finished."""
+
+    def preprocess(self, item: T_contra, /) -> Any:
+        """Of one item, what `transform` takes."""
+
+    def transform(self, items: list[Any], /) -> Sequence[Any]:
+        """Of many at once."""
+
+    def postprocess(self, result: Any, /) -> R_co:
+        """Of one of `transform`'s results, what the caller gets."""
+
+
+class Transform(Protocol[T, R_co]):
+    """A class of `transform` alone."""
+
+    def transform(self, items: list[T], /) -> Sequence[R_co]:
+        """Of many at once."""
+
+
+class Batched(Generic[T, R]):
+    """What `batched` makes of a function: `await it(item)`, or `it.sync(item)` where no event loop runs.
+
+    Any number of tasks, loops and threads may call it, each for one item. Who is cancelled, or gives up after
+    its timeout, leaves the others alone. `async with` and `with` close it at their end; of a class they begin
+    when its worker is ready, and raise what keeps it from that.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        waiters: Loops[Any, R] | ThreadWaiters[Any, R],
+        pack: Callable[[T], Any] = lambda item: item,
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._waiters = waiters
+        self._pack = pack
+
+    def __repr__(self) -> str:
+        return f"<Batched {self.__qualname__}: {self.waiting} wait, {self.running} calls run>"
+
+    @property
+    def waiting(self) -> int:
+        """Items that wait for their call."""
+        return len(self._waiters)
+
+    @property
+    def running(self) -> int:
+        """Calls that run."""
+        return self._waiters.running
+
+    async def __call__(self, item: T) -> R:
+        """The result of this item, or the exception that it has instead."""
+        return await self._waiters.answer(self._pack(item))
+
+    def sync(self, item: T, *, timeout: float | None = None) -> R:
+        """The same for threads: it blocks. Raises TimeoutError after so many seconds."""
+        if _loop_runs():
+            raise RuntimeError(
+                f"an event loop runs here, which this would block: await {self.__name__}(item)"
+            )
+        return self._waiters.answer_in_thread(self._pack(item), timeout)
+
+    async def aclose(self) -> None:
+        """Take nothing more, wait until what waits here has been answered, and end threads and processes."""
+        self._waiters.close()
+        if isinstance(self._waiters, Loops):
+            await self._waiters.ended()
+        else:
+            await asyncio.to_thread(self._waiters.ended)
+
+    def close(self) -> None:
+        """The same for threads: it blocks."""
+        self._waiters.close()
+        if isinstance(self._waiters, Loops):
+            self._waiters.ended_in_thread()
+        else:
+            self._waiters.ended()
+
+    async def __aenter__(self) -> Batched[T, R]:
+        if isinstance(self._waiters, ThreadWaiters):
+            try:
+                await asyncio.gather(*map(asyncio.wrap_future, self._waiters.start()))
+            except BaseException:
+                await self.aclose()
+                raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> Batched[T, R]:
+        if isinstance(self._waiters, ThreadWaiters):
+            try:
+                for each in self._waiters.start():
+                    each.result()
+            except BaseException:
+                self.close()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Kept:
+    """The `Batched` of one instance, in its `__dict__`. No copy of the instance has it."""
+
+    def __init__(self, instance: object, made: Any) -> None:
+        self.instance = instance
+        self.made = made
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[None, None]]:
+        return _Kept, (None, None)
+
+
+class BatchedMethod(Generic[S, T, R]):
+    """What `batched` makes of a method: each instance has a `Batched` of its own under this name."""
+
+    def __init__(self, function: Callable[[S, list[T]], Any], options: _BatchedOptions) -> None:
+        update_wrapper(self, function)  # type: ignore[arg-type]
+        self._function = function
+        self._options = options
+        self._name = function.__name__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> BatchedMethod[S, T, R]: ...
+    @overload
+    def __get__(self, instance: S, owner: type) -> Batched[T, R]: ...
+    def __get__(self, instance: S | None, owner: type) -> BatchedMethod[S, T, R] | Batched[T, R]:
+        if instance is None:
+            return self
+        if not hasattr(instance, "__dict__"):
+            raise TypeError(
+                f"{owner.__qualname__} has __slots__: {self._name} needs a __dict__ to be kept in"
+            )
+        kept: _Kept | None = instance.__dict__.get(self._name)
+        if kept is None or kept.instance is not instance:
+            fresh = _Kept(instance, self._options.function(self._function.__get__(instance, owner)))
+            if kept is None:
+                # Of two threads that come first, one finds what the other has made.
+                kept = instance.__dict__.setdefault(self._name, fresh)
+            else:
+                kept = instance.__dict__[self._name] = fresh
+        made: Batched[T, R] = kept.made
+        return made
+
+    def __set__(self, instance: S, value: Never) -> None:
+        raise AttributeError(f"{self._name} cannot be set")
+
+
+class BatchedClass(Generic[P, T, R]):
+    """What `batched` makes of a class: called as the class is, it returns the `Batched` of one object, which
+    lives in a worker process. That starts with the first item, or where `async with` or `with` begins."""
+
+    def __init__(self, cls: Callable[P, Any], options: _BatchedOptions) -> None:
+        update_wrapper(self, cls, updated=())
+        self._options = options
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Batched[T, R]:
+        import pickle
+
+        from dispatcher.batched.worker_process import ProcessWorker, WorkerTarget
+
+        cls: type = self.__wrapped__  # type: ignore[attr-defined]
+        if "<locals>" in cls.__qualname__:
+            raise TypeError(
+                f"{cls.__qualname__} is defined within a function, where its worker process cannot find it: "
+                "define it at the top of a module"
+            )
+        terms = self._options.terms(cls.__qualname__)
+        target = pickle.dumps(WorkerTarget(cls.__module__, cls.__qualname__, args, kwargs, terms.isolate))
+        waiters = ThreadWaiters[bytes, R](lambda: ProcessWorker(target, terms.name), terms, idle_s=inf)
+        made = Batched(terms.name, waiters, pickle.dumps)
+        weakref.finalize(made, waiters.close).atexit = False  # nobody can call it any more
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchedOptions:
+    """What a decorator was given."""
+
+    rule: Forming
+    most: float
+    concurrency: int
+    isolate: bool
+
+    def terms(self, name: str) -> CallTerms:
+        return CallTerms(name, self.rule, self.most, self.concurrency, self.isolate, copy_context())
+
+    def function(self, function: Callable[[list[T]], Any]) -> Batched[T, Any]:
+        terms = self.terms(getattr(function, "__qualname__", type(function).__qualname__))
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 -- it is asked what it is, not whether
+        ):
+            return Batched(terms.name, Loops[T, Any](function, terms))
+        return Batched(terms.name, ThreadWaiters[T, Any](lambda: FunctionWorker(function, terms), terms))
+
+    def made(self, decorated: Any) -> Any:
+        """By what it is."""
+        if inspect.isclass(decorated):
+            if not callable(getattr(decorated, "transform", None)):
+                raise TypeError(f"{decorated.__qualname__} has no method transform(items)")
+            return BatchedClass(decorated, self)
+        if not callable(decorated):
+            raise TypeError(f"batched takes a function or a class, not {decorated!r}")
+        required = [
+            each
+            for each in inspect.signature(decorated).parameters.values()
+            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) and each.default is each.empty
+        ]
+        match len(required):
+            case 1:
+                made = self.function(decorated)
+                update_wrapper(made, decorated)
+                return made
+            case 2:
+                return BatchedMethod(decorated, self)
+        raise TypeError(f"{decorated!r} must take one list of items, or as a method self and one list")
+
+
+class BatchedDecorator(Protocol):
+    """`batched(…)`, of a class, a function or a method."""
+
+    @overload
+    def __call__(self, decorated: Callable[P, Steps[T, R]], /) -> BatchedClass[P, T, R]: ...
+    @overload
+    def __call__(self, decorated: Callable[P, Transform[T, R]], /) -> BatchedClass[P, T, R]: ...
+    @overload
+    def __call__(self, decorated: Callable[[list[T]], Awaitable[Sequence[R]]], /) -> Batched[T, R]: ...
+    @overload
+    def __call__(self, decorated: Callable[[list[T]], Sequence[R]], /) -> Batched[T, R]: ...
+    @overload
+    def __call__(
+        self, decorated: Callable[[S, list[T]], Awaitable[Sequence[R]]], /
+    ) -> BatchedMethod[S, T, R]: ...
+    @overload
+    def __call__(self, decorated: Callable[[S, list[T]], Sequence[R]], /) -> BatchedMethod[S, T, R]: ...
+
+
+def batched(
+    *,
+    max_size: int = 200,
+    timeout_s: float = 0.1,
+    max_queue: int = 32,
+    preferred_sizes: Sequence[int] = (),
+    idle_flush: bool = True,
+    isolate: bool = True,
+    concurrency: int = 1,
+    when_full: Literal["wait", "raise"] = "wait",
+) -> BatchedDecorator:
+    """Of a function of many items at once, one that is called with single items, by many callers.
+
+    It decorates a function of a list that returns a list as long (async or not), such a method (each instance
+    has batches of its own), or a class: `transform` runs on a list, `preprocess` before it and `postprocess`
+    after it, if there, on each item. An async function runs on the loop of its callers, another one in a
+    thread, the class in a process of its own, where it is made once. The function itself is `__wrapped__`.
+
+    - `max_size`: items of one call, at the most.
+    - `timeout_s`: how long the first of them waits for others. It is the former's longest delay.
+    - `preferred_sizes`: sizes at which a call is made at once. It waits for no further item then.
+    - `idle_flush`: where no call runs, none is waited for: items come together while one runs. False: they
+      wait for `timeout_s` then as well, which makes fewer and larger calls, and each of them later.
+    - `max_queue`: how many calls' worth of items may wait, so many times `max_size`. Whoever comes then waits
+      all the same, or gets TooManyPendingError with `when_full="raise"`.
+    - `isolate`: where a call raises, its items are run again in halves until the one that it is due to stands
+      alone, and no other caller gets the exception. What has been answered is not run again. False: all of
+      the call get it. An exception that the function returns in an item's place is that item's own anyhow.
+    - `concurrency`: calls that may run at once, each in its own thread or process.
+
+    Raises ValueError or TypeError for what it cannot decorate.
+    """
+    if max_queue < 1 or concurrency < 1:
+        raise ValueError(f"max_queue and concurrency: at least 1, not {max_queue} and {concurrency}")
+    if when_full not in ("wait", "raise"):
+        raise ValueError(f"when_full: 'wait' or 'raise', not {when_full!r}")
+    rule = Forming(max_size, tuple(preferred_sizes), timeout_s, idle_flush)
+    most = max_queue * max_size if when_full == "raise" else inf
+    return _BatchedOptions(rule, most, concurrency, isolate).made

@@ -1,0 +1,116 @@
+"""A dispatcher that runs, asked at its admin port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from dispatcher import USER_AGENT
+from dispatcher.check.plain_http import RawAnswer, get
+from dispatcher.ports.network_errors import words
+from dispatcher.settings import AdminSettings
+from dispatcher.settings.watched_files import TokenFileError, read_token
+
+WAIT_S = 2.0
+LONGEST = 1 << 20
+"""Bytes of an answer."""
+_LISTENED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what is listened on
+_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+PORT = 8080
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """Where a dispatcher is asked."""
+
+    host: str
+    port: int
+    token_file: str = ""
+    url: str = ""
+    """The URL as it was given; empty if the settings name the address."""
+
+    def __str__(self) -> str:
+        if self.url:
+            return self.url
+        at = f"{self.host}:{self.port}"
+        return f"admin.port {self.port} of this machine" if self.host in _LOOPBACK else at
+
+
+def address_of(admin: AdminSettings | None, url: str = "") -> AdminAddress | None:
+    """Where the dispatcher of a configuration is asked, or that of a URL; raises ValueError for a bad one."""
+    token_file = admin.token_file if admin else ""
+    if not url:
+        if admin is None:
+            return None
+        return AdminAddress(_LISTENED.get(admin.host, admin.host), admin.port, token_file)
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
+        raise ValueError("give http://host:port of a dispatcher's admin port")
+    return AdminAddress(
+        parts.hostname, parts.port or PORT, token_file, f"{parts.hostname}:{parts.port or PORT}"
+    )
+
+
+async def running(address: AdminAddress) -> tuple[dict[str, Any] | None, str | None]:
+    """/status of the dispatcher there; or why it is not known."""
+    answer = await _asked(address, "/status")
+    if isinstance(answer, str):
+        return None, answer
+    if answer.status == 401:
+        other = "another token than admin.token_file has"
+        wanted = other if address.token_file else "a token; admin.token_file names none"
+        return None, f"{address} wants {wanted}"
+    try:
+        found = json.loads(answer.body) if answer.status == 200 else None
+    except ValueError:
+        found = None
+    if isinstance(found, dict) and "explanation" in found:
+        return found, None
+    return None, _stranger(address)
+
+
+async def ready(address: AdminAddress) -> str | None:
+    """Why the dispatcher there is not ready, or does not answer; None: it is."""
+    answer = await _asked(address, "/readyz")
+    if isinstance(answer, str):
+        return answer
+    if answer.status == 503:
+        return answer.body.decode(errors="replace").strip() or "it is not ready"
+    return None if answer.status == 200 else _stranger(address)
+
+
+def _stranger(address: AdminAddress) -> str:
+    return f"what answers on {address} is no dispatcher"
+
+
+async def _asked(address: AdminAddress, path: str) -> RawAnswer | str:
+    """What is answered; or why nothing is."""
+    token = ""
+    if address.token_file:
+        try:
+            token = read_token(address.token_file)
+        except TokenFileError as error:
+            return f"admin.token_file: {error}"
+    try:
+        async with asyncio.timeout(WAIT_S):
+            return await _get(address, path, token)
+    except ConnectionRefusedError:
+        return f"nobody on {address}"
+    except (ConnectionResetError, ValueError):  # it speaks, but no HTTP
+        return _stranger(address)
+    except OSError as error:
+        return f"{address}: {words(error)}"
+
+
+async def _get(address: AdminAddress, path: str, token: str) -> RawAnswer:
+    reader, writer = await asyncio.open_connection(address.host, address.port, limit=LONGEST)
+    headers = {"host": f"{address.host}:{address.port}", "user-agent": USER_AGENT, "connection": "close"}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    try:
+        return await get(reader, writer, path, headers, most=LONGEST)
+    finally:
+        writer.close()

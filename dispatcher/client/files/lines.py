@@ -1,0 +1,399 @@
+"""The lines of batch files, as OpenAI's batch API has them: requests in, answers and errors out. Pure.
+
+A request is `{"custom_id", "method", "url", "body"}`, an answer `{"id", "custom_id", "response", "error"}`.
+With 2xx it belongs into the output file, else into the errors file. A body is passed on byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from hashlib import blake2b
+from json import JSONDecodeError, loads
+from typing import Any
+
+import msgspec
+
+from dispatcher.client.files.line_sequences import LineTurn, TurnFaultError, turn_in
+from dispatcher.core.patterns import any_fits
+from dispatcher.core.printable import shortened
+from dispatcher.core.requests.result import ErrorCode, PoppedResult
+from dispatcher.core.requests.routing import is_plain_path
+from dispatcher.core.requests.surrogates import without_surrogates
+
+CUSTOM_ID_CHARS = 1024
+URLS = ("/v1/*",)
+"""The paths that a line may name unless told otherwise: the default of `gateway.allowed_paths`."""
+BODY_BYTES = 16_777_216
+"""The default of `queue.max_payload_bytes`."""
+BESIDE_BYTES = 65_536
+"""All of a line but its body may have so many."""
+GROUP_BYTES = 8
+EXPIRED = "batch_expired"
+"""The error of a request whose time is over."""
+
+_SHOWN_CHARS = 60
+_UNKNOWN_MOST = 20
+"""Of a line: so many fields that are none of it are told."""
+_FIELDS = ("custom_id", "method", "url", "body", "sequence")
+_QUOTED = tuple(f'"{name}"'.encode() for name in _FIELDS)
+_SYSTEM = ("system", "developer")
+"""Roles of the messages that stand before what differs from line to line."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a file."""
+
+    custom_id: str
+    url: str
+    body: bytes
+    """A JSON object, byte for byte."""
+    turn: LineTurn | None = None
+    """In a sequence."""
+    unknown: tuple[str, ...] = ()
+    """Fields that stand beside these and mean nothing: perhaps misspelt ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineFault:
+    """One thing that is wrong with a line."""
+
+    code: str
+    """As OpenAI's API names it, where it has a name for it."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that is no request, and everything that is wrong with it."""
+
+    faults: tuple[LineFault, ...]
+    custom_id: str | None = None
+    """Where it can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """What lines are held to."""
+
+    urls: Sequence[str] = URLS
+    """Patterns of the paths that are allowed."""
+    max_body_bytes: int = BODY_BYTES
+    sequence_by: str = ""
+    """A field that names a line's sequence, where the line has no `sequence`."""
+
+    @property
+    def longest_bytes(self) -> int:
+        """No line that keeps to the rules is longer."""
+        return self.max_body_bytes + BESIDE_BYTES
+
+
+class _StrictLine(msgspec.Struct, forbid_unknown_fields=True):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+    sequence: msgspec.Raw = msgspec.Raw()
+
+
+class _LooseLine(msgspec.Struct):
+    """An object with the fields of a line, right or wrong."""
+
+    custom_id: msgspec.Raw = msgspec.Raw()
+    method: msgspec.Raw = msgspec.Raw()
+    url: msgspec.Raw = msgspec.Raw()
+    body: msgspec.Raw = msgspec.Raw()
+    params: msgspec.Raw = msgspec.Raw()
+    sequence: msgspec.Raw = msgspec.Raw()
+
+
+class _BodyFields(msgspec.Struct):
+    """What of a body decides whether it may be sent, and which others it is sent beside."""
+
+    model: msgspec.Raw = msgspec.Raw()
+    stream: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+
+
+class _PromptMessage(msgspec.Struct):
+    role: str = ""
+    content: msgspec.Raw = msgspec.Raw()
+
+
+class _LineResponse(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw | str
+
+
+class _LineError(msgspec.Struct, omit_defaults=True):
+    code: str
+    message: str
+    line: int | None = None
+
+
+class _WrittenLine(msgspec.Struct):
+    id: str
+    custom_id: str | None
+    response: _LineResponse | None
+    error: _LineError | None
+
+
+_decode_line = msgspec.json.Decoder(_StrictLine).decode
+_decode_any = msgspec.json.Decoder(_LooseLine).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_body = msgspec.json.Decoder(_BodyFields).decode
+_decode_messages = msgspec.json.Decoder(list[_PromptMessage]).decode
+_encode = msgspec.json.Encoder().encode
+
+_CODES: dict[str, str] = {
+    ErrorCode.DEADLINE_EXCEEDED: EXPIRED,
+    ErrorCode.CANCELLED: "batch_cancelled",
+}
+"""Ours → OpenAI's; others are ours in lower case, for OpenAI's is an open set."""
+
+
+def read_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
+    """The request of a line of an input file, or why it is none. Never raises."""
+    if len(text) > rules.longest_bytes:
+        return _bad("line_too_large", f"longer than {rules.longest_bytes} bytes")
+    if not text.isascii():
+        try:
+            text.decode()
+        except UnicodeDecodeError as error:
+            return _bad("invalid_encoding", _not_utf_8(text, error))
+    try:
+        line = _decode_line(text)
+        body = _decode_body(bytes(line.body))
+        turn = turn_in(bytes(line.sequence), text, rules.sequence_by)
+    except (msgspec.DecodeError, RecursionError, TurnFaultError):
+        return _told(text, rules)
+    right = (
+        line.method == "POST"
+        and 0 < len(line.custom_id) <= CUSTOM_ID_CHARS
+        and not _faults_of_url(line.url, rules)
+        and not _faults_of_body(bytes(line.body), body, rules)
+        and not _repeated(text)
+    )
+    return BatchLine(line.custom_id, line.url, bytes(line.body), turn) if right else _told(text, rules)
+
+
+def _told(text: bytes, rules: LineRules) -> BatchLine | BadLine:
+    """Everything that is wrong with a line; or the request that it is all the same, with unknown fields."""
+    try:
+        line = _decode_any(text)
+        unknown = [shortened(name, _SHOWN_CHARS) for name in _decode_fields(text) if name not in _FIELDS]
+    except msgspec.ValidationError:
+        return _bad("invalid_json_line", f"must be a JSON object, not {_kind(text.strip())}")
+    except msgspec.DecodeError as error:
+        return _bad("invalid_json_line", _not_json(text, error))
+    except RecursionError:
+        return _bad("invalid_json_line", "nested too deeply")
+    del unknown[_UNKNOWN_MOST:]
+    faults = [LineFault("invalid_json_line", f"{name}: given twice") for name in _repeated(text)]
+    custom_id, wrong = _string("custom_id", bytes(line.custom_id), unknown)
+    faults += wrong
+    if custom_id is not None and len(custom_id) > CUSTOM_ID_CHARS:
+        faults.append(LineFault("invalid_custom_id", f"custom_id: longer than {CUSTOM_ID_CHARS} characters"))
+        custom_id = None
+    method, wrong = _string("method", bytes(line.method), unknown)
+    faults += wrong
+    if method is not None and method != "POST":
+        faults.append(LineFault("invalid_method", f"method: must be POST, not {_shown(method)}"))
+    url, wrong = _string("url", bytes(line.url), unknown)
+    faults += wrong
+    if url is not None:
+        faults += _faults_of_url(url, rules)
+    raw = bytes(line.body)
+    if raw.startswith(b"{"):
+        faults += _faults_of_body(raw, _decode_body(raw), rules)
+    else:
+        faults.append(_no_body(raw, bytes(line.params), unknown))
+    turn = None
+    try:
+        turn = turn_in(bytes(line.sequence), text, rules.sequence_by)
+    except (TurnFaultError, msgspec.DecodeError) as error:
+        faults.append(LineFault("invalid_sequence", str(error)))
+    if faults or custom_id is None or url is None:
+        return BadLine(tuple(faults), custom_id)
+    named = rules.sequence_by.partition(".")[0]
+    return BatchLine(custom_id, url, raw, turn, tuple(name for name in unknown if name != named))
+
+
+def _bad(code: str, message: str) -> BadLine:
+    return BadLine((LineFault(code, message),))
+
+
+def _missing(name: str, unknown: Sequence[str]) -> str:
+    """What is said of a field that is not there, but perhaps under another name."""
+    named = {each.lower(): each for each in unknown}
+    near = get_close_matches(name, named, 1, 0.65)
+    return f"{name}: is missing" + (f" (is it what stands under {_shown(named[near[0]])}?)" if near else "")
+
+
+def _string(name: str, raw: bytes, unknown: Sequence[str]) -> tuple[str | None, list[LineFault]]:
+    """A field that must be a string with something in it."""
+    if not raw:
+        return None, [LineFault("missing_required_parameter", _missing(name, unknown))]
+    if not raw.startswith(b'"'):
+        return None, [LineFault("invalid_type", f"{name}: must be a string, not {_kind(raw)}")]
+    value = msgspec.json.decode(raw, type=str)
+    if not value:
+        return None, [LineFault("missing_required_parameter", f"{name}: is empty")]
+    return value, []
+
+
+def _faults_of_url(url: str, rules: LineRules) -> list[LineFault]:
+    if "://" in url:
+        why = "give the path alone, such as /v1/chat/completions"
+    elif not is_plain_path(url):
+        why = "is no plain path, such as /v1/chat/completions"
+    elif not any_fits(rules.urls, url):
+        why = f"is not allowed; allowed are {', '.join(rules.urls)}"
+    else:
+        return []
+    return [LineFault("invalid_url", f"url: {_shown(url)}: {why}")]
+
+
+def _faults_of_body(raw: bytes, body: _BodyFields, rules: LineRules) -> list[LineFault]:
+    faults = []
+    if len(raw) > rules.max_body_bytes:
+        what = f"body: {len(raw)} bytes, at most {rules.max_body_bytes} are accepted"
+        faults.append(LineFault("line_too_large", what))
+    model, stream = bytes(body.model), bytes(body.stream)
+    if model and (not model.startswith(b'"') or model == b'""'):
+        kind = "an empty string" if model == b'""' else _kind(model)
+        faults.append(LineFault("invalid_type", f"body.model: must be the name of a model, not {kind}"))
+    if stream == b"true":
+        faults.append(
+            LineFault("invalid_request", "body.stream: true cannot be had in a batch: leave it out")
+        )
+    elif stream not in (b"", b"false", b"null"):
+        faults.append(LineFault("invalid_type", f"body.stream: must be false, not {_kind(stream)}"))
+    return faults
+
+
+def _no_body(raw: bytes, params: bytes, unknown: Sequence[str]) -> LineFault:
+    if not raw and params:
+        what = "body: is missing (params is what Anthropic's message batches call it)"
+        return LineFault("missing_required_parameter", what)
+    if not raw:
+        return LineFault("missing_required_parameter", _missing("body", unknown))
+    what = f"body: must be a JSON object, not {_kind(raw)}"
+    if raw.startswith(b'"{'):
+        what += ": it was encoded twice"
+    return LineFault("invalid_type", what)
+
+
+def _repeated(text: bytes) -> list[str]:
+    """Fields of the line that are given twice, for it cannot be known which one is meant."""
+    if all(text.count(quoted) <= 1 for quoted in _QUOTED):
+        return []
+    try:
+        pairs = loads(text, object_pairs_hook=list)
+    except (JSONDecodeError, RecursionError, ValueError):
+        return []
+    names = [pair[0] for pair in pairs]
+    return [name for name in _FIELDS if names.count(name) > 1]
+
+
+def _kind(raw: bytes) -> str:
+    kinds = {b"{": "an object", b"[": "a list", b'"': "a string", b"t": "true", b"f": "false", b"n": "null"}
+    return kinds.get(raw[:1], "a number")
+
+
+def _shown(text: str) -> str:
+    return repr(shortened(text, _SHOWN_CHARS))
+
+
+def _not_json(text: bytes, error: msgspec.DecodeError) -> str:
+    if text.startswith(b"\xef\xbb\xbf"):
+        return "begins with a byte order mark"
+    if b"\0" in text:
+        return "holds NUL bytes"
+    if without_surrogates(text) != text:
+        try:
+            _decode_any(without_surrogates(text))
+        except (msgspec.DecodeError, RecursionError):
+            pass
+        else:
+            return "a lone surrogate (\\ud800 to \\udfff), which is no character"
+    return f"no JSON: {str(error).removeprefix('JSON is malformed: ')}"
+
+
+def _not_utf_8(text: bytes, error: UnicodeDecodeError) -> str:
+    if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "not UTF-8: this looks like UTF-16"
+    return f"not UTF-8 at byte {error.start}"
+
+
+def group_of(line: BatchLine) -> bytes:
+    """The same for lines whose prompts begin alike, as far as their fields tell: one url and model, the same
+    tools, the same system prompt (the leading messages of role system or developer; `instructions`)."""
+    body = _decode_body(line.body)
+    parts = [line.url.encode(), bytes(body.model), bytes(body.instructions), bytes(body.tools)]
+    if body.messages:
+        try:
+            messages = _decode_messages(body.messages)
+        except (msgspec.DecodeError, RecursionError):
+            messages = []
+        for message in messages:
+            if message.role not in _SYSTEM:
+                break
+            parts += (message.role.encode(), bytes(message.content))
+    digest = blake2b(digest_size=GROUP_BYTES)
+    for part in parts:
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class OutLine:
+    """A line of the output file, or of the errors file."""
+
+    text: bytes
+    """With its line end."""
+    is_answer: bool
+    """It belongs into the output file."""
+
+
+def answered_line(request_id: str, custom_id: str, result: PoppedResult) -> OutLine:
+    """The line of a request that has a result."""
+    status, code = result.status_code, result.error_code
+    response = None if status is None else _LineResponse(status, request_id, _body(result.payload))
+    error = None
+    if code is not None or status is None:
+        known = code or ErrorCode.GATE_ERROR
+        error = _LineError(_CODES.get(known, known.lower()), result.error_message or "no answer")
+    return _out(request_id, custom_id, response, error)
+
+
+def error_line(request_id: str, custom_id: str | None, code: str, message: str, line: int) -> OutLine:
+    """The line of a request that has no result, or of a line that is no request."""
+    return _out(request_id, custom_id, None, _LineError(code, message, line))
+
+
+def _out(
+    request_id: str, custom_id: str | None, response: _LineResponse | None, error: _LineError | None
+) -> OutLine:
+    text = _encode(_WrittenLine(f"batch_req_{request_id}", custom_id, response, error)) + b"\n"
+    return OutLine(text, error is None and response is not None and 200 <= response.status_code < 300)
+
+
+def _body(payload: str) -> msgspec.Raw | str:
+    """An answer as it came, on one line; as a string where it is no JSON."""
+    raw = payload.encode(errors="replace")
+    try:
+        return msgspec.Raw(msgspec.json.format(raw, indent=-1))
+    except (msgspec.DecodeError, RecursionError):
+        return raw.decode()
+
+
+def custom_id_of(out: bytes) -> Any:
+    """Of a line of an output or errors file."""
+    return msgspec.json.decode(out, type=_WrittenLine).custom_id

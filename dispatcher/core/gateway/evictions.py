@@ -1,0 +1,40 @@
+"""Pauses of requests that were evicted from the pool, before they are sent again. Pure.
+
+A request is evicted to make room for more important ones. That is no failure of the request and no lack of
+capacity, so it costs no attempt and does not close the gate. But each eviction wastes the work that was done,
+so the request waits longer each time.
+
+The counts are kept in memory: after a restart, or at another replica, they begin at 0.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from dispatcher.core.gateway.outcome import RetryPolicy
+
+KEPT = 8192
+"""Largest number of requests that are remembered."""
+
+
+class Evictions:
+    """Number of evictions of each request, by its entry in the queue."""
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[int, int] = OrderedDict()
+
+    def evicted(self, entry: int, policy: RetryPolicy, rand: float, retry_after_s: float | None) -> float:
+        """Count an eviction, and return the seconds for which the request waits.
+
+        `rand` is uniform in [0, 1), so that requests which were evicted together do not return together.
+        """
+        times = self._times.pop(entry, 0)
+        self._times[entry] = times + 1
+        if len(self._times) > KEPT:
+            self._times.popitem(last=False)
+        pause_s = min(policy.max_s, policy.base_s * 2.0 ** min(times, 64))
+        return max((0.5 + rand / 2) * pause_s, min(retry_after_s or 0.0, policy.max_s))
+
+    def ended(self, entry: int) -> None:
+        """Forget a request that was answered."""
+        self._times.pop(entry, None)

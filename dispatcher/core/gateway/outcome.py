@@ -1,0 +1,391 @@
+"""What came of a try, and what happens to the request next.
+
+Two pure decisions: `classify` reads a complete answer of the gateway, `after` says what follows from an
+outcome. What is no answer at all (a refused connection, a cut body, a time-out) is translated in `forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+import msgspec
+
+from dispatcher.core.gateway.retry_after import retry_after
+from dispatcher.core.gateway.server_overload import (
+    SERVER_FULL,
+    error_of_stream,
+    is_error_of_full_server,
+    is_server_full,
+    texts_of,
+)
+from dispatcher.core.printable import plain, shortened
+from dispatcher.core.requests.headers import DROP_REASON
+from dispatcher.core.requests.result import ErrorCode
+
+GATEWAY = "the gateway"
+TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
+"""Prefixes of drop reasons that say nothing about the pool's size."""
+INTERNAL = "rejected-internal"
+"""Prefix of the drop reason when the picker itself failed: it concerns the request or the picker."""
+EVICTED = "evicted"
+"""Prefix of drop reasons of requests that ran, and were stopped to make room for more important ones."""
+_NOT_ADMITTED = b"request cannot be admitted"
+
+
+class Delivered(msgspec.Struct, frozen=True):
+    """The gateway answered, and no retry would change the answer: 2xx, and 4xx that retrying cannot mend."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Overloaded:
+    """The gateway refused the request for now: a 429, a 503 or 500 with a drop reason, a 500 "request cannot
+    be admitted", or a refusal by a model server whose own queue is full."""
+
+    status: int
+    reason: str
+    """The drop reason, SERVER_FULL, or the empty string."""
+    capacity: bool
+    """Whether the refusal was for lack of capacity, so that the limiter may learn from it."""
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The request ran and was stopped for more important ones. This is policy: no attempt is counted, the
+    gate stays open, and nothing is learned about the capacity."""
+
+    status: int
+    reason: str
+    """The drop reason."""
+    retry_after_s: float | None = None
+    rest_s: float = 0.0
+    """Seconds until the request is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The try failed in a way that counts: other 5xx, 408, cut body, time-out, reset before an answer."""
+
+    why: str
+    status: int | None = None
+    """Set where the gateway answered in full."""
+    body: bytes = b""
+    bare: bool = False
+    """A bare answer: 401/407, an empty 404 or 500, a 502/503/504 without drop reason. Of no gateway, of an
+    endpoint that has died, or the request's own fault."""
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable:
+    """No gateway there: no connection, or a bare answer that may not be the request's fault. No attempt
+    counted."""
+
+    why: str
+    rest_s: float = 0.0
+    """It waits so long before it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """The answer passed gateway.max_response_bytes; retrying would not shrink it."""
+
+    status: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Not sent: the request asks for what it must not have (endpoint, header). No retry can mend it."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class TooLate:
+    """The deadline passed before or during the try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Its lease may be another's by now: nothing was sent, or not again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutModel:
+    """The server answered that it has no such model, where that is expected: it waits for it, or is tried
+    again soon where others serve it. No attempt counted."""
+
+    why: str
+    awaits: str = ""
+    """The model that it waits for; empty: it is tried again."""
+    rest_s: float = 0.0
+    """It waits so long before it is tried again."""
+
+
+Outcome = (
+    Delivered
+    | Overloaded
+    | Evicted
+    | Failed
+    | Unreachable
+    | TooLarge
+    | Refused
+    | TooLate
+    | Unsent
+    | WithoutModel
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Settings `retry`."""
+
+    base_s: float = 2.0
+    """The first delay is drawn from [0, base_s]; its upper end doubles with each attempt."""
+    max_s: float = 60.0
+    """No delay is longer."""
+    max_attempts: int = 8
+    """Tries that may fail; after that many the request is dead."""
+    max_deliveries: int = 5
+    """Owners that may die with it while it runs apart from other suspects; one more and it is dead."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """The gateway's answer is the result, and the request is over."""
+
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Errored:
+    """An error of ours is the result, and the request is over."""
+
+    code: ErrorCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The request returns to the queue. The fields are those of `ports.Release`."""
+
+    delay_s: float = 0.0
+    """0: to its place at once."""
+    attempt: bool = False
+    """The try counts as a failed attempt."""
+    refusal: bool = False
+    """The try counts as a refusal for overload."""
+    undelivered: bool = False
+    """Nothing was tried: the delivery is taken back."""
+    last_try: str = ""
+    """The outcome of the try in words. Empty if the request was not sent."""
+    awaits: str = ""
+    """The model that it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bury:
+    """An error result is written and the request is kept aside for an operator."""
+
+    code: ErrorCode
+    message: str
+    """One sentence, for the consumer and the operator."""
+    status: int | None = None
+    body: bytes = b""
+
+
+Decision = Answered | Errored | Retry | Bury
+
+_WHY_CHARS = 200
+"""Longest text about the outcome of a try, which is kept for each request that is tried again."""
+
+
+def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
+    """Return the end of a request whose deadline has passed. `last_try` is the outcome of the last try, if
+    any."""
+    counts = ((attempts, "attempt"), (refusals, "refusal"))
+    tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
+    why = (f" after {tries}" if tries else "") + (f"; the last try: {last_try}" if last_try else "")
+    return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{why}")
+
+
+def told(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
+    """Return the outcome of a try in one line of bounded length, with the beginning of the answer."""
+    match outcome:
+        case Overloaded(status, reason):
+            said = f"the gateway refused it for now: {status}{reason and f', {reason}'}"
+        case Evicted(status, reason):
+            said = f"the gateway stopped it for more important requests: {status}, {reason}"
+        case Unreachable(why):
+            said = why
+        case _:
+            body = " ".join(outcome.body[: 4 * _WHY_CHARS].decode(errors="replace").split())
+            said = outcome.why + (f": {body}" if body else "")
+    return shortened(plain(said), _WHY_CHARS)
+
+
+def after(
+    outcome: Outcome,
+    *,
+    last_try: str = "",
+    attempts: int,
+    refusals: int,
+    deadline: float,
+    now: float,
+    policy: RetryPolicy,
+    rand: float,
+) -> Decision:
+    """Decide what happens to a request after a try. Every outcome gives exactly one decision.
+
+    `attempts` and `refusals` are counted without this try. `last_try` is the outcome of the try before this
+    one. `deadline` and `now` are on one clock. `rand` is uniform in [0, 1).
+
+    After failed attempt k the request waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up
+    to max_s; attempt max_attempts is the last. After its first refusal for overload the request returns at
+    once, and after refusal k + 1 it waits min(max_s, base_s × 2^(k − 1)). No delay passes the deadline, so
+    that the sweep answers on time.
+    """
+    match outcome:
+        case Delivered(status, body):
+            return Answered(status, body)
+        case TooLarge(status, limit_bytes):
+            # Without the status: a consumer that looks at it first would take the error for the answer.
+            return Errored(ErrorCode.TOO_LARGE, f"the answer ({status}) is larger than {limit_bytes} bytes")
+        case Refused(why):
+            return Errored(ErrorCode.INVALID_REQUEST, why)
+        case TooLate():
+            return too_late(last_try, attempts, refusals)
+        case Failed() if attempts + 1 >= policy.max_attempts:
+            tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
+            message = f"no answer after {tries}, the last: {outcome.why}"
+            return Bury(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
+        case Failed():
+            delay = max(rand * _doubled(attempts, policy), min(outcome.retry_after_s or 0.0, policy.max_s))
+            retry = Retry(delay, attempt=True, last_try=told(outcome))
+        case Overloaded():
+            retry = Retry(_again(refusals, policy), refusal=True, last_try=told(outcome))
+        case Evicted():
+            retry = Retry(outcome.rest_s, last_try=told(outcome))
+        case Unreachable() | Unsent() | WithoutModel():
+            retry = _untried(outcome)
+        case _:
+            assert_never(outcome)
+    left = deadline - now
+    if left <= 0:
+        return too_late(retry.last_try or last_try, attempts + retry.attempt, refusals + retry.refusal)
+    if retry.delay_s > left:
+        return replace(retry, delay_s=left)
+    return retry
+
+
+def _untried(outcome: Unreachable | Unsent | WithoutModel) -> Retry:
+    """It counts for nothing."""
+    match outcome:
+        case Unreachable():
+            return Retry(outcome.rest_s, undelivered=True, last_try=told(outcome))
+        case Unsent():
+            return Retry(undelivered=True)
+        case WithoutModel(why, awaits, rest_s):
+            why = shortened(plain(why), _WHY_CHARS)
+            return Retry(rest_s, undelivered=True, last_try=why, awaits=awaits)
+
+
+def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:
+    """What happens to a request whose owners died `losses` times while no other suspect ran beside it.
+
+    Such a request kills dispatchers: after more than max_deliveries it is not given to another one.
+    """
+    if losses <= policy.max_deliveries:
+        return None
+    message = f"{losses} dispatchers died while they ran it alone"
+    return Bury(ErrorCode.DELIVERIES_EXHAUSTED, message)
+
+
+def _again(refusals: int, policy: RetryPolicy) -> float:
+    """Back at once the first time, then later each time."""
+    return _doubled(refusals - 1, policy) if refusals > 0 else 0.0
+
+
+def _doubled(times: int, policy: RetryPolicy) -> float:
+    return float(min(policy.max_s, policy.base_s * 2.0 ** min(times, 64)))
+
+
+def classify(
+    status: int, headers: Mapping[str, str], body: bytes, now_unix: float, *, who: str = GATEWAY
+) -> Outcome:
+    """The outcome of a complete answer.
+
+    `headers`: names in lower case, or a mapping that does not care. `body`: decoded, in full; a stream of
+    events is a body like any other. `who` answered, in words. The table is in docs/forwarding.md, checked by
+    a test.
+    """
+    reason = headers.get(DROP_REASON, "").strip()
+    retry_after_s = retry_after(headers, now_unix)
+    if status in (429, 500, 503):
+        refused = _refused(status, reason, body, retry_after_s, who)
+        if refused is not None:
+            return refused
+    if status in (401, 407):
+        where = "; look at gateway.token_file" if who == GATEWAY else ""
+        why = f"{who} answered {status}: it does not accept our credentials{where}"
+        return Failed(why, status, body, bare=True)
+    if status == 404 and not body:
+        why = f"{who} answered 404 with an empty body: it has no such route"
+        return Failed(why, status, body, bare=True)
+    if 300 <= status < 400:
+        # Somebody is home: one request's own path may redirect, and must not close the gate for the others.
+        where = headers.get("location", "")[:200]
+        return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
+    if 200 <= status < 500 and status != 408:
+        return _refused_in_stream(status, headers, body, retry_after_s) or Delivered(status, body)
+    bare = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
+    return Failed(f"{who} answered {status}", status, body, bare, retry_after_s)
+
+
+def _refused(
+    status: int, reason: str, body: bytes, retry_after_s: float | None, who: str
+) -> Overloaded | Evicted | Failed | None:
+    """Return what a 429, 500 or 503 says about the pool. `None` if it says nothing."""
+    if reason.startswith(EVICTED):
+        return Evicted(status, reason, retry_after_s)
+    if status == 500 and _NOT_ADMITTED in body:
+        # A plugin refused this one request. That closes the gate, but says nothing about the pool's size.
+        return Overloaded(status, reason, capacity=False, retry_after_s=retry_after_s)
+    if reason.startswith(INTERNAL):
+        return Failed(f"{who} answered {status}, {INTERNAL}", status, body, retry_after_s=retry_after_s)
+    if reason:
+        return Overloaded(status, reason, not reason.startswith(TEACHES_NOTHING), retry_after_s)
+    if status != 500 and is_server_full(body):
+        return Overloaded(status, SERVER_FULL, capacity=True, retry_after_s=retry_after_s)
+    return Overloaded(status, "", capacity=True, retry_after_s=retry_after_s) if status == 429 else None
+
+
+def _refused_in_stream(
+    status: int, headers: Mapping[str, str], body: bytes, retry_after_s: float | None
+) -> Overloaded | Evicted | None:
+    """Return the refusal in the last event of a stream, whose status was sent before the refusal."""
+    event = error_of_stream(headers, body)
+    if event is None:
+        return None
+    if is_error_of_full_server(event):
+        return Overloaded(status, SERVER_FULL, capacity=True, retry_after_s=retry_after_s)
+    reason = next((each for each in texts_of(event) if each.startswith(EVICTED)), "")
+    return Evicted(status, reason, retry_after_s) if reason else None
+
+
+def cut_answer(status: int, headers: Mapping[str, str], end: bytes) -> Overloaded | Evicted | None:
+    """Return what an answer says whose body broke off after the bytes `end`. `None` if it says nothing.
+
+    If a request is evicted after the first bytes of its answer, Envoy ends the connection without a reason
+    (kubernetes-sigs/gateway-api-inference-extension#2669). Such a cut says nothing.
+    """
+    reason = headers.get(DROP_REASON, "").strip()
+    if reason.startswith(EVICTED):
+        return Evicted(status, reason)
+    return _refused_in_stream(status, headers, end, None)

@@ -1,0 +1,140 @@
+"""Outcomes of the last tries of one process: which failed, which were refused, when one was answered. Pure.
+
+A gateway that answers 500 to everything can be reached, so the gate stays open while all requests wait for a
+retry. The health of the dispatcher (`core/health.py`) is found from these outcomes. Only the kind of a
+failure is kept, never what the gateway said: kinds are few, and an answer may contain a payload.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
+
+KEPT = 20
+"""Number of tries that are kept. After as many successes, earlier failures are forgotten."""
+RECENT_S = 300.0
+"""Age at which a try says nothing of the present any more."""
+LEAST = 3
+"""Fewest failures that are reported, even where there were few tries."""
+PART = 0.25
+"""Least share of failures that is reported: five of twenty, which one failure in a hundred never reaches."""
+KINDS_MOST = 3
+"""Number of kinds that the sentence names, the most frequent first."""
+KINDS = {
+    "no connection": "no connection",
+    "no answer within ": "no answer in time",
+    "the answer (": "answer broken off",
+    "the dispatcher failed": "a defect of the dispatcher",
+}
+"""Names of failures without a complete answer, by the words with which the outcome begins."""
+RESET = "connection reset"
+
+
+@dataclass(frozen=True, slots=True)
+class UnansweredTries:
+    """Tries that ended since the last one that was answered."""
+
+    since: float
+    """End of the first of them."""
+    newest: float
+    """End of the last of them."""
+    failed: int = 0
+    refused: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.failed + self.refused
+
+
+class RecentTries:
+    """The last tries of one process."""
+
+    __slots__ = ("_ended", "answered_at", "unanswered")
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[float, str, str]] = deque(maxlen=KEPT)
+        """End of each try that was not refused, the kind of its failure, and the status of an answer that
+        rejects the request (4xx). Kind and status are empty for a success."""
+        self.unanswered: UnansweredTries | None = None
+        """`None` if the last try was answered, or there was none."""
+        self.answered_at: float | None = None
+        """End of the last try that was answered."""
+
+    def ended(self, at: float, outcome: Outcome, status: int | None) -> None:
+        """Note that a try has ended. `status` is what the gateway answered, if it did.
+
+        An eviction is no failure, and a try that was not sent or waits for its model says nothing of the
+        gateway: none of them is counted.
+        """
+        match outcome:
+            case Delivered(status=code):
+                self._answered(at, str(code) if code >= 400 else "")
+            case TooLarge():
+                self._answered(at, "")
+            case Failed(why=why) | Unreachable(why=why):
+                self._ended.append((at, _kind(why) if status is None else str(status), ""))
+                self._unanswered(at, failed=1)
+            case Overloaded():
+                self._unanswered(at, refused=1)
+            case _:
+                pass
+
+    def problem(self, now: float) -> str | None:
+        """Return `Of the last 20 tries 20 failed: 500 (18), connection reset (2), the newest 4 s ago`, or
+        `None` if too few of them failed, or none ended lately."""
+        failures = self.failures(now)
+        if failures is None:
+            return None
+        newest_s = max(0.0, now - max(at for at, kind, _ in self._ended if kind))
+        return f"{failures}, the newest {newest_s:.0f} s ago"
+
+    def failures(self, now: float) -> str | None:
+        """Return the same without the age."""
+        recent = [each for each in self._ended if now - each[0] < RECENT_S]
+        kinds = [kind for _, kind, _ in recent if kind]
+        if len(kinds) < max(LEAST, PART * len(recent)):
+            return None
+        return f"Of the last {len(recent)} tries {len(kinds)} failed: {_most_frequent(kinds)}"
+
+    def all_failed(self, now: float) -> bool:
+        """Whether none of the recent tries was answered, and there were enough to say so."""
+        kinds = [kind for at, kind, _ in self._ended if now - at < RECENT_S]
+        return len(kinds) >= LEAST and all(kinds)
+
+    def rejections(self, now: float) -> str | None:
+        """Return `Of the last 20 answers 20 rejected their request: 404 (20)`, or `None` if too few did."""
+        answers = [each for each in self._ended if now - each[0] < RECENT_S and not each[1]]
+        rejected = [status for _, _, status in answers if status]
+        if len(rejected) < max(LEAST, PART * len(answers)):
+            return None
+        whole = f"Of the last {len(answers)} answers {len(rejected)} rejected their request"
+        return f"{whole}: {_most_frequent(rejected)}"
+
+    def _answered(self, at: float, status: str) -> None:
+        self._ended.append((at, "", status))
+        self.unanswered = None
+        self.answered_at = at
+
+    def _unanswered(self, at: float, *, failed: int = 0, refused: int = 0) -> None:
+        before = self.unanswered or UnansweredTries(at, at)
+        self.unanswered = UnansweredTries(before.since, at, before.failed + failed, before.refused + refused)
+
+
+def _most_frequent(kinds: Iterable[str]) -> str:
+    """Return the most frequent kinds with their numbers, and the number of all others."""
+    counts = Counter(kinds).most_common()
+    named = [f"{kind} ({count})" for kind, count in counts[:KINDS_MOST]]
+    if more := sum(count for _, count in counts[KINDS_MOST:]):
+        named.append(f"others ({more})")
+    return ", ".join(named)
+
+
+def _kind(why: str) -> str:
+    """Return one of a few kinds: what follows our own words may be the peer's."""
+    for begins, kind in KINDS.items():
+        if why.startswith(begins):
+            return kind
+    return RESET if RESET in why else "no answer"

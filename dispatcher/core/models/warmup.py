@@ -1,0 +1,349 @@
+"""Warm-up files: requests that a server gets before any others, read, planned, and cut from real work. Pure.
+
+A line is `{"url": "/v1/chat/completions", "body": {…}, "repeat": 3}`; lines of OpenAI's batch files are such
+lines. A file is taken whole or not at all: everything that is wrong with it is told, with the lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from dispatcher.core.merging import shapes
+from dispatcher.core.merging.grouping import BatchRule
+from dispatcher.core.merging.shapes.fields import fields, text_of
+from dispatcher.core.merging.shapes.part import NotUnderstoodError
+from dispatcher.core.models.body_rewrite import with_model
+from dispatcher.core.patterns import any_fits
+from dispatcher.core.printable import shortened
+from dispatcher.core.requests.routing import is_plain_path
+from dispatcher.core.requests.surrogates import without_surrogates
+
+LINES_MOST = 1000
+FILE_BYTES_MOST = 10_000_000
+REPEAT_MOST = 1000
+CALLS_MOST = 10_000
+"""Of all lines, each as often as it is repeated."""
+MERGED_MOST = 1000
+"""Further calls, of several such requests each."""
+RECORDED_REPEAT_MOST = 10
+"""A request that was met more often is recorded so: later ones of it would come out of caches."""
+FAULTS_TOLD = 20
+
+_SHOWN_CHARS = 60
+_BESIDE_BYTES = 40
+"""Of a line that is written, beside path and body."""
+_KNOWN = ("url", "body", "repeat")
+_IGNORED = ("custom_id", "method", "sequence")
+"""Of batch files."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupRequest:
+    """One line."""
+
+    url: str
+    body: bytes
+    """A JSON object, byte for byte, that names a model once."""
+    repeat: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupFault:
+    """One thing that is wrong with a file."""
+
+    line: int | None
+    """None: it is of the whole file."""
+    message: str
+
+    def __str__(self) -> str:
+        return self.message if self.line is None else f"line {self.line}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupRules:
+    """What a file is held to."""
+
+    path: str
+    """Of a line that names none: the gateway's."""
+    allowed: Sequence[str] = ("/v1/*",)
+    max_body_bytes: int = FILE_BYTES_MOST
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupCall:
+    """One call that warms a server up."""
+
+    path: str
+    body: bytes
+    items: int
+    """Requests that are merged in it."""
+
+
+class _WarmupLine(msgspec.Struct):
+    url: msgspec.Raw = msgspec.Raw()
+    body: msgspec.Raw = msgspec.Raw()
+    repeat: msgspec.Raw = msgspec.Raw()
+
+
+class _WrittenRequest(msgspec.Struct, omit_defaults=True):
+    body: msgspec.Raw
+    url: str = ""
+    repeat: int = 1
+
+
+_decode = msgspec.json.Decoder(_WarmupLine).decode
+_encode = msgspec.json.Encoder().encode
+
+
+# Reading.
+
+
+def read_warmup(text: bytes, rules: WarmupRules) -> tuple[WarmupRequest, ...] | tuple[WarmupFault, ...]:
+    """The requests of a file in their order, at least one; or what is wrong with it. Never raises.
+
+    Told are the first FAULTS_TOLD faults, and how many more there are.
+    """
+    if len(text) > FILE_BYTES_MOST:
+        return (WarmupFault(None, f"is larger than {FILE_BYTES_MOST // 1_000_000} MB"),)
+    requests: list[WarmupRequest] = []
+    faults: list[WarmupFault] = []
+    lines = [(number, line.strip()) for number, line in enumerate(text.split(b"\n"), start=1)]
+    lines = [each for each in lines if each[1]]
+    if len(lines) > LINES_MOST:
+        faults.append(WarmupFault(None, f"has {len(lines):,} requests, {LINES_MOST:,} at most"))
+    for number, line in lines[:LINES_MOST]:
+        found = _request(line, rules)
+        if isinstance(found, WarmupRequest):
+            requests.append(found)
+        else:
+            faults += [WarmupFault(number, what) for what in found]
+    calls = sum(each.repeat for each in requests)
+    if calls > CALLS_MOST:
+        faults.append(WarmupFault(None, f"asks for {calls:,} calls with all repeats, {CALLS_MOST:,} at most"))
+    if not lines:
+        faults.append(WarmupFault(None, "holds no request"))
+    if not faults:
+        return tuple(requests)
+    more = len(faults) - FAULTS_TOLD
+    told = faults[:FAULTS_TOLD]
+    return (*told, WarmupFault(None, f"and {more:,} more")) if more > 0 else tuple(told)
+
+
+def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
+    """Of one line, or all that is wrong with it."""
+    try:
+        found = fields(text_of(line))
+        read = _decode(line)
+    except UnicodeDecodeError as error:
+        return [f"is not UTF-8 at byte {error.start}"]
+    except NotUnderstoodError as error:
+        return [f"cannot be understood: {error}"]
+    except msgspec.ValidationError:
+        return ["must be a JSON object"]
+    except RecursionError:
+        return ["is nested too deeply"]
+    except msgspec.DecodeError as error:
+        if _is_json(without_surrogates(line)):
+            return ["holds a lone surrogate (\\ud800 to \\udfff), which is no character"]
+        return [f"is no JSON: {str(error).removeprefix('JSON is malformed: ')}"]
+    faults = [
+        f"{shortened(name, _SHOWN_CHARS)}: unknown field; known are {', '.join(_KNOWN)}"
+        for name in found
+        if name not in _KNOWN + _IGNORED
+    ]
+    url, wrong = _url(bytes(read.url), rules)
+    faults += wrong
+    repeat, wrong = _repeat(bytes(read.repeat))
+    faults += wrong
+    body = bytes(read.body)
+    faults += _faults_of_body(body, rules)
+    return faults or WarmupRequest(url, body, repeat)
+
+
+def _url(raw: bytes, rules: WarmupRules) -> tuple[str, list[str]]:
+    if raw in (b"", b"null"):
+        return rules.path, []
+    try:
+        url = msgspec.json.decode(raw, type=str)
+    except msgspec.DecodeError:
+        return "", ["url: must be a text"]
+    shown = repr(shortened(url, _SHOWN_CHARS))
+    if url == rules.path:
+        return url, []
+    if not is_plain_path(url):
+        return "", [f"url: {shown} is no plain path, such as /v1/chat/completions"]
+    if not any_fits(rules.allowed, url):
+        return "", [f"url: {shown} is not allowed; allowed are {', '.join(rules.allowed)}"]
+    return url, []
+
+
+def _repeat(raw: bytes) -> tuple[int, list[str]]:
+    if not raw:
+        return 1, []
+    try:
+        repeat = msgspec.json.decode(raw, type=int)
+    except msgspec.DecodeError:
+        repeat = 0
+    if 1 <= repeat <= REPEAT_MOST:
+        return repeat, []
+    return 1, [f"repeat: must be a whole number between 1 and {REPEAT_MOST}"]
+
+
+def _faults_of_body(body: bytes, rules: WarmupRules) -> list[str]:
+    if not body:
+        return ["body: is missing"]
+    if not body.startswith(b"{"):
+        return ["body: must be a JSON object"]
+    if len(body) > rules.max_body_bytes:
+        return [f"body: {len(body)} bytes, at most {rules.max_body_bytes} are accepted"]
+    try:
+        found = fields(body)
+    except (NotUnderstoodError, msgspec.DecodeError) as error:
+        return [f"body: cannot be understood: {error}"]
+    faults = []
+    model = bytes(found.get("model", b""))
+    if not model:
+        faults.append("body.model: is missing: the version's name is put in its place")
+    elif not model.startswith(b'"') or model == b'""':
+        faults.append("body.model: must be the name of a model")
+    if bytes(found.get("stream", b"false")) not in (b"false", b"null"):
+        faults.append("body.stream: cannot be had in a warm-up: leave it out")
+    return faults
+
+
+# Planning.
+
+
+def plan(
+    requests: Sequence[WarmupRequest],
+    rules: Sequence[BatchRule],
+    model: str,
+    *,
+    most_bytes: int = FILE_BYTES_MOST,
+) -> Iterator[WarmupCall]:
+    """The calls that warm a server up for this model, in the order of the file: each request alone, as often
+    as it says, then merged with itself to the sizes that its rule for batching prefers.
+
+    At most CALLS_MOST of the first kind, and MERGED_MOST of the other, each of at most about `most_bytes`. A
+    body in which the model cannot be replaced is left out. They are made one by one: merged ones may be
+    large.
+    """
+    merged_left = MERGED_MOST
+    for request in requests:
+        body = with_model(request.body, model)
+        if body is None:
+            continue
+        for _ in range(request.repeat):
+            yield WarmupCall(request.url, body, 1)
+        rule = next((each for each in rules if any_fits(each.paths, request.url)), None)
+        for call in _merged(request.url, body, rule, most_bytes) if rule is not None else ():
+            if not merged_left:
+                break
+            merged_left -= 1
+            yield call
+
+
+def _merged(path: str, body: bytes, rule: BatchRule, most_bytes: int) -> Iterator[WarmupCall]:
+    """A request with itself, once for each size that the rule has."""
+    part = shapes.read(rule.shape, body)
+    if isinstance(part, shapes.Unfit):
+        return
+    forming = rule.forming
+    largest = min(forming.max_size, rule.max_items or forming.max_size)
+    sizes = {size for size in forming.preferred_sizes if size <= largest} or {largest}
+    counts = sorted({size // part.size for size in sizes})
+    for count in counts:
+        within = count * part.tokens <= forming.max_weight and count * len(body) <= most_bytes
+        if count > 1 and within:
+            yield WarmupCall(path, shapes.merge([part] * count), count)
+
+
+# Recording.
+
+
+def line_of(request: WarmupRequest) -> bytes:
+    """As it stands in a file, with its line end; an empty path is left out."""
+    body = request.body
+    if b"\n" in body or b"\r" in body:
+        body = msgspec.json.format(body, indent=-1)
+    return _encode(_WrittenRequest(msgspec.Raw(body), request.url, request.repeat)) + b"\n"
+
+
+@dataclass(slots=True, eq=False)
+class _Sampled:
+    url: str
+    body: bytes
+    count: int = 1
+
+
+class WarmupSample:
+    """Some of the requests that are shown to it, of all paths and sizes alike; equal ones once. Bounded."""
+
+    def __init__(self, most: int, most_bytes: int = FILE_BYTES_MOST) -> None:
+        self._most = min(most, LINES_MOST)
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._kept: dict[bytes, _Sampled] = {}
+        self._classes: dict[tuple[str, int], list[bytes]] = {}
+        """By path and size, to the next power of two: which are kept, in the order in which they came."""
+        self.seen = 0
+
+    def add(self, url: str, body: bytes) -> None:
+        """One request of the queue; an empty path is the gateway's. One that would be none of a warm-up is
+        passed over."""
+        body = body.strip()
+        if (url and not is_plain_path(url)) or not _is_json(body):
+            return
+        if _faults_of_body(body, WarmupRules(url, max_body_bytes=self._most_bytes)):
+            return
+        self.seen += 1
+        digest = blake2b(url.encode() + b"\0" + body, digest_size=16).digest()
+        if digest in self._kept:
+            self._kept[digest].count += 1
+            return
+        kind = url, len(body).bit_length()
+        size = _size(url, body)
+        while len(self._kept) >= self._most or self._bytes + size > self._most_bytes:
+            if not self._gave_way(kind):
+                return
+        self._kept[digest] = _Sampled(url, body)
+        self._classes.setdefault(kind, []).append(digest)
+        self._bytes += size
+
+    def _gave_way(self, kind: tuple[str, int]) -> bool:
+        """Of the kind that has most, if it has more than this one will have, the one met least has gone."""
+        fullest = max(self._classes, key=lambda each: len(self._classes[each]), default=kind)
+        there = self._classes.get(fullest, [])
+        if len(there) <= len(self._classes.get(kind, ())) + 1:
+            return False
+        least = min(reversed(there), key=lambda digest: self._kept[digest].count)
+        there.remove(least)
+        gone = self._kept.pop(least)
+        self._bytes -= _size(gone.url, gone.body)
+        return True
+
+    def requests(self) -> list[WarmupRequest]:
+        """Those that were kept, by path and size."""
+        return [
+            WarmupRequest(kept.url, kept.body, min(kept.count, RECORDED_REPEAT_MOST))
+            for kind in sorted(self._classes)
+            for kept in (self._kept[digest] for digest in self._classes[kind])
+        ]
+
+
+def _size(url: str, body: bytes) -> int:
+    """Bytes of its line, at the most."""
+    return len(url) + len(body) + _BESIDE_BYTES
+
+
+def _is_json(body: bytes) -> bool:
+    """Whether it can be read anywhere: what was submitted may be anything."""
+    try:
+        msgspec.json.decode(text_of(body))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True

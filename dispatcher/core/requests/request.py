@@ -1,0 +1,397 @@
+"""The queue's envelope: a member parsed into a Request or refused with a Rejection.
+
+`docs/queue-contract.md` has the shapes. Two rules shape this module. The payload is never decoded: it
+leaves as the bytes it came in. And parsing never raises, whatever a producer wrote, because one member that
+raises would stop every other request in the queue.
+
+A member that names a field we read twice is refused: JSON parsers disagree on which one counts, and a
+request must not be cancelled under one id and answered under another. Inside `headers`, `metadata` and
+`labels` the last one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from dispatcher.core.printable import shortened
+from dispatcher.core.requests.duplicate_keys import scan
+from dispatcher.core.requests.headers import NAME as HEADER_NAME
+from dispatcher.core.requests.headers import VALUE as HEADER_VALUE
+from dispatcher.core.requests.oversize import ENVELOPE_BYTES, bytes_before_cut
+from dispatcher.core.requests.result import ErrorCode
+from dispatcher.core.requests.score import PRIORITY_STEP
+from dispatcher.core.requests.surrogates import without_surrogates
+from dispatcher.core.sequences.turns import (
+    MAX_SEQUENCE_BYTES,
+    Session,
+    Turn,
+    TurnFields,
+    foreign_turn,
+    submission_time,
+)
+
+MAX_ID_BYTES = 1024
+"""An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
+MAX_HEADERS_CHARS = 16_384
+"""Of names and values of a request's own headers: gateways refuse longer heads, some close the connection."""
+
+
+_MESSAGE_CHARS = 200
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One accepted request. Absent optional fields are empty, never None."""
+
+    id: str
+    deadline: int
+    """Unix seconds, 0 < deadline < 10^11."""
+    payload: bytes
+    """A JSON object, byte for byte as it stood in the member."""
+    created: int = 0
+    """Unix seconds, 0 < created < 10^11; 0: none, or what is no such time (milliseconds, for example)."""
+    endpoint: str = ""
+    """Path to send it to; empty: the gateway's default. Not validated here: what is allowed is settings."""
+    headers: Mapping[str, str] = {}
+    """Names are RFC 9110 tokens, values hold no control characters."""
+    metadata: Mapping[str, str] = {}
+    token: str = ""
+    """Fences cancelling; empty: cannot be cancelled."""
+    results: str = ""
+    """Result list; empty: the queue's default."""
+    labels: Mapping[str, str] = {}
+    kind: str = "redis"
+    queue: str = ""
+    queue_id: str = ""
+    correlation_id: str = ""
+    retry_count: int = 0
+    """As the producer wrote it; attempts are counted elsewhere."""
+    sequence: Turn | None = None
+    """Its turn in a sequence; None: it is of none."""
+    session: Session | None = None
+    """Of ours, once its turn has come; no member has it."""
+    version: str = ""
+    """Of ours: the model that it is sent as, where that is not what it names; no member has it."""
+    endpoints: str = ""
+    """Of ours: the model servers that it may go to, as `ip:port,ip:port`; empty: any. No member has it."""
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """A member that can never be served. With an id it gets a result, without one it goes to the dead."""
+
+    code: ErrorCode
+    message: str
+    """One sentence: what is wrong, and where in the member."""
+    id: str | None = None
+    token: str = ""
+    results: str = ""
+    sequence: Turn | None = None
+    """Where it could be read beyond doubt: others wait for its end."""
+
+
+class _Internal(msgspec.Struct):
+    retry_count: int | None = None
+    request_token: str | None = None
+    request_queue_name: str | None = None
+    result_queue_name: str | None = None
+    queue_id: str | None = None
+    transport_correlation_id: str | None = None
+    labels: dict[str, str] | None = None
+
+
+class _Data(msgspec.Struct):
+    id: str
+    deadline: int
+    payload: msgspec.Raw
+    created: int | None = None
+    endpoint: str | None = None
+    headers: dict[str, str] | None = None
+    metadata: dict[str, str] | None = None
+    sequence: TurnFields | None = None
+
+
+class _Member(msgspec.Struct):
+    request_kind: Literal["plain", "redis", "pubsub"]
+    data: _Data
+    internal: _Internal | None = None
+
+
+class _OutlineData(msgspec.Struct):
+    payload: msgspec.Raw
+
+
+class _Outline(msgspec.Struct):
+    """Any member that is JSON and has a payload, right or wrong in everything else."""
+
+    data: _OutlineData
+
+
+class _Invalid(Exception):  # noqa: N818 - never leaves this module
+    """The member is refused; the message says why."""
+
+    code = ErrorCode.INVALID_REQUEST
+
+
+class _TooLong(_Invalid):
+    """The member is refused before it is decoded."""
+
+    code = ErrorCode.TOO_LARGE
+
+
+_NONE = _Internal()
+_EMPTY: Mapping[str, str] = {}
+_decode = msgspec.json.Decoder(_Member).decode
+_decode_outline = msgspec.json.Decoder(_Outline).decode
+_encode = msgspec.json.Encoder().encode
+
+_FIELDS = {"": _Member, "internal": _Internal, "data": _Data}
+_READ = frozenset((section, name) for section, kind in _FIELDS.items() for name in kind.__struct_fields__)
+_NAMES = frozenset(name.encode() for _, name in _READ)
+_SEQUENCE = b'"sequence"'
+
+
+def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
+    """The request in a queue member, or why it is none. Never raises."""
+    if (whole := bytes_before_cut(member)) is not None:
+        return _reject(member, f"member: {whole} bytes are too many to be moved", ErrorCode.TOO_LARGE)
+    try:
+        request = _parse(member)
+    except _Invalid as error:
+        return _reject(member, str(error), error.code)
+    except msgspec.ValidationError as error:
+        return _reject(member, _readable(error))
+    except msgspec.DecodeError as error:
+        return _reject(member, f"not JSON: {error}")
+    except UnicodeDecodeError:
+        return _reject(member, "not UTF-8")
+    except RecursionError:
+        return _reject(member, "nested too deeply")
+    if max_payload_bytes is not None and len(request.payload) > max_payload_bytes:
+        why = f"data.payload: {len(request.payload)} bytes, at most {max_payload_bytes} are accepted"
+        return Rejection(
+            ErrorCode.TOO_LARGE, why, request.id, request.token, request.results, request.sequence
+        )
+    return request
+
+
+def _parse(member: bytes) -> Request:
+    if not member.isascii():
+        member.decode()  # msgspec leaves the inside of a Raw unchecked
+    masked = _measured(member) if len(member) > ENVELOPE_BYTES else None
+    try:
+        decoded = _decode(member)
+        payload = bytes(decoded.data.payload)
+        envelope = _without_payload(member, payload)
+    except msgspec.DecodeError as error:
+        if isinstance(error, msgspec.ValidationError):
+            raise
+        decoded, payload, envelope = _with_surrogates(member, masked or without_surrogates(member), error)
+    data, internal = decoded.data, decoded.internal or _NONE
+    if b"\\" in envelope or _may_repeat(envelope if data.sequence is None else _without_turn(envelope)):
+        _refuse_duplicates(member, payload)
+    if payload[:1] != b"{":
+        raise _Invalid("data.payload: must be a JSON object")
+    if not data.id:
+        raise _Invalid("data.id: must not be empty")
+    if len(data.id) > MAX_ID_BYTES or len(data.id.encode()) > MAX_ID_BYTES:
+        raise _Invalid(f"data.id: longer than {MAX_ID_BYTES} bytes")
+    if not 0 < data.deadline < PRIORITY_STEP:
+        raise _Invalid("data.deadline: must be Unix seconds above 0 and below 10^11")
+    if data.headers:
+        _check_headers(data.headers)
+    return Request(
+        data.id,
+        data.deadline,
+        payload,
+        data.created if data.created is not None and 0 < data.created < PRIORITY_STEP else 0,
+        data.endpoint or "",
+        data.headers or _EMPTY,
+        data.metadata or _EMPTY,
+        internal.request_token or "",
+        internal.result_queue_name or "",
+        internal.labels or _EMPTY,
+        decoded.request_kind,
+        internal.request_queue_name or "",
+        internal.queue_id or "",
+        internal.transport_correlation_id or "",
+        internal.retry_count or 0,
+        _turn_of(data, internal) if data.sequence is not None or data.metadata else None,
+    )
+
+
+def _turn_of(data: _Data, internal: _Internal) -> Turn | None:
+    results = internal.result_queue_name or ""
+    created = data.created if data.created is not None and 0 < data.created < PRIORITY_STEP else 0
+    submitted_at = submission_time(created, internal.request_token or "")
+    if data.sequence is None:
+        return foreign_turn(data.metadata or _EMPTY, results, submitted_at)
+    turn = data.sequence.turn(results, submitted_at)
+    if turn is None:
+        raise _Invalid(f"data.sequence.id: longer than {MAX_SEQUENCE_BYTES} bytes")
+    return turn
+
+
+def _measured(member: bytes) -> bytes | None:
+    """Refuse a long envelope, undecoded, for that costs; the member without surrogates if that was made."""
+    masked = None
+    try:
+        payload = _decode_outline(member).data.payload
+    except msgspec.ValidationError:
+        payload = msgspec.Raw()
+    except msgspec.DecodeError:
+        masked = without_surrogates(member)
+        payload = _decode_outline(masked).data.payload
+    if (size := len(member) - len(bytes(payload))) > ENVELOPE_BYTES:
+        raise _TooLong(f"member: {size} bytes beside its payload, at most {ENVELOPE_BYTES} are accepted")
+    return masked
+
+
+def _without_payload(member: bytes, payload: bytes) -> bytes:
+    """The member less the text of its payload (where that stands elsewhere too, less that): to count in."""
+    start = member.find(b"{", member.find(b'"payload"') + 9)
+    if start < 0 or not member.startswith(payload, start):
+        start = member.find(payload)  # the key is escaped, or the payload no object
+    return member[:start] + member[start + len(payload) :]
+
+
+def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_Member, bytes, bytes]:
+    """Decode a member whose payload holds `\\ud800` alone: the grammar allows it, the decoder does not.
+
+    `masked`: the member without surrogates. It is as long, so the payload can be cut from the original.
+    """
+    if masked == member:
+        raise error
+    payload = bytes(_decode_outline(masked).data.payload)
+    start = masked.find(payload)
+    end = start + len(payload)
+    readable = member[:start] + payload + member[end:]
+    envelope = _without_payload(readable, payload)
+    try:
+        decoded = _decode(readable)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        raise _Invalid("a lone surrogate outside data.payload") from None
+    if bytes(decoded.data.payload) != payload or envelope != member[:start] + member[end:]:
+        raise _Invalid("a lone surrogate outside data.payload")
+    return decoded, member[start:end], envelope
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    size = sum(len(name) + len(value) for name, value in headers.items())
+    if size > MAX_HEADERS_CHARS:
+        raise _Invalid(f"data.headers: {size} characters, at most {MAX_HEADERS_CHARS} are accepted")
+    for name, value in headers.items():
+        if not HEADER_NAME.fullmatch(name):
+            raise _Invalid(f"data.headers: {name!r} is no header name")
+        if not HEADER_VALUE.fullmatch(value):
+            raise _Invalid(f"data.headers: the value of {name} holds a control character")
+
+
+def _without_turn(envelope: bytes) -> bytes:
+    """Less what is inside of `data.sequence`, whose `id` is no second one of the request's (envelopes without
+    escapes, in which it is an object). Whole where its end is not plain to see."""
+    if envelope.count(_SEQUENCE) != 1:
+        return envelope
+    start = envelope.index(b"{", envelope.index(_SEQUENCE)) + 1
+    end = envelope.index(b"}", start)
+    inside = envelope[start:end]
+    return envelope if b"{" in inside or inside.count(b'"') % 2 else envelope[:start] + envelope[end:]
+
+
+def _may_repeat(envelope: bytes) -> bool:
+    """A string equal to the name of a field stands here twice (envelopes without escapes only)."""
+    names = list(filter(_NAMES.__contains__, envelope.split(b'"')[1::2]))
+    return len(names) != len(set(names))
+
+
+def _refuse_duplicates(member: bytes, payload: bytes) -> None:
+    for (section, name), values in scan(member, payload).items():
+        if len(values) > 1 and (section, name) in _READ:
+            raise _Invalid(f"{section + '.' if section else ''}{name}: given twice")
+
+
+def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> Rejection:
+    """With id, token and result list as far as each can be read beyond doubt."""
+    try:
+        payload = bytes(_decode_outline(member).data.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        payload = b""
+    found = scan(member, payload)
+
+    def read(section: str, name: str) -> str:
+        values = found.get((section, name), [])
+        return (values[0] or "") if len(set(values)) == 1 else ""
+
+    return Rejection(
+        code,
+        shortened(why, _MESSAGE_CHARS),
+        read("data", "id") or None,
+        read("internal", "request_token"),
+        read("internal", "result_queue_name"),
+    )
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    """msgspec's "Expected `int`, got `float` - at `$.data.deadline`" with the place first."""
+    what, _, where = str(error).replace("`", "").rpartition(" - at $")
+    return f"{where.lstrip('.') or 'member'}: {what}" if what else str(error).replace("`", "")
+
+
+def encode_member(
+    request_id: str,
+    payload: bytes | Mapping[str, Any],
+    deadline: int,
+    *,
+    created: int | None = None,
+    endpoint: str = "",
+    headers: Mapping[str, str] = _EMPTY,
+    metadata: Mapping[str, str] = _EMPTY,
+    token: str = "",
+    results: str = "",
+    labels: Mapping[str, str] = _EMPTY,
+    kind: str = "redis",
+    queue: str = "",
+    queue_id: str = "",
+    correlation_id: str = "",
+    sequence: Turn | None = None,
+) -> bytes:
+    """The member for a request. Raises ValueError where `parse` would refuse it.
+
+    A payload of bytes goes in as it is; a mapping is encoded.
+    """
+    internal = {
+        "retry_count": 0,
+        "request_token": token,
+        "request_queue_name": queue,
+        "result_queue_name": results,
+        "queue_id": queue_id,
+        "transport_correlation_id": correlation_id,
+        "labels": labels,
+    }
+    data: dict[str, Any] = {
+        "id": request_id,
+        "created": created,
+        "deadline": deadline,
+        "payload": msgspec.Raw(payload) if isinstance(payload, bytes) else payload,
+        "metadata": metadata,
+        "headers": headers,
+        "endpoint": endpoint,
+        "sequence": None if sequence is None else replace(sequence, owner="", submitted_at=0.0),
+    }
+    member = _encode(
+        {
+            "internal": {name: value for name, value in internal.items() if value or name == "retry_count"},
+            "request_kind": kind,
+            "data": {
+                name: value for name, value in data.items() if value or name in ("id", "payload", "deadline")
+            },
+        }
+    )
+    parsed = parse(member)
+    if isinstance(parsed, Rejection):
+        raise ValueError(f"request {request_id!r:.100}: {parsed.message}")  # noqa: TRY004 - a value
+    return member

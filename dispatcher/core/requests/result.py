@@ -1,0 +1,125 @@
+"""What a consumer pops from a result list: the answer of the gateway, or why there is none."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from dispatcher.core.printable import shortened
+
+NO_LIST = "is no list that results can go to"
+
+_LIST_CHARS = 100
+
+
+class ErrorCode(StrEnum):
+    """Reason why a request has no answer of the gateway: `error_code` of its result."""
+
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    GATE_DROPPED = "GATE_DROPPED"
+    GATE_ERROR = "GATE_ERROR"
+    INFERENCE_ERROR = "INFERENCE_ERROR"
+    INVALID_REQUEST = "INVALID_REQUEST"
+    RETRIES_EXHAUSTED = "RETRIES_EXHAUSTED"
+    DELIVERIES_EXHAUSTED = "DELIVERIES_EXHAUSTED"
+    TOO_LARGE = "TOO_LARGE"
+    SEQUENCE_ABORTED = "SEQUENCE_ABORTED"
+    """An earlier request of the sequence has failed, or an operator aborted the sequence."""
+    SEQUENCE_DENIED = "SEQUENCE_DENIED"
+    """The sequence belongs to another producer."""
+    SEQUENCE_ENDED = "SEQUENCE_ENDED"
+    """The sequence has ended, and takes no more requests."""
+    SEQUENCE_FULL = "SEQUENCE_FULL"
+    """Too many requests of the sequence wait."""
+    SEQUENCE_INDEX = "SEQUENCE_INDEX"
+    """Another request of the sequence has the index, or the turn of the index has passed."""
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    """The model of the request is not served by the pool."""
+
+
+class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a consumer pops from a result list: `status_code` when the gateway answered, else `error_code`."""
+
+    id: str
+    payload: str
+    """The response body as a string, or `{"error": …}`."""
+    status_code: int | None = None
+    error_code: str | None = None
+    """An ErrorCode, kept as a string: other dispatchers may know further ones."""
+    error_message: str | None = None
+    payload_note: str | None = None
+    """Said where `payload` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
+    request_token: str | None = None
+    """The request's token, where it has one: who else may write the list cannot know it."""
+    model_version: str | None = None
+    """The model that its last try was sent as, where the dispatcher chose it."""
+
+
+_decode_result = msgspec.json.Decoder(PoppedResult).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def answered(request_id: str, status: int, body: bytes, *, token: str = "", version: str = "") -> bytes:
+    """The result of a request that the gateway answered: the body as a string, and the request's token.
+    `version`: the model that it was sent as, where the dispatcher chose it.
+
+    A body that is UTF-8 comes out in full. Bytes that are not are replaced by U+FFFD, and `payload_note`,
+    a field that other consumers ignore, says so.
+    """
+    text, note = _text(body)
+    return _encode(
+        PoppedResult(
+            request_id,
+            text,
+            status,
+            payload_note=note,
+            request_token=token or None,
+            model_version=version or None,
+        )
+    )
+
+
+def failed(
+    request_id: str,
+    code: ErrorCode,
+    message: str,
+    status: int | None = None,
+    body: bytes | None = None,
+    *,
+    token: str = "",
+    version: str = "",
+) -> bytes:
+    """The result of a request without a final answer; with the last status and body where there were any,
+    and the version that the last try was sent as."""
+    if body:
+        text, note = _text(body)
+    else:
+        text, note = _encode({"error": message}).decode(), None
+    return _encode(
+        PoppedResult(request_id, text, status, code, message, note, token or None, version or None)
+    )
+
+
+def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
+    """The result of a request whose result list, `results`, cannot be had."""
+    shown = shortened(results, _LIST_CHARS).encode(errors="replace").decode()
+    return failed(
+        request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown} {why}", token=token
+    )
+
+
+def _text(body: bytes) -> tuple[str, str | None]:
+    try:
+        return body.decode(), None
+    except UnicodeDecodeError as error:
+        return body.decode(errors="replace"), f"not UTF-8 from byte {error.start} on: invalid bytes replaced"
+
+
+def decode_result(result: bytes) -> PoppedResult:
+    """A result as popped from its list. Raises ValueError on anything else."""
+    try:
+        return _decode_result(result)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"no result: {error}") from error

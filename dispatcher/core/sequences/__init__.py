@@ -1,0 +1,1 @@
+"""Sequences: requests that run in order, one at a time."""

@@ -1,0 +1,1 @@
+"""The part of the request pipeline that sends requests together."""

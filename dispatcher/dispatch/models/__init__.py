@@ -1,0 +1,1 @@
+"""The part of the request pipeline that resolves models, their versions and their warm-up."""

@@ -1,0 +1,1 @@
+"""The part of the request pipeline that keeps sequences in order."""

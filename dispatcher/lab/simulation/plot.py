@@ -1,0 +1,203 @@
+"""Pictures of what was simulated: the timeline of a comparison, and what each value of a sweep comes to.
+
+timeline    who held the pool's slots, and what the policy allowed; all panels have one scale
+sweep       batch work's throughput, and what it adds to realtime's latency, by the swept setting
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dispatcher.core.limit.budget import Reason
+from dispatcher.lab.simulation.experiment import Moment, Name, Run
+from dispatcher.lab.simulation.report import Comparison, Row
+from dispatcher.lab.simulation.scenario import Setting
+from dispatcher.lab.simulation.sweep import SweepResult
+
+INSTALL = "pip install 'batch-dispatcher[plots]'"
+INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
+BATCH, REALTIME, LIMIT, CLOSED = "#7fc8a9", "#4f7cac", "#d9480f", "#c92a2a"
+TITLES = {
+    Name.LAW: "law: this dispatcher",
+    Name.ALL_KNOWING: "all-knowing: sees everything at once",
+    Name.POINT: "point: H added to what it had out",
+    Name.CAP: "cap: H as a cap on its own requests",
+    Name.LITERAL: "literal: sends H once a reading",
+    Name.MULTIPLIER: "multiplier: budget × batch each poll",
+    Name.NONE: "none: no batch work",
+}
+"""Each begins with the name that the table has for the policy."""
+COLOURS = ("#2b8a3e", "#4f7cac", "#d9480f", "#7048e8", "#c2255c", "#e67700")
+"""Colours of the policies of a sweep. The policy `none` draws nothing."""
+
+
+def available() -> bool:
+    """Whether there is something to draw with (the extra `plots`)."""
+    return find_spec("matplotlib") is not None
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Write the picture of the timelines; its suffix says the format (png, svg, pdf). Raises OSError, and
+    ValueError for a suffix that stands for no format."""
+    first = (Name.LAW, Name.ALL_KNOWING)
+    pairs = sorted(
+        zip(comparison.runs, comparison.rows, strict=True),
+        key=lambda pair: first.index(pair[0].name) if pair[0].name in first else len(first),
+    )
+    figure = _figure(1.3 + 2.0 * len(pairs))
+    panels = figure.subplots(len(pairs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    top = _top(pairs[0][0])
+    for panel, (run, row) in zip(panels, pairs, strict=True):
+        _panel(panel, run, row, comparison.setting.reserve, top)
+    panels[-1].set_xlabel("seconds", color=FAINT, fontsize=9)
+    _finish(figure, panels, f"{comparison.trace} on {_told(comparison.setting)}", path)
+
+
+def draw_sweep(found: SweepResult, path: Path) -> None:
+    """Write the picture of a sweep, as `draw` does. The values stand side by side, whatever lies between."""
+    figure = _figure(4.4)
+    panels = figure.subplots(1, 2)
+    values = list(dict.fromkeys(value for value, _ in found.rows))
+    for name, colour in zip(dict.fromkeys(row.policy for _, row in found.rows), COLOURS, strict=False):
+        rows = [row for _, row in found.rows if row.policy is name]
+        added = [row.latency_p95_less_none_s for row in rows]
+        for panel, figures in (
+            (panels[0], [row.batch_tokens_per_s for row in rows]),
+            (panels[1], [float("nan") if each is None else each for each in added]),
+        ):
+            panel.plot(range(len(values)), figures, marker="o", color=colour, label=TITLES[name])
+    titles = ("batch work, tokens/s", "added to realtime's latency, 95th percentile, s")
+    for panel, title in zip(panels, titles, strict=True):
+        panel.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
+        panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
+        panel.set_xlabel(found.option, color=FAINT, fontsize=9)
+        panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
+        _plain(panel)
+    _finish(figure, panels, f"{found.trace} on {_told(found.setting, found.option)}", path)
+
+
+def _figure(height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, height), dpi=110, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine("constrained", h_pad=0.09, w_pad=0.06)
+    return figure
+
+
+def _told(setting: Setting, swept: str = "") -> str:
+    """The pool and its readings in words, without what was swept."""
+    believed = "" if setting.real_slots == setting.slots else f" (configured as {setting.slots})"
+    scrape = "" if swept == "scrape" else f" every {setting.scrape_s:g} s"
+    lag = "" if swept == "lag" else f" known {setting.lag_s:g} s later"
+    readings = f", a scrape{scrape}{lag}" if scrape or lag else ""
+    return f"{setting.real_slots} slots{believed}{readings}"
+
+
+def _finish(figure: Any, panels: Iterable[Any], title: str, path: Path) -> None:
+    """Add title and legend, and write the file."""
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
+    handles = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles),
+        frameon=False, fontsize=9, labelcolor=INK,
+    )  # fmt: skip
+    # Without a date in it, the same run gives the same bytes.
+    kind = path.suffix.lower().lstrip(".") or "png"
+    figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
+
+
+def _plain(panel: Any) -> None:
+    panel.tick_params(colors=FAINT, labelsize=8, length=0)
+    panel.grid(visible=True, axis="y", color="#e4e7eb", linewidth=0.6)
+    panel.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color("#cbd2d9")
+
+
+def _total(run: Run) -> list[int]:
+    return [moment.state.running + moment.state.waiting for moment in run.moments]
+
+
+def _top(run: Run) -> float:
+    """Return the end of the scale on which this run can be seen."""
+    slots, most = max(moment.state.slots for moment in run.moments), max(_total(run))
+    return slots * 1.28 if most <= 1.28 * slots else min(most, 2.2 * slots)
+
+
+def _panel(panel: Any, run: Run, row: Row, reserve: float, top: float) -> None:
+    moments = run.moments
+    at = [moment.state.at for moment in moments]
+    slots = [moment.state.slots for moment in moments]
+    batch = [moment.state.batch_running + moment.state.batch_waiting for moment in moments]
+    total = _total(run)
+    panel.fill_between(at, 0, batch, step="post", color=BATCH, linewidth=0, label="batch")
+    panel.fill_between(at, batch, total, step="post", color=REALTIME, linewidth=0, label="realtime")
+    panel.step(at, slots, where="post", color=INK, linewidth=1.3, label="capacity")
+    room = [count * (1 - reserve) for count in slots]
+    panel.step(
+        at, room, where="post", color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label="capacity − reserve"
+    )
+    if any(moment.limit is not None for moment in moments):
+        limits = [float("nan") if m.limit is None else m.limit for m in moments]
+        panel.step(at, limits, where="post", color=LIMIT, linewidth=1.1, label="limit on batch")
+    _shade(panel, moments, at[-1] - at[0])
+    panel.set_xlim(at[0], at[-1])
+    panel.set_ylim(0, top)
+    if max(total) > top:
+        panel.text(
+            0.995, 0.9, f"up to {max(total)} requests, cut off here", transform=panel.transAxes,
+            ha="right", va="top", fontsize=8, color=PAPER, fontweight="bold",
+            bbox={"boxstyle": "round,pad=0.3", "facecolor": INK, "edgecolor": "none", "alpha": 0.75},
+        )  # fmt: skip
+    panel.set_title(TITLES[run.name], loc="left", fontsize=10.5, color=INK, fontweight="bold")
+    panel.set_title(_figures(row), loc="right", fontsize=9, color=FAINT)
+    panel.set_ylabel("requests", color=FAINT, fontsize=9)
+    _plain(panel)
+
+
+def _figures(row: Row) -> str:
+    parts = []
+    if row.policy is not Name.NONE and row.harvest is not None:
+        parts.append(f"harvest {row.harvest:.2f}")
+    parts.append(f"over {row.over_mean:.1f}, worst {row.over_worst:.0f}")
+    if row.wait_p99_s is not None:
+        parts.append(f"realtime wait p99 {row.wait_p99_s:.2f} s")
+    if row.latency_p50_ratio is not None:
+        parts.append(f"median latency {row.latency_p50_ratio:.2f} ×")
+    if row.refused:
+        parts.append(f"{row.refused:,} × 429")
+    return "   ·   ".join(parts)
+
+
+def _shade(panel: Any, moments: Sequence[Moment], width_s: float) -> None:
+    """Closed periods, with their reason where there is space for it."""
+    labelled = False
+    for reason, start, end in _closed(moments):
+        panel.axvspan(start, end, color=CLOSED, alpha=0.16, linewidth=0, label=None if labelled else "closed")
+        labelled = True
+        if end - start > 0.03 * width_s:
+            panel.text(
+                (start + end) / 2, 0.97, reason.value, transform=panel.get_xaxis_transform(),
+                ha="center", va="top", fontsize=8.5, color=CLOSED, fontweight="bold",
+            )  # fmt: skip
+
+
+def _closed(moments: Sequence[Moment]) -> Iterator[tuple[Reason, float, float]]:
+    since, reason = 0.0, None
+    for moment in moments:
+        if moment.closed is not reason:
+            if reason is not None:
+                yield reason, since, moment.state.at
+            since, reason = moment.state.at, moment.closed
+    if reason is not None:
+        yield reason, since, moments[-1].state.at

@@ -1,0 +1,167 @@
+"""Several values of one setting, and which of them reaches a target. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dispatcher.lab.simulation.report import Row
+from dispatcher.lab.simulation.scenario import Setting
+
+RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+"""What a target is looked for in where no sweep is given."""
+VALUES_MOST = 100
+
+
+class SweepError(ValueError):
+    """What was asked for cannot be read; the message says what could be."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sweepable:
+    change: Callable[[Setting, float], Setting]
+    least: float
+    most: float
+
+
+SWEPT: Mapping[str, _Sweepable] = {
+    "reserve": _Sweepable(lambda setting, value: replace(setting, reserve=value), 0.0, 0.99),
+    "scrape": _Sweepable(lambda setting, value: replace(setting, scrape_s=value), 0.01, 3600.0),
+    "lag": _Sweepable(lambda setting, value: replace(setting, lag_s=value), 0.0, 3600.0),
+    "batch-tokens": _Sweepable(
+        lambda setting, value: replace(setting, batch=replace(setting.batch, tokens=value)), 1.0, 1e6
+    ),
+}
+"""The options that may be swept: realtime's traffic is the same with each of their values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """An option, and the values that it takes in turn."""
+
+    option: str
+    values: Sequence[float]
+
+    def setting(self, base: Setting, value: float) -> Setting:
+        return SWEPT[self.option].change(base, value)
+
+
+def parse_sweep(text: str) -> Sweep:
+    """`reserve=0,.05,.1`, values ascending and each once. Raises SweepError."""
+    option, _, listed = text.partition("=")
+    option = option.strip().removeprefix("--")
+    swept = SWEPT.get(option)
+    if swept is None:
+        raise SweepError(f"{option!r} cannot be swept; {', '.join(SWEPT)} can: reserve=0,.05,.1")
+    values = set()
+    for part in filter(None, (part.strip() for part in listed.split(","))):
+        try:
+            value = float(part)
+        except ValueError:
+            value = math.nan
+        if not swept.least <= value <= swept.most:
+            raise SweepError(f"{option}: {part!r} is not a number from {swept.least:g} to {swept.most:g}")
+        values.add(value)
+    if not 1 <= len(values) <= VALUES_MOST:
+        raise SweepError(f"{option}: give 1 to {VALUES_MOST} values, such as {option}=0.1,0.2")
+    return Sweep(option, sorted(values))
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """Result of a sweep."""
+
+    option: str
+    trace: str
+    setting: Setting
+    """Settings that are the same for each value."""
+    rows: Sequence[tuple[float, Row]]
+    """Each value with its row, of each policy in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    value: Callable[[Row], float | None]
+    told: Callable[[float], str]
+
+
+_FIGURES: Mapping[str, _Figure] = {
+    "p50": _Figure(lambda row: row.latency_p50_ratio, lambda x: f"your users' p50 becomes {x:.3g} ×"),
+    "p99": _Figure(lambda row: row.latency_p99_ratio, lambda x: f"your users' p99 becomes {x:.3g} ×"),
+    "wait": _Figure(
+        lambda row: row.wait_mean_less_none_s, lambda x: f"they wait {x:.3g} s longer on average"
+    ),
+    "wait p99": _Figure(lambda row: row.wait_p99_less_none_s, lambda x: f"their p99 waits {x:.3g} s longer"),
+}
+"""What a target may bound: users' latency relative to the pool without batch work, or how much longer they
+wait for a slot."""
+_RELATIVE = ("p50", "p99")
+_BOUND = re.compile(r"(?:latency )?(p50|p99|wait p99|wait)\s*(?:<=|<|≤)\s*(\d*\.?\d+)\s*[x×s]?")
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A figure that may be so much at the most."""
+
+    figure: str
+    most: float
+
+    def excess(self, row: Row) -> float:
+        """How far a row is above it; 0 where it keeps it, infinite where there is no such figure."""
+        value = _FIGURES[self.figure].value(row)
+        return math.inf if value is None else max(0.0, value - self.most)
+
+    def __str__(self) -> str:
+        return f"{self.figure} <= {self.most:g}"
+
+
+def parse_target(text: str) -> Sequence[Bound]:
+    """`p99 <= 1.2`, or several with `and` between them. Raises SweepError."""
+    bounds = []
+    for part in re.split(r"\s+and\s+|,", " ".join(text.lower().split())):
+        found = _BOUND.fullmatch(part.strip())
+        if found is None:
+            raise SweepError(
+                f"{part!r} is no target; one is p99 <= 1.2 (users' latency relative to what it is without "
+                f"batch work), or wait p99 <= 0.5 (seconds longer). Figures: {', '.join(_FIGURES)}"
+            )
+        bound = Bound(found[1], float(found[2]))
+        if bound.figure in _RELATIVE and bound.most < 1:
+            raise SweepError(
+                f"{bound} cannot be kept: that is users' latency beside what it is without batch work, where "
+                f"it is 1. Of seconds longer: wait p99 <= {bound.most:g}"
+            )
+        bounds.append(bound)
+    return bounds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The answer to a target."""
+
+    value: float | None
+    """Of the option that was swept; None: none reaches the target."""
+    sentence: str
+
+
+def choose(option: str, rows: Sequence[tuple[float, Row]], bounds: Sequence[Bound]) -> Choice:
+    """Of the values that keep every bound the one that brings batch most; else which comes nearest."""
+    asked = " and ".join(map(str, bounds))
+    keeping = [(value, row) for value, row in rows if not any(bound.excess(row) for bound in bounds)]
+    if keeping:
+        value, row = max(keeping, key=lambda each: each[1].batch_tokens_per_s)
+        return Choice(value, f"choose {option} {value:g}: {_told(row, bounds)}")
+    value, row = min(rows, key=lambda each: max(bound.excess(each[1]) for bound in bounds))
+    if any(math.isinf(bound.excess(row)) for bound in bounds):
+        return Choice(None, f"{asked} cannot be judged: no realtime request was answered")
+    return Choice(
+        None, f"no {option} of these keeps {asked}: {value:g} comes nearest, where {_told(row, bounds)}"
+    )
+
+
+def _told(row: Row, bounds: Sequence[Bound]) -> str:
+    figures = [_FIGURES[figure] for figure in dict.fromkeys(bound.figure for bound in bounds)]
+    users = ", ".join(each.told(value) for each in figures if (value := each.value(row)) is not None)
+    return f"batch gets {row.batch_tokens_per_s:,.0f} tokens/s; {users}"

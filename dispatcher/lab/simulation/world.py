@@ -1,0 +1,527 @@
+"""An inference pool as a state machine: requests arrive, wait, run, finish; nobody's clock is asked.
+
+    Pods of M slots each. A request that starts as one of `running` in its pod holds its slot for work × f
+    seconds, f = 1 + (running − 1) / (M − 1): a full pod is half as fast as an empty one.
+    work = 0.03 + 0.00025 × context tokens + 0.012 × generated tokens.
+
+Who finds no slot waits: in the picker, which lets realtime go before batch, or in the pod that had least to
+do, first come, first served. How many are let into the pods is the picker's matter.
+
+The world does not know who drives it. A driver tells it what arrives (`arrive`), moves it on (`advance`, no
+further than `next_event_at` if it wants to react to everything), and looks at it (`observe`); the world
+calls back when a request leaves. Realtime traffic, changes of capacity and gateway outages are given at the
+start and are its own events. The same input gives the same history, to the last bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import chain
+from math import floor, inf, nan
+from operator import itemgetter
+from random import Random
+
+import msgspec
+
+from dispatcher.lab.standin.model import (
+    BATCH_CONTEXT,
+    BATCH_SPREAD,
+    BATCH_TOKENS,
+    generated,
+    slowdown,
+    work_s,
+)
+from dispatcher.lab.standin.trace import Trace
+
+
+class Job(msgspec.Struct, eq=False):
+    """A request as the pool sees it."""
+
+    work_s: float
+    """How long it runs in an empty pool."""
+    tokens: int
+    """Of each."""
+    batch: bool
+    grain: int = 1
+    """So many requests that are alike and stay together: they start where one of them has a slot."""
+    arrived_at: float = nan
+    started_at: float = nan
+    """NaN while it waits."""
+    finished_at: float = nan
+    """When it left: answered, or gone before."""
+    gone: bool = False
+    """It left without an answer: its client or the gateway closed the connection."""
+    pod: Pod | None = None
+    """Where it runs, or waits to; None: in the picker, or not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What batch requests are like."""
+
+    tokens: float = BATCH_TOKENS
+    spread: float = BATCH_SPREAD
+    """0: all are alike."""
+    seconds: float | None = None
+    """Each runs so long in an empty pool; None: by its tokens."""
+
+    @property
+    def mean_s(self) -> float:
+        """What one takes in an empty pool, on average."""
+        return work_s(BATCH_CONTEXT, self.tokens) if self.seconds is None else self.seconds
+
+    def draw(self, draws: Random) -> int:
+        """How many tokens the next one generates."""
+        return generated(draws, self.tokens, self.spread)
+
+    def job(self, tokens: int, grain: int = 1) -> Job:
+        """One that generates so many tokens, or a grain of such."""
+        work = work_s(BATCH_CONTEXT, tokens) if self.seconds is None else self.seconds
+        return Job(work, tokens, True, grain)
+
+
+def jobs_of(trace: Trace) -> Iterator[tuple[float, Job]]:
+    """Realtime requests as a world wants them; new ones each time, for a job remembers its life."""
+    return ((each.at, Job(each.work_s, each.tokens, batch=False)) for each in trace.arrivals)
+
+
+class Arrival(Enum):
+    """What the gateway does with a request that reaches it."""
+
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+    """429 `rejected-saturated`: the EPP's queue is full."""
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """The pool at one moment."""
+
+    at: float
+    slots: int
+    realtime_running: int
+    realtime_waiting: int
+    batch_running: int
+    batch_waiting: int
+    inside: int = 0
+    """Of those that wait, how many do so in the pods."""
+    pods: int = 1
+    inside_seen: int = 0
+    """Requests that waited in the pods when the picker last read the pods' metrics."""
+
+    @property
+    def running(self) -> int:
+        return self.realtime_running + self.batch_running
+
+    @property
+    def waiting(self) -> int:
+        return self.realtime_waiting + self.batch_waiting
+
+
+@dataclass(slots=True)
+class Overshoot:
+    """Requests in the system above (1 − B) × M, over time."""
+
+    request_seconds: float = 0.0
+    worst: float = 0.0
+
+    def mean(self, seconds: float) -> float:
+        return self.request_seconds / seconds if seconds > 0 else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Pod:
+    """A model server. One that leaves has no slots; what is there runs on to its end."""
+
+    slots: int
+    running: int = 0
+    queue: deque[Job] = field(default_factory=deque)
+    waiting: int = 0
+    """How many the queue holds."""
+    stepped_at: float = nan
+    """When batch requests last ended here together."""
+    ran: int = 0
+    """How many ran just before."""
+
+    @property
+    def load(self) -> float:
+        """By which the picker chooses."""
+        return (self.running + self.waiting) / self.slots if self.slots else inf
+
+
+class World:
+    """The pool and the gateway before it.
+
+    `realtime`: (arrival time, job), ascending. `slots_at`: (time, slots) changes of capacity; what runs on
+    slots that go away runs on to its end. `pods_at`: (time, pods), each with as many slots as the others.
+    `lets_in`: (slots, pods) → how many requests the picker lets into the pods; without it as many as run at
+    once. `full_at`: pods → the number of requests waiting in the pods from which on the picker holds
+    everybody back; below it the picker lets everybody in, whatever `lets_in` says. `look_s`: the picker
+    reads the metrics of the pods this often, for the first time at `look_phase_s`, and acts on what it read
+    until it reads them again, so that a burst passes before the pods are seen to be full; 0: it sees every
+    change at once. `queue_limit`: so many may wait before the pods, or in them where all are let in.
+    `outages`: (from, until) in which the gateway accepts nobody; at its start it drops every connection,
+    and the pool stops what was running for them. `step_s`: batch requests end in the middle of stretches of
+    that length, nearest to when they would, so that many do so at once; 0: each for itself. `on_start`: a
+    batch request has got a slot, and leaves it at that time unless it is gone before.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        *,
+        reserve: float = 0.05,
+        queue_limit: int | None = None,
+        realtime: Iterable[tuple[float, Job]] = (),
+        slots_at: Sequence[tuple[float, int]] = (),
+        pods: int = 1,
+        pods_at: Sequence[tuple[float, int]] = (),
+        lets_in: Callable[[int, int], float] = lambda slots, pods: slots,
+        full_at: Callable[[int], float] | None = None,
+        look_s: float = 0.0,
+        look_phase_s: float = 0.0,
+        outages: Sequence[tuple[float, float]] = (),
+        step_s: float = 0.0,
+        on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
+        on_finish: Callable[[Job], None] = lambda job: None,
+        on_gone: Callable[[Job], None] = lambda job: None,
+        on_pods: Callable[[int], None] = lambda pods: None,
+    ) -> None:
+        self.now = 0.0
+        self.slots = slots
+        self.overshoot = Overshoot()
+        self.realtime_refused = 0
+        self.realtime_unreachable = 0
+        self.most = 0
+        """The most requests there ever were, running and waiting."""
+        self._reserve = reserve
+        self._step_s = step_s
+        self._queue_limit = inf if queue_limit is None else queue_limit
+        self.on_start, self.on_finish, self.on_gone = on_start, on_finish, on_gone
+        self._on_pods = on_pods
+        self._lets_in = lets_in
+        self._full_at = full_at
+        self._look_s, self._look_phase_s = look_s, look_phase_s
+        self._looks_at = inf
+        """When the picker next reads the metrics of the pods; infinite while that would change nothing."""
+        self._inside_seen = 0
+        self._realtime = iter(realtime)
+        self._next_realtime = next(self._realtime, None)
+        self._changes: list[tuple[float, Callable[[], None]]] = [
+            *((at, partial(self._becomes, to)) for at, to in slots_at),
+            *((at, partial(self._has_pods, to)) for at, to in pods_at),
+            *((start, self._goes_down) for start, _ in outages),
+            *((end, self._comes_up) for _, end in outages),
+        ]
+        self._changes.sort(key=itemgetter(0), reverse=True)
+        self.down = False
+        """Whether the gateway is away."""
+        self.in_system = 0
+        """How many run and wait."""
+        self._running = {False: 0, True: 0}  # by Job.batch
+        self._inside = {False: 0, True: 0}
+        self._outside = {False: 0, True: 0}
+        self._queue: dict[bool, deque[Job]] = {False: deque(), True: deque()}
+        self._ends: list[tuple[float, int, Job]] = []
+        self._starts = 0
+        self._per_pod = slots / pods
+        self._pods = [Pod(0) for _ in range(pods)]
+        self._shape()
+
+    def __repr__(self) -> str:
+        return f"<World t={self.now:.3f} {self.observe()}>"
+
+    @property
+    def _waiting_inside(self) -> int:
+        return self._inside[False] + self._inside[True]
+
+    @property
+    def _waiting_outside(self) -> int:
+        return self._outside[False] + self._outside[True]
+
+    @property
+    def realtime_waiting(self) -> Iterable[Job]:
+        inside = (job for pod in self._pods for job in pod.queue if not job.batch)
+        return chain(inside, self._queue[False])
+
+    def observe(self) -> PoolState:
+        """The pool as it is at `now`; a driver that wants another moment advances to it first."""
+        return PoolState(
+            at=self.now,
+            slots=self.slots,
+            realtime_running=self._running[False],
+            realtime_waiting=self._inside[False] + self._outside[False],
+            batch_running=self._running[True],
+            batch_waiting=self._inside[True] + self._outside[True],
+            inside=self._waiting_inside,
+            pods=len(self._pods),
+            inside_seen=self._inside_seen if self._look_s else self._waiting_inside,
+        )
+
+    def next_event_at(self) -> float:
+        """When the world next changes by itself; infinite when it has nothing to do."""
+        at = self._ends[0][0] if self._ends else inf
+        if self._next_realtime is not None and self._next_realtime[0] < at:
+            at = self._next_realtime[0]
+        if self._changes and self._changes[-1][0] < at:
+            at = self._changes[-1][0]
+        return self._looks_at if self._looks_at < at else at  # noqa: FURB136 -- a call less for each event
+
+    def next_change_at(self) -> float:
+        """When its slots, its pods or the gateway next change."""
+        return self._changes[-1][0] if self._changes else inf
+
+    @property
+    def batch_waiting(self) -> bool:
+        return bool(self._inside[True] or self._outside[True])
+
+    def advance(self, to: float) -> None:
+        """Live through everything that happens until `to`, and be there."""
+        ends, changes = self._ends, self._changes
+        while True:
+            # As `next_event_at`, which would be the dearest of all that is called here.
+            at, realtime = ends[0][0] if ends else inf, self._next_realtime
+            if realtime is not None and realtime[0] < at:
+                at = realtime[0]
+            if changes and changes[-1][0] < at:
+                at = changes[-1][0]
+            if self._looks_at < at:
+                at = self._looks_at
+            if at > to:
+                break
+            if at > self.now:
+                self._pass_time(at)
+            if self._looks_at == at:
+                self._look()
+            elif changes and changes[-1][0] == at:
+                changes.pop()[1]()
+            elif ends and ends[0][0] == at:
+                self._finish(heapq.heappop(ends)[2])
+            elif realtime is not None:
+                self._next_realtime = next(self._realtime, None)
+                self._realtime_arrives(realtime[1])
+        if to > self.now:
+            self._pass_time(to)
+
+    def arrive(self, job: Job, now: float) -> Arrival:
+        """A request reaches the gateway."""
+        self.advance(now)
+        return self.admit(job)
+
+    def leave(self, job: Job, now: float) -> None:
+        """The client closes the connection: the request stops running, or waiting. Nothing if it has left."""
+        self.advance(now)
+        if job.finished_at == job.finished_at or job.arrived_at != job.arrived_at:  # NaN: not yet
+            return
+        job.finished_at, job.gone = now, True
+        self.in_system -= job.grain
+        if job.pod is None:
+            self._queue[job.batch].remove(job)
+            self._outside[job.batch] -= job.grain
+        elif job.started_at == job.started_at:
+            self._stops(job.pod, job)  # its entry among the ends is skipped when it comes up
+        else:
+            job.pod.queue.remove(job)
+            self._waits_inside(job.pod, job, -job.grain)
+            self._let_in()
+
+    def admit(self, job: Job) -> Arrival:
+        """A request reaches the gateway at `now`."""
+        if self.down:
+            return Arrival.UNREACHABLE
+        pod = self._next_pod()
+        if pod is None:
+            if self._waiting_outside >= self._queue_limit:
+                return Arrival.REFUSED
+        elif (
+            self._full_at is None
+            and self._most_in == inf
+            and pod.running >= pod.slots
+            and self._waiting_inside >= self._queue_limit
+        ):
+            return Arrival.REFUSED  # nobody waits before the pods: they refuse themselves
+        job.arrived_at = self.now
+        self.in_system += job.grain
+        if pod is None:
+            self._waits_outside(job)
+        else:
+            self._enter(pod, job)
+        self._mark_worst()
+        return Arrival.ACCEPTED
+
+    def _next_pod(self) -> Pod | None:
+        """Where the picker sends the next request; None: it lets nobody in now."""
+        if len(self._pods) == 1:  # as most worlds have it, and asked for each request
+            pod = self._pods[0]
+            return pod if pod.slots and pod.running + pod.waiting < self._most_in else None
+        if sum(pod.running + pod.waiting for pod in self._pods) >= self._most_in:
+            return None
+        least = min(self._pods, key=lambda each: each.load, default=None)
+        return least if least is not None and least.slots else None
+
+    def _enter(self, pod: Pod, job: Job) -> None:
+        job.pod = pod
+        if pod.running < pod.slots:
+            self._start(pod, job)
+        else:
+            pod.queue.append(job)
+            self._waits_inside(pod, job, job.grain)
+
+    def _waits_inside(self, pod: Pod, job: Job, by: int) -> None:
+        pod.waiting += by
+        self._inside[job.batch] += by
+        if self._look_s and self._looks_at == inf:
+            passed = floor((self.now - self._look_phase_s) / self._look_s)
+            self._looks_at = self._look_phase_s + (passed + 1) * self._look_s
+        elif not self._look_s:
+            self._open_or_hold()
+
+    def _look(self) -> None:
+        """The picker reads the metrics of the pods."""
+        self._inside_seen = self._waiting_inside
+        waits = self._inside_seen or self._waiting_outside
+        self._looks_at = self._looks_at + self._look_s if waits else inf
+        self._open_or_hold()
+        self._let_in()
+
+    def _open_or_hold(self) -> None:
+        if self._full_at is not None:
+            seen = self._inside_seen if self._look_s else self._waiting_inside
+            self._most_in = 0.0 if seen >= self._full_at(len(self._pods)) else inf
+
+    def _waits_outside(self, job: Job) -> None:
+        self._queue[job.batch].append(job)
+        self._outside[job.batch] += job.grain
+
+    def _pass_time(self, to: float) -> None:
+        over = self.in_system - self._room
+        if over > 0:
+            self.overshoot.request_seconds += over * (to - self.now)
+        self.now = to
+
+    def _mark_worst(self) -> None:
+        if self.in_system > self.most:
+            self.most = self.in_system
+        over = self.in_system - self._room
+        if over > self.overshoot.worst:
+            self.overshoot.worst = over
+
+    def _start(self, pod: Pod, job: Job) -> None:
+        self._running[job.batch] += job.grain
+        pod.running += job.grain
+        job.started_at = self.now
+        self._starts += 1  # equal ends leave in the order of their starts
+        if self._step_s and job.batch:
+            end = self._at_step(job, pod)
+        else:
+            end = self.now + job.work_s * slowdown(min(pod.running, pod.slots), pod.slots)
+        heapq.heappush(self._ends, (end, self._starts, job))
+        if job.batch:
+            self.on_start(job, end)
+
+    def _at_step(self, job: Job, pod: Pod) -> float:
+        """When it ends: early as often as late. In the middle, for scrapes are at whole seconds: none shall
+        see all those slots free. Whoever takes one of them is as slow as if they had ended one by one."""
+        step_s = self._step_s
+        running = max(pod.running, pod.ran) if self.now < pod.stepped_at + step_s else pod.running
+        end = self.now + job.work_s * slowdown(min(running, pod.slots), pod.slots)
+        middle = (floor(end / step_s) + 0.5) * step_s
+        return middle if middle > self.now else middle + step_s
+
+    def _stops(self, pod: Pod, job: Job) -> None:
+        self._running[job.batch] -= job.grain
+        pod.running -= job.grain
+        self._from_queue(pod)
+        self._let_in()
+
+    def _from_queue(self, pod: Pod) -> None:
+        while pod.queue and pod.running < pod.slots:
+            job = pod.queue.popleft()
+            self._waits_inside(pod, job, -job.grain)
+            self._start(pod, job)
+
+    def _let_in(self) -> None:
+        """The picker lets in whom it has room for."""
+        while queue := self._queue[False] or self._queue[True]:
+            pod = self._next_pod()
+            if pod is None:
+                return
+            job = queue.popleft()
+            self._outside[job.batch] -= job.grain
+            self._enter(pod, job)
+
+    def _finish(self, job: Job) -> None:
+        if job.gone or job.pod is None:
+            return
+        job.finished_at = self.now
+        self.in_system -= job.grain
+        if job.batch and job.pod.stepped_at != self.now:
+            job.pod.stepped_at, job.pod.ran = self.now, job.pod.running
+        self._stops(job.pod, job)
+        self.on_finish(job)
+
+    def _realtime_arrives(self, job: Job) -> None:
+        arrival = self.admit(job)
+        if arrival is Arrival.REFUSED:
+            self.realtime_refused += 1
+        elif arrival is Arrival.UNREACHABLE:
+            self.realtime_unreachable += 1
+
+    def _becomes(self, slots: int) -> None:
+        self._per_pod = slots / max(1, len(self._pods))
+        self._shape()
+
+    def _has_pods(self, pods: int) -> None:
+        leaving = self._pods[pods:]
+        self._pods = self._pods[:pods] + [Pod(0) for _ in range(pods - len(self._pods))]
+        for pod in leaving:
+            pod.slots = 0
+            for job in pod.queue:  # the picker sends them elsewhere
+                job.pod = None
+                self._waits_inside(pod, job, -job.grain)
+                self._waits_outside(job)
+            pod.queue.clear()
+        self._shape()
+        self._on_pods(pods)
+
+    def _shape(self) -> None:
+        """Spread the slots over the pods."""
+        pods = len(self._pods)
+        self.slots = round(self._per_pod * pods)
+        for number, pod in enumerate(self._pods):
+            pod.slots = self.slots // pods + (number < self.slots % pods)
+        self._room = self.slots * (1.0 - self._reserve)
+        self._most_in = self._lets_in(self.slots, pods)
+        self._open_or_hold()
+        for pod in self._pods:
+            self._from_queue(pod)
+        self._let_in()
+        self._mark_worst()
+
+    def _goes_down(self) -> None:
+        self.down = True
+        lost = [job for _, _, job in sorted(self._ends) if not job.gone]
+        lost += [job for pod in self._pods for job in pod.queue]
+        lost += [*self._queue[False], *self._queue[True]]
+        self._ends.clear()
+        for pod in self._pods:
+            pod.running = pod.waiting = 0
+            pod.queue.clear()
+        for queue in self._queue.values():
+            queue.clear()
+        self._running = {False: 0, True: 0}
+        self._inside = {False: 0, True: 0}
+        self._outside = {False: 0, True: 0}
+        self.in_system = 0
+        for job in lost:
+            job.finished_at, job.gone = self.now, True
+            self.on_gone(job)
+
+    def _comes_up(self) -> None:
+        self.down = False

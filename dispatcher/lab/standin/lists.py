@@ -1,0 +1,336 @@
+"""A model server for list calls: what it takes per call and per item, how many it takes, what it gets wrong.
+
+    python -m dispatcher.lab.standin.lists --call-s 0.02 --item-s 0.002 --max-items 32
+
+prints one line of JSON with its URL once it listens on loopback, and runs until SIGTERM or SIGINT. Each
+option is a field of `ListConfig`. It has /v1/embeddings, /v1/models/{m}:predict, /v2/models/{m}/infer,
+/rerank, /score, /embed and /predict; `GET /observed` tells what it saw, `POST /control` changes the fields
+that it names. `ListServer.answered` does the same without HTTP, and then in virtual time too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from dispatcher.lab.standin.http import Exchange, Server
+from dispatcher.lab.standin.listmodels import BadCallError, ListCall, read
+
+
+class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a server is, and what is wrong with it; its fields may be changed while it runs."""
+
+    host: Annotated[str, Meta(description="Where it listens.")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="0: any.")] = 0
+    call_s: Annotated[float, Meta(description="Seconds that each call takes.")] = 0.02
+    item_s: Annotated[float, Meta(description="Seconds for each of its items.")] = 0.002
+    log_s: Annotated[float, Meta(description="Seconds times log2(1 + items).")] = 0.0
+    workers: Annotated[int, Meta(description="Calls that it works on at once; the others wait.")] = 1
+    max_items: Annotated[int, Meta(description="Items that a call may have; 0: any number.")] = 0
+    max_tokens: Annotated[int, Meta(description="Tokens that a call may have; 0: any number.")] = 0
+    words: Annotated[
+        Literal["tei", "openai", "triton", "tensorflow", "cohere", "infinity", "plain"],
+        Meta(description="Whose words it has for a call with too many."),
+    ] = "tei"
+    bad: Annotated[str, Meta(description="A call with this in one of its items is answered 400.")] = ""
+    wrong_above: Annotated[int, Meta(description="Calls of more items get wrong numbers; 0: none.")] = 0
+    missing: Annotated[int, Meta(description="So many of the next answers lack their last item.")] = 0
+    fail: Annotated[int, Meta(description="So many of the next calls are answered 503.")] = 0
+    shuffled: Annotated[bool, Meta(description="Numbered items are answered last one first.")] = False
+    dims: Annotated[int, Meta(description="Numbers of a vector.")] = 8
+    model: Annotated[str, Meta(description="Its name, where a call names none.")] = "m"
+
+    def seconds(self, items: int) -> float:
+        """What a call of so many items takes."""
+        return self.call_s + self.item_s * items + self.log_s * math.log2(1 + items)
+
+
+@dataclass(slots=True)
+class SeenCall:
+    """One call, as it went; times of the event loop."""
+
+    path: str
+    texts: Sequence[str]
+    """Of its items; those of a call that was refused, too."""
+    tokens: int
+    came_at: float
+    began_at: float = math.nan
+    """When the model began with it; nan: it was refused before that."""
+    ended_at: float = math.nan
+    status: int = 0
+    """0: it has not ended, or whoever called went away."""
+
+
+Answered = tuple[int, bytes]
+"""Status and body."""
+
+
+class ListServer:
+    """The server without its port: what it answers, when, and what it saw."""
+
+    def __init__(self, config: ListConfig | None = None) -> None:
+        self.config = config or ListConfig()
+        self.calls: list[SeenCall] = []
+        """All calls, in the order they came in."""
+        self.running = 0
+        self.most_running = 0
+        self._turns: list[asyncio.Future[None]] = []
+
+    @property
+    def items(self) -> int:
+        """Items that were answered with 200."""
+        return sum(len(call.texts) for call in self.calls if call.status == 200)
+
+    def report(self) -> dict[str, Any]:
+        """Counts of all that it saw."""
+        done = [call for call in self.calls if call.status == 200]
+        return {
+            "calls": len(self.calls),
+            "answered": len(done),
+            "items": self.items,
+            "tokens": sum(call.tokens for call in done),
+            "sizes": [len(call.texts) for call in self.calls],
+            "statuses": [call.status for call in self.calls],
+            "most_running": self.most_running,
+            "busy_s": sum(call.ended_at - call.began_at for call in done),
+        }
+
+    async def answered(self, path: str, body: bytes) -> Answered:
+        """The answer to a call, when it is due."""
+        config = self.config
+        seen = SeenCall(path, (), 0, asyncio.get_running_loop().time())
+        self.calls.append(seen)
+        try:
+            call = read(
+                path,
+                body,
+                model=config.model,
+                dims=config.dims,
+                index_last=config.words in ("tei", "infinity"),
+            )
+        except BadCallError as error:
+            return self._ended(seen, 400, {"error": {"message": str(error), "type": "invalid_request_error"}})
+        seen.texts, seen.tokens = call.texts, call.tokens
+        if (refused := self._refused(call, path)) is not None:
+            return self._ended(seen, *refused)
+        await self._turn()
+        try:
+            seen.began_at = asyncio.get_running_loop().time()
+            await asyncio.sleep(config.seconds(len(call.texts)))
+        finally:
+            self._leave()
+        wrong = 0 < config.wrong_above < len(call.texts)
+        answer = self._with_faults(call.answer(wrong))
+        return self._ended(seen, 200, answer, pretty=call.pretty)
+
+    def _refused(self, call: ListCall, path: str) -> tuple[int, Any] | None:
+        config = self.config
+        if config.fail > 0:
+            config.fail -= 1
+            return 503, {"error": "Model is overloaded", "error_type": "Overloaded"}
+        if 0 < config.max_items < len(call.texts):
+            return too_many(config.words, len(call.texts), config.max_items, native="/v1/" not in path)
+        if 0 < config.max_tokens < call.tokens:
+            message = f"Requested {call.tokens} tokens, max {config.max_tokens} tokens per request"
+            kind = "max_tokens_per_request"
+            return 400, {"error": {"message": message, "type": kind, "param": None, "code": kind}}
+        bad = next((at for at, text in enumerate(call.texts) if config.bad and config.bad in text), None)
+        if bad is not None:
+            message = f"Invalid input at position {bad}"
+            return 400, {"error": {"message": message, "type": "invalid_request_error", "code": None}}
+        return None
+
+    def _with_faults(self, answer: Any) -> Any:
+        listed = answer
+        if isinstance(answer, dict):
+            listed = next(value for value in answer.values() if isinstance(value, list))
+        if self.config.shuffled and listed and isinstance(listed[0], dict) and "index" in listed[0]:
+            listed.reverse()
+        if self.config.missing > 0:
+            self.config.missing -= 1
+            listed.pop()
+        return answer
+
+    def _ended(self, seen: SeenCall, status: int, answer: Any, *, pretty: bool = False) -> Answered:
+        seen.status, seen.ended_at = status, asyncio.get_running_loop().time()
+        if pretty:
+            return status, json.dumps(answer, indent=4).encode()
+        return status, msgspec.json.encode(answer)
+
+    async def _turn(self) -> None:
+        """Until one of the workers is free: first come, first served."""
+        if self.running >= self.config.workers or self._turns:
+            mine = asyncio.get_running_loop().create_future()
+            self._turns.append(mine)
+            try:
+                await mine
+            except asyncio.CancelledError:
+                if mine in self._turns:
+                    self._turns.remove(mine)
+                else:
+                    self._leave()
+                raise
+        else:
+            self.running += 1
+        self.most_running = max(self.most_running, self.running)
+
+    def _leave(self) -> None:
+        self.running -= 1
+        while self._turns and self.running < self.config.workers:
+            self.running += 1
+            self._turns.pop(0).set_result(None)
+
+
+def too_many(words: str, count: int, most: int, *, native: bool = False) -> tuple[int, Any]:
+    """How the real servers refuse a call of so many items."""
+    tei = f"batch size {count} > maximum allowed batch size {most}"
+    openai = (
+        f"Invalid 'input': array too long. Expected an array with maximum length {most}, but got an array "
+        f"with length {count} instead."
+    )
+    listed = f"List should have at most {most} items after validation, not {count}"
+    said: dict[str, tuple[int, Any]] = {
+        "tei": (
+            413,
+            {"error": tei, "error_type": "Validation"}
+            if native
+            else {"message": tei, "code": 413, "type": "Validation"},
+        ),
+        "openai": (
+            400,
+            {
+                "error": {
+                    "message": openai,
+                    "type": "invalid_request_error",
+                    "param": "input",
+                    "code": "array_above_max_length",
+                }
+            },
+        ),
+        "triton": (400, {"error": f"inference request batch-size must be <= {most} for 'm'"}),
+        "tensorflow": (400, {"error": f"Task size {count} is larger than maximum input batch size {most}"}),
+        "cohere": (
+            400,
+            {"message": f"invalid request: total number of texts must be at most {most} - received {count}"},
+        ),
+        "infinity": (422, {"detail": [{"type": "too_long", "loc": ["body", "input"], "msg": listed}]}),
+        "plain": (413, "Payload Too Large"),
+    }
+    return said[words]
+
+
+class ListService:
+    """A `ListServer` behind a port on loopback; an async context manager."""
+
+    def __init__(self, config: ListConfig | None = None) -> None:
+        self.lists = ListServer(config)
+        self._server = Server(self._take, self.lists.config.host, self.lists.config.port)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self._server.host}:{self._server.port}"
+
+    async def __aenter__(self) -> ListService:
+        await self._server.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _take(self, exchange: Exchange) -> None:
+        path = exchange.target.partition("?")[0]
+        if path == "/observed":
+            _json(exchange, 200, msgspec.json.encode(self.lists.report()))
+        elif path == "/control":
+            self._control(exchange)
+        elif exchange.method != "POST":
+            _json(exchange, 200 if path == "/health" else 404, b"{}")
+        else:
+            self._spawn(exchange, self._answer(exchange))
+
+    def _control(self, exchange: Exchange) -> None:
+        """Change the fields that it names; the others stay."""
+        try:
+            told = msgspec.json.decode(exchange.body, type=dict[str, Any])
+            changed = msgspec.convert({**msgspec.structs.asdict(self.lists.config), **told}, ListConfig)
+        except msgspec.MsgspecError as error:
+            _json(exchange, 400, msgspec.json.encode({"error": str(error)}))
+            return
+        self.lists.config = changed
+        _json(exchange, 200, msgspec.json.encode(changed))
+
+    async def _answer(self, exchange: Exchange) -> None:
+        status, body = await self.lists.answered(exchange.target, exchange.body)
+        _json(exchange, status, body)
+
+    def _spawn(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        exchange.on_gone = _cancel(task)
+
+
+def _cancel(task: asyncio.Task[None]) -> Callable[[], None]:
+    def gone() -> None:
+        task.cancel()
+
+    return gone
+
+
+def _json(exchange: Exchange, status: int, body: bytes) -> None:
+    exchange.answer(status, body, [("content-type", "application/json")])
+
+
+def _options(arguments: Sequence[str] | None) -> ListConfig:
+    parser = argparse.ArgumentParser(
+        prog="python -m dispatcher.lab.standin.lists",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for field in msgspec.structs.fields(ListConfig):
+        (about,) = field.type.__metadata__
+        told = f"{about.description} Default: {field.default!r}".replace("%", "%%")
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=told)
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        return msgspec.convert(given, ListConfig, strict=False)
+    except msgspec.ValidationError as error:
+        parser.error(str(error))
+
+
+async def serve(config: ListConfig) -> None:
+    """Run until SIGTERM or SIGINT; one line of JSON on stdout says that it listens, and where."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with ListService(config) as service:
+        sys.stdout.write(msgspec.json.encode({"url": service.url}).decode() + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    try:
+        asyncio.run(serve(_options(arguments)))
+    except OSError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,466 @@
+"""A gateway, an endpoint picker and a pool in one process, over HTTP on loopback.
+
+For the demo, the scenario tests and the benchmarks: what the dispatcher sees of a cluster, with realtime
+traffic, faults that are switched while it runs, and an observer who knows what really happened.
+
+    python -m dispatcher.lab.standin --slots 32 --seconds 0.5 --queue-limit 8
+
+prints one line of JSON with the three URLs once it listens, and runs until SIGTERM or SIGINT. Each option is
+a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` tells what happened,
+`GET <control>/log?after=N` each request. The three listeners fail apart from each other. Beside the picker's
+`/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of `--endpoints`;
+its list of models, `/servers/0/v1/models`; and it takes requests straight, at `/servers/0/v1/completions`,
+`…/v1/chat/completions`, `…/v1/embeddings`. The gateway has the lists of all at `/v1/models`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import ssl
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from dispatcher.lab.standin.gateway import Fault, Gateway, LogEntry
+from dispatcher.lab.standin.http import Exchange, Server
+from dispatcher.lab.standin.picker import Picker
+from dispatcher.lab.standin.pool import Pool
+from dispatcher.lab.standin.prefixes import PrefixServers
+from dispatcher.lab.standin.replies import Answer
+from dispatcher.lab.standin.serverports import ServerPorts
+from dispatcher.lab.standin.serving import Adapter, ModelServers, Roll, parse_models
+from dispatcher.lab.standin.shapes import parse_steps
+from dispatcher.lab.standin.trace import TraceError, load
+from dispatcher.lab.standin.traffic import Realtime
+from dispatcher.lab.standin.vllm import Engine
+
+__all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "Roll", "main"]
+
+
+class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a world starts. Where the default is none, the description says what holds then."""
+
+    host: Annotated[str, Meta(description="Where the three listeners are.")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="Of the gateway; 0: any.")] = 0
+    metrics_port: Annotated[int, Meta(description="Of the picker's /metrics; 0: any.")] = 0
+    control_port: Annotated[int, Meta(description="Of the control side; 0: any.")] = 0
+    pool: Annotated[str, Meta(description="The pool's name on the picker's page.")] = "qwen"
+    slots: Annotated[int, Meta(description="Requests that all endpoints together really run at once.")] = 32
+    endpoints: Annotated[int, Meta(description="Model servers that the picker knows.")] = 1
+    declared: Annotated[
+        int | None,
+        Meta(description="Requests that the picker believes they run (maxConcurrency × endpoints)."),
+        "the truth",
+    ] = None
+    queue_limit: Annotated[
+        int | None, Meta(description="Requests that may wait; one more is answered 429."), "any number"
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Meta(description="How long every request runs."),
+        "by its tokens and the pool's fullness",
+    ] = None
+    path_s: Annotated[
+        float, Meta(description="What the way to the pool takes, and again the way back, in seconds.")
+    ] = 0.0
+    flow_control: Annotated[bool, Meta(description="Requests wait in the picker, and it says how many.")] = (
+        True
+    )
+    detector: Annotated[
+        Literal["concurrency", "utilization"],
+        Meta(description="The kind of the picker's saturation detector."),
+    ] = "concurrency"
+    detector_name: Annotated[
+        str, Meta(description="What the picker's operator calls the detector."), "as the kind"
+    ] = ""
+    cold: Annotated[
+        bool,
+        Meta(description="The picker has just started: nothing known before its first flush."),
+    ] = False
+    kv_at_full: Annotated[
+        float, Meta(description="Share of the KV cache in use while all slots are taken.")
+    ] = 0.6
+    prefix_blocks: Annotated[
+        int, Meta(description="Blocks of prompts (64 bytes each) that the model servers keep; 0: none.")
+    ] = 0
+    prefix_servers: Annotated[
+        int, Meta(description="Model servers that keep prompts, each its own; sessions stay at one.")
+    ] = 1
+    models: Annotated[
+        str,
+        Meta(
+            description="What the servers list, as a,b;a: the first two models, all others one. Any other "
+            "name is answered 404."
+        ),
+        "one model m, and any name is served",
+    ] = ""
+    cold_s: Annotated[
+        float,
+        Meta(description="So much longer the first request to a model takes on each server, in seconds."),
+    ] = 0.0
+    subset_header: Annotated[
+        str,
+        Meta(
+            description="By this header a request says to which model servers alone it may go: as "
+            "host:port/servers/N, or as host:port where they are apart. Where none of them is there: 503."
+        ),
+        "no header says so",
+    ] = ""
+    apart: Annotated[
+        bool,
+        Meta(
+            description="Each model server has an address of its own, too (`servers` in the line of JSON), "
+            "which refuses connections while it is gone."
+        ),
+    ] = False
+    engine: Annotated[Engine, Meta(description="As which kind of server each model server shows itself.")] = (
+        "vllm"
+    )
+    lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
+    look_s: Annotated[
+        float,
+        Meta(description="The picker reads the metrics of the model servers every so many seconds."),
+    ] = 0.5
+    flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
+    metrics_token: Annotated[
+        str, Meta(description="The bearer token that /metrics asks for."), "none is asked for"
+    ] = ""
+    trace: Annotated[
+        str,
+        Meta(description="Realtime traffic: a CSV of time, context tokens, generated tokens."),
+        "no traffic",
+    ] = ""
+    trace_from_s: Annotated[float, Meta(description="Where in the trace to begin, in seconds.")] = 0.0
+    trace_speed: Annotated[float, Meta(description="So many seconds of the trace pass in one.")] = 1.0
+    steps: Annotated[
+        str,
+        Meta(
+            description="Realtime traffic: so many held in the pool from then on, as 0:0,10:20,30:0 "
+            "(seconds:level)."
+        ),
+        "no traffic",
+    ] = ""
+    realtime_seconds: Annotated[
+        float | None,
+        Meta(description="How long a realtime request runs."),
+        "by its tokens and the pool's fullness",
+    ] = None
+    tls_cert: Annotated[str, Meta(description="PEM file; with it the gateway speaks TLS."), "plain HTTP"] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of its key."), "in the same file"] = ""
+    seed: Annotated[int, Meta(description="Of all that is drawn.")] = 0
+    log_max: Annotated[int, Meta(description="The newest so many requests are kept in the log.")] = 200_000
+
+
+class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What can change while the world runs; what is absent stays as it is."""
+
+    gateway: Fault | msgspec.UnsetType | None = msgspec.UNSET
+    """null: whole again."""
+    metrics: (
+        Literal["ok", "gone", "hang", "garbage", "frozen", "empty", "error", "unauthorized"]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    slots: int | msgspec.UnsetType = msgspec.UNSET
+    """The truth; what the picker believes stays."""
+    declared: int | msgspec.UnsetType = msgspec.UNSET
+    endpoints: int | msgspec.UnsetType = msgspec.UNSET
+    """At 0 nothing runs, the gateway answers 503, and the averages freeze."""
+    queue_limit: int | msgspec.UnsetType | None = msgspec.UNSET
+    seconds: float | msgspec.UnsetType | None = msgspec.UNSET
+    path_s: float | msgspec.UnsetType = msgspec.UNSET
+    lag_s: float | msgspec.UnsetType = msgspec.UNSET
+    flush: bool = False
+    """Rewrite the picker's averages now; one that started cold has them from then on."""
+    realtime: int | msgspec.UnsetType = msgspec.UNSET
+    """Realtime requests to hold in the pool from now on."""
+    models: list[list[str]] | msgspec.UnsetType | None = msgspec.UNSET
+    """What each server lists, the last for those after it; null: any name is served."""
+    roll: Roll | msgspec.UnsetType = msgspec.UNSET
+    adapter: Adapter | msgspec.UnsetType = msgspec.UNSET
+    cold_s: float | msgspec.UnsetType = msgspec.UNSET
+    subset_header: str | msgspec.UnsetType = msgspec.UNSET
+    """empty: no header says where a request may go."""
+    lists: Literal["ok", "hang", "error", "garbage", "unauthorized"] | msgspec.UnsetType = msgspec.UNSET
+    """How each server answers who asks for its list."""
+    kill_server: str = ""
+    """The model server of this session token ends."""
+    restart: bool = False
+    """Begin a new measurement: peaks, means, counts, quantiles. The log and what is known of ids stay."""
+
+
+class LiveWorld:
+    """`async with LiveWorld(Config(…)) as world`: listens at `gateway_url`, `metrics_url`, `control_url`.
+
+    Raises TraceError when it is made, for traffic that makes no sense.
+    """
+
+    gateway_url: str
+    metrics_url: str
+    control_url: str
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._slots = config.slots
+        declared = config.slots if config.declared is None else config.declared
+        self.epp = Picker(
+            config.pool,
+            config.endpoints,
+            declared,
+            flow_control=config.flow_control,
+            detector=config.detector,
+            detector_name=config.detector_name,
+            cold=config.cold,
+            lag_s=config.lag_s,
+            look_s=config.look_s,
+            flush_s=config.flush_s,
+            kv_at_full=config.kv_at_full,
+        )
+        self.pool = Pool(config.slots, config.queue_limit, self._look, self.epp.answered)
+        self.servers = ModelServers(config.endpoints, parse_models(config.models), config.cold_s, self._moved)
+        self.gateway = Gateway(
+            self.pool,
+            config.host,
+            config.port,
+            _tls(config),
+            seconds=config.seconds,
+            path_s=config.path_s,
+            prefixes=PrefixServers(config.prefix_servers, config.prefix_blocks, config.seed),
+            servers=self.servers,
+            # With flow control off it is the model server that refuses, and it knows no such header.
+            drop_reason="rejected-saturated" if config.flow_control else "",
+            seed=config.seed,
+            log_max=config.log_max,
+        )
+        self.realtime = Realtime(self.pool, seconds=config.realtime_seconds, seed=config.seed)
+        self._steps = parse_steps(config.steps)
+        self._trace = load(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
+        self.ports = ServerPorts(
+            config.host,
+            config.metrics_port,
+            epp=self.epp,
+            pool=self.pool,
+            servers=self.servers,
+            gateway=self.gateway,
+            kv_at_full=config.kv_at_full,
+            token=config.metrics_token,
+            apart=config.apart,
+            engine=config.engine,
+        )
+        self.gateway.subset_header = config.subset_header.lower()
+        self.gateway.labels = lambda: self.ports.addresses
+        self._desk = Server(self._command, config.host, config.control_port)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> LiveWorld:
+        config = self._config
+        for server in (self.gateway.server, self.ports, self._desk):
+            await server.open()
+        scheme = "https" if config.tls_cert else "http"
+        self.gateway_url = f"{scheme}://{config.host}:{self.gateway.server.port}"
+        self.metrics_url = f"http://{config.host}:{self.ports.server.port}/metrics"
+        self.control_url = f"http://{config.host}:{self._desk.port}"
+        self._resize()
+        self._spawn(self.epp.flush_averages())
+        self._spawn(self.epp.keep_looking(self._let_in))
+        self._spawn(self.realtime.step(self._steps))
+        if self._trace is not None:
+            self._spawn(self.realtime.replay(self._trace, config.trace_from_s, config.trace_speed))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.realtime.hold(0)
+        for task in self._tasks:
+            task.cancel()
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in (self.gateway.server, self.ports, self._desk):
+            await server.close()
+        for result in ended:
+            if isinstance(result, Exception):
+                raise result  # a world whose traffic broke off is not the one that was asked for
+
+    async def control(self, control: Control) -> None:
+        """Change the world; when this returns it is changed."""
+        unset = msgspec.UNSET
+        self._shape(control)
+        await self.ports.follow()
+        if control.realtime is not unset:
+            self.realtime.hold(control.realtime)
+        if control.flush:
+            self.epp.flush()
+        if control.metrics is not unset:
+            await self.ports.break_(control.metrics)
+        if control.gateway is not unset:
+            await self.gateway.break_(control.gateway)
+        self.gateway.prefixes.kill(control.kill_server)
+        if control.restart:
+            self.pool.restart()
+            self.gateway.restart()
+
+    def _shape(self, control: Control) -> None:
+        """How large the pool is, and how slow, in truth and as the picker believes."""
+        unset = msgspec.UNSET
+        if control.slots is not unset:
+            self._slots = control.slots
+        if control.declared is not unset:
+            self.epp.declared = control.declared
+        if control.endpoints is not unset:
+            self.servers.resize(control.endpoints)
+        if control.queue_limit is not unset:
+            self.pool.queue_limit = control.queue_limit
+        if control.seconds is not unset:
+            self.gateway.seconds = control.seconds
+        if control.path_s is not unset:
+            self.gateway.path_s = control.path_s
+        if control.lag_s is not unset:
+            self.epp.lag_s = control.lag_s
+        self._serve(control)
+        self._resize()
+
+    def _serve(self, control: Control) -> None:
+        """Which models are served, now or by and by."""
+        unset = msgspec.UNSET
+        if control.cold_s is not unset:
+            self.servers.cold_s = control.cold_s
+        if control.subset_header is not unset:
+            self.gateway.subset_header = control.subset_header.lower()
+        if control.lists is not unset:
+            self.ports.lists = control.lists
+        if control.models is not unset:
+            self.servers.serve(control.models)
+        if control.adapter is not unset:
+            self._spawn(self.servers.load(control.adapter))
+        if control.roll is not unset:
+            self._spawn(self.servers.roll(control.roll))
+
+    def observed(self) -> dict[str, Any]:
+        """What happened, by one who saw all of it."""
+        return {
+            "at": time.monotonic(),
+            "gateway": self.gateway.report(),
+            "pool": self.pool.report(),
+            "models": self.servers.report(),
+            **self.ports.report(),
+        }
+
+    def _look(self) -> None:
+        self.epp.watch(self.pool)
+
+    def _moved(self) -> None:
+        """Servers have gone or come back."""
+        self._resize()
+        self._spawn(self.ports.follow())
+
+    def _resize(self) -> None:
+        self.epp.endpoints = len(self.servers.present)
+        slots = round(self._slots * self.servers.share)
+        if self._config.flow_control and self._config.detector == "concurrency":
+            slots = min(slots, self.epp.declared)  # the picker sends no more than it believes in
+        self.gateway.endpoints = self.epp.endpoints > 0
+        self.pool.lets_in, self.pool.held_back = self.epp.lets_in, self.epp.holds_back
+        self.pool.resize(slots)
+
+    def _let_in(self) -> None:
+        """The picker has read the metrics of its model servers, and lets requests in by what they show."""
+        if self.pool.lets_in != self.epp.lets_in:
+            self._resize()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(asyncio.create_task(coroutine))
+
+    def _command(self, exchange: Exchange) -> None:
+        """The control side. It must answer whatever is broken elsewhere."""
+        url = urlsplit(exchange.target)
+        if exchange.method == "POST" and url.path == "/control":
+            try:
+                control = msgspec.json.decode(exchange.body, type=Control)
+            except msgspec.MsgspecError as error:
+                exchange.answer(400, f"{error}\n".encode())
+                return
+            task = asyncio.create_task(self._change(control, exchange))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif url.path == "/observed":
+            _json(exchange, self.observed())
+        elif url.path == "/log":
+            after = int(parse_qs(url.query).get("after", ["0"])[0])
+            _json(exchange, [entry for entry in self.gateway.log if entry.number > after])
+        else:
+            exchange.answer(404, b"POST /control, GET /observed, GET /log?after=N\n")
+
+    async def _change(self, control: Control, exchange: Exchange) -> None:
+        try:
+            await self.control(control)
+        except OSError as error:
+            exchange.answer(500, f"{error}\n".encode())
+        else:
+            _json(exchange, self.observed())
+
+
+def _json(exchange: Exchange, value: object) -> None:
+    exchange.answer(200, msgspec.json.encode(value), [("content-type", "application/json")])
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    if not config.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls_cert, config.tls_key or None)
+    return context
+
+
+def _options(arguments: Sequence[str] | None) -> Config:
+    parser = argparse.ArgumentParser(
+        prog="python -m dispatcher.lab.standin",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for field in msgspec.structs.fields(Config):
+        about, *then = field.type.__metadata__
+        default = then[0] if then else msgspec.json.encode(field.default).decode().strip('"')
+        told = f"{about.description} Default: {default}".replace("%", "%%")
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=told)
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        return msgspec.convert(given, Config, strict=False)
+    except msgspec.ValidationError as error:
+        parser.error(str(error))
+
+
+async def serve(config: Config) -> None:
+    """Run a world until SIGTERM or SIGINT; one line of JSON on stdout says that it listens, and where."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with LiveWorld(config) as world:
+        urls = {
+            "gateway": world.gateway_url,
+            "metrics": world.metrics_url,
+            "control": world.control_url,
+            "servers": world.ports.urls,
+        }
+        sys.stdout.write(msgspec.json.encode(urls).decode() + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    import uvloop  # a third of the cost per request
+
+    try:
+        uvloop.run(serve(_options(arguments)))
+    except (TraceError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

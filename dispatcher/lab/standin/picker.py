@@ -1,0 +1,280 @@
+"""What an endpoint picker shows of a pool on its /metrics page, as late and as blind as the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from typing import Literal
+
+from dispatcher.lab.standin.model import KV_AT_FULL, TOKEN_S, WAITING_AT_FULL
+from dispatcher.lab.standin.pool import Job, Pool
+
+TTFT_BOUNDS = (
+    *(0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5),
+    *(2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0),
+)
+TPOT_BOUNDS = (
+    *(0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 2.0),
+)
+"""Buckets of the real picker's histograms."""
+
+
+class Histogram:
+    """One series of a histogram."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str, labels: str) -> list[str]:
+        totals = list(accumulate(self._counts))
+        bounds = (*(f"{bound:g}" for bound in self._bounds), "+Inf")
+        return [
+            *(
+                f'{name}_bucket{{{labels},le="{bound}"}} {count}'
+                for bound, count in zip(bounds, totals, strict=True)
+            ),
+            f"{name}_sum{{{labels}}} {self._sum:.17g}",
+            f"{name}_count{{{labels}}} {totals[-1]}",
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The pool as the picker knows it at one moment."""
+
+    at: float
+    running: int
+    waiting: int
+    """In the model servers."""
+    queued: int
+    """In the picker."""
+    endpoints: int
+    slots: int
+
+
+class Picker:
+    """The picker before a pool, and its page.
+
+    `declared`: how many requests it believes all endpoints take together (the concurrency detector's
+    maxConcurrency × endpoints). It sends no more than that to the model servers and queues the rest itself;
+    when it believes too much, the surplus waits in the model servers, where its queue does not show it.
+    The utilization detector decides by the metrics of the model servers instead, which the picker reads every
+    `look_s`: until they show the servers full, every request of a burst goes to them; from then on none does.
+    `detector_name`: what its operator calls the detector. `cold`: it starts without averages and endpoints.
+    `lag_s`: the page tells the state of so long ago. Averages are rewritten every `flush_s`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoints: int,
+        declared: int,
+        *,
+        flow_control: bool,
+        detector: Literal["concurrency", "utilization"],
+        detector_name: str = "",
+        cold: bool = False,
+        lag_s: float,
+        look_s: float,
+        flush_s: float,
+        kv_at_full: float,
+    ) -> None:
+        self.endpoints = endpoints
+        self.declared = declared
+        self.lag_s = lag_s
+        self._name = name
+        self._flow_control = flow_control
+        self._detector = detector
+        self._detector_name = detector_name or f"{detector}-detector"
+        self._cold = cold
+        self._started_at = time.time()
+        self._look_s, self._flush_s = look_s, flush_s
+        self._servers: _Snapshot | None = None
+        """The model servers as their metrics were when they were last read."""
+        self._kv_at_full = kv_at_full
+        self._history: deque[_Snapshot] = deque()
+        self._averages = (0.0, 0.0, 0.0)
+        self._seen_flow = False
+        self._ttft: dict[bool, Histogram] = {}
+        self._tpot: dict[bool, Histogram] = {}
+        """Of batch requests and of others; made by the first of each, as the picker's are."""
+        self.flushed_at: float | None = None
+        """When the averages were last rewritten."""
+
+    @property
+    def lets_in(self) -> float:
+        """How many requests may be in the model servers at once; the others wait here."""
+        if not self._flow_control:
+            return inf
+        if self._detector == "concurrency":
+            return self.declared
+        servers = self._servers
+        return inf if servers is None or self._saturation(servers) < 1.0 else 0.0
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether it has a queue of its own."""
+        return self._flow_control
+
+    def look(self) -> None:
+        """Read the metrics of the model servers."""
+        self._servers = self._view()
+
+    async def keep_looking(self, on_look: Callable[[], None]) -> None:
+        """Read the metrics of the model servers every `look_s`, until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            self.look()
+            on_look()
+            due = max(due + self._look_s, loop.time())
+            await asyncio.sleep(due - loop.time())
+
+    def watch(self, pool: Pool) -> None:
+        """Note the pool's state; called at each change of it."""
+        if self.lag_s <= 0:
+            self._history.clear()
+        now = time.monotonic()
+        while len(self._history) > 1 and self._history[1].at <= now - self.lag_s:
+            self._history.popleft()
+        inside, outside = pool.waiting_inside, pool.waiting - pool.waiting_inside
+        self._seen_flow = self._seen_flow or pool.running + pool.waiting > 0
+        self._history.append(_Snapshot(now, pool.running, inside, outside, self.endpoints, pool.slots))
+
+    def answered(self, job: Job) -> None:
+        """Note an answer's latencies. Realtime is streamed; what is not has its first token with its last."""
+        took_s, ran_s = job.finished_at - job.arrived_at, job.finished_at - job.started_at
+        token_s = ran_s * TOKEN_S / job.work_s if job.tokens and job.work_s else 0.0
+        ttft_s = took_s if job.batch else took_s - token_s * (job.tokens - 1)
+        self._ttft.setdefault(job.batch, Histogram(TTFT_BOUNDS)).observe(ttft_s)
+        if job.tokens > 1 and not job.batch:
+            self._tpot.setdefault(job.batch, Histogram(TPOT_BOUNDS)).observe(token_s)
+
+    async def flush_averages(self) -> None:
+        """Rewrite the averages every `flush_s`, until cancelled. With no endpoint left they freeze."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        if self._cold:
+            due += self._flush_s
+            await asyncio.sleep(self._flush_s)
+        while True:
+            self.flush()
+            due += self._flush_s
+            await asyncio.sleep(due - loop.time())
+
+    def flush(self) -> None:
+        self.look()
+        view = self._view()
+        self._cold = False
+        self.flushed_at = time.monotonic()
+        if view.endpoints > 0:
+            self._averages = (
+                view.running / view.endpoints,
+                view.waiting / view.endpoints,
+                self._kv_share(view),
+            )
+
+    def page(self) -> bytes:
+        """The page as text, under the newest names."""
+        view = self._view()
+        servers = self._servers or view
+        name = f'name="{self._name}"'
+        running, waiting, kv = self._averages
+        gauges = [
+            ("average_running_requests", "The average number of running requests", name, running),
+            (
+                "average_queue_size",
+                "The average number of requests pending in the model servers",
+                name,
+                waiting,
+            ),
+            ("average_kv_cache_utilization", "The average kv cache utilization", name, kv),
+            (
+                "ready_endpoints",
+                "The number of ready endpoints",
+                name,
+                0 if self._cold else view.endpoints,
+            ),
+            ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
+        ]
+        queues = [
+            servers.waiting // servers.endpoints + (number < servers.waiting % servers.endpoints)
+            for number in range(servers.endpoints)
+        ]
+        for number, queue in enumerate(queues):
+            endpoint = f'{name},model_server_endpoint="server-{number}"'
+            gauges.append(("per_endpoint_queue_size", "Queue size of a model server", endpoint, queue))
+        if self._flow_control:
+            pool = f'inference_pool="{self._name}"'
+            effective = f'{pool},stage="effective"'
+            gauges += [
+                (
+                    "flow_control_pool_saturation",
+                    "Saturation that gates dispatch",
+                    effective,
+                    self._saturation(view if self._detector == "concurrency" else servers),
+                ),
+            ]
+            if self._detector == "utilization":  # the other one does not look at what the endpoints tell
+                plugin = f'detector="{self._detector_name}"'
+                gauges.append(
+                    ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0)
+                )
+            if self._seen_flow:  # the picker makes a flow's series with its first request
+                flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
+                gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))
+        lines: list[str] = []
+        described = ""
+        for series, text, labels, value in sorted(gauges):
+            if series != described:
+                lines.append(f"# HELP llm_d_epp_{series} [ALPHA] {text}.\n# TYPE llm_d_epp_{series} gauge")
+                described = series
+            lines.append(f"llm_d_epp_{series}{{{labels}}} {value:.17g}")
+        lines += ["# TYPE process_start_time_seconds gauge"]
+        lines.append(f"process_start_time_seconds {self._started_at:.17g}")
+        return ("\n".join(lines) + "\n").encode() + self._latencies()
+
+    def _latencies(self) -> bytes:
+        lines: list[str] = []
+        for name, text, found, tells_streaming in (
+            ("request_ttft_seconds", "Time to first token in seconds", self._ttft, True),
+            ("request_streaming_tpot_seconds", "Average time per output token in seconds", self._tpot, False),
+        ):
+            if found:
+                lines += [f"# HELP llm_d_epp_{name} [ALPHA] {text}.", f"# TYPE llm_d_epp_{name} histogram"]
+            for batch, histogram in sorted(found.items()):
+                labels = f'fairness_id="default-flow",model_name="m",priority="{-10 if batch else 0}",'
+                if tells_streaming:
+                    labels += f'streaming="{"false" if batch else "true"}",'
+                lines += histogram.lines(f"llm_d_epp_{name}", f'{labels}target_model_name="m"')
+        return "".join(f"{line}\n" for line in lines).encode()
+
+    def _view(self) -> _Snapshot:
+        """The newest state that is old enough to be seen."""
+        visible_at = time.monotonic() - self.lag_s
+        while len(self._history) > 1 and self._history[1].at <= visible_at:
+            self._history.popleft()
+        return self._history[0]
+
+    def _kv_share(self, view: _Snapshot) -> float:
+        return min(1.0, self._kv_at_full * view.running / view.slots) if view.slots else 1.0
+
+    def _saturation(self, view: _Snapshot) -> float:
+        if view.endpoints <= 0:
+            return 1.0
+        if self._detector == "concurrency":
+            return (view.running + view.waiting) / self.declared if self.declared else 1.0
+        return max(view.waiting / view.endpoints / WAITING_AT_FULL, self._kv_share(view) / KV_AT_FULL)

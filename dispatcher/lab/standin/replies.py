@@ -1,0 +1,131 @@
+"""How the live world answers a request, and the bytes of that answer."""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from dispatcher.core.requests.headers import DROP_REASON, SESSION_TOKEN
+from dispatcher.lab.standin.http import Exchange, chunk
+from dispatcher.lab.standin.listmodels import BadCallError, read
+
+_DIMS = 8
+"""Numbers of a vector."""
+
+
+class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a request is answered; as `"sim": {…}` in a payload, for that request alone."""
+
+    kind: Literal["ok", "status", "reset", "cut", "slow", "hang"] = "ok"
+    """`status`: at once, without the pool. `reset`: the connection ends when the request is there. `cut`: it
+    ends after half of the answer. `slow`: the answer's second half comes slow_s after the first. `hang`: the
+    request holds its slot and is never answered."""
+    status: int = 200
+    reason: str = ""
+    """The drop reason's header."""
+    retry_after: str = ""
+    body: str | None = None
+    slow_s: float = 1.0
+    seconds: float | None = None
+    """How long it runs in the pool."""
+    echo: bool = False
+    """The answer's body is the request's."""
+    answer_bytes: int = 0
+    """The generated text is so long."""
+    events: int = 0
+    """The answer is a stream of so many server-sent events, chunked."""
+    gzip: bool = False
+
+
+def plain_text(status: int, body: str, reason: str = "") -> Answer:
+    """An answer at once, without the pool."""
+    return Answer(kind="status", status=status, body=body, reason=reason)
+
+
+def content(
+    exchange: Exchange, id_: str, server: str, how: Answer, generated: int
+) -> tuple[list[tuple[str, str]], bytes, bool]:
+    """Headers and body of an answer, and whether the body is chunked."""
+    headers = [(SESSION_TOKEN, server)] if server else []
+    if how.reason:
+        headers.append((DROP_REASON, how.reason))
+    if how.retry_after:
+        headers.append(("retry-after", how.retry_after))
+    if how.echo:
+        body, kind = exchange.body, "application/json"
+    elif how.body is not None or how.kind == "status":
+        body = (how.body or "").encode()
+        kind = "application/json" if body.startswith(b"{") else "text/plain"
+        kind = "text/event-stream" if body.startswith(b"data:") else kind
+    elif how.events:
+        parts = [b"data: " + each + b"\n\n" for each in (*_events(exchange, id_, how.events), b"[DONE]")]
+        headers.append(("content-type", "text/event-stream"))
+        return headers, b"".join(map(chunk, parts)) + chunk(b""), True
+    else:
+        body = _embeddings(exchange) or _completion(exchange, id_, "x" * how.answer_bytes or "ok", generated)
+        kind = "application/json"
+    if body:
+        headers.append(("content-type", kind))
+    if how.gzip:
+        headers.append(("content-encoding", "gzip"))
+        body = gzip.compress(body, mtime=0)
+    return headers, body, False
+
+
+class _Asked(msgspec.Struct):
+    model: str = "m"
+
+
+def _completion(exchange: Exchange, id_: str, text: str, generated: int) -> bytes:
+    """Return the answer to a completion or, by the path of the request, to a chat completion."""
+    read = len(exchange.body) // 4
+    choice = {"message": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
+    return msgspec.json.encode(
+        {
+            **_head(exchange, id_, "chat.completion"),
+            "choices": [{"index": 0, **choice, "finish_reason": "stop"}],
+            "usage": {
+                "prompt_tokens": read,
+                "completion_tokens": generated,
+                "total_tokens": read + generated,
+            },
+        }
+    )
+
+
+def _events(exchange: Exchange, id_: str, count: int) -> Iterator[bytes]:
+    """Yield the events of a streamed completion or chat completion."""
+    head = _head(exchange, id_, "chat.completion.chunk")
+    for n in range(count):
+        text = f"t{n}"
+        choice = {"delta": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
+        last = "stop" if n == count - 1 else None
+        yield msgspec.json.encode({**head, "choices": [{"index": 0, **choice, "finish_reason": last}]})
+
+
+def _head(exchange: Exchange, id_: str, chat: str) -> dict[str, Any]:
+    try:
+        model = msgspec.json.decode(exchange.body, type=_Asked).model
+    except msgspec.DecodeError:
+        model = _Asked().model
+    object_ = chat if _is_chat(exchange) else "text_completion"
+    return {"id": id_, "object": object_, "created": int(time.time()), "model": model}
+
+
+def _is_chat(exchange: Exchange) -> bool:
+    return exchange.target.partition("?")[0].endswith("/chat/completions")
+
+
+def _embeddings(exchange: Exchange) -> bytes:
+    """Vectors of what it asks for; empty: it asks for none."""
+    if not exchange.target.partition("?")[0].endswith("/embeddings"):
+        return b""
+    try:
+        asked = read(exchange.target, exchange.body, model="m", dims=_DIMS, index_last=False)
+    except BadCallError:
+        return b""
+    return msgspec.json.encode(asked.answer(False))

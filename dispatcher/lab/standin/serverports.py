@@ -1,0 +1,186 @@
+"""What stands beside the gateway of the live world: the picker's page, and each model server by itself.
+
+    /metrics                                              the picker's page
+    /servers/N/metrics                                    that of a model server
+    /servers/N/v1/models                                  its list
+    /servers/N/v1/(chat/completions|completions|embeddings)   requests that come straight to it
+
+`apart`: each model server has an address of its own as well, with the same paths less /servers/N, where
+nobody listens while it is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dispatcher.lab.standin.gateway import Gateway
+from dispatcher.lab.standin.http import Exchange, Server
+from dispatcher.lab.standin.picker import Picker
+from dispatcher.lab.standin.pool import Pool
+from dispatcher.lab.standin.serving import ModelServers
+from dispatcher.lab.standin.vllm import Engine
+from dispatcher.lab.standin.vllm import page as server_page
+
+
+class ServerPorts:
+    """A listener on one address, and with `apart` one for each model server. `token`: the bearer token that
+    pages ask for; empty: none."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        epp: Picker,
+        pool: Pool,
+        servers: ModelServers,
+        gateway: Gateway,
+        kv_at_full: float,
+        token: str,
+        apart: bool,
+        engine: Engine,
+    ) -> None:
+        self.scraped_at: deque[float] = deque(maxlen=10_000)
+        """When the newest pages were handed out."""
+        self.server = Server(self._answer, host, port)
+        self.lists = "ok"
+        """How each server answers who asks for its list."""
+        self._epp, self._pool, self._servers, self._gateway = epp, pool, servers, gateway
+        self._kv_at_full = kv_at_full
+        self._token = token
+        self._apart = apart
+        self._engine = engine
+        self._own: dict[int, Server] = {}
+        """By the server's number; each keeps its address for as long as the world is there."""
+        self._listening: set[int] = set()
+        self._one_by_one = asyncio.Lock()
+        self._kind = "ok"
+        self._frozen: dict[str, bytes] = {}
+
+    async def open(self) -> None:
+        await self.server.open()
+        await self.follow()
+
+    async def close(self) -> None:
+        for server in (self.server, *self._own.values()):
+            await server.close()
+
+    async def follow(self) -> None:
+        """Servers that are there listen at their own addresses, and those that are gone do not."""
+        if not self._apart:
+            return
+        async with self._one_by_one:
+            there = set(self._servers.present)
+            for number in self._listening - there:
+                await self._own[number].close()
+            for number in sorted(there - self._listening):
+                own = self._own.get(number)
+                if own is None:
+                    own = self._own[number] = Server(partial(self._answer_as, number), self.server.host)
+                await own.open()
+            self._listening = there
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Host and port, with the path where several share them, of each server that is there; its number."""
+        host = self.server.host
+        there = self._servers.present
+        shared = {f"{host}:{self.server.port}/servers/{number}": number for number in there}
+        own = {f"{host}:{self._own[number].port}": number for number in there if number in self._own}
+        return shared | own
+
+    @property
+    def urls(self) -> list[str]:
+        """Of the servers' own addresses, in their order."""
+        return [f"http://{self.server.host}:{own.port}" for _, own in sorted(self._own.items())]
+
+    async def break_(self, kind: str) -> None:
+        """The pages are broken in this way from now on; `ok`: whole again."""
+        if kind == "frozen" and self._kind != "frozen":
+            self._frozen = {path: make() for path, make in self._pages().items()}
+        was, self._kind = self._kind, kind
+        if kind == "gone":
+            await self.server.close()
+        elif was == "gone":
+            await self.server.open()
+
+    def _pages(self) -> dict[str, Callable[[], bytes]]:
+        """The pages by path; a model server that went away has none."""
+        present = self._servers.present
+        own = {
+            f"/servers/{number}/metrics": partial(
+                server_page,
+                self._pool,
+                place,
+                len(present),
+                kv_at_full=self._kv_at_full,
+                engine=self._engine,
+                adapters=self._servers.adapters(number),
+            )
+            for place, number in enumerate(present)
+        }
+        return {"/metrics": self._epp.page, **own}
+
+    def _answer_as(self, number: int, exchange: Exchange) -> None:
+        """At a server's own address."""
+        self._answer(exchange, f"/servers/{number}")
+
+    def _answer(self, exchange: Exchange, at: str = "") -> None:
+        path = at + exchange.target.partition("?")[0]
+        if (number := self._servers.listed_by(path)) is not None:
+            self._list(exchange, number)
+        elif (number := self._servers.asked_at(path)) is None:
+            self._scrape(exchange, path)
+        elif number in self._servers.present:
+            self._gateway.straight(exchange, number)
+        else:
+            exchange.reset()
+
+    def _list(self, exchange: Exchange, number: int) -> None:
+        """A server is asked for its models. One that is gone breaks the connection."""
+        listing = self._servers.listing(number)
+        if listing is None:
+            exchange.reset()
+        elif self.lists != "hang":
+            status, body = {
+                "ok": (200, listing),
+                "error": (500, b"internal error"),
+                "garbage": (200, b"<html>sign in</html>"),
+                "unauthorized": (401, b'{"error":"Unauthorized"}'),
+            }[self.lists]
+            exchange.answer(status, body, [("content-type", "application/json")])
+
+    def _scrape(self, exchange: Exchange, path: str) -> None:
+        self.scraped_at.append(time.monotonic())
+        bearer = f"Bearer {self._token}"
+        refused = bool(self._token) and not hmac.compare_digest(
+            exchange.headers.get("authorization", "").encode(), bearer.encode()
+        )
+        kind = "unauthorized" if refused else self._kind
+        make = self._pages().get(path)
+        if make is None:
+            exchange.answer(404, b"404 page not found\n")
+            return
+        if kind == "hang":
+            return
+        status, page = {
+            "ok": (200, make),
+            "frozen": (200, lambda: self._frozen.get(path, b"")),
+            "garbage": (200, lambda: b"<html>\n{not metrics} 1 2 3 4\n</html>\n"),
+            "empty": (200, lambda: b""),
+            "error": (500, lambda: b"internal error\n"),
+            "unauthorized": (401, lambda: b"Unauthorized\n"),
+        }[kind]
+        exchange.answer(status, page(), [("content-type", "text/plain; version=0.0.4; charset=utf-8")])
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "scrapes": len(self.scraped_at),
+            "scraped_at": self.scraped_at[-1] if self.scraped_at else None,
+        }

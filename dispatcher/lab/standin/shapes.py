@@ -1,0 +1,99 @@
+"""Realtime traffic that is made up, or made of other traffic: nobody, steps, bursts, cuts, copies, echoes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+from dispatcher.lab.standin.model import work_s
+from dispatcher.lab.standin.trace import Arrived, Trace, TraceError, of_running
+
+SECONDS = 900.0
+ECHO_S = 1.0
+"""An echo comes up to so long before or after."""
+BURST_EVERY_S, BURST_OF, BURST_S = 10.0, 45.0, 1.0
+CALM_PER_S = 1.5
+CONTEXT, GENERATED = 2000.0, 28.0
+"""Requests of a coding assistant: long prompts, short answers."""
+
+
+def parse_steps(text: str) -> list[tuple[float, int]]:
+    """`0:0,10:20,30:0` → [(0, 0), (10, 20), (30, 0)], ascending. Raises TraceError."""
+    steps = [part.split(":") for part in text.split(",") if part]
+    try:
+        return sorted((float(at), int(level)) for at, level in steps)
+    except ValueError:
+        raise TraceError(f"steps: {text!r} is not seconds:level,seconds:level,…") from None
+
+
+def idle(seed: int) -> Trace:
+    """Nobody comes."""
+    return Trace("idle", [], SECONDS)
+
+
+def bursts(seed: int) -> Trace:
+    """Dozens of requests within a second or two, every ten seconds, and little between them."""
+    draws = random.Random(f"{seed}/bursts")
+    times = []
+    at = 0.0
+    while (at := at + draws.expovariate(CALM_PER_S)) < SECONDS:
+        times.append(at)
+    at = 0.0
+    while (at := at + draws.expovariate(1 / BURST_EVERY_S)) < SECONDS:
+        size = round(draws.lognormvariate(0, 0.5) * BURST_OF)
+        times += [at + draws.expovariate(1 / BURST_S) for _ in range(size)]
+    arrivals = []
+    for at in sorted(times):
+        context = round(CONTEXT * draws.lognormvariate(-0.18, 0.6))
+        generated = max(4, round(GENERATED * draws.lognormvariate(-0.32, 0.8)))
+        arrivals.append(Arrived(at, work_s(context, generated), generated))
+    return Trace("bursts", arrivals, SECONDS)
+
+
+MADE_UP: Mapping[str, Callable[[int], Trace]] = {"idle": idle, "bursts": bursts}
+"""By the names that stand for a file."""
+
+
+def steps(levels: Sequence[tuple[float, int]], *, slots: int, seed: int = 0) -> Trace:
+    """So many requests at a time, each level from its time on."""
+    points: list[tuple[float, float]] = [(0.0, 0.0)]
+    for at, level in levels:
+        points += [(at, points[-1][1]), (at, float(level))]
+    end = max(SECONDS, points[-1][0] + 1.0)
+    return of_running("steps", [*points, (end, points[-1][1])], slots=slots, seed=seed)
+
+
+def begun_at(trace: Trace, from_s: float) -> Trace:
+    """The rest of it from then on. Raises TraceError where there is none."""
+    if from_s >= trace.seconds:
+        raise TraceError(
+            f"{trace.name} ends after {trace.seconds:g} s: there is nothing from {from_s:g} s on"
+        )
+    arrivals = [Arrived(a.at - from_s, a.work_s, a.tokens) for a in trace.arrivals if a.at >= from_s]
+    return Trace(f"{trace.name} from {from_s:g} s", arrivals, trace.seconds - from_s)
+
+
+def copies(trace: Trace, count: int) -> Trace:
+    """So many of it at once, each begun elsewhere: a larger pool's traffic, whose bursts even out."""
+    if count == 1:
+        return trace
+    shift = trace.seconds / count
+    arrivals = [
+        Arrived((a.at + copy * shift) % trace.seconds, a.work_s, a.tokens)
+        for copy in range(count)
+        for a in trace.arrivals
+    ]
+    return Trace(f"{count} × {trace.name}", sorted(arrivals, key=lambda a: a.at), trace.seconds)
+
+
+def echoes(trace: Trace, count: int, *, seed: int = 0) -> Trace:
+    """Each request so many times within ECHO_S: more traffic, and its bursts with it."""
+    if count == 1:
+        return trace
+    draws = random.Random(f"{seed}/echoes")
+    arrivals = [
+        Arrived(a.at if first else max(0.0, a.at + draws.uniform(-ECHO_S, ECHO_S)), a.work_s, a.tokens)
+        for a in trace.arrivals
+        for first in [True] + [False] * (count - 1)
+    ]
+    return Trace(f"{trace.name}, each {count} times", sorted(arrivals, key=lambda a: a.at), trace.seconds)

@@ -1,0 +1,348 @@
+"""Realtime traffic for the simulator, from what operators have at hand.
+
+Requests with their tokens:
+  - a CSV with TIMESTAMP, ContextTokens, GeneratedTokens (the Azure LLM inference traces)
+  - a CSV with seconds, context_tokens, generated_tokens (the bundled cut of one of those)
+
+Running requests over time, which any pool's monitoring has:
+  - a CSV with time, running (seconds or Unix time; or ISO 8601)
+  - what Grafana downloads of a panel ("Time" and a column for each series); the series are summed
+  - a Prometheus range query as JSON (`/api/v1/query_range`, resultType matrix); series are summed
+
+For the second kind requests are made up such that, with no batch work in the pool, exactly the recorded
+number of slots is taken at any time (between two samples the number moves in a straight line). Each taken
+slot is a chain of requests one after the other, each as long as the chat requests of the bundled trace are
+on average (lognormal around HOLD_S). The recorded load already ran at the recorded fullness, so a request is
+given the work that takes its time there; with batch work beside it, it takes longer, as in life.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dispatcher.lab.standin.model import slowdown, work_s
+
+BUNDLED = Path(__file__).parent / "data" / "azure-conv-900s.csv"
+HOLD_S = 3.4
+HOLD_SIGMA = 0.7
+
+
+NO_SAMPLE = {"", "null", "undefined", "NaN"}
+"""What Grafana writes into a cell without a value."""
+UNIX_MS_FROM = 1e11
+"""A time beyond that many seconds is told in milliseconds."""
+
+
+class TraceError(Exception):
+    """A trace cannot be used: the file, the line, what is wrong with it and what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A realtime request: when it comes, and its work in an empty pool."""
+
+    at: float
+    work_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Realtime requests in the order of their arrival, times from 0."""
+
+    name: str
+    arrivals: Sequence[Arrived]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was recorded of realtime: how many requests ran at a time, or single requests. Times from 0."""
+
+    name: str
+    points: Sequence[tuple[float, float]] = ()
+    requests: Sequence[Arrived] = ()
+    begins_s: float = 0.0
+    """Where it was cut out of a longer one."""
+
+    @property
+    def seconds(self) -> float:
+        return self.points[-1][0] if self.points else self.requests[-1].at
+
+    @property
+    def peak(self) -> float:
+        """The most that ran at once; 0 where only single requests are known."""
+        return max((running for _, running in self.points), default=0.0)
+
+    def traffic(self, *, slots: int, seed: int = 0) -> Trace:
+        """As requests; `slots`: of the pool that was recorded."""
+        if self.points:
+            made = of_running(self.name, self.points, slots=slots, seed=seed)
+        else:
+            made = Trace(self.name, self.requests, self.seconds)
+        name = f"{self.name} from {self.begins_s:g} s" if self.begins_s else self.name
+        return Trace(name, made.arrivals, made.seconds)
+
+    def busiest(self, seconds: float) -> Recording:
+        """The stretch of that length in which realtime needed most; all of it where it is no longer."""
+        if self.seconds <= seconds:
+            return self
+        if self.points:
+            begin = _fullest(self.points, seconds)
+            end = begin + seconds
+            inside = [(at - begin, running) for at, running in self.points if begin < at < end]
+            points = [(0.0, _at(self.points, begin)), *inside, (seconds, _at(self.points, end))]
+            return Recording(self.name, points=points, begins_s=begin)
+        begin = _most_work(self.requests, seconds)
+        cut = [
+            Arrived(each.at - begin, each.work_s, each.tokens)
+            for each in self.requests
+            if 0 <= each.at - begin <= seconds + 1e-9
+        ]
+        return Recording(self.name, requests=cut, begins_s=begin)
+
+
+def load(path: Path, *, slots: int, seed: int = 0) -> Trace:
+    """Read a trace of any known format; `slots`: of the pool that was recorded.
+
+    Raises TraceError.
+    """
+    return read(path).traffic(slots=slots, seed=seed)
+
+
+def read(path: Path) -> Recording:
+    """Raises TraceError."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not UTF-8 text at byte {error.start}") from error
+    if text.lstrip()[:1] in ("{", "["):
+        return _recorded(path.name, _prometheus(path, text))
+    lines = [
+        (number, row)
+        for number, row in enumerate(csv.reader(text.splitlines()), 1)
+        if row and not row[0].startswith(("#", "sep="))  # Excel's mark, which Grafana writes if asked to
+    ]
+    if not lines:
+        raise TraceError(f"{path}: no line with data")
+    header_at, header = lines[0][0], [name.strip().lower() for name in lines[0][1]]
+    match header:
+        case ["timestamp", "contexttokens", "generatedtokens", *_]:
+            return _of_requests(path, lines[1:])
+        case ["seconds", "context_tokens", "generated_tokens", *_]:
+            return _of_requests(path, lines[1:])
+        case ["time" | "timestamp" | "seconds", "running", *_]:
+            points = [(_time(path, n, row, 0), _number(path, n, row, 1)) for n, row in lines[1:]]
+            return _recorded(path.name, _ascending(path, lines[1:], points))
+        case ["time", _, *_]:
+            kept = [(line, point) for line in lines[1:] if (point := _summed(path, *line)) is not None]
+            rows, sums = [line for line, _ in kept], [point for _, point in kept]
+            return _recorded(path.name, _ascending(path, rows, sums))
+    raise TraceError(
+        f"{path}:{header_at}: unknown columns {', '.join(header)}; a trace has the columns "
+        "TIMESTAMP,ContextTokens,GeneratedTokens or time,running, or is what Grafana downloads (Time and a "
+        "column for each series), or a Prometheus range query as JSON"
+    )
+
+
+def recorded(name: str, series: Sequence[Mapping[str, Any]]) -> Recording:
+    """Of the series of a range query. Raises TraceError."""
+    return _recorded(name, _series(name, series))
+
+
+def _recorded(name: str, points: Sequence[tuple[float, float]]) -> Recording:
+    begin = points[0][0]
+    return Recording(name, points=[(at - begin, running) for at, running in points])
+
+
+def _fullest(points: Sequence[tuple[float, float]], seconds: float) -> float:
+    """Where the stretch begins over which the line through the points has the largest mean."""
+    areas = [0.0]
+    for (t0, n0), (t1, n1) in itertools.pairwise(points):
+        areas.append(areas[-1] + (n0 + n1) / 2 * (t1 - t0))
+    times = [at for at, _ in points]
+
+    def area(until: float) -> float:
+        last = bisect.bisect_right(times, until) - 1
+        at, running = points[last]
+        return areas[last] + (running + _at(points, until)) / 2 * (until - at)
+
+    last = times[-1] - seconds
+    begins = [at for at in times if at <= last] + [at - seconds for at in times if at >= seconds]
+    return max(sorted(begins), key=lambda begin: area(begin + seconds) - area(begin))
+
+
+def _most_work(requests: Sequence[Arrived], seconds: float) -> float:
+    """Where the stretch begins whose requests have most work in them."""
+    best = work = begin = 0.0
+    first = 0
+    for each in requests:
+        work += each.work_s
+        while each.at - requests[first].at >= seconds:
+            work -= requests[first].work_s
+            first += 1
+        if work > best:
+            best, begin = work, requests[first].at
+    return min(begin, requests[-1].at - seconds)
+
+
+def of_running(name: str, points: Sequence[tuple[float, float]], *, slots: int, seed: int = 0) -> Trace:
+    """Requests that take as many slots as the points (time, running) say."""
+    seconds = points[-1][0]
+    draws = random.Random(f"{seed}/{name}")
+    mu = math.log(HOLD_S) - HOLD_SIGMA**2 / 2
+    arrivals: list[Arrived] = []
+    for level in range(1, math.ceil(max(running for _, running in points) - 0.5) + 1):
+        for start, end in _above(points, level - 0.5):
+            at = start
+            while at < end:
+                left = min(draws.lognormvariate(mu, HOLD_SIGMA), end - at)
+                there = min(max(1, round(_at(points, at))), slots)
+                arrivals.append(Arrived(at, left / slowdown(there, slots), round(left / 0.012)))
+                at += left
+    arrivals.sort(key=lambda arrived: arrived.at)
+    return Trace(name, arrivals, seconds)
+
+
+def _above(points: Sequence[tuple[float, float]], level: float) -> Iterator[tuple[float, float]]:
+    """The stretches of time in which the line through the points is at or above the level."""
+    since = points[0][0] if points[0][1] >= level else None
+    for (t0, n0), (t1, n1) in itertools.pairwise(points):
+        if (n0 >= level) == (n1 >= level):
+            continue
+        crossing = t0 + (t1 - t0) * (level - n0) / (n1 - n0)
+        if since is None:
+            since = crossing
+        else:
+            yield since, crossing
+            since = None
+    if since is not None:
+        yield since, points[-1][0]
+
+
+def _at(points: Sequence[tuple[float, float]], at: float) -> float:
+    low, high = 0, len(points) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if points[middle][0] <= at else (low, middle)
+    (t0, n0), (t1, n1) = points[low], points[high]
+    return n0 if t1 <= t0 else n0 + (n1 - n0) * (at - t0) / (t1 - t0)
+
+
+def _of_requests(path: Path, lines: Sequence[tuple[int, list[str]]]) -> Recording:
+    times = [(_time(path, n, row, 0), 0.0) for n, row in lines]
+    _ascending(path, lines, times)
+    begin = times[0][0]
+    arrivals: list[Arrived] = []
+    for (n, row), (at, _) in zip(lines, times, strict=True):
+        context, generated = (int(_number(path, n, row, column)) for column in (1, 2))
+        # Differences of Unix times carry noise below a microsecond: the same trace in seconds shall give
+        # the same bytes.
+        arrivals.append(Arrived(round(at - begin, 6), work_s(context, generated), generated))
+    return Recording(path.name, requests=arrivals)
+
+
+def _summed(path: Path, line: int, row: Sequence[str]) -> tuple[float, float] | None:
+    """A line of Grafana's: its columns are series, and where a cell is empty the series has no sample."""
+    cells = [column for column, cell in enumerate(row) if column and cell.strip() not in NO_SAMPLE]
+    if not cells:
+        return None
+    return _time(path, line, row, 0), math.fsum(_number(path, line, row, column) for column in cells)
+
+
+def _ascending(
+    path: Path, lines: Sequence[tuple[int, list[str]]], points: Sequence[tuple[float, float]]
+) -> Sequence[tuple[float, float]]:
+    if len(points) < 2:
+        raise TraceError(f"{path}: a trace needs two lines of data at least")
+    for (n, _), before, after in zip(lines[1:], points, points[1:], strict=False):
+        if after[0] < before[0]:
+            raise TraceError(f"{path}:{n}: the time goes back; sort the trace by time")
+    if points[-1][0] <= points[0][0]:
+        raise TraceError(f"{path}: all lines have the same time")
+    return points
+
+
+def _time(path: Path, line: int, row: Sequence[str], column: int) -> float:
+    field = row[column].strip()
+    try:
+        at = float(field)
+    except ValueError:
+        try:
+            moment = datetime.fromisoformat(field)
+        except ValueError:
+            raise TraceError(
+                f"{path}:{line}: {field!r} is not a time; seconds or 2023-11-16 18:15:46.680 would be"
+            ) from None
+        at = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if not math.isfinite(at):
+        raise TraceError(f"{path}:{line}: {field!r} is not a time")
+    return at / 1000 if at > UNIX_MS_FROM else at
+
+
+def _number(path: Path, line: int, row: Sequence[str], column: int) -> float:
+    if len(row) <= column:
+        raise TraceError(f"{path}:{line}: {len(row)} columns, where column {column + 1} is needed")
+    try:
+        value = float(row[column])
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise TraceError(f"{path}:{line}: {row[column]!r} is not a number that is 0 or more")
+    return value
+
+
+def _prometheus(path: Path, text: str) -> Sequence[tuple[float, float]]:
+    """Points of a range query, all its series summed; a series counts at the times it has a sample for."""
+    try:
+        answer = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        at = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        why = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise TraceError(f"{path}{at}: not JSON: {why}") from error
+    if isinstance(answer, dict) and answer.get("status") == "error":
+        raise TraceError(f"{path}: Prometheus answered with an error: {answer.get('error')}")
+    for key in ("data", "result"):
+        answer = answer[key] if isinstance(answer, dict) and key in answer else answer
+    if not (isinstance(answer, list) and all(isinstance(series, dict) for series in answer)):
+        raise TraceError(f"{path}: not a Prometheus answer; expected data.result to be a list of series")
+    return _series(str(path), answer)
+
+
+def _series(where: str, answer: Sequence[Mapping[str, Any]]) -> Sequence[tuple[float, float]]:
+    sums: dict[float, float] = {}
+    for i, series in enumerate(answer):
+        samples = series.get("values")
+        if not isinstance(samples, list):
+            raise TraceError(
+                f"{where}: result[{i}] has no `values`; export a range query, not an instant one"
+            )
+        for sampled_at, value in _samples(where, i, samples):
+            sums[sampled_at] = sums.get(sampled_at, 0.0) + value
+    if len(sums) < 2:
+        raise TraceError(f"{where}: {len(sums)} samples; a trace needs two at least")
+    return sorted(sums.items())
+
+
+def _samples(where: str, series: int, samples: Iterable[object]) -> Iterator[tuple[float, float]]:
+    for i, sample in enumerate(samples):
+        try:
+            at, value = (float(part) for part in sample)  # type: ignore[attr-defined]
+        except (TypeError, ValueError):
+            raise TraceError(
+                f"{where}: result[{series}].values[{i}] is not [time, value]: {sample!r}"
+            ) from None
+        if math.isfinite(at) and math.isfinite(value):  # NaN: the series was stale there
+            yield at, max(0.0, value)

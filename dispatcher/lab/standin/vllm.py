@@ -1,0 +1,57 @@
+"""The /metrics page of one model server, as vLLM or SGLang writes it: its values are current."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from dispatcher.lab.standin.pool import Pool
+
+Engine = Literal["vllm", "sglang"]
+_GAUGES: dict[Engine, tuple[str, str, str]] = {
+    "vllm": ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    "sglang": ("num_running_reqs", "num_queue_reqs", "token_usage"),
+}
+_LABELS: dict[Engine, str] = {
+    "vllm": 'engine="0",model_name="m"',
+    "sglang": 'engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"',
+}
+
+
+def page(
+    pool: Pool,
+    number: int,
+    servers: int,
+    *,
+    kv_at_full: float,
+    engine: Engine = "vllm",
+    adapters: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> bytes:
+    """The page of the server with this number, from 0 on; the pool's requests are spread evenly over all.
+
+    `adapters`: those that run and those that wait, where it has any.
+    """
+
+    def share(requests: int) -> int:
+        return requests // servers + (number < requests % servers)
+
+    running = share(pool.running)
+    used = min(1.0, kv_at_full * running * servers / pool.slots) if pool.slots else 1.0
+    gauges = (
+        ("Number of requests in model execution batches.", running),
+        ("Number of requests waiting to be processed.", share(pool.waiting_inside)),
+        ("KV-cache usage. 1 means 100 percent usage.", used),
+    )
+    shown = "".join(
+        f"# HELP {engine}:{name} {text}\n# TYPE {engine}:{name} gauge\n"
+        f"{engine}:{name}{{{_LABELS[engine]}}} {float(value)!r}\n"
+        for name, (text, value) in zip(_GAUGES[engine], gauges, strict=True)
+    )
+    if adapters is not None:
+        runs, waits = (",".join(names) for names in adapters)
+        name = "vllm:lora_requests_info"
+        labels = f'max_lora="4",running_lora_adapters="{runs}",waiting_lora_adapters="{waits}"'
+        shown += f"# HELP {name} Running stats on lora requests.\n# TYPE {name} gauge\n"
+        shown += f"{name}{{{labels}}} {time.time()!r}\n"
+    return shown.encode()

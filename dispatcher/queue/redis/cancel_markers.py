@@ -1,0 +1,82 @@
+"""The markers by which requests are cancelled. Producers write them, so each read has a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from redis import exceptions as errors
+
+from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.script_calls import key_of
+from dispatcher.queue.redis.scripts import Argument, Scripts, in_steps
+
+_MOST = 1000
+"""Largest number of requests that one call asks about."""
+Foreign = Literal["", "must", "may"]
+"""Whether a script looks at the markers of llm-d's producers. lua/cancelled.lua explains the values."""
+
+
+async def cancelled(backend: Backend, requests: Sequence[tuple[str, str]], *, foreign: Foreign) -> list[bool]:
+    """Return for each (request id, token) whether a marker of the id holds the token.
+
+    Each marker is compared once, inside the server, because a producer may have written one of any size.
+    """
+    asked = {pair: (key_of(pair[0]), key_of(pair[1])) for pair in requests if pair[1]}
+    marked: set[tuple[str, str]] = set()
+    for some in in_steps([*asked.items()], lambda item: sum(map(len, item[1])), _MOST):
+        args: list[Argument] = [foreign]
+        for _, (request_id, token) in some:
+            args += (request_id, token, int(len(token) <= MAX_TOKEN_BYTES))
+        told = (await backend.run("cancelled", args)).value
+        marked |= {pair for (pair, _), found in zip(some, told, strict=True) if found}
+    return [pair in marked for pair in requests]
+
+
+async def cancelled_elsewhere(scripts: Scripts, requests: Sequence[tuple[str, str]]) -> list[bool]:
+    """Return the same by the markers of llm-d's producers alone, which may be in any slot of a Cluster."""
+    longest: dict[bytes, int] = {}
+    for request_id, token in requests:
+        if token:
+            key = key_of(CANCEL + request_id)
+            longest[key] = max(longest.get(key, 0), len(key_of(token)))
+    if not longest:
+        return [False] * len(requests)
+
+    async def read() -> list[bytes | Exception]:
+        pipe = scripts.client.pipeline(transaction=False)
+        for key, size in longest.items():
+            pipe.getrange(key, 0, size)  # one byte more than the token, to recognise a longer value
+        found: list[bytes | Exception] = await pipe.execute(raise_on_error=False)
+        for each in found:
+            if isinstance(each, Exception) and not _is_of_another_type(each):
+                raise each
+        return found
+
+    markers = dict(zip(longest, await scripts.attempt(read), strict=True))
+    return [
+        token != "" and markers[key_of(CANCEL + request_id)] == key_of(token)
+        for request_id, token in requests
+    ]
+
+
+async def active_of(scripts: Scripts, request_id: str) -> bytes:
+    """Return the token that a producer of llm-d has left under the id. Empty if there is none, or it is too
+    long."""
+
+    async def read() -> bytes:
+        try:
+            found: bytes = await scripts.client.getrange(ACTIVE + request_id, 0, MAX_TOKEN_BYTES)
+        except errors.ResponseError as error:
+            if _is_of_another_type(error):
+                return b""
+            raise
+        return found
+
+    found = await scripts.attempt(read)
+    return found if len(found) <= MAX_TOKEN_BYTES else b""
+
+
+def _is_of_another_type(error: Exception) -> bool:
+    return isinstance(error, errors.ResponseError) and str(error).startswith("WRONGTYPE")

@@ -1,0 +1,84 @@
+"""Files that others replace while we run: whether one has changed, and the one reader of bearer tokens."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+from dispatcher.settings.small_files import BackgroundRead, read_in_time, read_regular
+
+MAX_TOKEN_BYTES = 64 * 1024
+"""Largest token file. Servers take headers that are much smaller than this."""
+_VISIBLE = re.compile(rb"[!-~]+")
+
+
+class TokenFileError(ValueError):
+    """A file without a token that could be used. Its words never repeat what the file holds."""
+
+    def __init__(self, path: str | Path, why: str, *, readable: bool) -> None:
+        super().__init__(f"{path} {why}")
+        self.why = why
+        """The end of a sentence that begins with the file, or with the setting that names it."""
+        self.readable = readable
+
+
+def looks(path: str | Path) -> tuple[int, int, int] | None:
+    """What changes with a file, whether it is written in place or replaced; None: it is not there.
+
+    It is looked at, not read, for that is done each second.
+    """
+    try:
+        seen = Path(path).stat()
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_ino, seen.st_size
+
+
+def read_token(path: str | Path) -> str:
+    """Return the token in a file, without the white space around it. It must be visible ASCII.
+
+    Raises TokenFileError, and blocks for up to READ_S. On an event loop, use a TokenReader.
+    """
+    try:
+        return read_in_time(partial(read_token_blocking, path))
+    except TimeoutError as error:
+        raise _unreadable(path, error) from error
+
+
+def read_token_blocking(path: str | Path) -> str:
+    """Return the token in a file. Raises TokenFileError. Blocks for as long as the file system hangs."""
+    try:
+        content = read_regular(path, MAX_TOKEN_BYTES)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if len(content) > MAX_TOKEN_BYTES:
+        raise TokenFileError(
+            path, f"is larger than {MAX_TOKEN_BYTES // 1024} KiB: not a token", readable=True
+        )
+    token = content.strip()
+    if not _VISIBLE.fullmatch(token):
+        what = "holds no bearer token (visible ASCII characters without a blank)" if token else "is empty"
+        raise TokenFileError(path, what, readable=True)
+    return token.decode("ascii")
+
+
+class TokenReader:
+    """Reads a token file in a thread, so that the event loop goes on if the file system hangs."""
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._read: BackgroundRead[str] | None = None
+
+    async def read(self, path: str) -> str:
+        """Return the token that the file holds now. Raises TokenFileError."""
+        if self._read is None or path != self._path:
+            self._path, self._read = path, BackgroundRead(partial(read_token_blocking, path))
+        try:
+            return await self._read()
+        except TimeoutError as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: OSError) -> TokenFileError:
+    return TokenFileError(path, f"cannot be read: {error.strerror or error}", readable=False)

@@ -1,0 +1,276 @@
+"""From the EPP's series to a view: which names, which labels, and what the samples of one replica add up to.
+
+Both ways to the series (direct scrape, Prometheus) end here, so that one set of rules decides what a value
+means; what the views of all replicas come to is the verdict's. docs/signals.md has the rules for operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.limit.picker_inference import PickerPage
+from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.realtime_impact import Histograms
+from dispatcher.signals.exposition import Sample
+
+QUEUE_AT_FULL, KV_AT_FULL = 5.0, 0.8
+"""The utilization detector's thresholds, as they are where nobody set others."""
+
+
+class Family(Enum):
+    """One quantity under all its names, the newest first."""
+
+    SATURATION = (
+        "llm_d_epp_flow_control_pool_saturation",
+        "inference_extension_flow_control_pool_saturation",
+    )
+    QUEUED = ("llm_d_epp_flow_control_queue_size", "inference_extension_flow_control_queue_size")
+    RUNNING = ("llm_d_epp_average_running_requests", "inference_pool_average_running_requests")
+    WAITING = ("llm_d_epp_average_queue_size", "inference_pool_average_queue_size")
+    KV_CACHE = ("llm_d_epp_average_kv_cache_utilization", "inference_pool_average_kv_cache_utilization")
+    SERVER_QUEUES = ("llm_d_epp_per_endpoint_queue_size", "inference_pool_per_pod_queue_size")
+    READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
+    IN_FLIGHT = ("llm_d_epp_request_running", "inference_objective_running_requests")
+    STALE = ("llm_d_epp_flow_control_stale_endpoints",)
+    """Written by utilization detectors alone; its label is a name that the operator chose."""
+    DETECTORS = ("llm_d_epp_flow_control_detector_saturation",)
+    """Saturation of each detector, if the pool's saturation is the maximum of several."""
+
+    @property
+    def pool_label(self) -> str | None:
+        """The label that holds the pool's name; None: the series has none."""
+        return _POOL_LABEL.get(self)
+
+
+_POOL_LABEL = {
+    Family.SATURATION: "inference_pool",
+    Family.QUEUED: "inference_pool",
+    Family.RUNNING: "name",
+    Family.WAITING: "name",
+    Family.KV_CACHE: "name",
+    Family.SERVER_QUEUES: "name",
+    Family.READY: "name",
+}
+
+INFO = ("llm_d_epp_info", "inference_extension_info")
+"""Series that names the build. Each picker's page has it from the start, even without any other series."""
+STARTED = "process_start_time_seconds"
+"""Start time of the process. The page of any program may have it."""
+NAMES = frozenset(name for family in Family for name in family.value).union(INFO, (STARTED,))
+"""Names of all series that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One sample of what an EPP replica shows of the pool. A value is `None` if there is no such series."""
+
+    opened_at: float
+    closed_at: float
+    saturation: float | None = None
+    queued: float | None = None
+    """Requests that wait in this replica."""
+    running: float | None = None
+    """Mean number of running requests per ready endpoint, flushed every FLUSH_S."""
+    waiting: float | None = None
+    """Mean number of requests that wait in a model server, flushed together with `running`."""
+    deferred: float = 0.0
+    """Part of `waiting` that does not wait for capacity of the model servers."""
+    kv_cache: float | None = None
+    """Mean share of the KV cache in use, flushed together with `running`."""
+    server_queued: float | None = None
+    """Requests that wait in all model servers together, as of when this replica last read their metrics."""
+    ready: float | None = None
+    in_flight: float | None = None
+    """Requests that this replica sent to a model server and that are unanswered."""
+    utilization: frozenset[str] = frozenset()
+    """The names of the utilization detectors that it runs."""
+    stale: float = 0.0
+    """Number of endpoints whose metrics were too old for a utilization detector when it last read them."""
+    detectors: Mapping[str, float] = field(default_factory=dict)
+    """Saturation of each detector by name, if the pool's is the maximum of several."""
+    address: str = ""
+    """Address that was scraped. Empty if the view is not of one picker."""
+    started: float | None = None
+    """Unix time at which the process began. `None` if its page does not show it."""
+    capacity: float | None = None
+    """max_SYS in requests, if the operator has a query of his own for it."""
+    per_endpoint: float | None = None
+    """Requests that a model server runs at once by its own page."""
+    own: bool = False
+    """Whether the saturation is from the operator's own query."""
+    of_now: bool = False
+    """Whether the averages are of the moment of the sample, and not of the last flush."""
+    raw: Mapping[str, float] = field(default_factory=dict)
+    histograms: Histograms | None = None
+    """Histograms of the requests' latencies. `None` if they were not read this time."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether the replica knows of no endpoint and has no requests."""
+        return not self.ready and not self.in_flight and not self.queued
+
+    @property
+    def flow_control(self) -> bool:
+        return self.saturation is not None or self.queued is not None or bool(self.utilization)
+
+    @property
+    def average(self) -> float | None:
+        """Requests in the model servers at the last flush."""
+        if self.running is None or self.waiting is None or self.ready is None:
+            return None
+        return (self.running + self.waiting) * self.ready
+
+    @property
+    def page(self) -> PickerPage | None:
+        """Values that may show that the saturation is a count. `None` if they cannot.
+
+        If there are several detectors, only one of them may be a count: the only one that is no utilization
+        detector. Its own saturation is used then, because the pool's may be that of another detector at any
+        moment.
+        """
+        saturation = self.saturation
+        others = [value for name, value in self.detectors.items() if name not in self.utilization]
+        if self.composite:
+            saturation = others[0] if len(others) == 1 else None
+        elif self.utilization:
+            return None
+        if self.own or saturation is None or self.ready is None:
+            return None
+        if self.stale:
+            return None  # the detectors count endpoints that `ready` may leave out
+        pressure = None
+        if self.waiting is not None and self.kv_cache is not None:
+            pressure = max(self.waiting / QUEUE_AT_FULL, self.kv_cache / KV_AT_FULL)
+        # The series is made with the picker's first request.
+        return PickerPage(saturation, self.ready, self.in_flight or 0.0, pressure)
+
+    @property
+    def composite(self) -> bool:
+        """Whether the saturation is the maximum of several detectors."""
+        return len(self.detectors) > 1
+
+
+def view(
+    samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float, address: str = ""
+) -> View | Unread:
+    """What one replica's samples say of a pool."""
+    by_name: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append(sample)
+    started = by_name.pop(STARTED, [])
+    if not by_name:
+        return Unread(
+            Reason.UNREADABLE,
+            "none of the endpoint picker's series is there",
+            "the address must be the EPP's metrics port (9090 by default)",
+        )
+    chosen: dict[Family, list[Sample]] = {}
+    strangers: set[str] = set()
+    for family in Family:
+        for name in family.value:
+            mine, others = _of_pool(by_name.get(name, ()), family.pool_label, pool)
+            strangers |= others
+            if mine:
+                chosen[family] = mine
+                break
+    # One EPP serves one pool: with only another's series here, nothing on the page is ours.
+    if strangers and not any(family.pool_label for family in chosen):
+        names = ", ".join(sorted(strangers))
+        return Unread(Reason.UNREADABLE, f"the series are those of pool {names}, not of {pool}", "pool.name")
+    raw: dict[str, float] = {}
+
+    def value(family: Family) -> float | None:
+        found = chosen.get(family)
+        if found is None:
+            return None
+        combined = _combine(family, found)
+        raw[found[0].name] = combined
+        return combined
+
+    stale = _count_of(chosen.get(Family.STALE, ()))
+    if stale:
+        raw[Family.STALE.value[0]] = stale
+    return View(
+        opened_at,
+        closed_at,
+        saturation=value(Family.SATURATION),
+        queued=value(Family.QUEUED),
+        running=value(Family.RUNNING),
+        waiting=value(Family.WAITING),
+        kv_cache=value(Family.KV_CACHE),
+        server_queued=value(Family.SERVER_QUEUES),
+        ready=value(Family.READY),
+        in_flight=value(Family.IN_FLIGHT),
+        utilization=frozenset(sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())),
+        stale=stale,
+        detectors=_detectors(chosen.get(Family.DETECTORS, ()), raw),
+        address=address,
+        started=started[0].value if len(started) == 1 and math.isfinite(started[0].value) else None,
+        raw=raw,
+    )
+
+
+def _of_pool(samples: Sequence[Sample], label: str | None, pool: str) -> tuple[list[Sample], set[str]]:
+    """The samples of the pool, and the names of other pools among the rest."""
+    if label is None:
+        return list(samples), set()
+    mine = [sample for sample in samples if sample.labels.get(label) == pool]
+    # Where the EPP runs with an endpoint selector instead of a pool, the label is empty.
+    unnamed = [sample for sample in samples if not sample.labels.get(label)]
+    return mine or unnamed, {sample.labels[label] for sample in samples if sample.labels.get(label)} - {pool}
+
+
+def _combine(family: Family, samples: Sequence[Sample]) -> float:
+    if family is Family.SATURATION:
+        # `effective` is what the EPP gates by; without it, the fuller stage is.
+        effective = [sample.value for sample in samples if sample.labels.get("stage") == "effective"]
+        return largest(effective or [sample.value for sample in samples])
+    if family in (Family.QUEUED, Family.IN_FLIGHT, Family.SERVER_QUEUES):
+        # A flow that was deleted and came back may be counted below zero for a while. Not max(): it would
+        # make a zero of a NaN, and NaN must reach the limiter, which refuses it.
+        return total(0.0 if sample.value < 0 else sample.value for sample in samples)
+    if family is Family.READY:
+        return smallest(sample.value for sample in samples)
+    return largest(sample.value for sample in samples)
+
+
+def _count_of(samples: Sequence[Sample]) -> float:
+    """Return the largest of the samples. NaN if it is no count, so that the limiter refuses it."""
+    most = largest([sample.value for sample in samples] or [0.0])
+    return most if most >= 0 else math.nan
+
+
+def _detectors(samples: Sequence[Sample], raw: dict[str, float]) -> Mapping[str, float]:
+    """Return the saturation of each detector, that of its fullest stage. Empty unless there are several."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        found.setdefault(sample.labels.get("detector", ""), []).append(sample.value)
+    if len(found) < 2:
+        return {}
+    saturations = {name: largest(values) for name, values in found.items()}
+    raw |= {f'{samples[0].name}{{detector="{name}"}}': value for name, value in saturations.items()}
+    return saturations
+
+
+def total(values: Iterable[float]) -> float:
+    """A sum that is infinite or NaN, and no exception, where the values are beyond all numbers."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
+
+
+def largest(values: Iterable[float]) -> float:
+    """max() that answers NaN when one of the values is."""
+    values = list(values)
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
+
+
+def smallest(values: Iterable[float]) -> float:
+    """min() that answers NaN when one of the values is."""
+    return -largest(-value for value in values)

@@ -1,0 +1,1 @@
+"""What the Kubernetes API tells of a pool: endpoints, pickers and model rewrites."""

@@ -1,0 +1,124 @@
+"""Names that the endpoint picker turns into others: the InferenceModelRewrites of the pool.
+
+    rule: requests for `chat` ──▶ chat-v1 (90), chat-v2 (10)        rule without a name: all other requests
+
+Servers list the targets, requests carry the names. So a name counts as served where one of its targets is
+listed; one that is listed itself stays, whatever a rule makes of it: that is only known when it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from dispatcher.core.requests.lanes import MODEL_BYTES
+from dispatcher.settings import PoolSettings
+from dispatcher.signals.kubernetes.api import Api, ClusterProblem
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.digests import ModelRewrite, digest_rewrite
+from dispatcher.signals.kubernetes.mirror import Mirror, Resource
+from dispatcher.telemetry.events import Event, emit
+
+GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
+"""Of llm-d, and of the Gateway API Inference Extension before it. A cluster serves both, one or neither."""
+_VERSION, _PLURAL = "v1alpha2", "inferencemodelrewrites"
+NAMES_MOST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """What all rewrites of a pool come to."""
+
+    exact: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name → targets."""
+    any_other: tuple[str, ...] = ()
+    """Targets of every other name; empty: it stays what it is."""
+
+    def served(self, listed: Sequence[str], wanted: Set[str]) -> tuple[str, ...]:
+        """The names that requests may use where these models are listed. `wanted`: names that the settings
+        have, among which a rule for any name finds its own."""
+        there = set(listed)
+        more = [name for name, targets in self.exact.items() if not there.isdisjoint(targets)]
+        if not there.isdisjoint(self.any_other):
+            more += sorted(wanted - self.exact.keys())
+        return tuple(dict.fromkeys((*listed, *more)))
+
+
+def aliases(rewrites: Iterable[tuple[str, ModelRewrite]], pool: str) -> Aliases:
+    """What objects of these names come to: a rule with the name counts before one for all, then the older
+    object, then the first rule."""
+    exact: dict[str, tuple[str, ...]] = {}
+    any_other: tuple[str, ...] | None = None
+    for _, rewrite in sorted(rewrites, key=lambda each: (each[1].created, each[0])):
+        if rewrite.pool != pool:
+            continue
+        for rule in rewrite.rules:
+            if not rule.names and any_other is None:
+                any_other = rule.targets
+            for name in rule.names:
+                if name and len(name.encode()) <= MODEL_BYTES and len(exact) < NAMES_MOST:
+                    exact.setdefault(name, rule.targets)
+    return Aliases(exact, any_other or ())
+
+
+class RewriteWatch:
+    """Watches the rewrites in the pool's namespace and calls `on_change`, in the event loop, when what they
+    come to has changed. A group that the cluster does not serve has none. What was seen last stands while the
+    API cannot be asked.
+    """
+
+    def __init__(
+        self,
+        pool: PoolSettings,
+        on_change: Callable[[], None],
+        *,
+        access: ClusterAccess,
+    ) -> None:
+        self._pool = pool
+        self._on_change = on_change
+        self._access = access
+        self._mirrors: list[Mirror[ModelRewrite]] = []
+        self.aliases = Aliases()
+        self.problems: tuple[ClusterProblem, ...] = ()
+        """What keeps rewrites from being seen."""
+        self.settled = not access
+        """Whether it is known what there is, or why not."""
+
+    async def run(self) -> None:
+        """Watch until cancelled; returns at once where there is no Kubernetes."""
+        if not self._access:
+            return
+        api = Api(self._access)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in GROUPS:
+                    resource = Resource(group, _VERSION, _PLURAL, self._pool.namespace)
+                    self._mirrors.append(Mirror(api, resource, digest_rewrite, self._look))
+                for mirror in self._mirrors:
+                    tasks.create_task(mirror.run(), name=f"watch of {mirror.resource.plural}")
+        finally:
+            self._mirrors.clear()
+            await api.close()
+
+    def _look(self) -> None:
+        before = self.aliases, self.settled
+        served = [mirror for mirror in self._mirrors if not mirror.unserved]
+        items = [item for mirror in served for item in mirror.items.items()]
+        self.aliases = aliases(items, self._pool.name)
+        self.settled = self.settled or all(mirror.settled for mirror in self._mirrors)
+        problems = [mirror.problem for mirror in served]
+        self._complain(tuple(dict.fromkeys(problem for problem in problems if problem is not None)))
+        if before[0] != self.aliases:
+            # Rewrites that go from one group may have come in the other.
+            for mirror in self._mirrors:
+                if mirror.unserved:
+                    mirror.retry()
+        if before != (self.aliases, self.settled):
+            self._on_change()
+
+    def _complain(self, problems: tuple[ClusterProblem, ...]) -> None:
+        before, self.problems = self.problems, problems
+        for problem in problems:
+            if problem not in before:
+                emit(Event.KUBERNETES_PROBLEM, problem=problem.what, hint=problem.hint)

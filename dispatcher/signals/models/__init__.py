@@ -1,0 +1,1 @@
+"""Which models the endpoints of a pool serve."""

@@ -1,0 +1,371 @@
+"""Which models the pool serves: each endpoint is asked at an interval, and each round is told whole.
+
+    serving.urls, else those of signals.vllm.urls,
+    else the pool's ready endpoints as the Kubernetes watch sees them ──▶ each of them
+    where none is known, or serving.observe is gateway                ──▶ the gateway, for all
+
+Names that the cluster's InferenceModelRewrites turn into a model that is listed are told beside it.
+
+An endpoint that cannot be read is told with its reason, one that has left the list is not in the next round:
+what that means for the models is the core's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit, urlunsplit
+
+from dispatcher.core.models.availability import GATEWAY, Listing
+from dispatcher.core.models.versions import FamilyTerms, Membership
+from dispatcher.settings import GatewaySettings, SecretUrl, Settings, TlsSettings
+from dispatcher.settings.serving import LIST_PATH
+from dispatcher.settings.small_files import BackgroundRead
+from dispatcher.settings.watched_files import TokenFileError, TokenReader, looks
+from dispatcher.signals.kubernetes.api import ClusterProblem
+from dispatcher.signals.kubernetes.capacity import Endpoints
+from dispatcher.signals.kubernetes.cluster import ClusterAccess
+from dispatcher.signals.kubernetes.rewrites import RewriteWatch
+from dispatcher.signals.models.listing import Inquirer, ListTarget
+
+AT_ONCE = 16
+"""Largest number of endpoints that are asked at the same time."""
+PATIENCE_S, PATIENCE_LEAST_S, PATIENCE_SHARE = 5.0, 1.0, 0.9
+"""An endpoint has nine tenths of the interval, never more nor less than these seconds."""
+FOUND_WITHIN_S = 10.0
+"""So long the Kubernetes watch may take to find the endpoints before the gateway is asked in their place."""
+GAP_S = 0.5
+"""Between two rounds, however often the endpoints change."""
+_MATCHED_AT_ONCE = 256
+"""Number of new names that are matched before other tasks may run. It takes 4 ms."""
+_NOT_ASKED = "no model server was asked for its models yet"
+_BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAccess:
+    """How to speak to one model server about other things than its list."""
+
+    base: str
+    """Its URL, to which a path is appended; without user and password."""
+    headers: Mapping[str, str] = field(repr=False)
+    """With its credentials."""
+    tls: ssl.SSLContext | None
+    """None: no server of the round was asked by https."""
+
+
+_Known = Mapping[str, ServerAccess | str] | str
+"""The model servers by the endpoint that listings name, each with why not where it is not known how to speak
+to it; or why none is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    listings: tuple[Listing, ...]
+    servers: _Known
+
+
+class ModelWatch:
+    """Asks while the settings say so, and calls `on_round`, in the event loop, with each whole round.
+
+    A round has one listing for each endpoint, in the order in which they are known; none where it is known
+    that no endpoint is ready. A new one begins each `serving.interval_s`, and at once when the endpoints or
+    the settings change. What was asked under other settings than those of now is not told.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        on_round: Callable[[Sequence[Listing]], None],
+        *,
+        access: ClusterAccess,
+        found_within_s: float = FOUND_WITHIN_S,
+    ) -> None:
+        self._settings, self._serving = settings, settings.asks
+        self._found_within_s = found_within_s
+        self._on_round = on_round
+        self._access = access
+        self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
+        self._endpoints = Endpoints()
+        self._tokens = TokenReader()
+        self._changed = asyncio.Event()
+        self._generation = 0
+        self._inquirer: Inquirer | None = None
+        self._made_of: object = None
+        """Settings and state of the files from which the inquirer was made."""
+        self._tls: ssl.SSLContext | None = None
+        self._known: _Known = _NOT_ASKED
+        self._matched: Set[str] = frozenset()
+        """Names in the previous round."""
+
+    def __repr__(self) -> str:
+        return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
+
+    def discovered(self, endpoints: Endpoints) -> None:
+        """What the Kubernetes watch knows now."""
+        before, self._endpoints = self._endpoints, endpoints
+        if _found(before) != _found(endpoints):
+            self._wake()
+
+    def reconfigure(self, settings: Settings, access: ClusterAccess) -> None:
+        """Ask by these settings from now on; or nobody, where they say so. With another way into the cluster
+        rewrites are watched anew."""
+        before, self._settings, self._serving = self._settings, settings, settings.asks
+        elsewhere, self._access = access != self._access, access
+        if elsewhere:
+            self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
+        if elsewhere or _asked_by(before) != _asked_by(settings):
+            self._generation += 1
+            self._known = _NOT_ASKED
+            self._wake()
+
+    def server(self, endpoint: str) -> ServerAccess | str:
+        """How to speak to the endpoint that the newest round named so, or a sentence that says why that is
+        not known."""
+        if isinstance(self._known, str):
+            return self._known
+        return self._known.get(endpoint, "no model server of that name is known")
+
+    @property
+    def problems(self) -> tuple[ClusterProblem, ...]:
+        """What keeps InferenceModelRewrites from being seen; a model that only they name is absent then."""
+        return self._rewrites.problems
+
+    async def ask_once(self) -> Sequence[Listing]:
+        """Ask each endpoint once, and return what each answered. Names that the cluster rewrites are known
+        only to `run`."""
+        try:
+            return (await self._round()).listings
+        finally:
+            await self._close()
+
+    async def run(self) -> None:
+        """Ask until cancelled. Costs nothing while the settings ask for nothing."""
+        try:
+            while True:
+                while not self._settings.observes_models:
+                    self._changed.clear()
+                    await self._changed.wait()
+                async with asyncio.TaskGroup() as tasks:
+                    rewrites = self._rewrites
+                    beside = tasks.create_task(rewrites.run(), name="watch of rewrites")
+                    await self._observe(rewrites)
+                    beside.cancel()
+                await self._close()
+        finally:
+            await self._close()
+
+    async def _observe(self, rewrites: RewriteWatch) -> None:
+        """Ask in rounds for as long as the settings have it so, by these rewrites."""
+        loop = asyncio.get_running_loop()
+        waits_until = loop.time() + self._found_within_s
+        while self._settings.observes_models and self._rewrites is rewrites:
+            self._changed.clear()
+            if self._unheard and loop.time() < waits_until:
+                await self._wait(waits_until)
+                continue
+            began_at, generation = loop.time(), self._generation
+            found = await self._round()
+            if generation == self._generation:
+                self._known = found.servers
+                self._on_round(found.listings)
+            await asyncio.sleep(began_at + min(GAP_S, self._serving.interval_s) - loop.time())
+            # The times differ, so that replicas that were started together do not ask together.
+            await self._wait(began_at + self._serving.interval_s * random.uniform(0.9, 1.1))
+        self._known = _NOT_ASKED
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    @property
+    def _unheard(self) -> bool:
+        """Whether Kubernetes may yet say where the endpoints are, and nothing else does, or how names are
+        rewritten."""
+        serving, found = self._serving, self._endpoints
+        asks = serving.observe in ("auto", "endpoints") and not serving.urls
+        unknown = asks and found.addresses is None and found.watched and not found.whole
+        return unknown or not self._rewrites.settled
+
+    async def _wait(self, until: float) -> None:
+        """Until the endpoints or the settings change, at the longest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+
+    async def _round(self) -> _Round:
+        settings = self._settings
+        now = asyncio.get_running_loop().time()
+        gateway = self._asks_gateway()
+        try:
+            targets = (await self._gateway(),) if gateway else await self._servers()
+        except TokenFileError as error:
+            setting = "gateway.token_file" if gateway else self._token_setting
+            return self._unread(now, f"{setting}: {error}")
+        if targets is None:
+            where = "serving.urls, or run where the Kubernetes watch works"
+            problem = f"no model server is known: {where}"
+            return _Round((Listing("endpoints", now, None, problem=problem),), problem)
+        try:
+            inquirer = await self._ready(settings.gateway.tls if gateway else self._serving.tls, targets)
+        except (OSError, ValueError) as error:  # ssl.SSLError is the former
+            return self._unread(now, f"{'gateway' if gateway else 'serving'}.tls: {error}")
+        wanted = frozenset(model.name for model in settings.models)
+        listable = wanted - self._rewrites.aliases.exact.keys()
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(target: ListTarget) -> Listing:
+            async with places:
+                found = await inquirer.ask(target, listable)
+            if found.models is None:  # a gateway that is away says nothing of the servers behind it
+                return replace(found, down=found.down and not gateway)
+            return replace(found, models=self._rewrites.aliases.served(found.models, wanted))
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(target)) for target in targets]
+        await self._match_new_names(task.result() for task in asked)
+        tls = self._tls
+        known: _Known = {target.endpoint: _access_to(target, tls) for target in targets}
+        return _Round(tuple(task.result() for task in asked), _BY_GATEWAY if gateway else known)
+
+    async def _match_new_names(self, listings: Iterable[Listing]) -> None:
+        """Match new names against the patterns of the settings, a few at a time, so that other tasks may run.
+
+        A server may list 10,000 new names in each round, and the callbacks of the round would match them all
+        without a pause.
+        """
+        names = dict.fromkeys(name for each in listings for name in each.models or ())
+        before, self._matched = self._matched, names.keys()
+        families = [FamilyTerms(each.name, each.pattern) for each in self._settings.models if each.is_family]
+        if not families:
+            return
+        membership = Membership(families)
+        for at, name in enumerate(names.keys() - before):
+            membership.of(name)  # core.versions remembers what it finds
+            if at % _MATCHED_AT_ONCE == _MATCHED_AT_ONCE - 1:
+                await asyncio.sleep(0)
+
+    # Whom to ask.
+
+    def _asks_gateway(self) -> bool:
+        serving = self._serving
+        nowhere = not serving.urls and self._endpoints.addresses is None
+        return serving.observe == "gateway" or (serving.observe == "auto" and nowhere)
+
+    async def _servers(self) -> tuple[ListTarget, ...] | None:
+        """Return the model servers as targets. `None` if none is known. Raises TokenFileError."""
+        serving = self._serving
+        if not serving.urls and self._endpoints.addresses is None:
+            return None
+        token = f"Bearer {await self._tokens.read(serving.token_file)}" if serving.token_file else ""
+        if serving.urls:
+            return tuple(_server(url, token, self._token_setting) for url in serving.urls)
+        scheme = "https" if serving.tls != TlsSettings() else "http"
+        found = [SecretUrl(f"{scheme}://{address}") for address in self._endpoints.addresses or ()]
+        return tuple(_server(url, token, self._token_setting) for url in found)
+
+    async def _gateway(self) -> ListTarget:
+        """Return the gateway as a target. Raises TokenFileError."""
+        gateway = self._settings.gateway
+        token = await self._tokens.read(gateway.token_file) if gateway.token_file else ""
+        return _gateway(gateway, token)
+
+    @property
+    def _token_setting(self) -> str:
+        """Which setting names the servers' token."""
+        taken = self._serving.token_file and not self._settings.serving.token_file
+        return "signals.vllm.token_file" if taken else "serving.token_file"
+
+    def _unread(self, now: float, problem: str) -> _Round:
+        """A round in which nobody could be asked."""
+        if self._asks_gateway():
+            names = [GATEWAY]
+        elif urls := self._serving.urls:
+            names = [_label(url) for url in urls]
+        else:
+            names = list(self._endpoints.addresses or ())
+        return _Round(tuple(Listing(name, now, None, problem=problem) for name in names), problem)
+
+    # By what means.
+
+    async def _ready(self, tls: TlsSettings, targets: Sequence[ListTarget]) -> Inquirer:
+        """The inquirer of these settings, anew where they or their files have changed. Raises OSError."""
+        secure = any(target.url.startswith("https:") for target in targets)
+        files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
+        made_of = (tls, secure, self._patience_s, [looks(path) for path in files if path])
+        if self._inquirer is None or made_of != self._made_of:
+            await self._close()
+            # Not in the event loop's time: the system's certificates take a while to read.
+            self._tls = await BackgroundRead(tls.context)() if secure else None
+            self._inquirer, self._made_of = Inquirer(self._tls or True, timeout_s=self._patience_s), made_of
+        self._inquirer.forget(target.page for target in targets)
+        return self._inquirer
+
+    @property
+    def _patience_s(self) -> float:
+        return max(PATIENCE_LEAST_S, min(PATIENCE_S, PATIENCE_SHARE * self._serving.interval_s))
+
+    async def _close(self) -> None:
+        inquirer, self._inquirer = self._inquirer, None
+        if inquirer is not None:
+            await inquirer.aclose()
+
+
+def _found(endpoints: Endpoints) -> tuple[object, ...]:
+    """What of the Kubernetes watch decides whom to ask."""
+    return endpoints.addresses, endpoints.watched, endpoints.whole
+
+
+def _asked_by(settings: Settings) -> tuple[object, ...]:
+    """What of the settings decides what a round asks and tells."""
+    gateway = settings.gateway
+    to_gateway = gateway.url, gateway.headers, gateway.token_file, gateway.tls
+    return settings.asks, settings.models, to_gateway
+
+
+def _server(url: SecretUrl, token: str, setting: str) -> ListTarget:
+    parts = urlsplit(url.bare)
+    path = LIST_PATH if parts.path in ("", "/") else parts.path
+    page = f"{path.removesuffix(LIST_PATH)}/metrics" if path.endswith(LIST_PATH) else ""
+    authorization = token or url.authorization
+    return ListTarget(
+        _label(url),
+        urlunsplit(parts._replace(path=path)),
+        {"Authorization": authorization} if authorization else {},
+        page=urlunsplit((parts.scheme, parts.netloc, page, "", "")) if page else "",
+        token=setting,
+        with_token=bool(authorization),
+    )
+
+
+def _access_to(target: ListTarget, tls: ssl.SSLContext | None) -> ServerAccess | str:
+    url = target.url.rstrip("/")
+    base = url.removesuffix(LIST_PATH)
+    if base == url:
+        return f"its list of models is not at {LIST_PATH}, so it is not known where it takes requests"
+    return ServerAccess(base, target.headers, tls)
+
+
+def _label(url: SecretUrl) -> str:
+    """Host and port, and what of the path tells servers of the same address apart."""
+    parts = urlsplit(url.bare)
+    return parts.netloc + parts.path.rstrip("/").removesuffix(LIST_PATH)
+
+
+def _gateway(gateway: GatewaySettings, token: str) -> ListTarget:
+    """Return the gateway as a target, with the headers that all requests to it have in common."""
+    headers = dict(gateway.headers)
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    elif basic := gateway.url.authorization:
+        headers.setdefault("Authorization", basic)
+    return ListTarget(
+        GATEWAY,
+        gateway.url.bare.rstrip("/") + LIST_PATH,
+        headers,
+        token="gateway.token_file",  # noqa: S106 -- the name of a setting
+        with_token=any(name.lower() == "authorization" for name in headers),
+    )

@@ -1,0 +1,1 @@
+"""Metrics read through Prometheus."""

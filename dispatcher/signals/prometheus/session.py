@@ -1,0 +1,121 @@
+"""How Prometheus is asked: the client library over a session of ours, with a bound on time and size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dispatcher.ports.network_errors import words
+from dispatcher.settings.watched_files import TokenFileError, read_token
+from dispatcher.signals.prometheus.instant_query import QueryError, document
+
+ANSWER_MAX_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PrometheusAddress:
+    """How to reach Prometheus, or what speaks its API (Thanos, Mimir)."""
+
+    url: str
+    token_file: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Such as X-Scope-OrgID."""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    insecure_skip_verify: bool = False
+
+
+def connected(address: PrometheusAddress, session: QuerySession) -> Any:
+    """The client library, over such a session."""
+    from prometheus_api_client import PrometheusConnect  # whoever runs it in a thread has imported it before
+    from urllib3.util.retry import Retry
+
+    return PrometheusConnect(
+        url=address.url.rstrip("/"),
+        headers=headers_of(address),
+        session=session,
+        retry=Retry(0, read=False),
+    )
+
+
+def headers_of(address: PrometheusAddress) -> dict[str, str]:
+    """With the token as the file has it now. Raises QueryError."""
+    headers = dict(address.headers)
+    if address.token_file:
+        try:
+            headers["Authorization"] = f"Bearer {read_token(address.token_file)}"
+        except TokenFileError as error:
+            raise QueryError(f"the token file {error}", "signals.prometheus.token_file") from None
+    return headers
+
+
+class QuerySession:
+    """What the client library needs of a requests.Session, with a bound on time and size.
+
+    requests bounds the wait for each piece of an answer, not the answer; and it would follow a redirect and
+    take the tenant's headers along.
+    """
+
+    def __init__(self, access: PrometheusAddress, timeout_s: float, *, result: str = "vector") -> None:
+        """`result`: the type of what is asked for."""
+        self._timeout_s = timeout_s
+        self._result = result
+        self._session: Any = None
+        self._mounts: list[tuple[str, Any]] = []
+        self.verify: bool | str = access.ca_file or not access.insecure_skip_verify
+        self.cert = (access.cert_file, access.key_file or access.cert_file) if access.cert_file else None
+
+    def mount(self, prefix: str, adapter: Any) -> None:
+        self._mounts.append((prefix, adapter))
+
+    def request(self, method: str, url: str, **options: Any) -> Any:
+        import requests
+        import urllib3
+
+        if self._session is None:
+            self._session = requests.Session()
+            self._session.trust_env = False  # neither a proxy nor a .netrc of the environment
+            for prefix, adapter in self._mounts:
+                self._session.mount(prefix, adapter)
+        options |= {"timeout": self._timeout_s, "allow_redirects": False, "stream": True}
+        give_up_at = time.monotonic() + self._timeout_s
+        try:
+            with self._session.request(method, url, **options) as response:
+                body = _read(response.raw, give_up_at)
+                status, redirect = response.status_code, response.is_redirect
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
+                raise QueryError(
+                    "not a URL", "signals.prometheus.url"
+                ) from None  # its words hold the secrets
+            raise QueryError(words(error)) from None
+        return _QueryAnswer(status, document(status, redirect, body, self._result))
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryAnswer:
+    """What the client library needs of a requests.Response."""
+
+    status_code: int
+    document: Any
+
+    def json(self) -> Any:
+        return self.document
+
+
+def _read(raw: Any, give_up_at: float) -> bytes:
+    body = bytearray()
+    while piece := raw.read1(64 * 1024, decode_content=True):
+        body += piece
+        if len(body) > ANSWER_MAX_BYTES:
+            raise QueryError(f"the answer is larger than {ANSWER_MAX_BYTES} bytes")
+        if time.monotonic() > give_up_at:
+            raise QueryError("the answer did not end in time", "signals.interval_s allows more time")
+    return bytes(body)

@@ -1,0 +1,350 @@
+"""The EPP's series by way of Prometheus: older by a scrape interval, but there when the EPP cannot be asked.
+
+One instant query brings every series and the age of each sample: `time() - timestamp(selector)` is reckoned
+by the server alone, so that its clock and ours need not agree. A reading's window is the moment of asking
+less that age, and as long as the scrape took: Prometheus dates a sample by the scrape's start.
+
+The client library is a blocking one. It works in a thread that may hang for good without holding up anything
+but its own next query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from dispatcher.core.limit.budget import Reason
+from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.realtime_impact import Histograms
+from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
+from dispatcher.signals.epp import latency
+from dispatcher.signals.epp.series import STARTED, Family, View, smallest, view
+from dispatcher.signals.exposition import Sample
+from dispatcher.signals.prometheus.instant_query import QueryError, vector
+from dispatcher.signals.prometheus.session import PrometheusAddress, QuerySession, connected, headers_of
+
+LATENCY_TIMEOUT_S = 10.0
+WINDOW_S = 10.0
+"""How long ago an own query's sample may have been taken, where no `age` query tells."""
+
+_VALUE, _AGE, _OWN = "dispatcher_value", "dispatcher_age", "dispatcher_own"
+_TOOK = "dispatcher_took"
+_FLOW_LABELS = "fairness_id, priority, model_name, target_model_name"
+_SERVER_LABELS = "model_server_endpoint, model_server_pod"
+_SUMMED = {
+    Family.QUEUED: _FLOW_LABELS,
+    Family.IN_FLIGHT: _FLOW_LABELS,
+    Family.SERVER_QUEUES: _SERVER_LABELS,
+}
+"""A pool has as many of these as it has flows, models or servers, told apart by these labels. Only their sum
+travels."""
+_GONE_SHARE = 0.5
+"""A series that is older than the newest one of its target by more than this share of the largest age that is
+acted upon has left the page: a source that is late shows all of its series late."""
+_SERIES_LABELS = frozenset(
+    {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE, _TOOK}
+    | {label.strip() for labels in _SUMMED.values() for label in labels.split(",")}
+)
+"""Labels that the EPP gives; all others are the scrape's and tell the replicas apart."""
+_ONE_EACH = ("cluster", "namespace", "job")
+"""Scrape labels that the replicas of one pool share."""
+
+
+class PrometheusSource:
+    """Asks Prometheus for a pool's series. One poll at a time, also while one hangs."""
+
+    name: Final = "prometheus"
+    interval_least_s: Final = 1.0
+    """No scrape interval is shorter."""
+
+    def __init__(
+        self,
+        access: PrometheusAddress,
+        pool: str,
+        namespace: str,
+        *,
+        timeout_s: float,
+        max_age_s: float,
+        queries: Mapping[str, str] | None = None,
+        marked: bool = False,
+    ) -> None:
+        self._access = access
+        self._pool = pool
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        self._max_age_s = max_age_s
+        given = {name: query for name, query in (queries or {}).items() if query.strip()}
+        self._own = {name: query for name, query in given.items() if name not in latency.OWN_QUERIES}
+        self._own_query = own_query(self._own)
+        self._query = pool_query(pool, namespace, max_age_s)
+        # Nobody sees the age of a sample within a query; Prometheus before 2.43 ignores the option.
+        self._own_options = {"lookback_delta": str(math.ceil(max_age_s))}
+        # Not in the thread of blocking calls: two threads that import parts of one package see it unfinished.
+        importlib.import_module("prometheus_api_client.prometheus_connect")
+        self._calls = BlockingCalls("prometheus")
+        self._session = QuerySession(access, timeout_s)
+        self._client: Any = None
+        # Apart, for it may take its time and fail as it likes.
+        self._latency_query = latency.latency_query(_literal(pool), _literal(namespace), given, marked=marked)
+        self._latency_calls = BlockingCalls("prometheus-latency")
+        self._latency_session = QuerySession(access, LATENCY_TIMEOUT_S)
+        self._latency_client: Any = None
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        """Prometheus finds the EPP's pods by itself."""
+
+    async def poll(self) -> tuple[View, ...] | Unread:
+        """The newest samples that Prometheus has. What can go wrong is an Unread, never an exception."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        try:
+            rows, own_rows = await self._calls.run(self._ask, self._timeout_s)
+        except StillRunningError as error:
+            return self._unread(f"{error}: it is not asked again before that returns")
+        except TimeoutError:
+            return self._unread(
+                f"no answer within {self._timeout_s:g} s", "signals.interval_s allows more time"
+            )
+        except QueryError as error:
+            return self._unread(str(error), error.hint)
+        return self._views(rows, own_rows, asked_at, loop.time())
+
+    async def latency(self) -> Histograms:
+        """What the latencies of the last minutes are; whatever goes wrong is told in it."""
+        try:
+            return await self._latency_calls.run(self._ask_latency, LATENCY_TIMEOUT_S)
+        except StillRunningError as error:
+            return Histograms("", why_not=f"Prometheus: {error}")
+        except TimeoutError:
+            return Histograms("", why_not=f"Prometheus gave no answer within {LATENCY_TIMEOUT_S:g} s")
+        except QueryError as error:
+            return Histograms("", why_not=f"Prometheus: {error}")
+
+    async def close(self) -> None:
+        self._session.close()
+        self._latency_session.close()
+
+    def _ask_latency(self) -> Histograms:
+        """In the thread of blocking calls."""
+        if self._latency_client is None:
+            self._latency_client = connected(self._access, self._latency_session)
+        self._latency_client.headers = headers_of(self._access)
+        params = {"timeout": f"{LATENCY_TIMEOUT_S:g}", "partial_response": "false"}
+        return latency.grown(vector(self._latency_client.custom_query(self._latency_query, params=params)))
+
+    def _ask(self) -> tuple[list[Sample], list[Sample]]:
+        """Run the queries; in the thread of blocking calls."""
+        if self._client is None:
+            self._client = connected(self._access, self._session)
+        self._client.headers = headers_of(self._access)
+        needs_series = {"saturation", "queued", "capacity"} - self._own.keys()
+        rows = self._rows(self._query, {}) if needs_series else []
+        return rows, self._rows(self._own_query, self._own_options) if self._own else []
+
+    def _rows(self, query: str, options: Mapping[str, str]) -> list[Sample]:
+        # Thanos answers with what it could get unless told that a part is no use.
+        params = {"timeout": f"{self._timeout_s:g}", "partial_response": "false", **options}
+        return vector(self._client.custom_query(query, params=params))
+
+    def _views(
+        self, rows: Sequence[Sample], own_rows: Sequence[Sample], asked_at: float, answered_at: float
+    ) -> tuple[View, ...] | Unread:
+        views: list[View] = []
+        for replica in self._replicas(rows):
+            if isinstance(replica, Unread):
+                return replica
+            seen = replica.view(self._pool, asked_at, answered_at, _GONE_SHARE * self._max_age_s)
+            if isinstance(seen, Unread):
+                return self._unread(seen.why, seen.hint)
+            views.append(seen)
+        if self._own:
+            return self._with_own(views, own_rows, asked_at, answered_at)
+        if not views:
+            return self._unread(
+                f'no series with the label name="{self._pool}" (namespace {self._namespace})',
+                "pool.name and pool.namespace; or the EPP is not scraped (a PodMonitor for port 9090)",
+            )
+        return tuple(views)
+
+    def _replicas(self, rows: Sequence[Sample]) -> list[_ScrapedReplica | Unread]:
+        """The rows by the target they were scraped from, those of our pool."""
+        named = any(row.labels.get("name") == self._pool for row in rows) or any(
+            row.labels.get("inference_pool") == self._pool for row in rows
+        )
+        replicas: dict[frozenset[tuple[str, str]], _ScrapedReplica] = {}
+        for row in rows:
+            target = frozenset(item for item in row.labels.items() if item[0] not in _SERIES_LABELS)
+            replicas.setdefault(target, _ScrapedReplica(dict(target))).rows.append(row)
+        found = [replica for replica in replicas.values() if replica.holds(self._pool if named else "")]
+        # A scrape job that is taken out of the configuration leaves its last samples behind for minutes.
+        found = [each for each in found if not each.age_s > self._max_age_s] or found
+        problem = self._collision([replica.target for replica in found])
+        return [problem] if problem is not None else list(found)
+
+    def _collision(self, targets: Sequence[Mapping[str, str]]) -> Unread | None:
+        """Why the targets cannot all be replicas of one EPP: two pools of one name, or one scraped twice."""
+        for label in _ONE_EACH:
+            values = sorted({target.get(label, "") for target in targets})
+            if len(values) > 1:
+                shown = ", ".join(f'{label}="{value}"' for value in values)
+                return self._unread(
+                    f"pool {self._pool} is there more than once: {shown}",
+                    "one scrape job for the EPP, with namespace as a label; or signals.prometheus.queries",
+                )
+        instances = [target.get("instance") or target.get("pod") for target in targets]
+        if len(targets) > 1 and (None in instances or len(set(instances)) < len(instances)):
+            return self._unread(
+                f"pool {self._pool} is there {len(targets)} times with one instance label or none",
+                "the replicas of Prometheus itself must be deduplicated before they are queried",
+            )
+        return None
+
+    def _with_own(
+        self, views: Sequence[View], rows: Sequence[Sample], asked_at: float, answered_at: float
+    ) -> tuple[View, ...] | Unread:
+        """The views with what the operator's own queries say put in the place of the EPP's series."""
+        values: dict[str, float] = {}
+        for name in self._own:
+            mine = [row.value for row in rows if row.labels.get(_OWN) == name]
+            if len(mine) != 1:
+                why = f"the query gives {len(mine)} series instead of one"
+                return self._unread(
+                    f"{name}: {why}", f"signals.prometheus.queries.{name}: sum(…) or vector(0)"
+                )
+            values[name] = mine[0]
+        if not views:
+            views = [View(asked_at - WINDOW_S, answered_at)]
+        if "age" in values:
+            age_s = max(0.0, values["age"])
+            views = [
+                replace(each, opened_at=asked_at - age_s, closed_at=answered_at - age_s) for each in views
+            ]
+        raw = {f"queries.{name}": value for name, value in values.items()}
+        own = [
+            replace(
+                each,
+                saturation=values.get("saturation", each.saturation),
+                # The queue adds up over the replicas, and this is the whole of it.
+                queued=(values["queued"] if number == 0 else 0.0) if "queued" in values else each.queued,
+                capacity=values.get("capacity"),
+                own="saturation" in values,
+                raw={**each.raw, **raw} if number == 0 else each.raw,
+            )
+            for number, each in enumerate(views)
+        ]
+        return tuple(own)
+
+    def _unread(self, why: str, hint: str = "") -> Unread:
+        host = urlsplit(self._access.url).hostname or self._access.url
+        return Unread(Reason.UNREADABLE, f"{host}: {why}", hint)
+
+
+@dataclass(slots=True)
+class _ScrapedReplica:
+    """What was scraped from one target."""
+
+    target: dict[str, str]
+    rows: list[Sample] = field(default_factory=list)
+
+    def holds(self, pool: str) -> bool:
+        """Whether something here is of the pool (``""``: of a pool without a name)."""
+        return any(
+            row.labels.get(label, "") == pool
+            for row in self.rows
+            if (family := _family(row)) is not None and (label := family.pool_label) is not None
+        )
+
+    @property
+    def age_s(self) -> float:
+        """Of its newest sample."""
+        ages = [row.value for row in self.rows if _AGE in row.labels]
+        return smallest(ages) if ages else math.nan
+
+    def view(self, pool: str, asked_at: float, answered_at: float, gone_after_s: float) -> View | Unread:
+        age_of = {_series(row): row.value for row in self.rows if _AGE in row.labels}
+        if not age_of or not all(math.isfinite(age) for age in age_of.values()):
+            return Unread(Reason.UNREADABLE, "the age of the samples is not known")
+        newest = min(age_of.values())
+        # Prometheus goes on to answer with series that left the page, where it does not notice that they did.
+        gone = {series for series, age in age_of.items() if age > newest + gone_after_s}
+        ages = [age for series, age in age_of.items() if series not in gone]
+        samples = [
+            # An aggregation has dropped the name; the family's newest one stands for it.
+            Sample(row.name or family.value[0], row.labels, row.value)
+            for row in self.rows
+            if (family := _family(row)) is not None and _series(row) not in gone
+        ]
+        # Ages are by the server's clock, and one below 0 is a rounding error. A duration that is no positive
+        # number is ignored.
+        about = [row for row in self.rows if _TOOK in row.labels]
+        took_s = max((row.value for row in about if row.name != STARTED and row.value > 0), default=0.0)
+        samples += [row for row in about if row.name == STARTED]
+        opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages) - took_s)
+        address = self.target.get("instance") or self.target.get("pod") or ""
+        return view(samples, pool, opened_at, closed_at, address)
+
+
+def _series(row: Sample) -> frozenset[tuple[str, str]]:
+    """Return the labels that a value and its age have in common."""
+    family = row.labels.get(_VALUE) or row.labels.get(_AGE) or ""
+    labels = {name: value for name, value in row.labels.items() if name not in ("__name__", _VALUE, _AGE)}
+    return frozenset({**labels, _VALUE: family}.items())
+
+
+def _family(row: Sample) -> Family | None:
+    """What the row is a value of; None: of nothing that was asked for."""
+    return Family.__members__.get(row.labels.get(_VALUE, ""))
+
+
+def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
+    """Return one PromQL query for every series of a pool, their ages, and facts about their targets.
+
+    A label of each sample says what it is: dispatcher_value names the family of a value, and dispatcher_age
+    that of an age. dispatcher_took marks the duration of a scrape and the start time of a target's process.
+    """
+    here = f'namespace=~"{_literal(namespace)}|"'
+    parts: list[str] = []
+    targets: list[str] = []
+    for family in Family:
+        label = family.pool_label
+        matchers = f'{label}=~"{_literal(pool)}|",{here}' if label is not None else here
+        selectors = [f"{name}{{{matchers}}}" for name in family.value]
+        targets += selectors if family in (Family.READY, Family.SATURATION) else []
+        values = " or ".join(selectors)
+        summed = _SUMMED.get(family)
+        if summed is not None:
+            alive = [_recent(each, max_age_s) for each in selectors]
+            values = " or ".join(f"sum without ({summed}) (clamp_min({each}, 0))" for each in alive)
+        parts.append(f'label_replace({values}, "{_VALUE}", "{family.name}", "", "")')
+        if label is not None and family is not Family.SERVER_QUEUES:  # as old as the pool's other series
+            wrap = f"min without ({summed}) " if summed else ""
+            ages = " or ".join(f"{wrap}(time() - timestamp({each}))" for each in selectors)
+            parts.append(f'label_replace({ages}, "{_AGE}", "{family.name}", "", "")')
+    about = f'{{__name__=~"scrape_duration_seconds|{STARTED}",{here}}}'
+    took = f"{about} and on (job, instance) ({' or '.join(targets)})"
+    parts.append(f'label_replace({took}, "{_TOOK}", "s", "", "")')
+    return " or ".join(parts)
+
+
+def _recent(selector: str, max_age_s: float) -> str:
+    """The series of the selector that are young enough to be acted upon. Prometheus may answer with those of
+    flows and servers that are gone for as long as its lookback. Without spaces: servers bound the length of
+    an address."""
+    return f"({selector} and time()-timestamp({selector})<{max_age_s:g})"
+
+
+def own_query(queries: Mapping[str, str]) -> str:
+    """The operator's own queries as one; the line ends keep a comment at a query's end from eating more."""
+    parts = [f'label_replace((\n{query}\n), "{_OWN}", "{name}", "", "")' for name, query in queries.items()]
+    return " or ".join(parts)
+
+
+def _literal(text: str) -> str:
+    """A text as it stands within a PromQL regular expression in double quotes."""
+    escaped = "".join(f"\\{char}" if char in r"\.+*?()|[]{}^$" else char for char in text)
+    return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

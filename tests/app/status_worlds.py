@@ -1,0 +1,44 @@
+"""The status of a dispatcher that is nothing but its limiter."""
+
+from __future__ import annotations
+
+from dispatcher.app.status_builder import overview
+from dispatcher.core.gateway.recent_attempts import RecentTries
+from dispatcher.core.health import HealthRecord
+from dispatcher.core.limit.limiter import Limiter
+from dispatcher.dispatch.models.model_requests import Models
+from dispatcher.dispatch.queue_access import QueueView
+from dispatcher.settings import Settings
+from dispatcher.signals.kubernetes.capacity import Endpoints
+from dispatcher.signals.poller import SourcePoll
+from dispatcher.telemetry.status import ProcessStatus, Status
+
+PROCESS = ProcessStatus("1", "3", "qwen", "batch:{qwen}:requests", "one", observe=False, started_at=0.0)
+
+
+def status_of(
+    limiter: Limiter,
+    now: float,
+    settings: Settings,
+    *,
+    poll: SourcePoll | None = None,
+    queue: QueueView | None = None,
+    running: int = 0,
+    models: Models | None = None,
+    recent: RecentTries | None = None,
+    health: HealthRecord | None = None,
+) -> Status:
+    return overview(
+        now,
+        process=PROCESS,
+        settings=settings,
+        limiter=limiter,
+        running=running,
+        queue=queue or QueueView(),
+        poll=poll,
+        watched=Endpoints(),
+        slow=None,
+        models=models,
+        recent=recent,
+        health=health,
+    )

@@ -1,0 +1,47 @@
+"""Requests of plain text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.client.files.template import Template, TemplateError
+
+CHAT = (
+    b'{"model": "m", "messages": [{"role": "system", "content": "@@0@@"}, {"role": "user", "content": "x"}]}'
+)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(TEXT)
+def test_the_text_takes_the_fields_place(text: str) -> None:
+    body = json.loads(Template(CHAT, "messages.1.content").body(text))
+    assert body["messages"] == [{"role": "system", "content": "@@0@@"}, {"role": "user", "content": text}]
+    assert json.loads(Template(b'{"model": "m"}', "prompt").body(text)) == {"model": "m", "prompt": text}
+
+
+@given(TEXT, TEXT, TEXT)
+def test_or_that_of_a_mark_in_it(before: str, text: str, after: str) -> None:
+    template = Template(json.dumps({"input": f"{before.replace('{}', '')}{{}}{after}"}).encode(), "input")
+    assert json.loads(template.body(text)) == {"input": before.replace("{}", "") + text + after}
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "told"),
+    [
+        (b"{", "prompt", "no JSON"),
+        (b"\xff", "prompt", "no JSON"),
+        (b"[]", "prompt", "no JSON object"),
+        (CHAT, "", "has no "),
+        (CHAT, "messages.2.content", "has no messages.2: the list has 2 elements, counted from 0"),
+        (CHAT, "messages.-1.content", "has no messages.-1"),
+        (CHAT, "model.name", "has no model.name"),
+        (CHAT, "nothing.there", "has no nothing"),
+    ],
+)
+def test_a_field_that_is_not_there_is_named(body: bytes, field: str, told: str) -> None:
+    with pytest.raises(TemplateError, match=told):
+        Template(body, field)

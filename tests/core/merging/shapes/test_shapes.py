@@ -1,0 +1,396 @@
+"""Bodies of list calls by the table of shapes: what is read, what is merged, what an answer is split into."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dispatcher.core.merging.shapes import SHAPES, Part, Unfit, cut, join, merge, read, shape_at, split
+from dispatcher.core.merging.shapes.fields import DEPTH_MOST
+from tests.listcalls import PATHS, model, part, text_of
+
+EMBEDDED = (
+    b'{"id": "embd-7", "object":"list", "data" : [\n'
+    b'{"index":2,"object":"embedding","embedding":[1.50E-3, -0.0,1e0 ],"note":"\\u00e9"},\n'
+    b'{"embedding":[0.1000,2],"index":0, "object":"embedding"},'
+    b'{"object":"embedding","index":1,"embedding":"AAAAAA=="}],"model":"m" , '
+    b'"usage":{"prompt_tokens":10,"total_tokens":10,"prompt_tokens_details":{"cached_tokens":1}}}'
+)
+
+
+def why(name: str, body: Any) -> str:
+    found = read(SHAPES[name], body if isinstance(body, bytes) else text_of(body))
+    assert isinstance(found, Unfit), found
+    return found.why
+
+
+def answers(parts: list[Part], body: bytes) -> list[bytes]:
+    found = split(parts, body)
+    assert not isinstance(found, Unfit), found
+    return found
+
+
+def unsplit(parts: list[Part], body: Any) -> str:
+    found = split(parts, body if isinstance(body, bytes) else text_of(body))
+    assert isinstance(found, Unfit), found
+    return found.why
+
+
+@pytest.mark.parametrize(
+    ("body", "size", "tokens"),
+    [
+        ({"input": "abcdefgh"}, 1, 2),
+        ({"input": ["abcdefgh", "ijklmnop"]}, 2, 6),
+        ({"input": ["", ""]}, 2, 2),
+        ({"input": [1, 2, 3]}, 1, 3),
+        ({"input": [[1, 2, 3], [4]]}, 2, 4),
+        ({"input": ["日本"]}, 1, 2),
+    ],
+)
+def test_items_and_tokens_of_a_body_are_counted(body: Any, size: int, tokens: int) -> None:
+    found = part("embeddings", {"model": "text-1", **body})
+    assert (found.size, found.tokens, found.model) == (size, tokens, "text-1")
+
+
+def test_a_query_counts_with_each_of_its_texts() -> None:
+    one = part("rerank", {"query": "q" * 40, "documents": ["d" * 8, "e" * 8]})
+    assert one.tokens == 2 * 10 + part("rerank", {"query": "", "documents": ["d" * 8, "e" * 8]}).tokens
+    assert [piece.tokens for piece in cut(one, 1)] == [12, 12]
+    pair = part("score", {"text_1": ["q" * 40], "text_2": ["d" * 8]})
+    assert pair.tokens == part("score", {"text_1": "q" * 40, "text_2": ["d" * 8]}).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "reason"),
+    [
+        ("embeddings", b"", "not the JSON that it should be"),
+        ("embeddings", b"[]", "not the JSON that it should be"),
+        ("embeddings", b'{"input":"\xff"}', "not the JSON that it should be"),
+        ("embeddings", b'{"input":["\\ud800"]}', "not the JSON that it should be"),
+        ("embeddings", {"model": "m"}, "no input in the body"),
+        ("embeddings", {"input": []}, "an empty list"),
+        ("embeddings", {"input": [[]]}, "an empty list"),
+        ("embeddings", {"input": None}, "its items are neither text nor token ids"),
+        ("embeddings", {"input": ["a", [1]]}, "its items are neither text nor token ids"),
+        ("embeddings", {"input": [{"text": "a"}]}, "its items are neither text nor token ids"),
+        ("embeddings", {"input": [1.5]}, "its items are neither text nor token ids"),
+        ("embeddings", {"input": "a", "late_chunking": True}, "late_chunking: its items are embedded as one"),
+        ("embeddings", b'{"input":"a","input":"b"}', "given twice"),
+        ("embeddings", b'{"input":"a","user":"x","user":"x"}', "given twice"),
+        ("embeddings", b'{"b":1,"input":"","b":{"q":0,%b"a":1}}' % (b" " * 10), "given twice"),
+        ("tensorflow", b'{"b":1,"instances":[2],"b":{"q":0,%b"a":11}}' % (b" " * 14), "given twice"),
+        ("embeddings", b'{"input":"a","\\u0075ser":"x"}', "given twice, or its name is escaped"),
+        ("embeddings", b'{"input":"a","x":' + b"[" * 20 + b"]" * 20 + b"}", "nested too deeply"),
+        ("embeddings", b'{"input":"a","x":' + b"[" * 90_000 + b"]" * 90_000 + b"}", "nested too deeply"),
+        ("embeddings", {"input": "a", "x": "y" * 66_000}, "more than 65536 bytes beside its list"),
+        ("tensorflow", {"inputs": {"x": [1]}}, "no instances in the body"),
+        ("tensorflow", {"inputs": {"x": [1]}, "instances": [1]}, "inputs: the columnar format"),
+        ("tensorflow", {"instances": {"a": 1}}, "its items are not in a list"),
+        ("tensorflow", {"instances": []}, "an empty list"),
+        ("rerank", {"query": "q", "documents": ["a"], "top_n": -1}, "top_n: no count"),
+        ("rerank", {"query": "q", "documents": ["a"], "top_n": 1.5}, "top_n: no count"),
+        ("rerank", {"query": "q"}, "no texts in the body"),
+        ("score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1 and text_2 are not as long as each other"),
+        ("score", {"text_1": ["a"], "text_2": "c"}, "text_1 and text_2 are not as long as each other"),
+        ("predict", {"inputs": ["a", "b", "c"]}, "an item is neither a text nor a pair"),
+        ("predict", {"inputs": [["a"], []]}, "an item is neither a text nor a pair"),
+        ("predict", {"inputs": [["a"], "b"]}, "its items are neither texts nor pairs"),
+    ],
+)
+def test_what_is_not_understood_goes_alone_and_the_reason_is_told(name: str, body: Any, reason: str) -> None:
+    assert reason in why(name, body)
+
+
+def test_depth_is_bounded_where_it_costs() -> None:
+    deep = b"[" * DEPTH_MOST + b"]" * DEPTH_MOST
+    assert part("embeddings", b'{"input":"a","x":%b}' % deep).size == 1
+    assert part("tensorflow", b'{"instances":[%b]}' % (b"[" * 500 + b"]" * 500)).size == 1
+
+
+def test_one_list_of_all_and_each_other_field_once() -> None:
+    bodies = [
+        b'{"model":"m","input":"a\\n","dimensions":256}',
+        b'{"dimensions":256, "input" : [ "b" , "c"], "model":"m"}',
+        b'{"input":["d"],"model":"m","dimensions":256}',
+    ]
+    merged = merge([part("embeddings", body) for body in bodies])
+    assert merged == b'{"dimensions":256,"model":"m","input":["a\\n", "b" , "c","d"]}'
+
+
+def test_token_ids_go_with_token_ids_and_not_with_text() -> None:
+    ids, lists, text = (part("embeddings", {"input": value}) for value in ([1, 2], [[3], [4, 5]], "1"))
+    assert merge([ids, lists]) == b'{"input":[[1, 2],[3], [4, 5]]}'
+    assert ids.key != text.key
+    with pytest.raises(ValueError, match="only parts of one key"):
+        merge([ids, text])
+    with pytest.raises(ValueError, match="only parts of one key"):
+        merge([])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"model": "a"}, {"model": "b"}),
+        ({"model": "a"}, {}),
+        ({"dimensions": 8}, {"dimensions": 8.0}),
+        ({"encoding_format": "float"}, {"encoding_format": "base64"}),
+        ({"user": "a"}, {"user": None}),
+        ({"x": {"a": [1, 2]}}, {"x": {"a": [2, 1]}}),
+    ],
+)
+def test_what_differs_beside_the_list_is_never_merged(one: Any, other: Any) -> None:
+    assert part("embeddings", {"input": "a", **one}).key != part("embeddings", {"input": "a", **other}).key
+
+
+def test_same_body_of_another_shape_is_never_merged() -> None:
+    assert part("embed", {"inputs": "a"}).key != part("predict", {"inputs": "a"}).key
+
+
+def test_fields_of_an_item_stay_as_the_server_wrote_them() -> None:
+    parts = [part("embeddings", {"input": value}) for value in (["a", "b"], "c")]
+    first, second = answers(parts, EMBEDDED)
+    assert first == (
+        b'{"id":"embd-7","object":"list","data":[{"embedding":[0.1000,2],"index":0,"object":"embedding"},'
+        b'{"object":"embedding","index":1,"embedding":"AAAAAA=="}],"model":"m",'
+        b'"usage":{"prompt_tokens":7,"total_tokens":7,"prompt_tokens_details":{"cached_tokens":1}}}'
+    )
+    assert second == (
+        b'{"id":"embd-7","object":"list","data":[{"index":0,"object":"embedding",'
+        b'"embedding":[1.50E-3, -0.0,1e0 ],"note":"\\u00e9"}],"model":"m",'
+        b'"usage":{"prompt_tokens":3,"total_tokens":3,"prompt_tokens_details":{"cached_tokens":0}}}'
+    )
+
+
+def test_vectors_of_vectors_are_split_as_well() -> None:
+    """They look like flat ones at their beginning."""
+    parts = [part("embeddings", {"input": value}) for value in "ab"]
+    data = [{"index": at, "embedding": [[0.1, at], [0.2]]} for at in (0, 1)]
+    for listed in (data, [{**each, "more": {"embedding": [1]}} for each in data]):
+        found = [json.loads(each)["data"] for each in answers(parts, text_of({"data": listed}))]
+        assert found == [[{**each, "index": 0}] for each in listed]
+
+
+def test_brackets_in_an_answers_texts_are_no_lists() -> None:
+    parts = [part("rerank", {"query": "q", "documents": [value]}) for value in "ab"]
+    results = [
+        {"index": at, "relevance_score": 0.5, "document": {"text": f'"results":[{at}]] "index":9'}}
+        for at in (0, 1)
+    ]
+    found = [
+        json.loads(each) for each in answers(parts, text_of({"id": "[", "results": results, "meta": [[]]}))
+    ]
+    assert found == [{"id": "[", "results": [{**each, "index": 0}], "meta": [[]]} for each in results]
+
+
+def test_a_field_named_like_the_list_elsewhere_is_not_taken_for_it() -> None:
+    parts = [part("embeddings", {"input": value}) for value in "ab"]
+    data = [{"index": at, "embedding": [at]} for at in (0, 1)]
+    body = text_of({"meta": {"data": [{"index": 0, "embedding": [7]}]}, "data": data})
+    assert [json.loads(each)["data"][0]["embedding"] for each in answers(parts, body)] == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "not the JSON"),
+        ([], "not the JSON"),
+        ({"error": {"message": "no"}}, "no data in the answer"),
+        ({"data": None}, "not the JSON"),
+        ({"data": None, "x": [{"index": at, "embedding": [1]} for at in (0, 1)]}, "not the JSON"),
+        ({"data": [{"index": 0, "embedding": [1]}]}, "1 items in the answer to 2"),
+        ({"data": [{"index": 0, "embedding": [1]}] * 2}, "two items of the answer of one index"),
+        ({"data": [{"index": at, "embedding": [1]} for at in (1, 2)]}, "without an index below 2"),
+        ({"data": [{"index": at, "embedding": [1]} for at in ("0", "1")]}, "without an index below 2"),
+        ({"data": [{"index": at, "embedding": [1]} for at in (0, 1.0)]}, "without an index below 2"),
+        (b'{"data":[{"index":0,"embedding":[1]},{"index":%b,"embedding":[1]}]}' % (b"1" * 5000), "below 2"),
+        ({"data": [{"embedding": [1]}, {"embedding": [2]}]}, "without an index below 2"),
+        ({"data": [{"index": 0, "embedding": [1]}, {"index": 1, "error": "x"}]}, "without embedding"),
+        ({"data": [{"index": 0, "embedding": [1]}, {"index": 1, "embedding": None}]}, "without embedding"),
+        ({"data": [{"index": 0, "embedding": [1]}, None]}, "not the JSON"),
+        *(
+            (b'{"data":[{"index":0,"embedding":[1]},{"index":1,"embedding":%b}]}' % vector, "not the JSON")
+            for vector in (b"[1,oops]", b"[1,,2]", b"[1.2.3]", b"[NaN]", b"[1,]")
+        ),
+    ],
+)
+def test_an_answer_that_fits_not_is_not_split(body: Any, reason: str) -> None:
+    parts = [part("embeddings", {"input": value}) for value in "ab"]
+    assert reason in unsplit(parts, text_of(body) if not isinstance(body, bytes) else body)
+
+
+def test_an_answer_of_vectors_that_has_something_else_is_not_split() -> None:
+    parts = [part("embed", {"inputs": value}) for value in "ab"]
+    assert answers(parts, b"[[1],[2]]") == [b"[[1]]", b"[[2]]"]
+    for body in (b'[[1],"x"]', b'{"error":"x"}', b"[[1]]"):
+        assert unsplit(parts, body)
+
+
+def test_usage_is_shared_out_by_tokens() -> None:
+    parts = [part("embeddings", {"input": value}) for value in ([1] * 9, [2])]
+    data = [{"index": at, "embedding": [1]} for at in (0, 1)]
+    body = text_of({"data": data, "usage": {"prompt_tokens": 10, "more": {"cached": 4}}})
+    shares = [json.loads(each)["usage"] for each in answers(parts, body)]
+    assert shares == [
+        {"prompt_tokens": 9, "more": {"cached": 4}},
+        {"prompt_tokens": 1, "more": {"cached": 0}},
+    ]
+
+
+def test_usage_without_numbers_is_copied() -> None:
+    parts = [part("embeddings", {"input": value}) for value in "ab"]
+    data = [{"index": at, "embedding": [1]} for at in (0, 1)]
+    usage = {"prompt_tokens": 3, "cost": 0.5, "tier": "x", "flag": True, "none": None, "huge": 2**60}
+    shares = [json.loads(each)["usage"] for each in answers(parts, text_of({"data": data, "usage": usage}))]
+    assert shares == [{**usage, "prompt_tokens": count, "cost": 0.25} for count in (2, 1)]
+    for odd in (None, "x", [1]):
+        body = text_of({"data": data, "usage": odd})
+        assert [json.loads(each)["usage"] for each in answers(parts, body)] == [odd, odd]
+
+
+def test_ranked_items_go_to_their_own_in_the_order_of_all() -> None:
+    parts = [
+        part("rerank", {"query": "q", "documents": value, "top_n": 2}) for value in (["a", "b", "c"], ["d"])
+    ]
+    assert merge(parts) == b'{"query":"q","documents":["a", "b", "c","d"]}'
+    results = [
+        {"index": at, "relevance_score": score} for at, score in ((2, 0.9), (3, 0.8), (0, 0.7), (1, 0.6))
+    ]
+    first, second = (json.loads(each)["results"] for each in answers(parts, text_of({"results": results})))
+    assert [item["index"] for item in first] == [2, 0]
+    assert second == [{"index": 0, "relevance_score": 0.8}]
+
+
+def test_other_queries_are_never_merged() -> None:
+    one, other = (part("rerank", {"query": query, "documents": ["a"]}) for query in "qr")
+    assert one.key != other.key
+    assert part("rerank", {"query": "q", "documents": ["a"], "top_n": 1}).key != one.key
+
+
+@pytest.mark.parametrize("wanted", [None, 0])
+def test_no_count_of_ranked_items_means_all(wanted: int | None) -> None:
+    one = part("rerank", {"query": "q", "documents": ["a", "b", "c"], "top_n": wanted})
+    assert one.top == 0
+    pieces = cut(one, 2)
+    bodies = [model("rerank", merge([piece])) for piece in pieces]
+    joined = join(one, pieces, bodies)
+    assert joined == model("rerank", one.payload)
+
+
+def test_ranked_answers_are_joined_by_rank() -> None:
+    one = part("rerank", {"query": "q", "documents": list("abcd"), "top_n": 3})
+    pieces = cut(one, 2)
+    assert merge(pieces[:1]) == b'{"query":"q","top_n":3,"documents":["a","b"]}'
+    bodies = [
+        text_of({"id": at, "results": [{"index": index, "relevance_score": score} for index, score in ranks]})
+        for at, ranks in enumerate([[(1, 0.9), (0, 0.2)], [(0, 0.9), (1, 0.3)]])
+    ]
+    joined = join(one, pieces, bodies)
+    assert isinstance(joined, bytes)
+    assert [(item["index"], item["relevance_score"]) for item in json.loads(joined)["results"]] == [
+        (1, 0.9),
+        (2, 0.9),
+        (3, 0.3),
+    ]
+
+
+def test_answers_that_are_in_no_order_of_rank_are_joined_by_index() -> None:
+    one = part("tei_rerank", {"query": "q", "texts": list("abcd")})
+    pieces = cut(one, 2)
+    bodies = [b'[{"index":0,"score":0.1},{"index":1,"score":0.5}]'] * 2
+    joined = join(one, pieces, bodies)
+    assert isinstance(joined, bytes)
+    assert [item["index"] for item in json.loads(joined)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("score", [None, "x", [1]])
+def test_ranks_that_are_no_numbers_are_not_joined(score: Any) -> None:
+    one = part("tei_rerank", {"query": "q", "texts": list("ab")})
+    bodies = [text_of([{"index": 0, "score": each}]) for each in (0.5, score)]
+    assert isinstance(join(one, cut(one, 1), bodies), Unfit)
+
+
+def test_a_piece_whose_answer_fits_not_spoils_the_whole() -> None:
+    one = part("embeddings", {"input": list("abc")})
+    pieces = cut(one, 2)
+    good = [model("embeddings", merge([piece])) for piece in pieces]
+    assert isinstance(join(one, pieces, [good[1], good[0]]), Unfit)
+    assert isinstance(join(one, pieces, [good[0], b'{"error":"x"}']), Unfit)
+    ranked = part("rerank", {"query": "q", "documents": list("abc"), "top_n": 2})
+    pieces = cut(ranked, 2)
+    bodies = [model("rerank", merge([piece])) for piece in pieces]
+    assert isinstance(join(ranked, pieces, bodies), bytes)
+    assert isinstance(join(ranked, pieces, [bodies[1], bodies[1]]), Unfit)
+
+
+def test_usage_of_pieces_is_summed_up() -> None:
+    one = part("embeddings", {"input": ["a", "b"]})
+    usages: list[Any] = [
+        {"n": 1, "d": {"c": 2}, "x": None},
+        {"n": 3, "d": {"c": 5, "e": 1}, "x": 4, "f": 0.5},
+    ]
+    bodies = [text_of({"data": [{"index": 0, "embedding": [1]}], "usage": usage}) for usage in usages]
+    joined = join(one, cut(one, 1), bodies)
+    assert isinstance(joined, bytes)
+    assert json.loads(joined)["usage"] == {"n": 4, "d": {"c": 7, "e": 1}, "x": 4, "f": 0.5}
+
+
+def test_a_list_is_cut_by_items_and_by_tokens() -> None:
+    one = part("embeddings", {"input": ["x" * 40, "y" * 40, "z" * 4, "x" * 400, "z"]})
+    assert [piece.size for piece in cut(one, 2)] == [2, 2, 1]
+    assert [piece.size for piece in cut(one, 100, 23)] == [2, 1, 1, 1]
+    assert [piece.size for piece in cut(one, 100, 24)] == [3, 1, 1]
+    assert [piece.size for piece in cut(one, 0)] == [1] * 5
+    assert cut(one, 5) == [one]
+    ids = part("embeddings", {"input": [[1, 2], [3, 4], [5]]})
+    assert [(piece.size, piece.tokens) for piece in cut(ids, 9, 4)] == [(2, 4), (1, 1)]
+    lone = part("embeddings", {"input": "x" * 400})
+    assert cut(lone, 1, 5) == [lone]
+
+
+def test_pairs_of_a_score_are_merged_though_their_texts_differ() -> None:
+    one, other = (part("score", {"model": "m", "text_1": [f"q{at}"], "text_2": [f"d{at}"]}) for at in (1, 2))
+    assert merge([one, other]) == b'{"model":"m","text_2":["d1","d2"],"text_1":["q1","q2"]}'
+    same = part("score", {"model": "m", "text_1": "q", "text_2": ["d"]})
+    assert part("score", {"model": "m", "text_2": ["d"]}).key not in (one.key, same.key)
+    assert same.key not in (one.key, part("score", {"model": "m", "text_1": "r", "text_2": ["d"]}).key)
+    for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        assert part("score", dict(zip(names, (["a", "b"], ["c", "d"]), strict=True))).size == 2
+
+
+def test_a_lone_text_to_classify_is_answered_without_a_list() -> None:
+    parts = [part("predict", {"inputs": value}) for value in ("a", ["b", "c"], [["d"]])]
+    assert merge(parts) == b'{"inputs":[["a"],["b", "c"],["d"]]}'
+    assert answers(parts, b"[[1],[2],[3]]") == [b"[1]", b"[2]", b"[[3]]"]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/v1/embeddings", "embeddings"),
+        ("/openai/deployments/x/embeddings?api-version=1", "embeddings"),
+        ("/v1/models/x:predict", "tensorflow"),
+        ("/v1/models/x/versions/3:predict", "tensorflow"),
+        ("/v2/models/x/infer", "kserve"),
+        ("/v2/models/x/versions/1/infer", "kserve"),
+        ("/v2/rerank", "rerank"),
+        ("/rerank", "rerank"),
+        ("/v1/score", "score"),
+        ("/embed", "embed"),
+        ("/predict", "predict"),
+        ("/v1/chat/completions", None),
+        ("/v2/models/x/generate", None),
+        ("/embeddings/1", None),
+        ("", None),
+    ],
+)
+def test_paths_have_the_shapes_that_servers_give_them(path: str, name: str | None) -> None:
+    found = shape_at(path)
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_is_named_as_in_the_table_and_has_a_server_to_be_tried_with(name: str) -> None:
+    assert SHAPES[name].name == name
+    assert name in PATHS

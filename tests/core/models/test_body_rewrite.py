@@ -1,0 +1,82 @@
+"""A body's model replaced: what is plain, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatcher.core.merging.shapes.fields import place_of
+from dispatcher.core.merging.shapes.part import NotUnderstoodError
+from dispatcher.core.models.body_rewrite import sent_as, with_model
+from dispatcher.core.requests.request import Request
+
+
+@pytest.mark.parametrize(
+    ("body", "replaced"),
+    [
+        (b'{"model":"qwen"}', b'{"model":"qwen-v3"}'),
+        (
+            b' {"n": 1.50,\n\t"model" :\r "qwen" , "x":[]} ',
+            b' {"n": 1.50,\n\t"model" :\r "qwen-v3" , "x":[]} ',
+        ),
+        (b'{"x":{"model":"a"},"model":"qwen"}', b'{"x":{"model":"a"},"model":"qwen-v3"}'),
+        (b'{"x":"model","model":"qwen"}', b'{"x":"model","model":"qwen-v3"}'),
+        (b'{"model":"model"}', b'{"model":"qwen-v3"}'),
+        (b'{"model":"qw\\u0065n\\n"}', b'{"model":"qwen-v3"}'),
+        (b'{"model":"\\ud800","x":"\\ud800"}', b'{"model":"qwen-v3","x":"\\ud800"}'),
+        (b'{"x":"\\"model\\":\\"a\\"","model":"qwen"}', b'{"x":"\\"model\\":\\"a\\"","model":"qwen-v3"}'),
+        (b'{"say \\"model":"a","y":1}', None),
+        (b'{"x":"say \\"model","y":{"model":"a"}}', None),
+        ('{"x":"ü","model":"ü"}'.encode(), '{"x":"ü","model":"qwen-v3"}'.encode()),
+        (b'{"model":"qwen","m\\u006fdel":"qwen"}', None),
+        (b'{"x":{"model":"a"},"m\\u006fdel":"qwen-v3"}', None),
+        (b'{"model":"qwen","model":"qwen"}', None),
+        (b'{"model":1}', None),
+        (b'{"model":null,"x":{"model":"a"}}', None),
+        (b'{"model":{"model":"a"}}', None),
+        (b'{"x":{"model":"a"}}', None),
+        (b'["model"]', None),
+        (b'[{"model":"qwen"}]', None),
+        (b"{}", None),
+        (b"", None),
+        (b'"model"', None),
+        (b'{"model":"qwen"', None),
+        (b'{"model":"qwen"}{}', None),
+        (b'{"model":"qw\nen"}', None),
+        (b'{"x":"\xff","model":"qwen"}', None),
+        (b'\xef\xbb\xbf{"model":"qwen"}', None),
+        (b'{"model":"qwen","x":' + b"[" * 5000 + b"]" * 5000 + b"}", None),
+    ],
+)
+def test_a_model_is_replaced_where_it_is_plain(body: bytes, replaced: bytes | None) -> None:
+    assert with_model(body, "qwen-v3") == replaced
+
+
+@pytest.mark.parametrize(
+    ("name", "written"), [('a"b\\', b'"a\\"b\\\\"'), ("é", '"é"'.encode()), ("\ud800", None)]
+)
+def test_names_are_written_as_json(name: str, written: bytes | None) -> None:
+    assert with_model(b'{"model":"qwen"}', name) == (written and b'{"model":%b}' % written)
+
+
+def test_a_request_is_sent_as_its_version_to_these_endpoints_and_is_the_same_else() -> None:
+    asked = Request("r", 9, b'{"model":"qwen","n":1}', headers={"a": "b"}, token="t")
+    sent = sent_as(asked, "qwen", "qwen-v3", "192.0.2.1:8000")
+    assert sent == Request(
+        "r", 9, b'{"model":"qwen-v3","n":1}', headers={"a": "b"}, token="t", version="qwen-v3",
+        endpoints="192.0.2.1:8000",
+    )  # fmt: skip
+    assert sent_as(asked, "qwen", "qwen", "") == asked
+    unclear = Request("r", 9, b'{"model":"qwen","model":"qwen"}')
+    assert sent_as(unclear, "qwen", "qwen-v3", "") is None
+    assert sent_as(unclear, "qwen", "qwen", "") == unclear
+
+
+def test_the_place_of_a_field_is_not_guessed() -> None:
+    body = b'{"a:1":1,":1,":2,"x":"\\"y\\":","y":3}'
+    assert {name: body[place_of(body, name) :][:1] for name in ("a:1", ":1,", "y")} == {
+        "a:1": b"1",
+        ":1,": b"2",
+        "y": b"3",
+    }
+    with pytest.raises(NotUnderstoodError, match="no z"):
+        place_of(body, "z")

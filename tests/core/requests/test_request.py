@@ -1,0 +1,439 @@
+"""A queue member becomes a request as its producer meant it, or a rejection that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dispatcher.core.requests.oversize import ENVELOPE_BYTES, cut
+from dispatcher.core.requests.request import Rejection, Request, encode_member, parse
+from dispatcher.core.requests.result import ErrorCode, answered, decode_result, failed, misdirected
+from dispatcher.core.requests.score import deadline_of_score, score_of
+
+INTERNAL = b'"internal":{"request_token":"tok","result_queue_name":"list"}'
+
+
+def member(data: str | bytes, *, internal: bytes = INTERNAL, kind: str = '"redis"') -> bytes:
+    data = data.encode() if isinstance(data, str) else data
+    return b'{%b,"request_kind":%b,"data":%b}' % (internal, kind.encode(), data)
+
+
+def rejected(text: bytes) -> Rejection:
+    found = parse(text)
+    assert isinstance(found, Rejection), found
+    return found
+
+
+def accepted(text: bytes) -> Request:
+    found = parse(text)
+    assert isinstance(found, Request), found
+    return found
+
+
+def test_every_field_of_the_contract_is_read() -> None:
+    text = b"""{"internal": {"retry_count": 2, "request_token": "tok", "request_queue_name": "q",
+      "result_queue_name": "list", "queue_id": "qid", "transport_correlation_id": "c",
+      "labels": {"tier": "batch"}, "later": 1}, "request_kind": "pubsub",
+     "data": {"id": "r-1", "created": 1764044000, "deadline": 1764047600, "payload": {"model": "m" },
+      "metadata": {"userid": "t1"}, "headers": {"x-a": "b"}, "endpoint": "/v1/chat/completions", "new": []},
+     "else": null}"""
+    assert parse(text) == Request(
+        id="r-1",
+        deadline=1764047600,
+        payload=b'{"model": "m" }',
+        created=1764044000,
+        endpoint="/v1/chat/completions",
+        headers={"x-a": "b"},
+        metadata={"userid": "t1"},
+        token="tok",
+        results="list",
+        labels={"tier": "batch"},
+        kind="pubsub",
+        queue="q",
+        queue_id="qid",
+        correlation_id="c",
+        retry_count=2,
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"request_kind":"plain","data":{"id":"r","deadline":1,"payload":{}}}',
+        (
+            b'{"request_kind":"plain","internal":null,"data":{"id":"r","deadline":1,"payload":{},"created":null,'
+            b'"endpoint":null,"headers":null,"metadata":null}}'
+        ),
+        (
+            b'{"request_kind":"plain","internal":{"request_token":null,"result_queue_name":null,"labels":null,'
+            b'"retry_count":null},"data":{"id":"r","deadline":1,"payload":{}}}'
+        ),
+    ],
+    ids=["absent", "null", "null-inside-internal"],
+)
+def test_optional_fields_may_be_absent_or_null(text: bytes) -> None:
+    assert parse(text) == Request(id="r", deadline=1, payload=b"{}", kind="plain")
+
+
+PAYLOADS = {
+    "empty": b"{}",
+    "spaces": b'{ "a" :\t1 ,\r\n "b":[ ] }',
+    "order": b'{"z":1,"a":2,"m":{"y":1,"b":2}}',
+    "duplicates": b'{"a":1,"a":2}',
+    "envelope names": b'{"id":"x","id":"y","payload":{},"data":{"deadline":1.5},"internal":0}',
+    "64 bit": b'{"seed":9223372036854775807,"big":123456789012345678901234567890,"neg":-9223372036854775808}',
+    "floats": b'{"t":1.0,"u":1e400,"v":-0,"w":0.1000000000000000055511151231257827}',
+    "escapes": b'{"a":"\\u0041\\/\\n\\u00e9\\ud83d\\ude00","\\u0062":1}',
+    "lone surrogates": b'{"a":"\\ud800","b":"\\udfff\\ud800 \\\\ud800","c":"\\ud83d\\ude00\\ude00"}',
+    "utf-8": '{"ключ":"значение 🙂","é":"\u2028\u2029\ufeff\u0085"}'.encode(),
+    "nul escape": b'{"a":"\\u0000"}',
+    "deep": b'{"a":' + b"[" * 200 + b"]" * 200 + b"}",
+    "text of a payload": b'{"prompt":"{\\"payload\\":{}} \\"id\\":"}',
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+def test_the_payload_stays_the_bytes_it_was(payload: bytes) -> None:
+    for data in (
+        b'{"id":"r","deadline":1,"payload":%b}',
+        b'{"payload": %b , "deadline":1,"id":"r"}',
+        b'{"id":"r","deadline":1,"p\\u0061yload":%b}',
+        b'{"metadata":{"k":"payload","j":"{}"},"id":"r","deadline":1,"payload":%b,"x":{}}',
+    ):
+        assert accepted(member(data % payload)).payload == payload
+
+
+REJECTED = {
+    "no kind": (b'{"data":{"id":"r","deadline":1,"payload":{}},%b}' % INTERNAL, "request_kind"),
+    "unknown kind": (member('{"id":"r","deadline":1,"payload":{}}', kind='"kafka"'), "request_kind: Invalid"),
+    "kind null": (member('{"id":"r","deadline":1,"payload":{}}', kind="null"), "request_kind: Expected str"),
+    "float deadline": (member('{"id":"r","deadline":1.5,"payload":{}}'), "data.deadline: Expected int"),
+    "whole float deadline": (member('{"id":"r","deadline":2.0,"payload":{}}'), "data.deadline: Expected int"),
+    "exponent deadline": (member('{"id":"r","deadline":1e9,"payload":{}}'), "data.deadline: Expected int"),
+    "text deadline": (member('{"id":"r","deadline":"9","payload":{}}'), "data.deadline: Expected int"),
+    "true deadline": (member('{"id":"r","deadline":true,"payload":{}}'), "data.deadline: Expected int"),
+    "null deadline": (member('{"id":"r","deadline":null,"payload":{}}'), "data.deadline: Expected int"),
+    "no deadline": (member('{"id":"r","payload":{}}'), "deadline"),
+    "zero deadline": (member('{"id":"r","deadline":0,"payload":{}}'), "data.deadline: must be"),
+    "minus zero deadline": (member('{"id":"r","deadline":-0,"payload":{}}'), "data.deadline: must be"),
+    "negative deadline": (member('{"id":"r","deadline":-5,"payload":{}}'), "data.deadline: must be"),
+    "deadline in ms": (member('{"id":"r","deadline":1764047600000,"payload":{}}'), "data.deadline: must be"),
+    "huge deadline": (member('{"id":"r","deadline":1%s,"payload":{}}' % ("0" * 500)), "data.deadline"),
+    "no payload": (member('{"id":"r","deadline":1}'), "payload"),
+    "payload null": (member('{"id":"r","deadline":1,"payload":null}'), "data.payload: must be"),
+    "payload list": (member('{"id":"r","deadline":1,"payload":[{}]}'), "data.payload: must be"),
+    "payload text": (member('{"id":"r","deadline":1,"payload":"{}"}'), "data.payload: must be"),
+    "payload number": (member('{"id":"r","deadline":1,"payload":1}'), "data.payload: must be"),
+    "header number": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":1}}'), "data.headers"),
+    "header null": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":null}}'), "data.headers"),
+    "header list": (member('{"id":"r","deadline":1,"payload":{},"headers":["a"]}'), "data.headers"),
+    "header name": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a b":"c"}}'), "header name"),
+    "header name empty": (member('{"id":"r","deadline":1,"payload":{},"headers":{"":"c"}}'), "header name"),
+    "header name crlf": (
+        member('{"id":"r","deadline":1,"payload":{},"headers":{"a\\r\\nb":"c"}}'),
+        "header name",
+    ),
+    "header name non-ascii": (member('{"id":"r","deadline":1,"payload":{},"headers":{"é":"c"}}'), "name"),
+    "header value crlf": (
+        member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"b\\r\\nx: y"}}'),
+        "control",
+    ),
+    "header value nul": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"\\u0000"}}'), "control"),
+    "header value nel": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"\\u0085"}}'), "control"),
+    "metadata number": (member('{"id":"r","deadline":1,"payload":{},"metadata":{"a":1}}'), "data.metadata"),
+    "endpoint number": (member('{"id":"r","deadline":1,"payload":{},"endpoint":1}'), "data.endpoint"),
+    "created text": (member('{"id":"r","deadline":1,"payload":{},"created":"now"}'), "data.created"),
+    "deadline twice": (member('{"id":"r","deadline":1,"deadline":2,"payload":{}}'), "data.deadline: given"),
+    "payload twice": (member('{"id":"r","deadline":1,"payload":{},"payload":{}}'), "data.payload: given"),
+    "payload twice, first unlike": (
+        member('{"id":"r","payload":[1,{"id":"no"}],"deadline":1,"payload":{"a":1}}'),
+        "data.payload: given",
+    ),
+    "twice, escaped": (member('{"id":"r","deadline":1,"dea\\u0064line":2,"payload":{}}'), "deadline: given"),
+    "same id twice": (member('{"id":"r","id":"r","deadline":1,"payload":{}}'), "data.id: given"),
+    "broken payload": (member('{"id":"r","deadline":1,"payload":{"a":}}'), "not JSON"),
+    "NaN": (member('{"id":"r","deadline":1,"payload":{"a":NaN}}'), "not JSON"),
+    "Infinity": (member('{"id":"r","deadline":1,"payload":{"a":-Infinity}}'), "not JSON"),
+    "comment": (member('{"id":"r","deadline":1,"payload":{}/* */}'), "not JSON"),
+    "trailing comma": (member('{"id":"r","deadline":1,"payload":{},}'), "not JSON"),
+    "raw newline in text": (member('{"id":"r","deadline":1,"payload":{"a":"\n"}}'), "not JSON"),
+    "invalid utf-8": (member(b'{"id":"r","deadline":1,"payload":{"a":"\xff"}}'), "not UTF-8"),
+    "utf-8 surrogate": (member(b'{"id":"r","deadline":1,"payload":{"a":"\xed\xa0\x80"}}'), "not UTF-8"),
+    "overlong utf-8": (member(b'{"id":"r","deadline":1,"payload":{"a":"\xc0\xaf"}}'), "not UTF-8"),
+    "truncated": (member('{"id":"r","deadline":1,"payload":{"a":"b"}}')[:-5], "not JSON"),
+    "open string": (member('{"id":"r","deadline":1,"payload":{"a":"b')[:-1], "not JSON"),
+    "trailing bytes": (member('{"id":"r","deadline":1,"payload":{}}') + b" x", "not JSON"),
+    "trailing nul": (member('{"id":"r","deadline":1,"payload":{}}') + b"\0", "not JSON"),
+    "two objects": (member('{"id":"r","deadline":1,"payload":{}}') * 2, "not JSON"),
+    "byte order mark": (b"\xef\xbb\xbf" + member('{"id":"r","deadline":1,"payload":{}}'), "not JSON"),
+    "nesting bomb": (
+        member('{"id":"r","deadline":1,"payload":{"a":%s}}' % ("[" * 100_000)),
+        "nested too deeply",
+    ),
+    "closed nesting bomb": (
+        member(
+            '{{"id":"r","deadline":1,"payload":{{"a":{}{}}}}}'.format('{"a":' * 50_000 + "1", "}" * 50_000)
+        ),
+        "nested too deeply",
+    ),
+    "internal is a list": (
+        b'{"internal":[],"request_kind":"redis","data":{"id":"r","deadline":1,"payload":{}}}',
+        "internal: Expected object",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "why"), REJECTED.values(), ids=REJECTED)
+def test_a_malformed_member_with_an_id_is_rejected_to_whom_it_concerns(text: bytes, why: str) -> None:
+    found = rejected(text)
+    assert found.code is ErrorCode.INVALID_REQUEST
+    assert why in found.message
+    assert found.id == "r"
+    if b'"internal":[]' not in text:
+        assert (found.token, found.results) == ("tok", "list")
+
+
+NOBODY = {
+    "empty": b"",
+    "spaces": b" \n",
+    "null": b"null",
+    "number": b"17",
+    "text": b'"data"',
+    "list": b"[]",
+    "list around": b'[{"data":{"id":"r"}}]',
+    "empty object": b"{}",
+    "data is text": b'{"request_kind":"redis","data":"id"}',
+    "data is a list": b'{"request_kind":"redis","data":["id","r"]}',
+    "no id": member('{"deadline":1,"payload":{}}'),
+    "id null": member('{"id":null,"deadline":1,"payload":{}}'),
+    "id number": member('{"id":7,"deadline":1,"payload":{}}'),
+    "id list": member('{"id":["r"],"deadline":1,"payload":{}}'),
+    "id empty": member('{"id":"","deadline":1,"payload":{}}'),
+    "id a lone surrogate": member('{"id":"\\ud800","deadline":1,"payload":{}}'),
+    "id not utf-8": member(b'{"id":"\xff","deadline":1,"payload":{}}'),
+    "two ids": member('{"id":"a","id":"b","deadline":1,"payload":{}}'),
+    "two datas": b'{"request_kind":"redis","data":{"id":"a"},"data":{"id":"b","deadline":1,"payload":{}}}',
+    "id elsewhere": b'{"id":"r","request_kind":"redis","data":{"deadline":1,"payload":{"id":"r"}}}',
+    "id inside metadata": member('{"metadata":{"id":"r"},"deadline":1,"payload":{}}'),
+    "colon first": b'{:"x"',
+    "text after data": b'{"data":{"id":1} "x"',
+    "brackets": b"[" * 60_000,
+    "braces": b'{"a":' * 12_000,
+    "quotes": b'{"data":{"id":"r' + b'"' * 1_000,
+    "binary": bytes(range(256)) * 16,
+}
+
+
+@pytest.mark.parametrize("text", NOBODY.values(), ids=NOBODY)
+def test_a_member_whose_id_cannot_be_read_is_rejected_to_nobody(text: bytes) -> None:
+    found = rejected(text)
+    assert found.code is ErrorCode.INVALID_REQUEST
+    if text != NOBODY["quotes"]:  # there the id can be read, and what follows is noise
+        assert found.id is None
+    assert 0 < len(found.message) <= 200
+
+
+def test_an_id_that_stands_after_a_large_payload_is_found_in_a_malformed_member() -> None:
+    payload = json.dumps({"messages": [{"role": "user", "content": str(n)} for n in range(40_000)]})
+    assert rejected(member(f'{{"payload":{payload},"deadline":1.5,"id":"late"}}')).id == "late"
+
+
+def test_an_id_may_look_like_json() -> None:
+    found = rejected(member('{"metadata":{"k":"payload"},"id":"a{}","payload":{},"deadline":1.5}'))
+    assert found.id == "a{}"
+
+
+def test_an_enormous_id_is_rejected_and_told() -> None:
+    assert accepted(member('{"id":"%s","deadline":1,"payload":{}}' % ("x" * 1024))).id == "x" * 1024
+    for huge in ("x" * 1025, "é" * 513):
+        found = rejected(member(f'{{"id":"{huge}","deadline":1,"payload":{{}}}}'))
+        assert "longer than 1024 bytes" in found.message
+        assert found.id == huge
+
+
+def test_of_equal_header_names_the_last_counts() -> None:
+    assert accepted(member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"1","a":"2"}}')).headers == {
+        "a": "2"
+    }
+
+
+def test_a_value_that_spells_a_field_is_no_duplicate() -> None:
+    found = accepted(
+        member('{"id":"deadline","deadline":1,"payload":{},"metadata":{"id":"id","payload":"data"}}')
+    )
+    assert found.id == "deadline"
+    assert found.metadata == {"id": "id", "payload": "data"}
+
+
+@pytest.mark.parametrize(
+    "created", [-1, 10**11, 1_764_044_000_000, 10**30, 10**400, -(10**400)], ids=lambda at: str(at)[:13]
+)
+def test_a_time_of_birth_that_is_no_unix_time_is_not_known(created: int) -> None:
+    assert accepted(member(f'{{"id":"r","deadline":1,"created":{created},"payload":{{}}}}')).created == 0
+
+
+def test_a_large_payload_is_refused_by_its_own_size() -> None:
+    text = member('{"id":"r","deadline":1,"payload":{"a":"%s"}}' % ("x" * 92))
+    assert isinstance(parse(text, max_payload_bytes=100), Request)
+    found = parse(text, max_payload_bytes=99)
+    assert isinstance(found, Rejection)
+    assert (found.code, found.id, found.token, found.results) == (ErrorCode.TOO_LARGE, "r", "tok", "list")
+    assert "100 bytes, at most 99" in found.message
+
+
+def test_encoded_members_parse_to_what_was_asked_for() -> None:
+    wanted: dict[str, Any] = {
+        "created": 5,
+        "endpoint": "/v1/embeddings",
+        "headers": {"x-a": "b"},
+        "metadata": {"userid": "t"},
+        "token": "tok",
+        "results": "list",
+        "labels": {"tier": "batch"},
+        "queue": "q",
+        "queue_id": "qid",
+        "correlation_id": "c",
+    }
+    found = accepted(encode_member("r", b'{"seed": 9223372036854775807}', 17, **wanted))
+    assert found == Request(id="r", deadline=17, payload=b'{"seed": 9223372036854775807}', **wanted)
+    assert accepted(encode_member("r", {"a": "é"}, 17)).payload == '{"a":"é"}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("", {}, 1), "data.id"),
+        (("r", {}, 0), "data.deadline"),
+        (("r", b"[]", 1), "data.payload"),
+        (("r", b"{", 1), "not JSON"),
+        (("r", b'{},"id":"s"', 1), "data.id: given twice"),
+    ],
+)
+def test_what_would_be_rejected_is_not_encoded(arguments: tuple[str, Any, int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        encode_member(*arguments)
+
+
+def test_an_answer_is_the_body_as_a_string() -> None:
+    body = '{"text":"é 🙂 \\u0000 \u2028"}'.encode()
+    assert json.loads(answered("r", 200, body)) == {
+        "id": "r",
+        "status_code": 200,
+        "payload": body.decode(),
+    }
+    assert json.loads(answered("r", 404, b"")) == {"id": "r", "status_code": 404, "payload": ""}
+
+
+def test_bytes_that_are_not_utf8_are_replaced_and_said_so() -> None:
+    result = json.loads(answered("r", 200, b"ab\xff\xed\xa0\x80c"))
+    assert result["payload"] == "ab\ufffd\ufffd\ufffd\ufffdc"
+    assert result["payload_note"] == "not UTF-8 from byte 2 on: invalid bytes replaced"
+
+
+def test_a_failure_has_the_shape_of_the_contract() -> None:
+    assert json.loads(failed("r-1", ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")) == {
+        "id": "r-1",
+        "payload": '{"error":"deadline exceeded"}',
+        "error_code": "DEADLINE_EXCEEDED",
+        "error_message": "deadline exceeded",
+    }
+
+
+def test_a_result_names_the_version_that_answered_or_failed_and_says_nothing_where_there_is_none() -> None:
+    assert json.loads(answered("r", 200, b"{}", version="m-v2"))["model_version"] == "m-v2"
+    told = failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", version="m-v2")
+    assert json.loads(told)["model_version"] == "m-v2"
+    assert "model_version" not in json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no"))
+
+
+@pytest.mark.parametrize("field", ["version", "endpoints"])
+def test_no_member_says_as_what_or_where_it_is_sent(field: str) -> None:
+    member = json.loads(encode_member("r", {}, 1))
+    for section in (member, member["data"], member["internal"]):
+        section[field] = "mine"
+    request = accepted(json.dumps(member).encode())
+    assert (request.version, request.endpoints) == ("", "")
+
+
+def test_a_failure_after_an_answer_carries_it() -> None:
+    assert json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=502, body=b"bad gateway")) == {
+        "id": "r",
+        "status_code": 502,
+        "payload": "bad gateway",
+        "error_code": "RETRIES_EXHAUSTED",
+        "error_message": "no",
+    }
+    empty = json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=500, body=b""))
+    assert (empty["status_code"], empty["payload"]) == (500, '{"error":"no"}')
+
+
+def test_results_are_decoded_with_what_others_add() -> None:
+    result = decode_result(b'{"id":"r","payload":"x","status_code":200,"error_code":"NEW","more":[1]}')
+    assert (result.id, result.payload, result.status_code, result.error_code) == ("r", "x", 200, "NEW")
+    for wrong in (b"", b"[]", b'{"id":1,"payload":""}', b"\xff"):
+        with pytest.raises(ValueError):
+            decode_result(wrong)
+
+
+def test_scores_tell_the_deadline_and_order_by_priority() -> None:
+    assert score_of(1764047600) == 1764047600.0
+    assert score_of(1764047600, 0) == 1764047600.0
+    assert score_of(1764047600, 9) == 901764047600.0
+    assert deadline_of_score(score_of(1764047600, 9)) == 1764047600
+    for foreign in (-1.0, float("inf"), float("-inf"), float("nan")):
+        assert deadline_of_score(foreign) == 0
+    for priority in (-1, 10):
+        with pytest.raises(ValueError, match="must be 0"):
+            score_of(1, priority)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param(b',"labels":{' + b",".join(b'"k%d":""' % at for at in range(9000)) + b"}", id="labels"),
+        pytest.param(b',"labels":{"a":"' + b"x" * ENVELOPE_BYTES + b'"}', id="one label"),
+        pytest.param(b',"made-up":[' + b"1," * ENVELOPE_BYTES + b"1]", id="an unknown field"),
+    ],
+)
+@pytest.mark.parametrize("payload", [b'{"a":1}', b'{"a":"\\ud800"}'], ids=["payload", "lone surrogate"])
+def test_what_stands_beside_a_payload_has_a_bound_and_is_not_decoded_beyond_it(
+    beside: bytes, payload: bytes
+) -> None:
+    text = b'{"internal":{"request_token":"t"' + beside + b'},"request_kind":"redis",'
+    text += b'"data":{"id":"r","deadline":1,"payload":' + payload + b"}}"
+    found = parse(text)
+    assert isinstance(found, Rejection)
+    assert found.code is ErrorCode.TOO_LARGE
+    assert "beside its payload" in found.message
+
+
+def test_a_large_payload_may_hold_anything_that_json_may() -> None:
+    inside = b'"\\n\\\\ud800 \\ud83d\\ude00 \\ud800",' * 5000
+    payload = b'{"a":[' + inside + b'""]}'
+    found = parse(member(b'{"id":"r","deadline":1,"payload":' + payload + b"}"))
+    assert isinstance(found, Request)
+    assert found.payload == payload
+
+
+def test_a_member_that_was_cut_tells_whom_to_answer_as_far_as_its_head_does() -> None:
+    internal = b'{"internal":{"request_token":"t","result_queue_name":"mine"},"request_kind":"redis",'
+    whole = internal + b'"data":{"id":"r","deadline":1,"payload":{"a":"' + b"x" * 10**5 + b'"}}}'
+    found = parse(cut(whole))
+    assert found == Rejection(
+        ErrorCode.TOO_LARGE, f"member: {len(whole)} bytes are too many to be moved", "r", "t", "mine"
+    )
+    behind = internal + b'"data":{"payload":{"a":"' + b"x" * 10**5 + b'","id":"no"},"id":"r","deadline":1}}'
+    found = parse(cut(behind))
+    assert isinstance(found, Rejection)
+    assert (found.code, found.id, found.token) == (ErrorCode.TOO_LARGE, None, "t")
+
+
+def test_a_result_that_may_not_go_where_it_should_says_so_in_few_words() -> None:
+    told = decode_result(misdirected("r-1", "x" * 5000 + "\ud800", token="t"))
+    assert (told.id, told.error_code, told.request_token) == ("r-1", ErrorCode.INVALID_REQUEST, "t")
+    assert told.error_message is not None
+    assert told.error_message.startswith("internal.result_queue_name: xxx")
+    assert len(told.error_message) < 300
+    assert "?" in (decode_result(misdirected("r-1", "\ud800")).error_message or "")

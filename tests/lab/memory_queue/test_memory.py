@@ -1,0 +1,194 @@
+"""What is peculiar to the queue in memory: its clock, its speed, its end. The rest is conformance."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.ports import Burial, Overload, Permit, PinAsked, QueueUnavailableError, Release, Settlement
+
+
+class Clock:
+    """Time that passes when told to."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_leases_delays_and_deadlines_follow_the_clock_that_was_passed_in() -> None:
+    clock = Clock()
+    store = MemoryStore(clock, unix_origin=1_700_000_000, lease_s=30)
+    queue = MemoryQueue(store, "owner")
+    for number in range(3):
+        store.add(b"%d" % number, 1_700_001_000 + 100 + number)
+    held, delayed = (await queue.claim(2, "a", Permit(9, clock.now, 0))).leases
+    await queue.release([Release(delayed, delay_s=25)])
+    swept = await queue.sweep()
+    assert (swept.reclaimed, swept.due, swept.next_due_at) == (0, 0, 1025.0)
+    for step, expected in ((9.9, (0, 0)), (9.9, (0, 0)), (5.2, (0, 1)), (4.9, (0, 0)), (0.2, (1, 0))):
+        clock.now += step
+        swept = await queue.sweep()
+        assert (swept.reclaimed, swept.due) == expected
+    assert await queue.expired(9) == []
+    clock.now += 71
+    assert [one.member for one in await queue.expired(9)] == [b"0", b"1"]
+    assert queue.unix_now() == 1_700_000_000 + clock.now
+    assert held.member == b"0"
+
+
+async def test_owners_whose_clocks_stand_apart_tell_each_other_the_same_moments() -> None:
+    clock = Clock()
+    store = MemoryStore(clock)
+    here = MemoryQueue(store, "here", clock=lambda: clock.now - 400)
+    there = MemoryQueue(store, "there", clock=lambda: clock.now + 1e6)
+    told = await here.share(Permit(7, 598.0, 0), Overload(599.0, 630.0, capacity=True, in_flight=3))
+    assert told.count.at == 600.0
+    assert told.shared.overload == Overload(599.0, 630.0, capacity=True, in_flight=3)
+    learned = await there.renew([])
+    assert learned.count.at == 1_001_000.0
+    assert (learned.shared.limit, learned.shared.read_at) == (7, 1_000_998.0)
+    assert learned.shared.overload == Overload(1_000_999.0, 1_001_030.0, capacity=True, in_flight=3)
+    store.add(b"x", 1)
+    clock.now += 31
+    assert len((await there.claim(1, "a", Permit(7, 1_000_999.0, 0))).leases) == 0
+    assert len((await there.claim(1, "b", Permit(7, 1_000_999.5, 0))).leases) == 1
+
+
+async def test_store_that_is_down_refuses_every_call_and_keeps_everything() -> None:
+    store = MemoryStore(Clock())
+    queue = MemoryQueue(store, "owner")
+    store.add(b"x", 1)
+    [lease] = (await queue.claim(1, "a", Permit(1, 0, 0))).leases
+    store.down = "Redis cannot be reached: test"
+    for call in (
+        lambda: queue.claim(1, "b", Permit(9, 0, 0)),
+        lambda: queue.settle([Settlement(lease, b"r", "")]),
+        lambda: queue.renew([lease]),
+        queue.sweep,
+        queue.counts,
+        queue.wait_for_work,
+        lambda: store.submit([]),
+    ):
+        with pytest.raises(QueueUnavailableError, match="cannot be reached: test"):
+            await call()
+    store.down = None
+    assert await queue.settle([Settlement(lease, b"r", "")]) == ["done"]
+    assert store.pop() == b"r"
+
+
+async def test_oldest_dead_go_first() -> None:
+    store = MemoryStore(Clock(), dead_max=2)
+    queue = MemoryQueue(store, "owner")
+    for number in range(5):
+        store.add(b"%d" % number, number)
+    leases = (await queue.claim(5, "a", Permit(5, 0, 0))).leases
+    await queue.bury([Burial(Settlement(lease, b"", ""), "why") for lease in leases])
+    assert [dead.member for dead in await store.dead_list(9)] == [b"3", b"4"]
+    assert store.line.dead_dropped == 3
+
+
+@pytest.mark.serial
+async def test_claims_do_not_get_slower_with_what_is_pending_or_was() -> None:
+    """Nothing is searched: ten times as much pending makes the heaps a little deeper, no more."""
+
+    async def seconds_per_request(pending: int) -> float:
+        clock = Clock()
+        store = MemoryStore(clock)
+        queue = MemoryQueue(store, "owner")
+        for number in range(pending):
+            store.add(b"%d" % number, 4e9 + number % 97)
+        rounds = 300
+        began_at = time.perf_counter()
+        for number in range(rounds):
+            clock.now += 0.01
+            leases = (await queue.claim(8, str(number), Permit(64, clock.now, 0))).leases
+            await queue.renew(leases)
+            await queue.sweep()
+            await queue.expired(8)
+            await queue.release([Release(lease) for lease in leases[:4]])
+            await queue.settle([Settlement(lease, b"r", "") for lease in leases[4:]])
+        return (time.perf_counter() - began_at) / (8 * rounds)
+
+    small = min([await seconds_per_request(3_000) for _ in range(3)])
+    large = min([await seconds_per_request(30_000) for _ in range(3)])
+    # A scan would make it ten times slower.
+    assert large < 3 * small
+
+
+async def test_what_moved_on_does_not_pile_up() -> None:
+    clock = Clock()
+    store = MemoryStore(clock)
+    queue = MemoryQueue(store, "owner")
+    store.add(b"x", 4e9)
+    for number in range(20_000):
+        clock.now += 0.01
+        leases = (await queue.claim(1, str(number), Permit(1, clock.now, 0))).leases
+        await queue.release([Release(lease) for lease in leases])
+        if number % 100 == 0:
+            await queue.sweep()
+    await queue.sweep()
+    kept = (
+        store.line.deadlines.heap,
+        store.line.sets[None].heap,
+        store.pool.expiries,
+        store.pool.touched,
+        store.line.nonces,
+    )
+    assert max(len(one) for one in kept) < 15_000
+
+
+async def test_what_is_said_of_versions_lapses_by_the_clock_that_was_passed_in() -> None:
+    clock = Clock()
+    store = MemoryStore(clock, unix_origin=1_700_000_000)
+    first, second = MemoryQueue(store, "one"), MemoryQueue(store, "two")
+    pair, other = ("qwen-v1", "10.0.0.1:8000"), ("qwen-v2", "10.0.0.1:8000")
+    await first.warmed(*pair)
+    await first.warming(*other)
+    await first.marks((), (), ["qwen-v1"])
+    await first.pin([PinAsked("chat-7", "v1", (), 45)])
+    await store.drain("qwen-v1", "ada", "why")
+    assert (await store.model_marks()).drained == {"qwen-v1": "by ada since 2023-11-14 22:30:00 UTC: why"}
+    seen = []
+    for _ in range(5):
+        marks = await store.model_marks()
+        pins = await second.pin([PinAsked("chat-7", "v2", ["v1"], 45)])
+        seen.append((set(marks.used), await second.warming(*other), list(pins), set(marks.warm)))
+        await second.unwarmed(*other)
+        clock.now += 14.75 if len(seen) % 2 else 0.25
+    assert seen == [
+        ({"qwen-v1"}, False, ["v1"], {pair}),
+        ({"qwen-v1"}, False, ["v1"], {pair}),
+        (set(), False, ["v1"], {pair}),
+        (set(), False, ["v1"], {pair}),
+        (set(), True, ["v1"], {pair}),
+    ]
+    clock.now = 1059.75
+    assert (await second.marks((), (), ())).warm == {pair}
+    clock.now = 1060
+    assert (await second.marks([pair], (), ())).warm == set()
+    clock.now = 1075
+    assert await second.pin([PinAsked("chat-7", "v2", ["v1"], 45)]) == ["v2"]
+
+
+async def test_a_store_that_is_away_says_nothing_of_versions() -> None:
+    store = MemoryStore(Clock())
+    queue = MemoryQueue(store, "one")
+    store.down = "away"
+    for act in (
+        lambda: queue.marks((), (), ()),
+        lambda: queue.warming("a", "b"),
+        lambda: queue.warmed("a", "b"),
+        lambda: queue.unwarmed("a", "b"),
+        lambda: queue.pin([]),
+        lambda: store.model_marks(),
+        lambda: store.label("a", "b", "c", "ada"),
+        lambda: store.drain("a", "ada"),
+        lambda: store.undrain("a"),
+    ):
+        with pytest.raises(QueueUnavailableError, match="away"):
+            await act()

@@ -1,0 +1,45 @@
+"""What a simulated request costs, in calls: unlike seconds they are the same on every machine."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+
+from dispatcher.lab.simulation.experiment import Name, play
+from dispatcher.lab.simulation.scenario import STEP_S, Setting
+from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin.trace import BUNDLED, load
+
+CALLS_MOST = 646
+"""Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
+
+STEPPED_MOST = 425
+"""The same in steps, in which turns are shared."""
+
+GRAINED_MOST = 209
+"""The same in grains, as three hours at 400 slots are played."""
+
+
+def calls_per_request(step_s: float, grain: int = 1) -> float:
+    traffic = shapes.copies(load(BUNDLED, slots=400), 8)
+    profile = cProfile.Profile()
+    with profile:
+        run = play(Setting(slots=400, seconds=60.0, step_s=step_s, grain=grain), traffic, Name.LAW)
+    calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    assert run.sent > 2_000
+    return float(calls / run.sent)
+
+
+def test_batch_request_and_what_happens_meanwhile_take_no_more_calls_than_they_did() -> None:
+    found = calls_per_request(0.0)
+    assert found <= CALLS_MOST
+
+
+def test_batch_request_in_steps_takes_fewer_calls() -> None:
+    found = calls_per_request(STEP_S)
+    assert found <= STEPPED_MOST
+
+
+def test_batch_request_in_a_grain_takes_its_share_of_the_calls() -> None:
+    found = calls_per_request(STEP_S, Setting(slots=400).fine_grain)
+    assert found <= GRAINED_MOST

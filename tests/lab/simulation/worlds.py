@@ -1,0 +1,246 @@
+"""The worlds in which the control law is judged: each is one command, and all together a table.
+
+python -m tests.lab.simulation.worlds now.json    run all, write figures as they come
+python -m tests.lab.simulation.worlds now.json --write    write docs/worlds.md of what is in the file
+python -m tests.lab.simulation.worlds now.json --before then.json  compare with another commit
+python -m tests.lab.simulation.worlds now.json --only bursts --seeds 0,1   run those whose name has this in it
+
+What is in the file already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dispatcher.cli import app
+from tests.paths import ROOT
+
+DOCUMENT = ROOT / "docs" / "worlds.md"
+SEEDS = (0, 1, 2)
+AGES = {"1 s": "--scrape 1 --lag 0.05", "5 s": "--scrape 5 --lag 1", "15 s": "--scrape 15 --lag 5"}
+"""How old readings are."""
+
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class World:
+    """What is tried, and the command that does it."""
+
+    name: str
+    options: str
+
+    @property
+    def command(self) -> str:
+        return f"batch-dispatcher simulate --policy law {self.options}".rstrip()
+
+
+def at_each_age(name: str, options: str = "") -> list[World]:
+    return [World(f"{name}, {age}", f"{how} {options}".rstrip()) for age, how in AGES.items()]
+
+
+COUNTED = "--detector concurrency"
+CHAPTERS: Mapping[str, Sequence[World]] = {
+    "A pool as it is configured": [
+        *at_each_age("chat"),
+        *at_each_age("chat, no flow control", "--detector none"),
+        *at_each_age("bursts", "--trace bursts"),
+        World("chat, 8 pods without flow control", "--detector none --pods 8"),
+    ],
+    "The same, and eight requests may wait": [
+        *at_each_age("chat, limit 8", f"--queue-limit 8 {COUNTED}"),
+        *at_each_age("bursts, limit 8", f"--trace bursts --queue-limit 8 {COUNTED}"),
+        World(
+            "chat on 512 slots, limit 8, 15 s",
+            f"--slots 512 --copies 8 --scrape 15 --lag 5 --queue-limit 8 {COUNTED}",
+        ),
+    ],
+    "A pool that is smaller than configured": [
+        *at_each_age("chat, 64 of 192, limit 8", f"--slots 192 --true-slots 64 --queue-limit 8 {COUNTED}"),
+        *at_each_age(
+            "bursts, 64 of 192, limit 8",
+            f"--trace bursts --slots 192 --true-slots 64 --queue-limit 8 {COUNTED}",
+        ),
+        World("chat, 64 become 48, no flow control", "--slots-at 0:48 --detector none"),
+        World("chat, 64 become 48, realtime first", "--slots-at 0:48 --detector none --order realtime-first"),
+        World("chat, 64 become 48 halfway", "--slots-at 450:48"),
+        World("chat, 64 become 48, a count", f"--slots-at 0:48 {COUNTED}"),
+    ],
+    "A pool whose capacity nobody names": [
+        *at_each_age("chat, 3 pods", "--capacity-unset --slots 63 --pods 3"),
+        *at_each_age("bursts, 3 pods", "--capacity-unset --trace bursts --slots 63 --pods 3"),
+        World("chat, 3 pods, no flow control", "--capacity-unset --slots 63 --pods 3 --detector none"),
+        World("chat, 3 pods, a count", f"--capacity-unset --slots 63 --pods 3 {COUNTED}"),
+        World("chat, 3 pods, model servers alone", "--capacity-unset --slots 63 --pods 3 --detector servers"),
+        World("2,000 tokens, 3 pods", "--capacity-unset --slots 63 --pods 3 --batch-tokens 2000"),
+    ],
+    "Long requests": [
+        *at_each_age("2,000 tokens", "--batch-tokens 2000"),
+        World("2,000 tokens, no flow control, 15 s", f"{AGES['15 s']} --batch-tokens 2000 --detector none"),
+        World("2,000 tokens, a reserve of 0.2", "--batch-tokens 2000 --reserve 0.2"),
+        World("2,000 tokens, a reserve of 0.35", "--batch-tokens 2000 --reserve 0.35"),
+    ],
+    "Short requests": [
+        World("20 ms", "--batch-seconds 0.02 --seconds 300"),
+        World("100 ms", "--batch-seconds 0.1 --seconds 300"),
+        World(
+            "20 ms, realtime 0, 40, then 20",
+            "--batch-seconds 0.02 --steps 0:0,10:40,30:20 --seconds 90",
+        ),
+    ],
+    "Requests that travel": [
+        World(
+            f"an idle pool of {slots} slots, {travel * 1000:.0f} ms",
+            f"--trace idle --seconds 300 --slots {slots} --travel {travel} {COUNTED} --flush 0",
+        )
+        for slots in (64, 512)
+        for travel in (0.02, 0.03, 0.05)
+    ]
+    + [World(f"chat, {travel * 1000:.0f} ms", f"--travel {travel}") for travel in (0.05, 0.2)],
+    "Clocks, scrapes and pickers": [
+        World("the queue's clock steps back 600 s", f"--queue-limit 8 {COUNTED} --clock-step 300:-600"),
+        World("the queue's clock steps ahead 600 s", f"--queue-limit 8 {COUNTED} --clock-step 300:600"),
+        World(
+            "the same, back, after refusals",
+            f"--trace bursts --queue-limit 8 {COUNTED} --clock-step 300:-600 --seconds 600",
+        ),
+        World("5 % of scrapes are lost, 1 s", f"{AGES['1 s']} --lost 0.05"),
+        World("5 % of scrapes are lost, 5 s", f"{AGES['5 s']} --lost 0.05"),
+        World("20 % of scrapes are lost, 5 s", f"{AGES['5 s']} --lost 0.2"),
+        World("two active pickers", f"--pickers 2 {COUNTED} --queue-limit 8"),
+        World(
+            "two active pickers, saturation alone",
+            f"--pickers 2 {COUNTED} --signals saturation --queue-limit 8",
+        ),
+        World("a picker that counts tokens", "--detector tokens --queue-limit 8"),
+        World(
+            "a picker that counts tokens, saturation alone",
+            "--detector tokens --signals saturation --queue-limit 8",
+        ),
+        World("averages alone", "--detector none --averages-alone --scrape 5 --lag 1"),
+        World(
+            "averages alone, flushed right before each scrape",
+            "--detector none --averages-alone --scrape 5 --lag 1 --flush-phase 0",
+        ),
+        World("read when it was taken, 5 s later", "--scrape 5 --lag 5"),
+        World("the same, dated 50 ms late", "--scrape 5 --lag 5 --stamp 0.05"),
+        World("the same, dated 200 ms early", "--scrape 5 --lag 5 --stamp -0.2"),
+    ],
+}
+WORLDS = [world for worlds in CHAPTERS.values() for world in worlds]
+
+INTRODUCTION = """\
+Each is one command of the [simulator](simulator.md), 900 s unless it says otherwise; the mean over `--seed`
+{seeds}. `wait`, `p99` and `realtime 429` are realtime's, less what they are without batch work; `closed` is
+how long the gate was. What moves here from one commit to the next is what a change did.
+"""
+
+COLUMNS = {
+    "harvest": ("harvest", ".3f"),
+    "over": ("over_mean", ".2f"),
+    "wait, s": ("wait_mean_less_none_s", "+.3f"),
+    "p99, s": ("wait_p99_less_none_s", "+.2f"),
+    "realtime 429": ("realtime_refused_less_none", "+,.0f"),
+    "429 per 1,000": ("refused_per_1000", ".1f"),
+    "closed, s": ("closed", ".0f"),
+}
+
+
+def play(world: World, seed: int) -> Figures:
+    """The figures of one run."""
+    printed = io.StringIO()
+    arguments = [*shlex.split(world.command)[1:], "--seed", str(seed), "--processes", "1", "--json"]
+    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        app(arguments, prog_name="batch-dispatcher", standalone_mode=False)
+    (row,) = json.loads(printed.getvalue())["rows"]
+    row["closed"] = sum(row["closed_s"].values())
+    return {field: float(row[field] or 0.0) for field, _ in COLUMNS.values()}
+
+
+def mean(runs: Sequence[Figures]) -> Figures:
+    return {field: round(statistics.fmean(run[field] for run in runs), 4) for field, _ in COLUMNS.values()}
+
+
+def play_all(worlds: Sequence[World], seeds: Sequence[int], path: Path, processes: int) -> None:
+    """The mean over the seeds, by name; kept as it comes, for all together take long."""
+    found = _load(path)
+    with ProcessPoolExecutor(processes) as pool:
+        for world in worlds:
+            if world.name in found["worlds"] and found["seeds"] == list(seeds):
+                continue
+            figures = found["worlds"][world.name] = mean(list(pool.map(partial(play, world), seeds)))
+            found["seeds"] = list(seeds)
+            path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            print(f"{world.name:45} {_cells(figures, None)}", flush=True)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {"seeds": [], "worlds": {}}
+
+
+def _cells(now: Figures, then: Figures | None) -> str:
+    def cell(field: str, spec: str) -> str:
+        shown = format(now[field], spec)
+        return shown if then is None else f"{format(then[field], spec)} → {shown}"
+
+    return " | ".join(cell(field, spec) for field, spec in COLUMNS.values())
+
+
+def page(
+    found: Mapping[str, Figures], seeds: Sequence[int], before: Mapping[str, Figures] | None = None
+) -> str:
+    """The table, a chapter each."""
+    told = ", ".join(map(str, seeds))
+    parts = [
+        "# Worlds in which the law is judged\n",
+        "<!-- written by python -m tests.lab.simulation.worlds -->\n",
+        INTRODUCTION.format(seeds=told),
+    ]
+    for chapter, worlds in CHAPTERS.items():
+        rows = [world for world in worlds if world.name in found]
+        if not rows:
+            continue
+        parts.append(f"## {chapter}\n\n| world | {' | '.join(COLUMNS)} |\n|---|{'---:|' * len(COLUMNS)}")
+        parts += [
+            f"| {world.name} | {_cells(found[world.name], (before or {}).get(world.name))} |"
+            for world in rows
+        ]
+        parts.append("\n```sh")
+        parts += [f"{world.command}  # {world.name}" for world in rows]
+        parts.append("```\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args()
+    if given.write or given.before:
+        found = _load(given.file)
+        shown = page(found["worlds"], found["seeds"], _load(given.before)["worlds"] if given.before else None)
+        DOCUMENT.write_text(shown) if given.write else print(shown)
+    else:
+        worlds = [world for world in WORLDS if given.only in world.name]
+        play_all(worlds, [int(seed) for seed in given.seeds.split(",")], given.file, given.processes)
+
+
+if __name__ == "__main__":
+    main()

