@@ -263,7 +263,7 @@ _INNER = {"arrived", "item", "number", "waiters"}
 
 
 _NO_KINDS = ("Exception", "Generic[T, R]")
-_OF_CORE = ("turns.py", "streams.py")
+_OF_CORE = ("sequences/turns.py", "requests/named_stream.py")
 """Modules of the core with classes that the client offers."""
 _OF_FILES = ("FileOptions", "FileProgress", "InputError", "BadInputError", "JournalError", "SinkError")
 """What `run_file` takes, returns and raises: of `dispatcher.client.files`."""
@@ -273,7 +273,9 @@ def reference() -> str:
     """docs/python-reference.md, from the classes that the client offers."""
     offered = _assigned(ast.parse((_CLIENT / "__init__.py").read_text()))
     classes: dict[str, ast.ClassDef] = {}
-    for module in (*(_CLIENT.parent / "core" / name for name in _OF_CORE), *sorted(_CLIENT.rglob("*.py"))):
+    batched = _CLIENT.parent / "batched"
+    of_core = [_CLIENT.parent / "core" / name for name in _OF_CORE]
+    for module in (*of_core, *sorted(_CLIENT.rglob("*.py")), *sorted(batched.glob("*.py"))):
         classes |= {
             each.name: each for each in ast.parse(module.read_text()).body if isinstance(each, ast.ClassDef)
         }
@@ -283,7 +285,7 @@ def reference() -> str:
     lines = [_REFERENCE]
     for name in (*first, *(name for name in offered if name not in (*first, *last)), *_OF_FILES):
         lines += _class(classes[name])
-    source = ast.parse((_CLIENT / "batching" / "batched.py").read_text()).body
+    source = ast.parse((batched / "decorator.py").read_text()).body
     [decorator] = [each for each in source if isinstance(each, ast.FunctionDef) and each.name == last[0]]
     lines += ["## batched", "", "```python", _signature(decorator), "```", "", _text(decorator), ""]
     lines += _class(classes[last[1]])

@@ -41,7 +41,7 @@ def test_the_client_needs_redis_and_msgspec_alone() -> None:
     )
     rooms = {name.split(".")[1] for name in loaded.splitlines()[-1].split()}
     assert not any(name.startswith("dispatcher.batched") for name in loaded.split()), "who asks for it"
-    assert rooms == {"client", "core", "peer", "queue", "telemetry"}, "nothing of a dispatcher's parts"
+    assert rooms == {"client", "core", "queue", "telemetry"}, "nothing of a dispatcher's parts"
 
 
 def test_what_runs_worker_processes_is_loaded_with_the_first_one() -> None:

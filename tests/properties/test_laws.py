@@ -31,7 +31,7 @@ def test_every_law_in_the_docs_is_tested() -> None:
     named = set(re.findall(r"`(test_\w+|TestNoEventOrder)`", CONCEPTS.read_text(encoding="utf-8")))
     tests = ROOT / "tests"
     places = ("core", "dispatch", "properties", "queue", "scenarios")
-    others = [module for place in places for module in tests.glob(f"{place}/test_*.py")]
+    others = [module for place in places for module in tests.glob(f"{place}/**/test_*.py")]
     written = {
         name
         for module in (Path(__file__), *others)

@@ -150,7 +150,7 @@ async def test_a_token_reader_reads_the_file_that_it_is_asked_for(tmp_path: Path
 
 ENDS = """
 import asyncio, contextlib, threading
-from dispatcher.settings.reading import BackgroundRead
+from dispatcher.settings.small_files import BackgroundRead
 
 async def main():
     with contextlib.suppress(TimeoutError):

@@ -92,5 +92,5 @@ def test_a_name_that_is_not_there_would_be_noticed() -> None:
         "`core.limit.limiter.Limiter.pole`, `core.limits`, `claim.lua`, `core.limit.limiter.Limiter.poll`"
     )
     assert [exists(name) for name in named] == [False, False, True]
-    assert exists("core.budget.Policy.reserve")
+    assert exists("core.limit.budget.Policy.reserve")
     assert exists("ports.Lease.units")
