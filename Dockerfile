@@ -1,6 +1,6 @@
-# The dispatcher's image: docs/image.md says how to build, run and verify it.
+# The dispatcher's image: docs/how-to/image.md says how to build, run and verify it.
 #
-# BASE is the Debian that the image is built in, with its digest, which only you can look up (docs/image.md says
+# BASE is the Debian that the image is built in, with its digest, which only you can look up (docs/how-to/image.md says
 # how); a tag alone would build something else tomorrow. Debian 13, python3 3.13:
 #     docker build --build-arg BASE=debian:trixie-slim@sha256:… -t batch-dispatcher .
 ARG BASE

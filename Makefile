@@ -74,10 +74,10 @@ docs: setup ## Write what is generated: pages of docs/, alert rules, the dashboa
 	$(BIN)/python deploy/generate.py
 
 picture: setup ## Draw the dashboard's queries over a scripted day of minutes, into docs/
-	$(BIN)/python -m tests.monitoring.picture docs/dashboard.png
+	$(BIN)/python -m tests.monitoring.picture docs/images/dashboard.png
 
 # What was run before is not run again: remove the file after a change of the law.
-worlds: setup ## Play every world in which the law is judged, into docs/worlds.md (minutes)
+worlds: setup ## Play every world in which the law is judged, into docs/explanation/worlds.md (minutes)
 	@mkdir -p build
 	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json
 	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json --write

@@ -285,7 +285,7 @@ cluster, by a schema that is made of the same models as the program's own valida
 ## Values
 
 `pool`, `gateway` and the sections of `config` are the dispatcher's settings, key by key as in
-[docs/configuration.md](../../../docs/configuration.md).
+[docs/reference/configuration.md](../../../docs/configuration.md).
 
 | value | default | meaning |
 |---|---|---|

@@ -54,7 +54,7 @@ HEALTH_COLOURS = {
 """States of the health, the worst first."""
 OPEN_ROWS = ("Now", "Queue")
 """Rows that are not collapsed."""
-RUNBOOK = "docs/runbook.md"
+RUNBOOK = "docs/how-to/runbook.md"
 
 
 def selected(expression: str) -> str:

@@ -60,7 +60,7 @@ whole.
 
 
 def configuration() -> str:
-    """docs/configuration.md, from the models."""
+    """docs/reference/configuration.md, from the models."""
     lines = [_INTRODUCTION]
     for name, info in Settings.model_fields.items():
         model = _model(info)
@@ -196,7 +196,7 @@ the gate is closed for another reason; while nothing readable says it, what is u
 
 
 def metrics() -> str:
-    """docs/metrics.md, from the catalogue."""
+    """docs/reference/metrics.md, from the catalogue."""
     lines = [_METRICS.rstrip("\n")]
     for series in CATALOGUE:
         labels = ", ".join(f"`{label}`" for label in series.labels)
@@ -246,7 +246,7 @@ that something has changed (most of that has a counterpart that says the opposit
 
 
 def logs() -> str:
-    """docs/logs.md, from the events."""
+    """docs/reference/logs.md, from the events."""
     rows = [f"| `{each.event}` | {getLevelName(each.level).lower()} | {each.meaning} |" for each in Event]
     return _LOGS + "\n".join(rows) + "\n"
 
@@ -270,7 +270,7 @@ _OF_FILES = ("FileOptions", "FileProgress", "InputError", "BadInputError", "Jour
 
 
 def reference() -> str:
-    """docs/python-reference.md, from the classes that the client offers."""
+    """docs/reference/python-client.md, from the classes that the client offers."""
     offered = _assigned(ast.parse((_CLIENT / "__init__.py").read_text()))
     classes: dict[str, ast.ClassDef] = {}
     batched = _CLIENT.parent / "batched"
@@ -376,10 +376,10 @@ def page() -> str:
 
 
 PAGES: dict[Path, Callable[[], str]] = {
-    HERE / "configuration.md": configuration,
-    HERE / "logs.md": logs,
-    HERE / "metrics.md": metrics,
-    HERE / "python-reference.md": reference,
+    HERE / "reference" / "configuration.md": configuration,
+    HERE / "reference" / "logs.md": logs,
+    HERE / "reference" / "metrics.md": metrics,
+    HERE / "reference" / "python-client.md": reference,
     _SCRIPT: page,
 }
 

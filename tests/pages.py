@@ -1,14 +1,10 @@
-"""Reading the Markdown of docs/: what its headings are called in links, and its tables."""
+"""Readers for the Markdown of docs/: anchors of headings, and tables."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-
-from tests.paths import ROOT
-
-DOCS = ROOT / "docs"
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/page.md: `python -m tests.admin.pictures docs/page`.
+"""Makes the pictures of docs/how-to/page.md: `python -m tests.admin.pictures docs/page`.
 
 What they show is a story told by tests/admin/stage.py, drawn by the page itself in a Chromium.
 """

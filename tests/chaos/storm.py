@@ -81,7 +81,7 @@ def ground(place: Place, engine: str, fsync: str, folder: Path) -> Iterator[Grou
         with cluster_set(engine, folder, *options) as nodes:
             yield Ground(nodes.url, nodes.nodes, durable)
     else:
-        # As docs/operations.md has it: a primary that is cut off takes no writes.
+        # As docs/how-to/operations.md has it: a primary that is cut off takes no writes.
         held = ("--min-replicas-to-write", "1", "--min-replicas-max-lag", "1")
         with sentinel_set(engine, folder, *options, *held) as pair:
             yield Ground(pair.url, pair.nodes, durable=False, pair=pair)

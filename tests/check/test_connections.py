@@ -365,7 +365,7 @@ async def test_rights_that_redis_does_not_give_are_all_named(tmp_path: Path, eng
         told = await checked("-zrem", "-getrange", "resetkeys", "~batch:{qwen}:requests*")
         assert told.level == "failed"
         wanted = "+getrange, +zrem, ~batch:{qwen}:results, ~request-active:*, ~request-cancel:*"
-        assert told.what == f"Redis does not permit this user: {wanted} (docs/security.md)"
+        assert told.what == f"Redis does not permit this user: {wanted} (docs/explanation/security.md)"
 
 
 async def test_embedded_valkey_is_found_where_a_dispatcher_runs(tmp_path: Path) -> None:

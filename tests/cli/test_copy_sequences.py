@@ -127,7 +127,7 @@ async def test_programs_with_our_client_go_on_with_their_sequences_at_the_other_
 async def test_what_was_decided_of_a_sequence_stays_behind(
     pair: tuple[OwnerAndDesk, OwnerAndDesk, Server],
 ) -> None:
-    """One that is held is not held at the other Redis: docs/commands.md says so."""
+    """One that is held is not held at the other Redis: docs/how-to/commands.md says so."""
     source, target, far = pair
     await submit(source, Turn("a", 0, on_error=OnError.HOLD), Turn("a", 1))
     await settle(source, await going(source), failed=True)

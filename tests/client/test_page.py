@@ -1,4 +1,4 @@
-"""docs/python.md and the README: their blocks of Python run, as they stand there."""
+"""docs/how-to/python.md and the README: their blocks of Python run, as they stand there."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dispatcher.client import BatchClient
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.result import answered
 from tests.client.answering import POOL, Answering
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 from tests.queue.servers import Server
 
-PAGE = (ROOT / "docs" / "python.md").read_text()
+PAGE = (DOCS / "how-to" / "python.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 README = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 ANSWER = b'{"choices":[{"text":"hi"}],"usage":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'

@@ -1,4 +1,4 @@
-"""docs/sequences.md: its blocks of Python run, as they stand there, against a dispatcher that knows turns."""
+"""docs/how-to/sequences.md: its blocks of Python run, as they stand there, against a dispatcher that knows turns."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.result import answered
 from tests.client.answering import NAMES, POOL
 from tests.client.turns import TurnTaking
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.queue.made import queues
 from tests.queue.servers import Server
 
-PAGE = (ROOT / "docs" / "sequences.md").read_text()
+PAGE = (DOCS / "how-to" / "sequences.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SENT = (
     {"trip-1": 2, "trip-2": 2},

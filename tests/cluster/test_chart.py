@@ -23,7 +23,7 @@ from tests.cluster.conftest import Helm
 from tests.cluster.control_plane import ControlPlane, Object
 from tests.cluster.kubelet import NODE, Kubelet, is_ready, path_of, status
 from tests.kubelet import mount, swap
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.support import free_port, running, wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -231,7 +231,7 @@ def settled(plane: ControlPlane, before: Any) -> dict[str, str]:
 
 
 def test_token_of_the_guide_may_read_metrics_and_nothing_else(plane: ControlPlane) -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (DOCS / "how-to" / "install.md").read_text()
     (text,) = re.findall(r"<!-- picker token -->\n```yaml\n(.*?)```", page, re.DOTALL)
     namespace = plane.namespace("token")
     for each in yaml.safe_load_all(text.replace("namespace: llm", f"namespace: {namespace}")):

@@ -1045,7 +1045,7 @@ class History:
 async def test_a_reset_takes_what_is_claimed_behind_it_and_nothing_that_was_claimed_before(
     world: World,
 ) -> None:
-    """What docs/queue-contract.md says of who does not wait: nobody is lost, nor runs beside another."""
+    """What docs/reference/queue-contract.md says of who does not wait: nobody is lost, nor runs beside another."""
     queue = world.owner()
     await put(world, "old", 0)
     first = await goes(queue)

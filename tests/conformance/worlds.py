@@ -292,7 +292,7 @@ class MemoryWorld(World):
 
 
 class RedisWorld(World):
-    """The real scripts on an empty server of their own, with no more rights than docs/security.md gives."""
+    """The real scripts on an empty server of their own, with no more rights than docs/explanation/security.md gives."""
 
     def __init__(self, server: Server, queue: str = QUEUE) -> None:
         self._server = server

@@ -146,7 +146,7 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
         "networkPolicy.enabled: a NetworkPolicy has no",
     ),
     ({**CASES["sidecar"], "hostNetwork": True}, "hostNetwork: cannot be had with sidecar.enabled"),
-    ({"monitoring": {"runbookUrl": "docs/runbook.md"}}, "/monitoring/runbookUrl"),
+    ({"monitoring": {"runbookUrl": "docs/how-to/runbook.md"}}, "/monitoring/runbookUrl"),
     ({"imagePullSecrets": [{"nam": "pull"}]}, "additional properties 'nam'"),
     ({"extraEnv": ["A=b"]}, "/extraEnv/0"),
     ({"inferenceObjective": {"create": True, "priority": 5}}, "/inferenceObjective/priority"),

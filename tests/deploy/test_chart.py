@@ -30,7 +30,7 @@ from tests.deploy.release import CHART, Release, case, environment, render
 from tests.monitoring.files import FILES
 from tests.monitoring.names import known
 from tests.monitoring.promql import named
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.support import free_port, require_tool, wait_until_sync
 
 EVERY = tuple(CASES)
@@ -370,7 +370,7 @@ def test_notes_are_whole(name: str, tmp_path: Path) -> None:
 
 
 def test_rights_are_those_of_the_docs_for_this_pool_alone() -> None:
-    page = (ROOT / "docs" / "signals.md").read_text()
+    page = (DOCS / "explanation" / "signals.md").read_text()
     (text,) = re.findall(r"<!-- least role -->\n```yaml\n(.*?)```", page, re.DOTALL)
     least = next(iter(yaml.safe_load_all(text)))["rules"]
     rules = case("basic").one("Role")["rules"]
@@ -658,7 +658,7 @@ def test_rules_are_otherwise_those_of_the_files() -> None:
 
 
 def test_plain_scrape_of_the_guide_takes_the_dispatcher_s_port_and_no_other(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (DOCS / "how-to" / "install.md").read_text()
     (text,) = re.findall(r"<!-- scrape -->\n```yaml\n(.*?)```", page, re.DOTALL)
     shutil.copy(FILES / "rules.yaml", tmp_path / "batch-dispatcher-rules.yaml")
     discovery = "kubernetes_sd_configs: [{role: pod}]"  # Debian's is built without

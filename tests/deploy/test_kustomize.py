@@ -20,7 +20,7 @@ from tests.deploy.conformity import KUBERNETES, faults
 from tests.deploy.kustomization import COMPONENTS, KUSTOMIZE, NAME, UPON, files
 from tests.deploy.kustomization import release as of_chart
 from tests.deploy.release import Release
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.support import require_tool
 
 NAMESPACE = "llm"
@@ -171,7 +171,7 @@ def test_second_pool_of_a_namespace_has_names_and_pods_of_its_own(tmp_path: Path
 
 
 def test_kustomization_of_the_guide_builds(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (DOCS / "how-to" / "install.md").read_text()
     (text,) = re.findall(r"<!-- kustomization -->\n```yaml\n(.*?)```", page, re.DOTALL)
     real = os.path.relpath(KUSTOMIZE, tmp_path.resolve())
     (tmp_path / "kustomization.yaml").write_text(text.replace("../..", real))

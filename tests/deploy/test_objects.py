@@ -150,7 +150,7 @@ def test_monitors_are_left_out_where_the_cluster_does_not_serve_them() -> None:
 def test_alert_has_a_link_to_the_runbook_where_its_url_is_known() -> None:
     for url, name, begins in (
         ("https://wiki/runbook.md", "runbook_url", "https://wiki/runbook.md#batchdispatcher"),
-        ("", "runbook", "docs/runbook.md#batchdispatcher"),
+        ("", "runbook", "docs/how-to/runbook.md#batchdispatcher"),
     ):
         release = render({"monitoring": {"runbookUrl": url, "rules": {"enabled": True}}})
         groups = release.one("PrometheusRule")["spec"]["groups"]

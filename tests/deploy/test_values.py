@@ -18,7 +18,7 @@ from dispatcher.settings.values import secret_name
 from tests.deploy.cases import BASIC, CASES
 from tests.deploy.refused import REFUSED
 from tests.deploy.release import CHART, helm, render
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.support import require_tool
 
 NOT_HERE = {"queue.data_dir", "queue.fsync", "admin.host"}
@@ -237,7 +237,7 @@ def upward(path: str) -> Iterator[str]:
 
 def test_value_sets_of_the_guide_render() -> None:
     for page, count in (("install.md", 11), ("models.md", 1)):
-        text = (ROOT / "docs" / page).read_text()
+        text = (DOCS / "how-to" / page).read_text()
         found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", text, re.DOTALL)
         assert len(found) == text.count("<!-- values -->") == count
         for values in found:
@@ -245,7 +245,7 @@ def test_value_sets_of_the_guide_render() -> None:
 
 
 def test_a_warmup_file_lies_where_the_guide_mounts_it() -> None:
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (DOCS / "how-to" / "models.md").read_text()
     (values,) = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
     release = render(yaml.safe_load(values))
     (model,) = release.settings().models
@@ -281,7 +281,7 @@ def test_a_version_that_is_written_wrong_is_refused_before_it_is_installed(model
 
 
 def test_urls_of_the_guide_are_the_program_s() -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (DOCS / "how-to" / "install.md").read_text()
     urls = re.findall(r"`(rediss?(?:\+\w+)?://USER:PASSWORD@[^`]+)`", page)
     assert {url.partition(":")[0] for url in urls} == {"rediss", "redis+sentinel", "redis+cluster"}
     for url in urls:
@@ -292,7 +292,7 @@ def test_urls_of_the_guide_are_the_program_s() -> None:
 
 
 def test_values_that_the_guide_names_exist() -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+    page = (DOCS / "how-to" / "install.md").read_text()
     readme = (CHART / "README.md").read_text()
     tops = set(yaml.safe_load((CHART / "values.yaml").read_text())) - {"config", "gateway", "pool"}
     for path in re.findall(r"[`=]([a-zA-Z]+(?:\.[a-zA-Z]+)+)\b(?!_)", page):

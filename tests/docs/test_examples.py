@@ -22,10 +22,10 @@ from dispatcher.core.merging.shapes import KNOWN_CAPS
 from dispatcher.core.models.warmup import WarmupRequest, WarmupRules, read_warmup
 from dispatcher.settings import Settings, parse
 from tests.pages import anchors
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 from tests.support import free_port, require_tool
 
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(DOCS).rglob("*.md")])
 WITHIN_S = 90.0
 
 
@@ -92,7 +92,7 @@ def test_readme_leads_to_an_answered_request(tmp_path: Path) -> None:
 def test_quickstart_does_what_it_says(tmp_path: Path) -> None:
     for tool in ("redis-server", "redis-cli", "curl"):
         require_tool(tool)
-    quickstart = examples(ROOT / "docs" / "quickstart.md")
+    quickstart = examples(DOCS / "tutorials" / "quickstart.md")
     assert list(quickstart) == ["redis", "config", "work", "result", "producer", "look", "plain"]
     told = run("\n".join(quickstart.values()), tmp_path, ports("6379", "8000", "9090"))
     assert "ok: gateway.url" in told
@@ -108,7 +108,7 @@ def test_quickstart_does_what_it_says(tmp_path: Path) -> None:
 def test_commands_do_what_their_page_says(tmp_path: Path) -> None:
     for tool in ("redis-server", "redis-cli"):
         require_tool(tool)
-    page = examples(ROOT / "docs" / "commands.md")
+    page = examples(DOCS / "how-to" / "commands.md")
     told = run("\n".join(page.values()), tmp_path, ports("6379"))
     assert "place in line     2" in told
     assert "2 wait; the gate: no dispatcher works on" in told
@@ -118,7 +118,7 @@ def test_commands_do_what_their_page_says(tmp_path: Path) -> None:
 
 def test_a_batch_file_is_finished_as_the_page_says(tmp_path: Path) -> None:
     require_tool("redis-server")
-    page = examples(ROOT / "docs" / "batch-files.md")
+    page = examples(DOCS / "how-to" / "batch-files.md")
     assert list(page) == ["pool", "file", "run", "template", "retry"]
     blocks = list(page.values())
     failed = """echo '{"custom_id": "peru"}' > out.errors.jsonl\n"""
@@ -152,7 +152,7 @@ def test_commands_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_rules_of_batching_on_its_page_are_whole_and_find_their_shape() -> None:
-    page = (ROOT / "docs" / "batching.md").read_text()
+    page = (DOCS / "how-to" / "batching.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     shapes = []
     for block in blocks:
@@ -165,7 +165,7 @@ def test_rules_of_batching_on_its_page_are_whole_and_find_their_shape() -> None:
 
 
 def test_examples_of_models_on_their_page_are_right_and_no_warmup_in_them_is_wrong() -> None:
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (DOCS / "how-to" / "models.md").read_text()
     found = re.findall(r"(?<!<!-- values -->\n)^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     blocks = [block for block in found if not block.startswith("http_filters:")]
     assert len(blocks) == len(found) - 1 >= 5
@@ -182,7 +182,7 @@ def test_examples_of_models_on_their_page_are_right_and_no_warmup_in_them_is_wro
 
 
 def test_caps_on_the_page_of_batching_are_those_that_are_known() -> None:
-    page = (ROOT / "docs" / "batching.md").read_text()
+    page = (DOCS / "how-to" / "batching.md").read_text()
     table = page.partition("| Known caps |")[2].partition("\n\n")[0]
     told = {
         name.strip().lower(): int(items.replace(",", ""))
@@ -200,7 +200,7 @@ def test_make_targets_that_a_page_names_exist() -> None:
 
 
 def test_every_threat_names_tests_that_are_there() -> None:
-    page = (ROOT / "docs" / "security.md").read_text()
+    page = (DOCS / "explanation" / "security.md").read_text()
     written = {
         name
         for module in (ROOT / "tests").rglob("test_*.py")

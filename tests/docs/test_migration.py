@@ -1,4 +1,4 @@
-"""docs/migration.md: what it names of ours exists, and what it says of llm-d-async's members is so."""
+"""docs/how-to/migration.md: what it names of ours exists, and what it says of llm-d-async's members is so."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import yaml
 from dispatcher.core.requests.request import Rejection, Request, parse
 from dispatcher.core.requests.score import deadline_of_score
 from dispatcher.queue.keys import Names
-from tests.paths import ROOT
+from tests.paths import DOCS
 
-DOCS = ROOT / "docs"
-PAGE = (DOCS / "migration.md").read_text()
+PAGE = (DOCS / "how-to" / "migration.md").read_text()
 SECTIONS = "pool|gateway|queue|signals|budget|retry|shutdown|admin|log|tracing"
 DEADLINE = 1764047600
 
@@ -29,7 +28,7 @@ def written(**changes: object) -> bytes:
 
 
 def test_settings_that_it_names_exist() -> None:
-    table = (DOCS / "configuration.md").read_text()
+    table = (DOCS / "reference" / "configuration.md").read_text()
     known = set(re.findall(rf"^\| `((?:{SECTIONS})\.[a-z_.]+)`", table, re.MULTILINE))
     named = set(re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)`", PAGE))
     assert len(named) > 30
@@ -37,7 +36,11 @@ def test_settings_that_it_names_exist() -> None:
 
 
 def test_series_that_it_names_exist() -> None:
-    known = set(re.findall(r"^\| `(batch_dispatcher_\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    known = set(
+        re.findall(
+            r"^\| `(batch_dispatcher_\w+)`", (DOCS / "reference" / "metrics.md").read_text(), re.MULTILINE
+        )
+    )
     named = {name.removesuffix("_count") for name in re.findall(r"`(batch_dispatcher_\w+)", PAGE)}
     assert len(named) > 20
     assert named - known == set()

@@ -1,4 +1,4 @@
-"""docs/forwarding.md says what the code does: every row of its tables is run."""
+"""docs/reference/forwarding.md says what the code does: every row of its tables is run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ from dispatcher.forward import HttpGateway
 from dispatcher.lab.standin.live import Config, LiveWorld
 from tests.forward.envoy import envoy_before
 from tests.forward.scripted import Connection, a_request, options, outcome, serving
-from tests.pages import DOCS, rows
+from tests.pages import rows
+from tests.paths import DOCS
 
 MakeGateway = Callable[..., HttpGateway]
-PAGE = DOCS / "forwarding.md"
+PAGE = DOCS / "reference" / "forwarding.md"
 
 
 def in_words(outcome: Outcome) -> str:

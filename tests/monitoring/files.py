@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 
 FILES = ROOT / "deploy" / "helm" / "batch-dispatcher" / "files"
-RULES, DASHBOARD, RUNBOOK = FILES / "rules.yaml", FILES / "dashboard.json", ROOT / "docs" / "runbook.md"
+RULES, DASHBOARD, RUNBOOK = FILES / "rules.yaml", FILES / "dashboard.json", DOCS / "how-to" / "runbook.md"
 INHIBIT = FILES / "inhibit.yaml"
 
 VARIABLES: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""The laws of the budget and the limit, one test each. docs/concepts.md has them in words."""
+"""The laws of the budget and the limit, one test each. docs/explanation/concepts.md has them in words."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dispatcher.core.limit.allowance import explain
 from dispatcher.core.limit.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.limit.load_ledger import DELTA_S
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 from tests.properties.worlds import AFTER_S, World
 
-CONCEPTS = ROOT / "docs" / "concepts.md"
+CONCEPTS = DOCS / "explanation" / "concepts.md"
 SHARES = st.floats(0, 2)
 RESERVES = st.floats(0, 0.9)
 CAPACITIES = st.integers(1, 300)

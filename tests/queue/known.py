@@ -15,7 +15,9 @@ async def assert_only_known_keys(client: Any, names: Names, *lists: str) -> None
     }
     found = [key async for key in client.scan_iter(count=1000)]
     stray = [key for key in found if key not in known and await client.pttl(key) == -1]
-    assert not stray, f"keys that docs/queue-contract.md does not list and that never expire: {stray}"
+    assert not stray, (
+        f"keys that docs/reference/queue-contract.md does not list and that never expire: {stray}"
+    )
 
 
 async def assert_drained(client: Any, names: Names, *lists: str) -> None:

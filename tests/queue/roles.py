@@ -1,4 +1,4 @@
-"""The Redis users of docs/security.md, as that page makes them."""
+"""The Redis users of docs/explanation/security.md, as that page makes them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import shlex
 
 import redis
 
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.queue.servers import Server
 
-PAGE = ROOT / "docs" / "security.md"
+PAGE = DOCS / "explanation" / "security.md"
 PASSWORD = "its-password"
 _BLOCKS = dict(
     re.findall(r"<!-- acl: (\w+) -->\n```sh\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -10,7 +10,7 @@ import redis
 
 from dispatcher.queue.redis.outbox import posted
 from dispatcher.queue.redis.producer import Box, kept
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
 from tests.queue.servers import Server
 
@@ -78,7 +78,7 @@ def reads_of_modules() -> set[str]:
 
 
 def test_every_read_has_a_row_and_every_row_a_read() -> None:
-    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    page = (DOCS / "explanation" / "security.md").read_text(encoding="utf-8")
     section = page.partition("\n## What is read of what others wrote\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!what \||-)[^|]+\| [^|]+\| ([^|]+) \|", section, re.MULTILINE)
     told = {read for row in rows for read in re.findall(r"`([^`]+)`", row)}

@@ -1,4 +1,4 @@
-"""docs/queue-contract.md is true: its examples run, its keys and scripts are those that exist."""
+"""docs/reference/queue-contract.md is true: its examples run, its keys and scripts are those that exist."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dispatcher.ports import Burial, PinAsked, Release
 from dispatcher.queue.constants import LUA
 from dispatcher.queue.keys import BOARD_KEYS, KEYS, POOL_KEYS, Names, QueueNameError, queue_of
 from dispatcher.queue.redis.owner import RedisQueue
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 from tests.queue.made import OwnerAndDesk, answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
 from tests.support import require_tool
 
-PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "reference" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
 FRAGMENTS = {

@@ -1,4 +1,4 @@
-"""The rights of docs/security.md suffice, each is used, and one that is missing is told and does no harm."""
+"""The rights of docs/explanation/security.md suffice, each is used, and one that is missing is told and does no harm."""
 
 from __future__ import annotations
 

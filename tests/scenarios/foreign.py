@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 from tests.support import missing, require_tool, running, wait_until_sync
 
-EXAMPLES = ROOT / "docs" / "examples"
+EXAMPLES = DOCS / "examples"
 BUILT = ROOT / "build" / "examples"
 
 

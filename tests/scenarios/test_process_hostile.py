@@ -9,7 +9,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.pages import DOCS, rows
+from tests.pages import rows
+from tests.paths import DOCS
 from tests.scenarios.processes import POOL, Producer, Stage
 from tests.support import wait_until_sync
 
@@ -67,7 +68,7 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
     )
     crowd = Crowd(stage.producer)
 
-    for number, (endpoint, fate) in enumerate(rows(DOCS / "forwarding.md", "endpoint")):
+    for number, (endpoint, fate) in enumerate(rows(DOCS / "reference" / "forwarding.md", "endpoint")):
         crowd.add(f"endpoint-{number}", "200" if fate == "sent" else fate, endpoint=endpoint)
     crowd.add("crlf-in-endpoint", "INVALID_REQUEST", endpoint="/v1/x\r\nx-evil: 1")
     crowd.add("nul-in-endpoint", "INVALID_REQUEST", endpoint="/v1/x\0")

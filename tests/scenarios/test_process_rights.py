@@ -1,4 +1,4 @@
-"""A dispatcher with the rights of docs/security.md does all of its work, and survives the loss of one."""
+"""A dispatcher with the rights of docs/explanation/security.md does all of its work, and survives the loss of one."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.scenarios import picker
 from tests.support import envoy_path, free_port, running, wait_until_sync
 
@@ -22,9 +22,9 @@ HTTP2 = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 def filters_of_the_page() -> list[dict[str, Any]]:
-    """As docs/models.md has them, with what every picker needs besides."""
+    """As docs/how-to/models.md has them, with what every picker needs besides."""
     (block,) = re.findall(
-        r"```yaml\n(http_filters:\n.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL
+        r"```yaml\n(http_filters:\n.*?)```", (DOCS / "how-to" / "models.md").read_text(), re.DOTALL
     )
     lua, ext_proc = yaml.safe_load(block)["http_filters"]
     ext_proc["typed_config"] |= {

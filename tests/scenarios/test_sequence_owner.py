@@ -1,4 +1,4 @@
-"""Two producers with the least rights of docs/security.md, and a sequence of one of them."""
+"""Two producers with the least rights of docs/explanation/security.md, and a sequence of one of them."""
 
 from __future__ import annotations
 

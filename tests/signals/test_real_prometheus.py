@@ -29,7 +29,7 @@ from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource, pool_query
 from dispatcher.signals.readings import judge
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
 from tests.signals.goldens import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until
@@ -453,7 +453,7 @@ async def test_replicas_and_a_pool_of_the_same_name(server: Server) -> None:
 
 
 async def test_the_documented_queries_work(server: Server) -> None:
-    """Those of docs/signals.md for raw vLLM series, on the labels that vLLM and a scrape give."""
+    """Those of docs/explanation/signals.md for raw vLLM series, on the labels that vLLM and a scrape give."""
     page = "".join(
         f'vllm:num_requests_{what}{{engine="{engine}",model_name="m"}} {value}\n'
         for engine in (0, 1)
@@ -475,8 +475,8 @@ async def test_the_documented_queries_work(server: Server) -> None:
 
 
 def documented_queries() -> dict[str, str]:
-    """The queries of the vLLM example in docs/signals.md."""
-    text = (ROOT / "docs" / "signals.md").read_text()
+    """The queries of the vLLM example in docs/explanation/signals.md."""
+    text = (DOCS / "explanation" / "signals.md").read_text()
     example = next(
         block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "queries:" in block
     )

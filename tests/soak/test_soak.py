@@ -24,7 +24,7 @@ SIZES = (100, 1_000, 50_000)
 """Of payloads. The first rounds take one each, after which everything has grown to its working size."""
 SLOTS = 128
 RSS_MIB = 110
-"""As docs/benchmarks.md promises it, and as there twice what payloads in flight make beside that: the heap
+"""As docs/explanation/benchmarks.md promises it, and as there twice what payloads in flight make beside that: the heap
 keeps for a while what those of an earlier round took."""
 
 

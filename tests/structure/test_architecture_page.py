@@ -1,4 +1,4 @@
-"""docs/architecture.md: it names every module and no other, imports as they are, functions that are there."""
+"""docs/explanation/architecture.md: it names every module and no other, imports as they are, functions that are there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatcher.queue.keys import BOARD_KEYS, LINE_KEYS, MODEL_KEYS, POOL_KEYS, 
 from tests.structure.symbols import PACKAGE, exists, symbols
 
 ROOT = PACKAGE.parent
-PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PAGE = (DOCS / "explanation" / "architecture.md").read_text()
 WAYS = ["The way of a request", "The way of a reading"]
 
 
@@ -56,7 +56,7 @@ def test_folders_of_other_files_are_there() -> None:
     assert all((PACKAGE / folder).is_dir() for folder in ("queue/lua", "admin/page"))
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/explanation/architecture.md", "CONTRIBUTING.md"])
 def test_the_arrows_are_those_that_the_linter_checks(page: str) -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["id"] == "layers"]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 
-RECORDS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+RECORDS = sorted((DOCS / "decisions").glob("*.md"))
 DECIDED = RECORDS[1:]
 SECTIONS = ["Context", "Decision", "Measured", "Consequences", "What would change it"]
 REPLACES = re.compile(r"(replaces|replaced by) \[(\d+)\]\((\d{4})-[a-z0-9-]+\.md\)")

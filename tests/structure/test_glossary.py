@@ -1,4 +1,4 @@
-"""docs/glossary.md: a word stands there once, and what is named beside it exists under that name."""
+"""docs/reference/glossary.md: a word stands there once, and what is named beside it exists under that name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatcher.telemetry.events import Event
 from tests.structure.symbols import PACKAGE, SYMBOL, exists
 
 DOCS = PACKAGE.parent / "docs"
-PAGE = (DOCS / "glossary.md").read_text()
+PAGE = (DOCS / "reference" / "glossary.md").read_text()
 LUA = PACKAGE / "queue" / "lua"
 
 
@@ -61,7 +61,11 @@ def test_lua_that_is_named_is_there() -> None:
 
 
 def test_what_is_shown_is_there() -> None:
-    settings = set(re.findall(r"^\| `([a-z_.]+)` \|", (DOCS / "configuration.md").read_text(), re.MULTILINE))
+    settings = set(
+        re.findall(
+            r"^\| `([a-z_.]+)` \|", (DOCS / "reference" / "configuration.md").read_text(), re.MULTILINE
+        )
+    )
     parts = [part for part in vars(status).values() if isinstance(part, type) and is_dataclass(part)]
     shown = (
         settings
@@ -74,6 +78,9 @@ def test_what_is_shown_is_there() -> None:
     assert {name for each in rows() for name in quoted(each[4])} - shown == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/concepts.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/explanation/architecture.md", "docs/explanation/concepts.md", "CONTRIBUTING.md"],
+)
 def test_the_glossary_is_found(page: str) -> None:
     assert "glossary.md)" in (PACKAGE.parent / page).read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.paths import DOCS, ROOT
 from tests.structure.source import MODULES, PACKAGE, name_of
 
 ALLOWED = {
@@ -179,7 +179,7 @@ def test_a_circle_is_found_wherever_the_import_stands(back: str) -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
+    command = [sys.executable, str(DOCS / "generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 

@@ -51,7 +51,7 @@ from tests.batchfiles import (
     write,
 )
 from tests.client.answering import NAMES, POOL, Answering, echo, refusal
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.queue.servers import Server
 
 
@@ -135,7 +135,7 @@ async def test_never_more_are_in_the_queue_than_may_be(
 async def test_the_pages_example_runs(
     one_redis: Server, answering: Answering, paths: FilePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (ROOT / "docs" / "batch-files.md").read_text()
+    page = (DOCS / "how-to" / "batch-files.md").read_text()
     [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     block = block.replace("redis://localhost:6379", one_redis.url)
     write(source(paths), *requests(5))

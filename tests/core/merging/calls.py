@@ -1,6 +1,6 @@
 """A model server behind a limit, in virtual time, and calls of the sizes that `CallSize` allows.
 
-`python -m tests.core.merging.calls` prints the table of docs/batching.md.
+`python -m tests.core.merging.calls` prints the table of docs/how-to/batching.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a request may go and what goes with it, decided without a connection: see docs/forwarding.md."""
+"""Where a request may go and what goes with it, decided without a connection: see docs/reference/forwarding.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the commands that docs/simulator.md shows, and writes what they print below them.
+"""Runs the commands that docs/how-to/simulator.md shows, and writes what they print below them.
 
 python -m tests.lab.simulation.document        after a change that moves the figures
 """
@@ -11,9 +11,9 @@ import shlex
 from contextlib import redirect_stderr, redirect_stdout
 
 from dispatcher.cli import app
-from tests.paths import ROOT
+from tests.paths import DOCS
 
-DOCUMENT = ROOT / "docs" / "simulator.md"
+DOCUMENT = DOCS / "how-to" / "simulator.md"
 BLOCK = re.compile(r"(?<=```console\n).*?(?=```)", re.DOTALL)
 
 

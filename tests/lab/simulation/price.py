@@ -1,6 +1,6 @@
-"""What realtime pays for long batch requests, by length and reserve: the picture in docs/simulator.md.
+"""What realtime pays for long batch requests, by length and reserve: the picture in docs/how-to/simulator.md.
 
-python -m tests.lab.simulation.price price.json  run what is not in the file yet, draw docs/long-requests.png
+python -m tests.lab.simulation.price price.json  run what is not in the file yet, draw docs/images/long-requests.png
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dispatcher.lab.simulation.report import percentile
 from dispatcher.lab.simulation.scenario import Setting
 from dispatcher.lab.simulation.world import Batch
 from dispatcher.lab.standin.trace import BUNDLED, load
-from tests.paths import ROOT
+from tests.paths import DOCS
 
-PICTURE = ROOT / "docs" / "long-requests.png"
+PICTURE = DOCS / "images" / "long-requests.png"
 LENGTHS = {145: "#7fc8a9", 500: "#4f7cac", 1000: "#5f3dc4", 2000: "#d9480f", 4000: "#c92a2a"}
 """Tokens of a batch request, and how it is drawn."""
 RESERVES = (0.05, 0.1, 0.2, 0.35, 0.5)

@@ -1,4 +1,4 @@
-"""docs/simulator.md shows what the commands print."""
+"""docs/how-to/simulator.md shows what the commands print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worlds in which the law is judged: each is a command, and docs/worlds.md has its figures."""
+"""The worlds in which the law is judged: each is a command, and docs/explanation/worlds.md has its figures."""
 
 from __future__ import annotations
 

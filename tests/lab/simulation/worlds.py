@@ -1,7 +1,7 @@
 """The worlds in which the control law is judged: each is one command, and all together a table.
 
 python -m tests.lab.simulation.worlds now.json    run all, write figures as they come
-python -m tests.lab.simulation.worlds now.json --write    write docs/worlds.md of what is in the file
+python -m tests.lab.simulation.worlds now.json --write    write docs/explanation/worlds.md of what is in the file
 python -m tests.lab.simulation.worlds now.json --before then.json  compare with another commit
 python -m tests.lab.simulation.worlds now.json --only bursts --seeds 0,1   run those whose name has this in it
 
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher.cli import app
-from tests.paths import ROOT
+from tests.paths import DOCS
 
-DOCUMENT = ROOT / "docs" / "worlds.md"
+DOCUMENT = DOCS / "explanation" / "worlds.md"
 SEEDS = (0, 1, 2)
 AGES = {"1 s": "--scrape 1 --lag 0.05", "5 s": "--scrape 5 --lag 1", "15 s": "--scrape 15 --lag 5"}
 """How old readings are."""

@@ -22,7 +22,7 @@ from dispatcher import __version__
 from dispatcher.settings import EppSettings
 from dispatcher.signals.kubernetes.capacity import ABSENT, CapacityWatch
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
-from tests.paths import ROOT
+from tests.paths import DOCS
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,
@@ -338,7 +338,7 @@ class TestLeastRole:
 
     @staticmethod
     def documents() -> list[dict[str, Any]]:
-        page = (ROOT / "docs" / "signals.md").read_text()
+        page = (DOCS / "explanation" / "signals.md").read_text()
         (found,) = re.findall(r"<!-- least role -->\n```yaml\n(.*?)```", page, re.DOTALL)
         return list(yaml.safe_load_all(found))
 
