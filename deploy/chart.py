@@ -278,14 +278,14 @@ helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set 
 helm test qwen-batch --logs
 ```
 
-One release per pool; any number of them in a namespace. [The install guide](../../../docs/install.md) leads
+One release per pool; any number of them in a namespace. [The install guide](../../../docs/how-to/install.md) leads
 through it. Version {version}; Kubernetes {kube}. Wrong values are refused before anything is sent to the
 cluster, by a schema that is made of the same models as the program's own validation.
 
 ## Values
 
 `pool`, `gateway` and the sections of `config` are the dispatcher's settings, key by key as in
-[docs/reference/configuration.md](../../../docs/configuration.md).
+[docs/reference/configuration.md](../../../docs/reference/configuration.md).
 
 | value | default | meaning |
 |---|---|---|

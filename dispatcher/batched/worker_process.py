@@ -48,7 +48,7 @@ me = process.current_process()
 me._inheriting = True
 spawn.prepare(loads(pipe.recv_bytes()))
 del me._inheriting
-from dispatcher.client.batching.process import serve
+from dispatcher.batched.worker_process import serve
 serve(pipe)
 """
 """`prepare` sets the path, so nothing of ours is imported before it, and imports the program, which may not

@@ -8,9 +8,9 @@ import tomllib
 import pytest
 
 from dispatcher.queue.keys import BOARD_KEYS, LINE_KEYS, MODEL_KEYS, POOL_KEYS, SEQUENCE_KEYS
-from tests.structure.symbols import PACKAGE, exists, symbols
+from tests.paths import DOCS, PACKAGE, ROOT
+from tests.structure.symbols import exists, symbols
 
-ROOT = PACKAGE.parent
 PAGE = (DOCS / "explanation" / "architecture.md").read_text()
 WAYS = ["The way of a request", "The way of a reading"]
 
