@@ -1,4 +1,4 @@
-"""`python -m dispatcher` is `batch-dispatcher`."""
+"""Runs the command line: `python -m dispatcher` is `batch-dispatcher`."""
 
 from dispatcher.cli import main
 

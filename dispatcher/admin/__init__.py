@@ -1,4 +1,4 @@
-"""The admin port: probes, metrics, status, the live page."""
+"""The admin port: probes, metrics, status and the live page."""
 
 from dispatcher.admin.server import AdminServer, Limits, Views
 

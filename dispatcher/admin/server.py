@@ -1,7 +1,7 @@
-"""One port for operators and their machines: /livez, /readyz, /metrics, /status, /events, and a page at /.
+"""HTTP server for operators and their tools: /livez, /readyz, /metrics, /status, /events, and a page at /.
 
-The probes are open, and so is the page, which holds no data. All else wants the bearer token where
-admin.token_file names one; the file is read at each request, so a rotated token counts at once. The page asks
+Probes and page need no token; the page itself contains no data. Everything else needs the bearer token if
+admin.token_file is set. The file is read for each request, so a rotated token applies at once. The page asks
 for the token and reads /events with it.
 """
 
@@ -51,19 +51,20 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the port takes upon itself."""
+    """Limits of connections and times."""
 
     connections: int = 64
-    """At one more, the one that has waited longest for a request is closed; none waits: the new one is."""
+    """Maximum number of connections. One more closes the one that has waited longest for a request, or the
+    new one if none waits."""
     head_s: float = 10.0
-    """A connection that has not sent a whole request by then is closed, an idle one too."""
+    """Time after which a connection that has not sent a complete request is closed, also an idle one."""
     spare: int = 64
-    """Descriptors of the process that are left to Redis, the gateway and files: where no more are free, one
-    connection is closed for each new one."""
+    """File descriptors that are reserved for Redis, the gateway and files. If no more are free, each new
+    connection closes another one."""
     heartbeat_s: float = 5.0
-    """A stream without news says so this often, and its token is looked at again."""
+    """Interval of comments in a stream without messages. The token is checked again at the same interval."""
     write_s: float = 10.0
-    """A reader that takes nothing for so long is gone."""
+    """Time after which a reader that takes nothing is disconnected."""
 
 
 _LIMITS = Limits()
@@ -71,19 +72,20 @@ _LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """What the port shows. A probe tells a problem, or None when all is well."""
+    """Sources of the content. A probe returns a problem, or `None` if there is none."""
 
     live: Callable[[], str | None]
     ready: Callable[[], str | None]
     status: Callable[[], Status]
     metrics: Callable[[str], tuple[bytes, str]]
-    """The page in the format that an Accept header asks for, and its content type."""
+    """Returns the page in the format that an Accept header asks for, and its content type."""
     settings: Callable[[], Mapping[str, Any]]
-    """In force, as they may be shown: `settings` by section, and `defaults`, the keys that nobody gave."""
+    """Returns the settings in force that may be shown: `settings` by section, and `defaults`, the keys that
+    were not set."""
     results: Callable[[], Mapping[str, float]]
-    """Results so far, by code."""
+    """Returns the number of results so far, by code."""
     dead: Callable[[int], Awaitable[Sequence[Dead]]]
-    """The newest so many, the newest first."""
+    """Returns so many of the newest dead requests, newest first."""
 
     def feed(self, clock: Callable[[], float]) -> Feed:
         return Feed(
@@ -96,7 +98,8 @@ class Views:
 
 
 class AdminServer:
-    """Async context manager; `port` is the real one when 0 was asked for. Whoever makes it runs the feed."""
+    """Server as an async context manager. `port` becomes the actual port if 0 was requested. The caller runs
+    the feed."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class AdminServer:
         self._tokens = TokenReader()
         self._server: web.Server | None = None
         self._busy: set[object] = set()
-        """Connections with a request that is being answered."""
+        """Connections whose request is being answered."""
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
 
@@ -155,17 +158,19 @@ class AdminServer:
     # Connections.
 
     def _connection(self) -> asyncio.Protocol:
-        assert self._server is not None  # noqa: S101 -- nobody connects before it is there
+        assert self._server is not None  # noqa: S101 -- set before the port is opened
         return _AdminConnection(self._server, self._limits.head_s, self._make_room)
 
     def _make_room(self, new: web.RequestHandler) -> None:
         assert self._server is not None  # noqa: S101
         alive = [each for each in self._server.connections if each.transport is not None]
         if len(alive) > self._limits.connections or _descriptor(new) >= self._highest():
+            # `connections` is ordered by the time of opening, so the oldest idle connection is closed.
             next((each for each in alive if each not in self._busy), new).force_close()
 
     def _highest(self) -> float:
-        """The number that a descriptor of a connection stays below. A new one has the lowest that is free."""
+        """Return the number below which the descriptor of a connection has to stay. A new descriptor gets the
+        lowest free number, so a higher one means that all lower ones are in use."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return float("inf") if soft == resource.RLIM_INFINITY else soft - self._limits.spare
 
@@ -178,23 +183,27 @@ class AdminServer:
             self._busy.discard(request.protocol)
 
     async def _refusal(self, request: web.Request) -> web.Response | None:
-        """Why the request may not be answered; None: it may."""
+        """Return the response that rejects the request. `None` if it may be answered."""
         if not self._token_file or request.path in _OPEN:
             return None
         try:
             token = await self._tokens.read(self._token_file)
         except TokenFileError as error:
             if not error.readable:
+                # The token is unknown, so no request can be authorized. That is a fault of the server and not
+                # of the request.
                 return web.Response(status=503, text=f"admin.token_file {error.why}\n")
             token = ""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        # `hmac.compare_digest` takes the same time wherever the tokens differ, so that timing reveals
+        # nothing.
         if token and hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
             return None
         return web.Response(
             status=401, text="a bearer token is needed\n", headers={"WWW-Authenticate": "Bearer"}
         )
 
-    # What is shown.
+    # Handlers.
 
     async def _livez(self, _: web.Request) -> web.Response:
         return _probe(self._views.live())
@@ -211,7 +220,7 @@ class AdminServer:
         return web.Response(body=body, content_type="application/json")
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """The live feed, for as long as it is read, and its token holds."""
+        """Stream the live feed while the client reads it and its token is valid."""
         stream = self._feed.subscribe(request.headers.get("Last-Event-ID", ""))
         if stream is None:
             return web.Response(
@@ -239,12 +248,12 @@ class AdminServer:
         finally:
             self._feed.unsubscribe(stream)
             if stream.dropped and request.transport is not None:
-                request.transport.abort()  # what it has not read is not waited for
+                request.transport.abort()  # do not wait for the client to read the rest
         return response
 
 
 class _AdminConnection(web.RequestHandler):
-    """One connection; `make_room` is called with it when it is there."""
+    """One connection. `make_room` is called with it as soon as it is open."""
 
     __slots__ = ("_make_room",)
 
@@ -264,19 +273,20 @@ class _AdminConnection(web.RequestHandler):
         self._make_room(self)
 
     def handle_error(self, *args: Any, **more: Any) -> web.StreamResponse:
-        """Answer what is no HTTP, which reaches no application, with the same headers as all else."""
+        """Answer a request that is not valid HTTP, which reaches no handler, with the same headers as any
+        other."""
         response = super().handle_error(*args, **more)
         response.headers.update(_HEADERS)
         return response
 
     def log_exception(self, *args: Any, **more: Any) -> None:
-        """A traceback only for a defect of ours, not for what is no HTTP."""
+        """Log a traceback only for a defect of the dispatcher, and not for invalid HTTP."""
         if not isinstance(more.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **more)
 
 
 def _descriptor(connection: web.RequestHandler) -> int:
-    """Its number; -1: it is closed already."""
+    """Return the descriptor of the connection's socket. -1 if it is closed already."""
     transport = connection.transport
     sock = transport.get_extra_info("socket") if transport is not None else None
     return int(sock.fileno()) if sock is not None else -1

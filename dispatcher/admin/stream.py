@@ -1,13 +1,14 @@
-"""The live feed behind the page: what happened lately, and what happens now.
+"""The live feed of the page: recent history when a page opens, and updates while it is open.
 
-One number counts everything that is kept, samples and events together; `<process>-<number>` is the id a
-reader resumes with. A reader that comes back gets what it missed; one from before a restart gets all.
+Samples and events are numbered together; `<process>-<number>` is the id with which a reader resumes. A reader
+that reconnects gets what it missed; one from before a restart gets everything.
 
     on connect     history, status, settings, dead
     each second    sample, status
-    as it happens  event; settings after a reload; dead when their number changes
+    at once        event; settings after a reload; dead when their number changes
 
-Nobody is waited for: what a reader has not taken is kept for it up to a bound, then the reader is dropped.
+The feed never waits for a reader. Frames that a reader has not taken are kept up to a limit, and then the
+reader is dropped.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from dispatcher.telemetry.events import Event, emit
 
 SAMPLE_S = 1.0
 SAMPLES_KEPT = 900
-"""A quarter of an hour."""
+"""Number of samples that are kept: a quarter of an hour."""
 EVENTS_KEPT = 200
 EVENT_BYTES = 4096
-"""Of an event's fields; longer ones are cut."""
+"""Maximum size of an event's fields. Longer ones are cut."""
 STREAMS_MOST = 32
 FRAMES_BEHIND = 64
-"""A reader that has so much to take is too slow: about half a minute."""
+"""Number of frames, about half a minute, after which a reader that does not take them is dropped."""
 DEAD_READ = 100
-"""Number of dead requests that are read, the newest. They are shown in groups by their reason."""
+"""Number of dead requests that are read, the newest first. They are shown in groups by reason."""
 DEAD_GROUPS = 10
 RETRY_MS = 1000
 NUMBER_DIGITS = 15
-"""No number has more; what a reader sends may."""
+"""Maximum number of digits of a number in an id. A client may send a longer one."""
 
 Json = Mapping[str, Any]
 
@@ -60,15 +61,16 @@ COLUMNS = (
     "dead",
     "at_risk",
 )
-"""Of a sample, beside its time and the results per second by code. All but the reason are requests."""
+"""Columns of a sample, in addition to its time and the results per second by code. All except the reason are
+requests."""
 
 
 class Stream:
-    """One reader: what it has still to be sent."""
+    """Frames that have still to be sent to one reader."""
 
     def __init__(self) -> None:
         self.dropped = False
-        """It was too slow: what it was to be sent is gone."""
+        """True if the reader was too slow, so that its frames were discarded."""
         self._frames: deque[bytes] = deque()
         self._came = asyncio.Event()
         self._over = False
@@ -82,14 +84,15 @@ class Stream:
             self._came.set()
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the stream: no further frame is added."""
         self._over = True
         if self.dropped:
             self._frames.clear()
         self._came.set()
 
     async def take(self, within_s: float) -> bytes | None:
-        """All that is there to be sent; empty: nothing came in that time; None: it is over."""
+        """Return all frames that are due. Empty if none came within `within_s`, `None` if the stream has
+        ended."""
         try:
             async with asyncio.timeout(within_s):
                 await self._came.wait()
@@ -100,16 +103,17 @@ class Stream:
             return None
         frames = b"".join(self._frames)
         self._frames.clear()
+        # Sets the event again, so that the next call returns `None` at once.
         if self._over:
             self._came.set()
         return frames
 
 
 class Feed:
-    """Keeps what the page shows when it opens, and tells every reader what is new.
+    """Keeps the history that the page shows when it opens, and sends updates to every reader.
 
-    `clock`: Unix time. `results`: how many results there were, by code, since the process began. `dead`: the
-    newest dead, the newest first. When nobody reads it costs a sample each second and nothing else.
+    `clock` is Unix time. `results` returns the number of results by code since the process began. `dead`
+    returns the newest dead requests, newest first. Without readers the feed costs one sample per second.
     """
 
     def __init__(
@@ -136,14 +140,14 @@ class Feed:
         self._generation: object = None
         self._dead_told: Json | None = None
         self._dead_count: object = 0
-        """How many there were when `_dead_told` was read."""
+        """Number of dead requests when `_dead_summary` was read."""
         self._dead_wanted = asyncio.Event()
         self._failing: set[str] = set()
 
-    # What comes in.
+    # Input.
 
     def heard(self, event: Event, fields: Mapping[str, Any]) -> None:
-        """A sink of events."""
+        """Keep an event and send it to all readers. Called for each event of the process."""
         if event.level < logging.INFO:
             return
         told = {
@@ -157,7 +161,7 @@ class Feed:
         self._tell(self._frame("event", told, self._number))
 
     def sample(self) -> None:
-        """Keep how things stand now, and tell it."""
+        """Keep the current state as a sample, and send it to all readers."""
         status, at, totals = self._status(), self._clock(), dict(self._results())
         kept = {"at": round(at, 2), **measures(status)}
         seconds = at - self._sampled_at
@@ -182,11 +186,11 @@ class Feed:
         if status.get("dead") is not None and status["dead"] != self._dead_count:
             self._dead_wanted.set()
 
-    # What goes out.
+    # Output.
 
     def subscribe(self, last_id: str = "") -> Stream | None:
-        """A new reader with everything it needs to begin, or with what came since `last_id`; None: there are
-        too many."""
+        """Return a new stream that starts with the complete state, or with what came since `last_id`. `None`
+        if there are too many."""
         if len(self._streams) >= STREAMS_MOST:
             return None
         stream, status = Stream(), self._status()
@@ -212,7 +216,7 @@ class Feed:
             stream.end()
 
     async def run(self) -> None:
-        """Sample each second, until cancelled."""
+        """Take a sample each second until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sample_each_second(), name="samples")
             tasks.create_task(self._follow_dead(), name="dead")
@@ -223,24 +227,27 @@ class Feed:
         while True:
             with self._guarded("the live page's feed"):
                 self.sample()
+            # After a delay the missed samples are skipped instead of being taken in a burst.
             due_at = max(due_at + SAMPLE_S, loop.time())
             await asyncio.sleep(due_at - loop.time())
 
     async def _follow_dead(self) -> None:
-        """Read the dead again when their number has changed and somebody looks."""
+        """Read the dead requests again when their number has changed and a reader is connected."""
         while True:
             await self._dead_wanted.wait()
             self._dead_wanted.clear()
             with self._guarded("the dead for the live page"), suppress(QueueUnavailableError):
+                # The count is taken before the list. A request that dies in between changes the next count,
+                # so that the list is read again.
                 count = self._status().get("dead")
                 self._dead_told = group_dead(await self._dead(DEAD_READ))
                 self._dead_count = count
                 self._tell(self._frame("dead", self._dead_told))
-            await asyncio.sleep(SAMPLE_S)  # where it could not be read the next sample asks again
+            await asyncio.sleep(SAMPLE_S)  # also limits the rate; after a failure the next sample asks again
 
     @contextmanager
     def _guarded(self, where: str) -> Iterator[None]:
-        """A defect in here costs the page something, and the dispatcher nothing. It is said once."""
+        """Log an unexpected error once, and continue. A defect here must not stop the dispatcher."""
         try:
             yield
             self._failing.discard(where)
@@ -250,8 +257,9 @@ class Feed:
                 emit(Event.SURPRISE, where=where, error=repr(error))
 
     def _since(self, last_id: str) -> Json:
-        """What came after this id, as columns; everything where the id is not of this process."""
+        """Return what came after an id, as columns. Everything if the id is not from this process."""
         process, _, number = last_id.partition("-")
+        # The id comes from the client, so it may be anything. `int` of very many digits would raise.
         ours = process == self._process and number.isdecimal() and len(number) <= NUMBER_DIGITS
         resumed = ours and int(number) <= self._number
         after = int(number) if resumed else 0
@@ -271,7 +279,7 @@ class Feed:
         return self._number
 
     def _frame(self, kind: str, data: Any, number: int | None = None) -> bytes:
-        """One message of the event stream. JSON of one line, so `data` is one, too."""
+        """Return one message of the event stream. JSON is one line, so it fits into one `data` field."""
         numbered = f"id: {self._process}-{number}\n" if number is not None else ""
         return f"event: {kind}\n{numbered}data: ".encode() + _encode(data) + b"\n\n"
 
@@ -281,7 +289,7 @@ class Feed:
 
 
 def measures(status: Json) -> dict[str, Any]:
-    """The numbers of a sample, from /status; None for what is not known."""
+    """Return the numbers of a sample from /status. `None` for numbers that are not known."""
     max_sys, reserve = _number(status.get("max_sys")), _number(status.get("reserve"))
     told: dict[str, Any] = dict.fromkeys(COLUMNS)
     told |= {
@@ -290,7 +298,7 @@ def measures(status: Json) -> dict[str, Any]:
         if (value := _number(status.get(name))) is not None
     }
     told["reason"] = status.get("reason")
-    # Without counts of the queue, what other replicas have in flight is not known.
+    # Without counts of the queue, the requests in flight of other replicas are not known.
     counted = _number(status.get("leased")) is not None
     told["max_sys"], told["ours"] = (
         _short(max_sys),
@@ -310,7 +318,7 @@ def _number(value: object) -> float | None:
 
 
 def _short(value: float | None) -> float | int | None:
-    """With two decimals at most, and as few characters as it takes."""
+    """Return the number with at most two decimals, and as an integer if it is whole, to save characters."""
     if value is None:
         return None
     rounded = round(value, 2)
@@ -318,7 +326,7 @@ def _short(value: float | None) -> float | int | None:
 
 
 def group_dead(newest: Sequence[Dead]) -> Json:
-    """Return the newest dead requests by their reason, the most frequent reason first.
+    """Return the newest dead requests by reason, the most frequent reason first.
 
     Each group has the number of its requests and the newest of them.
     """
@@ -346,10 +354,11 @@ def _shown(dead: Dead) -> Json:
 
 
 def _fields(fields: Mapping[str, Any]) -> Any:
-    """An event's fields as JSON that stands, whatever they hold and however long they are."""
+    """Return the fields of an event as valid JSON of limited size, regardless of their values."""
     try:
         encoded = _encode(fields)
     except (TypeError, ValueError, RecursionError):
+        # Fields of an event may be of any type and even refer to themselves.
         encoded = b""
     if not encoded or len(encoded) > EVENT_BYTES:
         encoded = _encode({str(name): _cut(value) for name, value in islice(fields.items(), 20)})

@@ -1,1 +1,1 @@
-"""The dispatcher process: builds the parts, starts and stops them, and puts the status together."""
+"""The dispatcher process: builds the parts, starts and stops them, and builds the status."""

@@ -1,4 +1,4 @@
-"""What the loop takes from the settings."""
+"""Builds the options of the dispatch loop from the settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from dispatcher.settings.warmups import WarmupFiles
 
 
 def options_of(settings: Settings, warmups: WarmupFiles, *, observe: bool) -> Options:
-    """`warmups`: the files that the settings name. `observe`: decide and show everything, touch nothing."""
+    """Build the options. `warmups` are the warm-up files that the settings name. With `observe`, the loop
+    decides and shows everything, and changes nothing."""
     retry, sequences = settings.retry, settings.sequences
     return Options(
         retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts, retry.max_deliveries),
@@ -42,7 +43,7 @@ def options_of(settings: Settings, warmups: WarmupFiles, *, observe: bool) -> Op
 
 
 def _model_terms(settings: Settings) -> ModelTerms | None:
-    """None: nobody watches which models are served."""
+    """Return the rules for models that are not served. `None` if served models are not watched."""
     if not settings.observes_models:
         return None
     named = {model.name: WhenAbsent(model.absent) for model in settings.models}
@@ -65,6 +66,7 @@ def _family(model: ModelSettings, warmups: WarmupFiles) -> FamilyOptions:
     terms = FamilyTerms(
         name=model.name,
         match=model.pattern,
+        # A model without versions is a family with one version, which is always desired.
         policy=model.policy if model.match else VersionPolicy(everything=True),
         transition=Transition(model.transition),
         pin=Pin(model.pin),
@@ -72,5 +74,6 @@ def _family(model: ModelSettings, warmups: WarmupFiles) -> FamilyOptions:
         labels=model.labels,
         warms=bool(model.warmup),
     )
+    # Reading files blocks, so it must not run in the event loop.
     read = partial(asyncio.to_thread, warmups.requests, model.name) if model.warmup else None
     return FamilyOptions(terms, read, model.warmup_required)

@@ -1,11 +1,11 @@
-"""The composition root: build the parts, start them, stop them in order.
+"""Composition root: builds the parts, starts them, and stops them in order.
 
     start   imports and TLS → queue → gateway → limiter and loop → signals → admin port
-    stop    the loop drains first, while everything it needs still runs: signals, so that the gate stays
-            right; the queue, to hand in; the admin port, so that probes and metrics see it. Then the rest.
+    stop    The loop drains first, while everything it needs still runs: signals, so that the gate stays
+            right; the queue, for the last completions; the admin port, for probes and metrics. Then the rest.
 
-SIGTERM and SIGINT drain, a second one stops at once and gives the leases back; SIGHUP reads the
-configuration again, as a change of the file does.
+SIGTERM and SIGINT drain; a second one stops at once and returns the leases. SIGHUP reads the configuration
+again, as a change of the file does.
 """
 
 from __future__ import annotations
@@ -60,17 +60,18 @@ from dispatcher.telemetry.metrics import PAGE_KEPT_S, Metrics
 from dispatcher.telemetry.status import ProcessStatus, Status
 
 LIVE_WITHIN_S = 30.0
-"""The loop turns each second; a call to Redis may hold one turn up for a few."""
+"""Longest time since the last turn of a live process. The loop turns each second; a call to Redis may delay a
+turn by a few seconds."""
 LARGE_BYTES = 262_144
-"""Memory in pieces this large goes back to the system when it is free."""
+"""Size from which memory is returned to the system when it is freed."""
 DESCRIPTORS_MOST = 1 << 20
-"""What Linux allows a process unless told otherwise."""
+"""Default limit of Linux for the file descriptors of one process."""
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+"""Constant of malloc.h of glibc."""
 
 
 def _seconds_since_boot() -> float:
-    """Those that the machine slept included, where the system counts them."""
+    """Return the seconds since boot, including sleep if the system counts it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -92,7 +93,7 @@ class Service:
         self.generation = 1
         self._config_hash = _digest(text)
         self.problem: str | None = None
-        """What is wrong with the newest configuration; None when it is in force."""
+        """Error of the newest configuration. `None` if it is in use."""
         self._observe = observe
         self._started_at = time.time()
         self._queue = queue
@@ -104,6 +105,7 @@ class Service:
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
         options = options_of(settings, self.warmups, observe=observe)
         self.servers = DirectServers(
+            # Created below; a reload replaces the settings, so both are looked up at each call.
             lambda endpoint: self.model_watch.server(endpoint),
             lambda: self.settings.gateway.max_response_bytes,
         )
@@ -163,7 +165,7 @@ class Service:
         return CapacityWatch(settings.pool, settings.signals.epp, self._endpoints, access=_access(settings))
 
     async def _watching(self) -> None:
-        """Watch the pool's endpoints, and anew where there is another watch."""
+        """Watch the endpoints of the pool, and start again when the watch is replaced."""
         while True:
             self._watch_changed.clear()
             async with asyncio.TaskGroup() as tasks:
@@ -172,8 +174,9 @@ class Service:
                 watching.cancel()
 
     def apply(self, settings: Settings, text: str) -> None:
-        """A new configuration, read from `text`, takes effect without losing a request. Raises OSError, and
-        nothing has changed, where a file that it names cannot be used."""
+        """Use a new configuration that was read from `text`, without losing a request. Raises OSError and
+        changes nothing if a file that it names cannot be used."""
+        # First everything that can raise, so that a bad file changes nothing.
         asked, self.warmups = sources(settings), WarmupFiles.usable(settings)
         before, self.settings = self.settings, settings
         self.generation += 1
@@ -189,11 +192,12 @@ class Service:
             self._gateway.reconfigure(settings.gateway, subset_header=subset_header)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(asked, settings.signals, settings.policy())
+        # A pool that is watched needs another watch than one whose endpoints are not watched.
         if settings.signals.watches_pool == before.signals.watches_pool:
             self.watch.reconfigure(settings.signals.epp)
         else:
             self.watch = self._watch_of(settings)
-            self._endpoints(Endpoints())  # what was known is of the other kind of pool
+            self._endpoints(Endpoints())  # known endpoints belong to the old kind of pool
             self._watch_changed.set()
         if settings.log != before.log:
             logs.configure(settings.log.level, settings.log.format)
@@ -201,17 +205,17 @@ class Service:
         self.dispatcher.poke()
 
     def refuse(self, why: Refusal) -> None:
-        """A changed file is bad: what was in force stays."""
+        """Keep the configuration that is in use, because the changed file is invalid."""
         self.problem = str(why)
         self.metrics.count(series.RELOADS, "refused")
 
     def drain(self) -> None:
-        """The first signal: let running requests finish. A second one: stop now."""
+        """Let running requests finish. A second call stops them now."""
         emit(Event.DRAINING, running=self.dispatcher.running)
         again = self.limiter.allowance(_now()).reason is Reason.DRAINING
         self.dispatcher.drain(0.0 if again else self.settings.shutdown.drain_s)
 
-    # What the parts tell.
+    # ── called by the parts ──────────────────────────────────────────────────────────────────────────────
 
     def _polled(self, poll: SourcePoll) -> None:
         self._poll = poll
@@ -221,7 +225,7 @@ class Service:
         self.dispatcher.read(poll)
 
     def _batch_share(self) -> float | None:
-        """Our requests in flight, all replicas together, as a share of the capacity."""
+        """Return the batch requests in flight of all replicas, as a share of the capacity."""
         budget = self.limiter.allowance(_now()).budget
         return self.limiter.in_flight / budget.max_sys if budget is not None and budget.max_sys > 0 else None
 
@@ -244,14 +248,15 @@ class Service:
         )
 
     def _tell_capacity(self, now: float) -> None:
-        """What the watch bounds: all where nothing is ready, else only by what is known of an endpoint."""
+        """Set the capacity bound of the endpoint watch: 0 if no endpoint is ready, else only if the capacity
+        of one endpoint is known."""
         ready, per_endpoint = self._watched.ready, self.settings.budget.per_endpoint
         if per_endpoint is None and self._poll is not None:
             per_endpoint = self._poll.per_endpoint or self._poll.picker_k
         known = ready is not None and (not ready or per_endpoint is not None)
         self.limiter.capacity((ready or 0) * (per_endpoint or 0.0) if known else None, now)
 
-    # What is shown.
+    # ── status ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _live(self) -> str | None:
         late = _now() - self.dispatcher.turned_at
@@ -299,7 +304,7 @@ class Service:
         )
 
     def _count(self) -> None:
-        """What the loop counts by itself, into the series."""
+        """Copy the counters of the loop to the metrics."""
         meter = self.dispatcher.measure()
         for reason, seconds in meter.reason_s.items():
             self.metrics.set_total(series.GATE_SECONDS, str(reason), to=seconds)
@@ -325,7 +330,8 @@ async def serve(
 ) -> None:
     """Run a dispatcher until a signal ends it.
 
-    `text`: what the file at `path` said that `settings` were read from; None: it is the environment alone.
+    `text` is the content of the file at `path` from which `settings` were read. Without a file, the settings
+    come from the environment alone.
     """
     logs.configure(settings.log.level, settings.log.format)
     _take_descriptors()
@@ -334,6 +340,7 @@ async def serve(
         queue, desk = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway, subset_header=settings.serving.subset_header)
         await gateway.prepare()
+        # Callbacks run in reverse order: the gateway closes after the service, the queue last.
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, text, queue, desk, gateway, observe=observe)
         stack.push_async_callback(service.servers.aclose)
@@ -342,7 +349,7 @@ async def serve(
         views = service.views()
         feed = views.feed(time.time)
         stack.enter_context(heard_by(feed.heard))
-        # After the sinks: they are to hear of spans that are lost.
+        # After the event sinks, so that they receive the events about lost spans.
         service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
         server = AdminServer(views, feed, host=admin.host, port=admin.port, token_file=admin.token_file)
         try:
@@ -381,8 +388,9 @@ async def serve(
 
 
 async def _embedded(settings: Settings, desk: RedisDesk) -> str:
-    """Where the embedded queue lies and what was found there: an empty one may be the wrong directory's."""
-    place = f"embedded in {Path(settings.queue.data_dir).absolute()}"  # noqa: ASYNC240 - asks no disk
+    """Describe where the embedded queue is stored and what it contains: an empty queue may be in the wrong
+    directory."""
+    place = f"embedded in {Path(settings.queue.data_dir).absolute()}"  # noqa: ASYNC240 - does not access the disk
     try:
         counts = await desk.counts()
     except QueueUnavailableError as error:
@@ -396,10 +404,12 @@ async def _embedded(settings: Settings, desk: RedisDesk) -> str:
 
 
 async def _prepare(path: Path | None, settings: Settings) -> None:
-    """Import what is otherwise imported when it is first used.
+    """Import modules now that are otherwise imported at first use.
 
-    That takes seconds under a CPU limit: time limits of peers that ran meanwhile would blame them for it.
+    Under a CPU limit, such imports take seconds, and time limits would blame the peers that are called
+    meanwhile.
     """
+    # The first use of this codec imports its tables.
     "localhost".encode("idna")
     capacity.prepare()
     otlp.prepare(settings)
@@ -409,7 +419,7 @@ async def _prepare(path: Path | None, settings: Settings) -> None:
 
 @asynccontextmanager
 async def open_queue(settings: Settings) -> AsyncIterator[tuple[RedisQueue, RedisDesk]]:
-    """The queue of the settings; with an empty queue.url in a Valkey of our own, for as long as the block."""
+    """Open the queue of the settings. With an empty queue.url, run a Valkey server during the block."""
     wanted = settings.queue
     async with AsyncExitStack() as stack:
         url = wanted.url.reveal() if wanted.url else ""
@@ -435,7 +445,7 @@ async def open_queue(settings: Settings) -> AsyncIterator[tuple[RedisQueue, Redi
 
 
 class _Reloader:
-    """Follows the configuration file, and reads it again when told to."""
+    """Follows the configuration file, and reads it again on request."""
 
     def __init__(self, service: Service, text: str, path: Path | None, environ: Mapping[str, str]) -> None:
         self._service = service
@@ -463,7 +473,7 @@ class _Reloader:
             emit(Event.RELOAD_REFUSED, reasons=list(why.reasons))
 
     def _refused(self, text: str) -> Refusal | None:
-        """Have the service take what the file says now; why that cannot be."""
+        """Apply new content of the file. Return why that is impossible."""
         name, directory = name_of(self._path), directory_of(self._path)
         new = reload(self._service.settings, text, self._environ, name=name, directory=directory)
         if isinstance(new, Refusal):
@@ -476,29 +486,31 @@ class _Reloader:
 
 
 def _take_descriptors() -> None:
-    """As many as the system allows without being asked: each request in flight has a connection."""
+    """Raise the limit of file descriptors as far as the system allows, because each request in flight has a
+    connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = DESCRIPTORS_MOST if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MOST)
-    with suppress(OSError, ValueError):  # a system that allows less than it says
+    with suppress(OSError, ValueError):  # some systems allow less than their limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _settle_memory() -> None:
-    """Tell the collectors what they cannot know.
+    """Tune garbage collector and allocator.
 
-    What was imported and built by now lives as long as the process: looking at it again and again is a tenth
-    of the cost of a request. And large payloads come and go: glibc, left alone, keeps them in its heap.
+    Objects that exist now live as long as the process: scanning them again and again costs a tenth of each
+    request. And payloads are large and short-lived: by default, glibc would keep their memory in its heap.
     """
     gc.collect()
+    # Moves all objects out of the collector's generations.
     gc.freeze()
     gc.set_threshold(5_000, 20, 50)
-    with suppress(AttributeError, OSError):  # another C library
+    with suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 @contextmanager
 def _signals(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
-    """Signal handlers on the running loop, for the length of the block."""
+    """Handle signals on the running loop during the block."""
     loop = asyncio.get_running_loop()
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
@@ -510,7 +522,7 @@ def _signals(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
 
 
 def _digest(text: str) -> str:
-    """The start of the SHA-256 of a configuration file."""
+    """Return the start of the SHA-256 of a configuration file."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""The status, put together from the parts of a dispatcher: one function for each subject."""
+"""Builds the status from the parts of a dispatcher, with one function for each subject."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ def overview(
     models: Models | None = None,
     health: HealthRecord | None = None,
 ) -> Status:
-    """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
-    with its pace; `recent`: how its last tries went."""
+    """Build the status at `now`.
+
+    `running_count` is the number of requests of this process at the gateway, `loop_problem` why its event
+    loop is slow, and `recent_attempts` the outcomes of its last attempts.
+    """
     allowance = limiter.allowance(now)
     known = limiter.knows_pool(now)
     signals = _signals(limiter, poll, now, known=known)
@@ -108,7 +111,7 @@ def _health(record: HealthRecord, line: show.LineStatus, now: float) -> show.Hea
         health_sentence=newest.sentence,
         health_since_s=None if record.since is None else round(now - record.since, 1),
         health_look_at=newest.cause.look_at,
-        # The rate falls slowly when a fault stops all requests, and promises an end that does not come.
+        # When a fault stops all requests, the rate falls slowly and would promise an end that does not come.
         done_in_s=round(line.pending / rate, 1)
         if rate and line.pending and newest.health is not Health.FAILING
         else None,
@@ -116,13 +119,13 @@ def _health(record: HealthRecord, line: show.LineStatus, now: float) -> show.Hea
 
 
 def _current_counts(queue: QueueView, now: float) -> Counts | None:
-    """Return the counts of the queue, or `None` if they are too old or the queue cannot be used."""
+    """Return the counts of the queue. `None` if they are too old or the queue cannot be used."""
     old = queue.counted_at is not None and now - queue.counted_at > COUNTED_WITHIN_S
     return None if old or queue.problem is not None else queue.counts
 
 
 def _in_turn(counts: Counts | None, settings: Settings) -> list[str]:
-    """What sequences keep back, whatever the gate says."""
+    """Explain which requests sequences hold back, whatever the gate says."""
     if counts is None:
         return []
     told, some = counts.sequences, []
@@ -138,7 +141,7 @@ def _in_turn(counts: Counts | None, settings: Settings) -> list[str]:
 
 
 def _counted_as_calls(limiter: Limiter, now: float) -> list[str]:
-    """Return advice where readings count calls but a batching rule counts items."""
+    """Return advice if readings count calls but a batching rule counts items."""
     counted = limiter.counted_as_calls(now)
     if counted is None:
         return []
@@ -153,12 +156,13 @@ def _explained(allowance: Allowance, in_flight: int, *, observe: bool) -> str:
 
 
 def _tries_failing(recent: RecentTries, limiter: Limiter, now: float) -> str | None:
-    """Where there is no gateway the gate says so, and why."""
+    """Return the problem of the last attempts. `None` if the gateway is unreachable, which the gate
+    explains."""
     return None if limiter.gateway_problem else recent.problem(now)
 
 
 def _failing(allowance: Allowance, signals: show.SignalsStatus) -> list[str]:
-    """While the gate is open by readings of before: how long it will be."""
+    """Explain how long an open gate stays open while the signals cannot be read."""
     if allowance.reason.closed or not signals.signals_problem:
         return []
     failing = f"The signals cannot be read for {signals.signals_failing_s:.1f} s now"
@@ -182,7 +186,7 @@ def _little_reserve(
 
 
 def _fitted(budget: show.BudgetStatus, settings: Settings) -> list[str]:
-    """Where less was learned to fit: what, and what to do about it."""
+    """Explain a learned capacity below the configured one, and which setting to change."""
     fits, configured = budget.max_sys, budget.configured_max_sys
     if budget.max_sys_by != "learned" or fits is None or configured is None:
         return []
@@ -215,7 +219,7 @@ def _budget(
     believed = budget is not None and budget.fault is None
     per_endpoint, per_endpoint_from = (poll.per_endpoint, poll.per_endpoint_from) if poll else (None, None)
     if per_endpoint is None and max_sys_by in ("setting", "learned") and settings.budget.max_sys is None:
-        # Nothing could be read just now: the capacity is that of the reading before, and so is its origin.
+        # The newest poll failed: the capacity and its source are those of the reading before.
         per_endpoint, per_endpoint_from = settings.budget.per_endpoint, "setting"
     return show.BudgetStatus(
         reserve=settings.policy().reserve,
@@ -255,9 +259,10 @@ def _max_sys(
     poll: SourcePoll | None,
     watched: Endpoints,
 ) -> tuple[float | None, str | None]:
-    """The capacity that counts, and how it is known."""
+    """Return the capacity that counts, and its source."""
     if budget is None:
         return None, None
+    # The order of the checks matters: each excludes the causes before it.
     if budget.fault is Reason.NO_ENDPOINTS and watched.ready == 0:
         return 0.0, "watch"
     if budget.learned:
@@ -279,6 +284,7 @@ def _max_sys(
 
 def _signals(limiter: Limiter, poll: SourcePoll | None, now: float, *, known: bool) -> show.SignalsStatus:
     readings = limiter.readings
+    # A fixed limit reads nothing, so realtime requests are unknown.
     counted = known and (poll is None or poll.source != "fixed")
     realtime, waiting = limiter.not_ours if counted else (None, None)
     failing = poll if poll and poll.unread else None
@@ -348,7 +354,7 @@ _VERSIONS_MOST = 20
 
 
 def _awaited(models: Models) -> list[str]:
-    """Which models hold work back."""
+    """Explain which models hold requests back."""
     held_back = models.held_back()
     told = [
         f"{count:,} {'request waits' if count == 1 else 'requests wait'}: {why}."
@@ -385,7 +391,7 @@ def _models(models: Models, now: float, *, counted: bool) -> show.ModelsStatus:
 
 
 def _family(models: Models, name: str, now: float) -> dict[str, object]:
-    """What is said of a model with versions, and of those; nothing where the settings give it none."""
+    """Return the state of a model with versions. Empty values if the settings give it none."""
     family, marks = models.versions.family(name), models.versions.marks or ModelMarks()
     if family is None:
         return {"policy": None, "labels": {}, "versions": []}
@@ -400,7 +406,7 @@ def _family(models: Models, name: str, now: float) -> dict[str, object]:
 
 
 def _versions(family: ModelFamily, marks: ModelMarks, now: float) -> list[dict[str, object]]:
-    """The newest first."""
+    """Return the newest versions first."""
     return [
         {
             "name": each.name,

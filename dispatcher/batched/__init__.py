@@ -1,1 +1,1 @@
-"""`batched`: single items in, single results out, over a function of many. Nothing of the queue."""
+"""`batched`: call a function of many items with single items. It does not use the queue."""

@@ -1,5 +1,5 @@
-"""Async functions under `batched`: they run on the loop of those who wait for them, and each loop forms
-batches of its own, without a thread or a lock."""
+"""Async functions under `batched`: they run on the event loop of their callers, and each loop forms its own
+batches without threads or locks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 QUIET_LOOKS = 2
-"""Rounds of a loop without a further item. A task that an answer woke asks again in the next one, or in the
-one after it where another task stands between."""
+"""Rounds of the loop without a further item after which it is quiet. A task that an answer woke calls again
+in the next round, or in the one after it if another task is in between."""
 
 
 class LoopWaiters(Generic[T, R]):
-    """Callers of an async function who wait on one loop."""
+    """Callers of an async function on one loop."""
 
     def __init__(self, function: Callable[[list[T]], Awaitable[Any]], terms: CallTerms) -> None:
         self._function = function
@@ -34,7 +34,7 @@ class LoopWaiters(Generic[T, R]):
         self._gathering = Gathering[T, R](terms)
         self._calls: dict[asyncio.Task[None], list[Waiter[T, R]]] = {}
         self._looks = 0
-        """Since the last item came, or the last call ended."""
+        """Number of rounds since the last item came or the last call ended."""
         self._looking: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -43,11 +43,11 @@ class LoopWaiters(Generic[T, R]):
 
     @property
     def running(self) -> int:
-        """Calls."""
+        """Number of calls that run."""
         return self._gathering.running
 
     async def answer(self, item: T) -> R:
-        """Wait for this item's result."""
+        """Wait for this item's result, and return it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
         waiter = Waiter(item, Waiting(1, loop.time()), future, loop)
@@ -61,20 +61,20 @@ class LoopWaiters(Generic[T, R]):
             raise
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """No further item comes; what waits goes in the next round. From any thread."""
+        """Accept no further item, and start the waiting ones in the next round. Thread-safe."""
         self._gathering.closed = True
-        with contextlib.suppress(RuntimeError):  # that loop was closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._look, loop)
 
     async def ended(self) -> None:
-        """After `close()`: all that waited has been answered."""
+        """Wait until all waiting items have been answered. Call `close()` first."""
         while len(self._gathering) or self._calls:
             self._look(asyncio.get_running_loop())
             if self._calls:
                 await asyncio.wait(self._calls)
 
     def _look_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Something has changed: all that happens in this round is looked at together."""
+        """Start due calls after this round, so that everything that happens in this round counts together."""
         self._looks = 0
         if self._looking is None:
             self._looking = loop.call_soon(self._look, loop)
@@ -86,7 +86,8 @@ class LoopWaiters(Generic[T, R]):
         self._looking = self._timer = None
         quiet = self._looks >= QUIET_LOOKS
         while not isinstance(taken := self._gathering.take(loop.time(), quiet=quiet), float):
-            # What the context of whoever came last holds (a span, a user) is not the call's.
+            # The context of the newest caller (a span, a user) does not apply to the call, which has many
+            # callers.
             task = loop.create_task(self._run(taken), context=self._terms.context.copy())
             self._calls[task] = taken
             task.add_done_callback(self._ran)
@@ -101,13 +102,13 @@ class LoopWaiters(Generic[T, R]):
         name = self._terms.name
         try:
             while part := attempt.part():
-                count = len(part)  # the list is the function's now, which may change it
+                count = len(part)  # the function may change the list
                 try:
                     attempt.ran(answers(name, await self._function(part), count))
                 except Exception as error:
                     attempt.ran(raised(name, error))
         except BaseException as error:
-            # Nobody waits any more, the loop ends, or the function was cancelled from within.
+            # All callers gave up, the loop ends, or the function was cancelled from within.
             attempt.give_up(raised(name, error))
             raise
         finally:
@@ -117,19 +118,20 @@ class LoopWaiters(Generic[T, R]):
         del self._calls[task]
         self._gathering.running -= 1
         if not task.cancelled():
-            task.exception()  # it was told to who waited
+            task.exception()  # read, so that asyncio does not log it as never retrieved
         if not task.get_loop().is_closed():
             self._look_soon(task.get_loop())
 
     def _end_unawaited(self) -> None:
-        """Cancel the calls that nobody waits for any more, once."""
+        """Cancel once each call whose callers have all given up."""
         for task, waiters in self._calls.items():
             if all(each.future.done() for each in waiters) and not task.cancelling():
                 task.cancel()
 
 
 class Loops(Generic[T, R]):
-    """An async function's callers, on whatever loops. Those of threads without one have a loop of its own."""
+    """Callers of an async function on any event loops. Threads without a loop share one that belongs to this
+    object."""
 
     def __init__(self, function: Callable[[list[T]], Awaitable[Any]], terms: CallTerms) -> None:
         self._function = function
@@ -137,7 +139,7 @@ class Loops(Generic[T, R]):
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaiters[T, R]] = WeakKeyDictionary()
         self._changing = threading.Lock()
         self._own: tuple[int, _LoopThread] | None = None
-        """With the process that it is of."""
+        """The thread with that loop, and the id of the process in which it was started."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -145,11 +147,11 @@ class Loops(Generic[T, R]):
 
     @property
     def running(self) -> int:
-        """Calls."""
+        """Number of calls that run."""
         return sum(each.running for each in list(self._by_loop.values()))
 
     async def answer(self, item: T) -> R:
-        """Wait for this item's result, on the running loop."""
+        """Wait for this item's result on the running loop, and return it."""
         loop = asyncio.get_running_loop()
         waiters = self._by_loop.get(loop)
         if waiters is None:
@@ -159,7 +161,7 @@ class Loops(Generic[T, R]):
         return await waiters.answer(item)
 
     def answer_in_thread(self, item: T, timeout_s: float | None) -> R:
-        """Wait for this item's result, in a thread. Raises TimeoutError."""
+        """Wait for this item's result in a thread, and return it. Raises TimeoutError."""
         loop = self._own_loop()
         future = asyncio.run_coroutine_threadsafe(self.answer(item), loop)
         try:
@@ -169,14 +171,15 @@ class Loops(Generic[T, R]):
             raise
 
     def close(self) -> None:
-        """No further item comes."""
+        """Accept no further item."""
         with self._changing:
             self._closed = True
             for loop, each in list(self._by_loop.items()):
                 each.close(loop)
 
     async def ended(self) -> None:
-        """After `close()`: all that waited on this loop, and in threads, has been answered."""
+        """Wait until all items that wait on this loop and in threads have been answered. Call `close()`
+        first."""
         here = self._by_loop.get(asyncio.get_running_loop())
         if here is not None:
             await here.ended()
@@ -184,7 +187,8 @@ class Loops(Generic[T, R]):
             await asyncio.to_thread(self.ended_in_thread)
 
     def ended_in_thread(self) -> None:
-        """After `close()`: all that waited in threads has been answered, and their loop has ended."""
+        """Wait until all items that wait in threads have been answered and their loop has ended. Call
+        `close()` first."""
         with self._changing:
             own, self._own = self._own, None
         if own is None or own[0] != os.getpid():
@@ -199,11 +203,12 @@ class Loops(Generic[T, R]):
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self._changing:
             self._check()
+            # A thread does not survive a fork, so a child process needs a new one.
             if self._own is None or self._own[0] != os.getpid():
                 thread = _LoopThread(self._terms.name)
                 thread.start()
                 self._own = os.getpid(), thread
-                finalize(self, thread.stop).atexit = False  # nobody can call it any more
+                finalize(self, thread.stop).atexit = False  # no caller is left
             return self._own[1].loop
 
     def _check(self) -> None:
@@ -212,7 +217,7 @@ class Loops(Generic[T, R]):
 
 
 class _LoopThread(threading.Thread):
-    """A thread with an event loop, which runs until `stop()`."""
+    """Thread with an event loop that runs until `stop()`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -220,9 +225,9 @@ class _LoopThread(threading.Thread):
         self._stopped = False
 
     def run(self) -> None:
-        """Run the loop, and restart it when a task raises SystemExit or KeyboardInterrupt, which end a loop.
+        """Run the loop, and restart it after a SystemExit or KeyboardInterrupt of a task, which ends a loop.
 
-        The task's own callers get that error. All other callers need the loop to go on.
+        The callers of that task get the error. All other callers need the loop to go on.
         """
         while not self._stopped:
             with contextlib.suppress(BaseException):
@@ -232,5 +237,6 @@ class _LoopThread(threading.Thread):
     def stop(self) -> None:
         """End the loop. May be called from any thread."""
         self._stopped = True
-        with contextlib.suppress(RuntimeError):  # it has ended
+        # The flag is set before, so that a loop that a SystemExit ends at this moment is not restarted.
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self.loop.stop)

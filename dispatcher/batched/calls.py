@@ -1,13 +1,14 @@
-"""One batch and what comes of it, item by item. No thread, no loop, no process.
+"""One batch and its results, item by item, without threads, event loop or processes.
 
-A function over lists answers, raises, or returns what is no list of that length. Where it raises, one item
-may be to blame: the batch is run again in halves until whoever is to blame stands alone.
+A function over lists returns answers, raises, or returns something that is not a list of that length. If it
+raises, one item may be the cause: the batch is run again in halves until that item is alone.
 
     run ── returned ──▶ each item has its answer, or the exception in its place
         ── raised ────▶ one item: the exception is its own;  more: the first half, then the second
 
-What was answered is not run again. Where the first half of a part that raised is answered, the second is
-known to raise: it is halved at once, and not run as a whole. Nobody is blamed but alone.
+Answered items are not run again. If the first half of a part that raised is answered, the second half is
+known to raise, so it is halved at once instead of being run as a whole. Only an item that ran alone gets the
+exception.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An item's outcome, or a whole call's, that is no answer."""
+    """Outcome of an item, or of a whole call, that is not an answer."""
 
     error: Exception
 
@@ -35,7 +36,7 @@ def raised(name: str, error: BaseException) -> Raised:
 
     Never raises, even if the methods of the error do.
     """
-    # A stop of an iteration would end the loop of a caller who iterates, and asyncio's futures refuse one.
+    # A StopIteration would end the loop of a caller that iterates, and asyncio's futures refuse it.
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return Raised(error)
     told = BatchError(f"{name} raised {described(error)}")
@@ -56,31 +57,32 @@ def described(error: BaseException) -> str:
     kind = type(error).__name__
     try:
         return f"{kind}: {error}"
-    except BaseException:  # user code, which must not keep the callers from their error
+    except BaseException:  # user code may raise anything, and the callers still need their error
         return kind
 
 
 def answers(name: str, returned: Any, count: int) -> list[Any]:
-    """Return the results of `count` items as a list; an exception among them becomes a `Raised`.
+    """Return the results of `count` items as a list. An exception among them becomes a `Raised`.
 
     Raises WrongLengthError unless `returned` has one result for each item, and any error of its iterator.
     """
     kind = type(returned).__name__
     wanted = f"it must return a list with one result for each of {count} items, in their order"
     if hasattr(type(returned), "columns"):
-        # pandas, polars, Arrow: their length counts rows, or nothing at all, and they iterate over columns.
+        # The length of a table of pandas, polars or Arrow counts rows or is missing, and iteration yields
+        # columns.
         raise WrongLengthError(
             f"{name} returned a {kind}, which iterates over columns: return a list of its rows"
         )
     if isinstance(returned, str | bytes | bytearray | Mapping | Set) or not hasattr(returned, "__len__"):
         if hasattr(returned, "close"):
-            returned.close()  # a coroutine that nobody awaits, a generator
+            returned.close()  # a coroutine that would never be awaited, or a generator
         raise WrongLengthError(f"{name} returned a {kind}: {wanted}")
     try:
         results = iter(returned)
-    except TypeError as error:  # an array without a dimension has a length that raises, too
+    except TypeError as error:  # a zero-dimensional array has `__len__`, but neither length nor iterator
         raise WrongLengthError(f"{name} returned a {kind}: {wanted}") from error
-    # An object may have another length than it iterates over, and may iterate without end.
+    # The length of an object may differ from its iteration, and the iteration may never end.
     found = list(islice(results, count + 1))
     if len(found) != count:
         many = len(found) if len(found) < count else f"more than {count}"
@@ -93,16 +95,17 @@ class _Share:
     start: int
     stop: int
     known: Exception | None = None
-    """It is known to raise, and that it was this when it last did."""
+    """Error that this part is known to raise. `None` if it has not been run."""
     other: Exception | None = None
-    """It is a first half, and this is what the whole raised."""
+    """Error that the whole raised, if this part is the first half of it."""
 
 
 _NOT_RUN = Raised(BatchError("it was not run"))
 
 
 class Attempt(Generic[T, R]):
-    """A batch until each item has its outcome: run `part()`, tell `ran()`, until there is no further part."""
+    """Run of a batch until each item has its outcome: run the items of `next_part()` and pass the result to
+    `record_part()` until there is no further part."""
 
     def __init__(self, items: Sequence[T], *, isolate: bool = True) -> None:
         self._items = items
@@ -111,7 +114,7 @@ class Attempt(Generic[T, R]):
         self.outcomes: list[R | Raised] = [_NOT_RUN] * len(items)
 
     def part(self) -> list[T]:
-        """The items to run next; none: all have their outcome."""
+        """Return the items to run next. Empty if all items have their outcome."""
         while self._parts:
             part = self._parts[-1]
             if part.known is None or part.stop - part.start == 1:
@@ -121,23 +124,26 @@ class Attempt(Generic[T, R]):
         return []
 
     def ran(self, came: Iterable[R | Raised] | Raised) -> None:
-        """What came of `part()`: an outcome for each item, or what the call raised."""
+        """Record the result of the last part: an outcome for each item, or the error of the call."""
         part = self._parts.pop()
         if not isinstance(came, Raised):
             self.outcomes[part.start : part.stop] = came
             if part.other is not None:
+                # The first half passed although the whole raised, so the second half must be the cause.
                 self._parts[-1].known = part.other
+        # A wrong length is a defect of the function and not of an item, so halving would not help.
         elif not self._isolate or part.stop - part.start == 1 or isinstance(came.error, WrongLengthError):
             self.outcomes[part.start : part.stop] = [came] * (part.stop - part.start)
         else:
             self._halve(part, came.error)
 
     def give_up(self, outcome: Raised) -> None:
-        """What has no outcome yet has this one, and no further part is run."""
+        """Set this outcome for all items that have none, and run no further part."""
         while self._parts:
             part = self._parts.pop()
             self.outcomes[part.start : part.stop] = [outcome] * (part.stop - part.start)
 
     def _halve(self, part: _Share, error: Exception) -> None:
         middle = (part.start + part.stop) // 2
+        # The list is a stack: the first half runs first.
         self._parts += [_Share(middle, part.stop), _Share(part.start, middle, other=error)]

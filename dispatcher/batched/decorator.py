@@ -1,4 +1,4 @@
-"""`batched`: single items in, single results out, and in between a function that is faster on many at once.
+"""Decorator `batched`: callers pass single items, and a function that is faster on many gets them together.
 
 @batched(max_size=64)
 async def embed(texts: list[str]) -> list[Vector]: ...
@@ -32,31 +32,31 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Steps(Protocol[T_contra, R_co]):
-    """A class that `batched` takes: each item is made ready, all run together, each result is finished."""
+    """Class that `batched` accepts: each item is prepared, all run together, and each result is finished."""
 
     def preprocess(self, item: T_contra, /) -> Any:
-        """Of one item, what `transform` takes."""
+        """Return the input of `transform` for one item."""
 
     def transform(self, items: list[Any], /) -> Sequence[Any]:
-        """Of many at once."""
+        """Return the results of many items."""
 
     def postprocess(self, result: Any, /) -> R_co:
-        """Of one of `transform`'s results, what the caller gets."""
+        """Return the caller's result for one result of `transform`."""
 
 
 class Transform(Protocol[T, R_co]):
-    """A class of `transform` alone."""
+    """Class with `transform` only."""
 
     def transform(self, items: list[T], /) -> Sequence[R_co]:
-        """Of many at once."""
+        """Return the results of many items."""
 
 
 class Batched(Generic[T, R]):
-    """What `batched` makes of a function: `await it(item)`, or `it.sync(item)` where no event loop runs.
+    """Result of `batched` for a function: `await it(item)`, or `it.sync(item)` if no event loop runs.
 
-    Any number of tasks, loops and threads may call it, each for one item. Who is cancelled, or gives up after
-    its timeout, leaves the others alone. `async with` and `with` close it at their end; of a class they begin
-    when its worker is ready, and raise what keeps it from that.
+    Any number of tasks, loops and threads may call it, each with one item. A caller that is cancelled, or
+    gives up after its timeout, does not affect the others. `async with` and `with` close it at their end. For
+    a class they begin when its worker is ready, and raise what prevents that.
     """
 
     def __init__(
@@ -74,20 +74,21 @@ class Batched(Generic[T, R]):
 
     @property
     def waiting(self) -> int:
-        """Items that wait for their call."""
+        """Number of items that wait for their call."""
         return len(self._waiters)
 
     @property
     def running(self) -> int:
-        """Calls that run."""
+        """Number of calls that run."""
         return self._waiters.running
 
     async def __call__(self, item: T) -> R:
-        """The result of this item, or the exception that it has instead."""
+        """Return the result of this item, or raise the exception that it has instead."""
         return await self._waiters.answer(self._pack(item))
 
     def sync(self, item: T, *, timeout: float | None = None) -> R:
-        """The same for threads: it blocks. Raises TimeoutError after so many seconds."""
+        """Block until this item has a result, and return it. For threads. Raises TimeoutError after `timeout`
+        seconds."""
         if _loop_runs():
             raise RuntimeError(
                 f"an event loop runs here, which this would block: await {self.__name__}(item)"
@@ -95,7 +96,8 @@ class Batched(Generic[T, R]):
         return self._waiters.answer_in_thread(self._pack(item), timeout)
 
     async def aclose(self) -> None:
-        """Take nothing more, wait until what waits here has been answered, and end threads and processes."""
+        """Accept no further item, wait until all waiting items have been answered, and end threads and
+        processes."""
         self._waiters.close()
         if isinstance(self._waiters, Loops):
             await self._waiters.ended()
@@ -103,7 +105,7 @@ class Batched(Generic[T, R]):
             await asyncio.to_thread(self._waiters.ended)
 
     def close(self) -> None:
-        """The same for threads: it blocks."""
+        """Close like `aclose`, but block. For threads."""
         self._waiters.close()
         if isinstance(self._waiters, Loops):
             self._waiters.ended_in_thread()
@@ -145,7 +147,8 @@ def _loop_runs() -> bool:
 
 
 class _Kept:
-    """The `Batched` of one instance, in its `__dict__`. No copy of the instance has it."""
+    """The `Batched` of one instance, stored in the instance's `__dict__`. A copy of the instance does not get
+    it."""
 
     def __init__(self, instance: object, made: Any) -> None:
         self.instance = instance
@@ -156,7 +159,7 @@ class _Kept:
 
 
 class BatchedMethod(Generic[S, T, R]):
-    """What `batched` makes of a method: each instance has a `Batched` of its own under this name."""
+    """Result of `batched` for a method: each instance has its own `Batched` under this name."""
 
     def __init__(self, function: Callable[[S, list[T]], Any], options: _BatchedOptions) -> None:
         update_wrapper(self, function)  # type: ignore[arg-type]
@@ -179,10 +182,11 @@ class BatchedMethod(Generic[S, T, R]):
                 f"{owner.__qualname__} has __slots__: {self._name} needs a __dict__ to be kept in"
             )
         kept: _Kept | None = instance.__dict__.get(self._name)
+        # A copied instance has the entry of its original in its `__dict__`, which must not be used.
         if kept is None or kept.instance is not instance:
             fresh = _Kept(instance, self._options.function(self._function.__get__(instance, owner)))
             if kept is None:
-                # Of two threads that come first, one finds what the other has made.
+                # If two threads come first at the same time, `setdefault` gives both the same object.
                 kept = instance.__dict__.setdefault(self._name, fresh)
             else:
                 kept = instance.__dict__[self._name] = fresh
@@ -194,8 +198,9 @@ class BatchedMethod(Generic[S, T, R]):
 
 
 class BatchedClass(Generic[P, T, R]):
-    """What `batched` makes of a class: called as the class is, it returns the `Batched` of one object, which
-    lives in a worker process. That starts with the first item, or where `async with` or `with` begins."""
+    """Result of `batched` for a class: called like the class, it returns the `Batched` of one object that
+    lives in a worker process. The process starts with the first item, or when `async with` or `with`
+    begins."""
 
     def __init__(self, cls: Callable[P, Any], options: _BatchedOptions) -> None:
         update_wrapper(self, cls, updated=())
@@ -216,13 +221,13 @@ class BatchedClass(Generic[P, T, R]):
         target = pickle.dumps(WorkerTarget(cls.__module__, cls.__qualname__, args, kwargs, terms.isolate))
         waiters = ThreadWaiters[bytes, R](lambda: ProcessWorker(target, terms.name), terms, idle_s=inf)
         made = Batched(terms.name, waiters, pickle.dumps)
-        weakref.finalize(made, waiters.close).atexit = False  # nobody can call it any more
+        weakref.finalize(made, waiters.close).atexit = False  # no caller is left
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class _BatchedOptions:
-    """What a decorator was given."""
+    """Arguments of a decorator."""
 
     rule: Forming
     most: float
@@ -235,13 +240,13 @@ class _BatchedOptions:
     def function(self, function: Callable[[list[T]], Any]) -> Batched[T, Any]:
         terms = self.terms(getattr(function, "__qualname__", type(function).__qualname__))
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 -- it is asked what it is, not whether
+            getattr(function, "__call__", None)  # noqa: B004 -- the attribute itself is examined
         ):
             return Batched(terms.name, Loops[T, Any](function, terms))
         return Batched(terms.name, ThreadWaiters[T, Any](lambda: FunctionWorker(function, terms), terms))
 
     def made(self, decorated: Any) -> Any:
-        """By what it is."""
+        """Return the batched form of a class, a function or a method."""
         if inspect.isclass(decorated):
             if not callable(getattr(decorated, "transform", None)):
                 raise TypeError(f"{decorated.__qualname__} has no method transform(items)")
@@ -264,7 +269,7 @@ class _BatchedOptions:
 
 
 class BatchedDecorator(Protocol):
-    """`batched(…)`, of a class, a function or a method."""
+    """Return value of `batched(…)`: decorates a class, a function or a method."""
 
     @overload
     def __call__(self, decorated: Callable[P, Steps[T, R]], /) -> BatchedClass[P, T, R]: ...
@@ -293,26 +298,29 @@ def batched(
     concurrency: int = 1,
     when_full: Literal["wait", "raise"] = "wait",
 ) -> BatchedDecorator:
-    """Of a function of many items at once, one that is called with single items, by many callers.
+    """Turn a function of many items into one that many callers call with single items.
 
-    It decorates a function of a list that returns a list as long (async or not), such a method (each instance
-    has batches of its own), or a class: `transform` runs on a list, `preprocess` before it and `postprocess`
-    after it, if there, on each item. An async function runs on the loop of its callers, another one in a
-    thread, the class in a process of its own, where it is made once. The function itself is `__wrapped__`.
+    It decorates a function of a list that returns a list of the same length (async or not), such a method
+    (each instance has its own batches), or a class: `transform` runs on a list, and `preprocess` before it
+    and `postprocess` after it, if defined, on each item. An async function runs on the loop of its callers,
+    any other function in a thread, and a class in its own process, where the object is created once. The
+    function itself is `__wrapped__`.
 
-    - `max_size`: items of one call, at the most.
-    - `timeout_s`: how long the first of them waits for others. It is the former's longest delay.
-    - `preferred_sizes`: sizes at which a call is made at once. It waits for no further item then.
-    - `idle_flush`: where no call runs, none is waited for: items come together while one runs. False: they
-      wait for `timeout_s` then as well, which makes fewer and larger calls, and each of them later.
-    - `max_queue`: how many calls' worth of items may wait, so many times `max_size`. Whoever comes then waits
-      all the same, or gets TooManyPendingError with `when_full="raise"`.
-    - `isolate`: where a call raises, its items are run again in halves until the one that it is due to stands
-      alone, and no other caller gets the exception. What has been answered is not run again. False: all of
-      the call get it. An exception that the function returns in an item's place is that item's own anyhow.
-    - `concurrency`: calls that may run at once, each in its own thread or process.
+    - `max_size`: maximum number of items of one call.
+    - `timeout_s`: how long the first item waits for others at most.
+    - `preferred_sizes`: sizes at which a call is made at once, without waiting for further items.
+    - `idle_flush`: if no call runs, do not wait for further items; they gather while a call runs. False:
+      items wait for `timeout_s` in that case as well, which makes fewer and larger calls, and each of them
+      later.
+    - `max_queue`: number of items that may wait, as a multiple of `max_size`. Further callers wait all the
+      same, or get TooManyPendingError with `when_full="raise"`.
+    - `isolate`: if a call raises, its items are run again in halves until the item that causes it is alone,
+      and no other caller gets the exception. Answered items are not run again. False: all callers of the call
+      get the exception. An exception that the function returns in place of a result always belongs to that
+      item alone.
+    - `concurrency`: number of calls that may run at once, each in its own thread or process.
 
-    Raises ValueError or TypeError for what it cannot decorate.
+    Raises ValueError or TypeError for arguments that it cannot use.
     """
     if max_queue < 1 or concurrency < 1:
         raise ValueError(f"max_queue and concurrency: at least 1, not {max_queue} and {concurrency}")

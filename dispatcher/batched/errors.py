@@ -6,7 +6,7 @@ from __future__ import annotations
 class BatchError(Exception):
     """Base class of every error that `dispatcher.client` and `dispatcher.batched` raise.
 
-    Wrong arguments are not among them: they raise `ValueError` or `TypeError`.
+    Wrong arguments raise `ValueError` or `TypeError` instead.
     """
 
 

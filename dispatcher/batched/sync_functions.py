@@ -1,6 +1,8 @@
-"""Sync functions and worker processes under `batched`: their callers, of whatever loops and threads, wait in
-one line. Threads take from it: a thread forms a batch, has its worker run it, and tells each loop its answers
-in one call."""
+"""Sync functions and worker processes under `batched`: callers of any loops and threads wait in one queue.
+
+Threads take from that queue: a thread forms a batch, has its worker run it, and delivers the results of each
+loop in one call.
+"""
 
 from __future__ import annotations
 
@@ -25,31 +27,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 QUIET_S = 0.0005
-"""Without a further item. Threads that an answer woke ask again one after the other: of ten callers one half
-was late where this was 0, and there were twice as many calls."""
+"""Time without a further item after which it is quiet. Threads that an answer woke call again one after the
+other: with 0, half of ten callers were late, and there were twice as many calls."""
 IDLE_S = 10.0
-"""A thread costs little to begin."""
+"""Time after which an idle thread ends. A thread costs little to start."""
 EXIT_S = 5.0
-"""What a worker process may take to end, when the interpreter does."""
+"""Time that a worker process may take to end when the interpreter exits."""
 
 
 class Worker(Protocol[T, R]):
-    """Runs batches for one thread, which alone calls it; `kill` comes from another one."""
+    """Runs batches for one thread. Only that thread calls it, except `kill`, which another thread calls."""
 
     def start(self) -> None:
-        """Be ready; a later `run` is, in any case. Raises what keeps it from it."""
+        """Get ready. Raises what prevents that. A later `run_batch` gets ready in any case."""
 
     def run(self, items: list[T]) -> list[R | Raised]:
-        """An outcome for each."""
+        """Return an outcome for each item."""
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Release everything: no further batch comes."""
 
     def kill(self) -> None:
-        """End at once, in the midst of a `run`."""
+        """End at once, even during `run_batch`."""
 
     def forget(self) -> None:
-        """This process was forked from the one whose worker it is."""
+        """Forget the worker, because this process was forked from the one that owns it."""
 
 
 class FunctionWorker(Generic[T, R]):
@@ -60,35 +62,35 @@ class FunctionWorker(Generic[T, R]):
         self._terms = terms
 
     def start(self) -> None:
-        """It is ready."""
+        """Do nothing: the worker is always ready."""
 
     def run(self, items: list[T]) -> list[R | Raised]:
-        """An outcome for each."""
+        """Return an outcome for each item."""
         attempt = Attempt[T, R](items, isolate=self._terms.isolate)
         while part := attempt.part():
-            count = len(part)  # the list is the function's now, which may change it
+            count = len(part)  # the function may change the list
             try:
                 returned = self._terms.context.copy().run(self._function, part)
                 attempt.ran(answers(self._terms.name, returned, count))
-            except BaseException as error:  # what would end the thread ends the call
+            except BaseException as error:  # SystemExit would end the thread; it fails the call instead
                 attempt.ran(raised(self._terms.name, error))
         return attempt.outcomes
 
     def end(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     def kill(self) -> None:
-        """A thread cannot be ended from outside."""
+        """Do nothing: a thread cannot be ended from outside."""
 
     def forget(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
 
 class ThreadWaiters(Generic[T, R]):
-    """Callers of any loops and threads, whose batches are run by threads with a worker each.
+    """Callers on any loops and threads, whose batches are run by threads with one worker each.
 
-    `idle_s`: a thread that had nothing to do for so long ends, and with it what its worker holds; inf: none
-    does, for workers are dear.
+    A thread that had nothing to do for `idle_s` ends, together with its worker. Infinite keeps the threads,
+    for workers that are expensive to start.
     """
 
     def __init__(
@@ -101,7 +103,8 @@ class ThreadWaiters(Generic[T, R]):
         _made.add(self)
 
     def forked(self) -> None:
-        """This is another process: the threads, and who waits for them, are those of the one before."""
+        """Start with an empty state in a forked process: the threads and their callers are those of the
+        parent."""
         for worker in self._threads.values():
             worker.forget()
         self._begin_anew()
@@ -111,9 +114,9 @@ class ThreadWaiters(Generic[T, R]):
         self._gathering = Gathering[T, R](self._terms)
         self._threads: dict[threading.Thread, Worker[T, R]] = {}
         self._taking = 0
-        """Threads that take from the line; the others are about to end."""
+        """Number of threads that take from the queue. Other threads are about to end."""
         self._idle = 0
-        """Threads that wait for something to do."""
+        """Number of threads that wait for something to do."""
         self._quiet_at = 0.0
 
     def __len__(self) -> int:
@@ -121,11 +124,11 @@ class ThreadWaiters(Generic[T, R]):
 
     @property
     def running(self) -> int:
-        """Calls."""
+        """Number of calls that run."""
         return self._gathering.running
 
     async def answer(self, item: T) -> R:
-        """Wait for this item's result, on the running loop."""
+        """Wait for this item's result on the running loop, and return it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
         waiter = self._join(item, future, loop)
@@ -136,7 +139,8 @@ class ThreadWaiters(Generic[T, R]):
             raise
 
     def answer_in_thread(self, item: T, timeout_s: float | None) -> R:
-        """Wait for this item's result, in a thread. Raises TimeoutError."""
+        """Wait for this item's result in a thread, and return it. Raises TimeoutError."""
+        # The thread that runs the call would wait for itself forever.
         if threading.current_thread() in self._threads:
             raise RuntimeError(f"{self._terms.name} waits for itself: it was called from within its own call")
         future: Future[R] = Future()
@@ -149,7 +153,7 @@ class ThreadWaiters(Generic[T, R]):
             raise
 
     def start(self) -> list[Future[None]]:
-        """All threads; each future is done when its worker is ready, or could not be."""
+        """Start all threads. Each future is done when its worker is ready or has failed to start."""
         ready = []
         with self._changed:
             if self._gathering.closed:
@@ -160,18 +164,20 @@ class ThreadWaiters(Generic[T, R]):
         return ready
 
     def close(self) -> None:
-        """No further item comes; what waits goes at once."""
+        """Accept no further item. The waiting ones go at once."""
         with self._changed:
             self._gathering.closed = True
             self._changed.notify_all()
 
     def ended(self, timeout_s: float | None = None) -> None:
-        """After `close()`: all that waited has been answered, no thread and no worker is left."""
+        """Wait until all waiting items have been answered and no thread or worker is left. Call `close()`
+        first."""
         for thread in list(self._threads):
             thread.join(timeout_s)
 
     def exit(self) -> None:
-        """The interpreter ends: nobody waits for an answer any more."""
+        """Drop the waiting items at the exit of the interpreter, when no caller waits for an answer any
+        more."""
         self.close()
         with self._changed:
             dropped, workers = self._gathering.drop(), list(self._threads.values())
@@ -193,7 +199,8 @@ class ThreadWaiters(Generic[T, R]):
             if not self._idle and self._taking < self._terms.concurrency:
                 try:
                     self._begin()
-                except RuntimeError:  # no further thread can be had
+                except RuntimeError:  # no further thread can be started
+                    # With another thread running, the item waits for that one.
                     if not self._taking:
                         future.cancel()
                         self._gathering.leave(waiter)
@@ -228,7 +235,7 @@ class ThreadWaiters(Generic[T, R]):
                 except BaseException as error:
                     outcomes = [raised(self._terms.name, error)] * len(taken)
                 self._tell(taken, outcomes)
-                # The next one may be long in coming: nothing of these is held until then.
+                # The next batch may take long to come, so nothing of this one is kept until then.
                 del taken, outcomes
                 with self._changed:
                     self._gathering.running -= 1
@@ -239,7 +246,7 @@ class ThreadWaiters(Generic[T, R]):
                 del self._threads[threading.current_thread()]
 
     def _next(self) -> list[Waiter[T, R]]:
-        """Who goes next; nobody: this thread is needed no longer."""
+        """Return the waiters of the next call. Empty if this thread is not needed any more."""
         with self._changed:
             since = time.monotonic()
             while True:
@@ -248,6 +255,7 @@ class ThreadWaiters(Generic[T, R]):
                 if not isinstance(taken, float):
                     return taken
                 idle = not len(self._gathering)
+                # Counted down under the lock, so that no new item relies on a thread that is about to end.
                 if idle and (self._gathering.closed or now >= since + self._idle_s):
                     self._taking -= 1
                     return []
@@ -261,7 +269,7 @@ class ThreadWaiters(Generic[T, R]):
                 self._idle -= 1
 
     def _tell(self, waiters: list[Waiter[T, R]], outcomes: list[R | Raised]) -> None:
-        """Each loop in one call."""
+        """Deliver the outcomes, to each loop in one call."""
         by_loop: dict[asyncio.AbstractEventLoop | None, tuple[list[Any], list[Any]]] = {}
         for waiter, outcome in zip(waiters, outcomes, strict=True):
             those = by_loop.setdefault(waiter.loop, ([], []))
@@ -271,7 +279,7 @@ class ThreadWaiters(Generic[T, R]):
             if loop is None:
                 tell(*those)
                 continue
-            with contextlib.suppress(RuntimeError):  # it was closed, and who waited there is gone
+            with contextlib.suppress(RuntimeError):  # that loop is closed, and its callers are gone
                 loop.call_soon_threadsafe(tell, *those)
 
 

@@ -1,7 +1,9 @@
-"""Who waits for an answer of what `batched` made, in a line: the former of batches says who goes.
+"""Queue of callers that wait for the result of a batched function. `core.merging.grouping` decides which of
+them go together, and when.
 
-Nobody else can come (the former's `alone`) where no call runs and it has become quiet, as whoever runs the
-calls knows: those whom the last call answered have asked again by then, if they ask again at once.
+No other caller can come (`alone` in the grouping) if no call runs and no item has come for a moment. The
+thread or loop that runs the calls knows that: callers that the last call answered have called again by then,
+if they call again at once.
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class CallTerms:
-    """What a function is called by, and by which rule."""
+    """Name of a batched function, and the rules for its calls."""
 
     name: str
     rule: Forming
     most: float
-    """Items that may wait; inf: any number."""
+    """Maximum number of items that may wait. Infinite for any number."""
     concurrency: int
     isolate: bool
     context: Context
-    """In a copy of it the function runs: a call is made for many, and none of their contexts is its own."""
+    """Context whose copies the function runs in. A call serves many callers, so it must not see the context
+    of one of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,9 +47,9 @@ class Waiter(Generic[T, R]):
     place: Waiting
     future: asyncio.Future[R] | Future[R]
     loop: asyncio.AbstractEventLoop | None
-    """Where it waits; None: in a thread."""
+    """Event loop of the caller. `None` if the caller waits in a thread."""
     taken: bool = False
-    """It is in line no longer: its item runs, or has run, or nobody wants its result."""
+    """True if the waiter has left the queue: its item runs, has run, or its result is not needed any more."""
 
 
 class Gathering(Generic[T, R]):
@@ -57,16 +60,16 @@ class Gathering(Generic[T, R]):
         self._at_once = replace(terms.rule, max_delay_s=0.0)
         self._waiters: deque[Waiter[T, R]] = deque()
         self._gone = 0
-        """Of these, who wait no longer."""
+        """Number of these waiters that gave up."""
         self.running = 0
-        """Calls."""
+        """Number of calls that run."""
         self.closed = False
 
     def __len__(self) -> int:
         return len(self._waiters) - self._gone
 
     def join(self, waiter: Waiter[T, R]) -> None:
-        """Raises ClosedError or TooManyPendingError."""
+        """Add a waiter. Raises ClosedError or TooManyPendingError."""
         if self.closed:
             raise ClosedError(f"{self._terms.name} was closed")
         if len(self) >= self._terms.most:
@@ -74,12 +77,14 @@ class Gathering(Generic[T, R]):
         self._waiters.append(waiter)
 
     def leave(self, waiter: Waiter[T, R]) -> None:
-        """It waits no longer. Its future is done."""
+        """Count a waiter as gone. Its future is done."""
         if not waiter.taken:
             self._gone += 1
 
     def take(self, now: float, *, quiet: bool) -> list[Waiter[T, R]] | float:
-        """Who goes now; or until when there is nothing to do (inf: until something happens)."""
+        """Return the waiters of the next call, or the time until which there is nothing to do (infinite until
+        something happens)."""
+        # `remove_waiter` only counts waiters that gave up. They are removed here, all at once.
         if self._gone:
             self._take_out_the_gone()
         answer = form(
@@ -98,7 +103,8 @@ class Gathering(Generic[T, R]):
         return answer.until
 
     def _take_out_the_gone(self) -> None:
-        """Who has given up but has not left yet is among them, and leaves later: it is counted no more."""
+        """Remove waiters whose future is done. A caller that gave up but has not called `remove_waiter` yet
+        is removed as well, and is not counted again when it does."""
         staying = deque[Waiter[T, R]]()
         for each in self._waiters:
             if each.future.done():
@@ -109,11 +115,11 @@ class Gathering(Generic[T, R]):
 
     @property
     def hastens(self) -> bool:
-        """Once it is quiet, what waits goes."""
+        """True if the waiting items go as soon as it is quiet."""
         return self._terms.rule.idle_flush and not self.running and len(self) > 0
 
     def drop(self) -> list[Waiter[T, R]]:
-        """All that wait, who get nothing."""
+        """Remove and return all waiters. None of them gets a result."""
         dropped = list(self._waiters)
         for each in dropped:
             each.taken = True
@@ -128,10 +134,10 @@ def tell(waiters: Iterable[Waiter[T, R]], outcomes: Iterable[R | Raised]) -> Non
         if waiter.future.done():
             continue
         try:
-            # isinstance would ask a result for its class, which is the user's code.
+            # `isinstance` would read `__class__` of the result, which is code of the user.
             if type(outcome) is Raised:
                 waiter.future.set_exception(outcome.error)
             else:
                 waiter.future.set_result(cast(R, outcome))
         except (asyncio.InvalidStateError, InvalidStateError):
-            continue  # a thread has given up since: its future is cancelled
+            continue  # the thread gave up since, so its future is cancelled

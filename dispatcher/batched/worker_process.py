@@ -1,17 +1,18 @@
-"""A class under `batched` in a process of its own: made once there, and run for one batch after the other.
+"""Worker process of a batched class: the object is created once in it, and runs one batch after the other.
 
-    ours                                   the worker process
+    this process                           the worker process
     what it needs to import the program ─▶ imports it
-    the class and its arguments         ─▶ makes the object, with its model
-                                        ◀─ ready, or what was raised
+    the class and its arguments         ─▶ creates the object, with its model
+                                        ◀─ ready, or the exception
     a batch: each item pickled          ─▶
-                                        ◀─ begun
+                                        ◀─ started
                                            preprocess each, transform all, postprocess each
                                         ◀─ an outcome for each, pickled
 
-Each item and each outcome is a pickle of its own, so that one that cannot be pickled harms no other. The
-process is a new interpreter (what multiprocessing calls spawn) on a pipe, and ends when that closes, whatever
-it does. multiprocessing's own Process would leave a second one behind: its resource tracker.
+Each item and each outcome is a pickle of its own, so that one that cannot be pickled affects no other. The
+process is a new interpreter (multiprocessing calls this spawn) on a pipe, and ends when the pipe closes,
+whatever it is doing. The Process class of multiprocessing would leave a second process behind: its resource
+tracker.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from dispatcher.batched.calls import Attempt, Raised, answers, described, is_err
 from dispatcher.batched.errors import BatchError, WorkerCrashedError
 
 END_S = 5.0
-"""What a process may take to end once its pipe is closed; then it is asked to, and then it is killed."""
+"""Time that a process may take to end once its pipe is closed. After that it is terminated, and later
+killed."""
 STARTER = """
 from multiprocessing import process, spawn
 from multiprocessing.connection import Connection
@@ -51,19 +53,21 @@ del me._inheriting
 from dispatcher.batched.worker_process import serve
 serve(pipe)
 """
-"""`prepare` sets the path, so nothing of ours is imported before it, and imports the program, which may not
-start a worker then, for that would import the program again. multiprocessing knows it by that mark."""
+"""Program of the worker process. `prepare` sets the path, so it runs before any import of this package, and
+imports the program. During that import the program must not start a worker, which would import the program
+again; multiprocessing recognises this by the attribute `_inheriting`."""
 BEGUN = b"begun"
 NOTE = "In the worker process:\n"
 
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 _load = pickle.loads
-"""Of what the other end wrote: our own child, or the program that started us. Nobody else has the pipe."""
+"""Unpickles what the other end wrote: our own child, or the program that started us. No other process has the
+pipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTarget:
-    """The class, by where it is found, and how it is made and run there."""
+    """Location of the class, and how to create and run the object in the worker."""
 
     module: str
     qualname: str
@@ -72,13 +76,13 @@ class WorkerTarget:
     isolate: bool
 
     def found(self) -> type[Any]:
-        """The class itself, also where its name leads to what `batched` made of it."""
+        """Return the class itself, also if its name refers to the `BatchedClass` made of it."""
         there = attrgetter(self.qualname)(import_module(self.module))
         return there if isinstance(there, type) else there.__wrapped__
 
 
 class ProcessWorker:
-    """Our end. Items are pickled already; what comes of them is not any more."""
+    """This process's end of a worker process. Items arrive pickled; outcomes are returned unpickled."""
 
     def __init__(self, target: bytes, name: str) -> None:
         self._target = target
@@ -87,11 +91,12 @@ class ProcessWorker:
         self._pipe: Connection[Any, Any] | None = None
 
     def start(self) -> None:
-        """Return when the object is made. Raises what making it raised, or WorkerCrashedError."""
+        """Return when the object is created. Raises the exception of its creation, or WorkerCrashedError."""
         self._started()
 
     def run(self, items: list[bytes]) -> list[Any]:
-        """An outcome for each. What a worker has not begun another one runs."""
+        """Return an outcome for each item. If a worker dies before it started the batch, another one runs
+        it."""
         batch, again = pickle.dumps(items), True
         while True:
             try:
@@ -105,41 +110,42 @@ class ProcessWorker:
                 return [unpacked(each) for each in _load(pipe.recv_bytes())]
             except (EOFError, OSError):
                 crashed = self._crashed(f"while it held {len(items)} items")
+            # A started batch may have had effects, so it is not run again.
             if begun or not again:
                 return [Raised(crashed)] * len(items)
-            again = False  # it was dying already, which nobody could know
+            again = False  # it was dying already, which could not be known
 
     def end(self) -> None:
-        """Close the pipe, and wait until it has ended."""
+        """Close the pipe, and wait until the process has ended."""
         self._give_up()
 
     def kill(self) -> None:
-        """Also in the midst of a `run`, from another thread."""
+        """Kill the process, even during `run_batch`. Called from another thread."""
         process = self._process
         if process is not None:
             process.kill()
 
     def forget(self) -> None:
-        """This process was forked: the worker is the other one's, who alone holds its pipe."""
+        """Forget the worker after a fork: it belongs to the parent process, which alone holds its pipe."""
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
-            self._process.returncode = 0  # it is no child of this process
+            self._process.returncode = 0  # not a child of this process, so it must not be waited for
         self._process = self._pipe = None
 
     def _started(self) -> Connection[Any, Any]:
-        """The pipe to an object that is made."""
+        """Return the pipe to a worker whose object is created, and start one if needed."""
         if self._pipe is not None and self._process is not None:
             if self._process.poll() is None:
                 return self._pipe
-            self._give_up()  # it ended while it held nothing
+            self._give_up()  # it ended between two batches
         told = spawn.get_preparation_data(self._name)
-        told.pop("authkey", None)  # it is for children of multiprocessing, and no pickle takes it
+        told.pop("authkey", None)  # only for children of multiprocessing, and it refuses to be pickled
         ours, theirs = Pipe()
         with theirs:
             code = STARTER.format(theirs.fileno())
             command = [spawn.get_executable(), "-c", code]
-            self._process = subprocess.Popen(  # noqa: S603 -- of ourselves
+            self._process = subprocess.Popen(  # noqa: S603 -- starts this interpreter
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         self._pipe = ours
@@ -160,13 +166,14 @@ class ProcessWorker:
         return WorkerCrashedError(f"the worker process of {self._name} ended by {how} {when}")
 
     def _give_up(self) -> int:
-        """Close the pipe, and wait until the process has ended; how it did."""
+        """Close the pipe, wait until the process has ended, and return its exit code."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         if pipe is not None:
             pipe.close()
         if process is None:
             return 0
+        # A closed pipe ends the process. One that does not notice is terminated, then killed.
         for end in (process.terminate, process.kill):
             try:
                 return process.wait(END_S)
@@ -176,12 +183,13 @@ class ProcessWorker:
 
 
 def packed(outcome: Any) -> tuple[bool, bytes, str]:
-    """Whether it is an answer, its pickle, and an error's traceback. What cannot be pickled is an error."""
+    """Return whether the outcome is an answer, its pickle, and the traceback of an error. An outcome that
+    cannot be pickled becomes an error."""
     if type(outcome) is Raised:
         return _packed_error(outcome.error)
     try:
         return True, pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL), ""
-    except BaseException as error:  # pickling runs the result's code, which may even leave the process
+    except BaseException as error:  # pickling runs code of the result, which may even call `sys.exit`
         told = TypeError(f"the result cannot be pickled: {described(error)}")
         told.__cause__ = error
         return _packed_error(told)
@@ -190,7 +198,7 @@ def packed(outcome: Any) -> tuple[bool, bytes, str]:
 def _packed_error(error: Exception) -> tuple[bool, bytes, str]:
     try:
         trace = "".join(traceback.format_exception(error))
-    except BaseException:  # its notes and causes may be of any kind
+    except BaseException:  # notes and causes may be of any type
         trace = described(error)
     try:
         return False, pickle.dumps(error, pickle.HIGHEST_PROTOCOL), trace
@@ -199,26 +207,26 @@ def _packed_error(error: Exception) -> tuple[bool, bytes, str]:
 
 
 def unpacked(sent: tuple[bool, bytes, str]) -> Any:
-    """What was packed; an error has the traceback as a note."""
+    """Return the outcome that was packed. An error has the traceback as a note."""
     is_answer, data, trace = sent
     try:
         found = _load(data) if data else None
-    except BaseException as error:  # unpickling runs the code of what was pickled
+    except BaseException as error:  # unpickling runs code of the class
         if is_answer:
             return raised("unpickling the result", error)
         found = None
     if is_answer:
         return found
-    # The class of an exception may be missing here, or take other arguments than it keeps.
+    # The class of an exception may be missing here, or take other arguments than it stores.
     told = found if is_error(found) else BatchError(trace.strip().rpartition("\n")[2])
-    with suppress(BaseException):  # notes that are no list take no further one
+    with suppress(BaseException):  # `__notes__` may be something else than a list
         told.add_note(NOTE + trace)
     return raised("the worker", told)
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
-    """The worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who holds the other end
+    """Run the worker process until its pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process at the other end
     try:
         target: WorkerTarget = _load(pipe.recv_bytes())
         made = target.found()(*target.args, **target.kwargs)
@@ -230,7 +238,8 @@ def serve(pipe: Connection[Any, Any]) -> None:
     busy = threading.Event()
 
     def read() -> None:
-        """The other end may go while a batch runs, which nobody waits for then."""
+        """Read batches from the pipe. If it closes during a batch, end the process at once, because no caller
+        waits."""
         try:
             while True:
                 batches.put(pipe.recv_bytes())
@@ -248,7 +257,8 @@ def serve(pipe: Connection[Any, Any]) -> None:
             pipe.send_bytes(pickle.dumps([packed(each) for each in run(_load(batch))]))
             busy.clear()
     finally:
-        # Threads of the class may keep the process alive after a SystemExit. The other end waits for none.
+        # Threads of the class may keep the process alive after a SystemExit. The shutdown ends the pipe for
+        # the other end all the same.
         busy.clear()
         with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
             end.shutdown(socket.SHUT_RDWR)
@@ -256,7 +266,7 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
 
 def _steps(made: Any, isolate: bool) -> Callable[[list[bytes]], list[Any]]:
-    """How the object runs a batch. A step that it does not have passes on what it gets."""
+    """Return the function that runs a batch through the object. Missing steps pass their input on."""
     name = type(made).__qualname__
     before = [_load, *([made.preprocess] if hasattr(made, "preprocess") else ())]
     after = [made.postprocess] if hasattr(made, "postprocess") else []
@@ -266,7 +276,7 @@ def _steps(made: Any, isolate: bool) -> Callable[[list[bytes]], list[Any]]:
         places = [n for n, each in enumerate(outcomes) if type(each) is not Raised]
         attempt = Attempt[Any, Any]([outcomes[place] for place in places], isolate=isolate)
         while part := attempt.part():
-            count = len(part)  # the list is the class's now, which may change it
+            count = len(part)  # the class may change the list
             try:
                 attempt.ran(answers(f"{name}.transform", made.transform(part), count))
             except Exception as error:
@@ -279,7 +289,7 @@ def _steps(made: Any, isolate: bool) -> Callable[[list[bytes]], list[Any]]:
 
 
 def _stepped(name: str, steps: Sequence[Callable[[Any], Any]], value: Any) -> Any:
-    """One item through these steps."""
+    """Return the result of one item after these steps."""
     try:
         for step in steps:
             value = step(value)

@@ -1,1 +1,1 @@
-"""What `batch-dispatcher check` finds, and how it says it: adapters tell facts, this room words them."""
+"""Checks of `batch-dispatcher check`. Adapters return facts, and this package puts them into words."""

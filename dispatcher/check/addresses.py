@@ -1,4 +1,4 @@
-"""The addresses behind URLs, and which of them accept no connection."""
+"""Extract the addresses of URLs, and describe those that accept no connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HTTP_PORT = 80
 
 
 def addresses(urls: Sequence[SecretUrl], usual_port: int = HTTP_PORT) -> set[Address]:
-    """Host and port of each host of each URL."""
+    """Return host and port of each host of each URL."""
     found = set()
     for url in urls:
         port = 443 if url.scheme == "https" else usual_port
@@ -24,6 +24,9 @@ def addresses(urls: Sequence[SecretUrl], usual_port: int = HTTP_PORT) -> set[Add
 
 
 def all_away(asked: Iterable[Address], away: Mapping[Address, str]) -> str | None:
-    """What is wrong with each; None where one at least accepts connections, or none is asked (a socket)."""
+    """Return what is wrong with the addresses, if none of them accepts connections.
+
+    `None` if at least one does, or if there is no address at all (a Unix socket).
+    """
     told = [away.get(address) for address in sorted(asked)]
     return None if None in told or not told else "; ".join(filter(None, told))

@@ -1,14 +1,17 @@
-"""What `check` finds behind the addresses of a configuration: all tried at the same time, told in order.
+"""Check the servers that a configuration names: all at the same time, reported in a fixed order.
 
-Nothing is changed or consumed, and what is not there costs no time: a client library takes longer to import
-than a connection to be refused. Nor does what is imported cost anybody else time, in a container that gets a
-tenth of a core, say. Hence three steps, and while a time limit runs nothing is imported or built:
+The checks change and consume nothing. They run in three steps, and nothing is imported or built while a time
+limit runs:
 
-    reach     a bare connection to every address, all at once
-    prepare   for what answered, one after the other: client libraries, TLS
-    ask       all at once
+    find_unreachable   open a bare connection to every address, all at once
+    build_probes       import client libraries and load TLS files, only for the servers that answered
+    run_probes         ask all servers at once
 
-A peer is blamed only for what it did while our own event loop kept pace.
+An unreachable server costs little time this way, because importing a client library takes longer than a
+refused connection. An import also cannot use up the time limit of a probe, for example in a container that
+gets a tenth of a core.
+
+A server is blamed only for what it did while the event loop of this process was not late.
 """
 
 from __future__ import annotations
@@ -26,24 +29,27 @@ from dispatcher.settings import Settings
 from dispatcher.telemetry.loop_lag import PaceWatch
 
 WHOLE_S = 10.0
-"""No try of a probe takes longer, whatever it waits for."""
+"""Time limit of one run of a probe, whatever it waits for."""
 STEP_S = 0.05
+"""Interval at which the lag of the event loop is measured."""
 BEHIND_SHARE = 0.2
-"""A loop that was behind for so much of a probe's time may be why it failed."""
+"""Share of a probe's time. A loop that was late for longer may be the reason why the probe failed."""
 BEHIND_LEAST_S = 0.2
-"""Less makes nothing late: every time limit here is several times longer."""
+"""Lag that is always ignored, because every time limit here is several times longer."""
 
 T = TypeVar("T")
 
 
 async def connections(settings: Settings, tell: Callable[[Finding], None]) -> None:
-    """Try the gateway, the queue, Kubernetes, the signals and `serving.urls`; each is told once those before
-    it are."""
+    """Check the gateway, the queue, Kubernetes, the signals and `serving.urls`.
+
+    `report` is called with each finding, in this order.
+    """
     await ask(prepare(settings, await reach(settings)), tell)
 
 
 async def reach(settings: Settings) -> dict[Address, str]:
-    """The addresses that accept no connection, each with what is wrong."""
+    """Return the addresses that accept no connection, each with the reason."""
     urls = [settings.gateway.url, *signals.urls(settings), *serving.urls(settings), settings.tracing.endpoint]
     asked = addresses(urls) | queue.asked(settings)
 
@@ -53,7 +59,7 @@ async def reach(settings: Settings) -> dict[Address, str]:
                 _, writer = await asyncio.open_connection(*address)
         except OSError as error:
             return f"{address[0]}:{address[1]}: {words(error)}"
-        writer.transport.abort()
+        writer.transport.abort()  # nothing was sent, so there is nothing to flush
         return None
 
     async def all_of_them() -> list[str | None]:
@@ -65,7 +71,10 @@ async def reach(settings: Settings) -> dict[Address, str]:
 
 
 def prepare(settings: Settings, away: Mapping[Address, str]) -> dict[str, Probe]:
-    """The probe of each part, with all that it needs imported and built; what is `away` needs nothing."""
+    """Return the probe of each part. Everything that a probe needs is imported and built here.
+
+    The probe of an unreachable part only reports that.
+    """
     probes = {
         "gateway.url": gateway.probe(settings, away),
         "queue.url": queue.probe(settings, away),
@@ -79,7 +88,7 @@ def prepare(settings: Settings, away: Mapping[Address, str]) -> dict[str, Probe]
 
 
 def _traces(settings: Settings, away: Mapping[Address, str]) -> Probe:
-    """Whether the endpoint is there; no span is made up to try it."""
+    """Return a probe that reports whether the endpoint accepts connections. No test span is sent."""
     why = all_away(addresses([settings.tracing.endpoint]), away)
     if why is None:
         return known(Finding("ok", "tracing.endpoint", "accepts connections"))
@@ -87,7 +96,7 @@ def _traces(settings: Settings, away: Mapping[Address, str]) -> Probe:
 
 
 async def ask(probes: Mapping[str, Probe], tell: Callable[[Finding], None]) -> None:
-    """Run the probes, all at the same time, and tell what each found, in their order."""
+    """Run all probes at the same time, and report their findings in the order of the probes."""
     async with _watched() as watch, asyncio.TaskGroup() as tasks:
         started = [tasks.create_task(_judged_fairly(watch, *probe)) for probe in probes.items()]
         for task in started:
@@ -110,7 +119,7 @@ async def _judged_fairly(watch: PaceWatch, where: str, probe: Probe) -> Findings
 
 
 def _blames(finding: Finding) -> bool:
-    """Whether it may be our own loop that was late."""
+    """Return True if a late event loop in this process may have caused the finding."""
     return isinstance(finding, Slow) or (finding.level == "failed" and not finding.certain)
 
 
@@ -122,9 +131,10 @@ def _unknown(finding: Finding, behind: str) -> Finding:
 async def _fairly(
     watch: PaceWatch, act: Callable[[], Awaitable[T]], good: Callable[[T], bool]
 ) -> tuple[T, str]:
-    """What the act comes to; once more where that is not good, and our own loop may be why.
+    """Run `act`, and run it a second time if the result is not good and the event loop was late.
 
-    And in words how far the loop was behind, where it was the second time too; else nothing.
+    Return the result, and a description of the lag if the loop was late the second time, too. The description
+    is empty if the result is good or the loop was not late.
     """
     found, behind = await _timed(watch, act)
     if not good(found) and behind:
@@ -133,11 +143,12 @@ async def _fairly(
 
 
 async def _timed(watch: PaceWatch, act: Callable[[], Awaitable[T]]) -> tuple[T, str]:
-    """What the act comes to, and how far the loop was behind meanwhile, where that is too far."""
+    """Run `act`. Return its result, and a description of the loop's lag if there was too much of it."""
     clock = asyncio.get_running_loop().time
     began_at, behind_s = clock(), watch.pace.behind_s
     found = await act()
-    await asyncio.sleep(2 * watch.step_s)  # what is late now is counted by then
+    # The watch notices a lag at its next step. Without this pause a lag at the end of `act` would be missed.
+    await asyncio.sleep(2 * watch.step_s)
     behind_s, took_s = watch.pace.behind_s - behind_s, clock() - began_at
     if behind_s < max(BEHIND_SHARE * took_s, BEHIND_LEAST_S):
         return found, ""
@@ -146,7 +157,7 @@ async def _timed(watch: PaceWatch, act: Callable[[], Awaitable[T]]) -> tuple[T, 
 
 @asynccontextmanager
 async def _watched() -> AsyncIterator[PaceWatch]:
-    """A watch on the loop's pace for the length of the block."""
+    """Measure the lag of the event loop for the duration of the block."""
     watch = PaceWatch(step_s=STEP_S)
     async with asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(watch.run())

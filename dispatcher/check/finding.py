@@ -1,4 +1,4 @@
-"""One thing that was tried, and what came of it; and the probe that finds it out."""
+"""Define a finding of `check`, and the probe that returns findings."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ Level = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was tried, and what came of it."""
+    """Result of one check."""
 
     level: Level
     where: str
-    """The setting it is about."""
+    """Setting that the finding is about."""
     what: str
     hint: str = ""
-    """What to look at, or to do."""
+    """Setting or place to look at, or action to take."""
     certain: bool = field(default=False, compare=False)
-    """No clock had a say in it: a connection that was refused is so, however late our own loop is."""
+    """True if no time limit was involved. A refused connection, for example, does not depend on how late the
+    event loop of this process is."""
 
     def __str__(self) -> str:
         return f"{self.level}: {self.where}: {self.what}" + (f" (look at: {self.hint})" if self.hint else "")
 
 
 class Slow(Finding):
-    """A peer that accepted the connection and took too long to answer: it is there."""
+    """Finding about a server that accepted the connection and took too long to answer."""
 
 
 Findings = list[Finding]
@@ -35,7 +36,7 @@ Probe = Callable[[], Awaitable[Findings]]
 
 
 def known(*findings: Finding) -> Probe:
-    """The probe of what needs no asking."""
+    """Return a probe with findings that are known already."""
 
     async def told() -> Findings:
         return [replace(finding, certain=True) for finding in findings]

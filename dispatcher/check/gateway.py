@@ -1,4 +1,7 @@
-"""The gateway: one GET, for which no gateway computes anything, judged as the dispatcher judges answers."""
+"""Check the gateway with one GET request, and judge the answer as the dispatcher judges answers.
+
+A gateway does no inference for a GET.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from dispatcher.settings.watched_files import TokenFileError, read_token
 
 ANSWER_S = 3.0
 BEGINNING_BYTES = 1000
-"""So much of an answer's body is looked at."""
+"""Number of bytes of the answer's body that are read."""
 _WHERE = "gateway.url"
 _HINTS = {
     401: "gateway.token_file",
@@ -32,7 +35,7 @@ _HINTS = {
 
 
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
-    """What asks the gateway; nothing where it is `away`."""
+    """Return the probe of the gateway. The probe of an unreachable gateway only reports that."""
     gateway = settings.gateway
     [address] = addresses([gateway.url])
     if address in away:
@@ -50,8 +53,9 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
-    except OSError as error:  # of which time-outs and what TLS has to say
+    except OSError as error:  # TimeoutError and ssl.SSLError are subclasses
         hint = "gateway.tls" if isinstance(error, ssl.SSLError) else ""
+        # A refusal is independent of time. A time-out may also come from a late event loop.
         refused = isinstance(error, ConnectionRefusedError)
         return [Finding("failed", _WHERE, f"{host}:{port}: {words(error)}", hint, certain=refused)]
     path = parts.path.rstrip("/") + settings.gateway.path
@@ -72,10 +76,10 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
 
 
 def judged(answer: RawAnswer, asked: str, *, plain: bool) -> Finding:
-    """What the dispatcher would make of such an answer to its first request.
+    """Return what the dispatcher would conclude from this answer to its first request.
 
-    Two things are its own: a GET may be answered 405 where a POST is taken, and a 400 to what is no TLS tells
-    that TLS is wanted. `plain`: it was none.
+    Two answers have a meaning of their own here. A gateway that accepts POST may answer a GET with 405. A 400
+    to a request without TLS (`without_tls`) may say that the port expects TLS.
     """
     status = answer.status
     what = f"{asked} was answered {status}"
@@ -94,7 +98,8 @@ def judged(answer: RawAnswer, asked: str, *, plain: bool) -> Finding:
     if isinstance(itself, Failed):
         level: Level = "failed" if itself.bare else "warning"
         return Finding(level, _WHERE, f"{asked}: {itself.why}", _HINTS.get(status, _WHERE))
-    # Delivered to whoever asked once a request was answered with 2xx; until then it may be no gateway.
+    # A running dispatcher returns such answers to the submitter once a request was answered with 2xx. Until
+    # then the address may belong to something that is no gateway (`UnverifiedGateway`).
     if status == 403:
         why = "it forbids that; requests that are answered so get it as their result once another got 2xx"
         return Finding("warning", _WHERE, f"{what}: {why}", "gateway.token_file, gateway.url, gateway.path")
@@ -108,7 +113,7 @@ def judged(answer: RawAnswer, asked: str, *, plain: bool) -> Finding:
 
 
 def _takes_post(answer: RawAnswer) -> bool:
-    """Unless it names the methods that it takes, and POST is none of them."""
+    """Return False if the answer names the allowed methods and POST is not among them."""
     allow = answer.headers.get("allow", "")
     return not allow or "POST" in allow.upper()
 
@@ -118,7 +123,7 @@ def _headers(settings: Settings, host: str) -> dict[str, str]:
     headers = {"host": host, "user-agent": USER_AGENT, "accept": "*/*"}
     headers |= {name.lower(): value for name, value in gateway.headers.items()} | {"connection": "close"}
     if gateway.token_file:
-        with suppress(TokenFileError):  # a finding of its own
+        with suppress(TokenFileError):  # `check.settings` reports it
             headers["authorization"] = f"Bearer {read_token(gateway.token_file)}"
     elif gateway.url.credentials:
         headers["authorization"] = gateway.url.authorization

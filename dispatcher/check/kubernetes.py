@@ -1,4 +1,4 @@
-"""The cluster: the pool's endpoints and its endpoint picker, as the watch sees them."""
+"""Check the cluster: the endpoints of the pool and its endpoint picker, as the Kubernetes watch sees them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Look = Callable[[], Awaitable[tuple[Findings, tuple[str, ...] | None]]]
 def look_around(
     settings: Settings, *, access: ClusterAccess | None = None, timeout_s: float = ANSWER_S
 ) -> Look:
-    """What looks around in the cluster: what it finds, and where the endpoint picker is (None: not known).
+    """Return a function that looks at the cluster once.
 
-    The client library is imported here, not when the look is taken.
+    The function returns the findings and the addresses of the endpoint picker, or `None` if the addresses are
+    not known. The client library is imported here, and not by the function, whose time is limited.
     """
     from dispatcher.signals.kubernetes import api
     from dispatcher.signals.kubernetes.capacity import look
@@ -39,7 +40,10 @@ def look_around(
 
 
 def findings(pool: PoolSettings, epp: EppSettings, endpoints: Endpoints) -> Findings:
-    """Without Kubernetes the dispatcher works, if it is told where the picker is."""
+    """Return the findings about the pool and its endpoint picker.
+
+    A missing cluster is no failure: without Kubernetes the settings can name the endpoint picker.
+    """
     from dispatcher.signals.kubernetes.capacity import finds_epp
 
     name = f"kubernetes {pool.namespace}/{pool.name}"

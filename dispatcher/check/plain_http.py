@@ -1,4 +1,7 @@
-"""One GET without an HTTP library: they take longer to import than most verbs take for all that they do."""
+"""Send one GET request without an HTTP library.
+
+Importing an HTTP library takes longer than most CLI commands take altogether.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RawAnswer:
-    """An answer, or how it begins."""
+    """Answer to a GET request. The body may be incomplete."""
 
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Header values by name in lower case."""
     body: bytes
 
 
@@ -27,12 +30,14 @@ async def get(
     most: int,
     whole: bool = True,
 ) -> RawAnswer:
-    """Ask once, on a connection that is good for nothing else afterwards. Time limits are the caller's.
+    """Send one GET request on a connection that cannot be used again. The caller sets the time limit.
 
-    `most`: bytes of the body. `whole`: a longer one is refused; else what comes first of it is enough. Raises
-    OSError, and ValueError for what is not HTTP or too long.
+    `body_max_bytes` bounds the body. If `requires_whole_body` is true, a longer body is an error; otherwise
+    the first bytes of the body are enough. Raises OSError, and ValueError if the answer is too long or not
+    HTTP.
     """
-    version = "1.0" if whole else "1.1"  # by 1.0 a body has no chunks
+    # A server must not answer an HTTP/1.0 request with a chunked body, which this module cannot decode.
+    version = "1.0" if whole else "1.1"
     lines = [f"GET {path} HTTP/{version}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     writer.write("\r\n".join(lines).encode("latin-1"))
     try:
@@ -52,12 +57,14 @@ async def get(
         body = await _all_of(reader, most, size)
     else:
         body = await reader.read(most if size is None else min(size, most))
+    # The last chunk of an empty chunked body must not be taken for content.
     chunks_end = size is None and body.startswith(b"0\r\n")
     return RawAnswer(int(match[1]), told, b"" if chunks_end else body)
 
 
 async def _all_of(reader: asyncio.StreamReader, most: int, size: int | None) -> bytes:
     try:
+        # One byte more than allowed is read, so that a body that is too long shows.
         body = await reader.readexactly(most + 1 if size is None else min(size, most + 1))
     except asyncio.IncompleteReadError as error:
         if size is not None:

@@ -1,4 +1,4 @@
-"""Measure what the pool runs at once, with a short and bounded ramp of real requests at a quiet hour.
+"""Measure how many requests the pool runs at once: a short and bounded ramp of real requests at a quiet hour.
 
 The probe uses the parts of a running dispatcher: the poller reads the signals, the limiter says how many
 requests may be in flight, and the gateway adapter sends them. Capacities from the settings are left out,
@@ -51,16 +51,16 @@ _ANSWER_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """Options of the probe, as the operator chose them."""
+    """Options of the probe that the operator chose."""
 
     model: str
     seconds: float = 60.0
     most: int = 256
-    """Requests of the probe that are in flight at most."""
+    """Largest number of the probe's requests in flight."""
 
 
 def payload_for(path: str, model: str) -> bytes:
-    """The body of each request, in the form that the gateway's default path takes."""
+    """Return the body of each request, in the format that the gateway's default path expects."""
     text = "capacity probe"
     if path.rstrip("/").endswith("/chat/completions"):
         prompt: dict[str, object] = {"messages": [{"role": "user", "content": text}]}
@@ -74,9 +74,10 @@ async def measure(settings: Settings, plan: ProbePlan) -> Finding:
     if settings.signals.source == "fixed":
         what = "cannot be measured: signals.source is fixed, so nothing shows what runs and what waits"
         return Finding("failed", WHERE, what)
+    # The ramp needs several readings of each load, whatever interval a running dispatcher uses.
     signals = settings.signals.model_copy(update={"interval_s": INTERVAL_S})
     settings = settings.model_copy(update={"signals": signals})
-    # The events are those of a dispatcher's log; the operator of `check` reads the finding instead.
+    # The poller emits the events of a dispatcher's log. The operator of `check` gets the finding instead.
     with diverted(lambda event, fields: None):
         replicas = await _picker_addresses(settings)
         try:
@@ -89,7 +90,7 @@ async def measure(settings: Settings, plan: ProbePlan) -> Finding:
 
 
 async def _picker_addresses(settings: Settings) -> tuple[str, ...] | None:
-    """The picker's pods, where Kubernetes knows them."""
+    """Return the addresses of the picker's pods. `None` if Kubernetes does not know them."""
     if not settings.signals.watches_pool or not ClusterAccess():
         return None
     from dispatcher.check import kubernetes  # its client library takes long to import
@@ -105,6 +106,7 @@ class _Driver:
         configured = settings.budget.max_in_flight
         by_setting = configured is not None and configured < plan.most
         most = configured if by_setting and configured is not None else plan.most
+        # A configured capacity would bound the ramp by the number that the operator wants to find out.
         policy = replace(settings.policy(), per_endpoint=None, max_sys=None, max_in_flight=most)
         self.ramp = Ramp(
             most,
@@ -117,10 +119,10 @@ class _Driver:
         self._seconds = plan.seconds
         self._limiter = Limiter(policy, at_most(settings.signals.use))
         self._ledger = LoadLedger(horizon_s=policy.max_age_s + 2 * FLUSH_S)
-        """The probe's own requests, to tell them from those of others."""
+        """Requests of the probe, to separate them from those of others in a reading."""
         self._poll: SourcePoll | None = None
         self._read_at = float("-inf")
-        """When the newest reading that the ramp has seen was taken."""
+        """Time of the newest reading that was passed to the ramp."""
         self._awake = asyncio.Event()
         self._ends_at = 0.0
 
@@ -138,6 +140,8 @@ class _Driver:
                 except TimeoutError:
                     self.ramp.stop(ProbeEnd.TIME, self._limiter.allowance(_now()).because)
                 finally:
+                    # `may_send` is asked again right before the first byte of each request, so that a request
+                    # that waits for a connection is not sent any more.
                     self.ramp.may_send = False
                     for task in (*sending, polling):
                         task.cancel()
@@ -154,20 +158,20 @@ class _Driver:
             while self.ramp.may_send and self._ledger.own < min(allowance.limit, self.ramp.most):
                 self.ramp.sent += 1
                 token = f"capacity-probe-{self.ramp.sent}"
-                # Counted before the task runs: the loop must not start one too many.
+                # Counted here and not in the task, so that this loop does not start too many.
                 self._limiter.sent(token, now)
                 self._ledger.sent(token, now)
                 task = tasks.create_task(self._send(token))
                 sending.add(task)
                 task.add_done_callback(sending.discard)
-            # A reading counts some milliseconds after it came, when `next_check_at` says.
+            # A reading counts only some milliseconds after it arrived, at `next_check_at`.
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(allowance.next_check_at):
                     await self._awake.wait()
             self._awake.clear()
 
     def _look(self, allowance: Allowance) -> None:
-        """Show the ramp a reading that it has not seen, or that the gate is closed."""
+        """Pass a new reading to the ramp, or stop the ramp if the gate is closed."""
         if allowance.read_at > self._read_at and self._poll is not None:
             self._read_at = allowance.read_at
             self.ramp.observe(self._sample(self._limiter.readings, self._poll))
@@ -175,6 +179,7 @@ class _Driver:
             case Reason.NO_ROOM:
                 pass  # the first estimate may be less than what others run; it grows with the next readings
             case Reason.STARTING:
+                # No poll has succeeded yet. The probe only gives up if one has failed.
                 if self._poll is not None and self._poll.worst is not None:
                     self.ramp.stop(ProbeEnd.CLOSED, allowance.because)
             case reason if reason.closed:
@@ -209,7 +214,7 @@ class _Driver:
 
     async def _send(self, token: str) -> None:
         request = Request(id=token, deadline=int(time.time() + self._seconds) + 1, payload=self._payload)
-        # The deadline is after the end of the probe, which cancels what still runs then.
+        # The deadline is after the end of the probe, which cancels all requests that still run then.
         forwarded = await self._gateway.forward(
             request, token=token, deadline=self._ends_at + 1.0, may_send=lambda: self.ramp.may_send
         )
@@ -222,7 +227,7 @@ class _Driver:
         self._awake.set()
 
     def _judge(self, forwarded: Forwarded) -> None:
-        """End the probe, unless the request was answered as it should be."""
+        """End the probe unless the request was answered with 2xx."""
         outcome = forwarded.outcome
         if isinstance(outcome, Delivered) and 200 <= outcome.status < 300:
             self._limiter.reached(forwarded.ended_at, forwarded.sent_at)
@@ -236,7 +241,7 @@ class _Driver:
 
 
 def _failure(outcome: Outcome) -> str | None:
-    """Why a request was not answered as it should be. `None` if it was only late, or was not sent."""
+    """Return why a request failed. `None` if it was only late, or was not sent."""
     match outcome:
         case Delivered(status, body):
             text = " ".join(body[: 4 * _ANSWER_CHARS].decode(errors="replace").split())

@@ -1,4 +1,4 @@
-"""The queue: a server, asked through the dispatcher's own client, or the embedded Valkey."""
+"""Check the queue: a server, asked through the dispatcher's own client, or the embedded Valkey."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def asked(settings: Settings) -> set[Address]:
-    """The addresses that accept connections where the queue is there; none for the embedded one."""
+    """Return the addresses of the queue's servers. Empty for the embedded Valkey."""
     url = settings.queue.url
     return addresses([url], _usual_port(url)) if url else set()
 
 
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
-    """What asks the queue; nothing where it is `away`."""
+    """Return the probe of the queue. The probe of an unreachable queue only reports that."""
     url = settings.queue.url
     if not url:
         return _embedded(settings)
@@ -37,7 +37,7 @@ def _usual_port(url: SecretUrl) -> int:
 
 
 def _embedded(settings: Settings) -> Probe:
-    """The Valkey of our own: the one that runs, else whether one could."""
+    """Return a probe of the embedded Valkey: of the running one, or of whether one could run."""
     from dispatcher.queue.embedded import EmbeddedError, find_server, running_url
 
     data_dir = Path(settings.queue.data_dir).absolute()
@@ -48,6 +48,7 @@ def _embedded(settings: Settings) -> Probe:
         find_server()
     except EmbeddedError as error:
         return known(Finding("failed", "queue.url", str(error)))
+    # The directory is created at the first start. Until then its nearest parent decides.
     there = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         hint = "a directory on a writable volume, or a Redis in queue.url"

@@ -1,4 +1,7 @@
-"""Rules of `check --probe`: when it sends requests, when it stops and what it reports. Pure."""
+"""Rules of `check --probe`: when it sends requests, when it stops and what it reports.
+
+This module has no clock and does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,29 @@ from dispatcher.signals.readings import PerEndpointFrom
 
 WHERE = "budget.per_endpoint"
 LOOK_S = 6.0
-"""Seconds of readings before the first request. They include a rewrite of the picker's averages (FLUSH_S),
-which are the only place where requests that bypass the picker show."""
+"""Seconds of readings before the first request. They include one flush of the picker's averages (FLUSH_S).
+Requests that bypass the picker show only in these averages."""
 QUIET_SHARE, QUIET_MOST = 0.25, 8.0
 """The hour is not quiet if requests of others exceed both: this share of what runs, and this number."""
 SUGGESTED_S = 10.0
-"""Seconds for which the picker's pages have to suggest the same number, until it is reported. The proof needs
-different loads, which a ramp that this number bounds may never reach."""
+"""Seconds for which the picker's pages have to suggest the same number until it is reported. A proof needs
+different loads, and a ramp that is bounded by this number may never reach them."""
 READINGS = 3
-"""Readings in a row that a ceiling, or a full load without anybody waiting, has to last."""
+"""Number of readings in a row that have to confirm a ceiling, or a full load with no request waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSample:
-    """One reading of the pool, as far as the probe needs it."""
+    """The parts of one reading of the pool that the probe needs."""
 
     at: float
     present: float | None
     """Requests in the pool, running or waiting. `None` if the signals do not count them."""
     running: float | None
-    """Requests that run. `None` if they cannot be told from those that wait."""
+    """Requests that run. `None` if the signals do not separate them from those that wait."""
     waiting: float
     ours: int
-    """The most requests of the probe that the reading may contain."""
+    """Largest number of the probe's requests that the reading may contain."""
     ceiling: float | None = None
     """Requests that ran while others waited, as the limiter learned it."""
     confirmed: int = 0
@@ -58,9 +61,9 @@ class ProbeEnd(Enum):
     """The gateway refused a request as overloaded."""
     NOT_QUIET = auto()
     NAMED = auto()
-    """The picker or the model servers name the capacity, so that nothing has to be measured."""
+    """The picker or the model servers show the capacity, so nothing has to be measured."""
     UNCOUNTED = auto()
-    """The signals do not count requests, so that nobody can tell whether the hour is quiet."""
+    """The signals do not count requests, so it is not known whether the hour is quiet."""
     CLOSED = auto()
     """The signals cannot be read, or the limiter closed the gate for another reason."""
     FAILED = auto()
@@ -68,32 +71,32 @@ class ProbeEnd(Enum):
 
 
 class Ramp:
-    """Decides when the probe may send, when it ends and what it reports. It has no clock and does no I/O.
+    """Decides when the probe may send, when it ends and what it reports.
 
-    `most`: requests of the probe that are in flight at most; `bound`: the option or setting that says so.
-    `look_s`: how long to watch the pool before the first request.
+    `max_in_flight` is the largest number of requests in flight, and `bound` the name of the option or setting
+    that has this number. `observe_s` is the time for which the pool is observed before the first request.
     """
 
     def __init__(self, most: int, *, bound: str = "--probe-most", look_s: float = LOOK_S) -> None:
         self.most = most
         self.may_send = False
-        """The pool was quiet for long enough, and the probe has not ended."""
+        """True if the pool was quiet for long enough and the probe has not ended."""
         self.stopped: ProbeEnd | None = None
         self.sent = 0
-        """Requests that the probe has sent, which the report mentions."""
+        """Number of requests that the probe has sent, for the report."""
         self._bound = bound
         self._look_s = look_s
         self._why = ""
         self._began_at: float | None = None
         self._ran = 0.0
-        """The most requests that ran in two readings in a row in which nobody waited."""
+        """Largest number of requests that ran in two readings in a row with no request waiting."""
         self._ran_before: float | None = None
-        """Requests that ran in the previous reading. `None` if somebody waited then."""
+        """Requests that ran in the previous reading. `None` if a request waited then."""
         self._full = 0
-        """Readings in a row with `most` requests of the probe in flight and nobody waiting."""
+        """Number of readings in a row with `max_in_flight` requests in flight and no request waiting."""
         self._ceiling: float | None = None
         self._held = 0
-        """Readings in a row that left the ceiling about the same."""
+        """Number of readings in a row that left the ceiling about the same."""
         self._endpoints: float | None = None
         self._suggested: tuple[float, float | None] | None = None
         """Time at which the picker's pages began to suggest a number of requests per endpoint, and that
@@ -108,6 +111,7 @@ class Ramp:
         """Take in a new reading. It may start the sending, or end the probe."""
         if sample.endpoints is not None:
             self._endpoints = sample.endpoints
+        # Both reasons hold at any time, not only before the first request: others may begin to send.
         if (named := self._named_by(sample)) is not None:
             self.stop(ProbeEnd.NAMED, named)
         elif sample.present is None:
@@ -123,7 +127,7 @@ class Ramp:
         self._follow_ceiling(sample)
 
     def _named_by(self, sample: PoolSample) -> str | None:
-        """Return a sentence that says who names the capacity. `None` if nobody does."""
+        """Return a sentence that says where the capacity is shown. `None` if it is not shown anywhere."""
         suggested, self._suggested = self._suggested, None
         match sample.per_endpoint_from:
             case "picker":
@@ -143,7 +147,8 @@ class Ramp:
                 return None
 
     def _not_quiet(self, sample: PoolSample, present: float) -> str | None:
-        """Return the reason why this is not a quiet hour. `None` if it is one."""
+        """Return why this is not a quiet hour. `None` if it is a quiet hour."""
+        # Later on, waiting requests are what the probe wants to cause.
         if self.sent == 0 and sample.waiting >= ONE_WAITS:
             return f"{_requests(sample.waiting)} of others wait"
         others = max(0.0, present - sample.ours)
@@ -153,10 +158,10 @@ class Ramp:
         return None
 
     def _note_what_ran(self, sample: PoolSample) -> None:
-        """Keep the largest number that ran with nobody waiting.
+        """Keep the largest number of requests that ran with no request waiting.
 
-        The queues of the model servers may be those of up to SERVER_LAG_S before, so that requests which have
-        just come look as if they ran. What two readings in a row show did run.
+        The queue lengths of the model servers may be up to SERVER_LAG_S old, so that requests that have just
+        arrived look as if they ran. A number that two readings in a row show is reliable.
         """
         ran = sample.present if sample.running is None else sample.running
         if ran is None or sample.waiting >= ONE_WAITS:
@@ -243,7 +248,7 @@ def _requests(count: float) -> str:
 
 
 def counts_of(reading: Reading) -> tuple[float | None, float | None, float]:
-    """Return the numbers of requests in the pool, running and waiting. `None` where a reading counts none."""
+    """Return the numbers of requests in the pool, running and waiting. `None` if the reading has no count."""
     running, waiting = reading.running, reading.waiting
     if running is None and reading.averages is not None:
         running, waiting = reading.averages[0], max(waiting, reading.averages[1])

@@ -1,4 +1,4 @@
-"""What the sources of the signals show: series, values, ages, and the budget that follows."""
+"""Report what the sources of the signals show: series, values, ages, and the budget that follows."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from dispatcher.signals.readings import Verdict, judge
 async def ask(
     settings: Settings, sources: Sequence[Source], epp_addresses: tuple[str, ...] | None = None
 ) -> Findings:
-    """Ask every source once and say what it shows.
+    """Poll every source once and report what it shows.
 
-    `epp_addresses`: the EPP's pods, where the Kubernetes watch knows them.
+    `epp_addresses` are the addresses of the endpoint picker's pods. `None` if the Kubernetes watch does not
+    know them.
     """
     findings: Findings = []
     for source in sources:
@@ -51,9 +52,13 @@ async def ask(
 
 
 def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict) -> Findings:
-    """How the capacity is known, by one sample: a hint, which a running dispatcher makes sure of."""
+    """Report where the number of requests per endpoint comes from.
+
+    One sample gives only a hint. A running dispatcher confirms it with further samples.
+    """
     each, source = verdict.per_endpoint, verdict.per_endpoint_from
     name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
+    # A page without requests in flight fits every number.
     fits = {fitting(page) for view in views if (page := view.page) is not None and page.in_flight > 0}
     k = fits.pop() if len(fits) == 1 else None
     suggested = f"the picker's page suggests {k} requests per endpoint; not proven yet"
@@ -73,8 +78,8 @@ def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict)
 
 
 def _series(part: str, view: View, now: float) -> Findings:
-    """Every series that was found with its value and age, and those that were not."""
-    if view.of_now:  # model servers' own, summed
+    """Report every series that was found, with its value and age, and the missing ones."""
+    if view.of_now:  # the sums over the pages of the model servers, which are no series of a picker
         age_s = max(0.0, now - view.closed_at)
         told = ", ".join(f"{what} {value:g}" for what, value in view.raw.items())
         return [Finding("ok", part, f"{told}, {age_s:.1f} s old")]
@@ -90,7 +95,7 @@ def _series(part: str, view: View, now: float) -> Findings:
         for name, value in view.raw.items()
         if name.startswith("queries.")
     ]
-    if view.utilization:  # a label tells it; the series' value says nothing
+    if view.utilization:  # the label names the detector; the value of the series says nothing about it
         names = ", ".join(sorted(filter(None, view.utilization))) or "(without a name)"
         what = f"utilization detector {names}: its saturation is no count"
         found.append(Finding("ok", f"{part} {Family.STALE.value[0]}", what))
@@ -119,7 +124,7 @@ _ABSENT = {
 
 
 def _verdict(name: str, verdict: Verdict, policy: Policy, now: float) -> Findings:
-    """The signals that count, with the budget of each, and those that cannot be read."""
+    """Report the signals in use, each with its budget, and the signals that cannot be read."""
     findings = [_budget(name, reading, policy) for reading in verdict.readings]
     for unread in verdict.unread:
         signal = f"{name} {unread.signal}" if unread.signal is not None else f"{name} {unread.reason}"

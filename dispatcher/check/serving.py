@@ -1,4 +1,4 @@
-"""The model servers that are asked which models they serve: each is asked once, as the dispatcher does."""
+"""Check the model servers of `serving.urls`: each is asked once for its models, as the dispatcher does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NAMES_CHARS = 100
 
 
 def urls(settings: Settings) -> tuple[SecretUrl, ...]:
-    """Return the model servers that the settings have asked for their models."""
+    """Return the URLs of the model servers that the dispatcher asks for their models."""
     return settings.asks.urls if settings.observes_models else ()
 
 
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
-    """Return the probe of all these model servers. Those that are `away` are not asked."""
+    """Return the probe of all these model servers. If all are unreachable, the probe only reports that."""
     why = all_away(addresses(urls(settings)), away)
     if why is not None:
         return known(Finding("failed", _WHERE, why, _HINT))

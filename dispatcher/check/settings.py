@@ -1,4 +1,4 @@
-"""What a configuration tells without any connection, and a dispatcher that runs by it."""
+"""Check a configuration without any connection, and report problems of a dispatcher that runs with it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dispatcher.settings.watched_files import TokenFileError, read_token
 from dispatcher.settings.yaml_source import Problem
 
 FILE_ENDINGS = ("_file", ".warmup")
-"""Of settings that name a file."""
+"""Endings of the keys of settings that name a file."""
 
 
 def doubts(settings: Settings) -> Iterator[Finding]:
-    """What is allowed, but seldom meant, or cannot be done here."""
+    """Report settings that are valid but probably not intended, or that cannot work on this machine."""
     for where in key_paths(Settings):
         if where.endswith(".insecure_skip_verify") and attrgetter(where)(settings):
             yield Finding("warning", where, "anybody on the way can read and answer")
@@ -28,7 +28,7 @@ def doubts(settings: Settings) -> Iterator[Finding]:
         what = "none named: batch requests compete with everything of priority 0"
         yield Finding("warning", "gateway.objective", what)
     if settings.tracing.endpoint:
-        from dispatcher.telemetry import otlp  # the log comes with it
+        from dispatcher.telemetry import otlp  # the import also loads the logging module
 
         try:
             otlp.prepare(settings)
@@ -45,7 +45,7 @@ def doubts(settings: Settings) -> Iterator[Finding]:
 
 
 def taken(settings: Settings) -> Iterator[Finding]:
-    """What one setting has of another."""
+    """Report settings whose value is derived from another setting."""
     if settings.observes_models and settings.asks.urls != settings.serving.urls:
         many = len(settings.asks.urls)
         servers = "model server is" if many == 1 else "model servers are"
@@ -54,7 +54,7 @@ def taken(settings: Settings) -> Iterator[Finding]:
 
 
 def _versions_in_vain(settings: Settings) -> Iterator[Finding]:
-    """What is said of versions and warm-ups, and comes to something else."""
+    """Report settings of versions and warm-ups that have no effect."""
     for at, model in enumerate(settings.models):
         where = f"models[{at}]"
         if model.weights and model.policy.most == 1:
@@ -75,7 +75,7 @@ def _versions_in_vain(settings: Settings) -> Iterator[Finding]:
 
 
 def _rules_in_vain(settings: Settings) -> Iterator[Finding]:
-    """Paths of rules for batching by which no request ever goes."""
+    """Report paths of batching rules that no request can match."""
     allowed = (*settings.gateway.allowed_paths, settings.gateway.path)
     before: list[tuple[int, str]] = []
     for number, rule in enumerate(settings.batching.rules):
@@ -92,7 +92,7 @@ def _rules_in_vain(settings: Settings) -> Iterator[Finding]:
 
 
 def files(settings: Settings) -> Iterator[Finding]:
-    """Every file that a setting names: their keys end in FILE_ENDINGS."""
+    """Check every file that a setting names. The keys of these settings end in FILE_ENDINGS."""
     for where in key_paths(Settings):
         if where.endswith("_file"):
             name = attrgetter(where)(settings)
@@ -103,7 +103,8 @@ def files(settings: Settings) -> Iterator[Finding]:
 
 
 def _warmups(settings: Settings) -> Iterator[Finding]:
-    from dispatcher.settings.warmups import WarmupFiles  # few have one, and to import it costs a twentieth
+    # Imported here because few configurations have warm-ups, and the import is slow.
+    from dispatcher.settings.warmups import WarmupFiles
 
     warmups = WarmupFiles(settings)
     for model in warmups.paths:
@@ -117,7 +118,7 @@ def _warmups(settings: Settings) -> Iterator[Finding]:
 
 
 def of_running(status: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """What a dispatcher that runs by this configuration has seen, by its /status."""
+    """Report problems that a running dispatcher with this configuration shows in its /status."""
     little = status.get("reserve_problem") if status else None
     if little:
         yield Finding("warning", "budget.reserve", str(little))

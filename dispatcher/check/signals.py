@@ -1,4 +1,4 @@
-"""Kubernetes and the signals: what the first finds is where the second looks."""
+"""Check Kubernetes and the signals. The sources use the picker's addresses that Kubernetes knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WHERE = "signals.epp.urls, signals.epp.service, signals.prometheus.url or signa
 
 
 def urls(settings: Settings) -> list[SecretUrl]:
-    """The addresses that the settings give for the signals."""
+    """Return the URLs that the settings have for the signals."""
     signals = settings.signals
     if signals.source == "fixed":
         return []
@@ -26,7 +26,10 @@ def urls(settings: Settings) -> list[SecretUrl]:
 
 
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
-    """What asks Kubernetes, where there is one, and then each source; nothing that is `away`."""
+    """Return the probe that asks Kubernetes, if there is a cluster, and then each source.
+
+    Unreachable servers are not asked.
+    """
     signals, given = settings.signals, urls(settings)
     if signals.source == "fixed":
         limit = settings.budget.max_in_flight
@@ -37,7 +40,7 @@ def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
     if by_watch and not watched and not given:
         what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"
         return known(Finding("failed", "signals", what, _WHERE))
-    # A service's name is the source's own to resolve.
+    # With a service name the addresses are not known here, because the source resolves the name itself.
     why = all_away(addresses(given), away) if given and not (direct and direct.service) else None
     look_around = kubernetes.look_around(settings) if watched else None
     ask_sources = _sources(settings) if why is None or (by_watch and watched) else None
@@ -55,7 +58,7 @@ def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
 
 
 def _sources(settings: Settings) -> Callable[[tuple[str, ...] | None], Awaitable[Findings]]:
-    """What asks the sources, given what Kubernetes says of the endpoint picker."""
+    """Return a function that polls the sources, given the endpoint picker's addresses from Kubernetes."""
     from dispatcher.check import readings
     from dispatcher.signals.sources import sources
 

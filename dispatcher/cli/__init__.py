@@ -1,4 +1,7 @@
-"""The command line: each verb is a function of its own module, imported only when the verb is used."""
+"""The command line `batch-dispatcher`.
+
+Each verb is a function in its own module, and the module is imported only when the verb is used.
+"""
 
 from __future__ import annotations
 
@@ -41,50 +44,57 @@ VERBS = {
     "help": "dispatcher.cli.help",
     "version": "dispatcher.cli.version",
 }
-"""Verb → the module that has a function of that name, or a `typer.Typer` for a family (`dead list|show|…`).
+"""Module of each verb, in the order in which the help lists the verbs.
 
-In the order of the help. The function's docstring is the verb's help, and the `EXAMPLES` of its module, by
-`verb` or `family verb`, are shown below it; keep heavy imports inside the function.
+The module has a function with the name of the verb, or a `typer.Typer` for a group of verbs such as `dead`.
+The docstring of the function is the help of the verb. The examples below it come from `EXAMPLES` of the
+module, by `verb` or `group verb`. Keep heavy imports inside the function.
 """
 SUMMARIES = {
-    "run": "Fill the pool's slack from the queue, until SIGTERM.",
-    "init": "Write a commented configuration, of options or, on a terminal, of a few questions.",
-    "check": "Validate a configuration, print what it sets, then try every connection and say what each "
+    "run": "Send requests from the queue into the free capacity of the pool, until SIGTERM.",
+    "init": "Write a commented configuration, from options or, on a terminal, from a few questions.",
+    "check": "Validate a configuration, print its settings, then try every connection and report what was "
     "found.",
-    "submit": "Submit one request, wait for its result and print it; or a whole batch file.",
-    "result": "Print the result of a request that `submit` sent, or that lies in the queue's default list.",
-    "describe": "Say where a request lies, its place in line, its tries, why it is not sent; or that it was "
-    "answered.",
-    "list": "List requests: those that run, those in line in their order, those that wait for a retry, the "
-    "dead.",
-    "peek": "Show what is sent next, in its order, and what holds it back.",
-    "results": "Show what lies in a result list, the oldest first; as JSON lines with --json, and when they "
-    "are taken.",
-    "status": "Show the queue, and of the dispatcher that answers its gate, readings, rate and replicas.",
-    "explain": "Say in one paragraph why the dispatcher sends what it sends.",
-    "top": "Watch the pool: who has its capacity, what waits, how fast it goes and when it is done.",
-    "pause": "Have all dispatchers of the queue send nothing new until `resume`. What runs goes on.",
+    "submit": "Submit one request, wait for its result and print it, or submit a whole batch file.",
+    "result": "Print the result of a request, from the list of its id or from the default list of the queue.",
+    "describe": "Describe one request: its state, its place in the queue, its attempts, and why it is not "
+    "sent yet.",
+    "list": "List requests that run, that are in the queue, that wait for a retry, or that are dead.",
+    "peek": "Show the next requests, in order, and what holds them back.",
+    "results": "Show a result list, the oldest result first: as a table, or as JSON lines with --json or "
+    "--take.",
+    "status": "Show the queue, and the gate, readings, rate and replicas of the dispatcher that answers.",
+    "explain": "Explain in one paragraph why the dispatcher sends as much as it does.",
+    "top": "Watch the pool live: how its capacity is used, what waits, and how fast requests are done.",
+    "pause": "Stop all dispatchers of the queue from sending new requests, until `resume`. Requests that run "
+    "go on.",
     "resume": "Let the dispatchers send again.",
-    "cancel": "Cancel requests, or a sequence: their result is CANCELLED; in flight the connection is "
-    "closed.",
-    "dead": "Requests that were put aside, and why.",
-    "sequences": "Requests that run in order, one at a time, by sequence.",
-    "streams": "Streams of the Python client that have a name.",
-    "models": "Models: which the pool serves, who waits for which.",
+    "cancel": "Cancel requests or a sequence. The result is CANCELLED; connections in flight are closed.",
+    "dead": "Dead requests: requests in the dead-letter set, and why they are there.",
+    "sequences": "Sequences: requests that run in order, one at a time.",
+    "streams": "Named streams of the Python client.",
+    "models": "Models: which ones the pool serves, and which requests wait for them.",
     "queue": "The queue as a whole.",
     "simulate": "Try batch work on a pool in virtual time, before you install anything.",
-    "demo": "Show the dispatcher at work: a pool with realtime traffic, a queue, a crash, and a verdict.",
-    "completion": "Print the script by which a shell completes verbs, options and files.",
+    "demo": "Run a demonstration: a pool with realtime traffic, a queue, a crash, and a verdict.",
+    "completion": "Print the script with which a shell completes verbs, options and files.",
     "help": "Show the help of a verb.",
     "version": "Print the version of the dispatcher and of the Python it runs on.",
 }
-"""The first paragraph of each verb's help, for the list of all: to import every verb takes half a second."""
+"""First paragraph of the help of each verb, for the list of all verbs.
+
+The list uses these copies because importing every verb takes half a second. A test compares them with the
+help.
+"""
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
-"""What wrong usage raises; typer has no name for it."""
+"""Base class of the errors for wrong usage (`UsageError`), which typer does not export."""
 
 
 class _Verbs(TyperGroup):
-    """Finds commands by name, without importing the others; and for the list of all none of them."""
+    """Group of all verbs that imports only the module of the verb that is used.
+
+    The list of all verbs imports no module: it is made of `SUMMARIES`.
+    """
 
     _summing_up = False
 
@@ -101,6 +111,7 @@ class _Verbs(TyperGroup):
         if not isinstance(verb, typer.Typer):
             family = typer.Typer(add_completion=False)
             family.command(cmd_name)(verb)
+            # A Typer with one command is built as that command, without a group.
             verb = family
         for info in verb.registered_commands:
             info.callback = info.callback and unfolded(info.callback)
@@ -108,16 +119,17 @@ class _Verbs(TyperGroup):
         command.name = cmd_name
         examples = getattr(module, "EXAMPLES", {})
         for each, found in ((cmd_name, command), *_inner(command, cmd_name)):
-            # Where a docstring breaks its lines is nothing to a terminal.
+            # The line breaks of a docstring mean nothing on a terminal: keep the paragraphs, join the lines.
             found.help = "\n\n".join(" ".join(part.split()) for part in (found.help or "").split("\n\n"))
             for option in (*found.params, found.get_help_option(ctx)):
                 if getattr(option, "is_flag", False):
-                    option.metavar = ""  # "<bool>" says nothing, and its column takes the help's room
+                    option.metavar = ""  # "<bool>" says nothing, and its column would narrow the help text
             if each in examples:
                 found.epilog = "Examples:\n\n" + "\n".join(examples[each])
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        # get_command() returns stubs with the summary while this is set.
         self._summing_up = True
         try:
             super().format_help(ctx, formatter)
@@ -125,6 +137,8 @@ class _Verbs(TyperGroup):
             self._summing_up = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Set before anything is parsed, so that the error of a wrong option is printed as JSON, too.
+        # A "--json" behind "--" is an argument, not an option.
         given = args[: args.index("--")] if "--" in args else args
         for_programs.set("--json" in given)
         with _wrong_usage_as_json():
@@ -136,7 +150,7 @@ class _Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         names: Any = dict.fromkeys(self.list_commands(ctx))
-        self.commands = names  # for "did you mean"
+        self.commands = names  # names only: enough for the suggestion "did you mean"
         return super().resolve_command(ctx, args)
 
 
@@ -146,12 +160,12 @@ def _inner(family: Any, name: str) -> list[tuple[str, Any]]:
 
 @contextmanager
 def _wrong_usage_as_json() -> Iterator[None]:
-    """With --json wrong usage is told to a program, too."""
+    """Print wrong usage as JSON if the command line has --json."""
     try:
         yield
     except USAGE_ERROR as error:
         if not for_programs.get():
-            raise
+            raise  # typer prints it for people
         told: Any = error
         complain(told.format_message())
         raise typer.Exit(2) from error
@@ -182,9 +196,9 @@ def _root(
         typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Fills the idle slack of LLM inference pools with batch requests.
+    """Fills the free capacity of LLM inference pools with batch requests.
 
-    Without --config a verb takes $BATCH_DISPATCHER_CONFIG, ./config.yaml, or
+    Without --config a verb uses $BATCH_DISPATCHER_CONFIG, ./config.yaml, or
     ~/.config/batch-dispatcher/config.yaml.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
@@ -192,5 +206,5 @@ def _root(
 
 
 def main() -> None:
-    """The `batch-dispatcher` command."""
+    """Run the `batch-dispatcher` command."""
     app(prog_name="batch-dispatcher")

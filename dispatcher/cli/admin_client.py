@@ -1,4 +1,4 @@
-"""A dispatcher that runs, asked at its admin port."""
+"""Client of the admin port of a running dispatcher: status and readiness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dispatcher.settings.watched_files import TokenFileError, read_token
 
 WAIT_S = 2.0
 LONGEST = 1 << 20
-"""Bytes of an answer."""
+"""Largest answer in bytes that is read."""
 _LISTENED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what is listened on
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 PORT = 8080
@@ -24,13 +24,13 @@ PORT = 8080
 
 @dataclass(frozen=True, slots=True)
 class AdminAddress:
-    """Where a dispatcher is asked."""
+    """Address of the admin port of a dispatcher."""
 
     host: str
     port: int
     token_file: str = ""
     url: str = ""
-    """The URL as it was given; empty if the settings name the address."""
+    """Host and port as the user gave them. Empty if the address comes from the settings."""
 
     def __str__(self) -> str:
         if self.url:
@@ -40,13 +40,18 @@ class AdminAddress:
 
 
 def address_of(admin: AdminSettings | None, url: str = "") -> AdminAddress | None:
-    """Where the dispatcher of a configuration is asked, or that of a URL; raises ValueError for a bad one."""
+    """Return the admin address from a URL or, if there is none, from the settings.
+
+    Return `None` if there are neither. Raises ValueError if the URL is not `http://host:port`.
+    """
     token_file = admin.token_file if admin else ""
     if not url:
         if admin is None:
             return None
+        # A dispatcher that listens on all interfaces is asked on the loopback one.
         return AdminAddress(_LISTENED.get(admin.host, admin.host), admin.port, token_file)
     parts = urlsplit(url if "://" in url else f"http://{url}")
+    # A path, a query or a user would be ignored without a word, so they are refused.
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError("give http://host:port of a dispatcher's admin port")
     return AdminAddress(
@@ -55,7 +60,7 @@ def address_of(admin: AdminSettings | None, url: str = "") -> AdminAddress | Non
 
 
 async def running(address: AdminAddress) -> tuple[dict[str, Any] | None, str | None]:
-    """/status of the dispatcher there; or why it is not known."""
+    """Return the /status of the dispatcher, or `None` and the reason why it is not known."""
     answer = await _asked(address, "/status")
     if isinstance(answer, str):
         return None, answer
@@ -67,13 +72,14 @@ async def running(address: AdminAddress) -> tuple[dict[str, Any] | None, str | N
         found = json.loads(answer.body) if answer.status == 200 else None
     except ValueError:
         found = None
+    # Another program on that port may answer JSON, too; every dispatcher sends an explanation.
     if isinstance(found, dict) and "explanation" in found:
         return found, None
     return None, _stranger(address)
 
 
 async def ready(address: AdminAddress) -> str | None:
-    """Why the dispatcher there is not ready, or does not answer; None: it is."""
+    """Return why the dispatcher is not ready or does not answer. `None` if it is ready."""
     answer = await _asked(address, "/readyz")
     if isinstance(answer, str):
         return answer
@@ -87,7 +93,7 @@ def _stranger(address: AdminAddress) -> str:
 
 
 async def _asked(address: AdminAddress, path: str) -> RawAnswer | str:
-    """What is answered; or why nothing is."""
+    """Return the answer of the admin port, or a sentence that says why there is none."""
     token = ""
     if address.token_file:
         try:
@@ -99,7 +105,7 @@ async def _asked(address: AdminAddress, path: str) -> RawAnswer | str:
             return await _get(address, path, token)
     except ConnectionRefusedError:
         return f"nobody on {address}"
-    except (ConnectionResetError, ValueError):  # it speaks, but no HTTP
+    except (ConnectionResetError, ValueError):  # something listens there, but does not speak HTTP
         return _stranger(address)
     except OSError as error:
         return f"{address}: {words(error)}"

@@ -1,4 +1,4 @@
-"""A bar of characters: shares of a whole, as a terminal can show them. Pure."""
+"""Bars of characters that show the shares of a whole on a terminal. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Sequence
 
 
 def cells(amounts: Sequence[float], whole: float, width: int) -> list[int]:
-    """How many of `width` characters each amount takes; the rest of them is what is left of the whole.
+    """Return the number of characters for each amount, in a bar of `width` characters for `total`.
 
-    They never come to more than `width`: more than the whole is the whole. What is there is seen: an amount
-    above 0 has a character at the least, taken from the rest or the longest, while there are enough.
+    The sum never exceeds `width`: if the amounts exceed `total`, their sum is used instead. Each amount above
+    0 gets at least one character, taken from the unused part or from the longest part, while there are
+    enough.
     """
     given = [max(0.0, amount) for amount in amounts]
     whole = max(whole, sum(given))
     if whole <= 0 or width <= 0:
         return [0] * len(given)
-    # By their ends, so that roundings do not add up.
+    # Round the positions of the ends and not the lengths, so that rounding errors do not add up.
     ends = [round(sum(given[: n + 1]) / whole * width) for n in range(len(given))]
     found = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     for n, amount in enumerate(given):
         if amount > 0 and found[n] == 0:
             if sum(found) == width:
                 longest = max(range(len(found)), key=found.__getitem__)
-                if found[longest] <= 1:
+                if found[longest] <= 1:  # more amounts than characters: the later ones get none
                     break
                 found[longest] -= 1
             found[n] = 1
@@ -30,7 +31,10 @@ def cells(amounts: Sequence[float], whole: float, width: int) -> list[int]:
 
 
 def bar(parts: Sequence[tuple[str, float]], whole: float, width: int, rest: str = "·") -> str:
-    """One character for each share of the parts, in their order, then `rest`; `width` long."""
+    """Return a bar of `width` characters: the parts in order, then `fill`.
+
+    Each part is its character and its amount.
+    """
     shares = cells([amount for _, amount in parts], whole, width)
     drawn = "".join(glyph * share for (glyph, _), share in zip(parts, shares, strict=True))
     return drawn + rest * (width - len(drawn))
@@ -40,8 +44,9 @@ REALTIME, WAITING, OURS, FREE, RESERVE = "█", "▓", "▒", "·", "░"
 
 
 def pool(*, realtime: float, waiting: float, ours: float, reserve: float, capacity: float, width: int) -> str:
-    """A pool's capacity and who has it; what the reserve still keeps free is at the end."""
+    """Return a bar that shows how the capacity of a pool is used. The unused reserve is at its end."""
     used = realtime + waiting + ours
+    # Realtime may use the reserve; only its unused part is drawn.
     kept = max(0.0, min(reserve, capacity - used))
     free = max(0.0, capacity - reserve - used)
     parts = [(REALTIME, realtime), (WAITING, waiting), (OURS, ours), (FREE, free), (RESERVE, kept)]
@@ -49,7 +54,7 @@ def pool(*, realtime: float, waiting: float, ours: float, reserve: float, capaci
 
 
 def legend(*, realtime: float, waiting: float, ours: float, reserve: float, capacity: float) -> str:
-    """What the characters of the bar mean, and how much each is."""
+    """Return the legend of `draw_pool`: each character with its meaning and its amount."""
     free = max(0.0, capacity - reserve - realtime - waiting - ours)
     told = [(REALTIME, "realtime", realtime), (WAITING, "waiting", waiting), (OURS, "ours", ours)]
     told += [(FREE, "free", free), (RESERVE, "reserve", reserve)]

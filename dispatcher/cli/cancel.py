@@ -1,4 +1,4 @@
-"""`batch-dispatcher cancel`."""
+"""`batch-dispatcher cancel`: cancel requests by id or by label, or a whole sequence."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def cancel(
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Cancel requests, or a sequence: their result is CANCELLED; in flight the connection is closed.
+    """Cancel requests or a sequence. The result is CANCELLED; connections in flight are closed.
 
     A cancelled sequence ends, together with all requests that were submitted for it until now, whether a
-    dispatcher has claimed them or not. Requests that are submitted later begin it anew. Exit code 1 if a
+    dispatcher has claimed them or not. Requests that are submitted later start it again. Exit code 1 if a
     request or the sequence has ended, is not known or was submitted without a token, if no request has the
-    label, or if nothing waits in the queue at all.
+    label, or if the queue is empty.
     """
     labels = pairs_of("--label", label)
     if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:
@@ -75,6 +75,7 @@ def cancel(
         say(*(f"{each} is being cancelled" for each in done))
     if not json_output:
         complain(*(f"{each}: {what}" for each, what in told.items() if what != _CANCELLED))
+    # The cancel marker is only acted on by a dispatcher; without one the requests stay where they are.
     if done and nobody:
         warn(f"their results come when a dispatcher works on the queue: {nobody}")
     if len(done) < len(told) or not done:
@@ -84,8 +85,9 @@ def cancel(
 async def _cancel(
     desk: RedisDesk, request_ids: Sequence[str], labels: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-    """What came of each: `cancelled`, or why not."""
+    """Cancel requests. Return for each id `cancelled`, or why the request was not cancelled."""
     if not labels:
+        # dict.fromkeys: an id that was given twice is cancelled once, in the order given.
         return {each: await _by_id(desk, each) for each in dict.fromkeys(request_ids)}
     told = {}
     async for found, read in matching(desk, *labelled(labels)):
@@ -99,6 +101,7 @@ def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> No
         seen = await desk.sequence(sequence)
         if await desk.cancel_sequence(sequence) and seen is not None:
             return seen.waiting + (seen.head is not None)
+        # Unclaimed requests may still belong to the sequence: the queue learns it when they are claimed.
         counts = await desk.counts()
         return 0 if counts.pending or counts.leased or counts.delayed else None
 
@@ -116,16 +119,18 @@ def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> No
 
 
 async def _by_id(desk: RedisDesk, request_id: str) -> str:
-    """What came of it: `cancelled`, or why not."""
+    """Cancel a request. Return `cancelled`, or why it was not cancelled."""
     if await desk.cancel(request_id):
         return _CANCELLED
+    # No request is marked as active under this id: search the queue, and cancel by the token of what is
+    # found.
     there = [each for each in (await by_id(desk, request_id))[0] if each[0].state is not Whereabouts.DEAD]
     told = [await _found(desk, *each) for each in there]
     return next((what for what in told if what != _CANCELLED), _CANCELLED) if told else _GONE
 
 
 async def _found(desk: RedisDesk, found: FoundRequest, read: Request | Rejection) -> str:
-    """Cancel one that lies in the queue, whoever submitted it."""
+    """Cancel a request that was found in the queue, no matter which client submitted it."""
     if not read.token:
         return f"is {found.state}, and carries no token: it cannot be cancelled"
     return _CANCELLED if await desk.cancel(read.id or "", read.token, found=True) else _GONE

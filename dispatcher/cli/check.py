@@ -1,4 +1,4 @@
-"""`batch-dispatcher check`: is the configuration right, what does it come to, is there what it names?"""
+"""`batch-dispatcher check`: validate the configuration, print its settings, and try all connections."""
 
 from __future__ import annotations
 
@@ -43,15 +43,18 @@ def check(
         bool, typer.Option("--offline", "--no-connect", help="Validate only; try no connection.")
     ] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 when a connection failed, not only when a file did.")
+        bool,
+        typer.Option(
+            "--strict", help="Exit with 1 if a connection fails, not only if a file cannot be read."
+        ),
     ] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show the settings left at their defaults too.")
+        bool, typer.Option("--all", help="Show the settings at their defaults, too.")
     ] = False,
     probe: Annotated[
         bool,
         typer.Option(
-            "--probe", help="Send real requests, to measure what the pool runs at once. For a quiet hour."
+            "--probe", help="Send real requests, to measure how many the pool runs at once. For a quiet hour."
         ),
     ] = False,
     probe_model: Annotated[
@@ -62,24 +65,25 @@ def check(
         ),
     ] = "",
     probe_seconds: Annotated[
-        float, typer.Option(metavar="N", help="--probe ends after so many seconds, 10 to 300.")
+        float, typer.Option(metavar="N", help="Longest duration of --probe in seconds, 10 to 300.")
     ] = 60.0,
     probe_most: Annotated[
-        int, typer.Option(min=1, metavar="N", help="--probe never has more requests in flight.")
+        int, typer.Option(min=1, metavar="N", help="Most requests that --probe has in flight at once.")
     ] = 256,
     json_output: Json = False,
 ) -> None:
-    """Validate a configuration, print what it sets, then try every connection and say what each found.
+    """Validate a configuration, print its settings, then try every connection and report what was found.
 
-    Secrets are masked, what the environment set is marked. Nothing is taken from the queue, and without
-    --probe nothing is sent to a model. The last line is the verdict.
+    Secrets are masked, and values from the environment are marked. Nothing is taken from the queue, and
+    without --probe nothing is sent to a model. The last line is the verdict.
 
-    With --probe real requests are sent through the gateway, more and more at once, until some have to wait:
-    that is what the pool runs at once, for budget.per_endpoint. It sends nothing while a dispatcher runs on
-    this configuration or others use the pool, and all its requests are cancelled at its end.
+    With --probe real requests are sent through the gateway, more and more at once, until some have to wait.
+    This measures how many requests the pool runs at once, for budget.per_endpoint. The probe sends nothing
+    while a dispatcher runs on this configuration or others use the pool, and it cancels all its requests at
+    its end.
 
     Exit code 2: the configuration is wrong; 1: a file that it names cannot be read, or, with --strict, a
-    connection failed. Without --strict a connection that fails is told but does not fail the check: a
+    connection failed. Without --strict a failed connection is reported but does not fail the check, because a
     configuration is often checked where its servers cannot be reached.
     """
     if probe and offline:
@@ -96,6 +100,7 @@ def check(
         _show(found, "the environment alone" if path is None else str(path), everything=everything)
     told: list[Finding] = []
 
+    # Findings are printed as they come, because a connection may take seconds to fail.
     def tell(finding: Finding) -> None:
         told.append(finding)
         if not json_output:
@@ -108,6 +113,7 @@ def check(
         dispatcher_runs = _ask_running(found, tell)
         if plan is not None:
             tell(_probed(found, plan, dispatcher_runs=dispatcher_runs))
+    # Without --strict only files count: the servers may be out of reach from where the check runs.
     failed = [finding.where for finding in told if finding.level == "failed"]
     ok = not failed if strict else not any(where.endswith(of_settings.FILE_ENDINGS) for where in failed)
     if json_output:
@@ -131,12 +137,12 @@ def _ask_running(settings: Settings, tell: Callable[[Finding], None]) -> bool:
 
 
 def _probe_plan(settings: Settings, named: str, seconds: float, most: int) -> ProbePlan:
-    """Return what --probe is to do. Raises BadParameter if the options do not say that."""
+    """Return the plan of --probe. Raises BadParameter if the options do not define one."""
     from dispatcher.check.probe import ProbePlan  # the gateway's client is slow to import
 
     if not PROBE_LEAST_S <= seconds <= PROBE_MOST_S:
         raise typer.BadParameter(f"--probe-seconds must be from {PROBE_LEAST_S:g} to {PROBE_MOST_S:g}")
-    # The name of a family (`match`) is one that producers use; servers know only its versions.
+    # A model with `match` is a family: producers use its name, but servers know only its versions.
     known = [model.name for model in settings.models if not model.match]
     if not named and not (len(known) == len(settings.models) == 1):
         what = "--probe needs --probe-model NAME, because the settings do not name exactly one model"
@@ -145,7 +151,7 @@ def _probe_plan(settings: Settings, named: str, seconds: float, most: int) -> Pr
 
 
 def _probed(settings: Settings, plan: ProbePlan, *, dispatcher_runs: bool) -> Finding:
-    """Return what the probe measured, or why it sent nothing."""
+    """Run the probe. Return what it measured, or why it sent nothing."""
     from dispatcher.check.probe import measure
     from dispatcher.check.ramp import WHERE
 
@@ -159,7 +165,10 @@ def _probed(settings: Settings, plan: ProbePlan, *, dispatcher_runs: bool) -> Fi
 
 
 def _show(settings: Settings, source: str, *, everything: bool) -> None:
-    """The settings as YAML; without `everything` those alone that somebody set, with their sections."""
+    """Print the settings as YAML.
+
+    Without `everything`, print only the settings that differ from the defaults, with their sections.
+    """
     shown = [*lines(settings, os.environ)]
     if not everything:
         say(f"# {source}; all else is at its default: --all shows it", dim=True)
@@ -169,7 +178,7 @@ def _show(settings: Settings, source: str, *, everything: bool) -> None:
 
 
 def _conclude(told: list[Finding], *, ok: bool, offline: bool) -> None:
-    """The verdict, in one line; `ok`: the exit code is 0."""
+    """Print the verdict in one line. `ok`: true if the exit code is 0."""
     levels = Counter(finding.level for finding in told)
     found = [f"{levels['failed']} failed"] if levels["failed"] else []
     if warnings := levels["warning"]:

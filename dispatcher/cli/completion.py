@@ -1,6 +1,6 @@
-"""`batch-dispatcher completion`: what a shell completes by.
+"""`batch-dispatcher completion`: write the completion script of a shell.
 
-The script holds all verbs and options itself: a Tab starts no Python, which would take half a second.
+The script contains all verbs and options, so that Tab does not start Python, which would take half a second.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EXAMPLES = {
 PROGRAM = "batch-dispatcher"
 Shell = Literal["bash", "zsh", "fish"]
 Value = Literal["", "file", "choice", "other"]
-"""What follows an option; empty: nothing."""
+"""Kind of value that an option takes. Empty if it takes none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An option, by all its names."""
+    """An option, with all its names."""
 
     names: tuple[str, ...]
     help: str
@@ -41,30 +41,31 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A place on the command line: what may come there."""
+    """Words that may follow a program, a verb or a group of verbs on the command line."""
 
     path: str
-    """`/dead/list`; empty: the program itself."""
+    """Verbs so far, such as `/dead/list`. Empty for the program itself."""
     verbs: tuple[tuple[str, str], ...]
-    """Name and help."""
+    """Name and summary of each verb that may follow."""
     flags: tuple[Flag, ...]
     arguments: tuple[str, ...]
-    """Words that an argument may be."""
+    """Allowed values of the arguments."""
     files: bool
-    """Whether an argument may be a file."""
+    """True if an argument may be the name of a file."""
 
 
 def completion(
     shell: Annotated[Shell | None, typer.Argument(help="Whose script to print.")] = None,
 ) -> None:
-    """Print the script by which a shell completes verbs, options and files."""
-    if shell is None:  # typer would name them on a line each
+    """Print the script with which a shell completes verbs, options and files."""
+    if shell is None:  # optional only for this message: that of typer lists each shell on its own line
         raise fail(f"say for which shell: batch-dispatcher completion {'|'.join(get_args(Shell))}", 2)
     from dispatcher.cli import app
 
     program = typer.main.get_command(app)
     levels = [*_levels(program, typer.Context(program), "")]
     verbs = tuple(name for name, _ in levels[0].verbs)
+    # `help` takes any words; offer the verbs.
     levels = [replace(level, arguments=verbs) if level.path == "/help" else level for level in levels]
     typer.echo({"bash": bash, "zsh": zsh, "fish": fish}[shell](levels))
 
@@ -95,16 +96,18 @@ def _levels(command: Any, ctx: Any, path: str) -> Iterator[Offer]:
 
 
 def _kinds(parameter: Any) -> list[Any]:
-    """What its values may be: its annotation, and what is inside an optional one or a list."""
+    """Return the annotated type of a parameter, and the types inside if it is optional or a list."""
     annotation = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
     return [annotation, *(() if get_origin(annotation) is Literal else get_args(annotation))]
 
 
 def _first_sentence(text: str | None) -> str:
+    # The last dot of several, as in "..", does not end a sentence.
     told = " ".join((text or "").split("\n\n")[0].split())
     return re.split(r"(?<=[^.])[.:;](?:\s|$)", told)[0]
 
 
+# Shell code that finds the level: it follows the words as long as they are verbs. Options are skipped.
 _FIND = """  local -a words_=({words})
   local at="" word
   for word in "${{words_[@]:1}}"; do
@@ -119,18 +122,19 @@ def _paths(levels: list[Offer]) -> str:
 
 
 def _values(levels: list[Offer], act: Callable[[Flag], str]) -> str:
-    """The arms of a case by level and option: how the option's value is completed."""
+    """Return the arms of the shell's `case` that complete the value of an option, by level and option."""
     arms = []
     for level in levels:
         for flag in level.flags:
             if flag.value:
+                # The shell compares "<level> <previous word>": the value follows its option.
                 shown = "|".join(f'"{level.path} {name}"' for name in flag.names)
                 arms.append(f"    {shown}) {act(flag)}; return ;;")
     return "\n".join(arms)
 
 
 def bash(levels: list[Offer]) -> str:
-    """For `source`."""
+    """Return the script for bash, which is read with `source`."""
 
     def act(flag: Flag) -> str:
         if flag.value == "file":
@@ -163,14 +167,17 @@ complete -F _batch_dispatcher {PROGRAM}"""
 
 
 def zsh(levels: list[Offer]) -> str:
-    """For `source`, or as `_batch-dispatcher` in a directory of $fpath."""
+    """Return the script for zsh.
+
+    It is read with `source`, or installed as `_batch-dispatcher` in a directory of $fpath.
+    """
 
     def act(flag: Flag) -> str:
         if flag.value == "file":
             return "_files"
         return f"compadd -- {shlex.join(flag.choices)}" if flag.value == "choice" else "_message value"
 
-    # words is zsh's own; its first is the program, as in the array that is made of it.
+    # `words` is set by zsh. Arrays of zsh start at 1, and the first word is the program.
     find = _FIND.format(words='"${(@)words[1,CURRENT-1]}"', paths=_paths(levels)).replace(
         '"${words_[@]:1}"', '"${(@)words_[2,-1]}"'
     )
@@ -203,7 +210,7 @@ def _escaped(text: str) -> str:
 
 
 def fish(levels: list[Offer]) -> str:
-    """For `source`, or as a file in ~/.config/fish/completions."""
+    """Return the script for fish, which is read with `source` or installed in ~/.config/fish/completions."""
     lines = [
         f"# fish completion of {PROGRAM}",
         "function __batch_dispatcher_at",
@@ -219,7 +226,7 @@ def fish(levels: list[Offer]) -> str:
     for level in levels:
         at = f"complete -c {PROGRAM} -n {shlex.quote(f'__batch_dispatcher_at {shlex.quote(level.path)}')}"
         if not level.files:
-            lines.append(f"{at} -f")
+            lines.append(f"{at} -f")  # fish offers files unless it is told not to
         lines += [f"{at} -a {name} -d {shlex.quote(told)}" for name, told in level.verbs]
         lines += [f"{at} -a {word}" for word in level.arguments]
         for flag in level.flags:

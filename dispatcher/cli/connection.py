@@ -1,9 +1,10 @@
-"""Which queue and dispatcher a verb means: by options, by the environment, or by the file found by habit.
+"""Queue and dispatcher of a verb, named by options, by the environment, or by a file in a usual place.
 
     --config FILE, else $BATCH_DISPATCHER_CONFIG, else ./config.yaml,
     else $XDG_CONFIG_HOME/batch-dispatcher/config.yaml, else the settings in the environment alone
 
---queue-url (or $BATCH_DISPATCHER_QUEUE_URL) names a queue without any of these, and then none is looked for.
+--queue-url (or $BATCH_DISPATCHER_QUEUE_URL) names a queue by itself: no configuration file is looked for
+then.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Config = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help=f"The configuration file. Default: ${CONFIG}, ./config.yaml, that in "
+        help=f"The configuration file. Default: ${CONFIG}, ./config.yaml, config.yaml in "
         "~/.config/batch-dispatcher, or the environment alone.",
         show_default=False,
     ),
@@ -48,7 +49,7 @@ QueueUrl = Annotated[
     typer.Option(
         "--queue-url",
         metavar="URL",
-        help=f"redis://… of the queue, instead of a file. Default: ${QUEUE_URL}.",
+        help=f"URL of the queue (redis://…), instead of a file. Default: ${QUEUE_URL}.",
         show_default=False,
     ),
 ]
@@ -57,7 +58,7 @@ PoolName = Annotated[
     typer.Option(
         "--pool",
         metavar="NAME",
-        help=f"The pool whose queue is meant. Default: ${POOL}, or the configuration's; else `default`.",
+        help=f"Pool of the queue. Default: ${POOL}, or the pool of the configuration, or else `default`.",
         show_default=False,
     ),
 ]
@@ -66,18 +67,21 @@ QueueName = Annotated[
     typer.Option(
         "--queue",
         metavar="KEY",
-        help="The queue's key, where it is not that of its pool.",
+        help="Key of the queue, if it is not the usual one of its pool.",
         show_default=False,
     ),
 ]
 
 OTHERS_SHOWN = 8
 SECONDS_MOST = 10 * 365 * 86_400
-"""Ten years."""
+"""Longest deadline in seconds: ten years."""
 
 
 def _within(written: str | float) -> float:
-    """The seconds of an option; a default comes here as well, as a number."""
+    """Return the seconds of a duration from the command line. Raises BadParameter if it is invalid.
+
+    Typer also passes the default value here, which is a number.
+    """
     try:
         seconds = seconds_of(str(written))
     except ValueError as error:
@@ -94,12 +98,12 @@ Within = Annotated[
         parser=_within,
         metavar="TIME",
         show_default="1h",
-        help="How long from now until it must be answered: 90s, 30m, 1h30m, 8h, 1d.",
+        help="Time from now until the request must be answered: 90s, 30m, 1h30m, 8h, 1d.",
     ),
 ]
 Labels = Annotated[
     list[str] | None,
-    typer.Option("--label", metavar="NAME=VALUE", help="Of internal.labels; may be repeated."),
+    typer.Option("--label", metavar="NAME=VALUE", help="A label (internal.labels); may be repeated."),
 ]
 WithinOrNone = Annotated[
     float | None,
@@ -107,8 +111,8 @@ WithinOrNone = Annotated[
         "--deadline",
         parser=_within,
         metavar="TIME",
-        help="How long from now until it must be answered: 90s, 30m, 8h, 2d. "
-        "Default: an hour, for a file a day.",
+        help="Time from now until the request must be answered: 90s, 30m, 8h, 2d. "
+        "Default: an hour; for a file, a day.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -116,7 +120,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """The options that say which queue a verb means (see options.py)."""
+    """Options that select the queue of a verb (see options.py)."""
 
     config: Config = None
     queue_url: QueueUrl = ""
@@ -126,42 +130,42 @@ class QueueOptions:
 
 @dataclass(frozen=True, slots=True)
 class QueueTarget:
-    """A queue that can be asked."""
+    """URL and names of a queue that a verb works on."""
 
     url: str
     names: Names
     settings: Settings | None = None
-    """None where only a URL was given, or something else is wrong with the configuration."""
+    """Settings, or `None` if only a URL was given or the configuration has problems."""
     admin: AdminSettings | None = None
-    """Where a dispatcher can be asked; None: only a URL was given."""
+    """Admin settings of the dispatcher, or `None` if only a URL was given."""
     guessed: bool = False
-    """Nobody named the queue: a URL was given, and nothing else."""
+    """True if the name of the queue is a default, because only a URL was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """Where queue and dispatcher are, as far as it is known."""
+    """Location of queue and dispatcher, as far as it is known."""
 
     names: Names | None
-    """None: the configuration cannot be read."""
+    """Names of the queue, or `None` if the configuration cannot be read."""
     url: str = ""
-    """Empty: an embedded queue in `data_dir`."""
+    """URL of the queue. Empty if the queue is embedded, in `data_dir`."""
     data_dir: Path | None = None
     admin: AdminSettings | None = None
-    """None: only a URL was given, which does not say where a dispatcher is."""
+    """Admin settings, or `None` if only a URL was given, which does not locate a dispatcher."""
     settings: Settings | None = None
     problems: tuple[Problem, ...] = ()
-    """What is wrong with the configuration; the rest of it is here."""
+    """Problems of the configuration. The valid parts of it are used all the same."""
     guessed: bool = False
-    """Nobody named the queue: a URL was given, and nothing else."""
+    """True if the name of the queue is a default, because only a URL was given."""
 
     def queue_url(self) -> str | None:
-        """The queue's URL; None where it is not there now. An embedded one comes and goes."""
+        """Return the URL of the queue. `None` if the queue is embedded and its dispatcher does not run."""
         return self.url or (running_url(self.data_dir) if self.data_dir else None)
 
     @property
     def absent(self) -> str:
-        """Why an embedded queue is not there."""
+        """Message that says why an embedded queue is not available."""
         port = self.admin.port if self.admin else 0
         return (
             f"no dispatcher is running on {self.data_dir} (admin.port {port}): queue.url is empty, so the "
@@ -171,7 +175,10 @@ class Located:
 
 
 def config_path(given: Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The configuration file that is meant; None: the environment alone. Exits with 2 where there is none."""
+    """Return the path of the configuration file, or `None` for a configuration from the environment alone.
+
+    Exits with 2 if there is no configuration.
+    """
     if given is not None:
         return given
     if named := environ.get(CONFIG):
@@ -189,13 +196,16 @@ def config_path(given: Path | None, environ: Mapping[str, str] = os.environ) -> 
 
 
 def habits(environ: Mapping[str, str]) -> tuple[Path, Path]:
-    """Where a file is looked for that nobody named."""
+    """Return the paths where a configuration file is looked for if none is named."""
     home = environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path("config.yaml"), Path(home).expanduser() / "batch-dispatcher" / "config.yaml"
 
 
 def settings_of(config: Path | None) -> Settings:
-    """The settings of a file, or of the environment alone; says what is wrong with it and exits with 2."""
+    """Return the settings of a file, or of the environment alone.
+
+    Prints the problems and exits with 2 if they are invalid.
+    """
     found = load(config, os.environ)
     if isinstance(found, Settings):
         return found
@@ -204,22 +214,29 @@ def settings_of(config: Path | None) -> Settings:
 
 
 def locate(config: Path | None, url: str, queue: str, pool: str = "") -> Located:
-    """What is meant, whatever is wrong with it. Exits with 2 where nothing at all is named."""
+    """Return the location that options, environment or configuration name, even if it has problems.
+
+    Exits with 2 if nothing is named.
+    """
     environ = os.environ
+    # The environment counts only if no option names a file or a URL.
     if config is None and not url:
         config = Path(environ[CONFIG]) if environ.get(CONFIG) else None
         url = environ.get(QUEUE_URL, "")
     pool = pool or environ.get(POOL, "")
     try:
         if url and config is None:
+            # A URL alone is enough: no file is looked for, not even ./config.yaml.
             return Located(_names(queue, pool or "default"), url, guessed=not (queue or pool))
         path = config_path(config, environ)
         found, problems = load_client(path, environ)
         if found is None:
+            # The file cannot be read at all. URL and name are enough for the queue, without it.
             names = _names(queue, pool) if url and (queue or pool) else None
             return Located(names, url, admin=AdminSettings(), problems=tuple(problems))
         given = found.queue
         names = Names(given.name, given.results, given.result_lists)
+        # Another pool than that of the configuration has other keys than queue.name and queue.results.
         if queue or pool not in ("", found.pool.name):
             names = _names(queue, pool) or names
     except QueueNameError as error:
@@ -237,19 +254,24 @@ def locate(config: Path | None, url: str, queue: str, pool: str = "") -> Located
 def _names(queue: str, pool: str) -> Names | None:
     if not queue and not pool:
         return None
+    # The braces are the hash tag of Redis Cluster: all keys of a pool share a slot.
     of_pool = f"batch:{{{pool or 'default'}}}"
     name = queue or f"{of_pool}:requests"
+    # A queue named by --queue has its results beside it, if its name ends as usual; else those of the pool.
     beside = name.removesuffix(":requests")
     return Names(name, f"{beside if beside != name else of_pool}:results")
 
 
 def warn_of(place: Located) -> None:
-    """What is wrong with a configuration that is used all the same, as far as it goes."""
+    """Print the problems of a configuration whose valid parts are used all the same."""
     warn(*(f"{problem} (used as far as it goes)" for problem in place.problems))
 
 
 def find(where: QueueOptions) -> QueueTarget:
-    """The queue that was meant; else say what to do and exit: with 1 where it is not there now, or with 2."""
+    """Return the queue that the options select.
+
+    Otherwise, prints what to do and exits: with 1 if the queue is not available now, else with 2.
+    """
     place = locate(where.config, where.queue_url, where.queue, where.pool)
     if place.names is None:
         complain(*map(str, place.problems), "the queue is not known: name it by --queue-url and --pool")
@@ -262,7 +284,7 @@ def find(where: QueueOptions) -> QueueTarget:
 
 
 def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
-    """name=value, as often as it was given; exits with 2 where one is none."""
+    """Return the name=value pairs of an option. Exits with 2 if one of them is invalid."""
     pairs = [pair.partition("=") for pair in given or ()]
     for name, equals, _ in pairs:
         if not name or not equals:
@@ -271,7 +293,11 @@ def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
 
 
 def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
-    """What the act brings, done at the queue's desk; where that cannot be reached, say so and exit with 1."""
+    """Run an action with the admin interface of the queue, and return its result.
+
+    Prints the error and exits with 1 if the queue cannot be reached, or with 2 if its URL is invalid.
+    """
+    # The client of Redis is slow to import: it is loaded only when the queue is used.
     import asyncio
 
     from dispatcher.ports import QueueUnavailableError
@@ -296,13 +322,15 @@ def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
 
 
 async def warn_of_others(desk: RedisDesk) -> None:
-    """Where nothing is there of the queue that nobody named, say which queues are."""
+    """Print which other queues exist if the default queue does not exist."""
     from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.redis.survey import KEYS_LOOKED_AT, other_queues
 
     try:
         found = await other_queues(desk)
-    except QueueUnavailableError:  # what was asked for says why; or this user may not look around
+    except QueueUnavailableError:
+        # The action itself reports that Redis cannot be reached. A user without the right to scan keys gets
+        # no suggestion.
         return
     if found is None or not found[0]:
         return

@@ -1,4 +1,4 @@
-"""`batch-dispatcher dead list|show|requeue|purge`: requests that were put aside for an operator."""
+"""`batch-dispatcher dead list|show|requeue|purge`: requests in the dead-letter set."""
 
 from __future__ import annotations
 
@@ -29,30 +29,38 @@ EXAMPLES = {
     ],
     "dead purge": ["batch-dispatcher dead purge --older 7d --yes"],
 }
-dead = typer.Typer(add_completion=False, no_args_is_help=True, help="Requests that were put aside, and why.")
+dead = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Dead requests: requests in the dead-letter set, and why they are there.",
+)
 
-Which = Annotated[str, typer.Argument(metavar="ID", help="Its id, or the number that `dead list` shows.")]
+Which = Annotated[
+    str, typer.Argument(metavar="ID", help="The request's id, or the number that `dead list` shows.")
+]
 Several = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ID]...", help="Their ids, or the numbers that `dead list` shows."),
+    typer.Argument(metavar="[ID]...", help="Ids of requests, or the numbers that `dead list` shows."),
 ]
-Everything = Annotated[bool, typer.Option("--all", help="All of them.")]
-Because = Annotated[str, typer.Option("--reason", help="Only those whose reason holds this text.")]
+Everything = Annotated[bool, typer.Option("--all", help="All dead requests.")]
+Because = Annotated[str, typer.Option("--reason", help="Only requests whose reason contains this text.")]
 Older = Annotated[
-    str, typer.Option("--older", help="Only those that died longer ago than this: 30m, 2h, 7d.")
+    str, typer.Option("--older", help="Only requests that died longer ago than this: 30m, 2h, 7d.")
 ]
 _PAGE = 500
+"""Number of dead requests that are read with one call."""
 _NAMED_MOST = 5
+"""Number of names in a message about requests that are not dead."""
 _DIGITS_MOST = 16
-"""Of the number of an entry."""
+"""Most digits of an entry number. Longer numbers are taken for ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Selection:
-    """Which of the dead are meant; what is empty excludes none."""
+    """Filter for dead requests. Empty fields match all requests."""
 
     names: frozenset[str] = frozenset()
-    """Each the number of a dead request; where there is none of that number, an id."""
+    """Numbers of dead requests, or ids. A name is an id if no dead request has that number."""
     reason: str = ""
     older_s: float = 0.0
 
@@ -60,7 +68,7 @@ class _Selection:
         numbered = {name: one for name in self.names if (one := await _numbered(desk, name)) is not None}
         ids = self.names - numbered.keys()
         entries = {one.entry for one in numbered.values()}
-        if numbered and not ids:  # which need no walk over all
+        if numbered and not ids:  # numbers alone are found by direct lookups, without reading all requests
             for one in numbered.values():
                 if self._fits(one):
                     yield one
@@ -73,11 +81,11 @@ class _Selection:
             after = found[-1].entry
 
     def missed(self, found: Mapping[int, str | None]) -> frozenset[str]:
-        """The names by which none of these was meant: ids by number."""
+        """Return the names that match none of the selected requests, which are given as ids by number."""
         return self.names - {name for number, id_ in found.items() for name in (str(number), id_)}
 
     def without(self, found: Mapping[int, str | None]) -> str:
-        """What is said of what was meant and is not there; empty: nothing."""
+        """Return a message about requests that were named and are not dead. Empty if all were found."""
         if missed := sorted(self.missed(found)):
             more = ", …" if len(missed) > _NAMED_MOST else ""
             return f"not among the dead: {', '.join(missed[:_NAMED_MOST])}{more}"
@@ -86,13 +94,15 @@ class _Selection:
         return "no dead request fits" if self.reason or self.older_s else "no dead"
 
     def _fits(self, one: Dead) -> bool:
+        # An empty reason is contained in all reasons, and an age of 0 is reached by all requests.
         return self.reason.lower() in one.reason.lower() and one.died_at <= time.time() - self.older_s
 
 
 async def _numbered(desk: RedisDesk, name: str) -> Dead | None:
-    """The dead request of this number, where it is one."""
+    """Return the dead request with this entry number, or `None` if there is none."""
     if not name.isdecimal() or len(name) > _DIGITS_MOST:
         return None
+    # The list begins behind the given number.
     found = await desk.dead_list(1, int(name) - 1)
     return found[0] if found and found[0].entry == int(name) else None
 
@@ -101,13 +111,15 @@ async def _numbered(desk: RedisDesk, name: str) -> Dead | None:
 def list_(
     reason: Because = "",
     older: Older = "",
-    most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many.")] = 100,
-    after: Annotated[int, typer.Option(help="Only those with a higher number.")] = 0,
+    most: Annotated[
+        int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests to show.")
+    ] = 100,
+    after: Annotated[int, typer.Option(help="Only requests with a higher number.")] = 0,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """List the dead: number, time, id, reason."""
+    """List dead requests: number, time, id and reason."""
     choice = _choice(None, reason, older)
     target = find(where)
 
@@ -139,9 +151,9 @@ def list_(
 
 @dead.command()
 def show(which: Which, where: QueueOptions, json_output: Json = False) -> None:
-    """Show one, whole, with its result where that lies under its id: JSON, with --json in one line.
+    """Show one dead request in full as JSON, with the results that are stored under its id.
 
-    Exit code 1: there is none.
+    With --json it is printed on one line. Exit code 1: the request is not dead.
     """
     from dispatcher.cli.find_requests import answers_anywhere, shown_result
     from dispatcher.core.requests.result import decode_result
@@ -170,10 +182,11 @@ def requeue(
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Accept them anew with a new deadline. Each has had its error result: this may give a second one.
+    """Put dead requests back into the queue with a new deadline.
 
-    Where the result would go to a list of a client that has ended, it goes where `result ID` finds it. Exit
-    code 1: some could not be requeued (an unreadable member stays dead), or none was that fits.
+    Each of them already has an error result and may get a second result. If the result list belongs to a
+    client that has ended, the result is stored where `result ID` finds it. Exit code 1: some requests could
+    not be requeued (an unreadable one stays dead), or no request matches.
     """
     choice = _choice(which, reason, older, everything=everything)
     target = find(where)
@@ -183,6 +196,7 @@ def requeue(
         async for one in choice.of(desk):
             read = parse(one.member)
             named[one.entry] = read.id
+            # Nobody reads the own list of a client any more; the queue stores the result by id instead.
             moved += desk.names.is_clients_own(read.results)
         return await desk.dead_requeue(list(named), int(time.time() + deadline)), named, moved
 
@@ -212,9 +226,10 @@ def purge(
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Forget them for good; their results stay where they are. Asks first; without a terminal it wants --yes.
+    """Delete dead requests for good. Their results stay.
 
-    Exit code 1: one that was named was not there, or none was that fits, or the answer was no.
+    The command asks first; without a terminal it demands --yes. Exit code 1: a named request is not dead, no
+    request matches, or the answer was no.
     """
     choice = _choice(which, reason, older, everything=everything)
     target = find(where)
@@ -226,6 +241,7 @@ def purge(
         done = await desk.dead_purge(list(named)) if named else 0
         return done, (await desk.counts()).dead
 
+    # Two steps: the question says how many requests will be deleted, and only those are deleted.
     named = ask(target, meant)
     if named and not yes:
         _confirm(f"Forget {len(named):,} dead requests of {target.names.queue} for good?")
@@ -241,12 +257,13 @@ def purge(
         missing = f"{missing}; {rest}" if missing and left and not done else missing
         gone = "gone before: requeued or purged meanwhile, or the call was made twice"
         _say_less(target, missing, len(named) - done, gone)
+    # With --all an empty dead-letter set is a success.
     if done < max(1, asked) and not everything:
         raise typer.Exit(1)
 
 
 def _say_less(target: QueueTarget, missing: str, others: int, why: str) -> None:
-    """Why fewer were done than were meant."""
+    """Print why fewer requests were changed than were selected."""
     less = f"{others:,} {'was' if others == 1 else 'were'} {why}" if others else ""
     complain(*(f"{target.names.queue}: {each}" for each in (missing, less) if each), fg=None)
 
@@ -273,7 +290,10 @@ def _shown(one: Dead) -> dict[str, Any]:
 def _choice(
     which: list[str] | None, reason: str, older: str, *, everything: bool | None = None
 ) -> _Selection:
-    """What was named; `everything`: the option, where one must be given."""
+    """Return the selection that the options describe. Exits with 2 if they are contradictory.
+
+    `everything`: value of --all, or `None` if the verb does not require a selection.
+    """
     chosen = [bool(which), bool(reason or older), bool(everything)]
     if everything is not None and (sum(chosen) != 1):
         raise fail("give ids or numbers, or --reason or --older, or --all", 2)

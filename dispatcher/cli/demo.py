@@ -1,4 +1,4 @@
-"""`batch-dispatcher demo`: the dispatcher at work on this machine."""
+"""`batch-dispatcher demo`: a demonstration of the dispatcher on this machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ EXAMPLES = {"demo": ["batch-dispatcher demo", "batch-dispatcher demo --requests 
 
 def demo(
     requests: Annotated[
-        int, typer.Option(metavar="N", min=1, max=10_000, help="Batch requests to submit.")
+        int, typer.Option(metavar="N", min=1, max=10_000, help="Number of batch requests to submit.")
     ] = 300,
     json_output: Json = False,
 ) -> None:
-    """Show the dispatcher at work: a pool with realtime traffic, a queue, a crash, and a verdict.
+    """Run a demonstration: a pool with realtime traffic, a queue, a crash, and a verdict.
 
-    Everything runs on this machine and is gone afterwards. Exit code 1: the verdict is against us.
+    Everything runs on this machine and is removed afterwards. Exit code 1: a check of the verdict failed.
     """
     import asyncio
 
@@ -33,6 +33,7 @@ def demo(
     from dispatcher.queue.embedded import EmbeddedError
 
     def tell(line: str) -> None:
+        # With --json standard output is left to the verdict.
         typer.echo(paint(line), err=json_output)
 
     width = shutil.get_terminal_size((140, 24)).columns - 1

@@ -1,8 +1,8 @@
-"""The dispatcher at work on this machine: a live world, an embedded Valkey, and `run` as a process.
+"""The demonstration: a stand-in pool, an embedded Valkey, and the dispatcher as a process of its own.
 
-First realtime traffic has the pool for itself, to know what it looks like. Then batch requests are submitted;
-halfway the dispatcher is killed (SIGKILL) and started again. The verdict is measured in this very run: by the
-world's observer, who sees what the gateway sees, and by the results in Redis.
+First, realtime traffic runs alone, as a baseline. Then batch requests are submitted, and halfway the
+dispatcher is killed (SIGKILL) and started again. The verdict is measured in this run, by the stand-in
+gateway, which counts all requests, and by the results in Redis.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ NAMES = Names("batch:{demo}:requests", "batch:{demo}:results")
 SLOTS = 64
 RESERVE = 0.05
 WARM_UP_S = 8.0
-"""Until as many realtime requests leave the pool as come."""
+"""Time until as many realtime requests leave the pool as arrive."""
 ALONE_S = 8.0
-"""How long realtime then has the pool for itself, to know what it looks like."""
+"""Duration of the baseline measurement with realtime traffic alone."""
 TELL_S = 1.5
 GIVE_UP_S = 180.0
 TRACE_FROM_S = 525.0
-"""Where in the trace the traffic begins: it starts slowly."""
+"""Start in the trace, in seconds. The trace begins with little traffic."""
 LEASE_S = 3.0
-"""Short, so that what a killed dispatcher held is soon another's."""
+"""Lease time, short so that the requests of a killed dispatcher are soon available again."""
 
 CONFIG = """\
 pool: {{name: demo}}
@@ -58,13 +58,13 @@ log: {{level: warning, format: json}}
 
 LABEL = len("1234 served")
 BESIDE = len("  realtime 64  batch 64  limit 64  nothing waits")
-"""Characters beside the bar, so that all bars of a run are equally long."""
+"""Largest width of the text beside the bar, so that all bars of a run have the same length."""
 BAR_LEAST = 10
 LEGEND = (
     f"{bar.REALTIME} realtime  {bar.OURS} batch  {bar.FREE} free; limit: what batch work may hold at most"
 )
 WORDS = {"idle": "nothing waits"}
-"""Of the gate's reasons, those that mislead without an explanation."""
+"""Plain words for reasons of the gate that are misleading without an explanation."""
 Tell = Callable[[str], None]
 
 
@@ -78,11 +78,11 @@ class Check:
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured."""
+    """Measurements of one run of the demonstration."""
 
     submitted: int
     answers: Counter[int] = field(default_factory=Counter)
-    """Results by status; 0: an error of ours."""
+    """Number of results by HTTP status. 0 stands for errors of the dispatcher."""
     twice: int = 0
     peak: int = 0
     alone: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +91,7 @@ class Measured:
 
     def checks(self) -> Sequence[Check]:
         results = sum(self.answers.values())
+        # The observer counts from its last restart on, so these are the answers while batch work ran.
         refused = self.together["gateway"]["answers"].get("429", 0)
         use = [shown["pool"]["running"]["mean"] / SLOTS for shown in (self.alone, self.together)]
         wait = [shown["pool"]["wait_s"]["realtime"]["p99"] or 0.0 for shown in (self.alone, self.together)]
@@ -118,9 +119,9 @@ class Measured:
 
 
 async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) -> Measured:
-    """Run the demonstration in a directory of its own and tell what happens as it happens.
+    """Run the demonstration in a directory of its own, and report its progress.
 
-    `width`: characters of a line at the most.
+    `width`: largest number of characters in a line.
     """
     measured = Measured(requests)
     with as_file(files("dispatcher.lab.standin") / "data" / "azure-conv-900s.csv") as trace:
@@ -129,7 +130,7 @@ async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) 
             tell(f"A pool of {SLOTS} slots serves a chat service's traffic (a real hour, replayed).")
             tell(LEGEND)
             await asyncio.sleep(WARM_UP_S)
-            await world.restart(http)
+            await world.restart(http)  # the warm-up does not count
             await asyncio.sleep(ALONE_S)
             measured.alone = await world.observed(http)
             tell(line("alone", measured.alone, None, width))
@@ -167,6 +168,7 @@ async def _with_batch(
         await _submit(data, requests)
         tell(f"{requests} batch requests are submitted.")
         killed = False
+        # After the timeout the verdict fails: it counts the results that are missing.
         while time.monotonic() - began < GIVE_UP_S:
             await asyncio.sleep(TELL_S)
             shown = await world.observed(http)
@@ -175,12 +177,14 @@ async def _with_batch(
             tell(line(f"{served:4d} served", shown, status, width))
             if served >= requests / 2 and not killed:
                 killed = True
+                # SIGKILL, so that the dispatcher cannot return its leases: they have to expire.
                 dispatcher.send_signal(signal.SIGKILL)
                 await dispatcher.wait()
                 await desk.aclose()
                 tell("SIGKILL: the dispatcher is gone, with what it held. It is started again.")
                 dispatcher = await _run(config, data)
                 last.append(dispatcher)
+                # The embedded server ended with the killed dispatcher: connect to the new one.
                 desk = await _desk(data)
             if served >= requests and await _finished(desk, requests):
                 break
@@ -205,7 +209,7 @@ class _StandinProcess:
         return shown
 
     async def restart(self, http: aiohttp.ClientSession) -> None:
-        """Begin a new measurement."""
+        """Start a new measurement."""
         async with http.post(f"{self.control}/control", json={"restart": True}) as answer:
             answer.raise_for_status()
 
@@ -219,12 +223,13 @@ async def _start_world(trace: Path) -> _StandinProcess:
     )
     if process.stdout is None:
         raise RuntimeError("the world has no standard output")
+    # The stand-in prints its URLs on one line once it listens.
     urls = json.loads(await process.stdout.readline() or b"{}")
     return _StandinProcess(process, urls["gateway"], urls["metrics"], urls["control"])
 
 
 async def _run(config: Path, data: Path) -> asyncio.subprocess.Process:
-    """A dispatcher, once its queue is there."""
+    """Start a dispatcher and wait until its embedded queue is available."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dispatcher", "run", "--config", str(config))
     )
@@ -237,7 +242,7 @@ async def _run(config: Path, data: Path) -> asyncio.subprocess.Process:
 
 
 async def _desk(data: Path) -> RedisDesk:
-    """The desk of the dispatcher's queue, once that answers."""
+    """Connect to the queue of the dispatcher as an operator, and wait until the queue answers."""
     until = time.monotonic() + 30.0
     while True:
         url = running_url(data)
@@ -253,14 +258,14 @@ async def _desk(data: Path) -> RedisDesk:
 
 
 async def _submit(data: Path, requests: int) -> None:
-    """As any program does, with the results in the queue's own list."""
+    """Submit the requests with the Python client. The results go to the default list of the queue."""
     bodies = ({"model": "demo", "prompt": f"request {n}"} for n in range(requests))
     async with BatchClient(running_url(data) or "", pool="demo") as client:
         await client.enqueue_many([Item(body, results="") for body in bodies])
 
 
 async def _results(desk: RedisDesk) -> list[bytes]:
-    """What lies in the queue's own list."""
+    """Return all results in the default list of the queue."""
     scripts = desk.backend.scripts
     found: list[bytes] = await scripts.attempt(lambda: scripts.client.lrange(NAMES.results, 0, -1))
     return found
@@ -277,7 +282,7 @@ async def _read_results(desk: RedisDesk, measured: Measured) -> None:
     for raw in await _results(desk):
         result = decode_result(raw)
         seen[result.id] += 1
-        if seen[result.id] == 1:
+        if seen[result.id] == 1:  # a second result of a request is counted as a duplicate, below
             measured.answers[result.status_code or 0] += 1
     measured.twice = sum(count > 1 for count in seen.values())
 
@@ -292,7 +297,7 @@ async def _status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | No
 
 
 def line(label: str, shown: dict[str, Any], status: dict[str, Any] | None, width: int) -> str:
-    """One moment of the pool, as wide as the terminal."""
+    """Format the state of the pool at one moment, as wide as the terminal."""
     running = shown["pool"]
     realtime, batch = running["realtime"]["now"], running["batch"]["now"]
     told = f"  realtime {realtime:2d}  batch {batch:2d}"
@@ -305,7 +310,7 @@ def line(label: str, shown: dict[str, Any], status: dict[str, Any] | None, width
 
 @asynccontextmanager
 async def _ending(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
-    """SIGTERM at the end of the block, SIGKILL if that does not help."""
+    """Terminate the process at the end of the block: with SIGTERM, then with SIGKILL."""
     try:
         yield
     finally:
@@ -314,7 +319,10 @@ async def _ending(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _ending_last() -> AsyncIterator[list[asyncio.subprocess.Process]]:
-    """The last process of the list is ended with the block; those before it are gone."""
+    """Terminate the last process of the list at the end of the block.
+
+    The processes before it have already ended.
+    """
     processes: list[asyncio.subprocess.Process] = []
     try:
         yield processes
@@ -325,7 +333,7 @@ async def _ending_last() -> AsyncIterator[list[asyncio.subprocess.Process]]:
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it may end between the check and the signal
             process.terminate()
         try:
             async with asyncio.timeout(15.0):
@@ -338,6 +346,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _free_port() -> int:
     import socket
 
+    # Another process may take the port before the dispatcher does; then the dispatcher fails to start.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

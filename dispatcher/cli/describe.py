@@ -1,4 +1,4 @@
-"""`batch-dispatcher describe`: one request, wherever it lies."""
+"""`batch-dispatcher describe`: one request, wherever it is stored."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from dispatcher.queue.redis.queue_admin import RedisDesk
 
 EXAMPLES = {"describe": ["batch-dispatcher describe r-1", "batch-dispatcher describe r-1 --json"]}
-All = Annotated[bool, typer.Option("--all", help="Read all requests, however many there are.")]
+All = Annotated[bool, typer.Option("--all", help="Read all requests, no matter how many there are.")]
 Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 
 
 def describe(request_id: Id, where: QueueOptions, json_output: Json = False, everything: All = False) -> None:
-    """Say where a request lies, its place in line, its tries, why it is not sent; or that it was answered.
+    """Describe one request: its state, its place in the queue, its attempts, and why it is not sent yet.
 
-    A request that our client submitted is found at once. To find another one, up to 200,000 requests are
-    read, or all of them with --all.
+    If the request was answered, the command says so. A request that was submitted by the client of this
+    project is found at once. To find another one, up to 200,000 requests are read, or all of them with --all.
 
     Exit code 1 if the request is not in the part of the queue that was read, and no result has its id.
     """
@@ -66,7 +66,7 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str, most: flo
     came = await answers_anywhere(desk, request_id)
     found, looked_at = await by_id(desk, request_id, most)
     again = alive(found)
-    if not again:  # it may have ended between both looks
+    if not again:  # the request may have ended after the results were read: read them again
         came = await answers_anywhere(desk, request_id, came)
     gate = await gate_of(target, desk) if found else ""
     now, requests, lines = time.time(), [], []
@@ -78,6 +78,7 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str, most: flo
         rows = details(one, read, ahead, sentence, cancelled=cancelled)
         lines.append([request_id, *(f"  {name:<17} {value}" for name, value in rows)])
     results = [decode_result(each) for each in came]
+    # A request that is in the queue again keeps its earlier result.
     how, ready = ("was answered before", "that") if again else ("answered", "the")
     for result in results:
         status = (

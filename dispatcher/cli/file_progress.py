@@ -1,4 +1,4 @@
-"""The progress of a batch file: in place on a terminal, elsewhere a line every few seconds."""
+"""Progress display of a batch file: updated in place on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
     from dispatcher.client.files import FileProgress, FileStart
 
 LINE_EVERY_S = 5.0
+"""Time between two lines if the progress changes."""
 STILL_EVERY_S = 60.0
-"""Where nothing changes a line comes this often."""
+"""Time between two lines if nothing changes."""
 FAULTS_SHOWN = 20
+"""Number of bad lines that are listed; the errors file has all of them."""
 
 
 class FileScreen:
-    """Shows what it is told while it is entered."""
+    """Display of one run of a batch file, as a context manager.
+
+    `show_start` and `show_progress` are callbacks of `run_file`.
+    """
 
     def __init__(self, name: str) -> None:
         self.start: FileStart | None = None
         self.last: FileProgress | None = None
         self.gate = ""
-        """What the gate does now, and why."""
+        """State of the gate of the dispatcher, with its reason. Empty if it is not known."""
         self._name = plain(name)
         self._stack = ExitStack()
         self._live: Live | None = None
@@ -43,7 +48,7 @@ class FileScreen:
         self._stack.close()
 
     def begun(self, start: FileStart) -> None:
-        """The input was checked."""
+        """Print what the check of the input found, and start the display."""
         self.start = start
         for line in start.faulty[:FAULTS_SHOWN]:
             complain(f"{self._name}:{line.n}: {line.message}", fg=None)
@@ -66,28 +71,30 @@ class FileScreen:
             from rich.console import Console
             from rich.live import Live
 
+            # On standard error: standard output may be the output file. transient: nothing of it stays.
             self._live = Live(
                 get_renderable=self._drawn, console=Console(stderr=True), refresh_per_second=4, transient=True
             )
             self._stack.enter_context(self._live)
 
     def show(self, progress: FileProgress) -> None:
-        """How far it is, told each second."""
+        """Show the progress. Called about once per second."""
         self.last = progress
-        if self._live is not None:
+        if self._live is not None:  # it draws from `last_progress` by itself
             return
         from dispatcher.client.files import told
 
         what = told(progress)
         passed = time.monotonic() - self._said_at
         changed = (what, self._why) != self._said
+        # Not in the first second: a small file is done before its first line.
         if passed >= (LINE_EVERY_S if changed else STILL_EVERY_S) and progress.seconds >= 1:
             self._said_at, self._said = time.monotonic(), (what, self._why)
             remark(f"{self._name}: {what}{self._why and f'; {self._why}'}")
 
     @property
     def _why(self) -> str:
-        """Why it goes on as it does, or does not."""
+        """Reason for the current speed: a problem of the queue, or else the state of the gate."""
         if self.last is not None and self.last.trouble:
             return f"the queue: {self.last.trouble}"
         return f"gate: {self.gate}" if self.gate else ""
@@ -113,5 +120,6 @@ class FileScreen:
         facts = Text(", ".join(facts_of(progress)), no_wrap=True, overflow="ellipsis")
         lines: list[RenderableType] = [bar, facts]
         if self._why:
+            # `plain` and Text: the sentence may hold text of others, which must not be taken for markup.
             lines.append(Text(plain(self._why), style="dim", overflow="fold"))
         return Group(*lines)

@@ -1,4 +1,7 @@
-"""Finding requests for the verbs that name them, and what is told of each: in words, and as JSON."""
+"""Search for requests in the queue, and descriptions of what was found, as text and as JSON.
+
+Used by all verbs that take ids or labels of requests.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ if TYPE_CHECKING:
     from dispatcher.queue.redis.queue_admin import RedisDesk
 
 LOOKED_MOST = 200_000
-"""Number of requests that are read to find an id to which no index leads: about a second of Redis's time."""
+"""Largest number of requests that are read to find an id without an index: about one second of Redis time."""
 RESULTS_MOST = 20_000
 """Largest number of results of the shared list that are searched for one id."""
 _PAGE = 500
 _NOT_SENT = "not sent, for "
-"""With this begins what a dispatcher says of one that it puts off until its model is there."""
+"""Beginning of the reason that a dispatcher records for a request that waits for its model."""
 _HINDERED = {
     SequenceStatus.HELD: "held until an operator releases or aborts it",
     SequenceStatus.PARKED: "parked: it begins when one of the sequences.max_active that are alive has ended",
@@ -43,23 +46,27 @@ Read = Request | Rejection
 
 
 async def each(look: Callable[[str], Any]) -> AsyncIterator[Looked]:
-    """The pages of a look, one behind the other."""
+    """Yield all pages of a paged read, in order."""
     after = ""
     while True:
         page: Looked = await look(after)
         yield page
-        if not (after := page.after):
+        if not (after := page.after):  # empty: this was the last page
             return
 
 
 async def matching(
     desk: RedisDesk, words: Words, fits: Callable[[Read], bool]
 ) -> AsyncIterator[tuple[FoundRequest, Read]]:
-    """All in the queue that fit, each once; `words` spare reading those that cannot."""
+    """Yield all requests in the queue for which `is_match` is true, each once.
+
+    `words` lets Redis skip requests that cannot match, so that they are not transferred.
+    """
     entries: set[int] = set()
     async for page in each(lambda after: desk.search(words, after)):
         for found in page.found:
             if found.entry not in entries and fits(read := parse(found.member)):
+                # A walk may return a request twice. Entry 0 means that it was never claimed.
                 entries |= {found.entry} - {0}
                 yield found, read
 
@@ -69,24 +76,26 @@ async def by_id(
 ) -> tuple[list[tuple[FoundRequest, Read]], int]:
     """Return all requests in the queue with the id, and the number of requests that were read to find them.
 
-    A request that is leased, or that our client submitted, is found at little cost, and ends the search. Any
-    other request is searched for in the whole queue, until `most` requests have been read.
+    A request that is leased, or that was submitted by the client of this project, is found at little cost,
+    and ends the search. Any other request is searched for in the whole queue, until `max_searched` requests
+    have been read.
     """
     words, looked_at = [spellings(request_id)], 0
+    # From cheap to expensive: the index of ids, the requests that were claimed once, then all requests.
     looks = (
         lambda after: desk.near(request_id, after),
         lambda after: desk.search(words, after, entries_only=True),
         lambda after: desk.search(words, after),
     )
     for number, look in enumerate(looks):
-        if number and looked_at >= most:
+        if number and looked_at >= most:  # the first search is always made: it costs little
             break
         found: dict[int | bytes, tuple[FoundRequest, Read]] = {}
         async for page in each(look):
             looked_at += page.looked_at
             for one in page.found:
                 if (read := parse(one.member)).id == request_id:
-                    if one.entry:  # it was claimed since it was read as pending
+                    if one.entry:  # it was claimed after it had been read as pending: keep only this one
                         found.pop(one.member, None)
                     found[one.entry or one.member] = one, read
             if number and looked_at >= most:
@@ -97,14 +106,18 @@ async def by_id(
 
 
 async def answers(desk: RedisDesk, request_id: str) -> list[bytes]:
-    """The results that lie in the list of that id, the oldest first."""
+    """Return the results in the result list of an id, the oldest first."""
+    # Anybody who knows the id can write to this list, so check the id of each result.
     found = await desk.read_results(desk.names.answers(request_id), 100)
     return [result for result in found if _id_of(result) == request_id]
 
 
 async def answers_anywhere(desk: RedisDesk, request_id: str, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Those, else the `known` ones of a look before, else what of the queue's default list bears the id, as
-    far as that is looked through."""
+    """Return the results of a request from the list of its id, or else from the default list of the queue.
+
+    `known_results` are results of an earlier search, which are returned if the list of the id is empty now.
+    Only the oldest MAX_RESULTS_SEARCHED results of the default list are searched.
+    """
     if found := await answers(desk, request_id) or [*known]:
         return found
     words, at = spellings(request_id), 0
@@ -113,6 +126,7 @@ async def answers_anywhere(desk: RedisDesk, request_id: str, known: Sequence[byt
         found += [
             result
             for result in page
+            # Search the bytes first: decoding thousands of results takes longer.
             if any(word in result for word in words) and _id_of(result) == request_id
         ]
     return found
@@ -121,10 +135,10 @@ async def answers_anywhere(desk: RedisDesk, request_id: str, known: Sequence[byt
 async def again(
     desk: RedisDesk, request_id: str, results: Sequence[bytes]
 ) -> list[tuple[FoundRequest, Read]]:
-    """Those of the id that are in the queue, and not dead, though these results lie there: they were accepted
-    anew, or submitted once more, and the results are of before.
+    """Return the requests with the id that are in the queue although they have results, except for dead ones.
 
-    Those with a token are found at little cost, wherever they lie; for others so many requests are read.
+    Such requests were requeued from the dead-letter set or submitted again, and the results are older.
+    Requests with a token are found at little cost. For others, up to MAX_RESULTS_SEARCHED requests are read.
     """
     marked = all(decode_result(result).request_token for result in results)
     there, _ = await by_id(desk, request_id, 0 if marked else RESULTS_MOST)
@@ -143,7 +157,11 @@ def _id_of(result: bytes) -> str:
 
 
 async def being_cancelled(desk: RedisDesk, rows: Sequence[tuple[FoundRequest, Read]]) -> Sequence[bool]:
-    """Which of them carry a mark to be cancelled, that no dispatcher has acted on yet. One look for all."""
+    """Return for each request whether it is marked as cancelled and no dispatcher has acted on it yet.
+
+    All markers are read with one call.
+    """
+    # A dead request cannot be cancelled. An empty id keeps its place in the answer.
     return await desk.being_cancelled(
         [("", "") if found.state is Whereabouts.DEAD else (read.id or "", read.token) for found, read in rows]
     )
@@ -152,7 +170,7 @@ async def being_cancelled(desk: RedisDesk, rows: Sequence[tuple[FoundRequest, Re
 def shown(
     found: FoundRequest, read: Read, ahead: int | None = None, *, cancelled: bool = False
 ) -> dict[str, Any]:
-    """What is told of a request as JSON: the same fields always, null where there is nothing to say."""
+    """Return the JSON fields of a request. All fields are always there; null means that there is no value."""
     request = read if isinstance(read, Request) else None
     band = found.score // PRIORITY_STEP
     return {
@@ -160,6 +178,7 @@ def shown(
         "state": str(found.state),
         "place": None if ahead is None else ahead + 1,
         "entry": found.entry or None,
+        # Beyond 64 bits many JSON readers lose digits or fail.
         "score": found.score if abs(found.score) < 2**63 else str(found.score),
         "priority": int(band) if band in PRIORITIES else None,
         "deadline": None if request is None else request.deadline,
@@ -187,7 +206,7 @@ def shown(
 
 
 def last_try_of(found: FoundRequest) -> str:
-    """Return the outcome of the last try; empty if there was none, or if the request is dead."""
+    """Return the outcome of the last attempt. Empty if there was none, or if the request is dead."""
     return "" if found.state is Whereabouts.DEAD else found.reason
 
 
@@ -208,20 +227,24 @@ def shown_result(result: PoppedResult) -> dict[str, Any]:
 
 
 async def unserved(desk: RedisDesk) -> str:
-    """Whether any dispatcher works on the queue, as far as Redis tells: empty where one does."""
+    """Return a sentence that says that no dispatcher works on the queue.
+
+    Empty if one does, as far as Redis knows.
+    """
     from dispatcher.queue.redis.producer import UNSERVED_AFTER_S
 
     last_s = await desk.unserved_s()
     if last_s is not None and last_s < UNSERVED_AFTER_S:
         return ""
     since = "ever has" if last_s is None else f"has for {told(last_s)}"
-    # Who only observes writes nothing, so it is not seen here.
+    # A dispatcher with --observe writes nothing to Redis, so it does not count here.
     ask = "is the pool's name right, does one run (without --observe)?"
     return f"no dispatcher works on {desk.names.queue}, none {since}: {ask}"
 
 
 async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
-    """One sentence: what holds back all that waits, or what the dispatcher does."""
+    """Return one sentence about the gate: what holds back all requests, or what the dispatcher does."""
+    # A pause is stored in the queue and holds whether a dispatcher answers or not.
     if (paused := await desk.paused()) is not None:
         by, why = paused
         return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
@@ -237,7 +260,10 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
 
 
 def sentence_of(gate: Mapping[str, Any]) -> str:
-    """The state of a dispatcher's gate, and its sentence, which may begin with it: said once, and first."""
+    """Return the reason and the explanation of the gate of a dispatcher.
+
+    The explanation may begin with the reason, which is then not repeated.
+    """
     reason, explanation = str(gate.get("reason")), str(gate.get("explanation"))
     if explanation.startswith(reason):
         return explanation
@@ -246,9 +272,12 @@ def sentence_of(gate: Mapping[str, Any]) -> str:
 
 
 def under_way(found: FoundRequest) -> str:
-    """What is done with it now; empty where it stands in line, for then the gate holds it."""
+    """Return what happens to a request now.
+
+    Empty if the request is in the queue, where only the gate holds it.
+    """
     before = f", after {tries_of(found)}" if found.attempts or found.refusals else ""
-    # For a request that waits for its model and was never tried, `_missed` says the same.
+    # For a request that waits for its model and was never sent, `_explain_missing_model` says the same.
     if (last := last_try_of(found)) and (before or found.state is not Whereabouts.AWAITING):
         before += f", the last: {last}" if before else f", the last try: {last}"
     match found.state:
@@ -263,19 +292,26 @@ def under_way(found: FoundRequest) -> str:
 
 
 def _missed(found: FoundRequest) -> str:
-    """What is wrong with the model that it waits for: as a dispatcher said, else that it is not served."""
+    """Return why the model that a request waits for is not available.
+
+    This is the reason that a dispatcher recorded, or else that the model is not served.
+    """
     said = last_try_of(found)
     because = said.removeprefix(_NOT_SENT)
     return f"its model {found.awaits!r} is not served" if because == said else because
 
 
 async def turn_of(desk: RedisDesk, found: FoundRequest, read: Read) -> str:
-    """What one that waits for its turn waits for; empty: it does not."""
+    """Return what a request waits for before its turn in its sequence.
+
+    Empty if it does not wait for a turn.
+    """
     if found.state is not Whereabouts.SEQUENCED or read.sequence is None:
         return ""
     of = f"its turn in the sequence {read.sequence.id}"
     if (seen := await desk.sequence(read.sequence.id)) is None:
         return of
+    # Only the first waiting requests of a sequence are listed.
     index = next((index for index, entry in seen.line if entry == found.entry), None)
     told_ = of if index is None else f"{of}, where it has index {index}"
     if seen.status in (SequenceStatus.HELD, SequenceStatus.PARKED):
@@ -289,9 +325,10 @@ async def turn_of(desk: RedisDesk, found: FoundRequest, read: Read) -> str:
 
 
 def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float, turn: str = "") -> str:
-    """Why it is not answered yet, in one sentence. `turn`: of `turn_of`."""
+    """Return in one sentence why a request is not answered yet. `turn`: result of `describe_turn`."""
     if found.state is Whereabouts.DEAD:
         return f"it was set aside: {found.reason}"
+    # Before the states below: a request past its deadline is not sent any more, whatever it waits for.
     if isinstance(read, Request) and read.deadline <= now and found.state is not Whereabouts.LEASED:
         return f"its deadline has passed: a dispatcher ends it as DEADLINE_EXCEEDED; the gate: {gate}"
     if found.state is Whereabouts.LEASED:
@@ -304,6 +341,7 @@ def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: floa
     if found.state is Whereabouts.AWAITING:
         return f"it waits, for {_missed(found)}; the gate: {gate}"
     others = ahead_of_it(ahead)
+    # A suspect runs apart from other suspects, because it may be what ended the dispatchers.
     apart = (
         f"{found.deaths} dispatchers died holding it, so it runs apart from others like it; "
         if found.state is Whereabouts.SUSPECT
@@ -317,7 +355,7 @@ def ahead_of_it(ahead: int | None) -> str:
 
 
 def time_of(at: float) -> str:
-    """Unix seconds as UTC; what no calendar knows, as a number."""
+    """Format Unix seconds as UTC. A time beyond the calendar is formatted as a number."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
@@ -329,13 +367,13 @@ def deadline_of(read: Read, now: float) -> str:
 
 
 def why_not_cancelled(found: FoundRequest, because: str) -> str:
-    """Why one that is being cancelled is still there; `because`: of `why`."""
+    """Return why a request that is being cancelled is still there. `because`: result of `explain_wait`."""
     then = "" if found.state is Whereabouts.LEASED else ", and answered CANCELLED when it is claimed"
     return f"it is being cancelled{then}; {because}"
 
 
 def note_of(found: FoundRequest, now: float, sequence: Turn | None = None, *, cancelled: bool = False) -> str:
-    """What else there is to say of it in a table."""
+    """Return the note on a request in a table."""
     if cancelled:
         return ", ".join(filter(None, ("is being cancelled", note_of(found, now, sequence))))
     match found.state:
@@ -364,7 +402,7 @@ def tries_of(found: FoundRequest) -> str:
 def details(
     found: FoundRequest, read: Read, ahead: int | None, sentence: str, *, cancelled: bool = False
 ) -> list[tuple[str, str]]:
-    """Name and value of what is told of one request."""
+    """Return name and value of each line that describes a request."""
     now = time.time()
     rows = [("state", str(found.state))]
     if found.state in IN_LINE and ahead is not None:
@@ -394,7 +432,11 @@ def details(
 
 
 def labelled(labels: Sequence[tuple[str, str]]) -> tuple[Words, Callable[[Read], bool]]:
-    """What a search needs to find the requests with all of these labels."""
+    """Return the words and the filter of a search for requests with all of these labels.
+
+    The words exclude most other requests in Redis; only the filter is exact.
+    """
+    # An empty value has no bytes to search for.
     words = [spellings(text) for pair in labels for text in pair if text]
 
     def fits(read: Read) -> bool:

@@ -1,4 +1,4 @@
-"""`batch-dispatcher init`: a first configuration, of a few answers."""
+"""`batch-dispatcher init`: write a first configuration from options or answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXAMPLES = {
     ]
 }
 Way = Literal["epp", "servers", "prometheus", "fixed"]
-"""Ways in which the dispatcher learns how full the pool is."""
+"""Source from which the dispatcher learns how full the pool is."""
 _WAYS = (
     "How full the pool is can be read from:",
     "  epp         the endpoint picker of llm-d or of the Gateway API Inference Extension",
@@ -43,13 +43,14 @@ _OPTIONS = {
     "pool.name": "--pool (pool.name)",
     "pool.namespace": "--namespace (pool.namespace)",
 }
-"""By which option a setting is given here."""
+"""Option of `init` for each setting, to name the option in error messages."""
+# Plain YAML scalars. Anything else is quoted as JSON, which is also valid YAML.
 _BARE = re.compile(r"[A-Za-z][\w./:-]*\w|\w")
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a first configuration is made of; empty: left at its default."""
+    """Values of a first configuration. Empty fields are left at the defaults of the settings."""
 
     gateway: str
     pool: str = "default"
@@ -66,48 +67,51 @@ class Answers:
 
     @property
     def in_pool(self) -> bool:
-        """Whether the model servers are in an InferencePool."""
+        """True if the model servers are in an InferencePool."""
         return self.way in ("epp", "prometheus")
 
 
 def init(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="What to write.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = Path(
         "config.yaml"
     ),
     pool: Annotated[
-        str, typer.Option(metavar="NAME", help="The InferencePool; it names the queue, too.")
+        str, typer.Option(metavar="NAME", help="Name of the InferencePool, and of the queue.")
     ] = "",
-    namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace.")] = "",
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Namespace of the InferencePool.")] = "",
     gateway: Annotated[
-        str, typer.Option(metavar="URL", help="Where requests go. Default: the --server, if there is one.")
+        str,
+        typer.Option(
+            metavar="URL", help="URL that requests are sent to. Default: the --server, if there is one."
+        ),
     ] = "",
     objective: Annotated[
         str, typer.Option(metavar="NAME", help="An InferenceObjective with a negative priority.")
     ] = "",
     queue_url: Annotated[
-        str, typer.Option(metavar="URL", help="redis://… of the queue. Default: a Valkey of our own.")
+        str, typer.Option(metavar="URL", help="URL of the queue (redis://…). Default: an embedded Valkey.")
     ] = "",
     epp: Annotated[
         str,
         typer.Option(
             metavar="URL",
-            help="The endpoint picker's metrics. Default: found through the pool, in a cluster.",
+            help="URL of the endpoint picker's metrics. Default: found through the pool, in a cluster.",
         ),
     ] = "",
     server: Annotated[
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="A plain model server (vLLM, SGLang, TensorRT-LLM), whose page is read. May be repeated.",
+            help="URL of a model server (vLLM, SGLang, TensorRT-LLM); its metrics are read. May be repeated.",
         ),
     ] = None,
     prometheus: Annotated[
-        str, typer.Option(metavar="URL", help="A Prometheus that has the endpoint picker's series.")
+        str, typer.Option(metavar="URL", help="URL of a Prometheus that has the endpoint picker's series.")
     ] = "",
     fixed_limit: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Nothing is read: at most N requests in flight, whatever others send."
+            metavar="N", min=1, help="Read nothing: at most N requests in flight, no matter what others send."
         ),
     ] = None,
     per_endpoint: Annotated[
@@ -125,9 +129,9 @@ def init(
     ] = False,
     json_output: Json = False,
 ) -> None:
-    """Write a commented configuration, of options or, on a terminal, of a few questions.
+    """Write a commented configuration, from options or, on a terminal, from a few questions.
 
-    An existing file is never overwritten. Exit code 1: it exists, or the cluster cannot be asked; 2: an
+    An existing file is never overwritten. Exit code 1: the file exists, or the cluster cannot be asked; 2: an
     answer is wrong or missing.
     """
     if output.exists():
@@ -141,6 +145,7 @@ def init(
     ways = [way for way, value in named.items() if value]
     if len(ways) > 1:
         raise fail("give one of --epp (or --from-cluster), --server, --prometheus and --fixed-limit", 2)
+    # Before the questions: what the cluster answers is not asked.
     if from_cluster:
         pool, namespace, gateway, objective = _in_cluster(pool, namespace, gateway, objective)
     answers = Answers(
@@ -163,18 +168,21 @@ def init(
         answers = replace(answers, gateway=answers.servers[0])
     if not answers.gateway:
         raise fail("no gateway is named: give --gateway URL", 2)
+    # A password does not go into the file: it belongs in the environment.
     secret = "@" in answers.queue
     answers = replace(answers, pool=answers.pool or "default", queue="" if secret else answers.queue)
     text = written(answers, secret=secret)
     found = parse(text, {}, name=str(output))
     if not isinstance(found, Settings):
-        # No file is written, so its name and lines would mean nothing.
+        # No file was written, so drop its name and line numbers, and name the options instead of the
+        # settings.
         bare = (
             replace(each, source="", line=None, where=_OPTIONS.get(each.where, each.where)) for each in found
         )
         complain(*map(str, bare))
         raise typer.Exit(2)
     try:
+        # "x" fails if the file has appeared since the first check.
         with output.open("x") as file:
             file.write(text)
     except OSError as error:
@@ -190,7 +198,7 @@ def init(
 
 
 def _asked(given: Answers, *, way_known: bool, from_cluster: bool) -> Answers:
-    """Return the answers with those that were not given by options, asked on the terminal."""
+    """Ask on the terminal for the values that were not given by options, and return all answers."""
     if not way_known:
         say(*_WAYS)
         given = replace(given, way=typer.prompt("Which", "epp", value_proc=_one_way))
@@ -227,21 +235,21 @@ def _asked(given: Answers, *, way_known: bool, from_cluster: bool) -> Answers:
 
 
 def _one_way(given: str) -> str:
-    """Return the answer if it is a way; else it is asked for again."""
+    """Return a source (`Way`). Raises BadParameter, on which typer asks again."""
     if given.strip() not in get_args(Way):
         raise typer.BadParameter(f"it must be one of {', '.join(get_args(Way))}")
     return given.strip()
 
 
 def _several_http(given: str) -> tuple[str, ...]:
-    """Return the URLs of the answer; if one is none, they are asked for again."""
+    """Return the URLs of an answer. Raises BadParameter, on which typer asks again."""
     if not given.split():
         raise typer.BadParameter("it must be at least one URL")
     return tuple(_http(each) for each in given.split())
 
 
 def _number(given: str) -> str:
-    """Return the answer if it is a number of requests; else it is asked for again."""
+    """Return a number of requests, as text. Raises BadParameter, on which typer asks again."""
     if not given.strip().isdecimal() or not int(given):
         raise typer.BadParameter("it must be a whole number above 0")
     return given.strip()
@@ -255,7 +263,7 @@ def _optional(question: str, checked: Callable[[str], str] = str.strip) -> str:
 
 
 def _http(given: str) -> str:
-    """What was answered, as a URL; what is none is asked for again."""
+    """Return a URL. Raises BadParameter, on which typer asks again."""
     if not given.strip().startswith(("http://", "https://")):
         raise typer.BadParameter("it must begin with http:// or https://")
     return given.strip()
@@ -280,7 +288,7 @@ def _in_cluster(pool: str, namespace: str, gateway: str, objective: str) -> tupl
 
 
 def written(answers: Answers, *, secret: bool = False) -> str:
-    """Return the text of the file."""
+    """Return the text of the configuration file."""
     queue = "  # url: is in $BATCH_DISPATCHER__QUEUE__URL, for it holds a password"
     if not secret:
         queue = f"  url: {_scalar(answers.queue)}" if answers.queue else "  # url: redis://redis:6379"
@@ -380,6 +388,7 @@ budget:
 
 
 def _scalar(text: str) -> str:
+    # Unquoted, these words would not be read as text.
     return (
         text if _BARE.fullmatch(text) and text.lower() not in ("null", "true", "false") else json.dumps(text)
     )

@@ -1,4 +1,4 @@
-"""What a cluster knows of its inference pools, by kubectl: with the rights of who runs it."""
+"""Search for inference pools in a cluster through kubectl, with the rights of its user."""
 
 from __future__ import annotations
 
@@ -16,28 +16,32 @@ Json = Mapping[str, Any]
 
 
 class KubectlError(Exception):
-    """The cluster cannot be asked, or says no; the message says why."""
+    """Raised if the cluster cannot be asked or refuses. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPool:
-    """An InferencePool, and what was found around it; empty: nothing was."""
+    """An InferencePool with the related resources. Empty fields were not found."""
 
     name: str
     namespace: str
     picker: str = ""
-    """The endpoint picker's Service."""
+    """Name of the Service of the endpoint picker."""
     gateway: str = ""
-    """The URL of the gateway whose route leads to it."""
+    """URL of a gateway with a route to the pool."""
     objective: str = ""
-    """An InferenceObjective of it with a negative priority, the lowest."""
+    """InferenceObjective of the pool with the lowest negative priority."""
 
 
 def pools(namespace: str = "") -> list[FoundPool]:
-    """The pools of a namespace, or of all; raises KubectlError. What else may not be asked is left out."""
+    """Return the pools of a namespace, or of all namespaces. Raises KubectlError.
+
+    Related resources that the user may not list are left out.
+    """
     where = ("--namespace", namespace) if namespace else ("--all-namespaces",)
     found: list[Json] = []
     refused = None
+    # A cluster may have the CRD of the current API group, of the one before it, or both.
     for kind in POOLS:
         try:
             found += _items(kind, *where)
@@ -46,6 +50,7 @@ def pools(namespace: str = "") -> list[FoundPool]:
     if not found and refused is not None:
         raise refused
     beside = {kind: _allowed(kind, *where) for kind in ("httproutes", "gateways", OBJECTIVES)}
+    # Reversed, so that of a pool in both API groups the first one counts.
     seen = {(each["metadata"]["namespace"], each["metadata"]["name"]): each for each in reversed(found)}
     return [
         pool_of(each, beside["httproutes"], beside["gateways"], beside[OBJECTIVES])
@@ -56,9 +61,10 @@ def pools(namespace: str = "") -> list[FoundPool]:
 def pool_of(
     pool: Json, routes: Sequence[Json], gateways: Sequence[Json], objectives: Sequence[Json]
 ) -> FoundPool:
-    """A pool with what belongs to it."""
+    """Return a pool with its picker, its gateway and its objective."""
     name, namespace = pool["metadata"]["name"], pool["metadata"]["namespace"]
     spec = pool.get("spec") or {}
+    # extensionRef is the field of the older API group.
     picker = spec.get("endpointPickerRef") or spec.get("extensionRef") or {}
     parents = [parent for route in routes if _leads_to(route, name, namespace) for parent in _parents(route)]
     urls = [url for each in gateways if _key(each) in parents for url in _urls(each)]
@@ -81,6 +87,7 @@ def _leads_to(route: Json, name: str, namespace: str) -> bool:
     return any(
         each.get("kind") == "InferencePool"
         and each.get("name") == name
+        # A backend without a namespace is in the namespace of its route.
         and (each.get("namespace") or here) == namespace
         for rule in (route.get("spec") or {}).get("rules") or ()
         for each in rule.get("backendRefs") or ()
@@ -98,6 +105,7 @@ def _urls(gateway: Json) -> Iterator[str]:
         scheme = str(listener.get("protocol", "")).lower()
         if scheme in ("http", "https"):
             port = listener.get("port")
+            # The default port of the scheme is left out.
             end = "" if port == {"http": 80, "https": 443}[scheme] else f":{port}"
             yield from (f"{scheme}://{address}{end}" for address in addresses if address)
 
@@ -105,7 +113,7 @@ def _urls(gateway: Json) -> Iterator[str]:
 def _allowed(kind: str, *where: str) -> list[Json]:
     try:
         return _items(kind, *where)
-    except KubectlError:  # not installed there, or not allowed: it is asked for instead
+    except KubectlError:  # the CRD is not installed, or listing it is not allowed: the user names it instead
         return []
 
 
@@ -114,15 +122,16 @@ def _items(kind: str, *where: str) -> list[Json]:
     if program is None:
         raise KubectlError("kubectl is not installed")
     try:
-        done = subprocess.run(  # noqa: S603 - its arguments are ours
+        done = subprocess.run(  # noqa: S603 - no shell; what the user named is one argument
             [program, "get", kind, *where, "--output", "json", f"--request-timeout={WITHIN_S}s"],
             capture_output=True,
-            timeout=WITHIN_S + 5,
+            timeout=WITHIN_S + 5,  # bounds kubectl itself, too: a login before the request, for example
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KubectlError(f"kubectl: {error}") from error
     if done.returncode:
+        # kubectl may print warnings first; the last line is the error.
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise KubectlError(f"kubectl: {said[-1] if said else f'exit code {done.returncode}'}")
     try:

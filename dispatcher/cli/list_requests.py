@@ -1,4 +1,4 @@
-"""`batch-dispatcher list` and `peek`: requests where they lie, and what comes next."""
+"""`batch-dispatcher list` and `peek`: the requests of a queue by state, and the next ones to be sent."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ EXAMPLES = {
 
 
 _GO = tuple(place for place in IN_LINE if place not in {OF_LANE[lane] for lane in CLOSED})
-"""What is in line and may be sent: nobody claims what waits for its turn, or for its model."""
+"""States in which a request can be claimed. Requests that wait for their turn or model cannot."""
 
 
 class Shown(StrEnum):
-    """What may be listed, in the words of `status`."""
+    """State of the requests to list, in the words of `status`."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -73,7 +73,7 @@ State = Annotated[
         "--state", metavar="STATE", help="pending, running, delayed or dead; default: all but the dead."
     ),
 ]
-Most = Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many of each.")]
+Most = Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests per state.")]
 
 
 def list(  # noqa: A001 - the verb's name
@@ -84,9 +84,10 @@ def list(  # noqa: A001 - the verb's name
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """List requests: those that run, those in line in their order, those that wait for a retry, the dead.
+    """List requests that run, that are in the queue, that wait for a retry, or that are dead.
 
-    With --label all requests are read for it, and they come in no order.
+    Dead requests are listed only with --state dead. With --label all requests are read, and the list has no
+    order.
     """
     labels = pairs_of("--label", label)
     target = find(where)
@@ -118,7 +119,7 @@ def list(  # noqa: A001 - the verb's name
         say(*table(["ID", "STATE", "DEADLINE", "TRIES", "NOTE"], [_row(now, *row) for row in rows]))
     else:
         complain(f"{target.names.queue}: none", fg=None)
-        if nobody:  # where the pool's name is wrong, none is no answer
+        if nobody:  # an empty list is misleading if the name of the pool is wrong
             warn(nobody)
     if len(rows) < total:
         complain(f"{len(rows):,} of {total:,}; --most shows more", fg=None)
@@ -127,7 +128,7 @@ def list(  # noqa: A001 - the verb's name
 async def _with_marks(
     desk: RedisDesk, found: Sequence[FoundRequest]
 ) -> Sequence[tuple[FoundRequest, Request | Rejection, bool]]:
-    """Each with what it says, and whether it is being cancelled."""
+    """Return each request with its parsed content and true if it is being cancelled."""
     rows = [(one, parse(one.member)) for one in found]
     marked = await being_cancelled(desk, rows)
     return [(*row, cancelled) for row, cancelled in zip(rows, marked, strict=True)]
@@ -144,11 +145,12 @@ def _row(now: float, one: FoundRequest, read: Request | Rejection, cancelled: bo
 
 
 async def _first(desk: RedisDesk, places: Sequence[Whereabouts], most: int) -> Sequence[FoundRequest]:
-    """The first of these places; of several, in the order of the line."""
+    """Return the first requests in these states, in queue order if there are several states."""
     parts = []
     for place in places:
         part: Any = []
         after = ""
+        # Each state is read as if it had all the rows; merging takes the first ones.
         while len(part) < most:
             page = await desk.lying(place, most - len(part), after)
             part += page.found
@@ -157,6 +159,7 @@ async def _first(desk: RedisDesk, places: Sequence[Whereabouts], most: int) -> S
         parts.append(part)
     if len(parts) == 1:
         return parts[0][:most]  # type: ignore[no-any-return]
+    # All states of the queue are sorted by score.
     merged: Any = heapq.merge(*parts, key=lambda one: one.score)
     return [one for _, one in zip(range(most), merged, strict=False)]
 
@@ -169,14 +172,14 @@ async def _labelled(
     total = 0
     async for one, _ in matching(desk, *labelled(labels)):
         if one.state in wanted:
-            total += 1
+            total += 1  # goes on counting behind the limit, to say how many there are
             if len(found) < most:
                 found.append(one)
     return found, total
 
 
 def peek(most: Most = 10, *, where: QueueOptions, json_output: Json = False) -> None:
-    """Show what is sent next, in its order, and what holds it back."""
+    """Show the next requests, in order, and what holds them back."""
     target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[Any, int, str]:

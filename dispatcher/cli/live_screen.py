@@ -1,4 +1,4 @@
-"""A page in a terminal that is drawn anew each second, until q or Ctrl-C."""
+"""Full-screen page on a terminal that is redrawn periodically, until q or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from contextlib import contextmanager, suppress
 from dispatcher.cli.terminal import fold, paint
 
 LOOK_S = 0.1
-"""A key, and a terminal that has another size, are noticed within that."""
+"""Time within which a key or a new size of the terminal is noticed."""
 _BEGIN, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""The other screen, without a cursor; and back."""
+"""Escape sequences that enter the alternate screen and hide the cursor, and that leave it again."""
 Draw = Callable[[int], Sequence[str]]
-"""The rows of the page, given the terminal's width."""
+"""Function that returns the rows of the page for the width of the terminal."""
 
 
 def page(rows: Sequence[str], width: int, height: int) -> list[str]:
-    """What of the rows fits; the last says what does not."""
+    """Wrap the rows and return those that fit. If some do not fit, the last row says how many."""
     folded = fold(rows, width)
     if len(folded) <= height:
         return folded
@@ -33,14 +33,14 @@ def page(rows: Sequence[str], width: int, height: int) -> list[str]:
 
 
 def refresh(draw: Draw, each_s: float) -> None:
-    """Draw the page each `each_s`, and at once where the terminal has changed its size."""
+    """Show a page, and redraw it every `interval_s` and whenever the size of the terminal changes."""
     with suppress(KeyboardInterrupt), _other_screen():
         while True:
             size = shutil.get_terminal_size()
-            # One column less: a terminal may break a line that fills it.
+            # One column less, because a terminal may wrap a line that fills the whole width.
             shown = page(draw(size.columns - 1), size.columns - 1, size.lines - 1)
             painted = map(paint, shown)
-            # Each row is cleared as it is written, so that nothing flickers.
+            # Clear the rest of each row as it is written. Clearing the whole screen first would flicker.
             sys.stdout.write("\x1b[H" + "".join(f"{row}\x1b[K\r\n" for row in painted) + "\x1b[J")
             sys.stdout.flush()
             if _asked_to_end(each_s, size):
@@ -48,25 +48,26 @@ def refresh(draw: Draw, each_s: float) -> None:
 
 
 def _asked_to_end(within_s: float, size: os.terminal_size) -> bool:
-    """Wait so long, or until the size changes; whether q was typed meanwhile."""
+    """Wait for the timeout or a new size of the terminal. Return true if q was typed."""
     until = time.monotonic() + within_s
     while (left := until - time.monotonic()) > 0 and shutil.get_terminal_size() == size:
-        if not sys.stdin.isatty():
+        if not sys.stdin.isatty():  # standard input may be a file while the output is a terminal
             time.sleep(min(LOOK_S, left))
         elif select.select([sys.stdin], [], [], min(LOOK_S, left))[0]:
             typed = os.read(sys.stdin.fileno(), 64)
-            if not typed or b"q" in typed.lower():
+            if not typed or b"q" in typed.lower():  # empty: the terminal was closed
                 return True
     return False
 
 
 @contextmanager
 def _other_screen() -> Iterator[None]:
-    """What was on the screen before is there again afterwards, however it ends."""
+    """Switch to the alternate screen, and always restore screen and terminal modes afterwards."""
     before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+    # SIGTERM raises KeyboardInterrupt, so that the terminal is restored.
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     if before is not None:
-        tty.setcbreak(sys.stdin)
+        tty.setcbreak(sys.stdin)  # single keys without Enter and without echo
     sys.stdout.write(_BEGIN)
     try:
         yield

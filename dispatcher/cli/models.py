@@ -1,5 +1,7 @@
-"""`batch-dispatcher models list|show`: which the pool serves, in which versions, and which requests wait for
-theirs. The verbs that change something are in rollout.py, `record` in record.py."""
+"""`batch-dispatcher models list|show`: models of the pool, versions, and requests that wait for them.
+
+The verbs that change something are in rollout.py, and `record` is in record.py.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,28 @@ EXAMPLES = {
     "models record": EXAMPLE,
 }
 models = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Models: which the pool serves, who waits for which."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Models: which ones the pool serves, and which requests wait for them.",
 )
 
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="As requests name it.")]
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model in requests.")]
 Models = Sequence[Mapping[str, Any]]
 
 
 @models.command("list")
 def list_(
-    waiting: Annotated[bool, typer.Option("--waiting", help="Only those that requests wait for.")] = False,
+    waiting: Annotated[bool, typer.Option("--waiting", help="Only models that requests wait for.")] = False,
     *,
     where: DispatcherOptions,
     json_output: Json = False,
 ) -> None:
-    """List the models that the pool serves, served, or should serve, as the dispatcher that answers sees it.
+    """List the models that the pool serves, has served, or should serve, as a dispatcher sees them.
 
-    Versions stand below their model, the newest first, without those that are gone. Where no dispatcher
-    answers, the models that requests wait for and of which a verb has said something, as the queue tells.
-    Exit code 1: neither does.
+    Versions are listed below their model, the newest first, without versions that are gone. If no dispatcher
+    answers, the list comes from the queue: models that requests wait for, and models that were labelled or
+    drained. Exit code 1: neither dispatcher nor queue answers.
     """
     found, watched = _found(where)
     chosen = [each for each in found if each["waiting"] != 0 or not waiting]
@@ -71,9 +75,9 @@ def list_(
 
 @models.command()
 def show(name: Name, where: DispatcherOptions, json_output: Json = False) -> None:
-    """Show one: its state, its versions and labels, where it is served, how many requests wait for it.
+    """Show one model: its state, its endpoints, its versions and labels, and the requests that wait for it.
 
-    Exit code 1: nothing is known of it.
+    Exit code 1: the model is not known.
     """
     found, _ = _found(where)
     for each in found:
@@ -90,11 +94,13 @@ def show(name: Name, where: DispatcherOptions, json_output: Json = False) -> Non
 
 
 def _found(where: DispatcherOptions) -> tuple[Models, bool]:
-    """The models, and whether a dispatcher that watches them has told."""
+    """Return the models, and true if they come from a dispatcher that watches them."""
     place, address = meant(where)
     dispatcher, problem = asyncio.run(running(address)) if address else (None, "nothing says where one is")
     if dispatcher is not None and dispatcher.get("models"):
         warn_of(place)
+        # Defaults for fields that a dispatcher of an older version does not send. `model` comes first for
+        # the order of the fields, and last for their values.
         older: dict[str, Any] = {"drained_by": None, "policy": None, "labels": {}, "versions": []}
         return [{**each, **older, **each} for each in dispatcher["models"]], True
 
@@ -107,12 +113,13 @@ def _found(where: DispatcherOptions) -> tuple[Models, bool]:
     if marks.problem:
         warn(marks.problem)
     names = {*awaited, *marks.drained, *(family for family, _ in marks.labels)}
+    # Models that most requests wait for come first.
     ordered = sorted(names, key=lambda name: (-awaited.get(name, 0), name))
     return [_unwatched(name, awaited.get(name, 0), marks) for name in ordered], False
 
 
 def _unwatched(name: str, waiting: int, marks: ModelMarks) -> Mapping[str, Any]:
-    """What the queue alone tells."""
+    """Return the row of a model of which only the queue knows."""
     unknown = dict.fromkeys(("serving", "endpoints", "unread", "since_s", "named", "denied", "policy"))
     drained = marks.drained.get(name)
     labels = {
@@ -126,7 +133,7 @@ def _unwatched(name: str, waiting: int, marks: ModelMarks) -> Mapping[str, Any]:
 
 
 def _rows(each: Mapping[str, Any]) -> list[Sequence[str]]:
-    """The model, and those of its versions that are there or come."""
+    """Return the row of a model, and the rows of its versions that are served or expected."""
     row = [
         str(each["name"]),
         str(each["state"]),
@@ -140,7 +147,7 @@ def _rows(each: Mapping[str, Any]) -> list[Sequence[str]]:
 
 
 def _waiting(each: Mapping[str, Any]) -> str:
-    """Return how many requests wait for a model, which is not known while the queue is not counted."""
+    """Return how many requests wait for a model. It is unknown until the queue was counted."""
     return "unknown" if each["waiting"] is None else f"{each['waiting']:,}"
 
 
@@ -150,7 +157,7 @@ def _version_row(one: Mapping[str, Any], labels: Mapping[str, Any]) -> Sequence[
 
 
 def _version(one: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
-    """What is to be said of a version beside its state. `labels`: those of its model."""
+    """Return the note on a version. `labels`: labels of its model."""
     parts = [f"{one['share']:.1%} of the requests"] if one["share"] else []
     if one["warm"] is not None:
         parts.append(f"warm at {one['warm']} of {one['serving']}")
@@ -189,7 +196,7 @@ def _details(each: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _label(name: str, labels: Mapping[str, Any]) -> str:
-    """With who has set it, where a verb has."""
+    """Return the name of a label, with the operator who set it if one did."""
     by = labels.get(name, {}).get("by")
     return f"{name} ({by})" if by else name
 

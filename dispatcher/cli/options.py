@@ -1,9 +1,9 @@
-"""Options that several verbs have, as one parameter of each: a dataclass whose fields are those options.
+"""Groups of options that several verbs share: one parameter, whose type is a dataclass of options.
 
     def resume(where: QueueOptions, json_output: Json = False) -> None: ...
 
-has --config, --queue-url, --queue and --pool where it says `where`. Typer knows no such parameter, so it is
-shown a function that takes the fields one by one.
+This verb has --config, --queue-url, --queue and --pool in the place of `where`. Typer does not support such
+parameters, so it gets a wrapper that takes the fields one by one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, TypeGuard, get_type_hints
 
 
 def unfolded(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The verb, called by name with what typer reads; itself where it has no such parameter.
+    """Return a wrapper of the verb in which each group of options is replaced by the single options.
 
-    The options of a dataclass stand where its parameter does, in the order of its fields.
+    The options take the place of their parameter, in the order of the fields. A verb without groups is
+    returned as it is.
     """
     written = signature(verb, eval_str=True)
     kinds: dict[str, Any] = {each.name: each.annotation for each in written.parameters.values()}
@@ -37,7 +38,9 @@ def unfolded(verb: Callable[..., Any]) -> Callable[..., Any]:
         for each in written.parameters.values()
         for option in (_options(folded[each.name]) if each.name in folded else [each])
     ]
+    # Keyword-only: options without a default may then stand behind others that have one.
     by_name = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in shown]
+    # Typer reads both the signature and the annotations.
     vars(called)["__signature__"] = written.replace(parameters=by_name)
     called.__annotations__ = {each.name: each.annotation for each in shown}
     return called

@@ -1,4 +1,4 @@
-"""`batch-dispatcher pause` and `resume`: the operator's own hand on the gate, for all replicas at once."""
+"""`batch-dispatcher pause` and `resume`: close and open the gate of all replicas by hand."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ EXAMPLES = {
     ],
     "resume": ["batch-dispatcher resume"],
 }
-By = Annotated[str, typer.Option("--by", metavar="NAME", help="Default: you, on this machine.")]
+By = Annotated[
+    str, typer.Option("--by", metavar="NAME", help="Name of the operator. Default: user and host name.")
+]
 
 
 def pause(
     where: QueueOptions,
-    why: Annotated[str, typer.Option(help="Shown to everybody who asks why nothing is sent.")] = "",
+    why: Annotated[
+        str, typer.Option(help="Reason, which is shown when somebody asks why nothing is sent.")
+    ] = "",
     by: By = "",
     json_output: Json = False,
 ) -> None:
-    """Have all dispatchers of the queue send nothing new until `resume`. What runs goes on.
+    """Stop all dispatchers of the queue from sending new requests, until `resume`. Requests that run go on.
 
-    Works with a wrong configuration too, as long as the queue can be told from it.
+    An invalid configuration will do if it names the queue.
     """
     target = find(where)
     who = who_asks(by)
@@ -44,6 +48,7 @@ def pause(
         return before
 
     before = ask(target, act)
+    # The new name and reason replace the old ones, so print those once more.
     if before is not None and before != (who, why):
         remark(
             f"it was paused already{f' by {before[0]}' if before[0] else ''}"
@@ -56,7 +61,7 @@ def pause(
 
 
 def who_asks(by: str) -> str:
-    """Who an operator is: as he says, or as this machine knows him."""
+    """Return the name of the operator: the given name, or else user and host name."""
     return by or f"{_user()}@{socket.gethostname()}"
 
 

@@ -1,4 +1,4 @@
-"""`batch-dispatcher queue copy`: from one Redis to another, or out of the embedded one."""
+"""`batch-dispatcher queue copy`: copy a queue from one Redis to another, or out of the embedded one."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _PAGE = 256
 _TELL_EACH = 10_000
 
 
+# With a callback, Typer keeps `queue` a group even though it has only one verb.
 @queue.callback()
 def _family() -> None:
     """The queue as a whole."""
@@ -39,20 +40,20 @@ def _family() -> None:
 
 @queue.command()
 def copy(
-    source: Annotated[str, typer.Option("--from", metavar="URL|embedded", help="Where the requests are.")],
-    to: Annotated[str, typer.Option("--to", metavar="URL", help="Where they shall be, too.")],
-    live: Annotated[bool, typer.Option("--live", help="Although the source is not paused.")] = False,
+    source: Annotated[str, typer.Option("--from", metavar="URL|embedded", help="Redis of the requests.")],
+    to: Annotated[str, typer.Option("--to", metavar="URL", help="Redis to copy them to.")],
+    live: Annotated[bool, typer.Option("--live", help="Copy although the source is not paused.")] = False,
     config: Config = None,
     queue_name: QueueName = "",
     pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
-    """Copy what is pending, delayed and dead into the queue of the same name at another Redis.
+    """Copy pending, delayed and dead requests into the queue of the same name in another Redis.
 
-    Pause the source first: what it still works on while it is copied may be done twice. What is leased stays;
-    when it has ended, or after an interruption, copy again: each request is taken over once, for a week.
-    Results are not copied, and nothing is removed from the source. Exit code 1: it is not paused, or one of
-    them cannot be reached.
+    Pause the source first: requests that are sent while they are copied may be done twice. Leased requests
+    are not copied. When they have ended, or after an interruption, copy again: within a week each request is
+    taken over only once. Results are not copied, and nothing is removed from the source. Exit code 1: the
+    source is not paused, or one of the servers cannot be reached.
     """
     url, names = _source(source, config, queue_name, pool)
     if url.rstrip("/") == to.rstrip("/"):
@@ -75,7 +76,7 @@ def copy(
 
 
 def _source(source: str, config: Config, queue_name: str, pool: str) -> tuple[str, Names]:
-    """Where the requests are, and the names of the queue."""
+    """Return the URL of the source and the names of the queue."""
     place = locate(config, "" if source == EMBEDDED else source, queue_name, pool)
     if place.names is None:
         raise fail("the queue is not known: name it by --pool or --queue", 2)
@@ -93,10 +94,13 @@ def _source(source: str, config: Config, queue_name: str, pool: str) -> tuple[st
 async def copy_requests(
     source: RedisDesk, target: QueueTarget, *, live: bool
 ) -> tuple[Counter[Whereabouts], int, int] | None:
-    """How many lay where, how many were new, how many are leased; None: the source is not paused.
+    """Copy requests. Return the numbers read by state, the number of new ones, and the number of leased ones.
 
-    Read twice: first as they lie, which keeps the order of the dead. But what expires meanwhile shifts the
-    ranks of those behind it, so then by a walk that misses nothing.
+    Return `None`, without copying, if the source is not paused.
+
+    The source is read twice. The first pass reads each state by rank, which keeps the order of dead requests.
+    A request that expires meanwhile shifts the ranks behind it, so some may be missed: the second pass is a
+    walk that misses none.
     """
     from dispatcher.queue.redis.connect import connect
     from dispatcher.queue.redis.queue_admin import RedisDesk
@@ -106,9 +110,12 @@ async def copy_requests(
     destination = RedisDesk(connect(target.url), target.names)
     try:
         if await destination.is_where(source):
+            # Two different URLs may lead to one server, where requests that were claimed once would be
+            # doubled.
             raise fail("--from and --to are the same Redis: all that was tried once would be there twice", 2)
         if not live and await source.paused() is None:
             return None
+        # Without the secret, clients could not go on with the sequences that they began.
         await destination.take_over_secret(source)
         for place in _PLACES:
             async for page in each(lambda after: source.lying(place, _PAGE, after, whole=True)):  # noqa: B023
@@ -118,6 +125,7 @@ async def copy_requests(
                 if sys.stderr.isatty() and before // _TELL_EACH < counts.total() // _TELL_EACH:
                     complain(f"{counts.total():,} read", fg=None)
         async for page in each(lambda after: source.search((), after, whole=True)):
+            # Requests of the first pass are not taken over again, so `new` counts those that it missed.
             for place in _PLACES:
                 missed = [one for one in page.found if one.state is place]
                 new = await destination.restore(target.names.queue, missed) if missed else 0
@@ -129,5 +137,5 @@ async def copy_requests(
 
 
 def _shown(url: str) -> str:
-    """Without a password."""
+    """Return the URL without user and password."""
     return url.rpartition("@")[2] if "@" in url else url

@@ -1,4 +1,4 @@
-"""Which realtime traffic `simulate` plays: a file, what Prometheus has recorded, or something made up."""
+"""Realtime traffic for `simulate`: from a file, from Prometheus, or synthetic."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from dispatcher.lab.standin import shapes
 from dispatcher.lab.standin.trace import BUNDLED, Recording, Trace, TraceError, read, recorded
 
 WINDOW_S = 900.0
-"""Of a long recording the busiest stretch of this length is played: it is there that users pay."""
+"""Length of the part of a long recording that is played: the busiest one, where batch work hurts most.
+"""
 LONG_S = 1.5 * WINDOW_S
+"""Length from which a recording is cut to its busiest part."""
 LAST_MOST_S = 31 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Where a recording is."""
+    """Source of a recording: a file, or a Prometheus with its queries."""
 
     trace: Path | None = None
     prometheus: str = ""
@@ -31,7 +33,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The traffic, and what its user should know of the choice."""
+    """Traffic to play, with notes and warnings for the user."""
 
     traffic: Trace
     notes: Sequence[str] = ()
@@ -39,7 +41,7 @@ class Chosen:
 
 
 def choose(where: Recorded, steps: str | None, *, slots: int, seed: int, whole: bool, begin: float) -> Chosen:
-    """Raises TraceError."""
+    """Return the traffic that the options select. Raises TraceError."""
     if steps is not None:
         if where.trace is not None or where.prometheus:
             raise TraceError("--steps stands in place of a trace: give one of them")
@@ -77,6 +79,7 @@ def _asked(where: Recorded) -> Recording:
     from dispatcher.signals.prometheus.session import PrometheusAddress
 
     last_s = _seconds(where.last)
+    # RUNNING: the usual metrics of model servers, tried one after the other.
     queries = where.queries or RUNNING
     address = PrometheusAddress(where.prometheus, token_file=where.token_file)
     try:
@@ -94,7 +97,7 @@ def _asked(where: Recorded) -> Recording:
 
 
 def _shown(url: str) -> str:
-    """Without a user and password that stand in it."""
+    """Return the URL without user and password."""
     return re.sub(r"//[^/@]*@", "//…@", url)
 
 

@@ -1,4 +1,4 @@
-"""`batch-dispatcher models record`: a warm-up file, cut from what lies in the queue."""
+"""`batch-dispatcher models record`: write a warm-up file from requests in the queue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dispatcher.settings import Settings
 
 LOOKED_MOST = 100_000
-"""Requests of the queue that are read at the most: what warms up does not get better with more."""
+"""Largest number of requests that are read. More requests do not make a better warm-up."""
 EXAMPLE = [
     "batch-dispatcher models record --model qwen",
     "batch-dispatcher models record --model qwen --path /v1/embeddings --output -",
@@ -34,33 +34,35 @@ _STDOUT = Path("-")
 
 
 def record(
-    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As requests name it.")],
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Name of the model in requests.")],
     most: Annotated[
-        int, typer.Option("--most", "-n", metavar="N", min=1, max=LINES_MOST, help="How many requests.")
+        int,
+        typer.Option("--most", "-n", metavar="N", min=1, max=LINES_MOST, help="Most requests in the file."),
     ] = 100,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to; `-`: standard output.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; `-`: standard output.")
     ] = Path("warmup.jsonl"),
     path: Annotated[
         list[str] | None,
         typer.Option("--path", metavar="PATH", help="Only requests to this path; may be repeated."),
     ] = None,
-    dead: Annotated[bool, typer.Option("--dead", help="Take of the dead, too.")] = False,
+    dead: Annotated[bool, typer.Option("--dead", help="Use dead requests, too.")] = False,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Cut a warm-up file (models[].warmup) from the requests for a model that lie in the queue.
+    """Write a warm-up file (models[].warmup) from the requests for a model in the queue.
 
-    Taken are requests of all sizes and paths alike, equal ones once with their number, 10 at most. The queue
-    keeps them. Bodies are written as they are: they are the data of users, so the file can be read by you
-    alone; look through it before you give it to others. An existing file is never overwritten.
+    The file has a sample of all sizes and paths. Equal requests are written once, with a repeat count of at
+    most 10. The queue is not changed. Bodies are the data of users and are written as they are: only you can
+    read the file; look through it before you give it to others. An existing file is never overwritten.
 
-    Exit code 1: no such request lies there, or the file cannot be written.
+    Exit code 1: the queue has no such request, or the file cannot be written.
     """
     to_stdout = output == _STDOUT
     if to_stdout and json_output:
         raise fail("--json and --output - both go to standard output: give one of them", 2)
+    # lexists: a dangling link is not overwritten, either.
     if not to_stdout and os.path.lexists(output):
         raise fail(f"{output} exists and is not overwritten: name another with --output")
     target = find(where)
@@ -95,15 +97,15 @@ def record(
 
 @dataclass(frozen=True, slots=True)
 class _OfModel:
-    """Which requests of the queue are taken."""
+    """Filter for the requests that may be in the sample."""
 
     model: str
     versions: re.Pattern[str] | None
-    """Of a family: what else bodies may name."""
+    """Pattern of the versions if the model is a family. Bodies may name a version instead of the model."""
     default: str
-    """The path of those that name none."""
+    """Path of requests that do not name one."""
     paths: Collection[str]
-    """Empty: any."""
+    """Paths to use. Empty: all paths."""
     dead: bool
 
     def named(self, name: str) -> bool:
@@ -111,16 +113,18 @@ class _OfModel:
 
 
 async def _look(desk: RedisDesk, wanted: _OfModel, sample: WarmupSample) -> int:
-    """Show the queue's requests to the sample; how many were looked at."""
+    """Add the matching requests of the queue to the sample. Return the number of requests that were read."""
     looked_at = 0
     met: set[int] = set()
     async for page in each(lambda after: desk.search((), after, whole=True)):
         for found in page.found:
             if found.entry in met or (found.state is Whereabouts.DEAD and not wanted.dead):
                 continue
+            # A walk may return a request twice. Entry 0 means that it was never claimed.
             met |= {found.entry} - {0}
             looked_at += 1
             read = parse(found.member)
+            # Requests that cannot be read are counted as read, but not used.
             if not isinstance(read, Request) or not wanted.named(model_of(read.payload)):
                 continue
             url = read.endpoint or wanted.default
@@ -132,7 +136,7 @@ async def _look(desk: RedisDesk, wanted: _OfModel, sample: WarmupSample) -> int:
 
 
 def _wanted(model: str, settings: Settings | None, paths: Collection[str], *, dead: bool) -> _OfModel:
-    """`settings`: None where nothing but the queue is known."""
+    """Return the filter. `settings`: `None` if only the queue is known, without a configuration."""
     if settings is None:
         return _OfModel(model, None, "", paths, dead)
     versions = next((each.pattern for each in settings.models if each.name == model), None)
@@ -140,8 +144,10 @@ def _wanted(model: str, settings: Settings | None, paths: Collection[str], *, de
 
 
 def _write(output: Path, text: bytes) -> None:
-    """Whole or not at all, for nobody but us to read."""
+    """Write a new file that only its owner can read. A file that cannot be written completely is removed."""
     try:
+        # O_EXCL: the file may have appeared since the check. The mode is set when the file is created, so
+        # that nobody else can open it before.
         number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise fail(f"{output}: {error.strerror or error}") from error

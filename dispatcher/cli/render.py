@@ -1,4 +1,8 @@
-"""What the queue and the dispatcher tell, in words: the lines of `status`, the paragraph of `explain`."""
+"""Text about queue and dispatcher: the lines of `status` and `top`, and the paragraph of `explain`.
+
+`overview` is the dictionary that `fetch_overview` in status.py returns; `status` is the /status of a
+dispatcher, which may be of an older version and lack newer fields.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,12 @@ from dispatcher.core.duration import until
 from dispatcher.telemetry.status import CAPACITIES
 
 MODELS_MOST = 8
-"""Of which it is said what is merged, a line each."""
+"""Largest number of models with a line about merging."""
 COUNTS = ("pending", "leased", "delayed", "dead")
 
 
 def lines(shown: dict[str, Any]) -> list[str]:
-    """Return all that is known, a line each, the health of the dispatcher first."""
+    """Return all known facts, one per line, with the health of the dispatcher first."""
     told = [*health(shown)]
     if not shown["queue_problem"]:
         counts = "  ".join(f"{name} {shown[name]}" for name in COUNTS)
@@ -30,7 +34,7 @@ def lines(shown: dict[str, Any]) -> list[str]:
 
 
 def details(gate: dict[str, Any]) -> list[str]:
-    """What a dispatcher tells beside its sentence."""
+    """Return the lines about a dispatcher that follow the explanation of its gate."""
     once = (_capacity(gate), _pace(gate), _deadlines(gate), _price(gate))
     capacity, pace, deadlines, price = ([line] if line else [] for line in once)
     problems, readings, replicas = _problems(gate), _readings(gate), _replicas(gate)
@@ -38,14 +42,14 @@ def details(gate: dict[str, Any]) -> list[str]:
 
 
 def glance(gate: dict[str, Any]) -> list[str]:
-    """The same, without what the figures are made of: what changes first."""
+    """Return the lines about a dispatcher for `top`: frequent changes first, without the readings."""
     first = (_pace(gate), _deadlines(gate), _price(gate))
     last = [_capacity(gate)] if _capacity(gate) else []
     return [*filter(None, first), *_problems(gate), *_replicas(gate), *last]
 
 
 def line(shown: dict[str, Any]) -> str:
-    """The most of it in one, for a log."""
+    """Return the most important facts in one line, as for a log."""
     told = [f"{name} {shown[name]}" for name in COUNTS if shown[name] is not None]
     if shown["queue_problem"]:
         told.append(shown["queue_problem"])
@@ -60,7 +64,8 @@ def line(shown: dict[str, Any]) -> str:
 
 
 def paragraph(shown: dict[str, Any]) -> str:
-    """Why what is sent is sent, and not more."""
+    """Return a paragraph that explains why the dispatcher sends as much as it does."""
+    # A dispatcher of another queue is mentioned after the facts about this queue.
     gate, foreign = shown["dispatcher"], _foreign(shown)
     told = [] if foreign else health(shown)
     if gate and not foreign:
@@ -90,8 +95,10 @@ def paragraph(shown: dict[str, Any]) -> str:
 
 
 def health(shown: dict[str, Any]) -> list[str]:
-    """Return one line: how the dispatcher's work goes, since when, why, and where to look first. It is empty
-    where no dispatcher answers, or one of a version that does not say."""
+    """Return one line: health of the dispatcher, since when, why, and where to look first.
+
+    The list is empty if no dispatcher answers, or if its version does not report its health.
+    """
     gate = shown["dispatcher"]
     if not gate or not gate.get("health"):
         return []
@@ -112,6 +119,7 @@ def _foreign(shown: dict[str, Any]) -> bool:
 
 def _unheard(shown: dict[str, Any]) -> str:
     told = f"No dispatcher answers ({shown['dispatcher_problem']})"
+    # The sentence comes from admin_client.py: the connection was refused.
     nobody = "nobody on" in shown["dispatcher_problem"]
     return f"{told}: start one with `batch-dispatcher run`" if nobody else told
 
@@ -125,7 +133,10 @@ _REFUSED = "The changed configuration is refused, the one before is in force"
 
 
 def _capacity(gate: dict[str, Any]) -> str:
-    """Whose word the capacity is, and what the watch knows; empty: nothing of it, or an older dispatcher."""
+    """Return sentences about the source of the capacity and the state of the Kubernetes watch.
+
+    Empty if neither is known, or if the dispatcher is of an older version.
+    """
     by, ready, unsure_s = (gate.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s"))
     told = [f"the capacity is {gate['max_sys']:.5g} by {_whose_word(gate)}"] if by is not None else []
     if by == "learned" and gate.get("configured_max_sys") is not None:
@@ -134,6 +145,7 @@ def _capacity(gate: dict[str, Any]) -> str:
         told[0] += f" (measured {_times(gate.get('max_sys_confirmed', 1))})"
     watch = "which" if by == "watch" else "the Kubernetes watch"
     if ready is not None:
+        # Without a fresh watch the last count is shown with its age.
         ago = "" if unsure_s is None else f" {unsure_s:.0f} s ago"
         told.append(f"{watch} {'saw' if ago else 'sees'} {ready} ready endpoints{ago}")
     elif unsure_s is not None:
@@ -150,7 +162,10 @@ def _whose_word(gate: dict[str, Any]) -> str:
 
 
 def _per_endpoint(gate: dict[str, Any]) -> str:
-    """What an endpoint is taken to run at once, and whether the picker counts with another number."""
+    """Return a sentence about the assumed concurrency of an endpoint.
+
+    It says if the endpoint picker uses another number.
+    """
     each, source, k = (
         gate.get(name) for name in ("per_endpoint", "per_endpoint_from", "picker_max_concurrency")
     )
@@ -179,11 +194,11 @@ def _times(count: int) -> str:
     return "once" if count <= 1 else f"{count} times"
 
 
-# An older dispatcher may answer: what it does not tell is left out.
+# The dispatcher may be of an older version. Lines about fields that it does not have are left out.
 
 
 def _problems(told: dict[str, Any]) -> list[str]:
-    """What is wrong beside the reason that is shown."""
+    """Return the problems of a dispatcher that its explanation does not mention."""
     found = [(_REFUSED, told.get("config_problem"))]
     found += [(f"The {part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
     found += [("The reserve is little", told.get("reserve_problem"))]
@@ -197,11 +212,12 @@ def _problems(told: dict[str, Any]) -> list[str]:
         for each in told.get("batching") or ()
         if each["why_off"]
     ][:MODELS_MOST]
+    # The explanation may contain a problem already; do not repeat it.
     return [f"{what}: {why}" for what, why in found if why and why not in told["explanation"]]
 
 
 def _readings(told: dict[str, Any]) -> list[str]:
-    """How old each reading is, and the values of the series that they were made of."""
+    """Return a line for each reading, and one with the values of the series behind them."""
     readings = told.get("readings") or ()
     lines = [
         f"Reading {each['signal']}, {each['age_s']:.1f} s old, from {each['source']}: "
@@ -215,7 +231,7 @@ def _readings(told: dict[str, Any]) -> list[str]:
 
 
 def _pace(told: dict[str, Any]) -> str:
-    """How fast it goes, and how long what waits will take at that."""
+    """Return the rate, and the time that the pending requests take at this rate. Empty if not known."""
     rate, waits = told.get("service_rate"), told.get("pending")
     if not rate or not waits:
         return ""
@@ -223,7 +239,7 @@ def _pace(told: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """About so long, in the unit that people would use."""
+    """Format a duration roughly, in the largest unit of which there are at least two."""
     for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -231,6 +247,7 @@ def duration(seconds: float) -> str:
 
 
 def _deadlines(told: dict[str, Any]) -> str:
+    # earliest_deadline_s is relative to now, and negative if it has passed.
     slack_s, at_risk, rate = (told.get(name) for name in ("earliest_deadline_s", "at_risk", "service_rate"))
     if not told.get("pending") or slack_s is None:
         return ""
@@ -241,7 +258,7 @@ def _deadlines(told: dict[str, Any]) -> str:
 
 
 def _price(told: dict[str, Any]) -> str:
-    """What interactive users wait, beside what batch work took."""
+    """Return the latencies of realtime requests, with the share of the capacity that batch work used."""
     values = [
         f"{words} {told[f'{name}_p50_s'] * 1000:.0f} ms median, {told[f'{name}_p95_s'] * 1000:.0f} ms 95 %"
         for words, name in (("first token", "ttft"), ("each further token", "tpot"))
@@ -257,7 +274,10 @@ def _price(told: dict[str, Any]) -> str:
 
 
 def _batching(told: dict[str, Any]) -> list[str]:
-    """What is merged of each model, or why not; where it has ended is told among the problems."""
+    """Return a line about merging for each model.
+
+    Models for which merging was switched off are listed with the problems instead.
+    """
     merged = [each for each in told.get("batching") or () if not each["why_off"]]
     lines = [f"Batching of {_of(each)}: {each['sentence']}." for each in merged[:MODELS_MOST]]
     more = len(merged) - len(lines)
@@ -278,11 +298,11 @@ def _replicas(told: dict[str, Any]) -> list[str]:
 
 
 def _heard(told: dict[str, Any], replica: dict[str, Any]) -> str:
-    """Return the time since the last sign of life of a replica, if it is known.
+    """Return the time since the last heartbeat of a replica, if it is known.
 
-    Replicas give signs of life through the queue.
+    Replicas send their heartbeats through the queue.
     """
     if told.get("queue_problem"):
         return " when the queue was last read"
-    silent_s = replica["silent_s"]  # None where queue.owner_timeout_s is 0
+    silent_s = replica["silent_s"]  # None if queue.owner_timeout_s is 0: heartbeats are off
     return "" if silent_s is None else f", last heard of {silent_s:.1f} s ago"

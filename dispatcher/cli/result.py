@@ -43,27 +43,27 @@ EXAMPLES = {
     "results": ["batch-dispatcher results", "batch-dispatcher results --take --most 1000 > results.jsonl"],
 }
 SENTENCE_AFTER_S = 2.0
-"""Seconds that a user waits before the reason for the wait is printed."""
+"""Time after which the reason for the wait is printed."""
 _LOOK_S, _LOOK_MOST_S = 0.02, 0.25
 _AGAIN_S = 5.0
-"""Seconds between two searches of all result lists."""
+"""Time between two searches of all result lists, which cost more than a read of the list of the id."""
 FORGOTTEN_S = 300.0
-"""Seconds after which a sentence that held before is printed again when it holds again."""
+"""Time after which a sentence counts as new again if it did not hold meanwhile."""
 _FIGURES = re.compile(r"\d[\d.,]*")
 
 
 class WaitingSentences:
-    """Decide which sentences about a waiting request are new to the person who waits.
+    """Decides which sentences about a waiting request are new to the person who waits.
 
-    A request that is retried goes through the same few states, each with its own sentence, and the numbers
-    in the sentence change with each look. A sentence that differs only in its numbers is not new.
+    A retried request goes through the same few states, each with its own sentence, and the numbers in the
+    sentence change all the time. A sentence that differs only in its numbers is not new.
     """
 
     def __init__(self) -> None:
         self._held_at: dict[str, float] = {}
 
     def is_new(self, sentence: str, now: float) -> bool:
-        """Return whether to print a sentence that holds now."""
+        """Return true if a sentence that holds now must be printed."""
         kind = _FIGURES.sub("#", sentence)
         before = self._held_at.get(kind)
         self._held_at[kind] = now
@@ -72,22 +72,23 @@ class WaitingSentences:
 
 def result(
     request_id: Id,
-    within: Annotated[str, typer.Argument(metavar="[30s]", help="With --wait: no longer than this.")] = "",
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is there.")] = False,
+    within: Annotated[str, typer.Argument(metavar="[30s]", help="With --wait: longest time to wait.")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the result is there.")] = False,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Print the result of a request that `submit` sent, or that lies in the queue's default list.
+    """Print the result of a request, from the list of its id or from the default list of the queue.
 
-    It stays there: results are kept for queue.result_ttl_s. Where the request is in the queue again, --wait
-    waits for the next one. Exit code 1: it is an error, or there is none.
+    The result is not removed: results are kept for queue.result_ttl_s. If the request is in the queue again,
+    --wait waits for its next result. Exit code 1: the result is an error, or there is none.
     """
     if within and not wait:
         raise fail("give a time only with --wait", 2)
     try:
         seconds = seconds_of(within) if within else None
     except ValueError as error:
+        # `result 30s --wait r-1`: the optional value of --wait is an argument, so it must follow the id.
         hint = f"; the id goes first: result {within} --wait {request_id}" if _is_span(request_id) else ""
         raise fail(f"{error}{hint}", 2) from error
     target = find(where)
@@ -111,20 +112,24 @@ def _is_span(text: str) -> bool:
 
 
 class _EndedElsewhereError(Exception):
-    """It left the queue, and no new result is found."""
+    """Raised if a request has left the queue and no new result is found."""
 
 
 async def _result(
     target: QueueTarget, desk: RedisDesk, request_id: str, wait: bool, within_s: float | None
 ) -> tuple[PoppedResult | None, str]:
-    """Its result, and what is to be said of that; or None, and why there is none."""
+    """Return the result of a request and a note on it, or `None` and the reason why there is none.
+
+    The search is repeated while the request moves: a request that was in the queue a moment ago may have
+    ended.
+    """
     before = await answers_anywhere(desk, request_id)
     if before:
         there, looked_at = await again(desk, request_id, before), 0
     else:
         there, looked_at = await by_id(desk, request_id)
     none = f"{request_id}: no result under its id, and it is not in {target.names.queue}"
-    if not there:  # it may have ended between both looks
+    if not there:  # the request may have ended after the results were read: read them again
         if found := await answers_anywhere(desk, request_id, before):
             return decode_result(found[-1]), ""
         return None, f"{none} ({looked_at:,} requests looked at)"
@@ -140,12 +145,16 @@ async def _result(
     if not wait:
         yet = "has no result yet, it" if alive(there) else "has no result under its id (any more), and"
         return None, f"{request_id} {yet} is {states}: describe {request_id} says why"
+    # The result is expected in the list of the id, which is cheap to poll. Now and then check everything: the
+    # result may be in the default list, or somebody else may have taken it.
     again_at = time.monotonic() + _AGAIN_S
 
     async def look() -> PoppedResult | None:
         nonlocal again_at
         came = _newer(await answers(desk, request_id), before)
         if not came and time.monotonic() >= again_at:
+            # Look for the request first, then for results: in the reverse order, a request that ends in
+            # between would seem to have no result.
             gone = not alive((await by_id(desk, request_id))[0])
             came = _newer(await answers_anywhere(desk, request_id), before)
             if gone and not came:
@@ -165,7 +174,7 @@ async def _result(
 
 
 def _newer(came: Sequence[bytes], before: Sequence[bytes]) -> Sequence[bytes]:
-    """Those that were not there before: two may be equal."""
+    """Return the results that are new. Results are counted, because two of them may be equal."""
     left = Counter(before)
     newer = []
     for one in came:
@@ -177,8 +186,11 @@ def _newer(came: Sequence[bytes], before: Sequence[bytes]) -> Sequence[bytes]:
 
 
 async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
-    """What one waits for: that it runs, its next try, the gate's sentence, or where only the queue can be
-    asked, the place in line."""
+    """Return what a request waits for.
+
+    This is its own state if it runs or waits for a retry, or else the state of the gate. If only the queue
+    can be asked, it is the position in the queue.
+    """
     there, sure = await _glimpse(desk, request_id)
     if there is not None and (own := under_way(there)):
         return own
@@ -193,7 +205,11 @@ async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str
 
 
 async def _glimpse(desk: RedisDesk, request_id: str) -> tuple[FoundRequest | None, bool]:
-    """Where it lies, and whether all places were looked at. Asked each second: two pages have to do."""
+    """Return a request, or `None` if it was not found, and true if all candidates were read.
+
+    Called every second, so it reads no more than one page of each index.
+    """
+    # Pending first: a request that is claimed between both reads is then found twice and not missed.
     line = await desk.near(request_id)
     claimed = await desk.search([spellings(request_id)], entries_only=True)
     there = [one for one in (*claimed.found, *line.found) if parse(one.member).id == request_id]
@@ -207,7 +223,10 @@ async def awaited(
     look: Callable[[], Awaitable[PoppedResult | None]],
     within_s: float | None,
 ) -> PoppedResult | None:
-    """What the look brings at last; meanwhile the gate's sentence on standard error, when it changes."""
+    """Poll until there is a result, and return it. Return `None` after the timeout.
+
+    Meanwhile, changes of what the request waits for are printed on standard error.
+    """
     started = time.monotonic()
     pause_s, sentences = _LOOK_S, WaitingSentences()
     next_sentence = started + SENTENCE_AFTER_S
@@ -225,11 +244,12 @@ async def awaited(
         await asyncio.sleep(
             pause_s if within_s is None else min(pause_s, max(0.001, started + within_s - now))
         )
+        # Short requests are answered within milliseconds; long ones need not be polled that often.
         pause_s = min(_LOOK_MOST_S, pause_s * 1.3)
 
 
 def still_queued(request_id: str) -> typer.Exit:
-    """Who does not wait any longer is told how to go on."""
+    """Print how to go on with a request after Ctrl-C, and return the exit with status 130."""
     remark(
         f"{request_id} is still queued: batch-dispatcher result {request_id} --wait, or cancel {request_id}"
     )
@@ -237,10 +257,10 @@ def still_queued(request_id: str) -> typer.Exit:
 
 
 def print_result(found: PoppedResult, *, json_output: bool) -> None:
-    """Its payload, or all of it as JSON; exits with 1 where it is an error."""
+    """Print the payload of a result, or the whole result as JSON. Exits with 1 if the result is an error."""
     whole = {**shown_result(found), "request_token": found.request_token}
     text = json.dumps(whole) if json_output else found.payload
-    # A program wants it byte for byte, a terminal without what would steer it.
+    # A program gets the exact bytes. On a terminal, control characters are escaped.
     typer.echo(plain(text, keep="\n\t") if sys.stdout.isatty() else text)
     if found.status_code is None or found.status_code >= 400 or found.error_code is not None:
         why = found.error_code or f"status {found.status_code}"
@@ -249,23 +269,26 @@ def print_result(found: PoppedResult, *, json_output: bool) -> None:
 
 
 def results(
-    name: Annotated[str, typer.Option("--list", help="Which list; default: the queue's own.")] = "",
-    most: Annotated[int, typer.Option(metavar="N", min=1, help="How many.")] = 100,
-    take: Annotated[bool, typer.Option("--take", help="Print them whole, and remove them.")] = False,
+    name: Annotated[
+        str, typer.Option("--list", help="Name of the list. Default: the default list of the queue.")
+    ] = "",
+    most: Annotated[int, typer.Option(metavar="N", min=1, help="Most results to show.")] = 100,
+    take: Annotated[bool, typer.Option("--take", help="Print results in full, and remove them.")] = False,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Show what lies in a result list, the oldest first; as JSON lines with --json, and when they are taken.
+    """Show a result list, the oldest result first: as a table, or as JSON lines with --json or --take.
 
-    Each is removed once it is printed: a consumer that dies loses none, and of two that take at once both may
-    print one.
+    With --take each result is removed after it was printed: a consumer that dies loses no result, and two
+    consumers that run at once may both print the same one.
     """
     target = find(where)
 
     async def act(desk: RedisDesk) -> int:
         where, count = name or target.names.results, 0
         rows: list[list[str]] = []
+        # With --take the results that were printed are gone, so the next page begins at 0 again.
         while count < most and (page := await desk.read_results(where, most - count, 0 if take else count)):
             count += len(page)
             for one in page:
@@ -273,7 +296,7 @@ def results(
                     typer.echo(_line(one))
                 else:
                     rows.append(_row(one))
-            sys.stdout.flush()
+            sys.stdout.flush()  # before anything is removed
             for one in page if take else ():
                 await desk.take_result(where, one)
         if rows:
@@ -288,7 +311,7 @@ def results(
 
 
 def _line(one: bytes) -> str:
-    """One line of JSON, whatever was pushed there."""
+    """Return one line of JSON. Anything that is not a result is shown as unreadable."""
     try:
         return json.dumps(shown_result(decode_result(one)))
     except ValueError:

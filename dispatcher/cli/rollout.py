@@ -1,7 +1,7 @@
-"""`batch-dispatcher models label|drain`: what operators say of versions, for all replicas at once.
+"""`batch-dispatcher models label|drain`: label and drain versions of models, for all replicas at once.
 
-The queue keeps it, whether a dispatcher runs or not; one that does is asked what a short form means, and
-whether what is said has any effect.
+Labels and drains are stored in the queue, whether a dispatcher runs or not. If one runs, its /status resolves
+short names and shows whether the change has any effect.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ DRAIN_EXAMPLES = [
 ]
 _NAMES_TOLD = 10
 _Row = Mapping[str, Any]
-"""Of a model, or of one of its versions, as /status tells it."""
+"""Row of a model, or of one of its versions, in /status."""
 
 
 def label(
-    family: Annotated[str, typer.Argument(metavar="MODEL", help="As requests name it.")],
-    name: Annotated[str, typer.Argument(metavar="LABEL", help="As the policy asks for it.")],
+    family: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model in requests.")],
+    name: Annotated[str, typer.Argument(metavar="LABEL", help="Name of the label in the policy.")],
     version: Annotated[
         str | None,
-        typer.Argument(metavar="VERSION", help="As in `3`, `v3`, `qwen-v3`.", show_default=False),
+        typer.Argument(metavar="VERSION", help="Such as `3`, `v3` or `qwen-v3`.", show_default=False),
     ] = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Take it back: the settings' counts again.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Remove the label: that of the settings counts again.")
+    ] = False,
     by: By = "",
     *,
     where: DispatcherOptions,
     json_output: Json = False,
 ) -> None:
-    """Have a label mean a version, whatever the settings say: a rollout, and the way back.
+    """Set a label to a version, for a rollout or a rollback. It overrides the settings.
 
-    It stands until it is set anew or taken back with --clear, through restarts, too. Exit code 1: there was
-    none to take back, or the queue cannot be reached.
+    The label stays, across restarts, until it is set again or removed with --clear. Exit code 1: there was no
+    label to remove, or the queue cannot be reached.
     """
     if clear == (version is not None):
         raise fail("give a version, or --clear to take the label back", 2)
@@ -73,40 +75,49 @@ def label(
 
 
 def drain(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The full name, as endpoints list it.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Full name of the version, as listed by endpoints.")
+    ],
     model: Annotated[
         str,
         typer.Option(
-            "--model", metavar="MODEL", help="NAME is a version of this one: `3`, `v3`.", show_default=False
+            "--model",
+            metavar="MODEL",
+            help="Model of which NAME is a version: `3`, `v3`.",
+            show_default=False,
         ),
     ] = "",
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
-    why: Annotated[str, typer.Option(help="Told to everybody who asks why requests wait for it.")] = "",
+    undo: Annotated[bool, typer.Option("--undo", help="Let the version take requests again.")] = False,
+    why: Annotated[
+        str, typer.Option(help="Reason, which is shown when somebody asks why requests wait.")
+    ] = "",
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask first, where it is what a label stands for.")
+        bool, typer.Option("--yes", "-y", help="Do not ask first if a label stands for the version.")
     ] = False,
     by: By = "",
     *,
     where: DispatcherOptions,
     json_output: Json = False,
 ) -> None:
-    """Have a version, or a model, take nothing new until --undo; what runs goes on to its end.
+    """Stop a version or a model from taking new requests, until --undo. Requests that run go on.
 
     Requests go to other versions if some may be used; otherwise they wait. The command asks first if the
     policy's label stands for the version, because requests may then go to a version that the label was to
     keep them from. Without a terminal, or with --json, it demands --yes instead. With --model, a short form
-    of the name will do while a dispatcher answers. Exit code 1 if a short form fits no version or several,
+    of the name will do while a dispatcher answers. Exit code 1 if a short form matches no version or several,
     if there was nothing to undo, or if the answer was no.
     """
     if undo and why:
         raise fail("--why: say it when you drain, not with --undo", 2)
     _check_names(NAME=name)
     seen = _look(where)
+    # A drained name is a full name, even if no endpoint lists it any more.
     before = ask(seen.target, lambda desk: desk.model_marks()).drained if undo else ()
     full, who = seen.full_name(name, model, before), who_asks(by)
     if undo:
         done = ask(seen.target, lambda desk: desk.undrain(full))
     else:
+        # Only a running dispatcher knows what the policy selects; without one nothing is asked.
         if not yes and (diverted := seen.diverted(full)):
             _confirm(diverted, asks=not json_output and sys.stdin.isatty())
         ask(seen.target, lambda desk: desk.drain(full, who, why))
@@ -128,7 +139,10 @@ def drain(
 
 
 class _Seen:
-    """What a dispatcher of that queue tells of models; `problem`: why none does."""
+    """Models in the /status of a dispatcher of the queue.
+
+    If no dispatcher answers, `problem` says why, and no models are known.
+    """
 
     def __init__(self, target: QueueTarget, told: Mapping[str, Any] | None, problem: str) -> None:
         self.target = target
@@ -140,7 +154,7 @@ class _Seen:
         return next((each for each in self._models if each["name"] == model), None)
 
     def without_effect(self, family: str = "") -> str:
-        """Why what is said changes nothing now; empty: it does, a few seconds from now."""
+        """Return why a label or a drain changes nothing now. Empty if it takes effect within seconds."""
         if self._told is None:
             return f"no dispatcher tells of it ({self.problem}): it takes effect when one runs"
         if not self._models:
@@ -152,12 +166,16 @@ class _Seen:
         return ""
 
     def full_name(self, name: str, model: str, said: Collection[str]) -> str:
-        """What is meant, as endpoints list it, or as it was `said` before; exits with 1 where it is a short
-        form that may mean several, and says which."""
+        """Return the full name of a model or version, as endpoints list it.
+
+        Names in `known_names` are full names. Exits with 1 if the name is only a short form, and says which
+        names it may stand for.
+        """
         if model:
             return self._version_of(model, name)
         names = {each["name"] for each in self._models} | {each["name"] for _, each in self._versions()}
         meant = [(of, each) for of, each in self._versions() if name in words_of(each["name"], each["label"])]
+        # An unknown name is accepted: a version may be drained before any endpoint lists it.
         if name in names or name in said or not meant:
             return name
         may = _several([f"{each['name']} (of {of['name']})" for of, each in meant])
@@ -178,12 +196,12 @@ class _Seen:
         return str(meant[0])
 
     def unlisted(self, full: str) -> str:
-        """Why draining it changes nothing now, though models are watched; empty: it does."""
+        """Return why draining a name that no endpoint lists changes nothing now. Empty if one lists it."""
         known = self.row(full) is not None or any(each["name"] == full for _, each in self._versions())
         return "" if known else f"no endpoint lists {full} now: it takes effect when one does"
 
     def consequence(self, full: str) -> str:
-        """What whoever drains it should know; empty: nothing."""
+        """Return a warning if no other version of the model can take the requests. Empty if one can."""
         family = next((of for of, each in self._versions() if each["name"] == full), None)
         if family is None:
             return ""
@@ -196,7 +214,7 @@ class _Seen:
         return "" if others else f"no other version of {name} is served: its requests wait until one is"
 
     def diverted(self, full: str) -> str:
-        """Return a sentence that says which versions take over from one that the policy selects by a label.
+        """Return which versions take over if the version is drained and a label of the policy stands for it.
 
         Empty if the policy selects another version, or if no other version could take over.
         """
@@ -226,19 +244,20 @@ class _Seen:
 
 
 def _look(where: DispatcherOptions) -> _Seen:
-    """Where the queue is, and what a dispatcher of it tells. Exits with 2 where nobody names it."""
+    """Return the models that the dispatcher of the queue reports. Exits with 2 if no queue is named."""
     _, address = meant(where)
     target = find(where)
     if address is None:
         return _Seen(target, None, "nothing says where one is")
     told, problem = asyncio.run(running(address))
+    # Another dispatcher may listen on that port: its models are not those of this queue.
     if told is not None and told["queue"] != target.names.queue:
         return _Seen(target, None, f"the one that answers works on another queue, {told['queue']}")
     return _Seen(target, told, problem or "")
 
 
 def _confirm(what: str, *, asks: bool) -> None:
-    """Ask whether to drain. Exit with 2 if there is nobody to ask, and with 1 if the answer is no."""
+    """Ask whether to drain. Exits with 2 if the user cannot be asked, and with 1 if the answer is no."""
     if not asks:
         raise fail(f"{what}; give --yes to drain it all the same", 2)
     if not typer.confirm(f"{what}. Drain it all the same?", err=True):
@@ -246,7 +265,7 @@ def _confirm(what: str, *, asks: bool) -> None:
 
 
 def _check_names(**names: str) -> None:
-    """Exit with 2 where one cannot be a name."""
+    """Exit with 2 if one of the names is invalid."""
     from dispatcher.ports import CallRefusedError
     from dispatcher.queue.model_registry import check_names
 
@@ -257,7 +276,7 @@ def _check_names(**names: str) -> None:
 
 
 def _label_unused(row: _Row | None, family: str, label: str, version: str | None) -> str:
-    """Why a label that is set has no effect all the same; empty: it has, or was taken back."""
+    """Return why a label that is set has no effect. Empty if it has one, or if it was removed."""
     if row is None or version is None:
         return ""
     if row["policy"] != str(VersionPolicy(label=label)):

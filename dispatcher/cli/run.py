@@ -1,4 +1,4 @@
-"""`batch-dispatcher run`: the dispatcher itself."""
+"""`batch-dispatcher run`: run the dispatcher."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ EXAMPLES = {
 def run(
     config: Config = None,
     observe: Annotated[
-        bool, typer.Option("--observe", help="Decide, show and export everything; claim nothing.")
+        bool,
+        typer.Option("--observe", help="Observe only: decide, show and export everything; claim no request."),
     ] = False,
 ) -> None:
-    """Fill the pool's slack from the queue, until SIGTERM.
+    """Send requests from the queue into the free capacity of the pool, until SIGTERM.
 
-    SIGTERM lets running requests finish and gives the rest back; a second one gives all back at once. SIGHUP
-    or a change of the file reloads the configuration. Exit code 1: a part cannot start; 2: the configuration
-    is wrong.
+    After SIGTERM running requests finish, and the others return to the queue; after a second SIGTERM all
+    return at once. SIGHUP or a change of the file reloads the configuration. Exit code 1: a part cannot
+    start; 2: the configuration is invalid.
     """
     import asyncio
 
@@ -44,6 +45,7 @@ def run(
     from dispatcher.settings.yaml_source import Problem
 
     path = config_path(config)
+    # The text is kept: a reload compares the file with it.
     text = read(path)
     if isinstance(text, Problem):
         raise fail(str(text), 2)
@@ -61,6 +63,6 @@ def run(
 def _loop_factory() -> Callable[[], AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # not made for this platform
+    except ImportError:  # uvloop is not available on this platform: use the loop of asyncio
         return None
     return uvloop.new_event_loop

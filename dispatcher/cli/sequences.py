@@ -1,4 +1,4 @@
-"""`batch-dispatcher sequences list|show|release|abort|forget`: requests in order, and what holds them."""
+"""`batch-dispatcher sequences list|show|release|abort|forget`: state of sequences, and decisions on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLES = {
     "sequences forget": ["batch-dispatcher sequences forget chat-7"],
 }
 sequences = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Requests that run in order, one at a time, by sequence."
+    add_completion=False, no_args_is_help=True, help="Sequences: requests that run in order, one at a time."
 )
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="The sequence's id.")]
@@ -35,13 +35,15 @@ _PAGE = 500
 
 @sequences.command("list")
 def list_(
-    status: Annotated[Status | None, typer.Option(help="Only those that are so.")] = None,
-    most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many.")] = 50,
+    status: Annotated[Status | None, typer.Option(help="Only sequences with this status.")] = None,
+    most: Annotated[
+        int, typer.Option("--most", "-n", metavar="N", min=1, help="Most sequences to show.")
+    ] = 50,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """List sequences, in no order: their status, the index that goes next, how many wait, what is wrong."""
+    """List sequences, in no order: status, next index, number of waiting requests, and problems."""
     target = find(where)
     wanted = None if status is None else SequenceStatus(status)
     found, more = ask(target, lambda desk: _first(desk, wanted, most))
@@ -60,9 +62,9 @@ def list_(
 
 @sequences.command()
 def show(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
-    """Show one: what runs of it, what waits and for what, and why it is held or has ended.
+    """Show one sequence: its running request, its waiting requests, and why it is held or has ended.
 
-    Exit code 1: nothing is known of it; what no dispatcher has claimed yet is not.
+    Exit code 1: the sequence is not known. A sequence is known once a dispatcher has claimed a request of it.
     """
     target = find(where)
 
@@ -84,9 +86,9 @@ def show(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> Non
 
 @sequences.command()
 def release(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
-    """Let one that is held go on, with the request behind the one that failed.
+    """Let a held sequence go on with the request after the failed one.
 
-    Exit code 1: it is not held.
+    Exit code 1: the sequence is not held.
     """
     target = find(where)
     done = ask(target, lambda desk: desk.release_sequence(sequence_id))
@@ -96,14 +98,16 @@ def release(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> 
 @sequences.command()
 def abort(
     sequence_id: Id,
-    why: Annotated[str, typer.Option(help="What those that wait are told.")] = "aborted by an operator",
+    why: Annotated[
+        str, typer.Option(help="Reason, in the results of the waiting requests.")
+    ] = "aborted by an operator",
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Abort a sequence: its waiting and later requests get SEQUENCE_ABORTED; a running one goes on.
 
-    `cancel --sequence ID` stops the running request, too, and lets the sequence begin anew. Exit code 1 if
+    `cancel --sequence ID` stops the running request, too, and lets the sequence start again. Exit code 1 if
     the sequence is aborted already, or has ended.
     """
     if not why.strip():
@@ -115,14 +119,16 @@ def abort(
 
 @sequences.command()
 def forget(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
-    """Forget one of which nothing runs or waits, so that its id begins anew: after an abort, or an end.
+    """Forget a sequence without running or waiting requests, so that its id can start again.
 
-    Exit code 1: nothing is known of it, or something of it runs or waits.
+    Use it after the sequence was aborted or has ended. Exit code 1: the sequence is not known, or a request
+    of it runs or waits.
     """
     target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[bool | None, SequenceSeen | None]:
         done = await desk.forget_sequence(sequence_id)
+        # False: requests of it run or wait. None: it is not known.
         return done, await desk.sequence(sequence_id) if done is False else None
 
     done, seen = ask(target, act)
@@ -138,7 +144,7 @@ def forget(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> N
 
 
 def _why_not(seen: SequenceSeen | None, sequence_id: str, *, known: bool) -> str:
-    """Why it is not forgotten."""
+    """Return why a sequence was not forgotten."""
     if not known:
         return "is not known (any more)"
     there, what_to_do = "something of it runs or waits", f"`cancel --sequence {sequence_id}` ends that"
@@ -156,14 +162,15 @@ def _waiting(seen: SequenceSeen) -> list[str]:
 async def _first(
     desk: RedisDesk, status: SequenceStatus | None, most: int
 ) -> tuple[Sequence[SequenceSeen], bool]:
-    """So many of them, each once, and whether there are more: a walk may meet one twice."""
+    """Return up to `max_count` sequences, each once, and true if there are more."""
     found: dict[str, SequenceSeen] = {}
     after = ""
     while True:
         page = await desk.sequences(_PAGE, after, status)
+        # By id, because the walk may return a sequence twice.
         found |= {one.id: one for one in page.found}
         after = page.after
-        if len(found) > most or not after:
+        if len(found) > most or not after:  # one more than asked for shows that there are more
             return list(found.values())[:most], len(found) > most
 
 
@@ -205,7 +212,7 @@ def _row(one: SequenceSeen, now: float) -> Sequence[str]:
 
 
 def _note(one: SequenceSeen, now: float) -> str:
-    """What it waits for, or why it waits no longer."""
+    """Return what a sequence waits for, or why it has ended."""
     if one.cause:
         return one.cause
     if one.gap_since is not None:

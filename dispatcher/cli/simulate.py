@@ -1,4 +1,4 @@
-"""`batch-dispatcher simulate`: what would batch work cost realtime in your pool, and what would it bring?"""
+"""`batch-dispatcher simulate`: estimate what batch work brings and costs in a pool."""
 
 from __future__ import annotations
 
@@ -28,69 +28,75 @@ def simulate(
         Path | None,
         typer.Option(
             help="Realtime traffic: requests with tokens (CSV), or running requests over time "
-            "(CSV, Grafana's download, Prometheus range query). idle: nobody comes. bursts: dozens at once, "
-            "made up. Default: 900 s of a production chat service.",
+            "(CSV, Grafana's download, Prometheus range query). idle: no traffic. bursts: synthetic bursts "
+            "of dozens. Default: 900 s of a production chat service.",
             show_default=False,
         ),
     ] = None,
     prometheus: Annotated[
         str,
-        typer.Option(metavar="URL", help="Instead of a trace: what this Prometheus has of running requests."),
+        typer.Option(metavar="URL", help="Instead of a trace: the running requests in this Prometheus."),
     ] = "",
     last: Annotated[
-        str, typer.Option(metavar="TIME", help="With --prometheus, so much: 30m, 3h, 7d.")
+        str, typer.Option(metavar="TIME", help="With --prometheus: length of the recording, 30m, 3h, 7d.")
     ] = "3h",
     query: Annotated[
         str,
         typer.Option(
             metavar="PROMQL",
-            help="With --prometheus, what counts them. Default: of vLLM, else SGLang, else TensorRT-LLM, all "
-            "that there are.",
+            help="With --prometheus: query for the running requests. Default: the metric of vLLM, else "
+            "SGLang, else TensorRT-LLM.",
             show_default=False,
         ),
     ] = "",
     token_file: Annotated[
-        str, typer.Option(metavar="FILE", help="With --prometheus, a bearer token.", show_default=False)
+        str,
+        typer.Option(metavar="FILE", help="With --prometheus: file with a bearer token.", show_default=False),
     ] = "",
     whole: Annotated[
-        bool, typer.Option("--all", help="All of a long trace, not the busiest quarter of an hour alone.")
+        bool, typer.Option("--all", help="Play all of a long trace, not only its busiest quarter of an hour.")
     ] = False,
     steps: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME:LEVEL,…", help="Instead of a trace: so many realtime requests from then on."
+            metavar="TIME:LEVEL,…", help="Instead of a trace: number of realtime requests from each time on."
         ),
     ] = None,
-    begin: Annotated[float, typer.Option("--from", min=0.0, help="Where in the trace to begin.")] = 0.0,
+    begin: Annotated[float, typer.Option("--from", min=0.0, help="Start in the trace, in seconds.")] = 0.0,
     copies: Annotated[
-        int, typer.Option(min=1, help="So many of the trace at once, each begun elsewhere: a larger pool's.")
+        int,
+        typer.Option(
+            min=1, help="Play the trace this many times at once, from different starts: a larger pool."
+        ),
     ] = 1,
     echoes: Annotated[
-        int, typer.Option(min=1, help="Each of its requests so many times within a second: larger bursts.")
+        int, typer.Option(min=1, help="Repeat each request this many times within a second: larger bursts.")
     ] = 1,
     slots: Annotated[int, typer.Option(min=1, help="Capacity in requests, as configured.")] = 64,
     scrape: Annotated[float, typer.Option(min=0.01, help="Seconds between two scrapes.")] = 1.0,
-    lag: Annotated[float, typer.Option(min=0.0, help="Seconds until a scrape is known.")] = 0.05,
+    lag: Annotated[
+        float, typer.Option(min=0.0, help="Seconds until the result of a scrape is known.")
+    ] = 0.05,
     reserve: Annotated[
-        float, typer.Option(min=0.0, max=0.99, help="The share that batch work never takes.")
+        float, typer.Option(min=0.0, max=0.99, help="Share of the capacity that batch work never takes.")
     ] = 0.05,
     sweep: Annotated[
         str | None,
         typer.Option(
-            metavar="OPTION=VALUES", help=f"A row for each: reserve=0,.05,.1. Of {', '.join(SWEPT)}."
+            metavar="OPTION=VALUES", help=f"One row per value: reserve=0,.05,.1. Options: {', '.join(SWEPT)}."
         ),
     ] = None,
     target: Annotated[
         str | None,
         typer.Option(
             metavar="BOUND",
-            help="Which reserve keeps it? 'p99 <= 1.2' (users' latency beside what it is without batch work) "
-            "or 'wait p99 <= 0.5' (seconds longer), joined by `and`.",
+            help="Find the reserve that keeps this bound: 'p99 <= 1.2' (latency of users relative to that "
+            "without batch work) or 'wait p99 <= 0.5' (additional seconds), joined by `and`.",
         ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="So many runs at once. Default: one a core.", show_default=False),
+        typer.Option(min=1, help="Number of runs at once. Default: one per core.", show_default=False),
     ] = None,
     policy: Annotated[
         str, typer.Option(help=f"all, or some of {', '.join(Name)}; separated by commas.")
@@ -99,7 +105,7 @@ def simulate(
         float | None,
         typer.Option(
             min=1.0,
-            help="How long. Default: the whole trace, of a long one the busiest quarter of an hour.",
+            help="Duration. Default: the whole trace, or the busiest quarter of an hour of a long one.",
             show_default=False,
         ),
     ] = None,
@@ -107,8 +113,8 @@ def simulate(
         float | None,
         typer.Option(
             min=0.0,
-            help="Batch requests end together, at most so many seconds apart, which is cheaper to play; 0: "
-            f"one by one. Default: 0, and {STEP_S:g} where more than {EXACT_S / 60:g} minutes are played.",
+            help="Time step in seconds: batch requests end together at each step, which is faster to play. "
+            f"0: one by one. Default: 0, or {STEP_S:g} if more than {EXACT_S / 60:g} minutes are played.",
             show_default=False,
         ),
     ] = None,
@@ -116,8 +122,8 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
-            help="Batch requests go by so many that are alike, as one that weighs as much: cheaper to play. "
-            f"Default: 1, and a pod's slots / {GRAINS} where more than {EXACT_S / 60:g} minutes are "
+            help="Number of equal batch requests that are played as one with their total weight, which is "
+            f"faster. Default: 1, or a pod's slots / {GRAINS} if more than {EXACT_S / 60:g} minutes are "
             "played.",
             show_default=False,
         ),
@@ -125,57 +131,61 @@ def simulate(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw into this file (png, svg, pdf): the timeline of each policy; with --sweep or --target "
-            "what each value brings batch work and costs realtime."
+            help="Draw into this file (png, svg, pdf): the timeline of each policy, or with --sweep or "
+            "--target the throughput and the impact on realtime of each value."
         ),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    seed: Annotated[int, typer.Option(help="Another seed, other batch requests.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random batch requests.")] = 0,
     batch_tokens: Annotated[
         float, typer.Option(min=1.0, help="Tokens that a batch request generates, on average.")
     ] = BATCH_TOKENS,
     batch_spread: Annotated[
-        float, typer.Option(min=0.0, max=3.0, help="How much they differ (of the logarithm); 0: not at all.")
+        float,
+        typer.Option(
+            min=0.0, max=3.0, help="Standard deviation of the logarithm of the tokens; 0: all are equal."
+        ),
     ] = BATCH_SPREAD,
     batch_seconds: Annotated[
         float | None,
-        typer.Option(min=0.001, help="A batch request runs so long in an empty pool, whatever its tokens."),
+        typer.Option(min=0.001, help="Duration of a batch request in an empty pool, instead of tokens."),
     ] = None,
     travel: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Seconds that requests travel, and answers. Default: 0.002 and 0.003."),
+        typer.Option(
+            min=0.0, help="Transit time of requests and answers, in seconds. Default: 0.002 and 0.003."
+        ),
     ] = None,
     jitter: Annotated[
-        float, typer.Option(min=0.0, max=0.99, help="Scrapes come up to this share of their interval late.")
+        float, typer.Option(min=0.0, max=0.99, help="Largest delay of a scrape, as a share of the interval.")
     ] = 0.0,
-    stamp: Annotated[
-        float, typer.Option(help="Samples are dated so many seconds later than they were taken.")
-    ] = 0.0,
+    stamp: Annotated[float, typer.Option(help="Seconds by which samples are dated too late.")] = 0.0,
     flush: Annotated[
-        float, typer.Option(min=0.0, help="The EPP renews its averages this often; 0: always fresh.")
+        float,
+        typer.Option(min=0.0, help="Seconds between two updates of the EPP's averages; 0: always fresh."),
     ] = 5.0,
     flush_phase: Annotated[
         float | None,
-        typer.Option(min=0.0, help="When it does so first. Default: by the seed.", show_default=False),
+        typer.Option(min=0.0, help="Time of the first update. Default: from the seed.", show_default=False),
     ] = None,
     averages_alone: Annotated[
-        bool, typer.Option("--averages-alone", help="The EPP does not show how many requests it has sent.")
+        bool, typer.Option("--averages-alone", help="The EPP does not export how many requests it has sent.")
     ] = False,
     detector: Annotated[
         Detector,
         typer.Option(
-            help="What the EPP's saturation is computed with; utilization is its default. none: it has no "
-            "flow control."
+            help="Saturation detector of the EPP; utilization is its default. none: no flow control."
         ),
     ] = Detector.UTILIZATION,
     signals: Annotated[
-        Signals, typer.Option(help="What the dispatcher reads. requests: of an EPP without flow control.")
+        Signals,
+        typer.Option(help="Signals that the dispatcher reads. requests: for an EPP without flow control."),
     ] = Signals.AUTO,
     order: Annotated[
         Order,
         typer.Option(
-            help="Who goes first of those that wait. auto: realtime in the EPP, whoever came first in the "
-            "pods, where all wait without flow control."
+            help="Order of waiting requests. auto: realtime first in the EPP; first come, first served in "
+            "the pods, where requests wait without flow control."
         ),
     ] = Order.AUTO,
     pickers: Annotated[int, typer.Option(min=1, help="Active EPP replicas.")] = 1,
@@ -193,46 +203,49 @@ def simulate(
         ),
     ] = False,
     true_slots: Annotated[
-        int | None, typer.Option(min=1, help="What the pool really takes, where the configuration is wrong.")
+        int | None, typer.Option(min=1, help="Real capacity of the pool, if the configuration is wrong.")
     ] = None,
     slots_at: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TIME:SLOTS",
-            help="From then on the pool really takes so many, and nobody tells; may be repeated.",
+            help="Change of the real capacity, which is not reported; may be repeated.",
         ),
     ] = None,
     picker_slots: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="What the EPP's concurrency detector takes the pool for. Default: what it is at the start.",
+            help="Capacity that the EPP's concurrency detector assumes. Default: that at the start.",
             show_default=False,
         ),
     ] = None,
     queue_limit: Annotated[
         int | None,
         typer.Option(
-            min=0, help="So many may wait in the EPP, without flow control in the pods; the next gets a 429."
+            min=0,
+            help="Most requests that wait in the EPP, or without flow control in the pods; others get a 429.",
         ),
     ] = None,
-    pods: Annotated[int, typer.Option(min=1, help="Pods that the slots are spread over.")] = 1,
+    pods: Annotated[int, typer.Option(min=1, help="Number of pods that share the slots.")] = 1,
     pods_at: Annotated[
         list[str] | None,
-        typer.Option(metavar="TIME:PODS", help="From then on there are so many pods; may be repeated."),
+        typer.Option(metavar="TIME:PODS", help="Change of the number of pods; may be repeated."),
     ] = None,
     outage: Annotated[
         list[str] | None,
-        typer.Option(metavar="FROM:UNTIL", help="The gateway is away (seconds); may be repeated."),
+        typer.Option(
+            metavar="FROM:UNTIL", help="Time in which the gateway is unreachable (seconds); may be repeated."
+        ),
     ] = None,
     metrics_gap: Annotated[
         list[str] | None,
-        typer.Option(metavar="FROM:UNTIL", help="Scrapes fail (seconds); may be repeated."),
+        typer.Option(metavar="FROM:UNTIL", help="Time in which scrapes fail (seconds); may be repeated."),
     ] = None,
-    lost: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share of scrapes that fail.")] = 0.0,
+    lost: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of scrapes that fail.")] = 0.0,
     clock_step: Annotated[
         list[str] | None,
-        typer.Option(metavar="TIME:BY", help="The queue's clock steps by so many seconds; may be repeated."),
+        typer.Option(metavar="TIME:BY", help="Step of the queue's clock, in seconds; may be repeated."),
     ] = None,
     max_age: Annotated[
         float | None,
@@ -240,19 +253,21 @@ def simulate(
             min=0.1, help="signals.max_age_s. Default: 10 for fresh readings, else 60.", show_default=False
         ),
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Dispatchers that share the queue.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of dispatchers that share the queue.")] = 1,
     kill: Annotated[
         list[float] | None,
-        typer.Option(metavar="TIME", help="A replica is killed then, and replaced; may be repeated."),
+        typer.Option(metavar="TIME", help="Time at which a replica is killed and replaced; may be repeated."),
     ] = None,
     lease: Annotated[float, typer.Option(min=0.1, help="queue.lease_s, for killed replicas.")] = 30.0,
 ) -> None:
     """Try batch work on a pool in virtual time, before you install anything.
 
-    What batch work brings, and what your users pay for it: `--target 'p99 <= 1.2'` finds the reserve.
+    The result is the throughput of batch work and its impact on your users. With `--target 'p99 <= 1.2'` the
+    command finds the reserve that keeps this bound.
     """
     from dispatcher.lab.simulation import plot as picture
 
+    # Check these options before the trace is read, which takes longer.
     names = _policies(policy)
     try:
         bounds = parse_target(target) if target is not None else []
@@ -325,8 +340,11 @@ def simulate(
 
 
 def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[Setting, Sequence[str]]:
-    """The setting with the step and the grain asked for, or with those that its length asks for, and then a
-    sentence about them."""
+    """Return the setting with its time step and its grain, and sentences about chosen defaults.
+
+    The defaults depend on the length: short simulations are exact, and long ones are played faster.
+    """
+    # A grain may be at most a tenth of the slots of a pod.
     most = max(1, setting.slots // setting.pods // GRAINS_LEAST)
     if grain is not None and grain > most:
         raise fail(f"--grain {grain}: more than a tenth of a pod's slots; {most} at the most", 2)
@@ -350,6 +368,7 @@ def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[
 
 
 def _seconds(wanted: float | None, there: float) -> float:
+    # Up to one second more is accepted, because the length of a trace is shown and used rounded.
     if wanted is not None and wanted > there + 1.0:
         raise fail(f"--seconds {wanted:g}: the trace is {there:.0f} s long", 2)
     return wanted if wanted is not None else max(1.0, float(round(there)))

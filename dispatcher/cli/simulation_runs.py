@@ -1,4 +1,4 @@
-"""What `simulate` plays, in processes side by side: rows as they come, how far it is, and the answer."""
+"""Runs of `simulate` in parallel processes: rows of the table, progress, and the result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dispatcher.lab.simulation.sweep import Bound, Sweep, SweepResult, choose
 from dispatcher.lab.standin.trace import Trace
 
 PATIENCE_S = 1.0
-"""Who waits longer is shown how far it is."""
+"""Time after which the progress is shown."""
 COST = {Name.NONE: 1.0, Name.ALL_KNOWING: 2.0, Name.LAW: 8.0}
-"""What a run takes beside others, about; what is not here takes 2."""
+"""Approximate duration of a run of each policy, relative to the others. Policies that are not here take 2."""
 
 
 def compare(
@@ -38,9 +38,10 @@ def compare(
     as_json: bool,
     plot: Path | None = None,
 ) -> None:
-    """Show each policy beside the others, as a table or as JSON. `plot`: where to draw the timeline."""
+    """Run all policies and show a row for each, as a table or as JSON. `plot`: file for the timelines."""
     played = [name for name in Name if name in {*names, Name.ALL_KNOWING, Name.NONE}]
-    # Longest first, but for what every row is measured by.
+    # The baselines first, because every row is measured against them. Then the longest runs first, so that
+    # the processes finish at about the same time.
     order = sorted(played, key=lambda name: (name not in (Name.NONE, Name.ALL_KNOWING), -_cost(name)))
     wanted = [Wanted(setting, name, report.moment_s(setting)) for name in order]
     shown = [name for name in played if name in names]
@@ -51,6 +52,7 @@ def compare(
         runs[order[number]] = run
         if order[number] is Name.NONE:
             _warn_of_small(setting, run)
+        # Runs end in any order; the rows are printed in the order of the table.
         if Name.NONE in runs and Name.ALL_KNOWING in runs:
             while lines.told < len(shown) and (name := shown[lines.told]) in runs:
                 row = report.row_of(runs[name], runs[Name.ALL_KNOWING], runs[Name.NONE])
@@ -80,8 +82,11 @@ def sweep(
     as_json: bool,
     plot: Path | None = None,
 ) -> bool:
-    """Show a row for each value, and return whether one of them keeps the bounds, if there are any. `plot`:
-    where to draw what each value brings and costs."""
+    """Run all values and show a row for each.
+
+    Return true if one value keeps the bounds, or if there are none. `plot`: file for the throughput and the
+    impact of each value.
+    """
     names = [name for name in names if name is not Name.NONE] or [Name.LAW]
     cases = [(value, name) for value in swept.values for name in names]
     wanted = [Wanted(setting, Name.NONE, report.moment_s(setting))]
@@ -95,6 +100,7 @@ def sweep(
         runs[number] = run
         if number == 0:
             _warn_of_small(setting, run)
+        # Run 0 is the baseline without batch work. Run n + 1 belongs to row n, and rows are printed in order.
         while 0 in runs and len(rows) < len(cases) and len(rows) + 1 in runs:
             rows.append(report.row_of(runs[len(rows) + 1], None, runs[0]))
             lines.tell(labels[len(rows) - 1], rows[-1])
@@ -134,7 +140,7 @@ def sweep(
 
 
 def _draw(path: Path | None, draw: Callable[[Path], None]) -> None:
-    """Draw into the file, if one is named."""
+    """Draw into the file if one is named. Exits with 1 if it cannot be written."""
     if path is None:
         return
     try:
@@ -145,12 +151,13 @@ def _draw(path: Path | None, draw: Callable[[Path], None]) -> None:
 
 
 def _ended(wanted: Sequence[Wanted], traffic: Trace, processes: int) -> Iterator[tuple[int, Run]]:
-    """The runs as they end, by their number; meanwhile how far it is."""
+    """Yield the runs with their numbers as they end. Shows the progress meanwhile."""
     line = _ProgressLine([_cost(each.policy) for each in wanted])
     try:
+        # closing() ends the processes if the loop is left early.
         with closing(play_all(wanted, traffic, processes)) as playing:
             for progress in playing:
-                if progress.ended:
+                if progress.ended:  # rows are about to be printed: they must not mix with the progress
                     line.clear()
                 yield from progress.ended
                 line.show(progress.done)
@@ -172,19 +179,19 @@ def _warn_of_small(setting: Setting, alone: Run) -> None:
 
 
 def _width() -> int | None:
-    """Of the terminal; None: the output is none."""
+    """Return the width of the terminal. `None` if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _folded(line: str) -> str:
-    """Broken between words where it is too long for the terminal; a pipe gets it whole."""
+    """Wrap a line at the width of the terminal. Lines for a pipe are not wrapped."""
     width = _width()
     return line if width is None else "\n".join(fold([line], width))
 
 
 @dataclass(slots=True)
 class _Lines:
-    """The table, line by line; nothing where JSON is asked for."""
+    """Printer of the table, line by line. It prints nothing if the output is JSON."""
 
     silent: bool
     sheet: report.Sheet
@@ -208,7 +215,7 @@ class _Lines:
 
 @dataclass(slots=True)
 class _ProgressLine:
-    """One line on a terminal's standard error that is written over again and again."""
+    """Progress on standard error: one line of a terminal that is overwritten each time."""
 
     costs: Sequence[float]
     clock: Callable[[], float] = time.monotonic
@@ -224,7 +231,7 @@ class _ProgressLine:
             return
         share = sum(cost * each for cost, each in zip(self.costs, done, strict=True)) / sum(self.costs)
         text = f"simulating: {sum(each >= 1 for each in done)} of {len(done)} runs done, {share:.0%}"
-        if share > 0.02:
+        if share > 0.02:  # before that, the estimate of the remaining time is too rough
             minutes, seconds = divmod(round(passed_s * (1 - share) / share), 60)
             text += f", about {minutes}:{seconds:02} left"
         self._write(text[: shutil.get_terminal_size().columns - 1])
@@ -236,5 +243,5 @@ class _ProgressLine:
             self._shown = False
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.write(f"\r\x1b[K{text}")  # to the first column, and clear the line
         sys.stderr.flush()

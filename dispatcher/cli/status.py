@@ -1,6 +1,6 @@
-"""`batch-dispatcher status` and `explain`: what waits, what runs, and why not more.
+"""`batch-dispatcher status` and `explain`: what waits, what runs, and why not more runs.
 
-They never refuse: what answers is shown, and of the rest why it does not.
+If queue or dispatcher does not answer, the reason is shown with the state of the other one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AdminUrl = Annotated[
     typer.Option(
         "--admin-url",
         metavar="URL",
-        help="http://host:port of the dispatcher to ask. Default: the configuration's, on this machine.",
+        help="Dispatcher to ask, http://host:port. Default: from the configuration, on this machine.",
         show_default=False,
     ),
 ]
@@ -33,7 +33,7 @@ AdminUrl = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class DispatcherOptions(QueueOptions):
-    """The options that say which queue a verb means, and which dispatcher."""
+    """Options that select the queue and the dispatcher of a verb."""
 
     admin_url: AdminUrl = ""
 
@@ -55,29 +55,29 @@ EXAMPLES = {
 
 def status(
     where: DispatcherOptions,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Again each second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat every second, until Ctrl-C.")] = False,
     wait: Annotated[
         str,
         typer.Option(
             "--wait",
             metavar="TIME",
-            help="Print nothing; exit with 0 once a dispatcher answers and is ready, with 1 after so long.",
+            help="Print nothing; exit with 0 once a dispatcher is ready, or with 1 after this time.",
             show_default=False,
         ),
     ] = "",
     json_output: Json = False,
 ) -> None:
-    """Show the queue, and of the dispatcher that answers its gate, readings, rate and replicas.
+    """Show the queue, and the gate, readings, rate and replicas of the dispatcher that answers.
 
-    Whatever does not answer is named; the rest is shown. Exit code 1: the queue cannot be reached; an
-    embedded one is there only while its dispatcher runs.
+    If the queue or the dispatcher does not answer, the command says so and shows the other one. Exit code 1:
+    the queue cannot be reached. An embedded queue can be reached only while its dispatcher runs.
     """
     try:
         waiting_s = seconds_of(wait) if wait else None
     except ValueError as error:
         raise fail(f"--wait: {error}", 2) from error
     place, address = meant(where)
-    if waiting_s is not None:
+    if waiting_s is not None:  # 0 is a valid time: one attempt
         _wait(place, address, waiting_s)
         return
     warn_of(place)
@@ -95,10 +95,10 @@ def status(
 
 
 def explain(where: DispatcherOptions, json_output: Json = False) -> None:
-    """Say in one paragraph why the dispatcher sends what it sends.
+    """Explain in one paragraph why the dispatcher sends as much as it does.
 
-    Where none answers, say what the queue alone can tell, and where the queue does not, what the dispatcher
-    can. Exit code 1: the queue cannot be reached.
+    If no dispatcher answers, the paragraph is about the queue alone, and if the queue cannot be reached,
+    about the dispatcher alone. Exit code 1: the queue cannot be reached.
     """
     place, address = meant(where)
     warn_of(place)
@@ -115,9 +115,12 @@ def explain(where: DispatcherOptions, json_output: Json = False) -> None:
 
 
 async def look(place: Located, address: AdminAddress | None, *, guides: bool = False) -> Told:
-    """What the queue tells, and the dispatcher where it answers; each asked whatever the other does.
-    `guides`: where the queue that nobody named is not there, say which are."""
+    """Return the state of queue and dispatcher. Each is asked even if the other does not answer.
+
+    `suggests_queues`: print the names of other queues if the default queue does not exist.
+    """
     unknown = None, "neither --config nor --admin-url says where to ask"
+    # At once, so that one that does not answer does not delay the other.
     queue, (dispatcher, problem) = await asyncio.gather(
         _queue(place, guides=guides), running(address) if address else _known(unknown)
     )
@@ -130,6 +133,7 @@ async def look(place: Located, address: AdminAddress | None, *, guides: bool = F
     }
 
 
+# gather() needs a coroutine, even if there is no dispatcher to ask.
 async def _known(value: tuple[None, str]) -> tuple[None, str]:
     return value
 
@@ -162,7 +166,10 @@ async def _queue(place: Located, *, guides: bool) -> Told:
 
 
 def meant(where: DispatcherOptions) -> tuple[Located, AdminAddress | None]:
-    """Where queue and dispatcher are; exits with 2 where nothing names them."""
+    """Return the location of the queue and the address of the dispatcher.
+
+    Exits with 2 if nothing is named.
+    """
     place = locate(where.config, where.queue_url, where.queue, where.pool)
     try:
         return place, address_of(place.admin, where.admin_url)
@@ -172,7 +179,7 @@ def meant(where: DispatcherOptions) -> tuple[Located, AdminAddress | None]:
 
 def _lines(shown: Told, place: Located) -> list[str]:
     if shown["queue_problem"] and not shown["dispatcher"] and (place.admin is None or not place.queue_url()):
-        return []  # what is wrong with the queue says it all
+        return []  # the problem of the queue, printed separately, says everything
     return render.lines(shown)
 
 
@@ -182,7 +189,7 @@ def _complain_of_queue(shown: Told) -> None:
 
 
 def _watch(place: Located, address: AdminAddress | None, *, json_output: bool) -> None:
-    """In place on a terminal; in a pipe a line each second with the time."""
+    """Show the status repeatedly: in place on a terminal, otherwise a line with the time every second."""
     if sys.stdout.isatty() and not json_output:
         from dispatcher.cli.live_screen import refresh
 
@@ -197,7 +204,7 @@ def _watch(place: Located, address: AdminAddress | None, *, json_output: bool) -
 
 
 def repeat(place: Located, address: AdminAddress | None, *, json_output: bool) -> None:
-    """A line each second, until Ctrl-C."""
+    """Print a line every second, until Ctrl-C."""
     with suppress(KeyboardInterrupt):
         while True:
             shown = asyncio.run(look(place, address))
@@ -227,6 +234,7 @@ async def _not_ready(place: Located, address: AdminAddress) -> str | None:
     found, problem = await running(address)
     if found is None:
         return problem
+    # Another dispatcher may listen on that port.
     if place.names and found["queue"] != place.names.queue:
         return f"the dispatcher that answers works on another queue, {found['queue']}"
     return None

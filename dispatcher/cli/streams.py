@@ -1,4 +1,4 @@
-"""`batch-dispatcher streams show|forget`: what is noted of a named stream of the Python client."""
+"""`batch-dispatcher streams show|forget`: state of named streams of the Python client."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ EXAMPLES = {
     ],
     "streams forget": ["batch-dispatcher streams forget nightly"],
 }
-streams = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Streams of the Python client that have a name."
-)
+streams = typer.Typer(add_completion=False, no_args_is_help=True, help="Named streams of the Python client.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The stream's name.")]
 
@@ -32,18 +30,18 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="The stream's name.")]
 @streams.command()
 def show(
     name: Name,
-    consumed: Annotated[
-        bool, typer.Option("--consumed", help="List the requests that were consumed.")
-    ] = False,
-    most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many.")] = 50,
+    consumed: Annotated[bool, typer.Option("--consumed", help="List the consumed requests instead.")] = False,
+    most: Annotated[
+        int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests to show.")
+    ] = 50,
     *,
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Show how many requests a stream submitted, and those that are not consumed, in no order.
+    """Show how many requests a stream has submitted, and list those that are not consumed, in no order.
 
-    `pending`: it is in the queue or at work. `answered`: its result waits for the program. Exit code 1:
-    nothing is noted of this stream (any more).
+    A request is `pending` while it is in the queue or runs, and `answered` when its result waits for the
+    program. Exit code 1: the stream is not known (any more).
     """
     _check(name)
     target = find(where)
@@ -69,9 +67,9 @@ def show(
 
 @streams.command()
 def forget(name: Name, where: QueueOptions, json_output: Json = False) -> None:
-    """Have a stream begin anew: cancel what is pending of it, and remove its results and all that is noted.
+    """Reset a stream: cancel its pending requests, and remove its results and all its records.
 
-    Exit code 1: nothing is noted of it, or a program runs it.
+    Exit code 1: the stream is not known, or a program runs it.
     """
     _check(name)
     target = find(where)
@@ -82,6 +80,7 @@ def forget(name: Name, where: QueueOptions, json_output: Json = False) -> None:
         status, _ = await _read(desk, name, 1, consumed=False)
         if not (status.unconsumed or status.consumed or status.kept):
             return False
+        # retry_for=0: fail instead of waiting until the queue is back.
         async with BatchClient(
             target.url, queue=target.names.queue, results=target.names.results, retry_for=0
         ) as client:
@@ -100,7 +99,7 @@ def forget(name: Name, where: QueueOptions, json_output: Json = False) -> None:
 
 
 def _check(name: str) -> None:
-    """Exit with 2 for what is no name of a stream."""
+    """Exit with 2 if the name is invalid for a stream."""
     from dispatcher.client.mailbox import check_name
 
     try:
@@ -112,13 +111,14 @@ def _check(name: str) -> None:
 async def _read(
     desk: RedisDesk, name: str, most: int, *, consumed: bool
 ) -> tuple[StreamStatus, list[StreamRequest]]:
-    """Return the newest counts, and so many requests, each once: a walk may meet one twice."""
+    """Return the newest counts and up to `max_count` requests, each once."""
     from dispatcher.queue.redis.streams import status
 
     found: dict[str, StreamRequest] = {}
     after = ""
     while True:
         page = await status(desk.backend, name, after, consumed=consumed)
+        # By id, because the walk may return a request twice.
         found |= {each.id: each for each in page.requests}
         if len(found) >= most or not (after := page.after):
             return page, list(found.values())[:most]

@@ -1,4 +1,4 @@
-"""`batch-dispatcher submit`: one request and its result, or a batch file."""
+"""`batch-dispatcher submit`: submit one request and wait for its result, or submit a batch file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEADLINE_S = 3600.0
 FILE_DEADLINE_S = 86_400.0
 Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")]
 GRACE_S = 10.0
-"""Behind its deadline, by when a dispatcher has answered if there is one."""
+"""Time after the deadline within which a dispatcher answers, if there is one."""
 
 
 def submit(
@@ -70,18 +70,21 @@ def submit(
     metadata: Pairs = None,
     label: Labels = None,
     sequence: Annotated[
-        str, typer.Option("--sequence", metavar="ID", help="It comes behind all that this sequence has.")
+        str, typer.Option("--sequence", metavar="ID", help="Sequence, to which the request is appended.")
     ] = "",
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="Print the id once it is in line, and await no result.")
+        bool,
+        typer.Option(
+            "--no-wait", help="Print the id once the request is in the queue, without waiting for the result."
+        ),
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
-    """Submit one request, wait for its result and print it; or a whole batch file.
+    """Submit one request, wait for its result and print it, or submit a whole batch file.
 
-    The id comes first, on standard error, and the result is found again by `result ID`. A batch file that was
-    broken off goes on by the same command. Exit code 1: the result is an error, or none came; of a file, some
-    lines failed.
+    The id is printed first, on standard error, and `result ID` finds the result again. The same command
+    resumes a batch file that was interrupted. Exit code 1: the result is an error, there is no result, or
+    some lines of the file failed.
     """
     target = find(where)
     headers, attributes = dict(pairs_of("--header", header)), dict(pairs_of("--metadata", metadata))
@@ -105,14 +108,16 @@ def submit(
             ordered=ordered,
             skip_bad=skip_bad,
         )
-        submit_file(target, paths, options, as_json=json_output)
+        submit_file(target, paths, options, as_json=json_output)  # exits
     if payload is None:
         raise fail("give a request, or --file", 2)
+    # Without a configuration the allowed paths are not known; the dispatcher checks them anyway.
     if endpoint and target.settings and not any_fits(target.settings.gateway.allowed_paths, endpoint):
         raise fail(f"--endpoint {endpoint}: not among gateway.allowed_paths: no dispatcher would send it", 2)
     from dispatcher.client import Item
 
     body = sys.stdin.buffer.read() if payload == "-" else payload.encode(errors="surrogateescape")
+    # deadline: seconds from now, not a point in time.
     item = Item(
         body,
         path=endpoint,
@@ -133,11 +138,13 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
     from dispatcher.client.item import Tokens, submission_of
     from dispatcher.core.sequences.turns import Turn
 
+    # A list of its own for each id, so that `result ID` finds the result from any machine.
     results = target.names.answers(item.id) if wait else ""
     try:
         sent = submission_of(item, Tokens().make(), queue=target.names.queue, results=results)
     except ValueError as error:
         raise fail(f"{error}{_file_meant(body)}", 2) from error
+    # A line of a batch file is valid JSON, but a model server would reject it.
     if {"custom_id", "url", "body"} <= msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys():
         what = (
             "this is a line of an OpenAI batch file: submit --file sends those (to send it alone, give what "
@@ -152,6 +159,8 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
 
     async def act(desk: RedisDesk) -> PoppedResult | None:
         nonlocal sent, submitted, missing
+        # The secret proves to the queue that this program may add to the sequence. It is only known once the
+        # queue is connected, so the submission is made again with it.
         if item.sequence is not None:
             turn = Turn(str(item.sequence), secret=await desk.sequence_secret())
             own = replace(item, sequence=turn)
@@ -160,7 +169,7 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
         submitted = True
         if not wait:
             return None
-        remark(f"{item.id} submitted")
+        remark(f"{item.id} submitted")  # before the wait: with the id the user can go on after Ctrl-C
         result = await awaited(target, desk, item.id, lambda: _answer(desk, sent), within_s)
         if result is None:
             missing = await progress(target, desk, item.id)
@@ -181,17 +190,20 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
 
 
 def _file_meant(body: bytes) -> str:
-    """What to say of a body that is the name of a file."""
+    """Return a hint if the body is the name of a file. Empty if it is not."""
     name = body.decode(errors="replace")
     try:
         there = Path(name).is_file()
-    except (OSError, ValueError):  # too long, or with a zero byte in it: no name
+    except (OSError, ValueError):  # too long for a name, or with a zero byte
         there = False
     return f"; it is a file: a batch file is sent by --file {name}, one body by - < {name}" if there else ""
 
 
 async def _answer(desk: RedisDesk, sent: Submission) -> PoppedResult | None:
-    """Its result, where it has come. Others may write that list, but do not know the token."""
+    """Return the result of a submission, or `None` if there is none yet.
+
+    Others can write to the list of the id, so a result must have the token of the request.
+    """
     from dispatcher.core.requests.result import decode_result
 
     for each in await answers(desk, sent.request_id):

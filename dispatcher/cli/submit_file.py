@@ -1,4 +1,4 @@
-"""`batch-dispatcher submit --file`: a batch file as OpenAI's API has it, from check to summary."""
+"""`batch-dispatcher submit --file`: run a batch file in the format of OpenAI's API, from check to summary."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ File = Annotated[
     ),
 ]
 Output = Annotated[
-    Path | None, typer.Option(help="With --file: where answers (2xx) are written; - is standard output.")
+    Path | None, typer.Option(help="With --file: file for answers (2xx); - is standard output.")
 ]
 Errors = Annotated[
-    Path | None, typer.Option(help="With --file: where all else is written. Default: OUTPUT.errors.jsonl")
+    Path | None, typer.Option(help="With --file: file for all errors. Default: OUTPUT.errors.jsonl")
 ]
 SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="With --file: bad lines become errors, instead of stopping all.")
+    bool,
+    typer.Option("--skip-bad", help="With --file: turn bad lines into errors, instead of refusing the file."),
 ]
-Ordered = Annotated[bool, typer.Option("--ordered", help="With --file: answers in the order of the input.")]
+Ordered = Annotated[
+    bool, typer.Option("--ordered", help="With --file: write answers in the order of the input.")
+]
 Group = Annotated[
     str,
     typer.Option(
-        help="With --file: prefix sends lines of one model and system prompt side by side; or none."
+        help="With --file: prefix sends lines with the same model and system prompt together; or none."
     ),
 ]
 SequenceBy = Annotated[
@@ -55,20 +58,22 @@ SequenceBy = Annotated[
     typer.Option(
         "--sequence-by",
         metavar="FIELD",
-        help="With --file: lines with one value here, such as metadata.conversation, are a sequence.",
+        help="With --file: lines with the same value of this field are a sequence: metadata.conversation.",
     ),
 ]
 BodyTemplate = Annotated[
     Path | None,
-    typer.Option("--template", help="With --file: a request body; each line of the file is text for it."),
+    typer.Option(
+        "--template", help="With --file: file with a request body; each line of the input is text for it."
+    ),
 ]
 TemplateField = Annotated[
-    str, typer.Option("--field", help="With --template: where the text goes, such as messages.0.content.")
+    str, typer.Option("--field", help="With --template: field for the text, such as messages.0.content.")
 ]
 
 
 def file_paths(source: Path, output: Path | None, errors: Path | None) -> FilePaths:
-    """Where it reads and writes. Exits with 2 where that is not said."""
+    """Return the files to read and write. Exits with 2 if the options do not name them."""
     from dispatcher.client.files import FilePaths
 
     if output is None:
@@ -96,7 +101,10 @@ def file_options(
     ordered: bool,
     skip_bad: bool,
 ) -> FileOptions:
-    """How it is run, by options and configuration. Exits with 2 where they make no sense."""
+    """Return the options of a run, from command line and configuration.
+
+    Exits with 2 if they are contradictory.
+    """
     from dispatcher.client.files import FileOptions
     from dispatcher.client.files.lines import LineRules
 
@@ -136,12 +144,12 @@ def file_options(
 
 
 def doubted(body: bytes, path: str) -> str:
-    """What a body says against the path that it goes to; empty: nothing."""
+    """Return why a body does not fit its path. Empty if there is no objection."""
     if not path.endswith("/completions") or path.endswith("/chat/completions"):
         return ""
     try:
         fields = json.loads(body)
-    except ValueError:  # told by whoever reads it
+    except ValueError:  # the code that parses the body reports it
         return ""
     if not isinstance(fields, dict) or "messages" not in fields or "prompt" in fields:
         return ""
@@ -149,7 +157,7 @@ def doubted(body: bytes, path: str) -> str:
 
 
 def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, as_json: bool) -> None:
-    """Run it to its end. Exits with 1 where something failed, with 2 for an input that cannot be run."""
+    """Run a batch file to its end. Exits with 1 if some lines failed, and with 2 if the input is invalid."""
     from dispatcher.client import QueueAwayError
     from dispatcher.client.files import BadInputError, InputError, JournalError, SinkError, TemplateError
 
@@ -171,7 +179,7 @@ def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, 
         raise typer.Exit(2) from error
     except (InputError, TemplateError, ValueError) as error:
         raise _wrong(str(error)) from error
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of standard output has ended, such as `head`
         raise typer.Exit(1) from None
     except (JournalError, SinkError, QueueAwayError) as error:
         complain(str(error))
@@ -185,6 +193,7 @@ async def _run(
 ) -> FileProgress:
     from dispatcher.client.files import run_file
 
+    # A task beside the run: asking the dispatcher must not delay the file.
     gate = asyncio.create_task(_watch_gate(target, screen))
     try:
         return await run_file(
@@ -197,7 +206,7 @@ async def _run(
 
 
 async def _watch_gate(target: QueueTarget, screen: FileScreen) -> None:
-    """What the dispatcher of this machine says of its gate, where there is one."""
+    """Keep the state of the gate in the display up to date, if a dispatcher can be asked."""
     address = address_of(target.admin)
     if address is None:
         return
@@ -226,6 +235,7 @@ def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgre
     from dispatcher.client.files import summary
 
     if as_json:
+        # If the answers go to standard output, the summary must not mix with them.
         say(json.dumps(asdict(progress)), whole=True, err=not isinstance(paths.output, Path))
         return
     if start is not None and start.finished:

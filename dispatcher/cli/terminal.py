@@ -1,6 +1,8 @@
-"""What a verb prints. Others have named much of it: a line stays one line, without controls of a terminal.
+"""Output of verbs: lines, errors, warnings, notes, tables and JSON.
 
-With --json what goes wrong, and how it goes, is told as JSON too: one object a line on standard error.
+Much of the text comes from producers, gateways and other third parties. Therefore control characters are
+escaped, and a line stays one line. With --json, errors, warnings and notes are JSON, too: one object per line
+on standard error.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from dispatcher.cli import bar
 from dispatcher.core.printable import plain, shortened
 
 for_programs: ContextVar[bool] = ContextVar("for_programs", default=False)
-"""Whether --json was given."""
+"""True if the command line has --json."""
 
 
+# An indented `name  value`, up to the value.
 _VALUE = re.compile(r" +\S+(?: \S+)*  +")
 _COLOURS = {
     bar.REALTIME: typer.colors.BLUE,
@@ -34,22 +37,23 @@ _COLOURS = {
 
 
 def coloured() -> bool:
-    """Whether colours are wanted where a terminal can show them (https://no-color.org)."""
+    """Return true if terminals may get colours (https://no-color.org)."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def paint(row: str) -> str:
-    """A row with the characters of a pool's bar in their colours, where those are wanted."""
+    """Return the row with the bar characters of a pool in their colours, if colours are enabled."""
     if not coloured() or not _COLOURS.keys() & set(row):
         return row
     return "".join(typer.style(char, fg=_COLOURS[char]) if char in _COLOURS else char for char in row)
 
 
 def fold(rows: Sequence[str], width: int, *, cut: bool = True) -> list[str]:
-    """Rows without controls of a terminal, broken between words where they are too long.
+    """Escape control characters in the rows, and wrap rows that are too long between words.
 
-    What follows stands two columns in, or under the value of an indented `name  value`. `cut`: a word that is
-    longer than the width is broken, too; else it stays whole, to be copied.
+    Continued lines are indented by two columns, or start below the value of an indented `name  value`. With
+    `break_words`, words longer than the width are broken; otherwise they stay whole, so that they can be
+    copied.
     """
     found: list[str] = []
     for row in rows:
@@ -58,6 +62,7 @@ def fold(rows: Sequence[str], width: int, *, cut: bool = True) -> list[str]:
             found.append(told)
             continue
         value = _VALUE.match(told)
+        # A value far to the right would leave too little room below it.
         under = " " * (value.end() if value and value.end() < width // 2 else 2)
         found += textwrap.wrap(
             told, width, subsequent_indent=under, break_long_words=cut, break_on_hyphens=False
@@ -66,9 +71,12 @@ def fold(rows: Sequence[str], width: int, *, cut: bool = True) -> list[str]:
 
 
 def say(*lines: str, whole: bool = False, **style: Any) -> None:
-    """Each text is one line on standard output; on a terminal it is broken between words where the width
-    ends, unless it is to stay `whole`. `style`: of `typer.secho`."""
-    err = style.pop("err", False)
+    """Print each text as one line on standard output.
+
+    On a terminal, lines are wrapped between words, unless `no_wrap` is true. `style`: arguments of
+    `typer.secho`.
+    """
+    err = style.pop("err", False)  # for echo(), not for style()
     told = [plain(line) for line in lines]
     if not whole and (sys.stderr if err else sys.stdout).isatty():
         told = fold(told, shutil.get_terminal_size().columns, cut=False)
@@ -77,7 +85,7 @@ def say(*lines: str, whole: bool = False, **style: Any) -> None:
 
 
 def complain(*lines: str, **style: Any) -> None:
-    """The same on standard error, in red unless told otherwise; with --json: `{"error": …}`."""
+    """Print errors on standard error, in red by default. With --json: `{"error": …}`."""
     if for_programs.get():
         _tell("error", *lines)
     else:
@@ -85,7 +93,7 @@ def complain(*lines: str, **style: Any) -> None:
 
 
 def warn(*lines: str) -> None:
-    """What is wrong, but stops nothing; with --json: `{"warning": …}`."""
+    """Print warnings on standard error. With --json: `{"warning": …}`."""
     if for_programs.get():
         _tell("warning", *lines)
     else:
@@ -93,7 +101,7 @@ def warn(*lines: str) -> None:
 
 
 def remark(*lines: str) -> None:
-    """How it goes, on standard error, where nothing is wrong; with --json: `{"note": …}`."""
+    """Print notes on the progress on standard error. With --json: `{"note": …}`."""
     if for_programs.get():
         _tell("note", *lines)
     else:
@@ -101,19 +109,22 @@ def remark(*lines: str) -> None:
 
 
 def fail(what: str, code: int = 1) -> typer.Exit:
-    """Complain, and what to raise for it."""
+    """Print an error, and return the exception that exits with this code: `raise exit_error(…)`."""
     complain(what)
     return typer.Exit(code)
 
 
 def answer(found: object, *, indent: int | None = None) -> None:
-    """A verb's answer as JSON, on standard output."""
+    """Print the answer of a verb as JSON, on standard output."""
     typer.echo(json.dumps(found, indent=indent))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns, the first of them the head. On a terminal a line ends where the width does, and the
-    first column (an id, say) has at most half of it; in a pipe nothing is cut."""
+    """Return the lines of a table, with the header first.
+
+    On a terminal, lines are cut at its width, and the first column (usually an id) gets at most half of it.
+    In a pipe nothing is cut.
+    """
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     lines = [[plain(cell) for cell in row] for row in (head, *rows)]
     if width is not None:

@@ -1,4 +1,4 @@
-"""`batch-dispatcher top`: the pool live, as it is shared between realtime and batch work."""
+"""`batch-dispatcher top`: live view of a pool that realtime and batch work share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ BAR_LEAST = 10
 
 
 def top(where: DispatcherOptions, json_output: Json = False) -> None:
-    """Watch the pool: who has its capacity, what waits, how fast it goes and when it is done.
+    """Watch the pool live: how its capacity is used, what waits, and how fast requests are done.
 
-    q or Ctrl-C ends it. Where no terminal is, one line a second, as `status --watch` has it.
+    q or Ctrl-C ends it. Without a terminal it prints one line per second, like `status --watch`.
     """
     place, address = meant(where)
     warn_of(place)
@@ -36,7 +36,7 @@ def top(where: DispatcherOptions, json_output: Json = False) -> None:
 
 
 def rows(shown: dict[str, Any], width: int, clock: str) -> list[str]:
-    """The page, of what queue and dispatcher tell."""
+    """Return the rows of the page for the state of queue and dispatcher."""
     gate = shown["dispatcher"]
     title = f"pool {gate['pool']}" if gate else str(shown["queue"])
     ends = "q ends"
@@ -56,6 +56,7 @@ def rows(shown: dict[str, Any], width: int, clock: str) -> list[str]:
 
 def _pool(gate: dict[str, Any], width: int) -> list[str]:
     capacity, share, realtime = (gate.get(name) for name in ("max_sys", "reserve", "realtime"))
+    # 0 is a value; only a missing one is unknown.
     if capacity is None or realtime is None:
         return ["The pool's capacity is not known."]
     amounts = {

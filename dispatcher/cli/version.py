@@ -1,4 +1,4 @@
-"""`batch-dispatcher version`."""
+"""`batch-dispatcher version`: print the versions of the dispatcher and of Python."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""For programs that submit work: requests in, results out. Needs redis and msgspec, nothing else of the
-dispatcher's.
+"""The Python client: submit requests to a pool's queue and wait for their results.
+
+It needs only `redis` and `msgspec`, not the other dependencies of the dispatcher.
 
 from dispatcher.client import BatchClient
 
@@ -81,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What only some programs use, and the others need not load."""
+    """Load `batched` on first use, so that programs without it start faster."""
     if name not in ("Batched", "batched"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dispatcher.batched import decorator as module

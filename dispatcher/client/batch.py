@@ -1,4 +1,4 @@
-"""`BatchClient`: submit requests to a pool's queue, and await their results."""
+"""`BatchClient`: submit requests to a pool's queue, and wait for their results."""
 
 from __future__ import annotations
 
@@ -41,42 +41,39 @@ Before = Callable[[Item], "Item | Awaitable[Item | None] | None"]
 After = Callable[[Item, Result], "Awaitable[None] | None"]
 
 CALLS_AT_ONCE = 2
-"""Beside the submitter's call and the reader's: so a client has four connections at the most, and one more
-for each named stream that runs."""
+"""Largest number of parallel calls to Redis beside those of the submitter and the reader. So a client has at
+most four connections, and one more for each named stream."""
 CLOSE_S = 5.0
-"""What is pending when a client closes is cancelled within this, or not."""
+"""Longest time for which closing a client waits for the cancellation of pending requests."""
 UNKNOWN_S = 2.0
-"""What was neither in line nor kept for so long is not to come: on a Cluster results are under way for a
-moment."""
+"""Seconds after which a request that is neither in the queue nor has a kept result is unknown. In a Redis
+Cluster, a result needs a moment to reach a list in another slot."""
 _NO_STRINGS: Mapping[str, str] = {}
 
 
 class BatchClient:
-    """A client of one pool's queue.
+    """Client of a pool's queue.
 
         async with BatchClient("redis://localhost:6379", pool="qwen") as client:
             result = await client.submit({"model": "m", "prompt": "hi"}, deadline="10m")
 
-    `url`: of Redis, as in the dispatcher's `queue.url`. `pool`: its queue is `batch:{pool}:requests`; `queue`
-    and `results` name another queue and its default result list.
+    - `url`: URL of Redis, as in the dispatcher's setting `queue.url`.
+    - `pool`: name of the pool. Its queue is `batch:{pool}:requests`. `queue` and `results` name another queue
+      and its default result list.
+    - `name`: name of the client. A client without a name has its own result list, which is deleted when the
+      client closes. Pending requests are cancelled then, unless `cancel_on_close` is false. With a name, the
+      results stay in Redis for `queue.result_ttl_s`, and the next client with that name can fetch them, by
+      handle or by id. One process at a time can read results under a name. Others get NameInUseError.
+    - `max_pending`: largest number of unanswered requests. A further request waits, or raises
+      TooManyPendingError if `when_full` is `"raise"`.
+    - `before` and `after`: hooks, which are functions or coroutine functions. `before(item)` is called before
+      an item is submitted, and may return another Item to submit instead. `after(item, result)` is called
+      when the result is returned. An exception in a hook fails only that item.
+    - `retry_for`: seconds for which a call is retried while Redis is unreachable. With `None`, calls are
+      retried until the deadline of the request or the timeout of the call, or for ten seconds if Redis was
+      never reached. A retried call does nothing twice.
 
-    `name`: without, the client has a result list of its own, and what it has not read is gone when it closes:
-    what is pending then is cancelled (unless `cancel_on_close` is false). With a name its results wait for it
-    for as long as they live (`queue.result_ttl_s`), and whoever comes next under that name may fetch them, by
-    handle or by id. One process at a time reads under a name; another one gets NameInUseError.
-
-    `max_pending`: so many requests may be submitted and unanswered; a further one waits, or raises
-    TooManyPendingError where `when_full` is "raise".
-
-    `before(item)` is called before a submission and may return another Item to submit in its place;
-    `after(item, result)` when its result is taken. Either may be a coroutine function. What one raises fails
-    that item alone.
-
-    `retry_for`: for so many seconds a call goes on trying while Redis is away. None: until the request's
-    deadline or the call's time-out; ten seconds where Redis was not reached yet. A call that is repeated does
-    nothing twice.
-
-    A client belongs to one event loop. `BatchClient.sync(…)` is the same for programs without one.
+    A client belongs to one event loop. Use `BatchClient.sync(…)` in programs without an event loop.
     """
 
     def __init__(
@@ -105,8 +102,8 @@ class BatchClient:
         self._names = names
         self._max_pending, self._when_full = max_pending, when_full
         self._before, self._after = before, after
-        self._cancel_on_close = cancel_on_close and not name
-        redis = connect(url, answer_s=WAIT_S + 3.0)
+        self._cancel_on_close = cancel_on_close and not name  # the next client of the name may fetch results
+        redis = connect(url, answer_s=WAIT_S + 3.0)  # blocking commands wait up to WAIT_S for an answer
         self._backend = Backend(redis, names)
         self._outage = Outage(retry_for, place_of(url))
         self._submitter = Submitter(self._backend, self._outage)
@@ -134,33 +131,35 @@ class BatchClient:
 
     @property
     def box(self) -> Box:
-        """Where its results arrive in Redis."""
+        """Redis keys under which the results of this client arrive."""
         return self._mailbox.box
 
     @property
     def reading(self) -> bool:
-        """It takes results now."""
+        """True if this client reads its result list now."""
         return self._mailbox.reading
 
     @property
     def pending(self) -> int:
-        """How many requests of this client are submitted, or about to be, and not answered."""
+        """Number of requests of this client that are submitted, or about to be, and have no result yet."""
         return len(self._mailbox.pending)
 
     @property
     def trouble(self) -> str | None:
-        """Why the queue cannot be reached now; None: nothing is known against it."""
+        """Error of the last call to the queue, or `None` if that call succeeded."""
         return None if self._outage.trouble is None else str(self._outage.trouble)
 
     @property
     def passed_over(self) -> int:
-        """Elements of its list that were no result of a request of this client."""
+        """Number of elements in the result list that were not a result of a request of this client."""
         return self._mailbox.passed_over
 
     @staticmethod
     def sync(url: str, **options: Any) -> BlockingBatchClient:
-        """The same for scripts and notebooks: the same verbs, which block. Safe to use from several
-        threads."""
+        """Return a client with the same methods, which block. It may be shared by several threads.
+
+        The options are those of `BatchClient`.
+        """
         return BlockingBatchClient(lambda: BatchClient(url, **options))
 
     async def __aenter__(self) -> BatchClient:
@@ -183,10 +182,11 @@ class BatchClient:
         results: str | None = None,
         sequence: Turn | str | None = None,
     ) -> Handle:
-        """Submit one request, and return when it is in line. The arguments are those of `Item`.
+        """Submit one request, and return its handle when it is in the queue. The arguments are those of
+        `Item`.
 
-        Raises ValueError or TypeError for what no dispatcher would take, HookError where `before` raised,
-        TooManyPendingError, and QueueAwayError.
+        Raises ValueError or TypeError if no dispatcher would accept the request, HookError if `before`
+        raised, TooManyPendingError, and QueueUnreachableError.
         """
         told = (headers or _NO_STRINGS, metadata or _NO_STRINGS, labels or _NO_STRINGS)
         item = Item(body, path, id, deadline, priority, *told, results, sequence)
@@ -195,10 +195,11 @@ class BatchClient:
         return handle
 
     async def enqueue_many(self, items: Sequence[Item | Body]) -> list[Handle]:
-        """Submit many requests, in this order, with one call to Redis for a thousand of them.
+        """Submit many requests in this order, and return their handles. One call to Redis submits up to a
+        thousand requests.
 
-        Raises as `enqueue`, before any is submitted where it is for one of them. An item whose `before`
-        raised is not submitted: its handle has a result that says so (HOOK_FAILED).
+        Raises the exceptions of `enqueue`. If an item is invalid, nothing is submitted. An item whose hook
+        `before` raised is not submitted, and its handle has a result with the code HOOK_FAILED.
         """
         made = []
         for number, item in enumerate(items):
@@ -210,12 +211,14 @@ class BatchClient:
         return [handle for handle, _ in made]
 
     async def result(self, handle: Handle | str, *, timeout: float | None = None) -> Result:
-        """Await the result of a request of this client. Asked again, it is the same.
+        """Wait for the result of a request, and return it. Further calls return the same result.
 
-        `handle`: what `enqueue` returned, or one made anew of the same id, token, deadline and list; for a
-        client with a name also an id. `timeout` None: some seconds past the deadline, by when the dispatcher
-        has answered if there is one. Raises NoResultError, QueueAwayError, NameInUseError, HookError. A
-        request that failed is a result, too: `raise_for_status` raises.
+        `handle` is a return value of `enqueue`, or a `Handle` that is rebuilt from its id, token, deadline
+        and result list. For a client with a name it may also be the id of a request. Without a `timeout`, the
+        call waits until some seconds after the deadline. By then the dispatcher, if one runs, has answered.
+
+        A failed request also returns a result. Its `raise_for_status` raises an exception. The call itself
+        raises NoResultError, QueueUnreachableError, NameInUseError, and HookError.
         """
         if isinstance(handle, str):
             result = await self._of_id(handle, timeout)
@@ -225,10 +228,10 @@ class BatchClient:
         return result
 
     async def submit(self, body: Body, *, timeout: float | None = None, **options: Any) -> Result:
-        """Submit one request and await its result: `enqueue` and `result`, with the arguments of both.
+        """Submit one request, and wait for its result. The arguments are those of `enqueue` and `result`.
 
-        A request that failed is a result, too: `raise_for_status` raises. Cancelled meanwhile, it cancels the
-        request where nobody else could have its result: of a client without a name.
+        A failed request also returns a result. Its `raise_for_status` raises an exception. If the task is
+        cancelled, a client without a name cancels the request, because no other client can fetch its result.
         """
         handle = await self.enqueue(body, **options)
         try:
@@ -245,22 +248,22 @@ class BatchClient:
         ordered: bool = False,
         name: str = "",
     ) -> AsyncGenerator[Result, None]:
-        """Submit all of these, never more than `max_pending` at a time, and yield their results as they come,
-        or in the order of the items.
+        """Submit items, and yield their results as they arrive, or in the order of the items if `ordered`.
 
-        Each item has exactly one result. What goes wrong with one alone is told by its result:
-        INVALID_REQUEST, HOOK_FAILED, NO_RESULT. Raises QueueAwayError and NameInUseError. A result of a
-        client with a name is given back when the next one is asked for.
+        At most `max_pending` requests are unanswered at a time. Each item has exactly one result. A failure
+        of a single item is a result with the code INVALID_REQUEST, HOOK_FAILED or NO_RESULT. Raises
+        QueueUnreachableError and NameInUseError.
 
-        `name`: the stream goes on where it was when it is run again under this name, after a crash, too. Each
-        item needs an `id`, by which it is known again. Results of items that earlier runs submitted come
-        first; items that were consumed are passed over. A result is consumed when the next one is asked for,
-        so that after a crash only the result that the program was at comes a second time. One process at a
-        time runs a stream of a name. A client with the hook `after` cannot run one.
+        With a `name`, the stream continues where it stopped when it is run again under the same name, also
+        after a crash. Each item needs an `id`, by which later runs recognise it. Results of items that
+        earlier runs submitted come first, and consumed items are skipped. A result counts as consumed when
+        the next result is requested. So after a crash, only the result that the program worked on is yielded
+        a second time. One process at a time can run a stream with a given name. A client with the hook
+        `after` cannot run named streams.
         """
         most = min(max_pending, self._max_pending)
         if name:
-            if self._after is not None:  # a run that goes on has results of items that nobody has any more
+            if self._after is not None:  # results of earlier runs have no Item to call the hook with
                 raise ValueError("a named stream cannot run in a client with the hook after")
             return self._streams.run(name, items, most=most, ordered=ordered)
 
@@ -272,20 +275,24 @@ class BatchClient:
     async def stream_status(
         self, name: str, *, consumed: bool = False, after: str = "", most: int = 1000
     ) -> StreamStatus:
-        """Return the notes about the stream of this name: counts, and a page of about `most` requests that
-        are not consumed, or that are. `after` is that of the page before."""
+        """Return the status of the stream with this name: counts, and a page of its requests.
+
+        The page holds about `limit` unconsumed requests, or consumed ones if `consumed` is true. `after` is
+        the cursor of the previous page.
+        """
         return await self._streams.status(name, after, most, consumed=consumed)
 
     async def forget_stream(self, name: str) -> None:
-        """Cancel what is pending of the stream of this name, and remove its results and all that is noted, so
-        that it begins anew. Raises NameInUseError while a program runs it."""
+        """Cancel the pending requests of the stream with this name, and delete its results and records, so
+        that it can begin anew. Raises NameInUseError while a program runs the stream."""
         await self._streams.forget(name)
 
     async def map(self, items: Items) -> list[Result]:
-        """All their results, in the order of the items, each as `stream` tells it."""
+        """Submit items, and return all results in the order of the items. Failures of single items are
+        results, as with `stream`."""
 
         async def keep(result: Result) -> None:
-            """Give none back before all are there."""
+            """Do nothing. Results are given back once all of them have arrived."""
 
         stream = self._stream(items, self._max_pending, True, keep)
         results = [result async for result in stream]
@@ -294,8 +301,10 @@ class BatchClient:
         return results
 
     async def cancel(self, handle: Handle | str) -> bool:
-        """Ask for it to be cancelled; False where it has ended. Its result is CANCELLED, unless it came
-        before."""
+        """Cancel a request. Return False if it has already ended.
+
+        The result of a cancelled request has the code CANCELLED.
+        """
         request_id, token = (handle, "") if isinstance(handle, str) else (handle.id, handle.token)
 
         async def cancel() -> bool:
@@ -312,12 +321,16 @@ class BatchClient:
         index: int | None = None,
         carry: CarryWord | None = None,
     ) -> OpenSequence:
-        """A sequence to send: its requests run in order, one at a time, and are numbered by it.
+        """Open a sequence, to send requests that run in order, one at a time.
 
-        `on_error`: what becomes of the later ones when one has no answer (`continue`, `abort`, `hold`).
-        `carry`: whether the conversation so far goes before each body (`messages`, `off`). None: as the
-        dispatcher's `sequences` say. `reset`: it begins anew, behind all that came before. `index`: of its
-        first request. Without either it goes on behind what the queue knows of it.
+        - `on_error`: what happens to later requests after one without an answer: `continue`, `abort` or
+          `hold`.
+        - `carry`: `messages` to send each body with the conversation so far before it, or `off`.
+        - `reset`: begin the sequence anew, after all requests that it has.
+        - `index`: index of the first request. Without `reset` and `index`, the first request continues after
+          all requests that the queue knows.
+
+        With `None`, `on_error` and `carry` are those of the dispatcher's settings (`sequences`).
         """
         return OpenSequence(self._doors, sequence_id, on_error, reset, index, carry)
 
@@ -330,30 +343,37 @@ class BatchClient:
         carry: CarryWord | None = None,
         at_once: int = 500,
     ) -> dict[str, list[Result]]:
-        """All results of these sequences, by id and in order. Each begins anew, unless `reset` is false, and
-        ends with its last request; no more than `at_once` of them are under way, and of each as many requests
-        as `OpenSequence.send_many` submits."""
+        """Run many sequences, and return the results of each in order, by id.
+
+        Each sequence begins anew, unless `reset` is false, and ends with its last request. At most `at_once`
+        sequences are in progress at a time. The requests of each are sent as with `OpenSequence.send_many`.
+        """
         return await mapped(
             lambda each: self.sequence(each, on_error=on_error, reset=reset, carry=carry), sequences, at_once
         )
 
     async def known_sequence(self, sequence_id: str) -> SequenceSeen | None:
-        """What the queue knows of one, by what dispatchers have claimed of it; None: nothing (any more)."""
+        """Return the state of a sequence in the queue, or `None` if the queue does not know it.
+
+        The queue knows only the requests that dispatchers have claimed at least once.
+        """
         return await self._call(lambda: self._desk().sequence(sequence_id))
 
     async def cancel_sequence(self, sequence_id: str) -> bool:
-        """Cancel all requests of a sequence that were submitted until now, by this client or another.
+        """Cancel all requests of a sequence that were submitted until now.
 
-        The sequence ends, and requests that are submitted later begin it anew. Return False if, as far as
-        dispatchers know, it has ended or is not there. Requests that no dispatcher has claimed yet are
-        cancelled all the same.
+        The requests may come from this client or from another one. The sequence ends, and requests that are
+        submitted later begin it anew. Return False if, as far as dispatchers know, the sequence has ended or
+        does not exist. Requests that no dispatcher has claimed yet are cancelled nevertheless.
         """
         return await self._sequences.cancel(sequence_id)
 
     async def forget_sequence(self, sequence_id: str) -> bool:
-        """Have the queue know nothing more of one, so that its id begins anew: after an abort, or an end.
-        True also where nothing was known of it. False: something of it runs or waits, as `known_sequence`
-        tells; `cancel_sequence` ends that."""
+        """Forget a sequence that was aborted or has ended, so that its id begins anew.
+
+        Return False if requests of the sequence still run or wait. Call `cancel_sequence` first then. Return
+        True also if the sequence was not known.
+        """
         done = await self._call(lambda: self._desk().forget_sequence(sequence_id))
         return done is not False
 
@@ -366,12 +386,15 @@ class BatchClient:
         on_progress: Callable[[FileProgress], None] = lambda _: None,
         **options: Any,
     ) -> FileProgress:
-        """Have every line of a batch file of OpenAI's format answered. Called again after it was broken off,
-        it goes on where it was. The options are those of `dispatcher.client.files.FileOptions`;
-        `on_progress` is called each second.
+        """Run a batch file in the format of OpenAI's batch API: submit each line, and write the answers.
 
-        Raises InputError (BadInputError for lines), JournalError, SinkError and QueueAwayError.
+        After an interruption, call it again with the same arguments, and it continues where it stopped. The
+        options are those of `dispatcher.client.files.FileOptions`. `on_progress` is called once a second.
+
+        Raises InputError (BadInputError for bad lines), TemplateError, JournalError, SinkError and
+        QueueUnreachableError.
         """
+        # Imported here, because most programs run no files and should start fast.
         from dispatcher.client.files import FileOptions, FilePaths, run_file
 
         read, written = (Path(each) if isinstance(each, str) else each for each in (source, output))
@@ -379,15 +402,17 @@ class BatchClient:
         return await run_file(self._url, self._names, paths, FileOptions(**options), on_progress=on_progress)
 
     async def aclose(self) -> None:
-        """End it, and close its connections. Whoever still awaits something gets QueueAwayError."""
+        """Close the client and its connections. Calls that still wait raise QueueUnreachableError."""
         if self._closed:
             return
         self._closed = True
+        # Close first what submits, so that no further request becomes pending.
         await self._streams.aclose()
         await self._submitter.aclose()
         for task in self._cancelling:
             task.cancel()
         if self._cancel_on_close:
+            # Best effort: without Redis nothing can be cancelled, and closing must not wait for it.
             with suppress(TimeoutError, QueueUnavailableError):
                 async with asyncio.timeout(CLOSE_S):
                     await self._mailbox.drain()
@@ -397,7 +422,7 @@ class BatchClient:
         await self._backend.aclose()
 
     async def _made(self, item: Item) -> tuple[Handle, Submission]:
-        """The request of an item, after `before` has seen it. Raises HookError, ValueError, TypeError."""
+        """Call the hook `before`, and build the request. Raises HookError, ValueError, TypeError."""
         if self._closed:
             raise QueueAwayError("the client was closed")
         if self._before is not None:
@@ -418,7 +443,8 @@ class BatchClient:
     async def _made_or_failed(
         self, item: Item, failures: type[Exception] | tuple[type[Exception], ...]
     ) -> tuple[Handle, Submission | None]:
-        """As `_made`; what fails so has a handle with a result that says so."""
+        """Build the request of an item. If that raises one of `failure_types`, return a handle whose result
+        holds the error."""
         try:
             return await self._made(item)
         except QueueAwayError:
@@ -429,7 +455,7 @@ class BatchClient:
             return handle, None
 
     async def _submit(self, made: Sequence[tuple[Handle, Submission]]) -> None:
-        """In steps, so that no more are pending than may be."""
+        """Submit requests in steps, so that the limit of pending requests is kept."""
         at, expected = 0, sum(handle.results == self.box.results for handle, _ in made)
         if self._when_full == "raise" and self._mailbox.full(expected, self._max_pending):
             raise TooManyPendingError(f"{self._max_pending} requests are unanswered (max_pending)")
@@ -439,17 +465,18 @@ class BatchClient:
             own = [handle for handle, _ in some if handle.results == self.box.results]
             while self._mailbox.full(len(own), self._max_pending):
                 await self._mailbox.change(1.0)
-            self._mailbox.expect(own)
+            self._mailbox.expect(own)  # before the call: a result may arrive before its reply
             group = self._submitter.hand_in(
                 [submission for _, submission in some], max(each.deadline for _, each in some)
             )
             try:
-                await asyncio.shield(group.done)
+                await asyncio.shield(group.done)  # the submitter resolves it, even if this task is cancelled
             except QueueAwayError:
                 self._mailbox.unexpect(own)
                 raise
             except asyncio.CancelledError:
                 if self._submitter.give_up(group):
+                    # Some requests may be in the queue, or get there by the call in progress.
                     self._forsake(own, group.done)
                 else:
                     self._mailbox.unexpect(own)
@@ -461,7 +488,7 @@ class BatchClient:
                 f"{handle.id}: its result goes to {handle.results or self._names.results}, not to this client"
             )
         result = handle.arrived or await self._mailbox.take(handle, timeout)
-        item, handle.item = handle.item, None
+        item, handle.item = handle.item, None  # the hook runs once, even if the result is requested again
         if self._after is not None and item is not None:
             try:
                 await called(self._after, item, result)
@@ -476,6 +503,7 @@ class BatchClient:
             await self._mailbox.take(handle, None)
 
     def _desk(self) -> RedisDesk:
+        # Imported here, because only sequences need it.
         from dispatcher.queue.redis.queue_admin import RedisDesk
 
         return RedisDesk(self._redis, self._names)
@@ -492,6 +520,7 @@ class BatchClient:
                 return result
             if now >= until:
                 raise NoResultError(f"no result for {request_id} within {timeout:.1f} s")
+            # Without a timeout, stop waiting for an id that neither the queue nor the keep knows.
             if timeout is None and self._mailbox.settled:
                 in_line = await self._call(lambda: producer.is_active(self._backend, request_id), until)
                 unknown_since = None if in_line else unknown_since or now
@@ -502,7 +531,7 @@ class BatchClient:
             await self._mailbox.change(max(0.0, min(1.0, until - now)))
 
     async def _call(self, act: Callable[[], Awaitable[T]], until: float = float("inf")) -> T:
-        """One of the calls that are made at once; again while Redis is away."""
+        """Make a call to the queue, retried while Redis is unreachable."""
         async with self._calls:
             return await self._outage.borne(act, until)
 
@@ -531,8 +560,11 @@ class BatchClient:
         return streamed(items, enqueue, take, given, most=most, ordered=ordered)
 
     def _forsake(self, handles: Iterable[Handle], submitted: asyncio.Future[None] | None = None) -> None:
-        """Nobody awaits these any more: cancel them where nobody else can, once they are `submitted`: what is
-        not in line yet cannot be cancelled."""
+        """Cancel requests whose callers no longer wait, unless another client could fetch their results.
+
+        The cancellation waits for `submitted`, because a request that is not in the queue yet cannot be
+        cancelled.
+        """
         if not self._cancel_on_close or self._closed:
             return
 
@@ -542,7 +574,7 @@ class BatchClient:
             with suppress(QueueUnavailableError, QueueAwayError):
                 for handle in handles:
                     if not await self.cancel(handle) and submitted is not None:
-                        self._mailbox.unexpect([handle])  # it never was in line
+                        self._mailbox.unexpect([handle])  # the request never reached the queue
 
         task = asyncio.create_task(cancel(), name="batch client: cancel")
         self._cancelling.add(task)

@@ -1,4 +1,4 @@
-"""The client for programs without an event loop: one in a thread of its own, and verbs that block."""
+"""Blocking client for programs without an event loop. It runs a `BatchClient` in its own thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _END = object()
 
 
 class AwaitedVerbs(Protocol):
-    """What is asked of the client in that thread, BatchClient, which says what each promises and takes."""
+    """Methods of the `BatchClient` in the thread, which documents them and their arguments."""
 
     def enqueue(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, Handle]: ...
     def enqueue_many(self, items: Sequence[Item | Body]) -> Coroutine[Any, Any, list[Handle]]: ...
@@ -48,15 +48,16 @@ class AwaitedVerbs(Protocol):
 
 
 class BlockingBatchClient:
-    """`BatchClient.sync(…)`: the verbs of `BatchClient`, which block. Its options are that client's.
+    """Blocking client, made by `BatchClient.sync(…)`. It has the methods and options of `BatchClient`.
 
-    Any number of threads may use one. Ctrl-C ends the call that the main thread is in, and what that call
-    alone awaited is cancelled. Hooks run in a thread of the client. It does not outlive a fork.
+    Any number of threads may share one client. Ctrl-C ends the call of the main thread, and cancels the
+    request that only this call waited for. Hooks run in the thread of the client. After a fork, the child
+    process cannot use the client of its parent.
     """
 
     def __init__(self, make: Callable[[], AwaitedVerbs]) -> None:
         self._loop = asyncio.new_event_loop()
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a forked child has a copy of this object, but not the thread
         self._thread = threading.Thread(target=self._loop.run_forever, name="batch client", daemon=True)
         self._thread.start()
         try:
@@ -75,26 +76,28 @@ class BlockingBatchClient:
         self.close()
 
     def enqueue(self, body: Body, **options: Any) -> Handle:
-        """Submit one request, and return when it is in line."""
+        """Submit one request, and return its handle when it is in the queue."""
         return self._run(self._client.enqueue(body, **options))
 
     def enqueue_many(self, items: Sequence[Item | Body]) -> list[Handle]:
-        """Submit many requests, in this order."""
+        """Submit many requests in this order, and return their handles."""
         return self._run(self._client.enqueue_many(items))
 
     def result(self, handle: Handle | str, *, timeout: float | None = None) -> Result:
-        """Await the result of a request."""
+        """Wait for the result of a request, and return it."""
         return self._run(self._client.result(handle, timeout=timeout))
 
     def submit(self, body: Body, *, timeout: float | None = None, **options: Any) -> Result:
-        """Submit one request and await its result."""
+        """Submit one request, and wait for its result."""
         return self._run(self._client.submit(body, timeout=timeout, **options))
 
     def stream(
         self, items: Items, *, max_pending: int = 1000, ordered: bool = False, name: str = ""
     ) -> Iterator[Result]:
-        """Submit all of these, and yield their results as they come, or in their order. `name`: go on where
-        the stream of this name was."""
+        """Submit items, and yield their results as they arrive, or in the order of the items if `ordered`.
+
+        With a `name`, the stream continues where its last run under this name stopped.
+        """
         source: _OpenStream[Result] = _OpenStream(
             self._client.stream(items, max_pending=max_pending, ordered=ordered, name=name)
         )
@@ -105,49 +108,49 @@ class BlockingBatchClient:
             self._run(source.aclose())
 
     def stream_status(self, name: str, **options: Any) -> StreamStatus:
-        """Return the notes about the stream of this name."""
+        """Return the status of the stream with this name."""
         return self._run(self._client.stream_status(name, **options))
 
     def forget_stream(self, name: str) -> None:
-        """Have the stream of this name begin anew."""
+        """Cancel the stream with this name, and delete its records, so that it can begin anew."""
         self._run(self._client.forget_stream(name))
 
     def map(self, items: Items) -> list[Result]:
-        """All their results, in the order of the items."""
+        """Submit items, and return all results in the order of the items."""
         return self._run(self._client.map(items))
 
     def run_file(self, source: Any, output: Any, errors: Any = None, **options: Any) -> FileProgress:
-        """Have every line of a batch file answered."""
+        """Run a batch file: submit each line, and write the answers to files."""
         return self._run(self._client.run_file(source, output, errors, **options))
 
     def cancel(self, handle: Handle | str) -> bool:
-        """Ask for it to be cancelled; False where it has ended."""
+        """Cancel a request. Return False if it has already ended."""
         return self._run(self._client.cancel(handle))
 
     def sequence(self, sequence_id: str, **options: Any) -> BlockingSequence:
-        """A sequence to send."""
+        """Open a sequence, to send its requests."""
         return BlockingSequence(self._client.sequence(sequence_id, **options), self._run)
 
     def map_sequences(
         self, sequences: Mapping[str, Iterable[Item | Body]], **options: Any
     ) -> dict[str, list[Result]]:
-        """All results of these sequences, by id and in order."""
+        """Run many sequences, and return the results of each in order, by id."""
         return self._run(self._client.map_sequences(sequences, **options))
 
     def known_sequence(self, sequence_id: str) -> SequenceSeen | None:
-        """What the queue knows of one."""
+        """Return the state of a sequence in the queue, or `None` if the queue does not know it."""
         return self._run(self._client.known_sequence(sequence_id))
 
     def cancel_sequence(self, sequence_id: str) -> bool:
-        """Cancel all that the queue knows of one."""
+        """Cancel all requests of a sequence that were submitted until now."""
         return self._run(self._client.cancel_sequence(sequence_id))
 
     def forget_sequence(self, sequence_id: str) -> bool:
-        """Have its id begin anew; False where something of it runs or waits."""
+        """Forget a sequence, so that its id begins anew. Return False if its requests run or wait."""
         return self._run(self._client.forget_sequence(sequence_id))
 
     def close(self) -> None:
-        """End it, and close its connections."""
+        """Close the client and its connections."""
         if self._thread.is_alive() and self._pid == os.getpid():
             try:
                 self._run(self._client.aclose())
@@ -178,7 +181,7 @@ class BlockingBatchClient:
 
 
 class BlockingSequence:
-    """`client.sequence(…)` of a client that blocks: the verbs of `OpenSequence`."""
+    """Blocking form of `OpenSequence`, made by `client.sequence(…)` of a blocking client."""
 
     def __init__(self, of: OpenSequence, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._of, self._run = of, run
@@ -194,42 +197,42 @@ class BlockingSequence:
 
     @property
     def id(self) -> str:
-        """The sequence's."""
+        """Id of the sequence."""
         return self._of.id
 
     @property
     def next_index(self) -> int | None:
-        """Of the next request; None: the queue is asked with the first one."""
+        """Index of the next request, or `None` until the first request asks the queue for it."""
         return self._of.next_index
 
     def enqueue(self, body: Body, **options: Any) -> Handle:
-        """Submit its next request, and return when it is in line."""
+        """Submit the next request, and return its handle when it is in the queue."""
         handle: Handle = self._run(self._of.enqueue(body, **options))
         return handle
 
     def send(self, body: Body, **options: Any) -> Result:
-        """Submit its next request and await the result."""
+        """Submit the next request, and wait for its result."""
         result: Result = self._run(self._of.send(body, **options))
         return result
 
     def send_many(self, items: Iterable[Item | Body], *, last: bool = False) -> list[Result]:
-        """All their results, in this order."""
+        """Submit many requests, and return their results in the same order."""
         results: list[Result] = self._run(self._of.send_many(items, last=last))
         return results
 
     def cancel(self) -> bool:
-        """Cancel what of it is not answered, and end it."""
+        """Cancel all unanswered requests, and end the sequence. Return False if it has already ended."""
         done: bool = self._run(self._of.cancel())
         return done
 
 
 async def _made(make: Callable[[], AwaitedVerbs]) -> AwaitedVerbs:
-    """Made in that thread: what a client is made of belongs to the loop that runs there."""
+    # A coroutine, so that it runs on the loop of the thread: the parts of a client belong to that loop.
     return make()
 
 
 class _Call(Generic[T]):
-    """A coroutine on the client's loop, for a thread that waits until it has ended."""
+    """Coroutine on the loop of the client, for a thread that waits until the coroutine has ended."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
         self._coroutine, self._loop = coroutine, loop
@@ -237,7 +240,7 @@ class _Call(Generic[T]):
         self.outcome: Future[T] = Future()
 
     def start(self) -> None:
-        """Start the coroutine. Like `cancel`, this must be called on the loop."""
+        """Start the coroutine. Like `cancel_task`, this must be called on the loop."""
         if not self.outcome.done():
             self._task = self._loop.create_task(self._coroutine)
             self._task.add_done_callback(self._ended)
@@ -245,7 +248,7 @@ class _Call(Generic[T]):
     def cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        elif not self.outcome.done():  # interrupted before it was started
+        elif not self.outcome.done():  # Ctrl-C came before the task was started
             self._coroutine.close()
             self.outcome.set_exception(CancelledError())
 
@@ -259,9 +262,9 @@ class _Call(Generic[T]):
 
 
 class _OpenStream(Generic[T]):
-    """A stream that may be closed while its next item is awaited, as happens after a second Ctrl-C.
+    """Stream that can be closed while its next item is awaited, as happens after a second Ctrl-C.
 
-    An asynchronous generator refuses to be closed at that moment.
+    An asynchronous generator raises RuntimeError if it is closed at that moment.
     """
 
     def __init__(self, source: AsyncGenerator[T, None]) -> None:
@@ -279,7 +282,7 @@ class _OpenStream(Generic[T]):
     async def aclose(self) -> None:
         """Cancel the wait for the next item, and close the stream."""
         if self._awaiting is not None:
-            if not self._awaiting.cancelling():  # a second time would cut its end short
+            if not self._awaiting.cancelling():  # a second cancel would interrupt the cleanup of the first
                 self._awaiting.cancel()
             await asyncio.wait([self._awaiting])
         await self._source.aclose()

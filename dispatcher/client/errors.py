@@ -1,5 +1,7 @@
-"""What a client raises; errors that hold a result lie with it. All are a BatchError; a wrong argument is a
-ValueError or a TypeError."""
+"""Exceptions of the client. Exceptions that carry a result are in `result.py`.
+
+All are subclasses of BatchError. A wrong argument raises ValueError or TypeError instead.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,19 @@ from dispatcher.core.requests.submission import QueueUnavailableError
 
 
 class QueueAwayError(BatchError, QueueUnavailableError):
-    """Redis could not be reached for as long as the call may wait, or refuses this user or this call.
+    """Redis was unreachable for longer than the call may wait, or it rejects this user or this call.
 
-    A submission that ends so may have been made all the same.
+    A submission that raises this error may still have reached the queue.
     """
 
 
 class NoResultError(BatchError):
-    """No result came in time. The request may still be under way."""
+    """No result arrived in time. The request may still be in the queue or in flight."""
 
 
 class NameInUseError(BatchError):
-    """Another client of this name takes its results."""
+    """Another client with the same name reads the results."""
 
 
 class SequenceBusyError(BatchError):
-    """Others have submitted so much of a sequence that it cannot be seen which index comes next."""
+    """The next index of a sequence is unknown, because too many requests of other programs wait in it."""

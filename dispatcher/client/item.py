@@ -1,4 +1,4 @@
-"""A request before it is submitted, and what its submitter holds of it afterwards."""
+"""Requests before they are submitted (`Item`), and handles of submitted requests (`Handle`)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dispatcher.telemetry.tracing import sending
 
 Body = Mapping[str, Any] | bytes
 Deadline = str | float | timedelta | datetime
-"""From now: `"10m"`, `"1h30m"`, seconds, a timedelta; or a moment: a datetime with its time zone."""
+"""Time from now (`"10m"`, `"1h30m"`, a number of seconds, a timedelta), or a datetime with a time zone."""
 
 LONGEST_S = 10 * 365 * 86_400
 MOST_BYTES = 500_000_000
-"""Redis takes no value of 512 MB."""
+"""Largest member that is submitted. Redis accepts no value of 512 MB or more."""
 _NONE: Mapping[str, str] = {}
 
 
@@ -36,55 +36,64 @@ class Item:
     """One request to submit."""
 
     body: Body
-    """A mapping, or the bytes of a JSON object, which go to the gateway as they are."""
+    """Body of the request: a mapping, or the bytes of a JSON object, which are sent unchanged."""
     path: str = ""
-    """At the gateway, such as `/v1/embeddings`; empty: the dispatcher's `gateway.path`."""
+    """Path at the gateway, such as `/v1/embeddings`. If empty, the dispatcher's `gateway.path`."""
     id: str = ""
-    """Empty: a random one."""
+    """Id of the request. If empty, a random one."""
     deadline: Deadline = "1h"
-    """It is answered by then, if only with DEADLINE_EXCEEDED."""
+    """Time by which the request has a result. If it is not answered by then, it fails with
+    DEADLINE_EXCEEDED."""
     priority: int | None = None
-    """0 is served first, 9 last; None as 0."""
+    """Priority from 0 (served first) to 9 (served last). `None` is the same as 0."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers for the gateway. Only allowed ones are sent (`gateway.allowed_headers`)."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """`userid` is the tenant; `traceparent` the trace that it belongs to."""
+    """Metadata of the request. `userid` names the tenant, `traceparent` the trace of the request."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels, by which requests can be listed and cancelled."""
     results: str | None = None
-    """The list its result goes to. None: this client's; empty: the queue's own. Of another list than this
-    client's nothing can be awaited here."""
+    """Result list. `None` stands for the list of this client, an empty string for the default list of the
+    queue. A result that goes to another list than the client's cannot be awaited with this client."""
     sequence: Turn | str | None = None
-    """Its turn in a sequence, or the id of one: then it comes behind all that the sequence has."""
+    """Turn of the request in a sequence. With only the id of a sequence, the request comes after all
+    requests that the sequence has."""
 
 
 def item_of(item: Item | Body) -> Item:
-    """A body alone is an item, too."""
+    """Return the item, or make one of a body."""
     return item if isinstance(item, Item) else Item(item)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Handle:
-    """A request that was submitted: what it takes to await or cancel it. The token is a secret."""
+    """Handle of a submitted request, to wait for its result or to cancel it. The token is a secret."""
 
     id: str
+    """Id of the request."""
     token: str
+    """Secret of the request, which proves that a result belongs to it."""
     deadline: int
-    """Unix seconds."""
+    """Deadline in Unix seconds."""
     results: str
-    """The list its result goes to."""
+    """Result list of the request."""
     item: Item | None = field(default=None, init=False, repr=False)
-    """What it was, for the hook `after`."""
+    """The submitted item, for the hook `after`."""
     arrived: Result | None = field(default=None, init=False, repr=False)
     waiters: list[asyncio.Future[None]] = field(default_factory=list, init=False, repr=False)
-    """The mailbox's."""
+    """Futures of the callers that wait for the result. Only the mailbox uses them."""
 
     @property
     def done(self) -> bool:
-        """Its result has come."""
+        """True if the result has arrived."""
         return self.arrived is not None
 
 
 def seconds_from(deadline: Deadline, now: float) -> float:
-    """How long from now. Raises ValueError for what is no duration or moment of the next ten years."""
+    """Return the seconds from `now` to the deadline, at least 1.
+
+    Raises ValueError if the deadline is not in the next ten years, or is no valid time.
+    """
     if isinstance(deadline, str):
         try:
             within = seconds_of(deadline)
@@ -100,14 +109,15 @@ def seconds_from(deadline: Deadline, now: float) -> float:
         within = float(deadline)
     if not 0 < within <= LONGEST_S:
         raise ValueError(f"deadline {deadline!r}: must be after now, and within ten years")
-    return max(1.0, within)
+    return max(1.0, within)  # deadlines are whole seconds, so a shorter time could already be over
 
 
 class Tokens:
-    """Secrets of requests, in the order in which they were made.
+    """Generator of request tokens that sort in the order in which they were made.
 
-    Each begins with its time of making, in hexadecimal nanoseconds that only grow; behind that are 128 random
-    bits. A token stands at the head of its member, so requests of equal scores leave in this order.
+    A token is the time at which it was made, as 16 hexadecimal digits of nanoseconds, followed by 128 random
+    bits. A member begins with its token, and Redis orders members of equal scores by their bytes, so requests
+    with equal scores are served in the order of their submission.
     """
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
@@ -115,18 +125,19 @@ class Tokens:
         self._last = 0
 
     def make(self) -> str:
+        # Two tokens of the same nanosecond, or a clock that was set back, must not change the order.
         self._last = max(self._last + 1, self._clock())
         return f"{self._last:016x}{secrets.token_hex(16)}"
 
     def now(self) -> float:
-        """Return Unix seconds that are no earlier than the time in any token made so far."""
+        """Return the Unix time, but no earlier than the time in any token made so far."""
         return max(self._last, self._clock()) / 1e9
 
 
 def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submission:
-    """The item as it goes into the queue. Raises ValueError or TypeError for what no dispatcher would take.
+    """Return the submission of an item. Raises ValueError or TypeError if no dispatcher would accept it.
 
-    Where the program traces with OpenTelemetry, the trace goes on in the dispatcher and the gateway.
+    If the program traces with OpenTelemetry, the request continues its trace.
     """
     now = time.time()
     deadline = int(now + seconds_from(item.deadline, now))
@@ -156,10 +167,10 @@ def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submis
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
-    """As JSON. Raises ValueError for what JSON has no form for."""
+    """Return a mapping as JSON. Raises ValueError if it cannot be encoded."""
     try:
         found = msgspec.json.encode(body)
-        # A number that JSON does not have is null by now: without one there is none.
+        # msgspec encodes NaN and infinity as null. So the slow search is needed only if there is a null.
         astray = _no_number(msgspec.to_builtins(body, enc_hook=str)) if b"null" in found else None
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(f"the body cannot be encoded as JSON: {error}") from error
@@ -169,7 +180,7 @@ def encoded(body: Mapping[str, Any]) -> bytes:
 
 
 def _no_number(value: Any, path: str = "") -> str | None:
-    """Where a number is infinite or none at all: `logit_bias.7 is nan`."""
+    """Return where a value contains NaN or infinity (`logit_bias.7 is nan`), or `None` if nowhere."""
     if isinstance(value, float) and not isfinite(value):
         return f"{path} is {value}"
     inner: Iterable[tuple[Any, Any]] = ()
@@ -182,7 +193,8 @@ def _no_number(value: Any, path: str = "") -> str | None:
 
 
 def body_of(body: Body) -> bytes:
-    """The body as it goes to the gateway. Raises ValueError or TypeError for what is no JSON object."""
+    """Return the body as it is sent to the gateway. Raises ValueError or TypeError if it is not a JSON
+    object."""
     if isinstance(body, Mapping):
         return encoded(body)
     if not isinstance(body, bytes | bytearray | memoryview):

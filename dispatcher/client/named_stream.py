@@ -1,9 +1,9 @@
-"""A stream with a name, which goes on where it was when the program that consumes it begins anew.
+"""Named streams, which continue where they stopped when the program is restarted.
 
-    never submitted --enlist--> pending --answered--> kept --consume--> consumed
+    not submitted --enlist--> pending --answered--> kept --consume--> consumed
 
-An item is noted under its id in the step that submits it (lua/enlist.lua), and as consumed in the step that
-removes its result (lua/consume.lua). So each item is in one of these states, whenever the program ends.
+One script submits an item and records its id (lua/enlist.lua). Another script deletes its result and records
+the item as consumed (lua/consume.lua). So each item is in exactly one of these states if the program crashes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _log = logging.getLogger("batch_dispatcher.client")
 class NamedStreams:
     """The named streams of one client.
 
-    `mailbox_at` makes a mailbox for a place and a process; `call` makes a call to Redis, again while Redis is
-    away; `make` makes the request of an item.
+    `make_mailbox` makes a mailbox for a box and an owner id. `call` makes a call to Redis, which is retried
+    while Redis is unreachable. `build_request` builds the request of an item.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class NamedStreams:
         self._closed = False
 
     async def run(self, name: str, items: Items, *, most: int, ordered: bool) -> AsyncGenerator[Result, None]:
-        """Yield the results of a stream, from where it was."""
+        """Yield the results of a stream, continuing where its last run stopped."""
         async with self._opened(name) as stream:
             source = streamed(
                 items,
@@ -70,7 +70,7 @@ class NamedStreams:
                     yield result
 
     async def status(self, name: str, after: str, most: int, *, consumed: bool) -> StreamStatus:
-        """Return what is noted of a stream."""
+        """Return the status of a stream."""
         check_name(name)
         status: StreamStatus = await self._call(
             lambda: streams.status(self._backend, name, after, most, consumed=consumed)
@@ -78,12 +78,12 @@ class NamedStreams:
         return status
 
     async def forget(self, name: str) -> None:
-        """Cancel what is pending of a stream, and remove all that is noted of it."""
+        """Cancel the pending requests of a stream, and delete its results and its records."""
         async with self._opened(name) as stream:
             await stream.forget()
 
     async def aclose(self) -> None:
-        """End the streams that are open; no other one is opened."""
+        """Close the open streams. No further stream can be opened."""
         self._closed = True
         for stream in list(self._open):
             await stream.aclose()
@@ -105,9 +105,9 @@ class NamedStreams:
 
 
 class NamedStream:
-    """One run of a stream. One process at a time runs a stream of a name.
+    """One run of a named stream. Only one process at a time runs a stream with a given name.
 
-    `mailbox` is that of the stream, which this process reads as `me`.
+    `mailbox` is the mailbox of the stream, and `owner_id` identifies this process in it.
     """
 
     def __init__(
@@ -124,22 +124,24 @@ class NamedStream:
         self._closed = False
 
     async def open(self) -> list[Handle]:
-        """Take the name, and return what earlier runs submitted and nobody consumed, in that order.
+        """Take the name, and return handles of the unconsumed requests of earlier runs, oldest first.
 
-        A request that is neither in the queue nor answered was lost, by Redis or because its result expired.
-        It is forgotten, so that its item is submitted again. Raises NameInUseError.
+        A request that is neither in the queue nor answered was lost by Redis, or its result expired. It is
+        forgotten, so that its item is submitted again. Raises NameInUseError.
         """
-        self._mailbox.keeps_name = True
+        self._mailbox.keeps_name = True  # also while the program works on a result, and no caller waits
         await self._mailbox.settle()
         noted = await self._unconsumed()
         results = self._mailbox.box.results
         handles = {each.id: Handle(each.id, each.token, each.deadline, results) for each in noted}
+        # Register the handles first, so that loading the keep delivers the results to them.
         self._mailbox.expect(handles.values())
         await self._call(self._mailbox.scan)
         now = time.time()
+        # A request past its deadline is never submitted again. Without a result it ends as NO_RESULT.
         gone = [handles[each.id] for each in noted if not each.queued and each.deadline > now]
         if any(handle.arrived is None for handle in gone):
-            # Results may have come to the list between the look into it and the end of their requests.
+            # A request may have left the queue after the list was read, so read the list once more.
             await self._mailbox.settle()
         lost = [handle for handle in gone if handle.arrived is None]
         if lost:
@@ -152,7 +154,10 @@ class NamedStream:
         return sorted(left, key=lambda handle: handle.token)
 
     async def enqueue(self, items: Sequence[Item | Body]) -> Sequence[Handle]:
-        """Submit those of the items whose ids the stream does not know, and return their handles."""
+        """Submit the items whose ids the stream does not know, and return their handles.
+
+        An item that cannot be submitted gets a handle with a result that holds the error.
+        """
         new, handles = await self._unknown(items)
         made: list[tuple[Handle, Submission, str]] = []
         for item, digest in new:
@@ -170,16 +175,19 @@ class NamedStream:
         return handles
 
     async def take(self, handle: Handle) -> Result:
-        """Await a result; one that does not come in time is a result, too."""
+        """Wait for a result. If none arrives in time, return a result with the code NO_RESULT."""
         try:
             return handle.arrived or await self._mailbox.take(handle, None)
         except NoResultError as error:
             return of_error(handle.id, error)
 
     async def consumed(self, result: Result) -> None:
-        """Note a result as consumed, and remove it. Raises NameInUseError if the name was lost meanwhile."""
+        """Record a result as consumed, and delete it.
+
+        Raises NameInUseError if another process has taken the name.
+        """
         if not result.number and result.code != "NO_RESULT":
-            return  # it was never submitted
+            return  # the item was never submitted, so there is no record of it
         holder = await self._call(
             lambda: streams.consume(self._backend, self._name, self._me, result.id, result.number)
         )
@@ -188,14 +196,14 @@ class NamedStream:
         self._mailbox.give_back(result)
 
     async def forget(self) -> None:
-        """Cancel what is pending, and remove all results and all that is noted."""
-        await self._mailbox.settle()
+        """Cancel the pending requests, and delete all results and records of the stream."""
+        await self._mailbox.settle()  # takes the name, so that no other program runs the stream
         for each in await self._unconsumed():
             await self._call(lambda each=each: producer.cancel(self._backend, each.id, each.token, ""))
         await self._call(lambda: streams.forget_all(self._backend, self._name))
 
     async def aclose(self) -> None:
-        """Give the name back. What is pending goes on."""
+        """Release the name. Pending requests stay in the queue."""
         if not self._closed:
             self._closed = True
             await self._mailbox.aclose()
@@ -210,8 +218,7 @@ class NamedStream:
                 return list(found.values())
 
     async def _unknown(self, items: Sequence[Item | Body]) -> tuple[list[tuple[Item, str]], list[Handle]]:
-        """Return the items that the stream does not know, with their digests, and handles of those that are
-        no requests."""
+        """Return unknown items with their digests, and handles of the items that are invalid."""
         asked: dict[str, tuple[Item, str]] = {}
         handles: list[Handle] = []
         for item in map(item_of, items):
@@ -247,8 +254,9 @@ class NamedStream:
     async def _enlist(self, step: Sequence[tuple[Handle, Submission, str]]) -> None:
         handles = [handle for handle, _, _ in step]
         requests = [(submission, digest) for _, submission, digest in step]
+        # Deadlines are Unix times, and the limit of a call is a time on the monotonic clock.
         until = time.monotonic() + max(handle.deadline for handle in handles) - time.time()
-        self._mailbox.expect(handles)
+        self._mailbox.expect(handles)  # before the call: a result may arrive before its reply
         try:
             await self._call(lambda: streams.enlist(self._backend, self._name, requests), until)
         except BatchError:
@@ -257,7 +265,7 @@ class NamedStream:
 
 
 def _check(item: Item) -> None:
-    """Raise ValueError for an item that a named stream could not know again."""
+    """Raise ValueError for an item that a named stream could not recognise in a later run."""
     if not item.id:
         raise ValueError("an item without an id: a named stream knows its items again by their ids")
     if len(item.id.encode(errors="replace")) > ID_BYTES:
@@ -267,12 +275,12 @@ def _check(item: Item) -> None:
 
 
 def _digest(item: Item) -> str:
-    """Return what tells two items of one id apart."""
+    """Return a digest of path and body, which shows whether two items with the same id differ."""
     return hashlib.sha256(item.path.encode(errors="replace") + b"\0" + body_of(item.body)).hexdigest()[:16]
 
 
 def _failed(item: Item, error: Exception) -> Handle:
-    """Return the handle of an item that was not submitted."""
+    """Return a handle for an item that was not submitted, with the error as its result."""
     handle = Handle(item.id, "", 0, "")
     handle.arrived = of_error(item.id, error)
     return handle

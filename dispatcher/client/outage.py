@@ -1,4 +1,4 @@
-"""How long a client bears it that Redis is away, and what it says of that."""
+"""Retries of a client while Redis is unreachable, and the errors and log lines about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dispatcher.queue.redis.scripts import BrokenCallError, WrongKeyError
 T = TypeVar("T")
 
 FIRST_S = 10.0
-"""A client that never reached its queue has probably a wrong URL, and says so after this."""
+"""Seconds of retries if the queue was never reached. The URL is probably wrong then."""
 _PAUSES_S = (0.1, 0.3, 1.0)
 _log = logging.getLogger("batch_dispatcher.client")
 
@@ -25,38 +25,41 @@ _log = logging.getLogger("batch_dispatcher.client")
 class Outage:
     """Record of how long Redis has been unreachable, shared by all calls of one client.
 
-    Errors that do not pass by themselves (a wrong password, a missing right, an unexpected reply, a key of
-    another program under one of our names) are raised at once. Calls are retried after other errors for
-    `retry_for_s`. With `None` they are retried until the call's own time limit, but for no more than
-    `first_s` if the queue was never reached.
+    Permanent errors (a wrong password, a missing right, an unexpected reply, a key that belongs to another
+    program) are raised at once. After other errors, calls are retried for `retry_for_s`. If that is `None`,
+    they are retried until the time limit of the call, or for `first_contact_s` if the queue was never
+    reached.
     """
 
     def __init__(self, retry_for_s: float | None, place: str, *, first_s: float = FIRST_S) -> None:
-        """`place`: where Redis is, for who is told that it cannot be reached."""
+        """`address` is the address of Redis for error messages."""
         self._retry_for_s, self._first_s = retry_for_s, first_s
         self._place = place
         self._reached = False
         self._since: float | None = None
         self._tries = 0
         self.trouble: QueueUnavailableError | None = None
-        """Why the queue cannot be reached now."""
+        """Error of the last call, or `None` if the last call succeeded."""
 
     def well(self) -> None:
-        """A call got through."""
-        if self.trouble is not None and self._tries > 1:
+        """Record that a call succeeded."""
+        if self.trouble is not None and self._tries > 1:  # only then was the outage logged
             _log.info("the queue is back")
         self._reached = True
         self._since, self._tries, self.trouble = None, 0, None
 
     def ill(self, error: QueueUnavailableError, began: float | None = None) -> QueueAwayError | None:
-        """A call did not get through, which began then (None: now). What to raise; None: it is to be tried
-        again after `pause`."""
+        """Record that a call failed. Return the error to raise, or `None` if the call should be retried.
+
+        `began_at` is the time on the monotonic clock at which the call began. Without it, the outage begins
+        now.
+        """
         now = time.monotonic()
         if self._since is None:
             self._since = now if began is None else began
         self._tries += 1
         self.trouble = error
-        # A refusal (it loads its data, it is a replica) shows that there is a Redis.
+        # An error reply (Redis is loading its data, or is a replica) shows that the address is right.
         self._reached = self._reached or not isinstance(error, BrokenCallError)
         bears = self._retry_for_s
         if bears is None and not self._reached:
@@ -65,13 +68,16 @@ class Outage:
             return away(error)
         if bears is not None and now - self._since >= bears:
             return away(error, "" if self._reached else self._place)
-        if self._tries == 2:
+        if self._tries == 2:  # a single failed call is not worth a warning
             _log.warning("waiting for the queue: %s", error)
         return None
 
     async def borne(self, act: Callable[[], Awaitable[T]], until: float) -> T:
-        """What the call brings, made again until it gets through. Raises QueueAwayError where it is not to
-        be, or when it fails past that time (of the monotonic clock)."""
+        """Return the answer of a call, which is retried while Redis is unreachable.
+
+        Raises QueueUnreachableError if the error is permanent, if the retries are used up, or if the call
+        fails after `give_up_at` (monotonic clock).
+        """
         while True:
             try:
                 done = await act()
@@ -90,7 +96,7 @@ class Outage:
 
 
 def away(error: QueueUnavailableError, place: str = "") -> QueueAwayError:
-    """`place`: said where the error does not name it."""
+    """Return the error for callers. `address` is added to the message if the message does not contain it."""
     told = QueueAwayError(str(error) if place in str(error) else f"{error} ({place})")
     told.__cause__ = error
     return told

@@ -1,4 +1,4 @@
-"""What came of a request, and what is raised with it."""
+"""Results of requests, and the exceptions that carry one."""
 
 from __future__ import annotations
 
@@ -20,50 +20,55 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens, as the answer's `usage` has them."""
+    """Numbers of tokens, from the field `usage` of the answer."""
 
     prompt_tokens: int
+    """Number of tokens in the prompt."""
     completion_tokens: int
+    """Number of generated tokens."""
 
     @property
     def total_tokens(self) -> int:
-        """Both together."""
+        """Sum of prompt tokens and completion tokens."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What came of one request: an answer of the gateway, or why there is none.
+    """Result of one request: the answer of the gateway, or the reason why there is none.
 
-    `ok` tells which; `raise_for_status()` raises where it is no success.
+    `ok` is true if the request succeeded. `raise_for_status()` raises an exception if it did not.
     """
 
     id: str
+    """Id of the request."""
     text: str
-    """The body of the answer as it came; without one `{"error": …}`. `content` is the model's words."""
+    """Body of the answer, unchanged. If there is no answer, `{"error": …}`. For the generated text alone,
+    use `content`."""
     status: int | None = None
-    """The HTTP status of the last answer; None: there was none."""
+    """HTTP status of the last answer, or `None` if there was no answer."""
     code: str = ""
-    """Why the request failed: an error code of the queue contract; or, in streams and maps, NO_RESULT,
-    HOOK_FAILED, INVALID_REQUEST of the client's own. Empty: it was answered."""
+    """Error code of the queue contract, or empty if the request was answered. Streams and maps also use
+    NO_RESULT, HOOK_FAILED and INVALID_REQUEST for errors of the client itself."""
     message: str = ""
-    """The same as a sentence."""
+    """Description of the error as a sentence, or empty."""
     note: str = ""
-    """Said where `text` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
+    """Remark if `text` differs from the bytes that the gateway sent, because some were not valid UTF-8.
+    Empty otherwise."""
     error: BatchError | None = None
-    """What the client met itself (`code` is one of its own), else None."""
+    """Exception behind an error of the client itself (see `code`), or `None`."""
     model_version: str = ""
-    """The model that it was sent as, where the dispatcher chose it; else empty."""
+    """Name of the model version that the dispatcher chose for the request, or empty if it chose none."""
     number: int = field(default=0, repr=False)
-    """Where it is kept for this client; 0: nowhere."""
+    """Number of the result among the kept results of this client, or 0 if it is not kept."""
 
     @property
     def ok(self) -> bool:
-        """It was answered, with a status below 400."""
+        """True if the request was answered with a status below 400."""
         return not self.code and self.status is not None and self.status < 400
 
     def json(self) -> Any:
-        """The body, decoded. Raises ValueError where it is no JSON."""
+        """Return the decoded body. Raises ValueError if it is not JSON."""
         try:
             return msgspec.json.decode(self.text)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -71,18 +76,18 @@ class Result:
 
     @property
     def content(self) -> str | None:
-        """The model's words: the first choice of a (chat) completion, the output text of a response. None for
-        other answers, for calls of tools, and where it is not `ok`."""
+        """Generated text: the first choice of a completion or chat completion, or the output text of a
+        response. `None` for other answers, for tool calls, and if the result is not `ok`."""
         return content(self.text.encode(errors="replace")) if self.ok else None
 
     @property
     def usage(self) -> TokenUsage | None:
-        """Tokens that the answer says it took; None where it says nothing of them."""
+        """Token usage that the answer reports, or `None` if it reports none."""
         came, went = tokens(self.text.encode(errors="replace")) if self.ok else (0, 0)
         return TokenUsage(came, went) if came or went else None
 
     def raise_for_status(self) -> Result:
-        """This result where it is `ok`; else raises RequestFailedError, or one of its kinds."""
+        """Return this result if it is `ok`. Raise RequestFailedError or one of its subclasses otherwise."""
         if self.ok:
             return self
         if self.error is not None:
@@ -93,58 +98,59 @@ class Result:
 
 
 class HookError(BatchError):
-    """`before` or `after` raised; the cause is what it raised."""
+    """A hook (`before` or `after`) raised an exception, which is the `__cause__` of this one."""
 
     result: Result | None = None
-    """The answer that had come, where it was `after`."""
+    """Result of the request if the hook was `after`, else `None`."""
 
 
 class RequestFailedError(BatchError):
-    """A request that has no answer, or one with a status of 400 or more."""
+    """The request has no answer, or its answer has a status of 400 or more."""
 
     def __init__(self, message: str, result: Result) -> None:
         super().__init__(message)
         self.result = result
+        """Result of the request."""
 
     @property
     def id(self) -> str:
-        """Of the request."""
+        """Id of the request."""
         return self.result.id
 
     @property
     def code(self) -> str:
-        """Why there is no answer: an error code of the queue contract, or empty where there was one."""
+        """Error code of the queue contract, or empty if the request was answered."""
         return self.result.code
 
     @property
     def status(self) -> int | None:
-        """Of the last answer; None: there was none."""
+        """HTTP status of the last answer, or `None` if there was no answer."""
         return self.result.status
 
     @property
     def body(self) -> str:
-        """Of the last answer, or what was told instead."""
+        """Body of the last answer, or `{"error": …}` if there was no answer."""
         return self.result.text
 
 
 class RequestCancelledError(RequestFailedError):
-    """Somebody cancelled it."""
+    """The request was cancelled."""
 
 
 class DeadlineExceededError(RequestFailedError):
-    """Its deadline passed before it was answered."""
+    """The deadline of the request passed before it was answered."""
 
 
 class SequenceError(RequestFailedError):
-    """Its sequence did not let it go."""
+    """The request was not sent because of the state of its sequence."""
 
 
 class SequenceAbortedError(SequenceError):
-    """An earlier request of its sequence has failed, or an operator gave the sequence up."""
+    """An earlier request of the sequence failed, or an operator aborted the sequence."""
 
     @property
     def cause(self) -> str:
-        """How that one failed, or what the operator said."""
+        """Error of the earlier request, or the reason that the operator gave."""
         return self.result.message
 
 
@@ -153,15 +159,15 @@ class SequenceDeniedError(SequenceError):
 
 
 class SequenceEndedError(SequenceError):
-    """Its sequence was over, and takes no more for now."""
+    """The sequence has ended, and accepts no further requests for now (`sequences.after_end`)."""
 
 
 class SequenceFullError(SequenceError):
-    """Too many requests of its sequence waited. It may be sent again, with the same index."""
+    """Too many requests of the sequence wait. The request may be submitted again with the same index."""
 
 
 class SequenceIndexError(SequenceError):
-    """Another request of its sequence has its index, or that one's turn has passed."""
+    """Another request of the sequence has the same index, or the turn of that index has passed."""
 
 
 _KINDS: Mapping[str, type[RequestFailedError]] = {
@@ -176,13 +182,13 @@ _KINDS: Mapping[str, type[RequestFailedError]] = {
 
 
 async def called(hook: Callable[..., Any], *arguments: Any) -> Any:
-    """What a hook returns, plain function or coroutine function."""
+    """Call a hook, which is a function or a coroutine function, and return its result."""
     returned = hook(*arguments)
     return await returned if inspect.isawaitable(returned) else returned
 
 
 def of_popped(popped: PoppedResult, number: int) -> Result:
-    """A result as it lay in its list."""
+    """Return the result for a decoded element of a result list."""
     return Result(
         popped.id,
         popped.payload,
@@ -196,8 +202,8 @@ def of_popped(popped: PoppedResult, number: int) -> Result:
 
 
 def of_error(request_id: str, error: Exception) -> Result:
-    """What a stream yields for an item that the client could not bring to an end."""
-    if isinstance(error, HookError) and error.result is not None:
+    """Return the result that stands for an error of the client."""
+    if isinstance(error, HookError) and error.result is not None:  # only the hook `after` failed
         return replace(error.result, code="HOOK_FAILED", message=str(error), error=error)
     code = "INVALID_REQUEST"
     if isinstance(error, NoResultError):

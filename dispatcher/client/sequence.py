@@ -1,9 +1,8 @@
-"""One sequence as a client sends it: it numbers the requests, and cancels what waits when it is broken off.
+"""Open sequences: number and submit the requests of one sequence.
 
-Each request carries its index, so that their order is the sequence's own and not that of arrival: the queue
-may see them late, twice or out of order. Of one that begins the sequence anew the index is not enough, for a
-request behind it that arrives first belongs to the life before: what follows is submitted when that one has
-ended.
+Each request carries its index, because the queue may receive the requests late, twice or out of order. After
+a request that resets the sequence, the index is not enough: a later request that arrives before the reset
+would belong to the run before it. So later requests are submitted only when the reset request has a result.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from dispatcher.core.sequences.turns import (
 )
 
 AHEAD_MOST = 50
-"""Of one sequence whose bodies are known: so many are submitted and unanswered, for each of them is claimed
-and given back once before its turn."""
+"""Largest number of unanswered requests of `send_many`. Each request that is submitted before its turn costs
+an additional claim, which is given back."""
 MARK_GRACE_S = 60.0
-"""Seconds for which a cancel is remembered after the last deadline of the requests that it cancels."""
+"""Seconds for which a cancellation is remembered after the last deadline of the cancelled requests."""
 CANCEL_S = 5.0
-"""Leaving a block waits no longer for what it cancels."""
+"""Longest time for which leaving the block by an exception waits for the cancellation."""
 _OF_ITEM = tuple(each.name for each in fields(Item) if each.name not in ("body", "sequence"))
 _END = object()
 OnErrorWord = OnError | Literal["continue", "abort", "hold"]
@@ -46,13 +45,13 @@ CarryWord = Carry | Literal["off", "messages"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceDoors:
-    """Methods of a client that its sequences use."""
+    """Methods of a client that its open sequences use."""
 
     enqueue: Callable[..., Awaitable[Handle]]
     take: Callable[[Handle, float | None], Awaitable[Result]]
-    """Return the result of a request, and keep it until `give_back`."""
+    """Wait for the result of a request. It stays in the keep until `give_back`."""
     arrived: Callable[[Handle], Awaitable[object]]
-    """Wait until the result of a request is there, without taking it."""
+    """Wait until the result of a request has arrived, without returning it."""
     give_back: Callable[[Result], None]
     cancel: Callable[[Handle], Awaitable[bool]]
     known: Callable[[str], Awaitable[SequenceSeen | None]]
@@ -62,15 +61,16 @@ class SequenceDoors:
 
 
 class OpenSequence:
-    """A sequence that this client sends: `client.sequence("chat-7")`.
+    """Sequence whose requests this client sends: `client.sequence("chat-7")`.
 
         async with client.sequence("chat-7") as chat:
             first = await chat.send({"model": "m", "prompt": "hi"})
             second = await chat.send({"model": "m", "prompt": "and then?"}, last=True)
 
-    Requests are numbered in the order of the calls, whoever awaits them. Leaving the block by an exception,
-    and `cancel`, cancel what is not answered. Leaving it well marks no end: what was submitted goes on, and
-    the sequence ends with a request that is `last`, or when nothing of it came for `sequences.max_idle_s`.
+    Requests are numbered in the order of the calls. `cancel()`, or leaving the block by an exception, cancels
+    the unanswered requests. Leaving the block normally does not end the sequence: submitted requests stay in
+    the queue. The sequence ends with a request that is `last`, or when no request came for
+    `sequences.max_idle_s`.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class OpenSequence:
             raise ValueError(f"index {index}: must be 0 or more")
         self.id = sequence_id
         self.next_index = 0 if reset and index is None else index
-        """Of the next request; None: the queue is asked with the first one."""
+        """Index of the next request, or `None` until the first request asks the queue for it."""
         self._doors = doors
         self._on_error = None if on_error is None else OnError(on_error)
         self._carry = None if carry is None else Carry(carry)
         self._resets = reset
         self._lock = asyncio.Lock()
         self._began: Handle | None = None
-        """The request that began it anew, until it has ended."""
+        """Request that resets the sequence, until its result has arrived."""
         self._unanswered: list[Handle] = []
         self._prune_at = 2 * AHEAD_MOST
         self._over = ""
@@ -115,56 +115,62 @@ class OpenSequence:
         self._over = self._over or "its block was left"
 
     async def enqueue(self, body: Body, *, last: bool = False, **options: Any) -> Handle:
-        """Submit its next request, and return when it is in line. `last`: the sequence ends with it. The
-        options are those of `BatchClient.enqueue`.
+        """Submit the next request, and return its handle when it is in the queue.
 
-        Raises as that, ClosedError behind the last one, and SequenceBusyError. Where it raises QueueAwayError
-        or is cancelled, the request may have been made: its index is not used again, and what follows may
-        wait `sequences.gap_s` for it. Otherwise one that raises has no index.
+        With `last=True` the sequence ends with this request. The other options are those of
+        `BatchClient.enqueue`.
+
+        Raises the exceptions of `BatchClient.enqueue`, ClosedError after the last request, and
+        SequenceBusyError. If the call raises QueueUnreachableError or is cancelled, the request may have
+        reached the queue. Its index is not used again, and later requests may wait `sequences.gap_s` for it.
+        After any other exception the index is used for the next request.
         """
-        async with self._lock:  # in the order of the calls
+        async with self._lock:  # fair: requests are numbered in the order of the calls
             if self._over:
                 raise ClosedError(f"sequence {self.id}: {self._over}: open it anew")
             if self._resets and options.get("results") is not None:
                 raise ValueError("results: what begins a sequence anew is awaited here")
             if self._began is not None:
+                # A later request must not overtake the reset, as the docstring of the module explains.
                 await self._doors.arrived(self._began)
                 self._began = None
             index = await self._index()
-            if self._over:  # it was cancelled meanwhile
+            if self._over:  # the sequence was cancelled meanwhile
                 raise ClosedError(f"sequence {self.id}: {self._over}: open it anew")
             turn = Turn(self.id, index, last, self._resets, self._on_error, self._carry)
             try:
                 handle = await self._doors.enqueue(body, sequence=turn, **options)
             except (QueueAwayError, asyncio.CancelledError):
+                # The request may be in the queue, so its index is used up.
                 self._pass(index, last=last)
                 raise
             if self._resets:
                 self._began = handle
             self._pass(index, last=last)
             self._note(handle)
-            if self._cancelled:  # while this one was being submitted, perhaps after the mark was set
+            if self._cancelled:  # `cancel` ran during the submission, and may have missed this request
                 await self.cancel()
             return handle
 
     async def send(
         self, body: Body, *, last: bool = False, timeout: float | None = None, **options: Any
     ) -> Result:
-        """Submit its next request and await the result: `enqueue`, and `BatchClient.result`.
+        """Submit the next request, and wait for its result.
 
-        A request that failed is a result, too: `raise_for_status` raises; of one whose sequence was given up
-        SequenceAbortedError.
+        A failed request also returns a result. Its `raise_for_status` raises an exception, which is
+        SequenceAbortedError if the sequence was aborted.
         """
         result = await self._doors.take(await self.enqueue(body, last=last, **options), timeout)
         self._doors.give_back(result)
         return result
 
     async def send_many(self, items: Iterable[Item | Body], *, last: bool = False) -> list[Result]:
-        """All their results, in this order; `last`: the sequence ends with the last of them. No more than
-        AHEAD_MOST are submitted and unanswered.
+        """Submit many requests, and return their results in the same order.
 
-        One that cannot be submitted has a result that says so (INVALID_REQUEST, HOOK_FAILED), and unless
-        `on_error` is `continue` those behind it are not submitted: SEQUENCE_ABORTED.
+        With `last=True` the sequence ends with the last request. At most 50 requests are unanswered at a
+        time. A request that cannot be submitted has a result with the code INVALID_REQUEST or HOOK_FAILED.
+        Unless `on_error` is `continue`, the requests after it are not submitted, and have the code
+        SEQUENCE_ABORTED.
         """
         results: list[Result] = []
         under_way: deque[Handle] = deque()
@@ -182,18 +188,22 @@ class OpenSequence:
                 cause = "" if self._on_error is OnError.CONTINUE else str(error)
         while under_way:
             results.append(await self._taken(under_way.popleft()))
+        # Only now: if the program dies before, all results are still in Redis.
         for each in results:
             self._doors.give_back(each)
         return results
 
     async def cancel(self) -> bool:
-        """Cancel what of it is not answered, and end it; False where it had ended. Results are CANCELLED,
-        unless they came before."""
+        """Cancel all unanswered requests, and end the sequence. Return False if it has already ended.
+
+        The cancelled requests have results with the code CANCELLED.
+        """
         self._over, self._cancelled = "it was cancelled", True
         if not self._unanswered and self._began is None:
             return False
-        # The sequence is cancelled first, because a request that is cancelled alone would abort it, which is
-        # remembered. Then each request is cancelled, because one that is not the head may run, too.
+        # The sequence is cancelled first, because cancelling a single request would abort the sequence, and
+        # an abort is remembered. Then each request is cancelled, because requests other than the next one may
+        # run, too.
         waiting = [each for each in self._unanswered if not each.done]
         latest = max((each.deadline for each in waiting), default=0.0)
         done = await self._doors.cancel_all(self.id, max(0.0, latest - time.time()) + MARK_GRACE_S)
@@ -212,6 +222,7 @@ class OpenSequence:
             self._over = "its last request was sent"
 
     def _note(self, handle: Handle) -> None:
+        # Answered handles are dropped only at growing lengths, so that a call costs constant time on average.
         if len(self._unanswered) >= self._prune_at:
             self._unanswered = [each for each in self._unanswered if not each.done]
             self._prune_at = 2 * max(AHEAD_MOST, len(self._unanswered))
@@ -234,15 +245,15 @@ class OpenSequence:
 async def mapped(
     opened: Callable[[str], OpenSequence], sequences: Mapping[str, Iterable[Item | Body]], at_once: int
 ) -> dict[str, list[Result]]:
-    """All results of these sequences, so many of which are under way at a time."""
+    """Run sequences with up to `at_once` of them in progress, and return their results by id."""
     if at_once < 1:
         raise ValueError(f"at_once {at_once}: must be at least 1")
     results: dict[str, list[Result]] = {}
     rest = iter(sequences.items())
 
     async def work() -> None:
-        for sequence_id, items in rest:
-            results[sequence_id] = []
+        for sequence_id, items in rest:  # all tasks share this iterator, so each takes the next sequence
+            results[sequence_id] = []  # now, so that the results have the order of the sequences
             async with opened(sequence_id) as one:
                 results[sequence_id] = await one.send_many(items, last=True)
 
@@ -250,15 +261,16 @@ async def mapped(
         async with asyncio.TaskGroup() as group:
             for _ in range(min(at_once, len(sequences))):
                 group.create_task(work(), name="batch client: sequence")
-    except BaseExceptionGroup as several:  # one of them failed, and the others were ended
+    except BaseExceptionGroup as several:  # the first failure cancelled the other tasks
         raise several.exceptions[0] from None
     return results
 
 
 def _behind(seen: SequenceSeen | None, sequence_id: str) -> int:
-    """The index of who goes on with it. Raises SequenceBusyError where that cannot be known."""
+    """Return the index after all known requests of a sequence. Raises SequenceBusyError if it is unknown."""
     if seen is None or seen.status in (SequenceStatus.ABORTED, SequenceStatus.ENDED):
-        return 0  # it begins anew, or is refused whatever its index
+        return 0  # the sequence begins anew, or rejects requests whatever their index
+    # The queue shows only the first waiting requests, so the highest index may not be among them.
     if seen.lives > 1 or seen.waiting > len(seen.line):
         what = f"{seen.waiting} requests of {sequence_id} wait, and the last of them is not seen"
         raise SequenceBusyError(f"{what}: say by index= what comes next, or reset=True")
@@ -266,7 +278,7 @@ def _behind(seen: SequenceSeen | None, sequence_id: str) -> int:
 
 
 def _ends_told(items: Iterable[Item | Body]) -> Iterable[tuple[Item | Body, bool]]:
-    """Each, and whether it is the last one. Its source is asked for one more than was given."""
+    """Yield each item, and whether it is the last one. Reads one item ahead."""
     before: Any = _END
     for item in chain(items, (_END,)):
         if before is not _END:
@@ -285,7 +297,7 @@ def _not_submitted(item: Item | Body, cause: str) -> Handle:
 
 
 def _without_request(item: Item | Body, result: Result) -> Handle:
-    """One whose result is there, and that never was in line."""
+    """Return a handle with this result, for an item that was never in the queue."""
     handle = Handle(_id_of(item), "", 0, "")
     handle.arrived = result
     return handle

@@ -1,5 +1,4 @@
-"""Many items through a window: so many are submitted and unanswered, and their results come out as they
-come."""
+"""Streams: submit many items, with a limited number of them unanswered, and yield results as they arrive."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from dispatcher.client.result import Result
 Items = Iterable[Item | Body] | AsyncIterable[Item | Body]
 
 _AT_ONCE = 500
-"""Items that are submitted in one call, at the most."""
+"""Largest number of items that are submitted in one call."""
 
 
 async def streamed(
@@ -36,12 +35,14 @@ async def streamed(
     ordered: bool,
     earlier: list[Handle] | None = None,
 ) -> AsyncGenerator[Result, None]:
-    """`most`: so many are submitted and not `given` at any time; a result is given when the next one is asked
-    for. `enqueue` returns a handle for each item that is to have a result. `earlier`: requests that were
-    submitted before; their results come first.
+    """Submit items, and yield their results in the order of arrival, or of the items if `ordered`.
 
-    What `items` or `enqueue` raises is raised after the results of those before it; what `take` raises, at
-    once.
+    At most `max_pending` requests are submitted and not yet consumed. A result counts as consumed when the
+    next one is requested: then `on_consumed` is called. `enqueue` returns one handle for each item that will
+    have a result. `earlier_handles` are requests that were submitted before. Their results come first.
+
+    An exception of `items` or `enqueue` is raised after the results of the items before it. An exception of
+    `wait_for_result` is raised at once.
     """
     if most < 1:
         raise ValueError(f"max_pending {most}: must be at least 1")
@@ -63,16 +64,17 @@ async def streamed(
         try:
             for handle in earlier:
                 begin(handle)
-            earlier.clear()  # their results are not kept in memory once they were yielded
+            earlier.clear()  # lets handles and results be freed once the results were yielded
             async for some in _portions(items, room):
                 handles = await enqueue(some)
+                # A named stream returns no handle for items that it knows already: they take no place.
                 room.give(len(some) - len(handles))
                 for handle in handles:
                     begin(handle)
         finally:
             if under_way:
                 await asyncio.wait(under_way)
-            came.put_nowait(None)
+            came.put_nowait(None)  # marks the end, also if the source of the items raised
 
     feeder = asyncio.create_task(feed(), name="batch client: stream")
     try:
@@ -103,15 +105,18 @@ def _forget_errors(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class _Room:
-    """Places in the window."""
+    """Window of a stream: how many more requests may be submitted."""
 
     def __init__(self, most: int) -> None:
         self.free = most
         self._freed = asyncio.Event()
 
     async def wait(self) -> int:
-        """Wait until a place is free and return the number of free places. `free` is negative while more
-        requests are pending than may be."""
+        """Wait until there is space, and return for how many requests.
+
+        `free_count` is negative while more requests are pending than allowed: earlier runs of a named stream
+        may have had a larger limit.
+        """
         while self.free <= 0:
             self._freed.clear()
             await self._freed.wait()
@@ -123,8 +128,9 @@ class _Room:
 
 
 async def _portions(items: Items, room: _Room) -> AsyncIterator[list[Item | Body]]:
-    """The items, as many at once as there is room for. Their source is asked for no more than that."""
+    """Yield the items in portions that fit into the window. No item is taken from the source before."""
     if isinstance(items, AsyncIterable):
+        # One item at a time: the source may wait long for the next one, and the first must not wait with it.
         source = aiter(items)
         while await room.wait():
             try:

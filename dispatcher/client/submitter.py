@@ -1,7 +1,7 @@
-"""Submissions of many callers, made together: while one call is under way, those that come meanwhile wait for
-the next.
+"""Submitter: sends the submissions of many callers together.
 
-So a client submits over one connection, in the order in which it was asked to, and thousands in a call.
+While one call to Redis is in progress, further submissions wait for the next call. So a client submits over
+one connection, in the order of the callers, with up to a thousand requests in one call.
 """
 
 from __future__ import annotations
@@ -22,32 +22,37 @@ from dispatcher.queue.redis.scripts import SCRIPT_BYTES
 
 SUBMITTED_MOST = 1000
 _LONGEST_REPLY_S = 86_400
-"""An outage after which nothing is tried again."""
+"""Longest time for which Redis remembers the reply to a call, so that a retry submits nothing twice."""
 
 
 FINISH_S = 1.0
-"""A call that is under way when the client is closed may take so long."""
+"""Seconds that a call may still take when the client is closed."""
 
 
 @dataclass(slots=True, eq=False)
 class SubmittedGroup:
-    """What one caller hands in at once, in one call or several."""
+    """Submissions of one caller, which are sent in one call to Redis or in several."""
 
     submissions: Sequence[Submission]
     until: float
-    """Unix time: it is given up then."""
+    """Unix time after which the group is not retried."""
     left: int
+    """Number of submissions that are not finished."""
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """All of it is in line, or no call with any of it will be made any more. Raises QueueAwayError."""
+    """Future that is resolved when all submissions are in the queue, or when none of them will be sent any
+    more. Raises QueueUnreachableError."""
     begun: bool = False
-    """A call was made with some of it, which may be in line."""
+    """True if a call with some of the submissions was started. They may be in the queue."""
     given_up: bool = False
-    """Nobody awaits it."""
+    """True if the caller no longer waits for the group."""
 
 
 class Submitter:
-    """Raises QueueAwayError as `Outage` says. A call that was not answered is repeated with the same place
-    for its reply, so that whatever it did is not done again."""
+    """Submitter of one client. Retries and errors are those of `Outage`.
+
+    A call without an answer is repeated with the same reply key. Redis remembers the reply under that key, so
+    nothing is submitted twice.
+    """
 
     def __init__(self, backend: Backend, outage: Outage) -> None:
         self._backend = backend
@@ -57,7 +62,7 @@ class Submitter:
         self._done_with: list[str] = []
 
     def hand_in(self, submissions: Sequence[Submission], until: float) -> SubmittedGroup:
-        """Put them in line, some at least: its `done` says when they are."""
+        """Queue submissions for the next calls, and return their group. The caller waits for its `done`."""
         group = SubmittedGroup(submissions, until, len(submissions))
         self._waiting.extend((each, group) for each in submissions)
         if self._task is None or self._task.done():
@@ -65,19 +70,25 @@ class Submitter:
         return group
 
     def give_up(self, group: SubmittedGroup) -> bool:
-        """Nobody awaits it any more: what was not sent is not sent. Whether some of it may be in line, or
-        will be by a call that is under way: its `done` tells when that has ended."""
+        """Stop a group whose caller no longer waits. Submissions that were not sent are dropped.
+
+        Return True if some of the group may be in the queue, or may get there by a call in progress. The
+        future `done` is resolved when that call has ended.
+        """
         group.given_up = True
         if not group.begun and not group.done.done():
             group.done.set_result(None)
         return group.begun
 
     async def aclose(self) -> None:
-        """What waits is not sent. A call that is under way may end, so that what it does can be undone."""
+        """Drop the waiting submissions, and wait up to FINISH_TIMEOUT_S for the call in progress.
+
+        The caller cancels what that call has submitted, so the call should end first.
+        """
         _fail(self._waiting, QueueAwayError("the client was closed"))
         self._waiting.clear()
         if self._task is not None:
-            if self._outage.trouble is None:
+            if self._outage.trouble is None:  # during an outage the call would not end in time
                 await asyncio.wait([self._task], timeout=FINISH_S)
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -89,7 +100,7 @@ class Submitter:
                 await self._send(batch)
             except QueueAwayError as error:
                 _fail(batch, error)
-            except BaseException:
+            except BaseException:  # the task was cancelled: no caller may wait for ever
                 _fail(batch, QueueAwayError("the client was closed while this was under way"))
                 raise
 
@@ -98,11 +109,11 @@ class Submitter:
         size = 0
         while self._waiting and len(batch) < SUBMITTED_MOST:
             size += len(self._waiting[0][0].member)
-            if batch and size > SCRIPT_BYTES:
+            if batch and size > SCRIPT_BYTES:  # a single larger request is sent alone
                 break
             one = self._waiting.popleft()
             if one[1].given_up:
-                _settle([one])
+                _settle([one])  # counts as finished, so that the future of its group is resolved
             elif not one[1].done.done():
                 one[1].begun = True
                 batch.append(one)
@@ -110,9 +121,13 @@ class Submitter:
 
     async def _send(self, batch: list[tuple[Submission, SubmittedGroup]]) -> None:
         reply = self._backend.names.reply(secrets.token_hex(8))
+        # The call may be repeated until the last deadline, so the reply is kept a minute longer.
         longest = max((group.until for _, group in batch), default=0.0)
         reply_s = int(min(max(60.0, longest - time.time() + 60.0), _LONGEST_REPLY_S))
+        # Without the entries that were given up meanwhile, a repeated call may have fewer submissions. That
+        # is safe: if the first call was executed, Redis returns its reply.
         while batch := _wanted(batch):
+            # This call also deletes the reply keys of earlier calls, which will not be repeated any more.
             done_with = self._done_with[:100]
             try:
                 await producer.submit(
@@ -139,7 +154,7 @@ class Submitter:
 def _wanted(
     batch: Sequence[tuple[Submission, SubmittedGroup]],
 ) -> list[tuple[Submission, SubmittedGroup]]:
-    """What somebody still waits for."""
+    """Return the entries whose callers still wait."""
     _settle([one for one in batch if one[1].given_up])
     return [one for one in batch if not one[1].done.done() and not one[1].given_up]
 
@@ -155,4 +170,4 @@ def _fail(batch: Iterable[tuple[Submission, SubmittedGroup]], error: QueueAwayEr
     for _, group in batch:
         if not group.done.done():
             group.done.set_exception(error)
-            group.done.exception()  # whoever was cancelled meanwhile does not ask for it
+            group.done.exception()  # retrieve it: asyncio would log it if the caller was cancelled meanwhile

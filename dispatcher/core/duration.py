@@ -1,4 +1,4 @@
-"""Spans of time as people write and read them. Pure."""
+"""Durations in the format that people write and read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def seconds_of(written: str) -> float:
-    """`90`, `90s`, `1.5m`, `1h30m`, `1d`, `250ms`: seconds, or units of which each stands once, the larger
-    one first. Raises ValueError, whose message says how to write it."""
+    """Return the seconds of a duration such as `90`, `90s`, `1.5m`, `1h30m`, `1d` or `250ms`. Each unit may
+    occur once, the larger one first. Raises ValueError with a message that shows the format."""
     text = written.strip()
     seconds, why = math.inf, ""
     if _NUMBER.fullmatch(text):
@@ -31,9 +31,10 @@ def seconds_of(written: str) -> float:
 
 
 def told(seconds: float) -> str:
-    """`0.4 s`, `59 s`, `12 min`, `3.5 h`, `2 d`: in two figures, which is what people take in."""
+    """Return a duration as `0.4 s`, `59 s`, `12 min`, `3.5 h` or `2 d`. Two digits suffice for people."""
     size = abs(seconds)
     for unit, name in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        # Seconds are shown up to 99 s, every other unit from two of it on.
         if size >= 2 * unit or (unit == 60.0 and size >= 100):
             value = size / unit
             return f"{value:.1f}".removesuffix(".0") + f" {name}" if value < 10 else f"{value:.0f} {name}"
@@ -41,5 +42,5 @@ def told(seconds: float) -> str:
 
 
 def until(at: float, now: float) -> str:
-    """`in 12 min`, or `12 min ago`."""
+    """Return `in 12 min` or `12 min ago`."""
     return f"in {told(at - now)}" if at >= now else f"{told(now - at)} ago"

@@ -1,16 +1,16 @@
-"""The health of one dispatcher: does its work get done, and if not, why? Pure.
+"""Health of one dispatcher: whether its work gets done, and if not, why.
 
     working    requests are answered, or are in flight
     idle       no request waits, is delayed or is in flight
     waiting    requests wait for a reason that is no fault: no room in the pool, an operator, a model
     degraded   work gets done, but a part of it fails; or a fault would stop the next request
     failing    requests wait, and a fault stops all of them
-    unknown    the dispatcher cannot know yet, or any more, whether requests wait
+    unknown    the dispatcher does not know yet, or no longer, whether requests wait
 
-The gate's reason (`Reason`) says what may be sent now. The health also says what became of what was sent: the
-gate of a gateway that answers 500 to everything is open. `assess` looks at the rules in their order, and the
-first that applies decides. The sentences add no ages of their own, so that they seldom change
-while the situation does not.
+The gate's reason (`Reason`) says what may be sent now. The health also says how sent requests ended: the gate
+stays open for a gateway that answers 500 to everything. `assess_health` checks the rules in their order, and
+the first that applies decides. The sentences contain no ages of their own, so that they rarely change while
+the situation does not.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.queue_counts import Counts
 
 COUNTED_WITHIN_S = 15.0
-"""Age at which counts of the queue are no longer believed. They are renewed each second."""
+"""Maximum age of the counts of the queue. They are renewed each second."""
 FAILS_S = 10.0
-"""Time for which every try must have failed, or was refused. In less, many retries may come in a row."""
+"""Time for which every attempt must have failed or been refused. In less time, many retries may follow each
+other."""
 REFUSED_S = 60.0
-"""Time for which a gateway may refuse every try before that is a fault and not a busy pool."""
+"""Time for which a gateway may refuse every attempt before that is a fault and not a busy pool."""
 SILENT_S = 60.0
-"""Time without any answer after which the answers are slow, if they usually come within a tenth of it."""
+"""Time without an answer after which the answers count as slow, if they usually come within a tenth of it."""
 
 
 class Health(StrEnum):
@@ -45,7 +46,7 @@ class Health(StrEnum):
 
 
 class Cause(StrEnum):
-    """Cause of a health, with the place where an operator looks first."""
+    """Cause of a health."""
 
     look_at: str
 
@@ -84,12 +85,12 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HealthFacts:
-    """Facts from which the health is found."""
+    """Facts from which the health is computed."""
 
     now: float
     reason: Reason
     because: str = ""
-    """Particulars of the gate's reason."""
+    """Details of the gate's reason."""
     observing: bool = False
     queue_problem: str | None = None
     signals_problem: str | None = None
@@ -102,17 +103,17 @@ class HealthFacts:
     """Requests of this process in flight."""
     unanswered: UnansweredTries | None = None
     all_failed: bool = False
-    """Whether none of the last tries was answered."""
+    """True if none of the last attempts was answered."""
     failures: str | None = None
-    """Sentence about the last tries that failed. `None` if few did."""
+    """Sentence about the last attempts that failed. `None` if few did."""
     rejections: str | None = None
     """Sentence about the last answers that rejected their requests. `None` if few did."""
     answered_at: float | None = None
-    """Time of the last answer to a try."""
+    """Time of the last answer to an attempt."""
     usual_s: float = 0.0
-    """Duration of an ordinary answered try. 0 if it is not known."""
+    """Median duration of an answered attempt. 0 if it is not known."""
     mean_s: float = 0.0
-    """Mean duration of the tries, with those in flight. 0 if it is not known."""
+    """Mean duration of the attempts, with those in flight. 0 if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ def assess(facts: HealthFacts) -> Assessment:
         return Assessment(
             Health.WAITING, Cause.DRAINING, f"The dispatcher is shutting down, {_running(facts.running)}."
         )
+    # The rules below need counts of the queue, so a queue that cannot be read decides first.
     if facts.queue_problem is not None:
         sentence = f"The queue cannot be used: {facts.queue_problem}. How many requests wait is not known."
         return Assessment(Health.FAILING, Cause.QUEUE, sentence)
@@ -163,7 +165,7 @@ _FAULTS = {
     Reason.NO_ENDPOINTS: (Cause.ENDPOINTS, "The pool has no ready endpoint"),
     Reason.GATEWAY_UNREACHABLE: (Cause.GATEWAY, "The gateway cannot be reached"),
 }
-"""Reasons for which the gate is closed by a fault."""
+"""Reasons of a closed gate that are faults, with their cause and text."""
 
 
 def _closed_by_fault(facts: HealthFacts, queue: Counts) -> Assessment | None:
@@ -174,6 +176,7 @@ def _closed_by_fault(facts: HealthFacts, queue: Counts) -> Assessment | None:
     what = f"{what}: {because}" if because else what
     if _unfinished(queue):
         return Assessment(Health.FAILING, cause, f"{what}. Nothing more is sent, {_waits(queue)}.")
+    # Without waiting requests the fault stops nothing yet.
     return Assessment(Health.DEGRADED, cause, f"{what}. No request waits, and none would be sent.")
 
 
@@ -191,7 +194,7 @@ def _observing(facts: HealthFacts, queue: Counts) -> Assessment | None:
 
 
 def _nothing_answered(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    """Judge tries of which none was answered lately."""
+    """Return the health if no recent attempt was answered."""
     tries = facts.unanswered
     if tries is None or facts.now - tries.newest > RECENT_S or not _unfinished(queue):
         return None
@@ -205,7 +208,8 @@ def _nothing_answered(facts: HealthFacts, queue: Counts) -> Assessment | None:
 
 
 def _all_refused(facts: HealthFacts, tries: UnansweredTries, queue: Counts) -> Assessment | None:
-    # A busy pool refuses all new requests too, for as long as those in flight take.
+    # A busy pool also refuses all new requests, for as long as those in flight take. The limit is therefore
+    # at least twice their mean duration.
     lasts_s, busy_s = facts.now - tries.since, 2 * facts.mean_s
     if tries.count < LEAST or lasts_s < max(FAILS_S, busy_s):
         return None
@@ -223,7 +227,7 @@ def _some_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
 
 
 def _signals_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    """The gate is still open by the readings of before."""
+    """Return the health if the signals cannot be read, but the gate is still open on earlier readings."""
     if facts.signals_problem is None:
         return None
     sentence = f"The signals cannot be read: {facts.signals_problem}. The gate closes soon."
@@ -231,7 +235,7 @@ def _signals_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
 
 
 def _slow(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    """Requests run, and their answers are long overdue."""
+    """Return the health if requests run and their answers are long overdue."""
     if not facts.running or facts.answered_at is None or not facts.usual_s:
         return None
     if facts.now - facts.answered_at < max(SILENT_S, 10 * facts.usual_s):
@@ -258,7 +262,7 @@ def _idle(facts: HealthFacts, queue: Counts) -> Assessment | None:
 
 
 def _held_back(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    """Requests wait, but none of them can be claimed."""
+    """Return the health if requests wait, but none of them can be claimed."""
     if queue.claimable > 0:
         return None
     if queue.awaiting:
@@ -331,10 +335,11 @@ _FAULTY = (Health.DEGRADED, Health.FAILING)
 
 
 class HealthRecord:
-    """The health of one process over time: since when it holds, and which changes are logged."""
+    """Health of one process over time: since when it holds, and which changes are logged."""
 
     HOLDS_S = 5.0
-    """Time for which a health must hold before it is logged, and for which a fault must be absent."""
+    """Time for which a health must hold before it is logged, and for which a fault must be absent before it
+    ends."""
 
     def __init__(self) -> None:
         self.newest = Assessment(Health.UNKNOWN, Cause.STARTING, "The dispatcher is starting.")
@@ -344,8 +349,8 @@ class HealthRecord:
         self._logged: tuple[Health, Cause] = (Health.UNKNOWN, Cause.STARTING)
 
     def look(self, facts: HealthFacts) -> Assessment:
-        """Find the health anew and return it. A fault is shown until it was not seen for HOLDS_S, because
-        where half of the tries fail, the last twenty of them may look fine for a moment."""
+        """Compute the health and return it. A fault stays until it was absent for HOLD_S, because if half of
+        the attempts fail, the last twenty of them may look fine for a moment."""
         newest = assess(facts)
         if newest.health in _FAULTY:
             self._faulty_at = facts.now
@@ -357,7 +362,8 @@ class HealthRecord:
         return newest
 
     def changed(self, now: float) -> bool:
-        """Whether the newest health is to be logged: it differs from the last one logged, and holds."""
+        """Return whether the newest health has to be logged: it differs from the last one logged, and has
+        held for HOLD_S."""
         state = (self.newest.health, self.newest.cause)
         if state == self._logged or self.since is None or now - self.since < self.HOLDS_S:
             return False

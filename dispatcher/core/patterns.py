@@ -1,4 +1,5 @@
-"""Names by patterns of the settings: `*` stands for any characters, all else for itself. Pure."""
+"""Patterns of names in the settings. `*` stands for any characters; every other character stands for
+itself."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ def any_fits(patterns: Iterable[str], name: str) -> bool:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """In time that grows with the name, however many asterisks there are."""
+    """Return whether a name matches a pattern. The time grows with the length of the name only, regardless of
+    the number of asterisks."""
     head, *parts = pattern.split("*")
     if not parts:
         return name == head
@@ -19,6 +21,7 @@ def fits(pattern: str, name: str) -> bool:
         return False
     at = len(head)
     for part in between:
+        # The leftmost match suffices: it leaves the most characters for the parts that follow.
         found = name.find(part, at)
         if found < 0:
             return False
@@ -27,11 +30,12 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def meet(one: str, other: str) -> bool:
-    """Whether some name fits both patterns."""
+    """Return whether some name matches both patterns."""
     seen: set[tuple[int, int]] = set()
     left = [(0, 0)]
     while left:
         at = left.pop()
+        # A state is a pair of positions. Each is visited once, so the search ends despite the asterisks.
         if at in seen:
             continue
         seen.add(at)
@@ -39,7 +43,7 @@ def meet(one: str, other: str) -> bool:
         mine, theirs = one[here : here + 1], other[there : there + 1]
         if not mine and not theirs:
             return True
-        if mine == "*":  # it ends here, or it stands for what the other one has next
+        if mine == "*":  # it matches nothing more, or the next character of the other pattern
             left += [(here + 1, there), *([(here, there + 1)] if theirs else [])]
         elif theirs == "*":
             left += [(here, there + 1), *([(here + 1, there)] if mine else [])]

@@ -1,23 +1,22 @@
-"""Text of others, as it may be printed. Pure.
+"""Text from other parties in a form that is safe to print.
 
-Ids, reasons, error messages and labels come from producers, gateways and metrics endpoints. Printed as they
-are, they could colour, move and retitle an operator's terminal, or forge a line of their own.
+Ids, reasons, error messages and labels come from producers, gateways and metrics endpoints. Printed
+unchanged, they could colour, move and retitle an operator's terminal, or forge a line of the log.
 """
 
 from __future__ import annotations
 
 
 def plain(text: str, keep: str = "") -> str:
-    """The text with whatever is no printable character (controls, line ends, marks of direction, halves of
-    surrogates) as its escape: `\\x1b`. `keep`: such characters that may stay.
-    """
+    """Return the text with every unprintable character (controls, line ends, direction marks, lone
+    surrogates) as its escape such as `\\x1b`. Characters in `keep` stay."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char in keep else _escape(char) for char in text)
 
 
 def shortened(text: str, most: int) -> str:
-    """So many characters of it at the most, the last an ellipsis where something is left out."""
+    """Return at most this many characters of the text. The last one is an ellipsis if something was cut."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

@@ -1,4 +1,4 @@
-"""Values: what is made for each request, many times, and never changes. Pure."""
+"""Base class of immutable values that are created for every request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 class Value(msgspec.Struct, frozen=True):
-    """Equal to another of its class with equal fields. To make one takes a twentieth of what a frozen
-    dataclass takes."""
+    """Immutable value with equality by class and fields. Creating one takes a twentieth of the time of a
+    frozen dataclass."""
 
     def but(self, **changes: Any) -> Self:
-        """The same with other values of these fields. Raises TypeError for a field that it has not."""
+        """Return a copy with other values of the given fields. Raises TypeError for an unknown field."""
         return msgspec.structs.replace(self, **changes)

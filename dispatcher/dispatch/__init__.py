@@ -1,4 +1,4 @@
-"""The dispatch loop: allowance → claim → forward → settle, and the upkeep of what is held."""
+"""The dispatch loop: allowance → claim → forward → settle, and the maintenance of leases."""
 
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.loop import Dispatcher

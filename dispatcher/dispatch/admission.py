@@ -1,11 +1,11 @@
-"""Whether a claimed request is sent: the first rule that objects decides. Pure.
+"""Admission: the rules that decide whether a claimed request is sent. Pure.
 
-    by itself    what its member and its history say, before anything is asked of the queue
-    to send      what was asked of the queue meanwhile, and what is known of the pool and of its tenant now
+    early    checks of the member and its history, before the queue is asked anything
+    send     checks with the answers of the queue, and with the state of the pool and of the tenant
 
-A rule is a function of a `Case`: None, or how the lease ends instead. A new rule is a row in its table; the
-order is that of what the person who waits for the result should be told, and a lease that is only given back
-comes last, because that may change.
+A rule takes an `AdmissionCase` and returns `None`, or the completion of the lease. The first completion
+counts, so the rules are in the order of what the consumer of the result should learn first. Rules that only
+return the lease to the queue come last, because their reason may pass.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ class Case:
     unix_now: float
     retry: RetryPolicy
     cancelled: bool | None = False
-    """None: that cannot be known now."""
+    """True if the request was cancelled. `None` if the cancel markers cannot be read now."""
     unfit: str | None = None
-    """Why its result may not go to the list that it names."""
+    """Reason why the result cannot go to the list that the request names. `None` if it can."""
     may_send: bool = True
-    """The gate is open, or it is a probe; nobody stops the process."""
+    """True if the gate is open or the request is a probe, and the process is not stopping."""
     ours: bool = True
-    """Its lease is surely still ours."""
+    """True if the lease is certainly still held."""
     without_model: Callable[[], Ending | None] = lambda: None
-    """How it ends or is put off, for its model is not served; None: it is, as far as anybody knows."""
+    """Return the completion if the model of the request is not served. `None` if it is, as far as is known.
+    """
     rest_s: Callable[[], float] = lambda: 0.0
-    """How long its tenant rests. Asked last: whoever does not rest goes, and is counted as gone."""
+    """Return for how long the tenant must not send. Called last, because a request that may be sent is
+    counted there."""
 
 
 Rule = Callable[[Case], Ending | None]
 
 
 def admit(lease: Lease, max_payload_bytes: int) -> Request | Ending:
-    """The request that a member is; or, where it is none, how its lease ends."""
+    """Parse the member of a lease. Return the completion if the member is no valid request."""
     parsed = parse(lease.member, max_payload_bytes=max_payload_bytes)
     return completions.rejected(lease, parsed) if isinstance(parsed, Rejection) else parsed
 
 
 def judge(case: Case, rules: Sequence[Rule]) -> Ending | None:
-    """The first objection; None: there is none."""
+    """Return the completion of the first rule that objects. `None` if the request may be sent."""
     for rule in rules:
         ending = rule(case)
         if ending is not None:

@@ -1,4 +1,5 @@
-"""What runs: each try from its first step to the endings of its leases, and what it says of the gateway."""
+"""Runs attempts, from the first step to the completions of their leases, and reports to the limiter what each
+says about the gateway."""
 
 from __future__ import annotations
 
@@ -40,11 +41,15 @@ from dispatcher.ports import Forwarded, Gateway, Lease, ModelServers, Overload
 from dispatcher.telemetry.events import Event, emit
 
 LOOK_S = 0.1
-"""While there is no gateway, those that are connected are looked at this often."""
+"""Interval for checking open connections while the gateway is unreachable."""
 
 
 class Tries:
-    """All that are running. `finish`: what each lease of a try ends with; `drop`: it is another's now."""
+    """All running attempts.
+
+    `complete` takes the completion of each lease of an attempt. `remove_lease` removes a lease that another
+    owner has now.
+    """
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class Tries:
     ) -> None:
         self.options = options
         self.others_wait = False
-        """The newest claim or probe left some to be claimed."""
+        """True if the newest claim or probe left requests that can be claimed."""
         self.tenants = Tenants()
         self.bounces = Bounces()
         self.evictions = Evictions()
@@ -93,20 +98,21 @@ class Tries:
         self.warming.reconfigure(options)
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Stop the timer. No attempt may be running."""
         if self._looking is not None:
             self._looking.cancel()
 
     def begin(self, begun: Try, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
         begun.task = tasks.create_task(self._run(begun))
+        # asyncio may cancel a task before its first step; then not even its `finally` blocks run.
         begun.task.add_done_callback(partial(self._never_began, begun))
         self._holding.started(begun)
         if len(begun.riders) > 1:
             self._end_the_late(begun)
 
     def _end_the_late(self, begun: Try) -> None:
-        """Each whose deadline comes before the answer ends then; the last of them ends the try."""
+        """End each lease whose deadline comes before the answer. The last one ends the attempt."""
         unix_now = self._access.queue.unix_now()
         deadlines = [(held.request.deadline, held) for held in begun.riders if held.request is not None]
         for deadline, held in deadlines:
@@ -115,6 +121,7 @@ class Tries:
         left = [deadline for deadline, held in deadlines if held.rides is begun]
         if len(left) > 1 and (soonest := min(left)) < begun.request.deadline:
             wait_s = max(0.0, soonest - unix_now)
+            # The attempt itself runs until the latest of the deadlines, so earlier ones need a timer.
             asyncio.get_running_loop().call_later(wait_s, self._end_the_late, begun)
 
     async def _run(self, running: Try) -> None:
@@ -131,6 +138,7 @@ class Tries:
             )
         except asyncio.CancelledError:
             self._limiter.answered(running.token, now())
+            # Without a reason, the cancellation comes from outside (the task group): pass it on.
             if any(held.cut is None for held in running.riders):
                 raise
             self._cut(running)
@@ -140,12 +148,14 @@ class Tries:
             forwarded = Forwarded(Failed(f"the dispatcher failed: {error!r}"), started, now())
         finally:
             self._holding.back(running)
+        # Before any completion: the next claim must already see the free units.
         self._limiter.answered(running.token, forwarded.ended_at, forwarded.opened_s)
         outcome = self.models.outcome(running, forwarded.outcome, forwarded.sent_at)
         if not isinstance(outcome, WithoutModel):
             request = running.request
             path = request.endpoint or self.options.path
             outcome = self.stranger.judged(outcome, path, request.payload, forwarded.ended_at)
+        # Copying is expensive compared with the rest, and the outcome is rarely changed.
         seen = forwarded if outcome is forwarded.outcome else forwarded.but(outcome=outcome)
         self._gateway_seen(running, seen)
         if running.bundled:
@@ -158,35 +168,40 @@ class Tries:
                 self._end(held, running.request, forwarded, seen)
 
     def _hold_answer(self, ends: Sequence[HeldLease], forwarded: Forwarded) -> None:
-        """Have the memory of an answer given back when the queue has confirmed the end of all these leases.
+        """Give the memory of an answer back when the queue has confirmed the end of all these leases.
 
-        Tries that follow from the answer have copies of what they need.
+        Attempts that follow from the answer have copies of what they need.
         """
         if forwarded.held is None:
             return
         ends = [held for held in ends if held in self._holding]
         for held in ends:
             held.answer = forwarded.held
+        # 0 if all leases have ended meanwhile, which gives the memory back at once.
         forwarded.held.share(len(ends))
 
     def _end(self, held: HeldLease, request: Request, forwarded: Forwarded, seen: Forwarded) -> None:
+        """Complete one lease. `result` is what the gateway answered, `judged` the same with the outcome that
+        counts."""
         outcome = self._counted(held, seen)
         self._journal.tried(held, forwarded, outcome)
         ending = self._decide(held.lease, held.request or request, outcome)
         self._finish(ending if held.goes is None else self.lineup.leaves(held, ending, forwarded))
 
     def _answered(self, running: Try, seen: Forwarded) -> FollowUp:
-        """What the answer means for each; a defect of ours costs each an attempt, and no more."""
+        """Return what the answer means for each lease. An internal error costs each lease a failed
+        attempt."""
         try:
             return self.batching.answered(running, seen)
         except Exception as error:
             emit(Event.SURPRISE, where="batching", error=repr(error))
+            # Without this, the leases would stay in the table until the process ends.
             lost = seen.but(outcome=Failed(f"the dispatcher failed: {error!r}"))
             return FollowUp([(held, lost) for held in running.riders])
 
     def _follow(self, tried: Try, answered: FollowUp) -> None:
-        """End those that have their answer, begin what follows for the others: where nothing may be sent any
-        more they are given back."""
+        """Complete the leases that have an answer, and start the attempts that follow for the others. Where
+        nothing may be sent any more, their leases are returned."""
         for held, seen in answered.ends:
             self._end(held, tried.request, seen, seen)
         for held in answered.back:
@@ -198,7 +213,7 @@ class Tries:
                 self.begin(following, self._tasks)
 
     def give_up(self, waited: Iterable[HeldLease]) -> None:
-        """They wait for company no longer, and are not sent."""
+        """Complete leases that leave their batch group without being sent."""
         for held in waited:
             held.waits = False
             self._was_cut(held)
@@ -209,20 +224,22 @@ class Tries:
         self._follow(tried, self.batching.cut(tried))
 
     def _all_ours(self, running: Try) -> bool:
-        # Asked before each send: a generator for the one rider there mostly is costs more than asking.
+        # Called before each send, mostly for one lease, for which a generator costs more than the check.
         for held in running.riders:  # noqa: SIM110
             if not self._access.ours(held):
                 return False
         return True
 
     def _never_began(self, begun: Try, _task: asyncio.Task[None]) -> None:
-        """A task that is cut before its first step runs nothing of its own, so its end is seen to here."""
+        """Complete an attempt whose task was cancelled before its first step, so that none of its code has
+        run."""
         if begun.task is not None and any(held.rides is begun for held in begun.riders):
             self._holding.back(begun)
             self._cut(begun)
 
     def _was_cut(self, held: HeldLease) -> None:
-        """Nobody waits for its answer any more; one that was cut with the whole process is given back."""
+        """Complete a lease whose answer is no longer awaited. If the process is stopping, the lease is
+        returned."""
         if held.cut == "cancelled" and held.request is not None:
             self._finish(completions.cancelled(held.lease, held.request))
         elif held.cut == "late" and held.request is not None:
@@ -233,7 +250,7 @@ class Tries:
             self._finish(completions.returned(held.lease))
 
     def _gateway_seen(self, tried: Try, seen: Forwarded) -> None:
-        """Tell the limiter what the outcome says of the gateway."""
+        """Tell the limiter what the outcome says about the gateway."""
         outcome, at, sent_at = seen.outcome, seen.ended_at, seen.sent_at
         match outcome:
             case Overloaded():
@@ -250,12 +267,13 @@ class Tries:
             case Failed() if outcome.status is not None:
                 self._limiter.reached(at, sent_at)
             case _:
-                pass  # not sent, or no answer: it says nothing of the gateway
+                pass  # not sent, or no answer: says nothing about the gateway
 
     def _refused(self, tried: Try, outcome: Overloaded, at: float) -> None:
+        # Requests that were sent under an older reading may have caused the refusal.
         read_at = self._limiter.allowance(at).read_at
         alone = all(other.claimed_at >= read_at for other in self._holding.at_gateway())
-        # Those that travel together are of one tenant, which is refused once.
+        # All leases of a merged call have the same tenant, which is refused once.
         refused = {self._tenant(held): held.lease.refusals > 0 for held in tried.riders}
         teaches = [
             self.tenants.refused(tenant, at, read_at, again=again, alone=alone)
@@ -271,7 +289,7 @@ class Tries:
         self._upkeep.share(self._limiter.allowance(at), overload)
 
     def _counted(self, held: HeldLease, seen: Forwarded) -> Outcome:
-        """The outcome as it counts for one of the leases; what it says of its tenant."""
+        """Return the outcome as it counts for one of the leases, and record what it says about the tenant."""
         outcome, at, sent_at = seen.outcome, seen.ended_at, seen.sent_at
         entry, again = held.lease.entry, held.lease.refusals > 0
         match outcome:
@@ -292,20 +310,24 @@ class Tries:
                 return outcome
             case Failed(bare=True):
                 blamed = self.bounces.bounced(entry, at)
+                # Without a gateway, the failure counts against no request.
                 if self._limiter.without_gateway_since is not None:
                     outcome = Unreachable(outcome.why, self._make_way(held, at))
                 elif not blamed:
                     again_s = self.bounces.again_s(entry, at - sent_at, self.options.retry)
+                    # An intermediary error of a single request may pass: retry before blaming the request.
                     outcome = Unreachable(outcome.why, again_s)
             case Failed() if outcome.status is not None:
                 self.bounces.answered(entry, sent_at)
             case _:
                 pass
+        # Other outcomes show neither acceptance nor refusal of the tenant.
         self.tenants.ended(self._tenant(held), again=again)
         return outcome
 
     def _make_way(self, held: HeldLease, at: float) -> float:
-        """How long it lies aside, so that others can show whether there is a gateway; alone it does that."""
+        """Return how long the request waits in the queue so that others can show whether there is a gateway.
+        0 if there are no others."""
         since = self._limiter.without_gateway_since
         if since is None or held.request is None or not self.others_wait:
             return 0.0
@@ -314,10 +336,10 @@ class Tries:
 
     def _without_gateway(self) -> None:
         self._look_again()
-        self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
+        self._gateway.resize(0)  # idle connections may be dead: a probe must open a new one
 
     def rest_s(self, held: HeldLease) -> float:
-        """How long its tenant, or the refused that it belongs to, rest."""
+        """Return how long the tenant, or the group of refused requests, must not send."""
         again = held.lease.refusals > 0
         if self.tenants.calm and not again:
             return 0.0
@@ -331,9 +353,11 @@ class Tries:
         return completions.after_try(lease, request, outcome, at, policy, self._random.random())
 
     def _look(self) -> None:
-        """While there is no gateway: see whether a probe, or a request that was sent together with the first
-        that failed, stays connected. If so it has reached the gateway, though the answer is still to come."""
+        """Check whether a request stays connected while the gateway is unreachable: a probe, or a request
+        that was sent together with the first that failed. If so, it has reached the gateway, though its
+        answer is still to come."""
         if self._limiter.look(now(), self._connected()):
+            # The gateway is back: what was claimed as a probe counts as an ordinary request from here on.
             for held in self._holding:
                 held.probe = False
             self._access.wake.set()
@@ -345,7 +369,7 @@ class Tries:
             self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _connected(self) -> Iterator[float]:
-        """Since when each request at the gateway holds its connection."""
+        """Yield for each request at the gateway the time since which it has a connection."""
         for running in self._holding.tries:
             since = self._gateway.connected(running.token)
             if since is not None:

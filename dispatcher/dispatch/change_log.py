@@ -1,5 +1,5 @@
-"""When a change of the gate's reason is told, or what happens to sequences, and in which words: without a
-clock of its own."""
+"""Decides which changes of the gate's reason, and which events of sequences, are logged. Has no clock of its
+own."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dispatcher.core.sequences.decisions import SequenceNews
 from dispatcher.telemetry.events import Event
 
 AT_ONCE = 10
-"""So many openings and closings in FLAPPING_S are told when they happen."""
+"""Maximum number of openings and closings in FLAPPING_WINDOW_S that are logged when they happen."""
 FLAPPING_S = 10.0
 SETTLED_S = 1.0
-"""What holds after so long ends a flapping."""
+"""A state that lasts this long ends the flapping."""
 OPEN_EACH_S = 10.0
-"""What an open gate is short of may change with each completion: it is told no more often, or a busy
-day would be a line a second that says nothing, and push all else off the page."""
+"""Minimum time between two changes among the reasons of an open gate. These can change with each completion:
+a line each would push everything else off the page."""
 
 SEQUENCES_EACH_S = 60.0
-"""Of many sequences something may happen in each second: an event is told no more often, with how many."""
+"""Minimum time between two logs of the same event of sequences. Each gives the number since the last one."""
 _COUNTED = {
     Event.SEQUENCES_HELD: ("held",),
     Event.SEQUENCES_RELEASED: ("released",),
@@ -35,7 +35,8 @@ _NEWEST = {Event.SEQUENCES_HELD: "last_held", Event.SEQUENCES_ABORTED: "last_abo
 
 
 class Changes:
-    """Which changes are told. `look` at every turn, and at least once in SETTLED_S."""
+    """Decides which changes of the gate's reason are logged. Call `check_reason` at every turn of the loop,
+    and at least once in STABLE_AFTER_S."""
 
     def __init__(self) -> None:
         self._told: Reason | None = None
@@ -45,19 +46,21 @@ class Changes:
         self._untold = 0
 
     def look(self, reason: Reason, now: float) -> int | None:
-        """None: nothing is to be told. Else the reason is told now, and this is how many changes were not
-        told since the last time.
+        """Return the number of changes not logged since the last call that returned one, if `reason` is to be
+        logged now. `None` if nothing is to be logged.
 
-        A gate that opens or closes, or is closed for another reason, is told at once, however short that
-        lasts, and so is a pool that became too full; but of more than AT_ONCE such changes in FLAPPING_S only
-        what holds when SETTLED_S have passed since the last line. Of `open`, `full` and `idle` in turn only
-        what holds then, and one such line in OPEN_EACH_S.
+        A change is important if the gate opens or closes, is closed for another reason, or the pool becomes
+        too full. Important changes are logged at once, however short they last. After MAX_IMMEDIATE_CHANGES
+        of them in FLAPPING_WINDOW_S, only the state is logged that holds STABLE_AFTER_S after the last log.
+        Changes among `open`, `full` and `idle` are logged as the state that holds then, and only once in
+        OPEN_LOG_INTERVAL_S.
         """
         if reason is not self._last:
             self._last = reason
             self._untold += 1
         if reason is self._told:
             return None
+        # `None` is the state before the first log, so that the first reason is always important.
         weighs = any(each is None or each.closed or each is Reason.SATURATED for each in (self._told, reason))
         flaps = len(self._at_once) == AT_ONCE and now - self._at_once[0] < FLAPPING_S
         if now < self._told_at + (SETTLED_S if flaps or not weighs else 0.0):
@@ -75,7 +78,7 @@ class Changes:
 
 
 def terms(allowance: Allowance, *, in_flight: int, reading_age_s: float | None) -> dict[str, Any]:
-    """Every term of the law that there is, by the names that /status has for them, and the sentence."""
+    """Return all terms of the limit algorithm that are known, named as in /status, and the explanation."""
     budget = allowance.budget
     found: dict[str, Any] = {
         "reason": str(allowance.reason),
@@ -100,7 +103,7 @@ def terms(allowance: Allowance, *, in_flight: int, reading_age_s: float | None) 
 
 
 class SequenceChanges:
-    """Which events tell what happens to the sequences of a line. `look` every second or so."""
+    """Decides which events of sequences are logged. Call `collect_events` about every second."""
 
     def __init__(self) -> None:
         self._before: Mapping[str, Any] | None = None
@@ -108,9 +111,11 @@ class SequenceChanges:
         self._told_at: dict[Event, float] = {}
 
     def look(self, news: SequenceNews, now: float) -> list[tuple[Event, dict[str, Any]]]:
-        """What is to be told now: the first of its kind at once, later ones once in SEQUENCES_EACH_S.
+        """Return the events to log now, with their fields: the first of its kind at once, later ones once in
+        SEQUENCE_LOG_INTERVAL_S.
 
-        What happened before the first look is not told. Counters that went back were lost, and begin at 0.
+        Changes before the first call are not logged. A counter that went back was lost in the queue and
+        starts at 0.
         """
         counted = asdict(news)
         before, self._before = self._before, counted
@@ -126,6 +131,7 @@ class SequenceChanges:
                 self._told_at[event] = now
                 self._untold.subtract(told)
                 found.append(
+                    # The fields are the counters of this event; some events also name the newest sequence.
                     (event, told | ({"newest": counted[_NEWEST[event]]} if event in _NEWEST else {}))
                 )
         return found

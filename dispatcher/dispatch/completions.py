@@ -1,4 +1,7 @@
-"""How a lease ends: what is handed in to the queue for each way a request can go. Pure."""
+"""Completions: how a lease ends, as it is reported to the queue. Pure; nothing here calls the queue.
+
+A completion is a settlement (with the result), a release (back to the queue) or a dead letter.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +26,37 @@ from dispatcher.ports import Burial, Expired, Lease, Release, Settlement, Unserv
 Ending = Settlement | Release | Burial
 
 NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=0, refusals=0, losses=0)
-"""The lease of a request that expires without one."""
+"""Placeholder for the lease of a request that is answered without one."""
 
 
 _ID_CHARS, _CAUSE_CHARS = 80, 300
-"""Of what is told to those who come later in a sequence."""
+"""Length limits of the request id and of the cause in errors of later requests of a sequence."""
 
 
 def lease_of(ending: Ending) -> Lease:
-    """The lease that it ends."""
     return ending.settlement.lease if isinstance(ending, Burial) else ending.lease
 
 
 def turn_of(ending: Settlement | Burial) -> TurnEnd | None:
-    """What it leaves to its sequence."""
+    """Return what the completion leaves to the sequence of the request."""
     return ending.settlement.turn if isinstance(ending, Burial) else ending.turn
 
 
 def error(lease: Lease, request: Request, code: ErrorCode, message: str, *, version: str = "") -> Settlement:
-    """The request ends with an error of ours as its result. `version`: what it was sent as."""
+    """Settle the request with an error of the dispatcher. `version` is the model version that it was sent to,
+    if any."""
     result = failed(request.id, code, message, token=request.token, version=version)
     return _settlement(lease, request, result, code, f"{code}: {message}")
 
 
 def barred(lease: Lease, request: Request, code: ErrorCode, why: str) -> Settlement:
-    """Its sequence will not have it, and knows nothing of it."""
+    """Settle a request that its sequence rejected. The sequence does not know the request, and no turn
+    ends."""
     return error(lease, request, code, why).but(turn=None)
 
 
 def unserved(one: Unserved) -> Settlement:
-    """Without a lease: its sequence has ended, and knows that it has not gone."""
+    """Settle a request without a lease whose sequence has ended. The sequence knows that it was not sent."""
     parsed = parse(one.item.member)
     if isinstance(parsed, Request):
         return barred(NOBODY, parsed, one.code, one.why)
@@ -64,7 +68,8 @@ def unserved(one: Unserved) -> Settlement:
 
 
 def unlisted(lease: Lease, request: Request, why: str) -> Settlement:
-    """Not sent, for its result may not go where it asks: it says so on the default list."""
+    """Settle a request that was not sent, because its result list cannot be used. The result goes to the
+    default list."""
     result = misdirected(request.id, request.results, why, token=request.token)
     settlement = _settlement(lease, request, result, ErrorCode.INVALID_REQUEST, why)
     return settlement.but(results="")
@@ -76,7 +81,7 @@ def expired(lease: Lease, request: Request) -> Settlement:
 
 
 def overdue(one: Expired, request: Request) -> Settlement:
-    """Without a lease."""
+    """Settle a request without a lease that is past its deadline."""
     nobody = NOBODY.but(last_try=one.last_try, attempts=one.attempts, refusals=one.refusals)
     return expired(nobody, request)
 
@@ -86,12 +91,14 @@ def cancelled(lease: Lease, request: Request) -> Settlement:
 
 
 def returned(lease: Lease, after_s: float = 0.0) -> Release:
-    """Untouched, back to its place, at once or later."""
+    """Release the lease without counting a delivery: the request returns to its place, at once or after
+    `after_s`."""
     return Release(lease, delay_s=after_s, undelivered=True)
 
 
 def awaiting(lease: Lease, request: Request, model: str, why: str) -> Release:
-    """Untouched, to where it waits for its model."""
+    """Release the lease without counting a delivery: the request waits in the queue until its model is
+    served."""
     return Release(
         lease,
         undelivered=True,
@@ -103,7 +110,8 @@ def awaiting(lease: Lease, request: Request, model: str, why: str) -> Release:
 
 
 def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
-    """A member that can never be served: a result where its id could be read, else dead, whole."""
+    """Complete a lease whose member is not a valid request: with a result if its id could be read, else as a
+    dead letter with the whole member."""
     if rejection.id is None:
         nowhere = Settlement(lease, b"", "")
         return Burial(nowhere, f"{rejection.code}: {rejection.message}")
@@ -119,14 +127,14 @@ def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
 
 
 def deadly(lease: Lease, request: Request, verdict: Bury) -> Burial:
-    """Its owners keep dying of it."""
+    """Move a request to the dead-letter set because too many of its owners died."""
     return _burial(lease, request, verdict)
 
 
 def after_try(
     lease: Lease, request: Request, outcome: Outcome, now: float, policy: RetryPolicy, rand: float
 ) -> Ending:
-    """What is decided on an outcome. `now` in Unix time, `rand` in [0, 1)."""
+    """Decide what follows from the outcome of an attempt. `now` is Unix time, `rand` is in [0, 1)."""
     decision = after(
         outcome,
         last_try=lease.last_try,
@@ -147,6 +155,7 @@ def after_try(
                 undelivered=decision.undelivered,
                 last_try=decision.last_try,
                 awaits=decision.awaits,
+                # Cancel markers are only looked up by the queue while a request waits for its model.
                 request_id=request.id if decision.awaits else "",
                 request_token=request.token if decision.awaits else "",
             )
@@ -157,7 +166,8 @@ def after_try(
             failure = "" if 200 <= status < 300 else f"the gateway answered {status}"
             return _settlement(lease, request, result, f"{status // 100}xx", failure)
         case Errored(code, message):
-            version = "" if isinstance(outcome, Refused) else request.version  # that was not sent
+            # `Refused` is decided before sending, so no version has seen the request.
+            version = "" if isinstance(outcome, Refused) else request.version
             return error(lease, request, code, message, version=version)
 
 
@@ -181,7 +191,8 @@ def _settlement(lease: Lease, request: Request, result: bytes, code: str, failur
 
 
 def _left(request_id: str, turn: Turn | None, failure: str) -> TurnEnd | None:
-    """What it leaves to its sequence. `failure`: what came instead of an answer; empty: it has one."""
+    """Return what the request leaves to its sequence. `failure` says why it has no answer; empty if it has
+    one."""
     if turn is None or not failure:
         return None if turn is None else TurnEnd(turn)
     cause = f"request {shortened(request_id, _ID_CHARS)} has failed: {failure}"

@@ -1,11 +1,11 @@
-"""What has finished here, on its way back to the queue, and what comes next by that.
+"""Reports finished requests to the queue, and claims the next requests of their sequences in the same call.
 
-    hand in    all that has finished, one call for each way to end
-    take over  where requests of sequences end, the next ones come with the reply, as a claim would have
-               brought them: without a second call, and without being asked for their turn
+    flush    reports all completions, with one call for each kind
+    claim    if requests of sequences end, the next ones come with the reply. This saves a claim and the check
+             of their turns.
 
-Nothing is lost with a reply: what was handed in is handed in again, and what was taken over by it is told by
-the next claim, which has the nonce of that call.
+A lost reply loses nothing: the completions are reported again, and the next claim returns the leases of the
+lost reply, because it uses the same nonce.
 """
 
 from __future__ import annotations
@@ -27,46 +27,50 @@ from dispatcher.ports import Burial, Claimed, Lease, Permit, Release, Settled, S
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """What a call has brought that handed in others."""
+    """Next requests of sequences that a flush has claimed."""
 
     nonce: str
-    """Of that call."""
+    """Nonce of the call that flushed and claimed."""
     asked_at: float
     permit: Permit
     claimed: Claimed | None
-    """None: a claim by the same nonce tells."""
+    """Reply of the queue. `None` if it is not known: a claim with the same nonce returns it."""
     goes: Sequence[Goes] = ()
 
 
 class HandingIn:
-    """Of one process. `drop`: the queue has taken back a lease."""
+    """Completions of this process until the queue has confirmed them. `remove_lease` is called for each
+    confirmed one."""
 
     def __init__(
         self, access: QueueAccess, lanes: Lanes, journal: Journal, drop: Callable[[str], HeldLease | None]
     ) -> None:
         self.done: list[Ending] = []
-        """What has finished and is not handed in."""
+        """Completions that are not flushed yet."""
         self.nonces = _nonces()
-        """Names for calls that hand out leases: no process ever gives one twice."""
+        """Nonces for calls that create leases. No two processes generate the same one."""
         self._access = access
         self._lanes = lanes
         self._journal = journal
         self._drop = drop
 
     def ends(self, leases: Iterable[Lease]) -> bool:
-        """Whether the request of one of these leases has ended for good, and is to be handed in."""
+        """Return True if one of these leases has a completion that ends its request for good."""
         tokens = {lease.token for lease in leases}
         ended = (ending for ending in self.done if not isinstance(ending, Release))
         return any(completions.lease_of(ending).token in tokens for ending in ended)
 
     async def all(self, permit: Callable[[], Permit | None]) -> TakenOver | None:
-        """Hand in what has finished. `permit`: by which others may be taken over for it; None: none may."""
+        """Flush all pending completions. `get_permit` returns the permit to claim next requests of sequences,
+        or `None` if none may be claimed."""
+        # Requests that finish during the calls below are appended to the new list.
         done, self.done = self.done, []
         settlements = [ending for ending in done if isinstance(ending, Settlement)]
         releases = [ending for ending in done if isinstance(ending, Release)]
         burials = [ending for ending in done if isinstance(ending, Burial)]
         access, taken = self._access, None
         if settlements:
+            # Without a request of a sequence there is no next one, and the plain call is cheaper.
             by = permit() if any(ending.turn is not None for ending in settlements) else None
             if by is not None:
                 taken = await self._take_over(settlements, by)
@@ -82,6 +86,7 @@ class HandingIn:
         access = self._access
         nonce, asked_at = next(self.nonces), access.clock()
         told = await access.ask("settle", access.queue.hand_over(settlements, nonce, permit))
+        # Keep the nonce: a claim with it returns leases that the queue may have created.
         if told is None or told.claimed is None:
             self._ended(settlements, None if told is None else told.answers)
             return TakenOver(nonce, asked_at, permit, None)
@@ -94,13 +99,17 @@ class HandingIn:
     def _ended(
         self, handed_in: Sequence[Ending], answers: Sequence[Settled | None] | None, *, brought: bool = False
     ) -> None:
-        """`brought`: what may be claimed by that is known."""
+        """Remove the leases that have ended, and keep the completions that must be flushed again.
+
+        `is_next_known` is True if the next requests of the sequences are already known.
+        """
         if answers is None:
+            # The queue is unreachable: the whole call is repeated with the next flush.
             self.done.extend(handed_in)
             return
         at, unix_now = now(), self._access.queue.unix_now()
         for ending, answer in zip(handed_in, answers, strict=True):
-            if answer is None:  # alone, it waits for the next turn
+            if answer is None:  # only this one failed: flush it again with the next turn
                 self.done.append(ending)
                 continue
             lease = completions.lease_of(ending)

@@ -1,4 +1,4 @@
-"""The health of this process, found when somebody asks, and logged when it changes."""
+"""Finds the health of this process on request, and logs it when it changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dispatcher.dispatch.queue_access import QueueView, now
 from dispatcher.telemetry.events import Event, emit
 
 EACH_S = 2.0
-"""Time between two looks for the log. Whoever asks for the status has the health found anew."""
+"""Time between two checks for the log. A request for the status always finds the health anew."""
 _FAULTS = (Health.DEGRADED, Health.FAILING, Health.UNKNOWN)
-"""Logged as warnings."""
+"""Health values that are logged as warnings."""
 
 
 @dataclass(slots=True)
 class HealthWatch:
-    """Finds the health from what the parts of the dispatcher know."""
+    """Finds the health from the state of the parts of the dispatcher."""
 
     limiter: Limiter
     view: QueueView

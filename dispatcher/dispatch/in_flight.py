@@ -1,4 +1,4 @@
-"""What this process holds: each lease from its claim until the queue has confirmed its end."""
+"""Leases of this process, each from its claim until the queue has confirmed its end."""
 
 from __future__ import annotations
 
@@ -20,76 +20,78 @@ Cut = Literal["cancelled", "lost", "late", "drain"]
 
 @dataclass(slots=True, eq=False)
 class Try:
-    """One exchange with the gateway, for the leases that ride on it."""
+    """One HTTP exchange with the gateway, for one lease or several."""
 
     token: str
-    """Names it to gateway and limiter, and is used once."""
+    """Name for gateway and limiter, used once."""
     request: Request
-    """What is sent."""
+    """Request that is sent."""
     riders: list[HeldLease]
-    """Those that wait for its answer."""
+    """Leases that wait for the answer."""
     task: asyncio.Task[None] | None = None
     bundled: bool = False
-    """What its answer means for each of them is for `Batching` to say."""
+    """True if `RequestMerger` decides what the answer means for each lease."""
     again: bool = False
-    """It follows from another try of these leases."""
+    """True if it follows from another attempt of these leases."""
     units: int = field(init=False)
-    """What its leases count of the limit, and a unit at least."""
+    """Units of its leases in the limit, at least 1."""
     left: int = 0
-    """Units of those that have left it, and are still at the gateway with it."""
+    """Units of leases that stopped waiting for the answer; the gateway still works on them."""
 
     def __post_init__(self) -> None:
         riders = self.riders
+        # Almost every attempt has one lease, and this runs for each request: avoid the list.
         units = riders[0].lease.units if len(riders) == 1 else sum([held.lease.units for held in riders])
         self.units = units or 1
 
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """One lease, and what has become of its request here."""
+    """One lease and the state of its request in this process."""
 
     lease: Lease
     probe: bool = False
-    """It was claimed to see whether the gateway is back."""
+    """True if it was claimed to see whether the gateway is back."""
     request: Request | None = None
-    """None where the member is none."""
+    """Parsed request. `None` if the member is not a valid request."""
     waits: bool = False
-    """It waits for company."""
+    """True while it waits in a batch group."""
     rides: Try | None = None
-    """Set while it is at the gateway."""
+    """Attempt at the gateway that the lease takes part in."""
     cut: Cut | None = None
-    """Why its answer is no longer waited for."""
+    """Reason why the answer is no longer awaited."""
     answered_at: float | None = None
-    """Time at which its try ended. `None` if it was not tried, or its try was cut."""
+    """Time at which its attempt ended. `None` if there was no attempt, or it was stopped."""
     claimed_at: float = 0.0
     confirmed_at: float = 0.0
-    """Time of the newest call that confirmed the lease as ours, by the clock of `Tenure`."""
+    """Start of the newest call that confirmed the lease, by the clock of `LeaseValidity`."""
     answer: AnswerMemory | None = None
-    """Memory that the answer takes. `None` if there is no answer, or its memory is not counted."""
+    """Memory that the answer occupies. `None` if there is no answer, or its memory is not counted."""
     trail: Trail | None = None
-    """What is traced of it; None: nothing."""
+    """Trace of this delivery. `None` if it is not traced."""
     goes: Goes | None = None
-    """It is of a sequence, and its turn has come."""
+    """Granted turn in its sequence. `None` if it belongs to no sequence, or its turn is not known yet."""
     model: str = ""
-    """What its body asks for, where models are watched."""
+    """Model that the body names. Empty if served models are not watched."""
     version: str = ""
-    """The version of that which it is sent to; empty: it has none, or none is open."""
+    """Version of the model that the request is sent to. Empty if the model has none, or none is open."""
     uses: str = ""
-    """The version that is under way by it: that, or `model` where this is one itself."""
+    """Version that counts as in use because of this lease: `version`, or `model` if the body names a version
+    itself."""
 
 
 class Holding:
-    """The leases by token, and the tries that are at the gateway."""
+    """All leases of this process by token, and the attempts at the gateway."""
 
     def __init__(self) -> None:
         self.left: Callable[[HeldLease], object] = lambda _held: None
-        """Told of each that leaves a try which goes on for others."""
+        """Callback for each lease that leaves an attempt which continues for others."""
         self.units = 0
-        """What the leases count of the limit."""
+        """Units of all leases in the limit."""
         self.running_units = 0
-        """Those among them at the gateway."""
+        """Part of `units` that is at the gateway."""
         self.in_lanes: Counter[Lane] = Counter()
-        """How many of the leases are of each lane."""
+        """Number of leases of each lane."""
         self._by_token: dict[str, HeldLease] = {}
         self._tries: dict[str, Try] = {}
         self._running = 0
@@ -106,14 +108,14 @@ class Holding:
 
     @property
     def running(self) -> int:
-        """How many of them are at the gateway."""
+        """Number of leases at the gateway."""
         return self._running
 
     def at_gateway(self) -> list[HeldLease]:
         return [held for each in self._tries.values() for held in each.riders]
 
     def in_work(self) -> list[HeldLease]:
-        """At the gateway, or waiting for company to go there."""
+        """Return the leases at the gateway, and those that wait in a batch group."""
         return [held for held in self._by_token.values() if held.rides is not None or held.waits]
 
     @property
@@ -129,7 +131,7 @@ class Holding:
         return held
 
     def weighs(self, held: HeldLease, units: int) -> None:
-        """Its lease counts so many now. It is not at the gateway yet."""
+        """Set the units that a lease counts. It must not be at the gateway yet."""
         self.units += units - held.lease.units
         held.lease = held.lease.but(units=units)
 
@@ -141,18 +143,20 @@ class Holding:
             held.rides = begun
 
     def back(self, ended: Try) -> None:
-        """It is no longer at the gateway."""
+        """Record that an attempt is no longer at the gateway."""
         if self._tries.pop(ended.token, None) is not None:
             self._running -= len(ended.riders)
             self.running_units -= ended.units
+            # Units of leases that left stay in the limit until here, because the gateway still worked on
+            # them.
             self.units -= ended.left
-            # A task holds what it runs: in a circle they would live until they are searched for.
+            # Break the reference cycle of attempt and task, which only the garbage collector would free.
             ended.task = None
             for held in ended.riders:
                 held.rides = None
 
     def drop(self, token: str) -> HeldLease | None:
-        """The lease has ended; what was held of it."""
+        """Remove a lease that has ended, and return it. `None` if it was removed before."""
         held = self._by_token.pop(token, None)
         if held is not None:
             if held.answer is not None:
@@ -165,9 +169,13 @@ class Holding:
         return held
 
     def cut(self, held: HeldLease, why: Cut) -> None:
-        """Its answer is not waited for any more. Where others wait for it the lease leaves the try, and what
-        it counts stays with that; else the try is cancelled, which closes the connection."""
+        """Stop waiting for the answer of a lease.
+
+        If other leases wait for the same answer, this one leaves the attempt, and its units stay with the
+        attempt. Else the attempt is cancelled, which closes the connection.
+        """
         tried = held.rides
+        # The first reason wins; a lease that has finished has nothing to stop.
         if (tried is None and not held.waits) or held.cut is not None:
             return
         held.cut = why
@@ -177,6 +185,8 @@ class Holding:
             tried.riders = [rider for rider in tried.riders if rider is not held]
             held.rides = None
             self._running -= 1
+            # The caller removes the lease soon, which subtracts its units. The sum stays right: the attempt
+            # still occupies them until it ends.
             tried.left += held.lease.units
             self.units += held.lease.units
             self.left(held)
@@ -184,11 +194,11 @@ class Holding:
             tried.task.cancel()
 
     def recheck(self) -> None:
-        """Have `emptied` look again at how long it may wait."""
+        """Make `wait_until_empty` return, so that its caller can compute a new timeout."""
         self._recheck.set()
 
     async def emptied(self, within_s: float) -> None:
-        """Return when nothing is held, when the time has passed, or to have the time looked at again."""
+        """Return when no lease is left, after `within_s`, or after `request_recheck`."""
         self._recheck.clear()
         if not self._by_token:
             return

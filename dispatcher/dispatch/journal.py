@@ -1,4 +1,4 @@
-"""What becomes of each request, told by the loop as it happens, to all who keep count."""
+"""Records what happens to each request, for metrics, traces and the log."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.tracing import Tracing, Trail
 
 _STEPS = {Settlement: "settle", Release: "release", Burial: "bury"}
-"""The steps of the queue that end a lease."""
+"""Names of the queue steps that end a lease."""
 _OURS = re.compile(r"[^:'\"]*(?:: [A-Za-z]+(?![A-Za-z\[]))?")
-"""Of why a try failed: our words and the name of an error. What follows may be the gateway's, and that may be
-the payload sent back."""
+"""Part of a failure text that is safe to show: words of the dispatcher and the name of an error. The rest may
+come from the gateway, and may be the payload sent back."""
 
 
 P = ParamSpec("P")
 
 
 def _ends_nothing(told: Callable[Concatenate[Journal, P], None]) -> Callable[Concatenate[Journal, P], None]:
-    """A defect in what is only counted and shown costs no request anything."""
+    """Log errors of the method instead of raising them: a defect in metrics must cost no request anything."""
 
     @wraps(told)
     def guarded(journal: Journal, /, *args: P.args, **more: P.kwargs) -> None:
@@ -49,9 +49,10 @@ def _ends_nothing(told: Callable[Concatenate[Journal, P], None]) -> Callable[Con
 
 
 class Journal:
-    """One process's. Nothing that it is told raises.
+    """Records of one process. No method raises, except for `observe_state`.
 
-    `meter` has the integrals over time, `recent` how the last tries went. `tracing`: None while it is off.
+    `meter` has the integrals over time, `recent_attempts` the outcomes of the last attempts. `tracing` is
+    `None` if tracing is off.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -61,41 +62,47 @@ class Journal:
         self._metrics = metrics
         self._free: float | None = None
         self._free_by = float("nan"), 0
-        """The reading and the limit by which it was free: while the gate is open it changes with either."""
+        """Reading and limit for which `_free_units` was computed. While the gate is open, it changes only
+        with these."""
 
     @_ends_nothing
     def turned(self, at: float, allowance: Allowance, limiter: Limiter, *, used: int) -> None:
-        """The state of things, at each turn of the loop. `used`: our units at the gateway."""
+        """Record the state at each turn of the loop. `used_units` are the units of this process at the
+        gateway."""
         self.observed(at, allowance, limiter, used)
 
     def observed(self, at: float, allowance: Allowance, limiter: Limiter, used: int) -> None:
-        """The same, and whatever goes wrong is raised."""
+        """Do the same as `record_state`, but raise errors."""
         seen = allowance.read_at, allowance.limit
+        # Computing free units is expensive, and this runs at every turn.
         if seen != self._free_by or allowance.reason.closed:
             self._free, self._free_by = limiter.free(at), seen
         self.meter.observe(Observation(at, allowance.reason, used, self._free, limiter.work))
 
     @_ends_nothing
     def sent(self, held: HeldLease, request: Request, unix_now: float) -> None:
-        """Its try begins, in the task that calls this."""
+        """Record that an attempt begins. Must be called in the task of the attempt."""
         lease = held.lease
         if self.tracing is not None:
             held.trail = trail = _follow(self.tracing, held, request)
             if trail is not None:
+                # Only before the first delivery has the request waited since the producer created it.
                 first = lease.deliveries <= 1 and not lease.attempts + lease.refusals
                 trail.sent(now(), created=request.created, attempt=lease.attempts + 1, first=first)
         if held.trail is None:
+            # Log context of the task: all lines of this attempt name the request.
             speaking_of(request=request.id, attempt=lease.attempts + 1)
         else:
             speaking_of(request=request.id, attempt=lease.attempts + 1, trace=held.trail.trace_id)
         if detailed():
             emit(Event.SENT, delivery=lease.deliveries, refusals=lease.refusals, probe=held.probe)
+        # Count the waiting time once per request, not for each retry.
         if request.created and held.lease.deliveries <= 1:
             self._metrics.observe(series.WAIT, unix_now - request.created)
 
     @_ends_nothing
     def tried(self, held: HeldLease, forwarded: Forwarded, outcome: Outcome) -> None:
-        """Its try has ended, and this is how it counts."""
+        """Record that an attempt has ended, and how the outcome counts."""
         held.answered_at = forwarded.ended_at
         metrics = self._metrics
         code: int | None = getattr(forwarded.outcome, "status", None)
@@ -124,7 +131,7 @@ class Journal:
     def ended(
         self, held: HeldLease | None, ending: Ending, answer: Settled, at: float, unix_now: float
     ) -> None:
-        """The queue has confirmed its end."""
+        """Record that the queue has confirmed the end of a lease."""
         metrics = self._metrics
         metrics.count(series.ENDED, series.ENDINGS[type(ending)], answer)
         if held is not None and held.request is not None:
@@ -134,9 +141,11 @@ class Journal:
                 metrics.count(series.RETRIES, "attempt" if ending.attempt else "refusal")
             return
         settlement = ending.settlement if isinstance(ending, Burial) else ending
+        # No result was written, so there is none to count.
         if answer is Settled.LOST or not settlement.result:
             return
         code = settlement.code
+        # The queue has replaced the result by an error: count what the consumer gets.
         if answer is Settled.TOO_LARGE:
             code = ErrorCode.TOO_LARGE
         elif answer is Settled.BAD_LIST and isinstance(ending, Settlement):
@@ -152,12 +161,12 @@ class Journal:
     def _tell_end(
         self, held: HeldLease, request: Request, ending: Ending, answer: Settled, at: float
     ) -> None:
-        """Its trail and its line in the log."""
+        """Write the end of a lease to its trace and to the log."""
         step = _STEPS[type(ending)]
         settlement = ending.settlement if isinstance(ending, Burial) else ending
         code = settlement.code if isinstance(settlement, Settlement) else None
         if held.trail is None and code is not None and held.answered_at is None and self.tracing is not None:
-            held.trail = _follow(self.tracing, held, request)  # it ends untried
+            held.trail = _follow(self.tracing, held, request)  # it was never sent
         if held.trail is not None:
             error = str(answer) if answer is not Settled.DONE else code if code != "2xx" else None
             since = held.claimed_at if held.answered_at is None else held.answered_at
@@ -168,23 +177,23 @@ class Journal:
 
     @_ends_nothing
     def expired(self, count: int) -> None:
-        """So many ended waiting, past their deadline."""
+        """Record that waiting requests were answered because their deadline had passed."""
         self._metrics.count(series.EXPIRED, by=count)
         self._metrics.count(series.RESULTS, ErrorCode.DEADLINE_EXCEEDED, by=count)
 
     @_ends_nothing
     def unserved(self, code: ErrorCode, count: int) -> None:
-        """So many of sequences ended unsent, with this error."""
+        """Record that remaining requests of sequences were answered with this error without being sent."""
         self._metrics.count(series.RESULTS, code, by=count)
 
     @_ends_nothing
     def reclaimed(self, count: int) -> None:
-        """So many leases were taken back from whoever held them."""
+        """Record that leases were taken back from their owners."""
         self._metrics.count(series.RECLAIMED, by=count)
 
     @_ends_nothing
     def lost(self, held: HeldLease) -> None:
-        """A lease of ours is another's now."""
+        """Record that another owner has a lease of this process now."""
         self._metrics.count(series.LOST)
         if held.trail is not None:
             held.trail.lost(now())
@@ -203,12 +212,12 @@ def _follow(tracing: Tracing, held: HeldLease, request: Request) -> Trail | None
 
 
 def _drop_reason(reason: str) -> str:
-    """One of those that are declared; "none", where the gateway gave none."""
+    """Return a declared drop reason; "none" if the gateway gave none."""
     return reason if reason in series.DROP_REASONS else series.OTHER if reason else "none"
 
 
 def _why(outcome: Outcome) -> str:
-    """Why it failed, in words of ours alone."""
+    """Describe a failure without text of the gateway."""
     if isinstance(outcome, Evicted):
         return EVICTED
     if isinstance(outcome, Overloaded):
@@ -216,6 +225,6 @@ def _why(outcome: Outcome) -> str:
         return known if known not in ("none", series.OTHER) else ""
     why: str = getattr(outcome, "why", "")
     if why.startswith("no connection"):
-        return why  # there was nobody else to put words in it
+        return why  # no peer has contributed to this text
     match = _OURS.match(why)
     return match[0].strip() if match else ""

@@ -1,4 +1,4 @@
-"""The lanes (core/requests/lanes.py) as one process sees them: how many requests of each it may claim."""
+"""Lanes (core/requests/lanes.py) as one process sees them: how many requests of each lane it may claim."""
 
 from __future__ import annotations
 
@@ -12,37 +12,42 @@ from dispatcher.ports import Lease
 
 
 class LaneRule(Protocol):
-    """How many requests of a lane one process may run at once, by what it has seen of them."""
+    """Rule for the number of requests of a lane that one process may run at once."""
 
     def room(self, held: int, now: float) -> int:
-        """How many more may be claimed while `held` are here."""
+        """Return how many more requests may be claimed while `in_flight_count` are in flight here."""
         ...
 
     def claimed(self, waiting: int) -> bool:
-        """Told how many requests a claim left. True where requests of the lane were held back for others, and
-        there are none: claim again, with room for them."""
+        """Record how many requests a claim left in the queue.
+
+        Return True if requests of the lane were held back for other work and there is none: claim again, with
+        room for the lane.
+        """
         ...
 
     def ended(self, ending: Ending) -> bool:
-        """The lease of one has ended. True where that makes room for others."""
+        """Record the end of a lease of the lane. Return True if that makes room for others."""
         ...
 
 
 class Lanes:
-    """The rule of each lane."""
+    """The rules of all lanes."""
 
     def __init__(self) -> None:
         self._rules: Mapping[Lane, LaneRule] = {Lane.SUSPECTS: Suspects()}
 
     def room(self, held: Mapping[Lane, int], now: float) -> dict[Lane, int]:
-        """How many more of each may be claimed while so many are here."""
+        """Return for each lane how many more requests may be claimed."""
         return {lane: rule.room(held.get(lane, 0), now) for lane, rule in self._rules.items()}
 
     def claimed(self, waiting: int) -> bool:
-        """Told how many requests a claim left. True where a lane held back some for nothing: claim again."""
+        """Record how many requests a claim left. Return True to claim again, because a lane was held back
+        needlessly."""
+        # Build the whole list first, because `any` would stop before every rule has recorded the claim.
         again = [rule.claimed(waiting) for rule in self._rules.values()]
         return any(again)
 
     def ended(self, lease: Lease, ending: Ending) -> bool:
-        """A lease has ended. True where that makes room in its lane."""
+        """Record the end of a lease. Return True if that makes room in its lane."""
         return lease.lane is not None and self._rules[lease.lane].ended(ending)

@@ -1,19 +1,19 @@
-"""The loop: allowance → claim → forward → settle, and the upkeep of what is held.
+"""The dispatch loop: allowance → claim → forward → settle, and the maintenance of leases.
 
-One task turns the loop: it hands in what has finished, then claims what the allowance leaves free, in two
-round trips however many requests that is. A request lives in a task of its own from claim to answer and
-ends as an item in `_done`, which the next turn hands in. Nothing else is buffered: a claim happens only for
-a free slot.
+One task runs the turns of the loop: each turn flushes what has finished, then claims what the allowance
+leaves free, with two round trips to the queue for any number of requests. Each request runs in a task of its
+own from claim to answer, and ends as a completion that the next turn flushes. Nothing else is buffered:
+requests are claimed only for free units.
 
-    woken by   a finished request, new work, a reading, a retry that is due, a change of settings, an alarm
-    turn       done → settle/release/bury;  allowance → claim → check cancelled → start
+    woken by   a finished request, new work, a reading, a due retry, changed settings, a timer
+    turn       flush: settle, release, dead-letter;  allowance → claim → check cancelled → start
 
-Upkeep runs beside it, each in a task with its own pace: leases are renewed, expired and due requests swept,
-cancel markers looked up, limits shared with other replicas.
+Maintenance runs at the same time, each task at its own interval: it renews leases, expires and sweeps
+requests, reads cancel markers, and shares limits with other replicas.
 
-When the queue cannot be reached nothing is claimed, requests in flight go on, and what they bring stays in
-`_done` until the queue is back. Every step can be repeated: claims by nonce, the others fenced by the
-lease's token.
+While the queue is unreachable nothing is claimed, requests in flight continue, and their completions are kept
+until the queue is back. Every step can be repeated: claims by their nonce, the others by the tokens of the
+leases.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ from dispatcher.ports import Claimed, Gateway, ModelServers, Permit, Queue, Rele
 from dispatcher.telemetry.events import Event, emit
 
 GATHER_S = 0.002
-"""A finished request waits this long for others to be handed in with it, when others are running."""
+"""Time that a flush waits for more completions while other requests are running."""
 GATHERED = 8
-"""So many are worth a call of their own: where they come fast, a turn's own length gathers them."""
+"""Number of completions that are flushed without waiting: where they come that fast, the duration of a turn
+gathers them."""
 LARGE_BYTES = 65_536
-"""A member longer than this is not kept beside its request, which holds the payload once more."""
+"""Longest member that is kept beside its parsed request, which holds the payload once more."""
 TURN_S = 1.0
-"""The loop turns at least this often."""
+"""Longest time between two turns."""
 LAST_HAND_IN_S = 10.0
-"""How long a stopping process tries to hand in what it has."""
+"""Time that a stopping process tries to flush its completions."""
 
 
 class Dispatcher:
-    """One owner at work on one queue. `run()` returns after `drain()`."""
+    """One owner that works on one queue. `run` returns after `drain`."""
 
     def __init__(
         self,
@@ -75,11 +76,14 @@ class Dispatcher:
         weigh: Callable[[Request], int] = units_of,
         servers: ModelServers | None = None,
     ) -> None:
-        """`clock`: seconds that go on while the machine sleeps; without one, those of the loop. `servers`:
-        the way straight to model servers; without one, warm-up goes through the gateway."""
+        """Create the parts of the loop.
+
+        `clock` returns seconds that go on while the machine sleeps; by default, the time of the loop.
+        `servers` calls model servers directly; without it, warm-ups go through the gateway.
+        """
         self.limiter = limiter
         self.turned_at = 0.0
-        """When the loop last turned."""
+        """Time of the newest turn."""
         self._options = options
         self._queue = queue
         self._gateway = gateway
@@ -113,9 +117,9 @@ class Dispatcher:
         )
         self._handing = HandingIn(self._access, self._lanes, journal, self._forget)
         self._nonce = self._probe_nonce = ""
-        """Of a claim or probe whose reply was lost: the next one repeats it."""
+        """Nonce of a claim or probe whose reply was lost: the next one repeats it."""
         self._asked_at = self._probe_asked_at = 0.0
-        """When it was asked for the first time."""
+        """Time at which it was asked for the first time."""
         self._stop = asyncio.Event()
         self._stop_by = float("inf")
         self._at_rest = asyncio.Event()
@@ -123,11 +127,13 @@ class Dispatcher:
         self._alarm: asyncio.TimerHandle | None = None
         self._tasks = asyncio.TaskGroup()
 
-    # From outside.
+    # ── called from outside ──────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Work until drained. A surprise in a request costs it an attempt; one in the loop is raised."""
+        """Work until drained. An internal error costs its request a failed attempt; an error of the loop is
+        raised."""
         async with self._tasks as tasks:
+            # Before the first count, see `reclaim_from_ended_owners`.
             await self._upkeep.take_over()
             beside = self._upkeep.start(tasks)
             beside.append(tasks.create_task(self._turns(), name="turns"))
@@ -142,27 +148,29 @@ class Dispatcher:
         self._tries.close()
 
     def drain(self, within_s: float) -> None:
-        """Claim nothing more, let what runs finish within `within_s`, give the rest back, end.
+        """Claim nothing more, let requests in flight finish within `within_s`, return the rest, and end.
 
-        Again with less time: end sooner.
+        A second call can only shorten the time.
         """
         self._stop_by = min(self._stop_by, now() + within_s)
         self.limiter.drain(now())
         self._stop.set()
+        # The time limit may be shorter than the one that `_drain_in_flight` waits for.
         self._holding.recheck()
 
     def reconfigure(self, options: Options) -> None:
+        # The options are immutable, so that the parts can keep references to them.
         self._options = self._upkeep.options = options
         self._tries.reconfigure(options)
         tenure = self._access.tenure
         tenure.lease_s, tenure.owner_timeout_s = options.lease_s, options.owner_timeout_s
 
     def poke(self) -> None:
-        """Something that the allowance depends on has changed."""
+        """Start a turn, because something has changed that the allowance depends on."""
         self._access.wake.set()
 
     def read(self, poll: Poll) -> None:
-        """What a poll of the pool told."""
+        """Apply the result of a poll of the pool."""
         at = now()
         self.limiter.poll(poll, at)
         self._gateway.resize(self.limiter.allowance(at).limit)
@@ -171,20 +179,22 @@ class Dispatcher:
 
     @property
     def running(self) -> int:
-        """Requests of this process at the gateway."""
+        """Number of requests of this process at the gateway."""
         return self._holding.running
 
     def allowance(self) -> Allowance:
         return self.limiter.allowance(now())
 
-    # The turn.
+    # ── the turn ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def _turns(self) -> None:
         while True:
             await self._access.wake.wait()
+            # Clear before working, so that a change during this turn starts another one.
             self._access.wake.clear()
             self.turned_at = now()
             self._at_rest.clear()
+            # Flush before claiming: the flush frees the units that the claim uses.
             if self._handing.done:
                 await self._hand_in()
             if not self._options.observe:
@@ -194,13 +204,14 @@ class Dispatcher:
             self._at_rest.set()
 
     def _set_alarm(self) -> None:
-        """Wake when the allowance wants to be asked again, and each second at the latest."""
+        """Schedule the next turn: when the allowance may change, or after MAX_TURN_INTERVAL_S."""
         at = now()
         allowance = self.limiter.allowance(at)
         alarm_at = at + (self._access.pause_s if self._handing.done else TURN_S)
         if (together_at := self._tries.batching.company.next_at) is not None:
             alarm_at = max(min(alarm_at, together_at), at)
         if allowance.next_check_at is not None:
+            # Without the lower bound, a check that is due now would make the loop spin.
             alarm_at = max(min(alarm_at, allowance.next_check_at), at + 1e-4)
         if self._alarm is not None:
             self._alarm.cancel()
@@ -209,16 +220,17 @@ class Dispatcher:
         self._journal.turned(at, allowance, self.limiter, used=self._holding.running_units)
 
     def measure(self) -> Meter:
-        """The integrals over time, until now."""
+        """Return the integrals over time, until now."""
         at, used = now(), self._holding.running_units
         self._journal.turned(at, self.limiter.allowance(at), self.limiter, used=used)
         return self._journal.meter
 
     async def _take(self) -> None:
-        """Claim what is free now, and start it."""
+        """Claim requests for the free units, and start them."""
         while True:
             at = now()
             allowance = self.limiter.allowance(at)
+            # While the gateway is unreachable, only probes are claimed.
             if allowance.probe:
                 await self._probe(allowance)
                 return
@@ -226,10 +238,13 @@ class Dispatcher:
             if free <= 0 or not self._access.work:
                 return
             most, units = self._weighing.claim(free, self._tries.batching.company.weightless)
+            # If all requests are refused, only a few are tried at a time.
             most = min(most, self._tries.tenants.at_once or most)
-            if most < 1:  # those that will share what is free are held
+            if most < 1:  # requests that wait in groups will use the free units
                 return
             lanes = self._lanes.room(self._holding.in_lanes, at)
+            # A claim whose reply was lost is repeated with its nonce. Its leases count from when it was first
+            # asked.
             if not self._nonce:
                 self._nonce, self._asked_at = next(self._handing.nonces), self._access.clock()
             permit = permit_of(allowance, self._options, self.warming.units)
@@ -246,13 +261,14 @@ class Dispatcher:
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
                 waits = await self._start(claimed, self._asked_at, permit)
-                if waits and self._handing.done:  # what waits takes no room: others would come first
+                if waits and self._handing.done:  # flush first, or others would be claimed ahead
                     return
             elif not again:
                 return
 
     async def _probe(self, allowance: Allowance) -> None:
-        """One request to see whether the gateway is back; no other replica probes meanwhile."""
+        """Claim one request to see whether the gateway is back. No other replica probes at the same time."""
+        # The previous probe still runs.
         if any(held.probe for held in self._holding):
             return
         if not self._probe_nonce:
@@ -266,13 +282,15 @@ class Dispatcher:
             self._tries.others_wait = claimed.waiting > 0
             if self._tries.others_wait and claimed.leases:
                 (lease,) = claimed.leases
+                # One bad request must not be the probe again and again, or the gateway would never count as
+                # back.
                 rest_s = self._tries.bounces.rest_s(lease.entry, now())
-                if rest_s > 0:  # it has probed before: let another one, at once
+                if rest_s > 0:  # it has probed before: let another one probe, at once
                     self._holding.add(lease, self._probe_asked_at, probe=True)
                     self._finish(completions.returned(lease, after_s=rest_s))
                     return
             if await self._start(claimed, self._probe_asked_at, permit, probe=True):
-                self.poke()  # it was not sent, and is out of the way: let another one probe, at once
+                self.poke()  # it was not sent: let another one probe, at once
                 return
             self.warming.probe(claimed, allowance.probe)
         self.limiter.probed(now(), others=self._tries.others_wait)
@@ -286,8 +304,11 @@ class Dispatcher:
         probe: bool = False,
         goes: Sequence[Goes] = (),
     ) -> bool:
-        """Start what may be sent of what a call at `asked_at` claimed. Return whether some of it wait for
-        their turn or their model, or a `probe` ended unsent. `goes`: what is known of whose turn it is."""
+        """Start the requests of a call at `asked_at` that may be sent.
+
+        Return True if some wait for their turn or their model, or if the probe ended unsent. `granted_turns`
+        has the turns that are known already.
+        """
         admitted: list[tuple[HeldLease, Request]] = []
         most_bytes = self._options.max_payload_bytes
         for number, lease in enumerate(claimed.leases):
@@ -307,23 +328,26 @@ class Dispatcher:
             if (ending := judge(case, BY_ITSELF)) is not None:
                 self._finish(ending)
                 continue
+            # The payload is in the request already: do not keep large bytes twice while the request runs.
             if len(lease.member) > LARGE_BYTES:
                 held.lease = case.lease = lease.but(member=b"")
             cases.append((held, case))
-        cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
+        cases, waits = await self.lineup.lined_up(cases)  # first, because the conversation adds weight
         read = [(held, case.request) for held, case in cases]
         gone = await self._weighing.without_room(read, permit, self.limiter)
         cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases
+        # A claim does not read cancel markers: one lookup for all claimed requests is cheaper.
         cancelled = await self._access.cancelled([held for held, _ in cases])
         lists = {case.request.results for _, case in cases} - {""}
         unfit = await self._queue.refused_lists(lists) if lists else {}
-        # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
+        # Ask again: a refusal since the claim closes the gate for these requests, too.
         at, tenure, clock = now(), self._access.tenure, self._access.clock()
         may_send = (probe or not self.limiter.allowance(at).reason.closed) and not self._stop.is_set()
         for (held, case), yes in zip(cases, cancelled, strict=True):
             case.lease, case.cancelled, case.unfit = held.lease, yes, unfit.get(case.request.results)
             case.may_send, case.ours = may_send, tenure.holds(held.confirmed_at, clock)
             case.without_model = partial(self.models.put_off, held, case.request)
+            # Called only if all other rules agree, because the lookup counts the request as sent.
             case.rest_s = partial(self._tries.rest_s, held)
             if (ending := judge(case, TO_SEND)) is not None:
                 waits = waits or (isinstance(ending, Release) and ending.awaits != "")
@@ -337,7 +361,8 @@ class Dispatcher:
         return self._weigh(request) if item is None else item.units
 
     async def _send_together(self) -> None:
-        """Send those that have company, or have waited for it; give all back where none may be sent."""
+        """Send the batch groups that are complete or have waited long enough. Return all leases if nothing
+        may be sent."""
         batching = self._tries.batching
         if batching.company.next_at is None:
             return
@@ -346,6 +371,8 @@ class Dispatcher:
             self._tries.give_up(batching.company.given_up())
             return
         room = allowance.limit - self._holding.units - self.limiter.others
+        # No request can join soon: none waits in the queue, or there is no room and no running request will
+        # make some.
         nobody_comes = not self._tries.others_wait or (room <= 0 and not self.running)
         tries, gone = batching.formed(now(), nobody_comes=nobody_comes, ours=self._access.ours)
         self._tries.give_up(gone)
@@ -362,17 +389,18 @@ class Dispatcher:
         self._handing.done.append(ending)
         self._access.wake.set()
 
-    # Handing in.
+    # ── completions ──────────────────────────────────────────────────────────────────────────────────────
 
     async def _hand_in(self) -> None:
-        """Everything that has finished, and start what comes with that."""
+        """Flush all completions, and start the requests that come with the replies."""
         done = self._handing.done
         if self.running and len(done) < GATHERED and not self._stop.is_set():
+            # Requests of a pool often finish together; one call for all is cheaper than one each.
             await asyncio.sleep(GATHER_S)
         taken = await self._handing.all(self._permit_to_take_over)
         if taken is None:
             return
-        if taken.claimed is None:  # the next claim tells
+        if taken.claimed is None:  # the reply was lost: the next claim repeats it
             self._nonce, self._asked_at, self._access.work = taken.nonce, taken.asked_at, True
             return
         self._tries.others_wait = taken.claimed.waiting > 0
@@ -380,7 +408,8 @@ class Dispatcher:
             await self._start(taken.claimed, taken.asked_at, taken.permit, goes=taken.goes)
 
     def _permit_to_take_over(self) -> Permit | None:
-        """None where a claim would be none now, or another one: a probe, a repetition, one by one."""
+        """Return the permit to claim next requests of sequences. `None` if a claim now would be impossible or
+        different: a probe, a repetition, one by one."""
         allowance = self.allowance()
         other = self._nonce or self._options.observe or self._tries.tenants.at_once or allowance.limit <= 0
         return None if other else permit_of(allowance, self._options, self.warming.units)
@@ -397,15 +426,17 @@ class Dispatcher:
         return held
 
     async def _run_dry(self) -> None:
-        """Let what runs finish in time, give back the rest, hand everything in."""
-        # A claim may be under way. Its leases are known when the queue answers. Later turns claim nothing.
+        """Let requests in flight finish in time, return the rest, and flush everything."""
+        # A claim may be in progress; its leases are known when the queue answers. Later turns claim nothing.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._stop_by):
                 await self._at_rest.wait()
         while len(self._holding) and now() < self._stop_by:
             await self._holding.emptied(self._stop_by - now())
         for held in self._holding:
+            # Each lease is returned, so that another owner can run its request at once.
             self._holding.cut(held, "drain")
+        # If the queue stays unreachable, the leases run out and are taken back by other owners.
         give_up_at = now() + LAST_HAND_IN_S
         while len(self._holding) and now() < give_up_at:
             self.poke()

@@ -1,4 +1,4 @@
-"""What goes on beside the turns, whatever the gate says: each duty in a task with its own pace."""
+"""Tasks that run beside the turns of the loop, whatever the gate says, each at its own interval."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from dispatcher.ports import Expired, Overload, Permit, Settlement, Swept
 from dispatcher.telemetry.events import Event, emit
 
 EACH_S = 1.0
-"""Counts, sweeps and cancel markers are looked at this often."""
+"""Interval for counts, sweeps and cancel markers."""
 OUTLOOK_EACH_S = 5.0
 SWEEPS_PER_TIMEOUT = 6
-"""Sweeps are our sign of life. And they must be steady by the measure of owner_timeout_s and of the lease,
-or the queue takes each for the first after an outage."""
+"""Number of sweeps in the shorter of owner_timeout_s and lease_s. Sweeps are the heartbeat of this owner, and
+a late sweep looks to the queue like the first one after an outage."""
 EXPIRED_AT_ONCE = 256
 EXPIRED_ROUNDS = 20
-"""Of EXPIRED_AT_ONCE in a row, before others get their turn."""
+"""Maximum number of batches of EXPIRE_BATCH_SIZE in a row, so that the other tasks of a sweep are not
+delayed."""
 
 
 class Upkeep:
-    """Renews leases, sweeps the queue, shares limits, hears of work and of cancelled requests."""
+    """Renews leases, sweeps the queue, shares limits, and waits for new work and for cancelled requests."""
 
     def __init__(
         self, access: QueueAccess, holding: Holding, limiter: Limiter, options: Options, journal: Journal
@@ -48,37 +49,41 @@ class Upkeep:
         self._gate = Changes()
         self._sequences = SequenceChanges()
         self._terms = options.sequences.terms
-        """What the queue was told, or will be with the first request of a sequence."""
+        """Terms that the queue has, or gets with the first request of a sequence."""
         self._overload: Overload | None = None
-        """Ours, not shared yet."""
+        """Overload that was seen here and is not shared yet."""
         self._allowance: Allowance | None = None
-        """The newest that speaks of the pool, not only of this process."""
+        """Newest allowance that says something about the pool, not only about this process."""
         self._read_at = float("-inf")
-        """The newest reading that others were told of, or are about to be."""
+        """Newest reading that was shared, or is about to be."""
         self._expired_at = float("-inf")
 
     async def take_over(self) -> None:
-        """First of all, take back the leases of owners that are proven gone. After the first count they would
-        count as lost since then, and lower our limit until a second reading, though the first contains
-        no request of theirs."""
+        """Take back the leases of owners that are proven to have ended, before anything else.
+
+        After the first count, these leases would count as lost since then, and would lower the limit until a
+        second reading, although the first reading contains none of their requests.
+        """
         if not self.options.observe:
             self._tell(await self._swept())
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch, self._look_ahead]
         if not self.options.observe:
+            # An observer changes nothing in the queue, and so gives no heartbeat either.
             duties += [self._renew, self._sweep, self._share, self._cut_cancelled]
             duties += [self._see_again, self._listen]
         return [tasks.create_task(duty(), name=duty.__name__.strip("_")) for duty in duties]
 
     def count(self) -> None:
-        """Count the leases soon: a reading that has just come can say more between two counts."""
+        """Count the leases soon: between two counts, a new reading may allow more."""
         self._changed.set()
 
     def share(self, allowance: Allowance, overload: Overload | None = None) -> None:
-        """Tell the other replicas, soon, if there is something new to tell; and the log, if the gate's reason
-        changed."""
+        """Share the limit and the overload with the other replicas soon if they are new, and log a change of
+        the gate."""
         self._say(allowance)
+        # Other reasons (draining, queue away, …) close only this process and must not limit the others.
         if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
             self._allowance = allowance
         if overload is not None:
@@ -92,7 +97,7 @@ class Upkeep:
             await self._changed.wait()
             self._changed.clear()
             allowance, overload = self._allowance, self._overload
-            if allowance is None:  # nothing was read yet: older than all that others may have read
+            if allowance is None:  # no reading yet: read_at=0 is older than any reading of others
                 permit = Permit(limit=0, read_at=0.0, lost=0, retry_after_max_s=self.options.retry.max_s)
             else:
                 permit = permit_of(allowance, self.options)
@@ -102,6 +107,7 @@ class Upkeep:
                 await asyncio.sleep(self._access.pause_s)
                 self._changed.set()
                 continue
+            # A newer overload may have arrived during the call: keep it and share again.
             if self._overload is overload:
                 self._overload = None
             else:
@@ -111,7 +117,7 @@ class Upkeep:
             self._access.wake.set()
 
     async def _watch(self) -> None:
-        """Count the queue; look at the gate, though no turn has come."""
+        """Count the queue, and log changes of the gate even if the loop does not turn."""
         while True:
             counts = await self._access.ask("counts", self._queue.counts())
             if counts is not None:
@@ -120,12 +126,13 @@ class Upkeep:
                     emit(event, **told)
                 self._limiter.waiting(counts.claimable, now())
                 if self.options.observe:
+                    # An observer never claims, so it learns the leases of the others only from these counts.
                     self._limiter.leases(now(), others=counts.units, young=0, lost=0)
             self._say(self._limiter.allowance(now()))
             await asyncio.sleep(EACH_S)
 
     def _say(self, allowance: Allowance) -> None:
-        """One line for each change of the gate's reason that is to be told."""
+        """Log a change of the gate's reason, if it is to be logged now."""
         at = now()
         untold = self._gate.look(allowance.reason, at)
         if untold is None:
@@ -137,7 +144,7 @@ class Upkeep:
         emit(Event.GATE, **told)
 
     async def _look_ahead(self) -> None:
-        """Who will miss its deadline, and who works on the queue; for people."""
+        """Update the forecast for operators: who misses the deadline, and which replicas work."""
         served = Served()
         while True:
             rate, service_s = served.rate, served.service_s
@@ -146,13 +153,13 @@ class Upkeep:
                 if line is not None:
                     self._access.view.outlook = look(line, rate, service_s)
                     served.observe(line)
-            except Exception as error:  # a defect of ours in what is only shown ends nothing
+            except Exception as error:  # an internal error in a display must stop nothing
                 self._access.view.outlook = None
                 emit(Event.SURPRISE, where="outlook", error=repr(error))
             await asyncio.sleep(OUTLOOK_EACH_S)
 
     async def _renew(self) -> None:
-        """Give what we hold more time; at once, when some of it may have been taken back."""
+        """Renew the leases of this process; at once if some of them may have been taken back."""
         pause = self.options.lease_s / 3
         robbed = self._access.robbed
         while True:
@@ -163,7 +170,8 @@ class Upkeep:
             pause = self.options.lease_s / 3 if await self._renewed() else self._access.pause_s
 
     async def _renewed(self) -> bool:
-        """Whether what we hold was renewed."""
+        """Renew the leases once. Return True if the queue answered."""
+        # Take the time before the call: the queue counts from when it ran, which is never earlier.
         held_now, asked_at = list(self._holding), self._access.clock()
         renewed = await self._access.ask("renew", self._queue.renew([held.lease for held in held_now]))
         if renewed is None:
@@ -174,7 +182,7 @@ class Upkeep:
         for held in held_now:
             if held.lease.entry not in gone:
                 held.confirmed_at = asked_at
-        for held in self._holding.in_work():  # another's lease may just have ended by our own hand
+        for held in self._holding.in_work():  # a lease may have ended here meanwhile
             if held.lease.entry in gone:
                 self._journal.lost(held)
                 emit(Event.LEASE_LOST, entry=held.lease.entry)
@@ -182,8 +190,8 @@ class Upkeep:
         return True
 
     async def _sweep(self) -> None:
-        """Requests whose owners died, whose leases ran out or whose retry is due return to their places;
-        those past their deadline end."""
+        """Return requests to their places whose owners died, whose leases ran out or whose retry is due, and
+        answer those past their deadline."""
         while True:
             swept = await self._swept()
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)
@@ -195,16 +203,19 @@ class Upkeep:
                 self._access.heard_of_losses(swept.lost)
                 if swept.reclaimed or swept.due or swept.turns or swept.revoked:
                     self._access.found_work()
+                # Sweeps may be more frequent than this with a short lease or owner timeout.
                 if now() - self._expired_at >= EACH_S:
                     self._expired_at = now()
                     await self._expire()
                     await self._end_unserved()
                 if swept.next_due_at is not None:
+                    # Without the lower bound, a request that is due but not moved yet makes this loop spin.
                     pause = min(pause, max(0.01, swept.next_due_at - now()))
             await asyncio.sleep(pause)
 
     async def _tell_terms(self, terms: SequenceTerms) -> None:
-        """The settings were changed: what waits is to go by them though nothing else of a sequence comes."""
+        """Send changed settings of sequences to the queue, so that waiting requests follow them without a new
+        request."""
         asked_at = self._access.clock()
         told = await self._access.ask("line_up", self._queue.line_up([], terms))
         if told is not None:
@@ -236,13 +247,15 @@ class Upkeep:
             ]
             if over:
                 self._journal.expired(await self._access.ask("expire", self._queue.expire(over)) or 0)
+                # The end of a request may make the next one of its sequence claimable.
                 if any(settlement.turn is not None for _, settlement in over):
                     self._access.found_work()
+            # A full batch without a single expired request means scores that are no deadlines: stop here.
             if len(found) < EXPIRED_AT_ONCE or not over:
                 return
 
     async def _end_unserved(self) -> None:
-        """Answer requests of sequences that will not go any more."""
+        """Answer the remaining requests of sequences that have ended."""
         for _ in range(EXPIRED_ROUNDS):
             found = await self._access.ask("unserved", self._queue.unserved(EXPIRED_AT_ONCE)) or ()
             by_code: dict[ErrorCode, list[tuple[Expired, Settlement]]] = {}
@@ -257,7 +270,8 @@ class Upkeep:
                 return
 
     async def _cut_cancelled(self) -> None:
-        """Cut requests in flight that were cancelled: closing the connection is the gateway's cue."""
+        """Stop requests in flight that were cancelled. This closes the connection, so that the gateway stops,
+        too."""
         while True:
             await asyncio.sleep(EACH_S)
             running = self._holding.in_work()
@@ -266,7 +280,7 @@ class Upkeep:
                     self._holding.cut(held, "cancelled")
 
     async def _see_again(self) -> None:
-        """Nothing is claimed while cancel markers cannot be read: look until they can."""
+        """Retry cancel markers that cannot be read. Nothing is claimed until they can."""
         while True:
             await self._access.blind.wait()
             await asyncio.sleep(self._access.pause_s)
@@ -278,7 +292,7 @@ class Upkeep:
                 self._access.found_work()
                 shared = self._access.view.shared
                 if shared is not None and shared.paused:
-                    self._changed.set()  # what woke us may have been the end of the pause: ask
+                    self._changed.set()  # the wake-up may mean that the pause has ended: ask
             else:
                 await asyncio.sleep(self._access.pause_s)
 

@@ -1,4 +1,4 @@
-"""What the loop takes from the settings."""
+"""Options that the dispatch loop takes from the settings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOptions:
-    """What holds for all sequences."""
+    """Options for all sequences."""
 
     terms: SequenceTerms = field(default_factory=SequenceTerms)
     header: str = SESSION_TOKEN
-    """In an answer, and then in the next request: the server that it is to go to. Empty: none."""
+    """Header of an answer that names the server, and that is sent with the next request. Empty for none."""
     id_header: str = "x-session-id"
-    """The sequence's id, as the gateway gets it. Empty: it does not."""
+    """Header with the id of the sequence, sent to the gateway. Empty for none."""
     carry: Carry = Carry.OFF
-    """For a request that does not say."""
+    """Conversation state to keep if the request does not say."""
     max_carry_bytes: int = 1 << 20
 
 
@@ -38,41 +38,43 @@ class FamilyOptions:
 
     terms: FamilyTerms
     warmup: Callable[[], Awaitable[tuple[Sequence[WarmupRequest], str]]] | None = None
-    """Tells what is sent to what is cold, and why that may be out of date. None: nothing is sent."""
+    """Return the warm-up requests, and why they may be out of date. `None` if the model has no warm-up."""
     required: bool = False
-    """What was answered with errors stays cold."""
+    """True if a version that answered its warm-up with errors stays cold."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionOptions:
+    """Options for all models with versions."""
+
     families: Sequence[FamilyOptions] = ()
     steered: bool = False
-    """The gateway takes the endpoints that a request may go to from a header."""
+    """True if requests can be confined to endpoints, by a header that the gateway reads."""
     straight: bool | None = None
-    """Warm-up goes straight to the endpoints; None: where requests cannot be steered."""
+    """True to send warm-ups directly to the endpoints. `None` to do so if requests cannot be steered."""
     warm_s: float = 300.0
-    """What a warm-up may spend waiting for answers."""
+    """Maximum time that a warm-up spends waiting for answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """May be replaced while the loop runs."""
+    """Options of the loop. They can be replaced while it runs."""
 
     retry: RetryPolicy
     lease_s: float = 30.0
     owner_timeout_s: float = 5.0
     max_payload_bytes: int = 16 << 20
     gateway: str = ""
-    """Where requests go; at another address a stranger answers."""
+    """Address of the gateway. A gateway at another address counts as unverified."""
     tenant_from: str = ""
-    """The metadata attribute that names a request's tenant."""
+    """Metadata attribute that names the tenant of a request."""
     path: str = ""
-    """Of a request that names none."""
+    """Path of requests that name none."""
     batching: Sequence[BatchRule] = ()
-    """Which requests may travel together."""
+    """Rules for requests that may be merged into one call."""
     sequences: SequenceOptions = field(default_factory=SequenceOptions)
     models: ModelTerms | None = None
-    """What becomes of requests whose model is not served; None: nobody watches that."""
+    """Rules for requests whose model is not served. `None` if served models are not watched."""
     versions: VersionOptions = field(default_factory=VersionOptions)
     observe: bool = False
-    """Decide and show everything, touch nothing."""
+    """True to decide and show everything, and to change nothing."""

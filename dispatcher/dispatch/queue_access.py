@@ -1,4 +1,5 @@
-"""The queue as the loop uses it: an outage closes the gate and raises nothing; what it tells is learned."""
+"""Access to the queue for the loop: an outage closes the gate and raises nothing; replies update what is
+known."""
 
 from __future__ import annotations
 
@@ -32,44 +33,48 @@ from dispatcher.telemetry.events import Event, emit
 SLOW_FOR_S = 10.0
 """Time for which a slow call to the queue counts."""
 PAUSE_S = (0.1, 1.0)
-"""Pauses between tries while the queue cannot be reached: they double from the first to the second."""
+"""Shortest and longest pause between attempts while the queue is unreachable. The pause doubles in between.
+"""
 RESTS_S = (0.5, 10.0)
-"""How long a call that is only made through an open gate keeps it closed: doubling each time in a row."""
+"""Shortest and longest time for which a refused call of GATED_CALLS keeps the gate closed. It doubles each
+time in a row."""
 LOOKS = frozenset(
     {"counts", "line", "expired", "unserved", "work", "awaited"}
     | {"marks", "warming", "warmed", "unwarmed", "pin"}
 )
+"""Calls that only read, or whose failure does not affect requests. They never keep the gate closed."""
 PASSING = frozenset({"claim", "probe", "expire", "line_up"})
-"""These are not made while the gate is closed, or not for the same requests again."""
+"""Calls that are not made while the gate is closed, or not again for the same requests. Their own success
+cannot open the gate, so a time limit must."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class QueueView:
-    """What is known of the queue, for people."""
+    """State of the queue for display."""
 
     counts: Counts | None = None
     counted_at: float | None = None
-    """Time at which these were counted, by the clock of the loop."""
+    """Time of the counts, by the clock of the loop."""
     shared: Shared | None = None
     outlook: Outlook | None = None
     problem: str | None = None
 
 
 class QueueAccess:
-    """One owner's access to its queue, shared by all parts of the loop.
+    """Access of one owner to its queue, shared by all parts of the loop.
 
-    `wake`: set whenever there may be something for the loop to do. `work`: there may be something to claim.
-    `robbed`: set when leases were taken back from somebody, which may have been us. `blind`: set while cancel
-    markers cannot be read.
+    `wake` is set whenever there may be something for the loop to do. `has_work` is True if there may be
+    something to claim. `leases_were_lost` is set when leases were taken back from any owner, perhaps from
+    this one. `markers_unreadable` is set while cancel markers cannot be read.
     """
 
     def __init__(self, queue: Queue, limiter: Limiter, tenure: Tenure, clock: Callable[[], float]) -> None:
         self.queue = queue
         self.tenure = tenure
         self.clock = clock
-        """The clock of `tenure`, which goes on while the machine sleeps."""
+        """Clock of `lease_validity`, which goes on while the machine sleeps."""
         self.view = QueueView()
         self.wake = asyncio.Event()
         self.robbed = asyncio.Event()
@@ -78,22 +83,25 @@ class QueueAccess:
         self.pause_s = PAUSE_S[0]
         self._limiter = limiter
         self._slowest_s, self._slowest_until = 0.0, float("-inf")
-        """Duration of the slowest call lately, and until when it counts."""
+        """Duration of the slowest recent call, and until when it counts."""
         self._lost: int | None = None
         self._away: dict[str, tuple[str, float]] = {}
-        """Calls that failed last time: why, and until when nothing but their own success shows otherwise."""
+        """Calls that failed last time, with the reason and the time until which only their own success clears
+        the failure."""
         self._in_a_row: Counter[str] = Counter()
-        """How often each call has failed since it last got through."""
+        """Number of failures of each call since its last success."""
         self._unseen: set[tuple[str, str]] = set()
-        """Requests and tokens whose cancel markers could not be read: on a Cluster they may be away alone."""
+        """Requests and tokens whose cancel markers could not be read. On a Cluster, only their node may be
+        down."""
         self._unseen_why: str | None = None
 
     async def ask(self, what: str, call: Awaitable[T]) -> T | None:
-        """The call's answer; None where the queue cannot be reached, and then the gate is closed.
+        """Return the answer of a call, or `None` if it failed. After a failure the gate is closed.
 
-        Where that very call was refused it stays closed until it gets through; or for a while that grows,
-        where nobody makes it while the gate is closed. Otherwise any write shows that the queue is back, and
-        a look that it can be looked at. Whatever goes wrong here ends nothing.
+        If only this call is refused, the gate stays closed until it succeeds. For calls that are not made
+        while the gate is closed, it stays closed for a time that grows. Otherwise any successful write shows
+        that the queue is back, and any successful read that it can be read. An exception of any kind stops
+        nothing.
         """
         try:
             answer = await call
@@ -101,10 +109,12 @@ class QueueAccess:
             self._in_a_row[what] += 1
             times = self._in_a_row[what]
             if what in LOOKS and times > 1 and what not in self._away:
-                return None  # writes got through since it began to fail
+                return None  # a write has succeeded since it began to fail
             rest_s = min(RESTS_S[0] * 2.0 ** min(times - 1, 10), RESTS_S[1])
+            # A refused or misunderstood call says nothing about others; an unreachable queue fails all calls.
             alone = isinstance(error, CallRefusedError) or not isinstance(error, QueueUnavailableError)
             sticks_s = 0.0 if what in LOOKS or not alone else rest_s if what in PASSING else math.inf
+            # Any exception, because a defect in an adapter must close the gate rather than stop the loop.
             self._away[what] = self._told(error), now() + sticks_s
             self._failed()
             return None
@@ -113,6 +123,7 @@ class QueueAccess:
         return answer
 
     def _got_through(self, what: str) -> None:
+        # A Counter allows deleting a key that it does not have.
         del self._in_a_row[what]
         was_away = bool(self._away)
         self._away.pop(what, None)
@@ -120,13 +131,14 @@ class QueueAccess:
         self._away = {
             other: (why, until)
             for other, (why, until) in self._away.items()
+            # A read that works does not prove that writes work (a full or read-only Redis answers reads).
             if until > at or (what in LOOKS and other not in LOOKS)
         }
         if was_away:
             self._mended()
 
     def _told(self, error: Exception) -> str:
-        """The failure as a sentence. An exception that no queue should raise is in the log as well."""
+        """Describe the failure as a sentence. An exception that no queue should raise is logged, too."""
         if isinstance(error, QueueUnavailableError):
             return str(error)
         if self.view.problem is None:
@@ -140,7 +152,7 @@ class QueueAccess:
         self._tell_problem()
 
     def _mended(self) -> None:
-        """Something is better: what is left of it is told, or that nothing is."""
+        """Show the problem that is left after a success, or that there is none."""
         self._tell_problem()
         if self.view.problem is None:
             emit(Event.QUEUE_BACK)
@@ -156,7 +168,8 @@ class QueueAccess:
         self._limiter.queue(self.view.problem, now())
 
     def heard(self, asked_at: float) -> None:
-        """A call that shows that we live, asked at `asked_at`, has just been answered."""
+        """Record a call that proves to the other owners that this one is alive, asked at `asked_at` and just
+        answered."""
         at = self.clock()
         self.tenure.heard(asked_at, at)
         took_s = at - asked_at
@@ -165,7 +178,7 @@ class QueueAccess:
             self._limiter.queue_took(took_s)
 
     def ours(self, held: HeldLease) -> bool:
-        """Whether its lease is surely still ours, so that its request may be sent."""
+        """Return True if the lease is certainly still held, so that its request may be sent."""
         return self.tenure.holds(held.confirmed_at, self.clock())
 
     def found_work(self) -> None:
@@ -173,13 +186,13 @@ class QueueAccess:
         self.wake.set()
 
     def heard_of_losses(self, lost: int) -> None:
-        """How many leases were ever taken back. A counter, so that no lost reply hides it from us."""
+        """Record the number of units ever taken back. It is a counter, so a lost reply hides no loss."""
         if self._lost is not None and lost != self._lost:
             self.robbed.set()
         self._lost = lost
 
     def learn(self, told: Claimed | Renewed | Weighed | LinedUp) -> None:
-        """Counts, and what other replicas know."""
+        """Take over counts and shared state from a reply."""
         count, shared = told.count, told.shared
         self.view.shared = shared
         self.heard_of_losses(count.lost)
@@ -196,8 +209,11 @@ class QueueAccess:
             self._limiter.waiting(told.waiting, at)
 
     def overloaded(self, overload: Overload, *, heard: bool = False) -> None:
-        """A refusal, of ours or `heard` of. Whoever told it may not have known how many of the others' were
-        in flight; as long as it keeps the gate closed those that are now were then."""
+        """Record an overload that was seen here, or by another replica (`is_remote`).
+
+        The replica that reports it may not know how many requests of the others were in flight. While the
+        overload keeps the gate closed, the requests that are in flight now were in flight then.
+        """
         self._limiter.overloaded(
             overload.at,
             until=overload.until,
@@ -207,10 +223,10 @@ class QueueAccess:
         )
 
     async def cancelled(self, several: Sequence[HeldLease]) -> Sequence[bool | None]:
-        """Which of them have been cancelled; None for each where that cannot be known.
+        """Return for each lease whether its request was cancelled; `None` for all if that cannot be read.
 
-        Then the gate is closed until `look_again` has read these markers: what is claimed meanwhile would
-        only be given back.
+        In that case the gate stays closed until `retry_unread_markers` has read these markers: requests
+        claimed meanwhile could only be returned.
         """
         named = [
             (h.request.id, h.request.token) for h in several if h.request is not None and h.request.token
@@ -220,11 +236,12 @@ class QueueAccess:
         found = await self._read_markers(named)
         if found is None:
             return [None] * len(several)
+        # Only requests with a token were looked up; the others cannot be cancelled.
         answers = iter(found)
         return [h.request is not None and bool(h.request.token) and next(answers) for h in several]
 
     async def look_again(self) -> None:
-        """Try again to read the markers that could not be read: no other call shows whether they can be."""
+        """Read again the markers that could not be read: no other call shows whether they can be read."""
         asked = list(self._unseen)
         if await self._read_markers(asked) is None:
             return
@@ -246,8 +263,10 @@ class QueueAccess:
 
 
 def withheld(claimed: Claimed, permit: Permit) -> str:
-    """Why a claim by this permit got nothing of what waits: what other dispatchers know, in words.
-    Empty: it got some, or there is nothing of which this process does not know by now."""
+    """Explain why a claim got nothing although requests wait, from what other dispatchers have shared.
+
+    Empty if it got some, or if this process knows the reason itself by now.
+    """
     if claimed.leases or not claimed.waiting:
         return ""
     shared, count = claimed.shared, claimed.count
@@ -261,7 +280,7 @@ def withheld(claimed: Claimed, permit: Permit) -> str:
     if shared.paused or shared.limit != permit.limit:
         return ""
     free = permit.limit - permit.apart - (count.lost - permit.lost) - count.live
-    if free > 1:  # one may be kept for another's probe
+    if free > 1:  # one unit may be reserved for the probe of another owner
         return (
             f"the next in line weighs more than the {free} units that are free, and goes when all it needs is"
         )

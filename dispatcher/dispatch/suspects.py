@@ -1,17 +1,17 @@
-"""Requests whose owners died, more than once: how many of them may run here at once.
+"""Rule for suspects: how many requests that may have killed their owners run here at once.
 
-One of them may be what killed its owners; the others only ran beside it, or a node was lost twice. A process
-that dies counts against each suspect that it holds, so of two that run together one would be blamed for the
-other.
+A suspect is a request whose owners died more than once. One suspect may be the cause; the others only ran at
+the same time, or a node was lost twice. A process that dies counts against each suspect that it holds, so of
+two suspects that run together, the harmless one would be blamed too.
 
-    one at a time   until two have ended without killing us; each two that end so make room for one more:
-                    1, 2, 3, 4, 6, 9 … A deadly one kills again, and the next process begins with one, from
-                    the front of the line. A process that reaches the deadly one has finished two thirds of
-                    those before it, so it is soon alone, and no other is blamed more than 5 times in a line
-                    of 200.
-    not at once     a process that is killed again and again for another reason (a node that flaps) would
-                    blame the suspects that it took first each time. So a young process takes none while
-                    other work waits.
+    one at a time   Start with one. Each two that end without killing the process make room for one more:
+                    1, 2, 3, 4, 6, 9 … A deadly request kills the process again, and the next process starts
+                    with one, from the front of the queue. A process that reaches the deadly request has
+                    finished two thirds of those before it. So the deadly one is soon alone, and in a queue
+                    of 200 no other request is blamed more than 5 times.
+    not at once     A process that is killed repeatedly for another reason (a flapping node) would blame the
+                    suspects that it claimed first each time. So a process claims none in its first
+                    seconds while other work waits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dispatcher.dispatch.completions import Ending
 from dispatcher.ports import Release
 
 YOUNG_S = 10.0
-"""A process that is killed again and again seldom lives this long."""
+"""Time after the start without suspects. A process that is killed again and again seldom lives this long."""
 
 
 class Suspects:
-    """The rule of their lane: what one process has learned of them since it started."""
+    """Rule of the lane for suspects, with the experience of this process since it started."""
 
     def __init__(self) -> None:
         self._born_at: float | None = None
@@ -33,7 +33,8 @@ class Suspects:
         self._held_back = False
 
     def room(self, held: int, now: float) -> int:
-        """How many more may be claimed while `held` are here."""
+        """Return how many more suspects may be claimed."""
+        # Time comes in as an argument, so the first call is the start.
         if self._born_at is None:
             self._born_at = now
         self._held_back = self._others_wait and now - self._born_at < YOUNG_S
@@ -42,13 +43,17 @@ class Suspects:
         return max(0, 1 + self._survived // 2 - held)
 
     def claimed(self, waiting: int) -> bool:
-        """Told how many requests a claim left. True where suspects were held back for other work, and there
-        is none: claim again, with room for them."""
+        """Record how many requests a claim left.
+
+        Return True if suspects were held back for other work and there is none: claim again, with room for
+        them.
+        """
         self._others_wait = waiting > 0
         return self._held_back and not self._others_wait
 
     def ended(self, ending: Ending) -> bool:
-        """The lease of one has ended, which makes room for others."""
+        """Record the end of a suspect, which makes room for others."""
+        # A request that was returned unsent says nothing about whether it kills its owner.
         if not (isinstance(ending, Release) and ending.undelivered):
             self._survived += 1
         return True

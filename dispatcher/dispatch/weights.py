@@ -1,4 +1,5 @@
-"""What requests weigh: known once they are read, and told to the queue where their leases count otherwise."""
+"""Units of requests: computed when a request is parsed, and sent to the queue if its lease counts a different
+number."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ Read = tuple[HeldLease, Request]
 
 
 class Bounded(Protocol):
-    """What is known of the limit; asked where it matters."""
+    """Source of the largest possible limit."""
 
     @property
     def most(self) -> int | None:
-        """All that it can be."""
+        """Largest value that the limit can have. `None` if it is not known."""
         ...
 
 
 class Weighing:
-    """Sees to it that what is sent has room for all that it weighs.
+    """Makes sure that a request is sent only if there is room for its units.
 
-    `units_of`: what a request weighs; less than 1: its share of a unit, which is known when it is sent.
-    `drop`: the queue has taken back a lease.
+    `weigh_entry` returns the units of a request; less than 1 is its share of a merged call, which is
+    allocated when the call is sent. `remove_lease` removes a lease that the queue has taken back.
     """
 
     def __init__(
@@ -47,35 +48,43 @@ class Weighing:
         self._weights = Weights()
 
     def claim(self, free: int, riding: int) -> tuple[int, int]:
-        """How many requests to ask for where so many units are free, and what each counts until read.
-        `riding`: those that are held, and will share a unit."""
+        """Return how many requests to claim for the free units, and the units that each counts until it is
+        parsed.
+
+        `grouped_count` is the number of requests in batch groups that will share a unit.
+        """
         return self._weights.claim(free, riding)
 
     async def seat(self, tries: list[Try], permit: Permit) -> Set[str]:
-        """Have each of these calls count one unit: its first lease, and its others nothing. The tokens of the
-        leases that were given back, for there was no room: what they ride on is not to be sent."""
+        """Count one unit for each of these calls: on its first lease, and nothing on the others.
+
+        Return the tokens of leases that were given back because there was no room. Attempts with such a lease
+        must not be sent.
+        """
         weights: list[tuple[HeldLease, int]] = []
         for each in tries:
             first, *others = each.riders
             self._weights.seen(1 / len(each.riders))
             for _ in others:
                 self._weights.seen(1 / len(each.riders))
+            # Lower units first: the queue applies them in order, and these make room for the increase.
             weights += [(held, 0) for held in others if held.lease.units]
             if first.lease.units != 1:
                 weights.append((first, 1))
         return await self._weigh(weights, permit) if weights else frozenset()
 
     async def without_room(self, read: list[Read], permit: Permit, limit: Bounded) -> Set[str]:
-        """The tokens of those that weigh more than there is room for. They are given back: by the queue, or
-        where it cannot be asked by us.
+        """Set the units of parsed requests. Return the tokens of leases that were returned, because there was
+        no room or the queue could not be asked.
 
-        One that is heavier than `limit.most`, which is all that the limit can be, counts that: it goes alone,
-        when the pool has room for all that it may take.
+        A request heavier than the largest possible limit counts that limit: it is sent alone, when the whole
+        pool is free for it.
         """
         weighed = []
         for held, request in read:
             share = self._units_of(held, request)
             self._weights.seen(share)
+            # A member of a merged call: its unit is allocated with the call.
             if share < 1:
                 continue
             units = int(share)
@@ -86,7 +95,7 @@ class Weighing:
         return await self._weigh(weighed, permit) if weighed else frozenset()
 
     async def _weigh(self, weighed: list[tuple[HeldLease, int]], permit: Permit) -> Set[str]:
-        """The tokens of those that have no room for what they weigh."""
+        """Send the units to the queue. Return the tokens of leases without room."""
         asked_at = self._access.clock()
         weights = [(held.lease, units) for held, units in weighed]
         told = await self._access.ask("weigh", self._access.queue.weigh(weights, permit))

@@ -1,6 +1,6 @@
-"""One try of one request over HTTP, translated into an Outcome.
+"""Send one attempt of a request over HTTP and translate the answer into an Outcome.
 
-`docs/forwarding.md` has the tables: what is sent, what is refused, which answer leads to what.
+`docs/forwarding.md` lists what is sent, what is rejected, and which answer leads to which outcome.
 """
 
 from dispatcher.forward.direct import DirectServers

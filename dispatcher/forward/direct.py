@@ -1,7 +1,7 @@
-"""`ports.ModelServers` over HTTP: a call straight to one model server, past the gateway and its picker.
+"""Implement `ports.ModelServers` over HTTP: calls that go straight to one model server, past the gateway.
 
-Where the servers are, and what they are shown, is known to whoever asks them for their models; it changes
-with settings, endpoints and rotated files, so it is asked for each call.
+The addresses and the credentials of the servers come from the code that asks them for their models. They
+change with settings, endpoints and rotated files, so they are looked up for each call.
 """
 
 from __future__ import annotations
@@ -26,28 +26,33 @@ _HEADERS = {
 
 
 class KnownServer(Protocol):
-    """How to speak to one model server."""
+    """Address and credentials of one model server."""
 
     @property
     def base(self) -> str:
-        """Its URL, to which a path is appended; without user and password."""
+        """URL of the server without user and password. The path of a call is appended to it."""
         ...
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What it is shown beside the request: credentials."""
+        """Headers with the credentials for the server."""
         ...
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """How its certificate is verified; None: it speaks plain HTTP. The same object as long as nothing
-        has changed."""
+        """TLS context that verifies the server's certificate. `None` if the server speaks plain HTTP.
+
+        It is the same object until settings or files change.
+        """
         ...
 
 
 class DirectServers:
-    """`find`: how to speak to an endpoint now, or why that is not known. `limit_bytes`: an answer that is
-    larger is TooLarge."""
+    """Calls model servers directly.
+
+    `find_server` returns the address and credentials of an endpoint, or the reason why they are not known.
+    `limit_bytes` returns the largest size of an answer; a larger one is TooLarge.
+    """
 
     def __init__(self, find: Callable[[str], KnownServer | str], limit_bytes: Callable[[], int]) -> None:
         self._find = find
@@ -56,7 +61,7 @@ class DirectServers:
         self._tls: ssl.SSLContext | None = None
 
     async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
-        """As `ports.ModelServers` has it. A path that is not plain is Refused."""
+        """Send one call, as described in `ports.ModelServers`. A path that is not plain is Refused."""
         if not is_plain_path(path):
             return Refused(f"{path[:100]!r} is not a plain path")
         if deadline <= asyncio.get_running_loop().time():
@@ -87,8 +92,10 @@ class DirectServers:
 
     def _wire(self, tls: ssl.SSLContext | None) -> Wire:
         wire = self._wires.current
+        # Contexts are compared by identity: the same object means the same files. Calls that run on the old
+        # transport end there.
         if wire is None or tls is not self._tls:
             self._tls = tls
-            # The transport asks for one; where all is plain HTTP none is used.
+            # The aiohttp transport requires a context, also where all servers speak plain HTTP.
             wire = self._wires.renew(tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         return wire

@@ -1,7 +1,7 @@
-"""One exchange: a request sent, its answer read and unpacked, and what came of it, HTTP's errors included.
+"""Perform one HTTP exchange: send a request, read and decode the answer, and classify it as an Outcome.
 
-A kept-alive connection that breaks before an answer says nothing but that the server had closed it, and such
-a request goes out once more on a new one.
+A kept-alive connection that breaks before an answer only shows that the server had closed it meanwhile.
+Such a request is sent once more on a new connection.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dispatcher.forward.unpack import unpacked
 from dispatcher.ports.network_errors import addressed
 
 ERRORS = (aiohttp.ClientError, OSError)
-"""All that a network or a server can do to us."""
+"""Exceptions that a failing network or server can cause."""
 _LONGEST_S = 86_400.0
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 
@@ -37,7 +37,10 @@ _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, Conne
 async def exchange(
     wire: Wire, request: Prepared, current: Progress, limit_bytes: int, *, who: str = GATEWAY
 ) -> Outcome:
-    """Send and read the answer. The time limit is the caller's. `who` answers, in words."""
+    """Send the request and read the answer. The caller sets the time limit.
+
+    `peer` describes the server in messages.
+    """
     while True:
         try:
             response = await wire.send(request)
@@ -46,10 +49,15 @@ async def exchange(
             if current.unsent:
                 return Unsent()
             if current.reused and isinstance(error, _CLOSED_BY_PEER):
+                # The server may close an idle connection at the moment when the request is written. The
+                # second try is on a new connection, so that this loop runs twice at most.
                 current.fresh, current.reused, current.connected_at = True, False, None
                 continue
             if current.connected_at is None:
-                wire.connector.close_idle(0)  # they lead to what is not there any more
+                # The server takes no new connection, so the idle ones lead to a server that is gone.
+                wire.connector.close_idle(0)
+            # A TLS 1.3 server rejects a client certificate only after the connection is established. That is
+            # no failure of the request.
             if current.connected_at is None or _is_tls(error):
                 return Unreachable(f"no connection: {addressed(error)}")
             return Failed(f"no answer: {addressed(error)}")
@@ -62,6 +70,7 @@ async def exchange(
     try:
         body = await read(headers, stream, limit_bytes, chunks, current)
     except ERRORS as error:
+        # The part that arrived may say why the answer was cut: an evicted stream, for example.
         said = cut_answer(response.status_code, headers, _end_of(chunks))
         return said or Failed(f"the answer ({response.status_code}) broke off: {addressed(error)}")
     finally:
@@ -72,7 +81,7 @@ async def exchange(
 
 
 def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return the headers by name in lower case. Repeated ones are joined."""
+    """Return the headers by name in lower case. Values of a repeated header are joined with a comma."""
     plain: dict[str, str] = {}
     for raw_name, raw_value in headers:
         name, value = raw_name.lower().decode("latin-1"), raw_value.decode("latin-1")
@@ -87,13 +96,14 @@ async def read(
     chunks: list[bytes],
     current: Progress,
 ) -> bytes | None:
-    """Return the body, decoded. `None` if it is larger than the limit.
+    """Return the decoded body. `None` if the body is larger than the limit.
 
-    The bytes are appended to `chunks` as they arrive, so that the beginning of a body that breaks off is
-    known. `current` makes room for them.
+    The bytes are appended to `chunks` as they arrive, so that the caller has the beginning of a body that
+    breaks off. `progress` reserves the memory for them.
     """
     length = headers.get("content-length", "")
     if length.isdecimal():
+        # A body that is announced as too large is rejected before its first byte is read.
         if int(length) > limit_bytes:
             return None
         await current.make_room(int(length))
@@ -115,7 +125,7 @@ async def read(
 
 
 def _seconds_of(milliseconds: str) -> float | None:
-    """Return the time in seconds. `None` if it is no number, or no time that a request can have waited."""
+    """Return the time in seconds. `None` if the text is no number, or no time that a request can wait."""
     try:
         seconds = float(milliseconds) / 1000
     except ValueError:
@@ -136,9 +146,9 @@ def _end_of(chunks: Sequence[bytes]) -> bytes:
 
 
 def _is_tls(error: BaseException | None) -> bool:
-    """A refusal by TLS that comes after the connection, as TLS 1.3 has it for client certificates."""
+    """Return True if a TLS error caused this error, such as a rejected client certificate in TLS 1.3."""
     seen = 0
-    while error is not None and seen < 5:
+    while error is not None and seen < 5:  # a chain of causes may be circular
         if isinstance(error, ssl.SSLError):
             return True
         error, seen = error.__cause__ or error.__context__, seen + 1

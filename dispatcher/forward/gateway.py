@@ -1,7 +1,8 @@
-"""`ports.Gateway` over HTTP: each try by the settings of the moment, its credentials and its limits of time.
+"""Implement `ports.Gateway` over HTTP. Each attempt uses the settings and credentials of its time.
 
-A try that ends without an answer may be the request's fault or the gateway's, which took all that it was
-running with it. So the gateway is asked for a connection then: where it gives none, there is no gateway.
+An attempt that ends without an answer may be the fault of the request, or of a gateway that died with all
+requests it had. To tell the two apart, the dispatcher opens a connection to the gateway then: if it accepts
+none, the gateway is unreachable.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dispatcher.settings.watched_files import looks, read_token_blocking
 from dispatcher.telemetry.tracing import going_to
 
 WATCH_S = 1.0
-"""Token and certificate files are looked at no more often."""
+"""Shortest time between two checks of the token and certificate files."""
 
 T = TypeVar("T")
 
@@ -47,16 +48,16 @@ class _Watched(Generic[T]):
         self._look_at = float("-inf")
         self._look = BackgroundRead(self._made_anew)
         self._looking = 0
-        """Number of tries that wait for the current look at the files."""
+        """Number of attempts that wait for the current check of the files."""
         self._seen: object = None
         self._made: object = None
-        """Result of the newest look, the same object for all tries that waited for it."""
+        """Result of the last check, the same object for all attempts that waited for it."""
 
     async def refresh(self, now: float) -> bool:
-        """Look at the files, at most every WATCH_S. Return whether the value was made again.
+        """Check the files, at most every FILE_CHECK_INTERVAL_S. Return whether the value was made again.
 
-        A try that comes during another one's look goes on with the current value, or waits for the first
-        value.
+        An attempt that comes while another one checks the files goes on with the current value. It waits only
+        if there is no value yet.
         """
         if now < self._look_at and not (self._looking and self.value is None):
             return False
@@ -65,6 +66,7 @@ class _Watched(Generic[T]):
         try:
             made = await self._look()
         except TimeoutError as error:
+            # A hanging file system (NFS, for example) must not stop the attempts: the old value stays.
             self.fault = f"{', '.join(filter(None, self.paths))} cannot be read: {error}"
             return False
         except (OSError, ValueError) as error:
@@ -73,6 +75,7 @@ class _Watched(Generic[T]):
         finally:
             self._looking -= 1
         self.fault = ""
+        # All attempts that waited get the same object. Only the first of them reports a new value.
         if made is None or made is self._made:
             return False
         self._made, (self._seen, self.value) = made, made
@@ -83,6 +86,7 @@ class _Watched(Generic[T]):
 
         Runs in a thread.
         """
+        # The state is taken before the files are read: a file that is replaced in between is read again.
         seen = [looks(path) for path in self.paths if path]
         if seen == self._seen and not self.fault:
             return None
@@ -90,7 +94,7 @@ class _Watched(Generic[T]):
 
 
 class _Plan:
-    """Options prepared for use: everything that is the same for all requests."""
+    """Values derived from the options that are the same for all requests."""
 
     def __init__(self, options: GatewaySettings, subset_header: str) -> None:
         self.secure = options.url.scheme == "https"
@@ -109,10 +113,11 @@ class _Plan:
 
 
 class HttpGateway:
-    """`ports.Gateway` over HTTP/1.1.
+    """Implements `ports.Gateway` over HTTP/1.1.
 
-    Options may change at any time: running tries end as they began, the next one uses the new. Connections
-    are opened as needed and kept; a request never waits for one, for the limit bounds what is in flight.
+    Options may change at any time: running attempts end with the old options, the next one uses the new ones.
+    Connections are opened as needed and kept alive. A request never waits for a connection, because the limit
+    already bounds the number of requests in flight.
     """
 
     def __init__(self, options: GatewaySettings, *, subset_header: str = "") -> None:
@@ -123,7 +128,7 @@ class HttpGateway:
         self.reconfigure(options, subset_header=subset_header)
 
     def reconfigure(self, options: GatewaySettings, *, subset_header: str = "") -> None:
-        """Use these options from the next request on. `subset_header`: as `Route` has it."""
+        """Use these options from the next request on. `subset_header` is passed to `Route`."""
         self._plan = _Plan(options, subset_header)
         self.buffers.resize(options.max_buffered_bytes, options.max_response_bytes)
         before, self._options = self._options, options
@@ -135,17 +140,17 @@ class HttpGateway:
             self._tls = _Watched(files, lambda: _tls_context(tls, secure=secure))
 
     async def prepare(self) -> None:
-        """Build what the first request would else wait for."""
+        """Read the token and the TLS files in advance, so that the first request does not wait for them."""
         await self._refresh(asyncio.get_running_loop().time())
 
     def resize(self, limit: int) -> None:
-        """Keep no more connections than `limit` requests can use at once."""
+        """Keep no more connections than `max_requests` requests can use at once."""
         wire = self._wires.current
         if wire is not None:
             wire.connector.close_idle(max(0, limit - wire.running))
 
     def connected(self, token: str) -> float | None:
-        """Since when a running try holds a connection; None: it holds none (yet)."""
+        """Return the time since which a running attempt has a connection. `None` if it has none yet."""
         current = self._tries.get(token)
         return None if current is None else current.connected_at
 
@@ -156,14 +161,14 @@ class HttpGateway:
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
     ) -> Forwarded:
-        """Try once, until `deadline` (loop time) or gateway.timeout_s, whichever is first."""
+        """Send one attempt, until `deadline` (loop time) or gateway.timeout_s, whichever is first."""
         now = asyncio.get_running_loop().time
         started = now()
         if deadline <= started:
             return Forwarded(TooLate(), started, started)
         wire = await self._refresh(started)
-        # The plan is read last. The settings may have changed during the reads, and a token must only go to
-        # its own gateway.
+        # The plan is read after the files, without an await in between. The settings may have changed during
+        # the reads, and a token must only go to its own gateway.
         plan = self._plan
         url = plan.url(request.endpoint)
         if isinstance(url, Refused):
@@ -187,9 +192,13 @@ class HttpGateway:
                 outcome = await exchange(wire, prepared, current, plan.max_response_bytes)
             kept = isinstance(outcome, Delivered | Failed) and bool(outcome.body)
         except TimeoutError:
+            # The end of the attempt may have been moved: time without memory for the answer is not the
+            # gateway's fault. It is never moved beyond the deadline.
             late = current.timer is not None and current.timer.when() == deadline
             outcome = TooLate() if late else Failed(f"no answer within {plan.timeout_s:g} s")
         finally:
+            # An answer that becomes a result keeps its memory until the queue has confirmed the result. The
+            # dispatch loop frees it then.
             if not kept:
                 hold.free()
             wire.running -= 1
@@ -198,14 +207,18 @@ class HttpGateway:
         try:
             await self._wires.close_unused()
         except asyncio.CancelledError:
-            hold.free()
+            hold.free()  # the caller never gets the answer
             raise
         ended = now()
+        # The attempt ended without an answer. A gateway that takes no new connection now died with all
+        # requests it had, and the request is not charged with a failed attempt.
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
             why = await _connect_and_close(wire, plan)
             outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
         if current.connected_at is None:
             return Forwarded(outcome, ended, ended)
+        # If the request was sent twice, the time since the start includes the exchange on the kept
+        # connection, and does not say how long opening the new one took.
         opened_s = None if current.reused or current.fresh else current.connected_at - started
         held = hold if kept else None
         return Forwarded(
@@ -213,14 +226,15 @@ class HttpGateway:
         )
 
     async def _refresh(self, now: float) -> Wire | Unreachable:
-        """The wire to use, after a look at the files that rotate: certificates and token."""
+        """Return the transport to use, after a check of the files that rotate: certificates and token."""
         while True:
             tls, bearer = self._tls, self._bearer
             if await tls.refresh(now) and tls is self._tls and tls.value is not None:
                 self._wires.renew(tls.value)
             await bearer.refresh(now)
+            # `reconfigure` may have replaced either one during the awaits: then both are checked again.
             if (tls, bearer) == (self._tls, self._bearer):
-                break  # else the settings have changed meanwhile
+                break
         if self._wires.current is None or self._tls.value is None:
             return Unreachable(f"gateway.tls: {self._tls.fault}")
         if self._bearer.value is None:
@@ -234,7 +248,7 @@ def _go_duration(seconds: float) -> str:
 
 
 async def _connect_and_close(wire: Wire, plan: _Plan) -> str:
-    """Connect to the gateway and hang up; why that cannot be done, or nothing."""
+    """Connect to the gateway and close the connection. Return why that failed, or an empty string."""
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(
@@ -250,10 +264,10 @@ async def _connect_and_close(wire: Wire, plan: _Plan) -> str:
 
 def _tls_context(options: TlsSettings, *, secure: bool) -> ssl.SSLContext:
     if not secure:
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport requires one, and does not use it
     return options.context()
 
 
 def _bearer(token_file: str) -> str:
-    """The Authorization header of a token file; empty without one."""
+    """Return the Authorization header with the token of the file. Empty if there is no file."""
     return f"Bearer {read_token_blocking(token_file)}" if token_file else ""

@@ -1,8 +1,9 @@
-"""The wire to the gateway: connections, one request written, one answer as it comes.
+"""Transport to the gateway: connections, how a request is written and how its answer is read.
 
-A prepared httpx.Request goes straight to the aiohttp transport; the client in between (redirects, cookies,
-proxies of the environment, decoding) is neither wanted nor free. Below it lies a connector of ours that
-knows, for each try, since when it holds a connection and whether that had been used before.
+A prepared httpx.Request goes straight to the aiohttp transport. An httpx.Client in between would follow
+redirects, keep cookies, use proxies of the environment and decode bodies, and it would cost time. The
+connector below knows for each attempt since when it has a connection, and whether the connection had been
+used before. docs/decisions/0015-libraries-that-we-carry.md has the reasons.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from multidict import CIMultiDict
 from dispatcher.forward.buffers import AnswerHold
 
 CONNECT_S = 1.5
-"""From looking the name up to the end of the TLS handshake."""
+"""Largest time from the DNS lookup to the end of the TLS handshake."""
 KEPT_ALIVE_S = 30.0
-"""An idle connection is closed after this."""
+"""Time after which an idle connection is closed."""
 UNACKNOWLEDGED_S = 10.0
-"""A peer that acknowledges nothing for so long is gone (TCP_USER_TIMEOUT, where the system has it)."""
+"""Time without an acknowledgement after which a peer is gone (TCP_USER_TIMEOUT, if the system has it)."""
 STREAMED_BYTES = 262_144
-"""Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
+"""Size above which a payload is written in pieces. With a slow gateway, a large payload that is written at
+once would be in memory twice."""
 
 READ_AHEAD_BYTES = 16_384
-"""Read-ahead of a connection. While its answer waits it reads up to twice this, and the bytes of one call."""
+"""Read-ahead of a connection. A connection whose answer waits reads up to twice this, and the bytes of one
+call."""
 READ_BYTES = 65_536
 """Largest number of bytes that one call reads. asyncio's default is 256 KB, which each of hundreds of
-connections would hold beyond the bound on answers."""
+connections would keep in memory beyond the bound on answers."""
 
 INTERIM_MOST = 8
 """Largest number of 1xx responses before an answer."""
@@ -47,54 +50,65 @@ _TIMEOUT = aiohttp.ClientTimeout(connect=CONNECT_S, sock_connect=CONNECT_S)
 
 
 class _UnsentError(Exception):
-    """Comes out of the transport as some error of aiohttp's."""
+    """Stops an attempt before its first byte. aiohttp may wrap it in an error of its own."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of a running try beside its outcome."""
+    """Facts about a running attempt, apart from its outcome."""
 
     connected_at: float | None = None
     reused: bool = False
-    """The connection had carried a request before."""
+    """True if the connection had carried a request before."""
     fresh: bool = False
-    """Only a new connection will do."""
+    """True if the request must go over a new connection."""
     may_send: Callable[[], bool] = lambda: True
+    """Callback that decides right before the first byte whether the request may be sent."""
     unsent: bool = False
-    """Whether `may_send` forbade to send the request."""
+    """True if `may_send` stopped the attempt."""
     token_header: str = ""
-    """Name of a header of the answer whose value is wanted. Empty if none is."""
+    """Name of the response header that has the sticky token. Empty if no token is expected."""
     token: str = ""
-    """Value of that header."""
+    """Value of the response header `token_header`."""
     queued_s: float | None = None
-    """Seconds that the request waited in the endpoint picker, as the answer says."""
+    """Seconds that the request waited in the endpoint picker, according to the answer."""
     hold: AnswerHold | None = None
     """Memory that the answer takes. `None` if it is not counted."""
     timer: asyncio.Timeout | None = None
-    """The time limit of the try."""
+    """Time limit of the attempt."""
     deadline: float = float("inf")
-    """Loop time beyond which no pause prolongs the try."""
+    """Loop time beyond which the time limit is never moved."""
 
     async def make_room(self, size: int) -> None:
-        """Wait until the answer may have `size` bytes. The time limit of the try is extended by the wait,
-        which is not the fault of a slow server."""
+        """Wait until the answer may have `size_bytes` bytes.
+
+        The time limit of the attempt is extended by the wait, which is not the fault of a slow server.
+        """
         if self.hold is None or size <= self.hold.size:
             return
         timer, now = self.timer, asyncio.get_running_loop().time
         if timer is None or (ends := timer.when()) is None:
             await self.hold.grow(size)
             return
+        # While the answer waits for memory only the deadline counts. Afterwards the time that was left when
+        # the wait began starts to run again.
         began = now()
         timer.reschedule(self.deadline)
         await self.hold.grow(size)
         timer.reschedule(min(self.deadline, ends + now() - began))
 
     def end(self) -> None:
-        """A connection that is kept keeps the context that it was made in, and this with it: no request."""
+        """Forbid any further send, and release what `may_send` refers to.
+
+        A kept connection holds the context variables of the attempt that opened it, and so this object.
+        """
         self.may_send = lambda: False
 
     def check(self) -> None:
-        """To be asked right before the first byte leaves. Raises what is to end the try."""
+        """Raise an exception that ends the attempt if the request may no longer be sent.
+
+        The transport calls this right before it writes the first byte.
+        """
         if not self.may_send():
             self.unsent = True
             raise _UnsentError
@@ -104,13 +118,16 @@ running: ContextVar[Progress] = ContextVar("try")
 
 
 class _Protocol(ResponseHandler):
-    """An answer as it arrives; not with interim ones before it without end, each of which costs a parse."""
+    """Response handler that bounds the number of interim responses (1xx) before the answer.
+
+    aiohttp accepts any number of them and parses each one.
+    """
 
     _interim = 0
     _flood: aiohttp.ClientError | None = None
 
     def set_response_params(self, **params: Any) -> None:
-        self._interim = 0
+        self._interim = 0  # aiohttp calls this once for each request on the connection
         super().set_response_params(**params)
 
     def feed_data(self, data: Any, size: int = 0) -> None:
@@ -127,21 +144,27 @@ class _Protocol(ResponseHandler):
             self.transport.abort()
 
     def set_exception(self, exc: Any, *cause: Any) -> None:
-        """That the connection is lost by then is no news."""
+        """Report the flood, and not the loss of the connection that follows it."""
         super().set_exception(self._flood or exc, *cause)
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Connections without a bound (the limit on requests is the bound), and each try told which it got."""
+    """Connector that records in the current attempt which connection it got.
+
+    The number of connections has no bound, because the limit bounds the number of requests.
+    """
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         # Two addresses of one name are tried 0.25 s apart, well within CONNECT_S.
         super().__init__(limit=0, ssl=tls, keepalive_timeout=KEPT_ALIVE_S, ttl_dns_cache=10)
-        self._factory = functools.partial(_Protocol, loop=self._loop)  # type: ignore[assignment] # its own
+        # aiohttp has no option for the protocol class, so its private factory is replaced.
+        self._factory = functools.partial(_Protocol, loop=self._loop)  # type: ignore[assignment]
         self._used: WeakSet[Any] = WeakSet()
 
     async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
         current = running.get()
+        # The retry must not get another idle connection that the server has closed meanwhile: a restarted
+        # server has closed all of them.
         if current.fresh:
             self.close_idle(0)
         connection = await super().connect(req, traces, timeout)
@@ -150,21 +173,21 @@ class _Connector(aiohttp.TCPConnector):
         if not current.reused:
             self._used.add(protocol)
             transport: Any = connection.transport
-            if hasattr(transport, "max_size"):  # only a plain asyncio transport lets it be set
+            if hasattr(transport, "max_size"):  # only plain asyncio transports have it
                 transport.max_size = READ_BYTES
             _detect_dead_peer(connection.transport)
         current.connected_at = self._loop.time()
         return connection
 
     def close_idle(self, keep: int) -> None:
-        """Close idle connections, the longest idle first, but for `keep` of them."""
+        """Close idle connections, the longest idle first, except for `keep` of them."""
         idle = [protocol for kept in self._conns.values() for protocol, _ in kept]
         for protocol in idle[: max(0, len(idle) - keep)]:
             protocol.close()
 
 
 def _detect_dead_peer(transport: asyncio.Transport | None) -> None:
-    """Have the system notice a peer that vanished, for which TCP alone waits a quarter of an hour."""
+    """Let the system detect a peer that vanished. By default, TCP waits about 15 minutes for it."""
     sock: socket.socket | None = transport.get_extra_info("socket") if transport is not None else None
     if sock is None:
         return
@@ -180,20 +203,20 @@ def _detect_dead_peer(transport: asyncio.Transport | None) -> None:
 
 
 class _Pieces(httpx.AsyncByteStream):
-    """A large payload, written in pieces; can be read again for a second send."""
+    """Large payload that is written in pieces. It can be iterated again when the request is sent again."""
 
     def __init__(self, payload: bytes, current: Progress) -> None:
         self._payload = payload
         self._try = current
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        self._try.check()  # the head waits for the first piece
+        self._try.check()  # aiohttp writes the request head together with the first piece
         for start in range(0, len(self._payload), STREAMED_BYTES):
             yield self._payload[start : start + STREAMED_BYTES]
 
 
 class _Whole(aiohttp.BytesPayload):
-    """A payload written in one piece, together with the head."""
+    """Payload that is written in one piece, together with the head."""
 
     def __init__(self, payload: bytes, current: Progress) -> None:
         super().__init__(payload)
@@ -205,10 +228,14 @@ class _Whole(aiohttp.BytesPayload):
 
 
 class Prepared(httpx.Request):
-    """A POST that holds just what the transport reads. Building a plain one costs a third of an exchange."""
+    """POST request that has only the attributes that the transport reads.
 
+    Building a complete httpx.Request takes a third of the CPU time of an exchange.
+    """
+
+    # The constructor of httpx.Request is not called on purpose.
     def __init__(self, url: str, headers: dict[str, str], payload: bytes, current: Progress) -> None:
-        self.url = url  # type: ignore[assignment] # the transport wants its text
+        self.url = url  # type: ignore[assignment] # the transport needs the text only
         self.headers = CIMultiDict(headers)  # type: ignore[assignment]
         self.data: _Whole | _Pieces
         if len(payload) > STREAMED_BYTES:
@@ -219,7 +246,7 @@ class Prepared(httpx.Request):
 
 
 class _Body(httpx.AsyncByteStream):
-    """An answer's body as it comes."""
+    """Body of an answer, in the chunks in which it arrives."""
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self._answer = answer
@@ -232,7 +259,10 @@ class _Body(httpx.AsyncByteStream):
 
 
 class _WireAnswer(httpx.Response):
-    """What is read of an answer; building a whole one costs a tenth of an exchange."""
+    """Response that has only the attributes that `dispatcher.forward` reads.
+
+    Building a complete httpx.Response takes a tenth of the CPU time of an exchange.
+    """
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self.status_code = answer.status
@@ -241,15 +271,18 @@ class _WireAnswer(httpx.Response):
 
 
 class _Transport(AiohttpTransport):
-    """httpx's transport over aiohttp, for prepared requests. aiohttp's errors come as they are: their
-    translation to httpx's is lossy (a reset becomes a connect time-out)."""
+    """Transport of httpx over aiohttp, for prepared requests.
+
+    Errors of aiohttp are not translated to those of httpx, because the translation of httpx-aiohttp is
+    lossy: it turns a connection reset into a connect timeout.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, tls: ssl.SSLContext) -> None:
         super().__init__(verify=tls, trust_env=False, client=session)
         self._session = session
 
     async def handle_async_request(self, request: httpx.Request) -> _WireAnswer:
-        assert isinstance(request, Prepared)  # noqa: S101 - nobody else has this transport
+        assert isinstance(request, Prepared)  # noqa: S101 - the transport is private to this module
         answer = await self._session.request(
             "POST",
             str(request.url),
@@ -263,7 +296,7 @@ class _Transport(AiohttpTransport):
 
 
 class Wire:
-    """A transport and its connections; replaced as a whole when TLS changes."""
+    """An HTTP transport with its connections. It is replaced as a whole when the TLS settings change."""
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         self.tls = tls
@@ -280,23 +313,24 @@ class Wire:
 
 
 class Wires:
-    """One wire after the other: the one before is closed when the last request on it has ended."""
+    """The current transport, and its predecessors until the last request on them has ended."""
 
     def __init__(self) -> None:
         self.current: Wire | None = None
         self._retired: list[Wire] = []
 
     def renew(self, tls: ssl.SSLContext) -> Wire:
-        """What is sent from now on goes over a new one."""
+        """Create a new transport for all requests from now on, and retire the current one."""
         if self.current is not None:
             self._retired.append(self.current)
         self.current = Wire(tls)
         return self.current
 
     async def close_unused(self) -> None:
-        """Close those before that carry nothing any more."""
+        """Close retired transports on which no request runs."""
         if not self._retired:
             return
+        # The list is replaced before the first await, so that a concurrent call closes none twice.
         done = [wire for wire in self._retired if not wire.running]
         self._retired = [wire for wire in self._retired if wire.running]
         for wire in done:

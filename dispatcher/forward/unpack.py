@@ -1,8 +1,9 @@
-"""Undo an answer's content codings, in steps between which others get their turn.
+"""Undo the content codings of an answer, in steps between which other tasks run.
 
-We ask for no coding; who sends one nevertheless may send a bomb, or members and layers without end. So there
-are bounds on all of them, the work is linear in what comes in and goes out, and it ends with its try: there
-is no thread that would go on without it, or hold up the end of the process.
+The dispatcher asks for no coding (`accept-encoding: identity`). A server that sends one nevertheless may
+send a compression bomb, or any number of gzip members and layers. Therefore all of them are bounded, and the
+work is linear in the bytes read and written. No thread does the work: a thread would go on after its attempt
+has ended, and could delay the end of the process.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ import asyncio
 import zlib
 
 CODINGS_MOST = 2
+"""Largest number of codings, one over the other."""
 MEMBERS_MOST = 16
-"""Of one gzip body."""
+"""Largest number of members in one gzip body."""
 IN_BYTES = 65_536
+"""Input of one step."""
 OUT_BYTES = 262_144
-"""Taken and made in one step: a millisecond or two."""
+"""Largest output of one step. A step takes one or two milliseconds."""
 
 
 async def unpacked(body: bytes, content_encoding: str, limit_bytes: int) -> bytes | None:
-    """The body without its codings; None when it is larger than the limit. Raises OSError when they cannot
-    be undone."""
+    """Return the body without its codings. `None` if it is larger than the limit.
+
+    Raises OSError if the codings cannot be undone.
+    """
     names = [name.strip() for name in content_encoding.lower().split(",")]
     codings = [name for name in names if name not in ("identity", "")]
     if len(codings) > CODINGS_MOST:
@@ -38,7 +43,8 @@ async def _undone(body: bytes, coding: str, limit_bytes: int) -> bytes | None:
         return body
     if coding not in ("gzip", "x-gzip", "deflate"):
         raise OSError(f"content-encoding {coding[:40]!r}, which we did not ask for")
-    # "deflate" means zlib's format, but some send the bare one.
+    # "deflate" means the zlib format (RFC 9110), but some servers send raw deflate. The low four bits of
+    # the first byte tell the two apart: they are 8 in a zlib header. 47 is 32 + 15: gzip or zlib by header.
     wbits = -15 if coding == "deflate" and body[0] & 0x0F != 8 else 47
     packed, at = memoryview(body), 0
     parts: list[bytes] = []
@@ -55,6 +61,7 @@ async def _undone(body: bytes, coding: str, limit_bytes: int) -> bytes | None:
             part = inflate.decompress(step, OUT_BYTES)
         except zlib.error as error:
             raise OSError(f"content-encoding {coding}: {error}") from error
+        # The rest is input beyond the output bound, or the beginning of the next gzip member.
         at += len(step) - len(inflate.unconsumed_tail) - len(inflate.unused_data)
         parts.append(part)
         size += len(part)

@@ -1,9 +1,12 @@
-"""What the dispatch loop needs of the world: the smallest Protocols, and the values that cross them.
+"""Protocols through which the dispatcher talks to the outside world, and the values that cross them.
 
-Every time here is on one clock, the running event loop's (``loop.time()``, seconds). An adapter that
-speaks to something with another clock (Redis TIME, Prometheus) translates at its boundary, so that no
-decision ever compares two clocks. Deadlines alone are Unix seconds: ``Queue.unix_now`` tells the queue's
-idea of them.
+`Queue` is the queue as one dispatcher process (an owner) uses it, `QueueAdmin` the queue as producers and
+operators use it. `Gateway` sends requests, `ModelServers` calls single model servers for warm-ups.
+
+All times are on the clock of the running event loop (``loop.time()``, in seconds). An adapter whose backend
+has another clock (Redis TIME, Prometheus) translates at its boundary, so that no decision ever compares two
+clocks. Deadlines are the exception: they are Unix seconds, and `Queue.unix_now` gives the current Unix time
+by the clock of the queue.
 """
 
 from dispatcher.core.requests.queue_counts import Counts

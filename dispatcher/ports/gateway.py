@@ -1,4 +1,4 @@
-"""The inference gateway, as the loop sees it."""
+"""The inference gateway as the dispatch loop uses it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dispatcher.core.value import Value
 
 
 class AnswerMemory(Protocol):
-    """Memory that an answer takes."""
+    """Memory that one answer occupies until the queue has confirmed its results."""
 
     def share(self, shares: int) -> None:
-        """Give the memory back after `shares` calls of `free`, or at once if it is 0."""
+        """Give the memory back after `share_count` calls of `free_share`. With 0, give it back at once."""
         ...
 
     def free(self) -> None:
@@ -23,11 +23,11 @@ class AnswerMemory(Protocol):
 
 
 class Forwarded(Value, frozen=True):
-    """The result of one try."""
+    """Result of one attempt."""
 
     outcome: Outcome
     sent_at: float
-    """Time at which the connection for the request was ready; `ended_at` if there was none."""
+    """Time at which the connection for the request was ready; `ended_at` if there was no connection."""
     ended_at: float
     opened_s: float | None = None
     """Seconds that opening the connection took. `None` if it was open before, or was never opened."""
@@ -36,28 +36,32 @@ class Forwarded(Value, frozen=True):
     queued_s: float | None = None
     """Seconds that the request waited in the endpoint picker. `None` if the answer does not say."""
     held: AnswerMemory | None = None
-    """Memory that the answer takes until its result is written. `None` if it is not counted."""
+    """Memory that the answer occupies until its result is written. `None` if it is not counted."""
 
 
 class Gateway(Protocol):
-    """The inference gateway: one try of one request."""
+    """The inference gateway. One call of `forward` is one attempt."""
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
     ) -> Forwarded:
-        """Try once. `token`: names this try, and no other one. `deadline`: loop time at which it ends,
-        whatever happens. `may_send`: asked right before the first byte of each sending leaves, for it may be
-        long until then; else it is Unsent.
+        """Send the request once and return the outcome.
 
-        Never raises for what a network or a server can do: that is an Outcome. Cancelling it closes the
-        connection, which is the gateway's cue to stop.
+        `token` names this attempt and is never used again. `deadline` is the loop time at which the attempt
+        ends in any case. `may_send` is called right before the first byte leaves, for each connection that is
+        tried, because opening a connection may take long; if it returns False, the outcome is `Unsent`.
+
+        Failures of the network or of a server never raise: they are an `Outcome`. Cancelling the call closes
+        the connection, so that the gateway stops working on the request.
         """
         ...
 
     def connected(self, token: str) -> float | None:
-        """Since when a running try holds a connection; None: it holds none (yet)."""
+        """Return the time since which a running attempt has a connection. `None` if it has no connection
+        (yet)."""
         ...
 
     def resize(self, limit: int) -> None:
-        """Keep no more connections than `limit` requests can use at once; 0: only those in use."""
+        """Keep at most as many idle connections as `max_requests` requests can use at once. With 0, keep only
+        connections that are in use."""
         ...

@@ -1,6 +1,7 @@
-"""What the owners of a pool tell each other of the versions of its models. Part of `ports`.
+"""State of model versions that the owners of a pool share through the queue.
 
-None of it moves a request. What is told lapses by itself; what operators say stays until they take it back.
+The state never moves a request. Entries written by owners expire by themselves; settings of operators stay
+until they are removed.
 """
 
 from __future__ import annotations
@@ -12,74 +13,81 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ModelMarks:
-    """What holds now."""
+    """Current state of the registry."""
 
     warm: frozenset[tuple[str, str]] = frozenset()
-    """Model and endpoint: it answers there as fast as it will."""
+    """Pairs of model and endpoint at which the model is warm."""
     used: frozenset[str] = frozenset()
-    """Models that some owner says it has under way."""
+    """Models with requests in flight, by the reports of all owners."""
     labels: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """Version by family and label, as operators set them."""
+    """Version for each pair of family and label, as operators set them."""
     drained: Mapping[str, str] = field(default_factory=dict)
-    """Models that an operator drains: by whom, since when and why, as a sentence goes on ("by ada …")."""
+    """Models that an operator drains, with a phrase that says who, since when and why ("by ada …")."""
     problem: str = ""
-    """Of what is there some cannot be read, and counts for nothing: a sentence that says which."""
+    """Sentence that says which entries cannot be read and are ignored. Empty if all can be read."""
     labelled: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """By whom, and since when, each label is set, as a sentence goes on ("by ada …")."""
+    """Phrase that says who set each label, and since when ("by ada …")."""
     warming: frozenset[tuple[str, str, str]] = frozenset()
-    """Model, endpoint, owner: who has the right to warm it there."""
+    """Triples of model, endpoint and owner that holds the lock to warm the model there."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinAsked:
-    """A version is asked for, by a sequence or a job that is to keep the one it gets."""
+    """Request for a version by a sequence or a job, which keeps the version that it gets."""
 
     key: str
-    """Of whoever keeps it: unique among all in the pool."""
+    """Key of the sequence or job, unique in the pool."""
     version: str
-    """The one that it gets where it has none."""
+    """Version to pin if the key has no version yet."""
     keeps: Sequence[str]
-    """Of those that it may have, the ones it may go on with."""
+    """Versions that the key may keep if it was pinned to one of them before."""
     for_s: float
-    """So long it is kept from the last time it was asked for."""
+    """Lifetime of the pin since the last request for it."""
 
 
 class ModelBoard(Protocol):
-    """The part of `Queue` that versions of models need. Each method is one atomic step, safe to repeat, and
-    raises QueueUnavailableError alone. Where another program's key stands in the way nothing is warm,
-    labelled or drained, no right is given, and each pin is the version proposed: `ModelMarks.problem` says
-    so."""
+    """The part of `Queue` that model versions need.
+
+    Each method is one atomic step that is safe to repeat, and raises only QueueUnavailableError. If a key of
+    another program is in the way, no model is warm, labelled or drained, no lock is given, each pin is the
+    proposed version, and `ModelRegistryState.problem` says so.
+    """
 
     async def marks(
         self, keep: Collection[tuple[str, str]], cold: Collection[tuple[str, str]], using: Collection[str]
     ) -> ModelMarks:
-        """Refresh those of `keep` (model and endpoint) that are marked warm still, remove `cold`, say what
-        this owner has under way, and tell all that holds now.
+        """Refresh the warm markers in `keep`, delete those in `remove`, report the models that this owner has
+        in flight, and return the state.
 
-        A mark lapses 60 s after any owner refreshed it last; one that was removed, or has lapsed, does not
-        come back by `keep`. What an owner has under way holds until it says otherwise, for 15 s.
+        A marker expires 60 s after the last refresh by any owner. `keep` does not restore a marker that was
+        removed or has expired. The report of `models_in_use` holds for 15 s, or until the next report of this
+        owner.
         """
         ...
 
     async def model_marks(self) -> ModelMarks:
-        """All that holds now, as `marks` tells it; reads only."""
+        """Return the state as `refresh_warm_markers` does, without writing."""
         ...
 
     async def warming(self, model: str, endpoint: str) -> bool:
-        """Take the right to warm it, or renew it as the one who has it: it lapses after 30 s. False: another
-        owner has it."""
+        """Take the lock to warm the model at the endpoint, or renew it. Return False if another owner has it.
+
+        The lock expires after 30 s.
+        """
         ...
 
     async def warmed(self, model: str, endpoint: str) -> None:
-        """Mark it warm, and give the right back."""
+        """Mark the model as warm at the endpoint, and release the lock."""
         ...
 
     async def unwarmed(self, model: str, endpoint: str) -> None:
-        """Give the right back; it is not marked by this."""
+        """Release the lock without marking the model as warm."""
         ...
 
     async def pin(self, pins: Sequence[PinAsked]) -> Sequence[str]:
-        """The version of each: the one that it was given before, if that is among `keeps`, else the one that
-        is proposed now, which it has from then on. 100,000 are remembered; those that were not asked for the
-        longest go first."""
+        """Return a version for each pin: the pinned one if it is among `allowed_versions`, else
+        `proposed_version`, which is pinned from then on.
+
+        At most 100,000 pins are kept; the least recently requested are dropped first.
+        """
         ...

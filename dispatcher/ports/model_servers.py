@@ -1,4 +1,4 @@
-"""The model servers behind the gateway, each by itself, as who warms them up sees them."""
+"""The model servers behind the gateway, called one by one to warm them up."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dispatcher.core.gateway.outcome import Outcome
 
 
 class ModelServers(Protocol):
-    """One call straight to one model server, past the gateway and its picker."""
+    """Direct calls to single model servers, past the gateway and its endpoint picker."""
 
     async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
-        """Try once, until `deadline` (loop time). `endpoint`: as `core.models.availability.Listing` names it.
+        """Send one request to `endpoint` and return the outcome, at `deadline` (loop time) at the latest.
 
-        Never raises for what a network or a server can do: that is an Outcome. An endpoint of which it is not
-        known how to speak to it is Unreachable, and why says so. Nobody else counts the call, nor holds it
-        back: whoever makes it has seen to the limit and the gate. Cancelling it closes the connection.
+        `endpoint` is named as in `core.models.availability.Listing`. An endpoint with an unknown protocol is
+        `Unreachable`, and the outcome says why. Failures of the network or of a server never raise: they are
+        an `Outcome`. Cancelling the call closes the connection.
+
+        The call is neither counted nor delayed here: the caller must respect the limit and the gate.
         """
         ...

@@ -1,4 +1,4 @@
-"""A peer that cannot be reached, as an operator would say it. Imports nothing that takes time."""
+"""Descriptions of network errors for operators. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import ssl
 from collections.abc import Iterator
 
 _MOST_CHARS = 200
-"""Of an error's own words: bytes of the peer may be among them."""
+"""Length limit of the text of an error, which may contain bytes of the peer."""
 
 
 def words(error: BaseException) -> str:
-    """What went wrong, in one line: TLS's or the system's words where either is behind it.
+    """Return in one line what went wrong: the message of TLS or of the system if either is behind the error.
 
-    Client libraries wrap errors in errors of their own, whose words say less, or too much: a URL with its
+    Client libraries wrap errors in errors of their own, whose messages say less, or too much: a URL with its
     secrets.
     """
     for cause in _chain(error):
@@ -26,13 +26,13 @@ def words(error: BaseException) -> str:
 
 
 def addressed(error: BaseException) -> str:
-    """The same, with the address before it where the error names one, as aiohttp's connector does."""
+    """Return the description, after the address if the error names one (aiohttp's connector does)."""
     host, port = getattr(error, "host", None), getattr(error, "port", None)
     return f"{host}:{port}: {words(error)}" if host and port else words(error)
 
 
 def nobody_listens(error: BaseException) -> bool:
-    """Whether the connection was refused, at every address that was tried: no process has the port."""
+    """Return True if the connection was refused at every address that was tried: no process has the port."""
     for cause in _chain(error):
         if isinstance(cause, OSError) and (numbers := _numbers(cause)):
             return set(numbers) == {errno.ECONNREFUSED}
@@ -40,7 +40,8 @@ def nobody_listens(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what is behind it, the outermost first."""
+    """Yield an error and its causes, the outermost first."""
+    # A cause may be linked back to an error that was yielded already.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -49,7 +50,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _told(error: BaseException) -> str | None:
-    """What is known of this one; None: nothing better than its own words, or those of what is behind it."""
+    """Describe one error of the chain. `None` if only its own text is known, or its causes may say more."""
     if hasattr(error, "request_info"):  # aiohttp's ClientResponseError: its own words hold the URL
         return (
             f"the answer is not HTTP ({str(getattr(error, 'message', '')).partition(':')[0][:_MOST_CHARS]})"
@@ -65,7 +66,7 @@ def _told(error: BaseException) -> str | None:
         return None
     if isinstance(error, socket.gaierror) or (error.errno or 0) < 0:
         return f"the name cannot be resolved ({error.strerror})"
-    # One reason, however many addresses of a name were tried.
+    # asyncio joins the errors of all addresses of a name in one message: show one reason.
     if numbers := _numbers(error):
         why = os.strerror(numbers[0]).lower()
         return f"{error.filename}: {why}" if error.filename else why
@@ -73,5 +74,5 @@ def _told(error: BaseException) -> str | None:
 
 
 def _numbers(error: OSError) -> list[int]:
-    """Its errno, or those of each address that was tried."""
+    """Return the `errno` of the error, or of each address that was tried."""
     return [error.errno] if error.errno else [int(each) for each in re.findall(r"Errno (\d+)", str(error))]

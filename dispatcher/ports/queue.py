@@ -1,4 +1,10 @@
-"""The queue as one dispatcher sees it."""
+"""The queue as one dispatcher process uses it.
+
+A request is stored as its *member* (the bytes that the producer wrote) with a *score* (its order). An owner
+claims it, which creates a *lease*. The lease ends in one of three ways: it is settled (the result is
+written), released (the request returns to the queue), or moved to the dead-letter set. If its owner dies or
+is late, `Queue.sweep` takes the lease back.
+"""
 
 from __future__ import annotations
 
@@ -20,84 +26,89 @@ from dispatcher.ports.model_registry import ModelBoard
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """The newest refusal for overload that any replica saw."""
+    """The newest overload refusal of the gateway that any replica received."""
 
     at: float
-    """When the answer came."""
+    """Time at which the refusal arrived."""
     until: float
-    """Nothing is sent before this (Retry-After), whatever a reading says."""
+    """Time before which nothing is sent (Retry-After), whatever a reading says."""
     capacity: bool
-    """True: refused for lack of capacity, may teach what fits. False: shutting down, no endpoints."""
+    """True if the pool was full, which teaches how much fits. False if it was shutting down or had no
+    endpoints."""
     in_flight: int
-    """Our requests in flight, all replicas together, when it came."""
+    """Batch requests of all replicas that were in flight at that time."""
 
     def wait_until(self, most_s: float) -> float:
-        """Until when it is waited for by whoever waits no longer than so long."""
+        """Return the time until which to wait, at most `max_wait_s` after the refusal."""
         return min(self.until, self.at + most_s)
 
 
 class Permit(Value, frozen=True):
-    """What a claim may assume: the limit, and how old the knowledge behind it is."""
+    """Conditions of a claim: the limit, and how old the knowledge behind it is."""
 
     limit: int
-    """The units of live leases over all replicas, and those apart, never pass this because of the claim."""
+    """Maximum units of all live leases of all replicas together with `unleased_units`."""
     read_at: float
-    """When the reading behind the limit was taken (the start of its window)."""
+    """Time of the reading behind the limit (the start of its window)."""
     lost: int
-    """Units lost so far, as known when the limit was computed; each further one lowers it by one."""
+    """Value of `LeaseCounts.lost_units` when the limit was computed. Each unit that was lost since lowers the
+    limit by one."""
     retry_after_max_s: float = 60.0
-    """No refusal is waited for longer, whatever is stored of it."""
+    """Longest time to wait after an overload refusal, whatever Retry-After is stored."""
     apart: int = 0
-    """Units of the limit that are under way, or about to be, and are none of any lease."""
+    """Units that are in use, or about to be, and belong to no lease."""
 
 
 class Lease(Value, frozen=True):
-    """One request, held by one owner until it is settled, released, buried, or its time runs out."""
+    """The right to run one request, held by one owner until the lease ends."""
 
     entry: int
+    """Number of the request, given with its first claim. The pool never uses a number twice."""
     token: str
+    """Random bits that name this lease. A write with another token has no effect."""
     member: bytes
     score: float
     deliveries: int
-    """How often it has been claimed, this time included."""
+    """Number of times that the request was claimed, this time included."""
     attempts: int
-    """Tries that count (Failed)."""
+    """Attempts that count as failed (`Failed`)."""
     refusals: int
-    """Overload answers to this request."""
+    """Overload refusals of this request."""
     losses: int
-    """Owners that died holding it since it runs apart from other suspects."""
+    """Owners that died while they held the request, counted since it became a suspect."""
     lane: Lane | None = None
-    """Where it waits until it is claimed, apart from others; None: with all others."""
+    """Lane in which the request waited. `None` if it waited among all others."""
     units: int = 1
-    """What it counts of the limit: what its request weighs, as far as that was known when it was leased."""
+    """Units that the lease counts in the limit, as far as the weight of the request was known."""
     last_try: str = ""
-    """What the last try that counted came to; empty: there was none, or of a version that does not say."""
+    """Outcome of the last counted attempt. Empty if there was none, or an older version did not store it."""
 
 
 class Leases(Value, frozen=True):
-    """A count of leases at one moment, in units."""
+    """Units of all leases at one moment."""
 
     at: float
     live: int
-    """Of the live leases of all owners."""
+    """Units of live leases of all owners."""
     others: int
-    """Those among them held by other owners than the caller."""
+    """Part of `live_units` that other owners hold."""
     young: int
-    """Units of `others` that were claimed or renewed within the last 20 ms and may not have been sent yet."""
+    """Part of `other_owners_units` that was claimed or renewed in the last 20 ms, and may not have been sent
+    yet."""
     lost: int
-    """Of leases ever taken back from owners that were gone, silent or late (a counter). When it grows, some
-    may have been the caller's: `renew` tells."""
+    """Units of all leases ever taken back from owners that were gone, silent or late (a counter). If it
+    grows, some may have been leases of the caller: `renew` says which."""
     stray: int = 0
-    """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
+    """Part of `lost_units` whose owner may still be running the request (a counter)."""
 
 
 class Shared(Value, frozen=True):
-    """What the replicas of one queue tell each other through it."""
+    """State that the replicas of one queue share through it."""
 
     limit: int | None
-    """The newest limit any replica claimed by; None before the first."""
+    """Newest limit by which a replica claimed. `None` before the first claim."""
     read_at: float
-    """When the reading behind that limit was taken."""
+    """Time of the reading behind that limit."""
     overload: Overload | None
     prober: str | None
     """The owner that may probe an unreachable gateway now."""
@@ -106,93 +117,116 @@ class Shared(Value, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
+    """Reply to `Queue.set_lease_units`."""
+
     fits: Sequence[bool]
-    """For each lease: it counts what it weighs. False: it is no longer the caller's, and was given back to
-    its place, undelivered, unless somebody else has it by now."""
+    """True for each lease that counts its new units. False if the lease is no longer the caller's: it was
+    given back to its place without counting a delivery, or another owner has it."""
     count: Leases
     shared: Shared
 
 
 @dataclass(frozen=True, slots=True)
 class LinedUp:
+    """Reply to `Queue.claim_turns`."""
+
     verdicts: Sequence[Verdict]
-    """For each lease."""
+    """Decisions in the order of the leases."""
     count: Leases
     shared: Shared
 
 
 class Claimed(Value, frozen=True):
+    """Reply to `Queue.claim`."""
+
     leases: Sequence[Lease]
     count: Leases
     shared: Shared
     waiting: int
-    """Requests that the next claim could lease, were there room (pending and returned; those of a lane only
-    where this call was allowed more of them than it took)."""
+    """Requests that the next claim could lease if there were room: pending and returned ones. Requests of a
+    lane count only if this call was allowed more of them than it took."""
 
 
 class Settlement(Value, frozen=True):
+    """The final result of a request, which ends its lease."""
+
     lease: Lease
     result: bytes
-    """The result's JSON, ready for the list."""
+    """Result as JSON, ready for the list."""
     results: str
-    """The result list; empty: the queue's default."""
+    """Name of the result list. Empty for the default list of the queue."""
     request_id: str = ""
     request_token: str = ""
-    """Both given: the markers of the request are deleted, those under its id where they hold this token."""
+    """Token of the request; its cancel markers are deleted, also those under `request_id` if they hold this
+    token. Empty if the request has no token."""
     code: str = ""
-    """What the result is counted as: the class of the gateway's answer (`2xx`) or an error code."""
+    """Class in which the result is counted: the class of the gateway's answer (`2xx`) or an error code."""
     turn: TurnEnd | None = None
-    """What it leaves to its sequence, whether it was lined up or not. None: it is of none, or was refused by
-    it. (A request that was lined up ends its turn all the same, as one that has not failed.)"""
+    """State that the request leaves to its sequence, whether its turn was checked or not.
+
+    `None` if it belongs to no sequence, or the sequence rejected it. (The turn of a checked request ends in
+    any case, as one that has not failed.)
+    """
 
 
 class Settled(StrEnum):
+    """Status of a lease that the caller ended."""
+
     DONE = "done"
     LOST = "lost"
-    """The lease had ended by then, or is another's: nothing was written. A repetition after a lost reply says
-    this too, unless the adapter remembers."""
+    """The lease had ended before, or belongs to another owner: nothing was written. A repetition after a lost
+    reply returns this too, unless the adapter remembers."""
     BAD_LIST = "bad-list"
-    """The named list has the wrong type, or is one that no producer may name: an INVALID_REQUEST result went
-    to the default list and the lease ended (a burial is dead all the same)."""
+    """The named list has the wrong type, or producers may not name it: an INVALID_REQUEST result went to the
+    default list, and the lease ended. (A dead letter is in the dead-letter set in any case.)"""
     TOO_LARGE = "too-large"
-    """The queue takes no value as large as this result, though it takes others: a TOO_LARGE result went to
-    the list instead and the lease ended."""
+    """The queue does not accept a value as large as this result, though it accepts others: a TOO_LARGE result
+    went to the list instead, and the lease ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
+    """Reply to `Queue.settle_and_claim_next`."""
+
     answers: Sequence[Settled | None]
-    """As `settle` gives them."""
+    """Statuses as `settle` returns them."""
     claimed: Claimed | None
-    """What came next of their sequences, and is leased to the caller. None: that is not known, or nothing
-    could come; a claim by the same nonce tells it."""
+    """Next requests of the sequences, leased to the caller. `None` if they are not known, or there can be
+    none: a claim with the same nonce returns them."""
     goes: Sequence[Goes] = ()
-    """For each of those leases, as `line_up` would say."""
+    """Granted turns for these leases, as `claim_turns` would return them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
+    """A lease that ends without a result: the request returns to the queue."""
+
     lease: Lease
     delay_s: float = 0.0
-    """0: back to its place at once; else delayed."""
+    """Delay before the request may be claimed again. With 0, it returns to its place at once."""
     attempt: bool = False
-    """Counts as an attempt (Failed)."""
+    """True to count a failed attempt (`Failed`)."""
     refusal: bool = False
-    """Counts as a refusal (Overloaded)."""
+    """True to count a refusal (`Overloaded`)."""
     undelivered: bool = False
-    """The delivery is taken back: it was given back untouched (drain, unreachable), not lost."""
+    """True to take back the count of the delivery: the request was returned untouched (drain, unreachable).
+    """
     last_try: str = ""
-    """The outcome of the try in words. If it is empty, the text of an earlier try stays."""
+    """Outcome of the attempt in words. If it is empty, the text of an earlier attempt stays."""
     awaits: str = ""
-    """The model that it waits for, which is not served: in a lane that no claim takes from, until `recall`,
-    and no delay counts. As the head of its sequence it stays that. Empty: it waits for none."""
+    """Model that is not served and that the request waits for, in a lane that no claim takes from, until
+    `return_waiting_for_models`. Empty if it waits for none.
+
+    `delay_s` is ignored then. A request that is next in its sequence stays next.
+    """
     request_id: str = ""
     request_token: str = ""
-    """What cancels it while it awaits. Empty: as the member of the lease says, if it is there."""
+    """Token that, with `request_id`, cancels the request while it waits for its model. If empty, both are
+    read from the member of the lease, if it is there."""
 
     @property
     def cancelled_by(self) -> tuple[str, str]:
-        """Id and token."""
+        """Id and token by which the request can be cancelled."""
         if self.request_token or not self.lease.member:
             return self.request_id, self.request_token
         read = parse(self.lease.member)
@@ -201,44 +235,50 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
+    """Reply to `Queue.return_waiting_for_models`."""
+
     moved: int
     """Requests that may be claimed now."""
     left: int
-    """Those that wait still for one of these models: call again."""
+    """Requests that still wait for one of these models: call again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burial:
+    """A request to be moved to the dead-letter set, for an operator to look at."""
+
     settlement: Settlement
-    """The error result that the consumer sees; empty where no id could be read: none is written."""
+    """Error result for the consumer. Its `result` is empty, and none is written, if no id could be read."""
     reason: str
-    """One sentence for the operator."""
+    """Sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
+    """Reply to `Queue.renew` and `Queue.share_state`."""
+
     lost: Sequence[int]
-    """Entries whose lease is no longer the caller's."""
+    """Entry ids whose lease is no longer the caller's."""
     count: Leases
     shared: Shared
 
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """A request past its deadline, not leased: where it lies, and its bytes."""
+    """A request without a lease that is to be answered: usually one past its deadline."""
 
     place: str
-    """Opaque to all but the queue."""
+    """Location of the request, opaque to all but the queue."""
     member: bytes
     last_try: str = ""
-    """As in Lease, and so are those below."""
+    """Same as in `Lease`, and so are the counts below."""
     attempts: int = 0
     refusals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """A request of a sequence that will not go any more: what its result is to say."""
+    """A request that will never run because its sequence has ended, and the error with which to answer it."""
 
     item: Expired
     code: ErrorCode
@@ -248,37 +288,44 @@ class Unserved:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
+    """Summary of one sweep."""
+
     reclaimed: int
-    """Leases that were taken back; their units are of Leases.lost."""
+    """Number of leases that were taken back. Their units count in `LeaseCounts.lost_units`."""
     due: int
-    """Delayed requests that went back to their place."""
+    """Number of delayed requests that returned to their place."""
     next_due_at: float | None
-    """When the next delayed request is due."""
+    """Time at which the next delayed request is due."""
     lost: int
-    """As in Leases."""
+    """Same as in `LeaseCounts`."""
     turns: int = 0
-    """Requests of sequences whose turn has come by that, and that may be claimed now."""
+    """Number of requests whose turn in their sequence has come, and that may be claimed now."""
     revoked: int = 0
-    """Requests that waited for their model and were cancelled: they may be claimed now, to be answered."""
+    """Number of requests that were cancelled while they waited for their model. They may be claimed now, to
+    be answered."""
 
 
 class Queue(ModelBoard, Protocol):
-    """The queue as one owner sees it. Each method is one atomic step, safe to repeat.
+    """The queue as one owner uses it.
 
-    All raise QueueUnavailableError, and nothing else that is expected.
+    Each method is one atomic step that is safe to repeat: claims by their nonce, all others by the tokens of
+    the leases. All raise QueueUnavailableError, and nothing else that is expected.
     """
 
     owner: str
+    """Name of this process, never used by another one."""
 
     def unix_now(self) -> float:
-        """Unix time by the queue's clock, without asking it."""
+        """Return the Unix time by the queue's clock, without a call to the queue."""
         ...
 
     async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
-        """Those of these lists that no producer may have its result put into, or that take none, each with
-        why, as the end of a sentence ("is …"). Whoever settles with such a list is told BAD_LIST.
+        """Return the result lists among `names` that cannot take a result, each with the reason as the end of
+        a sentence ("is …"): producers may not name it, or it has the wrong type. A settlement with such a
+        list returns BAD_LIST.
 
-        What is fit is remembered for a while; what cannot be learned now counts as fit, and raises nothing.
+        Valid lists are cached for a while. A list that cannot be checked now counts as valid and raises
+        nothing.
         """
         ...
 
@@ -291,160 +338,188 @@ class Queue(ModelBoard, Protocol):
         lanes: Mapping[Lane, int] = ONE_OF_EACH,
         units: int = 1,
     ) -> Claimed:
-        """Lease up to `most` requests, best score first, never past the permit.
+        """Lease up to `max_count` requests, best score first, never past the permit.
 
-        Each counts what it did when it was leased last, or what `weigh` has said since, and 1 at least; one
-        that never was leased is taken to weigh `units`, which may be 0: it is weighed before it is sent.
-        Where no unit is free, nothing more is leased. One that is heavier than the room there is now ends the
-        claim, so that it does not starve behind lighter ones; one heavier than the limit itself is passed
-        over until that has risen.
+        Repeat a claim whose reply was lost with the same nonce: it returns the same leases.
 
-        Room: a permit whose reading is no older than the shared one becomes the shared one (not while
-        paused), and its limit holds; by an older permit the smaller of both limits holds. Each is lowered
-        by the leases lost since it was computed. A lease counts its units until it is settled, released,
-        buried or reclaimed, however long its time has run out. No room at all while paused, before
-        Overload.until, or when the newest overload is no older than the permit's reading. What is shared of
-        later than now (the queue's clock has stepped back) is of now from then on; a permit's reading that is
-        said to be of later is older than any.
+        Units: a request counts the units of its last lease or of the last `set_lease_units`, at least 1. A
+        request that was never leased counts `assumed_units`, which may be 0 if the caller sets its units
+        before sending. Nothing more is leased when no unit is free. A request with more units than are free
+        ends the claim, so that it does not starve behind lighter ones; a request with more units than the
+        whole limit is skipped until the limit has risen.
 
-        `lanes`: how many requests of each lane may be among them (none of one that is closed or not named).
-        Such a request keeps its place in the order, and is passed over where it may not be claimed.
-        Members are read in order until they sum to 1 MB (2**20 bytes); the one that passes it is left, but
-        a first one is always taken. Equal score and bytes: the one claimed before goes first.
+        Room: a permit with a reading no older than the shared one replaces the shared one (not while paused),
+        and its limit applies; with an older permit, the smaller of both limits applies. Each limit is lowered
+        by the leases lost since it was computed. A lease counts until it ends or is taken back, however long
+        ago its time ran out. There is no room while the queue is paused, before `Overload.retry_at`, and
+        while the newest overload is not older than the reading of the permit. If the clock of the queue has
+        stepped back, shared times in the future are set to now, and a permit with a reading in the future
+        counts as older than any other.
 
-        Who claims has a gateway, whatever room there is: if the caller is the prober its probe has got
-        through, and others may probe. So it must not claim before.
+        Order: `max_per_lane` limits the requests of each lane (0 for lanes that are closed or not named). A
+        request that may not be claimed keeps its place and is skipped. Members are read in order up to 1 MB
+        (2**20 bytes) in total, but at least one is taken. Of requests with equal score and bytes, the one
+        claimed before goes first.
+
+        A claim also says that the caller can reach the gateway, whatever room there is: if the caller is the
+        probing owner, its probe has succeeded, and others may probe. The probing owner must not claim before
+        that.
         """
         ...
 
     async def probe(self, nonce: str, permit: Permit) -> Claimed:
-        """Lease one request to probe an unreachable gateway, where a claim would have room for it; none while
-        a probe runs. (Where others fill the limit one of them will tell, and nothing could be claimed after.)
+        """Lease one request to probe an unreachable gateway, under the conditions of a claim. Lease none
+        while another probe runs. (If other owners fill the limit, one of them will notice that the gateway is
+        back, and nothing could be claimed afterwards.)
 
-        The probe runs until its lease ends, however it ends, or its owner claims (`claim`); its owner is
-        Shared.prober until then. The same nonce again returns the same lease.
+        The probe runs until its lease ends in any way, or its owner calls `claim`. Its owner is
+        `SharedState.probing_owner` until then. The same nonce returns the same lease.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
-        """Give the leases lease_s from now, those too that ran out but were not reclaimed yet."""
+        """Extend the leases to lease_s from now, including leases that ran out but were not yet taken
+        back."""
         ...
 
     async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
-        """Have each lease count what its request weighs, which is known once it was read, and is remembered
-        for its next lease. One that travels with another, which counts for both, weighs 0 while it is held.
-        By the room that a claim would have; what does not fit is given back at once, undelivered. A lighter
-        one always fits, and makes room for those after it.
+        """Set the units of each lease to the weight of its request, which is known once the request was
+        parsed.
+
+        The units are kept for the next lease of the request. A lease that is merged into the call of another
+        one, which counts for both, has 0 units while it is held. The same room applies as for a claim; a
+        lease that does not fit is given back at once without counting a delivery. Fewer units always fit, and
+        make room for the leases after it.
         """
         ...
 
     async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
-        """Whose turn it is of leased requests that are of sequences, once they were read. `terms` hold from
-        now on, also where there is no request. Ask it of each such
-        lease, before anything else may end it, and again for each new lease of a request.
+        """Decide for leased requests of sequences whether it is their turn. `terms` apply from now on, also
+        if `turns` is empty.
 
-        `Goes`: nothing of its sequence but this request goes until that has ended for good (`settle`,
-        `bury`, `expire`); while it is released, reclaimed or delayed it stays the one. `Waits`: it was given
-        back, undelivered, and lies in a lane that no claim takes from, until its turn. `Barred`: its lease
-        stays the caller's, who settles it. In the order given; the same call again says the same of those
-        that go and wait, and judges anew what was barred.
+        Call it for each such lease before anything else can end the lease, and again for each new lease of a
+        request.
+
+        `TurnGranted`: no other request of the sequence is granted a turn until this one has ended for good
+        (`settle`, `move_to_dead_letters`, `settle_unleased`); it stays the current one while it is released,
+        taken back or delayed. `TurnWaits`: the request was given back without counting a delivery, and waits
+        for its turn in a closed lane. `TurnRejected`: the caller keeps the lease and settles it. Decisions
+        come in the order given. A repeated call returns the same for granted and waiting requests, and
+        decides anew about rejected ones.
         """
         ...
 
     async def unserved(self, most: int) -> Sequence[Unserved]:
-        """Requests of sequences that will not go any more, about 1 MB of them (one at least): hand them to
-        `expire` with their results. One whose member cannot be read has none (`Settlement.result` empty)."""
+        """Return requests of ended sequences that will never run, about 1 MB (at least one). Pass them to
+        `settle_unleased` with their results, or with an empty `Settlement.result` if the member cannot be
+        parsed."""
         ...
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
-        """Tell the others the newest limit and overload, and learn theirs. `lost` is empty.
+        """Share the newest limit and overload with the other owners, and return theirs. `lost_entry_ids` is
+        empty.
 
-        The overload with the newest `at` is kept; `until` never moves back.
+        The overload with the newest `refused_at` is kept; `retry_at` never moves back.
         """
         ...
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
-        """Write each result and end its lease. None: not now, the lease stands; hand it in again. By the
-        same step the next of a sequence may be claimed: whoever settled one claims again.
+        """Write each result and end its lease. `None` for a lease that could not be settled now: it stands,
+        call again.
 
-        One that cannot be written holds up no other. Raises where nothing could be written.
+        Settling a request of a sequence may make the next one claimable, so claim again afterwards. A
+        settlement that cannot be written does not delay the others. Raises if nothing could be written.
         """
         ...
 
     async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
-        """`settle`, and in the same step lease to the caller those whose turn comes by that, as far as a
-        `claim` by this permit would have leased just them: in their order, from the first for which there is
-        no room, or before which something else is to go, they wait for a claim as ever (and so do those that
-        wait in a lane, or are too large). `nonce`: one that no claim has had."""
+        """Settle the requests, and in the same step lease the next requests of their sequences to the caller.
+
+        Only requests are leased that a `claim` with this permit would have leased: in order, up to the first
+        that has no room, is too large, or has another request before it. The rest, and requests that wait in
+        a lane, wait for a claim as usual. `nonce` must not be one of an earlier claim.
+        """
         ...
 
-    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]: ...
+    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
+        """End each lease without a result, as its `Release` says."""
+        ...
 
     async def recall(self, models: Sequence[str]) -> Recalled:
-        """Bring back requests that wait for one of these models, which is served now or is asked for no
-        longer: some hundreds a call, the best first, each to its old place. Any owner may, at any time, and
-        several at once. What waits for others is not looked at. After a lost reply `moved` is of the
-        repetition alone."""
+        """Return requests that wait for one of these models to their old place in the queue.
+
+        Call it for models that are served now or that no rule makes requests wait for any more. Each call
+        moves some hundreds, best score first. Several owners may call it at once. After a lost reply,
+        `returned_count` counts only what the repetition moved.
+        """
         ...
 
     async def awaited(self) -> Mapping[str, int]:
-        """How many requests wait for which model (by `lanes.awaited_as`); of 1,000 models at the most, and
-        then of others with each call."""
+        """Return the number of requests that wait for each model (named by `lanes.shorten_model_name`).
+        Covers at most 1,000 models, and others with each call."""
         ...
 
     async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
-        """Set the requests aside as dead, with their results as `settle` writes them."""
+        """Move the requests to the dead-letter set, and write their results as `settle` does."""
         ...
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        """For each (request id, its token): was it cancelled, by its token or by a marker under its id that
-        equals the token?"""
+        """Return for each pair of request id and token whether the request was cancelled: by its token, or by
+        a marker under its id with an equal token."""
         ...
 
     async def sweep(self) -> Swept:
-        """Return leases whose owners are gone, or that ran out, to their old place, and delayed requests that
-        are due to pending; end what time ends of sequences; bring back what was cancelled of the requests
-        that wait for their model (a page of them a call).
+        """Return requests to their place: those whose owner is gone or whose lease ran out, delayed ones that
+        are due, and cancelled ones among those that wait for their model (a page per call). End sequences
+        that are due to end.
 
-        An owner is gone when that is proven, or when it was silent for its owner_timeout_s: each claim,
-        renew, share and sweep shows that it lives. After a sweep that comes more than 2 s, or half of this
-        owner's owner_timeout_s, after the last one (the queue was away, or all owners were) no silence
-        counts for the longest owner_timeout_s of those who were heard of, and after one that comes more
-        than lease_s/3 after it no lease runs out for lease_s/3: living owners speak first, so that only
-        what dead ones held counts as lost. So sweep each second, and at least every sixth of either,
-        however short.
+        An owner is gone if that is proven, or if it was silent for its owner_timeout_s. Each claim, renew,
+        share_state and sweep is a sign of life.
+
+        After an outage of the queue or of all owners, living owners must be able to report first, so that
+        only leases of dead owners count as lost. Therefore silence does not count for the longest
+        owner_timeout_s of the known owners after a sweep that comes more than 2 s, or half of this owner's
+        owner_timeout_s, after the last one. And no lease runs out for lease_s/3 after a sweep that comes more
+        than lease_s/3 after the last one. So sweep each second, and at least every sixth of both times.
         """
         ...
 
     async def expired(self, most: int) -> Sequence[Expired]:
-        """Unleased requests that may be past their deadline (by score; the caller verifies by parsing).
+        """Return requests without a lease that may be past their deadline by their score. The caller verifies
+        the deadline by parsing the member.
 
-        Each call goes on where the last one ended, and starts over at the end, so that scores which are no
-        deadlines hide no other request for ever.
+        Each call continues where the last one ended, and starts over at the end, so that scores that are no
+        deadlines never hide other requests.
         """
         ...
 
     async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
-        """Write their results and remove them, those that still lie where they lay; how many that were.
+        """Write the results and remove the requests that are still where they were found. Return how many
+        that were.
 
-        The lease of such a settlement is not looked at.
+        The lease of these settlements is ignored.
         """
         ...
 
-    async def counts(self) -> Counts: ...
+    async def counts(self) -> Counts:
+        """Return the number of requests by where they are."""
+        ...
 
     async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
-        """How what is pending lies, who works on it, and how much was ever settled; reads only.
+        """Return a snapshot of the pending requests, of the owners, and of the number ever settled, without
+        writing.
 
-        Spans are narrow where it decides who misses its deadline at this rate, so that `outlook.at_risk` is
-        off by no more than a few hundredths; without a rate they are coarse. At most 50 replicas are named,
-        and only the first request of each priority is read. Replicas that only observe are not seen.
+        The spans are narrow around the deadlines that are missed at this rate, so that the forecast of
+        requests at risk is off by at most a few hundredths; without a rate they are coarse. At most 50
+        replicas are named, and only the first request of each priority is read. Replicas that only observe
+        are not included.
         """
         ...
 
     async def wait_for_work(self) -> None:
-        """Return when work may have arrived: a producer woke us, or poll_s has passed and there is some.
+        """Return when work may have arrived: a producer woke this owner, or poll_s has passed and there is
+        some.
 
-        A wake-up since the last call is not missed: then it returns at once.
+        A wake-up since the last call is not missed: the call then returns at once.
         """
         ...

@@ -1,4 +1,4 @@
-"""The queue as producers and operators see it."""
+"""The queue as producers and operators use it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dispatcher.ports.model_registry import ModelMarks
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """A request that was put aside."""
+    """A request in the dead-letter set."""
 
     entry: int
     member: bytes
@@ -31,106 +31,132 @@ class Dead:
 
 
 class Desk(Protocol):
-    """The queue as producers and operators see it. Raises QueueUnavailableError like Queue."""
+    """The queue as producers and operators use it. Every method raises QueueUnavailableError like `Queue`."""
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
-        """Put them into the queue and wake the dispatchers; how many were not pending already."""
+        """Add the requests to the queue and wake the dispatchers. Return how many were not pending yet."""
         ...
 
     async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
-        """Have those cancelled that are active under the id, or the one with that token; False where there is
-        none. `found`: it was seen in the queue with that token, whoever submitted it."""
+        """Cancel the requests with this id, or only the one with this token. Return False if there is none.
+
+        Set `is_token_known` if the token was read from the request in the queue. It then counts for every
+        producer.
+        """
         ...
 
-    async def pause(self, by: str, why: str) -> None: ...
+    async def pause(self, by: str, why: str) -> None:
+        """Stop all claims until `resume`."""
+        ...
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Allow claims again."""
+        ...
 
     async def paused(self) -> tuple[str, str] | None:
-        """Who paused it and why; None when nobody did."""
+        """Return who paused the queue and why. `None` if it is not paused."""
         ...
 
     async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
-        """Score and member of the first that a claim would take, those of all lanes included (but for closed
-        ones), in order."""
+        """Return score and member of the next requests to be claimed, in order. Requests in lanes are
+        included, except for closed lanes."""
         ...
 
     async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
-        """A page in order, by rank: what leaves meanwhile shifts it. `whole`: members with all bytes."""
+        """Return a page of the requests in one location, in order.
+
+        Pages are numbered by rank, so requests that leave meanwhile shift the next page. With `full_members`,
+        long members are returned with all bytes.
+        """
         ...
 
     async def near(self, request_id: str, after: str = "") -> Looked:
-        """A page of those that hold this id and are found at little cost: of our client, or leased."""
+        """Return a page of the requests with this id that can be found cheaply: those of our client, and
+        leased ones."""
         ...
 
     async def search(
         self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
     ) -> Looked:
-        """A page of a walk over all, or over those claimed at least once: those that hold of each word one
-        spelling. What is in the queue all the while is found; some are met twice. `whole`: as in `lying`."""
+        """Return a page of a walk over all requests, or with `entries_only` over those that were claimed at
+        least once.
+
+        A request matches if it contains one spelling of each term. A request that is in the queue during the
+        whole walk is found; some are returned twice. `full_members` as in `list_requests`.
+        """
         ...
 
     async def ahead(self, found: FoundRequest) -> int | None:
-        """How many lie before it in line; None where it does not wait there (any more)."""
+        """Return the number of requests ahead of this one. `None` if it does not wait there (any more)."""
         ...
 
     async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
-        """Take over requests found in that other queue, none of them leased, each to the place where it lay;
-        how many are new. Each is taken over once in a week, however often it is handed in."""
+        """Take over requests that were found in the other `queue` and are not leased, each in the place where
+        it was stored. Return how many are new.
+
+        Each request is taken over once in a week, however often it is passed in.
+        """
         ...
 
     async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
-        """What lies in a result list behind so many, the oldest first, about 1 MB; nothing is taken."""
+        """Return the results of a list after the first `after`, oldest first, up to about 1 MB. Nothing is
+        removed."""
         ...
 
     async def take_result(self, name: str, result: bytes) -> bool:
-        """Remove the oldest that equals it; False where it is gone."""
+        """Remove the oldest result that equals `result`. Return False if there is none."""
         ...
 
-    async def counts(self) -> Counts: ...
+    async def counts(self) -> Counts:
+        """Return the number of requests by where they are."""
+        ...
 
     async def awaited(self) -> Mapping[str, int]:
-        """As Queue.awaited."""
+        """Return the same as `Queue.count_waiting_by_model`."""
         ...
 
     async def model_marks(self) -> ModelMarks:
-        """What owners and operators say of versions of models, as `Queue.marks` tells it; reads only."""
+        """Return the state of model versions, without writing."""
         ...
 
     async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
-        """Have the label mean that version of the family, whatever the settings say; None takes it back.
-        False: there was none to take back. No name may have more than 256 bytes, and no more than 1,000
-        labels are kept: CallRefusedError."""
+        """Make the label mean this version of the family, whatever the settings say; with `None`, remove the
+        label.
+
+        Return False if there was no label to remove. Raises CallRefusedError for a name of more than 256
+        bytes, and if there are 1,000 labels already.
+        """
         ...
 
     async def drain(self, model: str, who: str, why: str = "") -> None:
-        """Have this version take nothing new; what runs goes on to its end. Bounds as those of `label`."""
+        """Stop new requests for this version; running requests continue. Limits as for `set_label`."""
         ...
 
     async def undrain(self, model: str) -> bool:
-        """Take that back; False: it was not drained."""
+        """Allow new requests for this version again. Return False if it was not drained."""
         ...
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
-        """The dead with an entry above `after`, by entry."""
+        """Return dead requests with an entry id above `after`, in order of their ids."""
         ...
 
     async def dead_newest(self, most: int) -> Sequence[Dead]:
-        """Those with the highest entries, the highest first."""
+        """Return the dead requests with the highest entry ids, highest first."""
         ...
 
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
-        """Accept them anew with this deadline (in the member and in the score, the priority kept)."""
+        """Accept dead requests again with this deadline, which is written to member and score; the priority
+        is kept. Return how many were accepted."""
         ...
 
     async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
-        """Forget them; None: all."""
+        """Delete dead requests, or all of them with `None`. Return how many were deleted."""
         ...
 
     async def sequences(
         self, most: int, after: str = "", status: SequenceStatus | None = None
     ) -> SequencePage:
-        """A page of a walk over about so many, in no order; of those, the ones with that status."""
+        """Return a page of a walk over about `max_count` sequences in no order, filtered by status."""
         ...
 
     async def sequence(self, sequence_id: str) -> SequenceSeen | None:
@@ -138,14 +164,14 @@ class Desk(Protocol):
         ...
 
     async def release_sequence(self, sequence_id: str) -> bool:
-        """Let a sequence that is held go on with its next request. Return False if it is not held."""
+        """Let a held sequence continue with its next request. Return False if it is not held."""
         ...
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
-        """Have the waiting and later requests of a sequence answered SEQUENCE_ABORTED, and say `why`.
+        """Answer the waiting and later requests of a sequence with SEQUENCE_ABORTED and `why`.
 
-        A running request goes on to its end. A sequence can be aborted before any request of it was claimed.
-        Return False if the sequence was aborted before, or has ended.
+        A running request continues. A sequence can be aborted before any request of it was claimed. Return
+        False if the sequence was aborted before, or has ended.
         """
         ...
 
@@ -153,10 +179,11 @@ class Desk(Protocol):
         """End a sequence. Its waiting requests are answered CANCELLED, and its running one is cancelled if
         its producer gave it a token.
 
-        Requests that were submitted until `at` (Unix time; `None` for now, by the queue's clock) and are
-        claimed within `for_s` are answered CANCELLED, too. Until the sequence is forgotten, these include
-        requests that do not say when they were submitted. Requests that are submitted later begin the
-        sequence anew. Return False if, as far as dispatchers know, the sequence has ended or is not there.
+        Requests that were submitted until `submitted_until` (Unix time; `None` for now, by the queue's clock)
+        and are claimed within `claimed_within_s` are answered CANCELLED, too. Until the sequence is
+        forgotten, these include requests that do not say when they were submitted. Requests that are
+        submitted later begin the sequence anew. Return False if, as far as dispatchers know, the sequence has
+        ended or does not exist.
         """
         ...
 

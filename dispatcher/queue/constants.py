@@ -1,6 +1,8 @@
-"""Numbers by which every form of the queue works. The scripts get those of `LUA` as locals of these names.
+"""Constants that every implementation of the queue shares. The scripts get those of `LUA_CONSTANTS` as
+locals.
 
-They are no settings: all dispatchers of a queue must agree about them, and so must those of two versions.
+They are not settings, because all dispatchers of a queue must use the same values, including dispatchers of
+different versions.
 """
 
 from __future__ import annotations
@@ -11,39 +13,42 @@ from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
 from dispatcher.core.sequences.turns import LINE_SEEN, LIVES_MOST, LOOK_S, UNPARK_MOST
 
 PREFIX_BYTES = 512
-"""Of a member: so much decides the order of equal scores once it was claimed."""
+"""Number of bytes of a member that order entries with equal scores, once the request was claimed."""
 PASSED_MOST = 500
-"""Requests that are heavier than the limit: so many a claim passes over at the most."""
+"""Largest number of requests that one claim passes over because they need more units than the limit."""
 CLAIM_BYTES = 2**20
-"""A claim stops before its members sum to more than this."""
+"""Largest sum of the bytes of the members of one claim."""
 YOUNG_S = 0.02
-"""A lease claimed or renewed within this is young: its request is not surely sent yet."""
+"""Seconds after a claim or renewal for which a lease counts as just leased: its request may not have been
+sent yet."""
 SAME_READING_S = 0.001
-"""Clocks are known no better: two readings this close are the same."""
+"""Largest difference in seconds between the times of one reading. Clocks are not known more precisely."""
 AHEAD_S = 1.0
-"""Nothing is of so much later than now, unless a clock stepped."""
+"""Seconds that a time may be in the future. A later time is from before a step of the clock."""
 GAP_S = 2.0
-"""Between sweeps this is an outage at the latest, for every owner sweeps each second."""
+"""Seconds between two sweeps after which the queue counts as having been unreachable. Every owner sweeps each
+second."""
 LOOKED_MOST = 200
-"""Sequences whose time has come: so many one sweep looks at."""
+"""Largest number of due sequences that one sweep checks."""
 RECALL_MOST = 200
-"""Requests that one step brings back from the lane of those that wait for their model."""
+"""Largest number of requests that wait for their model and that one step returns to the queue."""
 REVOKED_MOST = 250
-"""Of the requests there, how many one sweep looks at for whether they were cancelled: 1 to 2 ms of the
-server's time."""
+"""Largest number of requests that wait for their model and that one sweep checks for a cancel marker. The
+check takes 1 to 2 ms of the server's time."""
 AWAITED_MOST = 1000
-"""Models that one look tells of."""
+"""Largest number of models in one count of the requests that wait for their model."""
 WARM_S, WARMING_S, USED_S = 60, 30, 15
-"""How long each holds that is said of a version: it is warm; somebody warms it; somebody has it under way."""
+"""Seconds for which an entry of the model registry holds: a warm marker, a warm-up lock, and a model in
+use."""
 MARKS_MOST = 100_000
-"""Marks of a kind that one look tells of."""
+"""Largest number of markers of one kind that are read at once."""
 PINS_MOST = 100_000
 PIN_MOST_S = 365 * 86_400.0
-"""Versions that were given to sequences and jobs: how many are remembered, and the longest."""
+"""Largest number of pins that are remembered, and the longest time in seconds for which one is kept."""
 DECIDED_MOST = 1000
-"""Labels, and drains, that operators may set."""
+"""Largest number of labels, and of drains, that operators may set."""
 REPLY_TTL_S = 60
-"""How long a repetition of a call gets the same reply."""
+"""Seconds for which a repeated call gets the same reply."""
 ACTIVE_BYTES = 65_536
 """Largest packed list of the tokens that can be cancelled under one id: some thousand tokens."""
 TOKENS_SOUGHT = 16
@@ -53,9 +58,10 @@ CANCEL_TTL_S = 604_800
 """Seconds for which the cancel of a request that was found under `request-active:<id>` stays in force."""
 
 DONE, LOST, BAD_LIST, STUCK, TOO_LARGE = range(5)
-"""What became of a result. DONE: written. LOST: its lease, or its place, is another's by now. BAD_LIST: its
-list cannot be pushed to, so that INVALID_REQUEST goes to the default list. STUCK: nor can that one, so that
-the request stays as it is. TOO_LARGE, as no script says: the server took a TOO_LARGE result in its place."""
+"""Status of a result. DONE: it was written. LOST: the lease has ended or belongs to another owner, or the
+unleased request has moved. BAD_LIST: the list cannot be pushed to, so INVALID_REQUEST goes to the default
+list. UNWRITABLE: the default list cannot be pushed to either, so the request stays as it is. TOO_LARGE: the
+server took a TOO_LARGE result in its place; no script returns this."""
 
 LUA = {
     "ACTIVE_BYTES": ACTIVE_BYTES,

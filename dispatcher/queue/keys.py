@@ -1,4 +1,5 @@
-"""The names of the keys of a line and of its pool: derived from names of queues, in one cluster slot."""
+"""Names of the Redis keys of a queue and of its pool. All are derived from the name of the queue and are in
+one Cluster slot."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from dispatcher.core.sequences.turns import Turn, owner_of
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"
-"""Markers of llm-d's producers, by id and for all queues. Ours are `Names.active` and `Names.cancel`."""
+"""Prefixes of the markers of llm-d's producers, by request id and for all queues. The markers of this project
+are `QueueNames.active_key` and `QueueNames.cancel_key`."""
 MAX_TOKEN_BYTES = 1024
-"""A longer one names no key: its request is cancelled by llm-d's marker alone."""
+"""Largest token that may be part of a key. A request with a longer one is cancelled by llm-d's marker
+only."""
 MAX_LIST_NAME_BYTES = 1024
 
 LINE_KEYS = {
@@ -53,9 +56,11 @@ MODEL_KEYS = {
     "ABSENT_ORDER": ("absent:order", "zset"),
     "ABSENT_COUNTS": ("absent:counts", "zset"),
 }
-"""What the scripts call each lasting key; its suffix (none: the queue itself), and its type. A line has its
-own of all but the second, which it shares with all lines of its pool. Those of sequences, and those of what
-waits for its model, come last: scripts look at their types only where there is such a request."""
+"""Name of each lasting key in the scripts, with its suffix (empty for the queue itself) and its type.
+
+A queue has its own keys except for the pool keys, which all queues of its pool share. The keys of sequences
+and of requests that wait for a model come last: scripts check their types only if there is such a request.
+"""
 BOARD_KEYS = {
     "WARM": ("models:warm", "zset"),
     "WARMING": ("models:warming", "zset"),
@@ -65,10 +70,10 @@ BOARD_KEYS = {
     "PINS": ("models:pins", "hash"),
     "PINS_ASKED": ("models:pins:asked", "zset"),
 }
-"""Of the pool, too: what its owners and operators say of versions of models. Apart from all others, and given
-to the steps that are about them alone."""
+"""Keys of the model registry of a pool. They are separate from all other keys, and only the scripts of the
+registry get them."""
 KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **MODEL_KEYS}
-"""In the order in which every other script gets them."""
+"""Keys in the order in which all scripts but those of the model registry get them."""
 SHARED_BY_CLIENTS = "sequences:secret"
 _SUFFIXES = (*(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values()) if suffix), SHARED_BY_CLIENTS)
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
@@ -81,34 +86,36 @@ _OF_A_BOX = re.compile(
     re.DOTALL,
 )
 _PASSING = ("reply", "posted", "active", "cancel", "sequences:cancelled", "streams")
-"""Keys that expire have more behind these."""
+"""Suffixes of keys that expire. Each is followed by an id."""
 _OF_A_QUEUE = re.compile(
     rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
     re.DOTALL,
 )
-"""What may be a key of any queue: all bear a hash tag, but for a queue itself that its operator named."""
+"""Pattern of all names that may be a key of some queue. All of them have a hash tag, except for a queue that
+its operator named."""
 
 
 class QueueNameError(ValueError):
-    """A queue's name cannot be one; the message says why."""
+    """Error for an invalid name of a queue. The message says why it is invalid."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """A queue, that is a line of a pool, and its default result list. Raises QueueNameError for a name with
+    """Names of a queue, of its pool, and of its default result list. Raises QueueNameError for a name with
     stray braces.
 
     A name with one `{…}` keeps that as its hash tag, and its keys are `<name>:<suffix>`. A name without
-    braces is its own slot, which `{<name>}:<suffix>` shares.
+    braces is its own slot, and its keys are `{<name>}:<suffix>`.
     """
 
     queue: str
     results: str
     lists: tuple[str, ...] | None = None
-    """Patterns of the lists that producers may name beside `results`. None: the usual ones."""
+    """Patterns of the lists that producers may name, besides `result_list`. `None` for the default
+    patterns."""
     pool: str = ""
-    """The queue after which the keys of the pool are named, which all of its lines share; empty: this one.
-    All of them lie in one slot."""
+    """Name of the queue after which the keys of the pool are named. All queues of the pool share them, and
+    all are in one slot. Empty for this queue."""
 
     def __post_init__(self) -> None:
         if not self.queue:
@@ -118,27 +125,31 @@ class Names:
         for name in (self.queue, self.pool):
             if (why := fault_of_braces(name)) is not None:
                 raise QueueNameError(f"queue.name: {name!r} {why}")
+        # Each script gets the keys of the queue and of the pool, and a Cluster runs it only if all are in one
+        # slot.
         if self.pool and tag_of(self.pool) != tag_of(self.queue):
             raise QueueNameError(
                 f"queue.name: {self.queue!r} cannot share a limit with {self.pool!r}: both need the same "
                 "{…}, so that a Redis Cluster keeps them on one node"
             )
+        # Results must not be pushed to a key of the queue itself.
         if self.is_own(self.results) or self.results.startswith((ACTIVE, CANCEL)):
             raise QueueNameError(f"queue.results: {self.results!r} is one of the queue's own keys")
 
     @property
     def prefix(self) -> str:
-        """Of the keys of the line."""
+        """Prefix of the keys of the queue."""
         return _prefix(self.queue)
 
     @property
     def pool_prefix(self) -> str:
-        """Of the keys of the pool."""
+        """Prefix of the keys of the pool."""
         return _prefix(self.pool or self.queue)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every lasting key of the line and of its pool but `board`, as the scripts expect them."""
+        """All lasting keys of the queue and of its pool in the order that the scripts expect, except for
+        those of the model registry."""
         line = (f"{self.prefix}:{suffix}" if suffix else self.queue for suffix, _ in LINE_KEYS.values())
         pool = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
         seldom = (*SEQUENCE_KEYS.values(), *MODEL_KEYS.values())
@@ -146,12 +157,13 @@ class Names:
 
     @property
     def board(self) -> tuple[str, ...]:
-        """Where the pool has what is said of versions of models, as the steps about those expect it."""
+        """Keys of the model registry in the order that its scripts expect."""
         return tuple(f"{self.pool_prefix}:{suffix}" for suffix, _ in BOARD_KEYS.values())
 
     @property
     def control(self) -> str:
-        """What the pool's dispatchers tell each other, and when each line was last swept."""
+        """Key of the state that the dispatchers of the pool share, and of the times at which each queue was
+        last swept."""
         return f"{self.pool_prefix}:control"
 
     @property
@@ -160,12 +172,12 @@ class Names:
 
     @property
     def members(self) -> str:
-        """The bytes of each entry."""
+        """Key of the members of all entries."""
         return f"{self.prefix}:members"
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """The sets that a claim takes from."""
+        """Keys of the sets from which a claim takes requests."""
         lanes = (f"{self.prefix}:{lane.value}" for lane in Lane if lane not in CLOSED)
         return self.queue, f"{self.prefix}:returned", *lanes
 
@@ -175,20 +187,20 @@ class Names:
 
     @property
     def wake(self) -> str:
-        """The channel on which producers wake the dispatchers."""
+        """Channel on which producers wake the dispatchers."""
         return f"{self.prefix}:wake"
 
     def active(self, request_id: str) -> str:
-        """Who can be cancelled under this id: lua/markers.lua."""
+        """Return the key of the tokens that can be cancelled under this id (lua/cancel_markers.lua)."""
         return f"{self.prefix}:active:{request_id}"
 
     def cancel(self, request_id: str, token: str) -> str:
-        """Where it stands that the request of this id with this token is to be cancelled."""
+        """Return the key that marks the request with this id and token as cancelled."""
         return f"{self.prefix}:cancel:{request_id}:{token}"
 
     def owner(self, turn: Turn) -> str:
-        """Return the producer that may use the sequence of this turn. Empty for the users of the default
-        list, whether they name it or not."""
+        """Return the producer that may use the sequence of this turn. The users of the default list have an
+        empty name, whether they name the list or not."""
         return "" if turn.owner == self._owner_by_default else turn.owner
 
     @cached_property
@@ -197,17 +209,18 @@ class Names:
 
     @property
     def sequence_secret(self) -> str:
-        """The key of the secret that all programs with our client share for their sequences."""
+        """Key of the secret that all programs with our client share for their sequences."""
         return f"{self.prefix}:{SHARED_BY_CLIENTS}"
 
     def answers(self, request_id: str) -> str:
-        """The result list of one request alone, where whoever knows the id finds its result."""
+        """Return the result list of one request, so that the result can be found by the id of the request."""
+        # A digest, because an id may have any length and any characters.
         text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
         return f"{OURS.removesuffix('*')}{{{tag_of(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
 
     def stream(self, name: str) -> tuple[str, str]:
         """Return the keys with the requests of a named stream: those that are pending, and the consumed ones
-        (lua/streams.lua)."""
+        (lua/named_streams.lua)."""
         return f"{self.prefix}:streams:{name}:pending", f"{self.prefix}:streams:{name}:consumed"
 
     def stream_results(self, name: str) -> str:
@@ -218,15 +231,17 @@ class Names:
         return f"{OURS.removesuffix('*')}{self.prefix}:stream-{name}"
 
     def is_clients_own(self, name: str) -> bool:
-        """The list of a client without a name, which nobody reads once that has ended."""
+        """Return whether this is the list of a client without a name. Nothing reads it once the client has
+        ended."""
         return _OF_A_CLIENT.fullmatch(name) is not None
 
     def reply(self, call: str) -> str:
-        """Where the reply to one call is kept for a while, so that its repetition gets the same."""
+        """Return the key of the reply to one call. The reply is kept for a while, so that a repeated call
+        gets the same one."""
         return f"{self.prefix}:reply:{call}"
 
     def is_own(self, name: str) -> bool:
-        """A key of the queue itself or of its pool, or one that could become one."""
+        """Return whether the name is a key of the queue or of its pool, or could become one."""
         return name in (self.queue, self.prefix) or name.startswith(
             (f"{self.prefix}:", f"{self.pool_prefix}:")
         )
@@ -236,7 +251,8 @@ class Names:
         return usual(self.queue, self.results) if self.lists is None else self.lists
 
     def refused_list(self, name: str) -> str | None:
-        """Why no producer may have its result put there, as the end of a sentence; None: it may."""
+        """Return why no producer may use a list for its results, as the end of a sentence. `None` if it
+        may."""
         if name == self.results:
             return None
         try:
@@ -245,6 +261,8 @@ class Names:
             return "holds a lone surrogate"
         if size > MAX_LIST_NAME_BYTES:
             return f"is longer than {MAX_LIST_NAME_BYTES} bytes"
+        # These names are refused whatever `allowed_lists` says: a producer must not have results pushed over
+        # the state of this queue, of another queue on the server, or of a client.
         if self.is_own(name) or name.startswith((ACTIVE, CANCEL)) or _OF_A_QUEUE.fullmatch(name):
             return "may be a key of a queue"
         if _OF_A_BOX.fullmatch(name):
@@ -256,8 +274,8 @@ _LASTING = re.compile(rf"([^{{}}]*\{{([^{{}}]+)\}}[^{{}}]*):(?:{'|'.join(_SUFFIX
 
 
 def queue_of(key: str) -> str | None:
-    """The queue that a key is of, as far as its name tells: not that of a queue that its operator named, and
-    that nobody but producers has touched."""
+    """Return the name of the queue to which a key belongs. `None` if the key does not show it, as the key of
+    a queue that its operator named and that only producers have written to."""
     if usual_pool_of(key) is not None:
         return key
     if (found := _LASTING.fullmatch(key)) is None:
@@ -267,7 +285,7 @@ def queue_of(key: str) -> str | None:
 
 
 def usual_pool_of(queue: str) -> str | None:
-    """The pool whose queue bears that name by default."""
+    """Return the pool whose queue has this name by default, or `None`."""
     found = re.fullmatch(r"batch:\{([^{}]+)\}:requests", queue)
     return None if found is None else found[1]
 

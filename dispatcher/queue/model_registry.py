@@ -1,4 +1,4 @@
-"""What both forms of the queue agree about where versions of models are marked, labelled and drained."""
+"""Rules of the model registry that all implementations of the queue share."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dispatcher.queue.constants import DECIDED_MOST
 
 _WHO_CHARS, _WHY_CHARS = 100, 300
 _FAR = 253_402_300_799.0
-"""The last second that a date can tell."""
+"""Latest time that a date can show."""
 
 
 def fits(*names: str) -> bool:
-    """Whether each can be the name of a model or an endpoint. Of others nothing is marked."""
+    """Return whether each name is valid for a model or an endpoint. Nothing is recorded for other names."""
     return all(name and name.isprintable() and len(name.encode()) <= MODEL_BYTES for name in names)
 
 
 def fitting(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Model and endpoint, each once."""
+    """Return the pairs of model and endpoint that are valid, each once."""
     return [pair for pair in dict.fromkeys(pairs) if fits(*pair)]
 
 
 def check_names(**names: str) -> None:
-    """Raise CallRefusedError for the first that is none."""
+    """Raise CallRefusedError for the first name that is invalid."""
     for what, name in names.items():
         if not fits(name):
             told = repr(shortened(name, 40))
@@ -34,7 +34,7 @@ def check_names(**names: str) -> None:
 
 
 def too_many(what: str) -> CallRefusedError:
-    """The refusal of one more."""
+    """Return the error for one label or drain too many."""
     return CallRefusedError(f"there are {DECIDED_MOST} {what} already: take some back first")
 
 
@@ -47,6 +47,7 @@ def told_why(why: str) -> str:
 
 
 def decided_by(who: str, why: str, at: float) -> str:
-    """Who said it of a version, when (Unix seconds) and why, as a sentence goes on."""
+    """Describe who decided something about a version, when (Unix seconds) and why, as the end of a
+    sentence."""
     since = f" since {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if 0 <= at <= _FAR else ""
     return f"by {told_who(who) or 'somebody'}{since}{f': {told_why(why)}' if why else ''}"

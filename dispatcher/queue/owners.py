@@ -1,22 +1,23 @@
-"""Who is alive: an owner's name, and the proof that another owner's process has ended.
+"""Names of owners, and the proof that the process of another owner has ended.
 
-A dispatcher that is killed leaves leases, and whoever takes them back must not take them from one that
-lives. Silence proves nothing until it is long (`queue.owner_timeout_s`). But the kernel knows at once, and
-tells those who share it:
+A dispatcher that is killed leaves leases behind. They must not be taken back from a dispatcher that is alive.
+Silence proves nothing until it is long (`queue.owner_timeout_s`), but the kernel knows at once which
+processes have ended:
 
-- An owner's id is `<host>:<pid>:<place>:<random>`. As long as its process lives it holds an abstract unix
-  socket named after that id, and a name can be held once. Where the name can be taken nobody holds it: the
-  process has ended, whatever it died of, and its connections are closed. Such names are of one network
-  namespace, so the place is a hash of the machine's boot and that namespace, and only an owner of our own
-  place can be proven gone. (A pod's namespace outlives its containers: the next one can tell.)
-- The lock on an embedded queue's directory admits one dispatcher. Owners found there at the start are those
-  that the lock was taken over from: gone, unless their names are still held.
+- The id of an owner is `<host>:<pid>:<scope>:<random>`. As long as its process lives, it holds an abstract
+  unix socket named after the id, and only one process can hold a name. If the name can be bound, the process
+  has ended, whatever the cause, and its connections are closed. Such names belong to one network namespace.
+  The scope is a hash of the machine's boot id and that namespace, and only owners of the own scope can be
+  proven to have ended. (The namespace of a pod outlives its containers, so the next container can prove it.)
+- The lock on the directory of an embedded queue admits one dispatcher. Owners that it finds there at its
+  start have ended, unless their names are still held.
 
-Doubt is life. Where a name is held, or may not be taken, in another place, on another system than Linux,
-nothing is proven and silence decides. The worst that a neighbour in the same namespace can do is to hold the
-name of a dead owner: then we wait as everybody does. It cannot take a name from a process that holds it, and
-no child of ours keeps it, for the socket is closed on exec. (A virtual machine that is cloned while it runs
-gives two processes one id, and each kernel speaks for its own. Tokens fence their results all the same.)
+In case of doubt, an owner counts as alive: if its name is held or may not be bound, if it has another scope,
+or on other systems than Linux, only silence decides. A process in the same namespace can hold the name of an
+ended owner, and then the timeout applies as everywhere. It cannot take the name from a living process. No
+child process keeps the name, because the socket is closed on exec. (If a running virtual machine is cloned,
+two processes have one id, and each kernel reports its own process. The tokens of the leases still fence their
+results.)
 """
 
 from __future__ import annotations
@@ -32,34 +33,36 @@ from pathlib import Path
 from typing import Protocol
 
 _TRIES = 3
-"""Names to try for: none of 64 random bits is taken by chance, so what refuses three refuses all."""
+"""Number of ids to try. A name with 64 random bits is not taken by chance, so three failures mean that none
+can be bound."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 NOWHERE = "-"
-"""The place of an owner that nobody can disprove."""
+"""Scope of an owner that cannot be proven to have ended."""
 
 
 class Prover(Protocol):
-    """Knows what can be proven about other owners, at once and without asking the queue."""
+    """Finds owners whose processes have ended, at once and without a call to the queue."""
 
     def gone(self, owners: Sequence[str]) -> Sequence[str]:
-        """Those of them whose processes have ended. One that lives is never among them."""
+        """Return the owners whose processes have ended. Never returns one that is alive."""
         ...
 
 
 class Presence:
-    """This process as an owner: its id, and what it can prove of others. Made by `presence`."""
+    """This process as an owner: its id, and what it can prove about others. Created by `register_owner`."""
 
     def __init__(self, owner: str, place: str, *, alone: bool) -> None:
         self.owner = owner
         self._place = place
         self._found: frozenset[str] | None = None if alone else frozenset()
-        """Owners that a directory of ours was taken over from; None: not looked yet."""
+        """Owners whose directory this process took over. `None` until they were looked up."""
 
     def __repr__(self) -> str:
         return f"<Presence {self.owner}>"
 
     def gone(self, owners: Sequence[str]) -> Sequence[str]:
+        # The first owners that are found in a locked directory are those from which it was taken over.
         if self._found is None:
             self._found = frozenset(owners)
         return [owner for owner in owners if owner != self.owner and self._has_ended(owner)]
@@ -73,12 +76,15 @@ class Presence:
 
 @contextmanager
 def presence(*, alone: bool = False, place: str | None = None) -> Iterator[Presence]:
-    """Be an owner for the length of the block: others of its place can see it until then, and its end after.
+    """Be an owner within the block. Until its end, other owners of the scope can see that this one is alive.
 
-    `alone`: the queue is embedded and its directory locked, so that the owners found in it first have ended.
-    `place`: None: where this process is.
+    `is_embedded`: the queue is embedded and its directory is locked, so owners that are found in it at first
+    have ended.
+    `scope`: `None` for the scope of this process.
     """
     place = _here() if place is None else place
+    # The open socket is the proof that this process is alive. It needs no cleanup, because the kernel closes
+    # it.
     with socket.socket(socket.AF_UNIX) as name:
         owner = _claim_name(name, place) if place != NOWHERE else _new_owner(NOWHERE)
         yield Presence(owner, _place_of(owner), alone=alone)
@@ -89,7 +95,7 @@ def _claim_name(held: socket.socket, place: str) -> str:
         owner = _new_owner(place)
         try:
             held.bind(_name_of(owner))
-        except OSError:
+        except OSError:  # the name is held, or this process may not bind any
             continue
         return owner
     return _new_owner(NOWHERE)
@@ -105,7 +111,7 @@ def _place_of(owner: str) -> str:
 
 
 def _here() -> str:
-    """This boot of this machine, and the network namespace in it."""
+    """Return the scope of this process: the boot of this machine and the network namespace."""
     if sys.platform != "linux":
         return NOWHERE
     try:
@@ -116,12 +122,15 @@ def _here() -> str:
 
 
 def _name_of(owner: str) -> bytes:
-    """An abstract name (a zero byte first), the same length for every id: 107 bytes are the most."""
+    """Return the name of the socket of an owner: an abstract name (with a zero byte first) of the same length
+    for every id. The longest name that the kernel allows has 107 bytes."""
     return b"\0batch-dispatcher/" + hashlib.sha256(owner.encode()).hexdigest()[:32].encode()
 
 
 def _is_free(owner: str) -> bool:
-    """Nobody holds its name. Each kind of socket has names of its own: all of ours are of one kind."""
+    """Return whether no process holds the name of an owner. Each type of socket has names of its own, and all
+    owners use the same type."""
+    # The socket is closed at once, so the name is free again for the next check.
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.bind(_name_of(owner))

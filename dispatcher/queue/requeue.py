@@ -1,4 +1,4 @@
-"""A dead request accepted anew."""
+"""New submission of a dead request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from dispatcher.queue.keys import Names
 
 
 def _behind(turn: Turn | None) -> Turn | None:
-    """Its sequence has gone on without it: it comes behind all that is there by now."""
+    """Return a turn after all others. The sequence has gone on without the request."""
     return None if turn is None else Turn(turn.id, on_error=turn.on_error, secret=turn.secret)
 
 
 def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Submission | None:
-    """A dead request as a new submission with another deadline, its priority kept; None if unreadable.
+    """Return a dead request as a new submission with another deadline and the same priority. `None` if it is
+    unreadable.
 
-    Where its result went to the own list of a client, which has ended by now, it goes where the id finds it.
+    If its results went to the own list of a client, which has ended by now, they go to the list of the
+    request's id.
     """
     request = parse(member)
     if isinstance(request, Rejection):
@@ -39,6 +41,7 @@ def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Sub
         correlation_id=request.correlation_id,
         sequence=_behind(request.sequence),
     )
+    # A foreign producer may have used a score without a priority: such a request gets the first one.
     band = score // PRIORITY_STEP
     priority = int(band) if band in PRIORITIES else 0
     return Submission(again, score_of(deadline, priority), request.id, request.token, deadline)

@@ -1,4 +1,5 @@
-"""Typed configuration: load the file and the environment, refuse what is wrong all at once, reload, watch."""
+"""Typed configuration: loads the file and the environment, reports all problems at once, reloads and watches
+the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of batching: which requests may travel together."""
+"""Settings of batching: which requests may be merged into one call."""
 
 from __future__ import annotations
 
@@ -17,54 +17,63 @@ ShapeName = Literal["embeddings", "tensorflow", "kserve", "rerank", "tei_rerank"
 DELAY_S = 0.02
 OPENAI_ITEMS = 2048
 OPENAI_TOKENS = 300_000
-"""What OpenAI's own embeddings take in a call."""
+"""Limits of one call to OpenAI's own embeddings API, with OPENAI_MAX_ITEMS."""
 
 
 class BatchRuleSettings(Section):
-    """Requests to some paths, and how they travel together."""
+    """Rule for requests to some paths, and how they are merged."""
 
     paths: Annotated[tuple[UrlPath, ...], Field(strict=False)] = Field(
-        min_length=1, description="Paths of these requests; `*` stands for any characters."
+        min_length=1, description="Paths of the requests that are merged; `*` matches any characters."
     )
     shape: ShapeName | None = Field(
         None,
-        description="Which list of the body is merged, and how the answer is split (docs/batching.md). null: "
-        "the usual one of the first path.",
+        description="Which list of the body is merged, and how the answer is split (docs/batching.md). If "
+        "null, the usual shape for the first path.",
     )
-    max_size: int = Field(32, ge=1, le=4096, description="Items of a merged call, at the most.")
+    max_size: int = Field(32, ge=1, le=4096, description="Largest number of items in a merged call.")
     preferred_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
-        (), description="Sizes that the server likes: a call goes as soon as one is met, the largest of them."
+        (),
+        description="Numbers of items that suit the server. A call is sent as soon as it can have one of "
+        "them, and has the largest of them that it can have.",
     )
     max_delay_s: AutoNumber = Field(
         DELAY_S,
         ge=0,
         le=5,
-        description="Seconds that a request waits for company, at the most. `auto`, for slow servers that "
-        "take one call at a time: 0.02, and in mode `auto` 0.6 of what a call takes (5 at most).",
+        description="Longest time for which a request waits for others to merge with, in seconds. `auto` is "
+        "for slow servers that process one call at a time: 0.02, and in mode `auto` 0.6 of the measured call "
+        "time, at most 5.",
     )
-    idle_flush: bool = Field(True, description="Wait for nobody where the queue is known to be empty.")
+    idle_flush: bool = Field(
+        True, description="If true, requests do not wait for others while the queue is known to be empty."
+    )
     unit: Literal["item", "call"] = Field(
         "item",
-        description="What counts one unit of the limit: each `item`, or a whole `call`, where the endpoint "
-        "picker counts calls.",
+        description="What counts as one unit of the limit: each `item`, or a whole `call`, for an endpoint "
+        "picker that counts calls.",
     )
     max_items: int | None = Field(
         None,
         ge=1,
-        description="The longest list that the server takes: a longer one is sent in several calls, and "
-        "answered once. null: learned when the server refuses one.",
+        description="Longest list that the server accepts. A longer list is sent in several calls, and has "
+        "one answer. If null, the length is learned when the server rejects a list.",
     )
     max_tokens_per_call: int | None = Field(
-        None, ge=1, description="The same of tokens, which are estimated from the text. null: learned."
+        None,
+        ge=1,
+        description="Largest number of tokens in a call that the server accepts. Tokens are estimated from "
+        "the text. If null, the number is learned when the server rejects a call.",
     )
 
     check_every: int = Field(
         CHECK_EVERY,
         ge=1,
         le=1_000_000,
-        description="Of so many merged calls one has an item asked alone as well, and nobody gets an answer "
-        "of it before the two are compared; the first three of each model are compared whole. Fewer find a "
-        "server that begins to mix up answers sooner, and cost that many more single calls.",
+        description="Number of merged calls of which one is checked: one of its items is also sent alone, "
+        "and no request of the call gets its answer before both are compared. The first three calls of each "
+        "model are compared completely. A smaller number finds a server that begins to mix up answers "
+        "sooner, but costs more single calls.",
     )
 
     @field_validator("preferred_sizes")
@@ -84,7 +93,7 @@ class BatchRuleSettings(Section):
         return shape
 
     def rule(self, mode: Mode) -> BatchRule:
-        """What the loop goes by."""
+        """Return the rule as the dispatcher loop uses it."""
         shape = SHAPES[self.shape] if self.shape else shape_at(self.paths[0])
         assert shape is not None  # noqa: S101 -- refused above
         return BatchRule(
@@ -106,15 +115,16 @@ class BatchRuleSettings(Section):
 
 
 class BatchingSettings(Section):
-    """Requests that travel together: many small ones in one call to the model server.
+    """Merging of many small requests into one call to the model server.
 
-    Each submitter sends single requests and gets its own answer as ever (docs/batching.md).
+    Producers still submit single requests, and each gets its own answer (docs/batching.md).
     """
 
     mode: Literal["off", "auto", "on"] = Field(
         "auto",
-        description="`auto`: by the rules below, as far as it is measured to pay. `on`: without asking "
-        "whether it pays. `off`: each request is a call of its own, however long its list is.",
+        description="`auto`: requests are merged by the rules below, as far as measurements show a gain. "
+        "`on`: they are merged without measuring. `off`: each request is sent in its own call, however long "
+        "its list is.",
     )
     rules: Annotated[tuple[BatchRuleSettings, ...], Field(strict=False)] = Field(
         (
@@ -125,9 +135,10 @@ class BatchingSettings(Section):
                 max_tokens_per_call=OPENAI_TOKENS,
             ),
         ),
-        description="The first rule with a pattern for a request's path counts; without one it goes alone.",
+        description="Rules for merging. The first rule with a pattern for the path of a request applies. A "
+        "request without a rule is sent alone.",
     )
 
     def in_force(self) -> tuple[BatchRule, ...]:
-        """None where each request is a call of its own."""
+        """Return the rules, or nothing if merging is off."""
         return () if self.mode == "off" else tuple(rule.rule(Mode(self.mode)) for rule in self.rules)

@@ -1,4 +1,4 @@
-"""The configuration in effect, as it may be shown: secrets masked, defaults marked."""
+"""Configuration in effect in a form for display: secrets are masked, and defaults are marked."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ShownLine:
 
     text: str
     origin: str = ""
-    """`default`: neither the file nor the environment gave this value; `environment`: that did."""
+    """Source of the value: `default`, `environment`, or empty for the file."""
     note: str = ""
-    """What the value comes down to, where it does not say it itself."""
+    """Effective value, if the value itself does not show it."""
     section: bool = False
-    """It opens one."""
+    """True if the line opens a section."""
 
     @property
     def default(self) -> bool:
@@ -42,9 +42,9 @@ class ShownLine:
 
 
 def lines(settings: Settings, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[ShownLine]:
-    """The settings as YAML, every key of them: read back, it is the same configuration but for secrets.
+    """Yield all keys of the settings as YAML, which describes the same configuration except for secrets.
 
-    `environ`: what they were read with.
+    `environ` is the environment from which the settings were read.
     """
     notes = _notes(settings)
     notes_and_names = notes, {name for name in environ if name.startswith(PREFIX)}
@@ -52,7 +52,8 @@ def lines(settings: Settings, environ: Mapping[str, str] = MappingProxyType({}))
 
 
 def set_by_hand(shown: Sequence[ShownLine]) -> list[ShownLine]:
-    """Those that somebody set, with the sections that they are in."""
+    """Return the lines of values that were set explicitly, with the lines of their sections."""
+    # Backwards, so that the keys of a section are known before the line that opens it.
     kept: list[ShownLine] = []
     for line in reversed(shown):
         inner = kept and _depth(kept[-1]) > _depth(line)
@@ -66,7 +67,8 @@ def _depth(line: ShownLine) -> int:
 
 
 def as_json(settings: Settings) -> dict[str, Any]:
-    """`settings`: every key with its value, secrets masked. `defaults`: the paths of those nobody gave."""
+    """Return the settings for JSON: all values with secrets masked, and the paths of the keys with default
+    values."""
     return {
         "settings": settings.model_dump(mode="json"),
         "defaults": [path for path in key_paths(Settings) if _is_default(settings, path)],
@@ -74,7 +76,7 @@ def as_json(settings: Settings) -> dict[str, Any]:
 
 
 def changes(old: Settings, new: Settings) -> list[str]:
-    """`key: old → new` for each key that differs, secrets masked."""
+    """Return a text `key: old → new` for each changed key, with secrets masked."""
     told = []
     for path in key_paths(Settings):
         value_of = attrgetter(path)
@@ -117,10 +119,11 @@ def _is_default(settings: Settings, path: str) -> bool:
 
 
 def _yaml(value: Any) -> str:
+    # A text needs no quotes if it looks harmless, and YAML would not read it as a number or another word.
     if isinstance(value, str) and _PLAIN.fullmatch(value) and resolve(value) == value:
         return value
     if isinstance(value, float) and value.is_integer():
-        value = int(value)
+        value = int(value)  # 5 is easier to read than 5.0, and means the same
     return json.dumps(value, ensure_ascii=False)  # JSON is YAML
 
 

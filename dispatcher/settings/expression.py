@@ -1,8 +1,8 @@
-"""Regular expressions of operators: what is wrong with one, told before it meets the names of others.
+"""Check of regular expressions in the settings, which rejects patterns that could take very long to match.
 
-Servers choose the names that a pattern meets, and Python's matcher goes back over all that it could have done
-otherwise. So a pattern may leave it open how often something repeats only where the next character decides;
-where it does not, twice at most, and never inside another repeat: there each turn would double the ways.
+Model servers choose the names that are matched, and Python's matcher backtracks over all alternatives. So the
+end of each repeat and the branch of each choice must be decided by the next character. At most two places in
+a pattern may be left open, and none inside a repeat, where each turn would double the number of alternatives.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Any
 
 CHARS_MOST = 500
 OPEN_MOST = 2
-"""So many repeats and choices may be left to trial: with a name of 256 bytes that is milliseconds."""
+"""Largest number of repeats and choices that are left open. With a name of 256 bytes, matching then takes
+milliseconds."""
 
 _OTHER = 128
-"""Stands for every character beyond ASCII."""
+"""Code that stands for all characters beyond ASCII."""
 _ALL = frozenset(range(_OTHER + 1))
 _LOOK_ALIKE = {*map(ord, "ksi")}
-"""Letters that one beyond ASCII equals where case is ignored."""
+"""Letters that a character beyond ASCII equals if case is ignored, such as `ſ` for `s`."""
 _parser: Any = getattr(re, "_parser")  # noqa: B009 -- it is of no stub, and has no public name since 3.11
 
 
 class _UnboundedError(Exception):
-    """The pattern may not be used; a sentence."""
+    """The pattern cannot be used. The message is the end of a sentence that says why."""
 
 
 def fault_of(pattern: str) -> str | None:
-    """Why a pattern must not be used for names, as the end of a sentence; None: it may. Never raises."""
+    """Return why a pattern cannot be used for names, as the end of a sentence, or `None` if it can be used.
+    Never raises."""
     if len(pattern) > CHARS_MOST:
         return f"is longer than {CHARS_MOST} characters"
     try:
@@ -61,25 +63,26 @@ def fault_of(pattern: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Begins:
-    """What a part of a pattern may begin with."""
+    """Characters with which a match of a part of a pattern may begin."""
 
     first: frozenset[int]
     empty: bool
-    """It may match nothing."""
+    """True if the part may match nothing."""
 
 
 class _Judge:
-    """Through a pattern: how many of its places are decided by trial alone."""
+    """Walk through a parsed pattern that counts the places which the next character does not decide."""
 
     def __init__(self) -> None:
         self.open = 0
         self._repeats = 0
-        """Those around the place."""
+        """Number of repeats around the current place."""
         self._ahead = False
-        """It is only looked what may come first."""
+        """True while only the first characters of a part are computed, and nothing is counted."""
 
     def sequence(self, parts: Sequence[Any], follow: frozenset[int]) -> _Begins:
-        """`follow`: what may come behind it, the end of the name aside."""
+        """Check a sequence of parts. `follow` are the characters that may come after it."""
+        # Backwards, because what may follow a part depends on the parts after it.
         ahead = _Begins(frozenset(), True)
         behind = follow
         for operation, argument in reversed(list(parts)):
@@ -105,6 +108,7 @@ class _Judge:
             case "AT":
                 return _Begins(frozenset(), True)
             case "ASSERT" | "ASSERT_NOT":
+                # A look-around ends before any character, and consumes none itself.
                 self.sequence(argument[1], _ALL)
                 return _Begins(frozenset(), True)
         raise _UnboundedError("refers to what a group matched before, which can take very long: leave it out")
@@ -112,6 +116,7 @@ class _Judge:
     def _choice(self, ways: Sequence[Any], follow: frozenset[int]) -> _Begins:
         found = [self.sequence(way, follow) for way in ways]
         seen: frozenset[int] = frozenset()
+        # Two alternatives that begin with the same character cannot be told apart by the next one.
         for way in found:
             first = way.first | (follow if way.empty else frozenset())
             if first & seen:
@@ -122,7 +127,7 @@ class _Judge:
     def _repeat(self, least: int, most: Any, what: Sequence[Any], follow: frozenset[int]) -> _Begins:
         many = most == _parser.MAXREPEAT or most > 1
         around, self._repeats = self._repeats, self._repeats + many
-        # What comes behind one turn is the next one, or what comes behind them all.
+        # A turn of the repeat is followed by the next turn, or by what follows the whole repeat.
         if many and not self._ahead:
             self._ahead = True
             follow_of_one = follow | self.sequence(what, _ALL).first
@@ -133,6 +138,7 @@ class _Judge:
         self._repeats = around
         if many and one.empty:
             raise _UnboundedError("repeats what may match nothing, which can take exponential time")
+        # With a fixed count, the end of the repeat needs no decision.
         if least != most and one.first & follow:
             self._left_open("a repeat")
         return _Begins(one.first, one.empty or least == 0)
@@ -149,12 +155,13 @@ class _Judge:
 
 
 def _characters(operation: str, argument: Any) -> frozenset[int]:
-    """Those that it may match, and their other cases."""
+    """Return the characters that a part may match, in both cases, because the pattern may ignore case."""
     match operation:
         case "LITERAL":
             found = _either_case(argument)
         case "NOT_LITERAL":
-            found = _ALL - {argument}  # of other cases too: it may be that they are told apart
+            # Keeps the other case, because the pattern may be case-sensitive.
+            found = _ALL - {argument}
         case "RANGE":
             low, high = argument
             within = range(low, min(high, _OTHER - 1) + 1)
@@ -188,7 +195,7 @@ _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 
 def _of_category(name: str) -> frozenset[int]:
-    """Such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT."""
+    """Return the characters of a category, such as CATEGORY_DIGIT or CATEGORY_NOT_DIGIT."""
     negated = "_NOT_" in name
     known = re.compile(_CATEGORIES[name.rpartition("_")[2]])
     found = {code for code in range(_OTHER) if (known.match(chr(code)) is None) == negated}

@@ -1,4 +1,4 @@
-"""From a file and the environment to settings, or to all that is wrong with them; and from old to new."""
+"""Loading and reloading of settings: returns the settings of a file and the environment, or all problems."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from dispatcher.settings.yaml_source import (
 )
 
 NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
-"""What a running dispatcher has bound itself to: a reload that changes one of these is refused whole."""
+"""Sections and keys that cannot change while a dispatcher runs. A reload that changes one is rejected."""
 PATH_ENDINGS = ("_file", "_dir")
-"""Of the keys whose values are paths."""
+"""Endings of keys whose values are paths."""
 LISTED_PATHS = (("models", "warmup"),)
-"""Lists, and the keys of their entries whose values are paths."""
+"""Lists, with the keys of their entries whose values are paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a new configuration is not taken. Nothing of it is applied."""
+    """Reasons why a new configuration was rejected. Nothing of it is applied."""
 
     reasons: tuple[str, ...]
 
@@ -48,7 +48,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """What it takes to speak to a queue and to its dispatcher."""
+    """Settings that are needed to connect to a queue and to its dispatcher."""
 
     pool: PoolSettings
     queue: QueueSettings
@@ -56,9 +56,9 @@ class ClientSettings:
 
 
 def load(path: Path | str | None, environ: Mapping[str, str]) -> Settings | list[Problem]:
-    """The settings of a file with the environment's over them, or every problem of both.
+    """Return the settings of a file and the environment, or all problems of both.
 
-    None: the environment alone.
+    Variables of the environment have precedence. Without a path, only the environment is read.
     """
     text = read(path)
     if isinstance(text, Problem):
@@ -69,9 +69,10 @@ def load(path: Path | str | None, environ: Mapping[str, str]) -> Settings | list
 def load_client(
     path: Path | str | None, environ: Mapping[str, str]
 ) -> tuple[Settings | ClientSettings | None, list[Problem]]:
-    """The settings; or what a queue can be reached by, whatever is wrong with the rest, and what is.
+    """Return the settings and no problems, or the settings that a client needs and the problems of the rest.
 
-    None where those sections are wrong themselves, or the file cannot be read at all.
+    So a client can work with a queue although other sections are wrong. Return `None` and the problems if the
+    sections that a client needs are wrong, or the file cannot be read.
     """
     text = read(path)
     if isinstance(text, Problem):
@@ -84,7 +85,7 @@ def load_client(
     if any(not problem.where for problem in problems):
         return None, whole
     given = {part: node.plain() for part, node in root.value.items()}
-    try:
+    try:  # validate these sections alone, because the whole configuration is not valid
         pool = PoolSettings.model_validate(given.get("pool"))
         queue = QueueSettings.model_validate(given.get("queue"))
         admin = AdminSettings.model_validate(given.get("admin"))
@@ -94,7 +95,7 @@ def load_client(
 
 
 def read(path: Path | str | None) -> str | Problem:
-    """Return the text of a configuration file. Empty without a path. Blocks for up to READ_S."""
+    """Return the text of a configuration file. Empty without a path. Blocks for up to READ_TIMEOUT_S."""
     if path is None:
         return ""
     path = Path(path)
@@ -124,7 +125,7 @@ def unreadable(path: Path, error: OSError) -> Problem:
 
 
 def name_of(path: Path | str | None) -> str:
-    """What a configuration is called in messages."""
+    """Return the name of a configuration for messages."""
     return ENVIRONMENT if path is None else Path(path).name
 
 
@@ -142,16 +143,16 @@ def directory_of(path: Path | str | None) -> Path:
 def parse(
     text: str, environ: Mapping[str, str], *, name: str = "config.yaml", directory: Path | None = None
 ) -> Settings | list[Problem]:
-    """The settings of a text with the environment's over them, or every problem of both.
+    """Return the settings of a text and the environment, or all problems of both.
 
-    `name`: the file's, for messages; `directory`: what relative paths in the text are relative to. Those of
-    the environment are relative to the working directory, as in every other program.
+    `name` is the name of the file for messages. Relative paths in the text are relative to `directory`.
+    Relative paths in the environment are relative to the working directory, as in every other program.
     """
     root, problems = _tree(text, environ, name, directory)
     if any(not problem.where for problem in problems):
-        return problems  # nothing else can be said about a file that cannot be read
+        return problems  # a file that cannot be read has no further problems
     if root.value.get("gateway") is None:
-        root.value["gateway"] = Node({}, None)  # so that what is missing is gateway.url, by name
+        root.value["gateway"] = Node({}, None)  # then the message names the missing key gateway.url
     try:
         settings = Settings.of(root)
     except ValidationError as error:
@@ -159,9 +160,10 @@ def parse(
         problems += [_problem(details, root, name) for details in found]
     else:
         if not problems:
-            # Once, before anybody else sees the object: frozen from here on.
+            # The model is frozen. Nothing else has a reference to the object yet, so this change is safe.
             object.__setattr__(settings, "queue", _beside(settings.queue, directory))
             return settings
+    # The file in the order of its lines, then the environment.
     return sorted(
         problems, key=lambda problem: (problem.source == ENVIRONMENT, problem.line or 0, problem.where)
     )
@@ -170,7 +172,7 @@ def parse(
 def _tree(
     text: str, environ: Mapping[str, str], name: str, directory: Path | None
 ) -> tuple[Node, list[Problem]]:
-    """File and environment in one, with the paths of the file made absolute."""
+    """Return one tree of file and environment, with absolute paths for the file, and its problems."""
     root, problems = read_yaml(text, name)
     if any(not problem.where for problem in problems):
         return root, problems
@@ -183,7 +185,7 @@ def _tree(
 
 
 def _paths(root: Node) -> Iterator[Node]:
-    """Of each key that is given and names a file or a directory."""
+    """Yield the node of each given key whose value is the path of a file or a directory."""
     for path in key_paths(Settings):
         if path.endswith(PATH_ENDINGS) and (node := _given(root, path)) is not None:
             yield node
@@ -197,7 +199,7 @@ def _paths(root: Node) -> Iterator[Node]:
 
 
 def _given(root: Node, path: str) -> Node | None:
-    """The node of a key, where file or environment give one."""
+    """Return the node of a key, or `None` if neither file nor environment give it."""
     node: Node | None = root
     for part in path.split("."):
         node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
@@ -205,7 +207,7 @@ def _given(root: Node, path: str) -> Node | None:
 
 
 def _beside(queue: QueueSettings, directory: Path | None) -> QueueSettings:
-    """The default data directory lies beside the file too, and still is nobody's choice."""
+    """Make the default data directory relative to the file. It still counts as a default."""
     if directory is None or "data_dir" in queue.model_fields_set:
         return queue
     place = {"data_dir": os.path.normpath(directory / queue.data_dir)}
@@ -220,7 +222,7 @@ def reload(
     name: str = "config.yaml",
     directory: Path | None = None,
 ) -> Settings | Refusal:
-    """The settings to go on with, or why the old ones stay. Applying them is the caller's."""
+    """Return the new settings, or why the old ones stay in effect. The caller applies the new settings."""
     new = parse(new_text, environ, name=name, directory=directory)
     if not isinstance(new, Settings):
         return Refusal(tuple(str(problem) for problem in new))
@@ -241,7 +243,8 @@ def _at(settings: Settings, path: str) -> Any:
 
 def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
     if isinstance(old, BaseModel):
-        # What neither file names can only differ by derivation, and what it derives from is told.
+        # A key that neither file gives can differ only because it is derived from another key, which is
+        # reported itself.
         for name in (
             name for name in type(old).model_fields if name in old.model_fields_set | new.model_fields_set
         ):
@@ -251,17 +254,17 @@ def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
 
 
 def _problem(details: ErrorDetails, root: Node, name: str) -> Problem:
-    path = [part for part in details["loc"] if part != "[key]"]
+    path = [part for part in details["loc"] if part != "[key]"]  # pydantic's mark of a key of a mapping
     node = _node(root, path)
     if node is not None and node.variable:
         return Problem(ENVIRONMENT, node.variable + _dotted(_within(path)), _what(details, path))
-    if name == ENVIRONMENT:  # no file, which could lack it
+    if name == ENVIRONMENT:  # without a file, name the variable that is missing
         return Problem(name, PREFIX + "__".join(map(str, path)).upper(), _what(details, path))
     return Problem(name, _dotted(path), _what(details, path), None if node is None else node.line)
 
 
 def _node(root: Node, path: Sequence[str | int]) -> Node | None:
-    """The node of a path, or the last on the way to it: where something is missing, its section."""
+    """Return the node of a path. If the key is missing, return the node of its section."""
     node = root
     for part in path:
         held = node.value
@@ -277,7 +280,7 @@ def _node(root: Node, path: Sequence[str | int]) -> Node | None:
 
 
 def _within(path: Sequence[str | int]) -> Sequence[str | int]:
-    """From the first place in a list on: no variable is of less than a whole list."""
+    """Return the path inside a list. A variable always gives a whole list."""
     return path[next((at for at, part in enumerate(path) if isinstance(part, int)), len(path)) :]
 
 
@@ -314,12 +317,13 @@ _BOUNDS = {
 
 
 def _what(details: ErrorDetails, path: Sequence[str | int]) -> str:
-    """What was wrong, in our words. Only numbers are repeated, nothing that may be a secret."""
+    """Return the message for an error of pydantic. It repeats numbers, but no values that may be secrets."""
     kind, context, given = details["type"], details.get("ctx", {}), details["input"]
     if kind == "extra_forbidden":
         return _unknown(path)
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
+        # A share of 5 was probably meant as 5 %.
         is_percent = kind == "less_than" and context[bound] == 1 and isinstance(given, int | float)
         hint = f" (a share: {given:g}% is {given / 100:g})" if is_percent and 1 < given < 100 else ""
         return f"{words} {context[bound]}, not {str(given)[:20]}{hint}"
@@ -332,7 +336,7 @@ def _what(details: ErrorDetails, path: Sequence[str | int]) -> str:
 
 
 def _as_number(given: object, path: Sequence[str | int]) -> str:
-    """How a text that has a unit is written as the number that is expected; empty where it has none."""
+    """Return a hint how to write a text with a unit as a number. Empty if the text has no unit."""
     if not isinstance(given, str):
         return ""
     if (share := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given)) is not None:
@@ -346,13 +350,15 @@ def _as_number(given: object, path: Sequence[str | int]) -> str:
 
 
 def _unknown(path: Sequence[str | int]) -> str:
-    """`unknown key`, with the nearest known one: of its section, else the same name in another."""
+    """Return the message about an unknown key. It names a similar key of the section, or else a key with the
+    same name in another section."""
     *parents, last = (str(part) for part in path)
     siblings: type[BaseModel] = Settings
     for parent in parents:
         if parent.isdigit():
-            continue  # the place in a list
+            continue  # an index in a list
         kind = siblings.model_fields[parent].annotation
+        # The section itself, or the section in a list such as `tuple[ModelSettings, ...]`.
         (kind,) = [each for each in (kind, *get_args(kind)) if isinstance(each, type)][:1]
         siblings = kind
     hint = nearest(last, siblings.model_fields)
@@ -363,7 +369,7 @@ def _unknown(path: Sequence[str | int]) -> str:
 
 
 def key_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The path of every key, `gateway.tls.ca_file`, in the order of the reference."""
+    """Yield the path of every key, such as `gateway.tls.ca_file`, in the order of the documentation."""
     for name, info in model.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             yield from key_paths(info.annotation, f"{prefix}{name}.")

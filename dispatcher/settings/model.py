@@ -1,6 +1,6 @@
-"""Every setting: what it is for, its unit, its default, and what is refused.
+"""All settings with their meaning, unit, default and allowed values.
 
-docs/configuration.md is made of this. Frozen: settings in use never change, a reload makes new ones.
+docs/configuration.md is generated from the descriptions. Settings are frozen: a reload makes a new object.
 """
 
 from __future__ import annotations
@@ -43,69 +43,83 @@ from dispatcher.settings.yaml_source import Node, TreeSource
 
 
 class PoolSettings(Section):
-    """The InferencePool that this dispatcher fills. One dispatcher runs per pool."""
+    """The InferencePool to which this dispatcher sends requests. Each pool needs its own dispatcher."""
 
     name: Label = Field(
-        "default", description="Name of the InferencePool. It selects the pool's series and names the queue."
+        "default",
+        description="Name of the InferencePool. It selects the metrics of the pool, and is part of the name "
+        "of the queue.",
     )
     namespace: Label = Field("default", description="Namespace of the InferencePool.")
 
 
 class GatewaySettings(Section):
-    """The inference gateway that requests are forwarded to."""
+    """The inference gateway to which requests are forwarded."""
 
     url: HttpUrl = Field(
-        description="Where requests go: scheme, host, port and, if need be, a prefix of every path."
+        description="URL of the gateway: scheme, host, port and, if needed, a prefix for all paths."
     )
-    path: UrlPath = Field("/v1/completions", description="Path of a request that names none.")
+    path: UrlPath = Field("/v1/completions", description="Path of requests that do not name one.")
     allowed_paths: Annotated[tuple[UrlPath, ...], Field(strict=False)] = Field(
         ("/v1/*",),
-        description="Paths that a request may name; `*` stands for any characters. Never another host.",
+        description="Paths that a request may name; `*` matches any characters. A request can never name "
+        "another host.",
     )
     allowed_headers: Annotated[tuple[Text, ...] | None, Field(strict=False)] = Field(
         None,
-        description="Patterns of a request's own headers that are passed on; `*` stands for any characters. "
-        "Some never are, and null leaves out more (docs/forwarding.md), which can be named here. `[]`: none.",
+        description="Patterns of the request headers that are passed on; `*` matches any characters. Some "
+        "headers are never passed on. If null, further headers are left out (docs/forwarding.md), which can "
+        "be allowed by naming them here. `[]` passes on no headers.",
     )
     objective: HeaderValue = Field(
         "",
-        description="InferenceObjective sent with every request: the only way to a priority, so name one "
-        "with a negative priority. Empty: none is sent, and batch work competes with everything"
-        " of priority 0.",
+        description="InferenceObjective that is sent with every request. It is the only way to set a "
+        "priority, so name one with a negative priority. If empty, none is sent, and batch requests compete "
+        "with all requests of priority 0.",
     )
     fairness_from: Text = Field(
         "userid",
-        description="Metadata attribute of a request that is sent as the fairness id. Empty: none is sent.",
+        description="Metadata attribute of a request whose value is sent as the fairness id. If empty, no "
+        "fairness id is sent.",
     )
     headers: Headers = Field(
         default_factory=dict,
         repr=False,
-        description="Headers sent with every request, for example `Host`. Values of names that sound like "
-        "credentials are not shown.",
+        description="Headers that are sent with every request, for example `Host`. The values of headers "
+        "whose names look like credentials are not shown.",
     )
     timeout_s: float = Field(
-        300.0, gt=0, description="Seconds a try may take; the request's deadline bounds it too."
+        300.0,
+        gt=0,
+        description="Longest time of one attempt, in seconds. The deadline of the request also limits it.",
     )
     max_response_bytes: int = Field(
-        33_554_432, ge=1, description="Bytes of an answer that are kept; a longer one ends as TOO_LARGE."
+        33_554_432,
+        ge=1,
+        description="Largest answer that is kept, in bytes. A request with a longer answer fails with "
+        "TOO_LARGE.",
     )
     max_buffered_bytes: int = Field(
         67_108_864,
         ge=1,
-        description="Bytes of answers that all tries together hold until their results are written; beyond "
-        "it reading pauses. At least `max_response_bytes`, of which one answer may always be read.",
+        description="Largest total size of the answers that are held until their results are written, in "
+        "bytes. Beyond it, reading of answers pauses. At least `max_response_bytes`, so that one answer can "
+        "always be read.",
     )
     inference_ttl_s: float | None = Field(
         None,
         ge=0.001,
         le=86_400,
-        description="Seconds a request may wait in the endpoint picker, and never longer than its own time "
-        "limit (header `x-llm-d-inference-ttl`). null: not sent, the picker's own limit holds.",
+        description="Seconds for which a request may wait in the endpoint picker (header "
+        "`x-llm-d-inference-ttl`), but no longer than the time limit of the request. If null, the header is "
+        "not sent, and the limit of the picker applies.",
     )
     token_file: Text = Field(
-        "", description="File with a bearer token, read again as it rotates. Empty: no Authorization header."
+        "",
+        description="File with a bearer token, which is read again when it is replaced. If empty, no "
+        "Authorization header is sent.",
     )
-    tls: TlsSettings = Field(TlsSettings(), description="For `https`.")
+    tls: TlsSettings = Field(TlsSettings(), description="TLS settings for `https`.")
 
     @field_validator("url")
     @classmethod
@@ -127,6 +141,7 @@ class GatewaySettings(Section):
     @field_validator("max_buffered_bytes")
     @classmethod
     def _holds_the_largest(cls, most: int, info: ValidationInfo) -> int:
+        # `info.data` has only fields that are declared above this one, and only if they are valid.
         if most < info.data.get("max_response_bytes", 0):
             raise refuse("must not be below max_response_bytes: the largest answer could not be read")
         return most
@@ -144,75 +159,90 @@ class GatewaySettings(Section):
 
 
 class BudgetSettings(Section):
-    """How much of the pool's slack batch work takes."""
+    """Share of the pool's free capacity that batch requests may use."""
 
     reserve: float = Field(
         0.05,
         ge=0,
         lt=1,
-        description="B: share of the pool that batch work never takes, the price to realtime users.",
+        description="B: share of the pool's capacity that batch requests never use. A larger reserve means "
+        "less impact on realtime users.",
     )
     upper: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="u: a budget D above it is not believed. null: 1 − reserve, the room of an idle pool.",
+        description="u: largest budget D that is believed. If null, 1 − reserve, the budget of an idle pool.",
     )
     max_sys: float | None = Field(
-        None, gt=0, description="Capacity of the pool in requests. null: ready endpoints × `per_endpoint`."
+        None,
+        gt=0,
+        description="Capacity of the pool in requests. If null, the number of ready endpoints × "
+        "`per_endpoint`.",
     )
     per_endpoint: AutoNumber = Field(
         None,
         gt=0,
-        description="Requests that one endpoint runs at once: the model server's limit. `auto`: the EPP's "
-        "`maxConcurrency` or the model server's own limit where their pages show it; otherwise it is "
-        "searched for, starting at `initial_per_endpoint`.",
+        description="Number of requests that one endpoint runs at once, which is the limit of the model "
+        "server. `auto`: the EPP's `maxConcurrency` or the model server's own limit, if their metrics pages "
+        "show it. Otherwise the number is searched for, starting at `initial_per_endpoint`.",
     )
     initial_per_endpoint: float = Field(
         8,
         gt=0,
         le=1000,
-        description="Where nobody names the capacity: requests per endpoint with which the search for it "
-        "starts. The estimate grows only while readings show that nobody waits.",
+        description="Number of requests per endpoint at which the search for an unknown capacity starts. The "
+        "estimate grows only while readings show that no requests wait.",
     )
     max_in_flight: int | None = Field(
-        None, ge=1, description="Hard cap on our requests in flight, whatever the readings say."
+        None,
+        ge=1,
+        description="Hard limit for the number of batch requests in flight, whatever the readings say.",
     )
     overload_backoff: float = Field(
         0.7,
         gt=0,
         lt=1,
-        description="β: one refusal for lack of capacity leaves at least this share of what was taken "
-        "for the capacity.",
+        description="β: smallest share of the assumed capacity that is left after the gateway rejects a "
+        "request for lack of capacity.",
     )
 
     @field_validator("upper")
     @classmethod
     def _room_of_an_idle_pool(cls, upper: float | None, info: ValidationInfo) -> float | None:
         room = 1.0 - info.data.get("reserve", 1.0)
+        # The tolerance allows for rounding errors of 1 − reserve.
         if upper is not None and upper < room - 1e-9:
             raise refuse(f"must not be below 1 − reserve ({room:g}): an idle pool would never be believed")
         return upper
 
 
 class RetrySettings(Section):
-    """What happens to requests whose tries fail."""
+    """Retries of requests whose attempts fail."""
 
     base_s: float = Field(
-        2.0, gt=0, le=3600, description="Seconds of the first pause; each further one is up to twice as long."
+        2.0,
+        gt=0,
+        le=3600,
+        description="First pause before a retry, in seconds. Each further pause is up to twice as long.",
     )
     max_s: float = Field(
         60.0,
         gt=0,
         le=86_400,
-        description="Longest pause in seconds, and the longest Retry-After that is kept to.",
+        description="Longest pause before a retry, in seconds, and longest Retry-After that is followed.",
     )
-    max_attempts: int = Field(8, ge=1, description="Failed tries after which a request is dead.")
+    max_attempts: int = Field(
+        8,
+        ge=1,
+        description="Number of failed attempts after which a request is moved to the dead-letter set.",
+    )
     max_deliveries: int = Field(
         5,
         ge=1,
-        description="Dispatchers that may die with a suspect request before it is dead. Fewer than 5 may "
-        "blame one that only stood beside the deadly one (docs/decisions/0004).",
+        description="Number of dispatchers that may die with a suspect request before it is moved to the "
+        "dead-letter set. With fewer than 5, a harmless request that ran beside the deadly one may be blamed "
+        "(docs/decisions/0004).",
     )
 
     @field_validator("max_s")
@@ -224,65 +254,71 @@ class RetrySettings(Section):
 
 
 class ShutdownSettings(Section):
-    """How the process ends."""
+    """Shutdown of the process."""
 
     drain_s: float = Field(
         120.0,
         ge=0,
-        description="Seconds that running requests have to finish after SIGTERM; the rest goes back to its "
-        "place. Keep it below the pod's terminationGracePeriodSeconds.",
+        description="Seconds for which running requests may finish after SIGTERM. The remaining requests "
+        "then return to their places in the queue. Keep it below the pod's terminationGracePeriodSeconds.",
     )
 
 
 class AdminSettings(Section):
-    """The port with health, metrics, status and the live page."""
+    """The port for health, metrics, status and the live page."""
 
     host: Text = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address to listen on. In a pod `0.0.0.0`, for probes and scrapes come from outside (the "
-        "chart says so); elsewhere with `admin.token_file` alone.",
+        description="Address to listen on. In a pod use `0.0.0.0`, because probes and scrapes come from "
+        "outside (the chart sets it). Elsewhere use another address only with `admin.token_file`.",
     )
     port: int = Field(
-        8080, ge=0, le=65535, description="Port to listen on. 0: any free one, logged at the start."
+        8080,
+        ge=0,
+        le=65535,
+        description="Port to listen on. With 0, any free port, which is logged at the start.",
     )
     token_file: Text = Field(
         "",
-        description="File with a bearer token that /metrics, /status and /events ask for, read again at each "
-        "request; the probes stay open, and the page at `/`, which asks for it. Empty: none.",
+        description="File with a bearer token that /metrics, /status and /events require. It is read again "
+        "at each request. The probes need no token, and neither does the page at `/`, which asks for it. If "
+        "empty, no token is required.",
     )
 
 
 class LogSettings(Section):
-    """Logging, to standard error."""
+    """Logging to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="The least level that is logged."
+        "info", description="Lowest level that is logged."
     )
     format: Literal["auto", "console", "json"] = Field(
-        "auto", description="`auto`: console on a terminal, JSON otherwise."
+        "auto", description="Format of the log. `auto`: `console` on a terminal, `json` otherwise."
     )
 
 
 class TracingSettings(Section):
-    """OpenTelemetry traces; needs the `otel` extra."""
+    """OpenTelemetry traces. They need the `otel` extra."""
 
     endpoint: HttpUrl = Field(
         SecretUrl(""),
-        description="OTLP/HTTP endpoint; without a path: `/v1/traces`. Empty: no traces.",
+        description="OTLP/HTTP endpoint. Without a path, `/v1/traces` is used. If empty, there are no "
+        "traces.",
     )
     sample_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="Share of requests that are traced, of those whose producers do not decide it.",
+        description="Share of requests that are traced, of the requests whose producers do not decide it.",
     )
 
 
 class Settings(Section, BaseSettings):
-    """The whole configuration of one dispatcher."""
+    """Complete configuration of one dispatcher."""
 
-    model_config: ClassVar[SettingsConfigDict] = {}  # a section's, with the library's own beside it
+    # pydantic merges the configuration of both base classes.
+    model_config: ClassVar[SettingsConfigDict] = {}
 
     pool: PoolSettings = PoolSettings()
     gateway: GatewaySettings
@@ -294,9 +330,9 @@ class Settings(Section, BaseSettings):
     serving: ServingSettings = ServingSettings()
     models: Models = Field(
         (),
-        description="Models that requests wait for while the pool does not serve them, at most "
-        f"{MODELS_MOST:,}; those of others that were never served are sent as they are. With `match` "
-        "they are sent to a version of theirs.",
+        description=f"Models, at most {MODELS_MOST:,}, for which requests wait while the pool does not serve "
+        "them. Requests for other models that were never served are sent unchanged. With `match`, requests "
+        "are sent to a version of the model.",
     )
     retry: RetrySettings = RetrySettings()
     shutdown: ShutdownSettings = ShutdownSettings()
@@ -347,40 +383,41 @@ class Settings(Section, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What is given outright, else our tree of file and environment, and nothing else.
+        """Return the sources of settings: arguments, then the tree of file and environment, and nothing else.
 
-        The environment is in the tree already, with its mistakes found; a variable `GATEWAY`, a `.env` that
-        happens to lie in the working directory, or a directory of secrets is not meant for us.
+        The tree already contains the checked variables of the environment. The other sources of
+        pydantic-settings would also read a variable `GATEWAY`, a `.env` in the working directory, or a
+        directory of secrets, which are not meant for the dispatcher.
         """
         return init_settings, TreeSource(settings_cls)
 
     @classmethod
     def of(cls, tree: Node) -> Self:
-        """The settings that a tree of file and environment comes to; raises ValidationError."""
+        """Return the settings for a tree of file and environment. Raises ValidationError."""
         with TreeSource.reading(tree):
             return cls()
 
     @model_validator(mode="after")
     def _name_the_queue(self) -> Self:
-        # Once, before anybody else sees the object: frozen from here on.
+        # The model is frozen. Nothing else has a reference to the object yet, so this change is safe.
         object.__setattr__(self, "queue", named(self.queue, self.pool.name))
         return self
 
     @property
     def observes_models(self) -> bool:
-        """Whether it is to be known which models the pool serves."""
+        """True if the dispatcher observes which models the pool serves."""
         return observes(self.serving, self.models)
 
     @property
     def asks(self) -> ServingSettings:
-        """`serving`, with the servers that `signals.vllm` names where it names none."""
+        """Section `serving`, with the servers of `signals.vllm` if it names none."""
         return with_servers_of(self.signals.vllm, self.serving)
 
     def policy(self, source: Source | None = None) -> Policy:
-        """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""
+        """Return the policy of the limiter for readings from `source`, by default the preferred source."""
         source = source or self.signals.preferred
         budget = self.budget
-        # Without readings nothing is known of the pool, so shares of its capacity mean nothing.
+        # With a fixed limit the capacity of the pool is unknown, so shares of it have no meaning.
         fixed = source == "fixed"
         return Policy(
             reserve=0.0 if fixed else budget.reserve,

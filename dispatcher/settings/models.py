@@ -1,4 +1,4 @@
-"""The settings of single models: whether their requests wait, which versions they have, how those warm up."""
+"""Settings of single models: whether requests wait for them, their versions, and their warm-up."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from dispatcher.settings.values import Spelled, Text, refuse
 from dispatcher.settings.yaml_source import nearest
 
 MODELS_MOST = 1000
-"""Named in the settings."""
+"""Largest number of models in the settings."""
 VERSIONS_MOST = 100
-"""Named in one setting: of those that are asked for, that have labels, or weights."""
+"""Largest number of versions in one setting (`policy`, `labels` or `weights`)."""
 VERSION_GROUP = "version"
-"""The group of a pattern whose text is a version's label."""
+"""Group of the pattern that matches the label of a version."""
 
 _VERSION_KEYS = ("policy", "labels", "transition", "pin", "weights")
 _ALWAYS_SHOWN = ("name", "absent")
 
 
 def model_name(name: str) -> str:
-    """A name that servers may list, or the error."""
+    """Return the name of a model if it is valid. Raises PydanticCustomError otherwise."""
     if not name or name != name.strip():
         raise refuse("must not be empty, nor have blanks at its ends")
     try:
@@ -64,6 +64,7 @@ def _policy(given: object) -> VersionPolicy:
         case "all":
             return VersionPolicy(everything=True)
         case {"latest": latest, **others} if not others:
+            # In Python a bool is an int, too.
             if isinstance(latest, bool) or not isinstance(latest, int) or latest < 1:
                 raise refuse("latest: must be a whole number, at least 1")
             return VersionPolicy(latest=latest)
@@ -91,7 +92,10 @@ def _specific(given: object) -> tuple[str, ...]:
 
 
 def _name_in(where: str, name: str) -> str:
-    """A version or a label, held to what holds for names of models; a sentence says where it stands."""
+    """Return the name of a version or label if it is valid as the name of a model.
+
+    Raises PydanticCustomError otherwise. Its message begins with `where`.
+    """
     if any(ord(each) < 32 or ord(each) == 127 for each in name):
         raise refuse(f"{where}: must not hold line breaks or other control characters")
     try:
@@ -148,7 +152,7 @@ def _shares(weights: Mapping[str, float]) -> Mapping[str, float]:
             hint = f" ({share:g}% is {share / 100:g})" if 1 < share <= 100 else ""
             raise refuse(f"{version}: must be a share between 0 and 1, not {share:g}{hint}")
     total = sum(weights.values())
-    if total > 1 + 1e-9:
+    if total > 1 + 1e-9:  # shares such as 0.1 and 0.2 have rounding errors
         raise refuse(f"must not sum up to more than 1, not {total:g}: versions not named share what is left")
     return weights
 
@@ -160,54 +164,58 @@ def _expression(pattern: str) -> str:
 
 
 class ModelSettings(Section):
-    """A model that requests may name; with `match` one that has versions."""
+    """Settings of a model. With `match` the model has versions."""
 
-    name: ModelName = Field(description="As requests have it in the field `model` of their bodies.")
+    name: ModelName = Field(
+        description="Name of the model, as requests have it in the field `model` of their bodies."
+    )
     absent: Literal["wait", "fail"] = Field(
         "wait",
-        description="What becomes of its requests while no server has it: they wait for it, until their "
-        "deadlines, or end as MODEL_NOT_FOUND.",
+        description="What happens to requests for the model while no server has it. `wait`: they wait for "
+        "it, until their deadlines. `fail`: they fail with MODEL_NOT_FOUND.",
     )
     match: Annotated[Text, AfterValidator(_expression)] = Field(
         "",
-        description="Regular expression that the whole names of its versions match, as servers list them, "
-        "such as `qwen-v(?P<version>[0-9]+)`: requests for `name` are sent to one of those "
-        "([models.md](models.md#versions)). The group `version` is what a version is called; without it, its "
-        "whole name. Empty: the model has no versions.",
+        description="Regular expression that matches the whole names of the versions, as servers list them, "
+        "such as `qwen-v(?P<version>[0-9]+)`. Requests for `name` are sent to one of the versions "
+        "([models.md](models.md#versions)). The group `version` matches the label of a version. Without it, "
+        "the label is the whole name. If empty, the model has no versions.",
     )
     policy: VersionsPolicy = Field(
         VersionPolicy(),
-        description="Which versions are used: the newest (or the n newest), all, these, or the one that goes "
-        "by a label.",
+        description="Which versions are used: the newest one, the n newest ones, all, the listed ones, or "
+        "the one with a label.",
     )
     labels: Annotated[dict[Text, Text], AfterValidator(_each_a_version)] = Field(
         default_factory=dict,
-        description='Names for versions, such as `{stable: "2"}`. One that is set by `models label` wins.',
+        description='Labels for versions, such as `{stable: "2"}`. A label that is set by `models label` has '
+        "precedence.",
     )
     transition: Literal["availability", "resource"] = Field(
         "availability",
-        description="`availability`: the old version is used until the new one is warm. `resource`: nothing "
-        "is sent to the new one before all that is under way to the old one has ended.",
+        description="`availability`: the old version is used until the new one is warm. `resource`: the new "
+        "version gets no requests until all requests to the old one have ended.",
     )
     pin: Literal["request", "sequence", "job"] = Field(
         "request",
-        description="What stays with one version for as long as that is open: nothing (`request`), a "
-        "sequence, or a job: requests with the same label `job`, or `file` where they have none.",
+        description="What stays with one version as long as that version is in use. `request`: nothing. "
+        "`sequence`: the requests of a sequence. `job`: requests with the same label `job`, or the same "
+        "label `file` if they have no label `job`.",
     )
     weights: Annotated[dict[Text, float], AfterValidator(_shares)] = Field(
         default_factory=dict,
-        description="Shares of versions, such as `{v3: 0.05}`; those that are open and not named share the "
-        "rest equally.",
+        description="Shares of the requests by version, such as `{v3: 0.05}`. Versions that are in use and "
+        "not named share the rest equally.",
     )
     warmup: Text = Field(
         "",
-        description="File with requests that are sent to each server that has a version newly, before any "
-        "other is ([models.md](models.md#warm-up)). Empty: none.",
+        description="File with requests that are sent to each server that has started to serve a version, "
+        "before any other request ([models.md](models.md#warm-up)). If empty, there is no warm-up.",
     )
     warmup_required: bool = Field(
         False,
-        description="Whether a server on which they fail is left alone, and they are tried again. Else it is "
-        "taken for warm.",
+        description="If true, a server on which the warm-up fails gets no requests, and the warm-up is tried "
+        "again. If false, such a server is considered warm.",
     )
 
     @field_validator(*_VERSION_KEYS)
@@ -236,7 +244,7 @@ class ModelSettings(Section):
 
     @model_serializer(mode="wrap")
     def _brief(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is at its default goes without saying: there may be a thousand of these."""
+        """Leave out the keys with default values, because there may be a thousand models."""
         told: dict[str, Any] = handler(self)
         return {
             name: value
@@ -246,12 +254,12 @@ class ModelSettings(Section):
 
     @property
     def pattern(self) -> re.Pattern[str] | None:
-        """What the names of its versions match in full; None: it has none but itself."""
+        """Pattern of the names of the versions, or `None` if the model has no versions."""
         return re.compile(self.match) if self.match else None
 
     @property
     def is_family(self) -> bool:
-        """It has versions, or a warm-up."""
+        """True if the model has versions or a warm-up."""
         return bool(self.match or self.warmup)
 
 
@@ -263,7 +271,7 @@ _DEFAULTS: dict[str | None, Any] = {
 
 
 def _plain(version: str, match: str) -> str:
-    """The label that a version is meant by: it may be written in full, or with a v before it."""
+    """Return the label of a version that is written as its full name, as its label, or with a leading v."""
     found = re.fullmatch(match, version) if match else None
     if found is not None:
         return found.groupdict().get(VERSION_GROUP) or version

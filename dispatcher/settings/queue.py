@@ -1,4 +1,4 @@
-"""The settings of the queue."""
+"""Settings of the queue."""
 
 from __future__ import annotations
 
@@ -22,74 +22,85 @@ class QueueSettings(Section):
 
     url: QueueUrl = Field(
         SecretUrl(""),
-        description="`redis://`, `rediss://` (TLS), `redis+sentinel://`, `redis+cluster://`; several hosts "
-        "with commas. Empty: a Valkey server started beside this process, with its data in "
-        "`data_dir`. Give a password through the environment, not in a ConfigMap.",
+        description="URL of Redis: `redis://`, `rediss://` (TLS), `redis+sentinel://` or `redis+cluster://`, "
+        "with several hosts separated by commas. If empty, a Valkey server is started beside this process, "
+        "with its data in `data_dir`. Set a password through the environment, not in a ConfigMap.",
     )
     data_dir: Text = Field(
         "./batch-dispatcher-data",
-        description="Directory of the embedded Valkey's data; relative to the file.",
+        description="Data directory of the embedded Valkey, relative to the configuration file.",
     )
     fsync: Literal["everysec", "always"] = Field(
         "always",
-        description="When the embedded Valkey's file is forced to the disk. With `always` nothing that was "
-        "acknowledged is lost, at about a millisecond a step (docs/operations.md). With `everysec` a crash "
-        "of the machine, or a kill of Valkey alone while the disk is slow, loses the last second or two: "
-        "accepted requests are gone without a word, results that were told may come again.",
+        description="When the embedded Valkey flushes its file to the disk. With `always`, nothing that was "
+        "acknowledged is lost, at a cost of about a millisecond per step (docs/operations.md). With "
+        "`everysec`, a crash of the machine, or a kill of Valkey alone while the disk is slow, loses the "
+        "last one or two seconds: accepted requests are lost without notice, and delivered results may come "
+        "again.",
     )
     name: Key = Field(
         "",
-        description="Key of the queue. Empty: `batch:{<pool>}:requests`; the braces keep all its keys in one "
-        "Redis Cluster slot. A name without braces is wrapped whole; stray braces are refused.",
+        description="Key of the queue. If empty, `batch:{<pool>}:requests`. The braces keep all keys of the "
+        "queue in one Redis Cluster slot. A name needs one `{tag}`, or no braces: then its other keys have "
+        "the whole name in braces.",
     )
     results: Key = Field(
-        "", description="Result list of a request that names none. Empty: `batch:{<pool>}:results`."
+        "",
+        description="Result list of requests that do not name one. If empty, `batch:{<pool>}:results`.",
     )
     result_lists: Annotated[tuple[Key, ...] | None, Field(strict=False)] = Field(
         None,
-        description="Patterns of the lists that a request may name for its result, beside `results`; `*` "
-        "stands for any characters. Others end as INVALID_REQUEST, unsent, and so do keys of any queue. "
-        "null: `batch-results:*`, `<results>:*`, and names with the queue's own `{tag}`.",
+        description="Patterns of the result lists that a request may name, beside `results`; `*` matches any "
+        "characters. A request that names another list, or a key of a queue, fails with INVALID_REQUEST and "
+        "is not sent. If null, `batch-results:*`, `<results>:*`, and names with the `{tag}` of the queue.",
     )
     lease_s: float = Field(
         30.0,
         ge=1,
         le=86_400,
-        description="Seconds after which a lease that was not renewed is taken back, whoever holds it; it is "
-        "renewed every third of it. Below some seconds a short pause of Redis makes requests run twice.",
+        description="Seconds after which a lease that was not renewed is taken back from its dispatcher. "
+        "Leases are renewed after a third of this time. With only a few seconds, a short pause of Redis "
+        "makes requests run twice.",
     )
     owner_timeout_s: float | None = Field(
         None,
         ge=1,
         le=86_400,
-        description="Seconds of silence after which a dispatcher is taken for dead, and its requests run "
-        "again. Not above `lease_s`. null: 5, or `lease_s` where that is less.",
+        description="Seconds without a heartbeat after which a dispatcher is considered dead, and its "
+        "requests run again. Not above `lease_s`. If null, 5, or `lease_s` if that is less.",
     )
     poll_s: float = Field(
         0.2,
         ge=0.01,
         le=60,
-        description="Seconds between looks at the queue, for producers that do not wake us.",
+        description="Seconds between polls of the queue, for producers that do not wake the dispatcher.",
     )
     max_payload_bytes: int = Field(
         16_777_216,
         ge=1,
-        description="A longer payload ends as TOO_LARGE, and so does a request with more than 64 KiB beside "
-        "its payload. What is longer than both together is not even moved.",
+        description="Largest payload of a request, in bytes. A request with a longer payload, or with more "
+        "than 64 KiB beside its payload, fails with TOO_LARGE. A request that is longer than both limits "
+        "together is not even transferred to a dispatcher.",
     )
     result_ttl_s: float = Field(
-        604_800.0, ge=0, description="Seconds a result list lives after its last push. 0: for ever."
+        604_800.0,
+        ge=0,
+        description="Seconds for which a result list is kept after its last push. With 0, it is kept for "
+        "ever.",
     )
     dead_max: int = Field(
-        100_000, ge=1, description="Dead requests that are kept; the oldest go first, counted and logged."
+        100_000,
+        ge=1,
+        description="Largest number of requests in the dead-letter set. Above it, the oldest are deleted, "
+        "which is counted and logged.",
     )
     max_pending: int = Field(
         0,
         ge=0,
         le=1_000_000_000,
-        description="Requests that may wait in the queue when our client, `submit` or any other program that "
-        "runs the queue's submit script adds more; they are refused until fewer wait. A program that calls "
-        "ZADD itself is not held to it. 0: no limit.",
+        description="Largest number of waiting requests. More requests from the Python client, from "
+        "`submit`, or from any other program that runs the queue's submit script are rejected until fewer "
+        "wait. The limit does not apply to programs that call ZADD themselves. With 0, there is no limit.",
     )
 
     @field_validator("owner_timeout_s")
@@ -114,13 +125,13 @@ class QueueSettings(Section):
         return results
 
     def timeout_s(self) -> float:
-        """Seconds of silence after which a dispatcher is taken for dead."""
+        """Return the seconds without a heartbeat after which a dispatcher is considered dead."""
         return min(OWNER_TIMEOUT_S, self.lease_s) if self.owner_timeout_s is None else self.owner_timeout_s
 
 
 def named(queue: QueueSettings, pool: str) -> QueueSettings:
-    """Return the settings with the names that derive from the pool's, which are not marked as set by the
-    operator."""
+    """Return the settings with the default names of queue and result list for a pool."""
+    # `model_construct` keeps the set of given fields, so that the derived names still count as defaults.
     values = {
         **dict(queue),
         "name": queue.name or f"batch:{{{pool}}}:requests",

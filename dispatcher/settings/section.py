@@ -1,4 +1,4 @@
-"""What every section of the settings is."""
+"""Base class of the sections of the settings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        strict=True,  # "8080" is not a port, nor is true a number
+        strict=True,  # the text "8080" is not a port, and true is not a number
         allow_inf_nan=False,
-        validate_default=True,  # a default may be at odds with what is given beside it
-        hide_input_in_errors=True,  # it may be a secret
+        validate_default=True,  # a default may conflict with the value of another key
+        hide_input_in_errors=True,  # the value may be a secret
     )
 
     @model_validator(mode="before")
     @classmethod
     def _empty_is_all_defaults(cls, data: Any) -> Any:
-        """A section whose keys are all commented out reads as null."""
+        # YAML reads a section whose keys are all commented out as null.
         return {} if data is None else data

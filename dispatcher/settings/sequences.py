@@ -1,4 +1,4 @@
-"""The settings of sequences: requests that belong together, in order, one at a time."""
+"""Settings of sequences: requests that belong together, and run in order, one at a time."""
 
 from __future__ import annotations
 
@@ -16,63 +16,70 @@ from dispatcher.settings.values import Text, header_of_ours, refuse
 class SequenceSettings(Section):
     """Requests that belong together, such as the turns of a conversation (docs/queue-contract.md).
 
-    Give all dispatchers of a queue the same.
+    Use the same settings for all dispatchers of a queue.
     """
 
     max_idle_s: float = Field(
         600.0,
         gt=0,
         le=2_592_000,
-        description="Seconds after which a sequence of which nothing runs or waits has ended; as long it is "
-        "remembered that one was aborted or, with `after_end: refuse`, has ended.",
+        description="Seconds after which a sequence without running or waiting requests ends. The queue "
+        "remembers for as long that a sequence was aborted or, with `after_end: refuse`, that it has ended.",
     )
     max_age_s: float = Field(
         86_400.0,
         gt=0,
         le=31_536_000,
-        description="Seconds from its first request after which a sequence ends, with the request that runs.",
+        description="Seconds after its first request at which a sequence ends. A request that runs at that "
+        "time is its last one.",
     )
     max_active: int | None = Field(
-        None, ge=1, description="Sequences that are alive at once; the others wait. null: any number."
+        None,
+        ge=1,
+        description="Largest number of active sequences. The others wait. If null, there is no limit.",
     )
     max_waiting: int = Field(
         1000,
         ge=0,
         le=1_000_000,
-        description="Requests of one sequence that wait; further ones end as SEQUENCE_FULL.",
+        description="Largest number of waiting requests of one sequence. Further requests fail with "
+        "SEQUENCE_FULL.",
     )
     on_error: Literal["continue", "abort", "hold"] = Field(
         "abort",
-        description="What becomes of the later requests when one has no answer and does not say: they go, "
-        "end as SEQUENCE_ABORTED, or wait for an operator.",
+        description="What happens to later requests of a sequence after a request that has no answer, and "
+        "that does not set `on_error` itself. `continue`: they are sent. `abort`: they fail with "
+        "SEQUENCE_ABORTED. `hold`: they wait for an operator.",
     )
     gap_s: float = Field(
-        60.0, ge=0, le=86_400, description="Seconds that an index which is missing is waited for."
+        60.0, ge=0, le=86_400, description="Seconds for which later requests wait for a missing index."
     )
     after_end: Literal["new", "refuse"] = Field(
         "new",
-        description="What comes after the end of a sequence begins a new life of it, or ends as "
-        "SEQUENCE_ENDED for as long as the end is remembered.",
+        description="What happens to requests after the end of a sequence. `new`: they begin the sequence "
+        "anew. `refuse`: they fail with SEQUENCE_ENDED as long as the end is remembered.",
     )
     header: Text = Field(
         SESSION_TOKEN,
-        description="Header of an answer that goes out with the next request, so that it comes to the same "
-        "server: what the endpoint picker's session affinity reads and writes. Empty: none.",
+        description="Header of an answer that is sent with the next request of the sequence, so that it "
+        "reaches the same server. The session affinity of the endpoint picker reads and writes it. If empty, "
+        "no such header is sent.",
     )
     session_id_header: Text = Field(
-        "x-session-id", description="Header in which the gateway gets the sequence's id. Empty: none."
+        "x-session-id",
+        description="Header with the id of the sequence for the gateway. If empty, the id is not sent.",
     )
     carry: Literal["off", "messages"] = Field(
         "off",
-        description="For requests that do not say: `messages` sends each turn with the conversation so far, "
-        "of chat bodies and /v1/responses.",
+        description="Default for requests that do not set `carry`. `messages`: each turn is sent with the "
+        "conversation so far, for chat bodies and /v1/responses. `off`: turns are sent as they are.",
     )
     max_carry_bytes: int = Field(
         1_048_576,
         ge=1,
         le=67_108_864,
-        description="Bytes of a conversation that is carried on; a turn that would make more of it ends as "
-        "INVALID_REQUEST.",
+        description="Largest size of a stored conversation, in bytes. A turn that would make it larger fails "
+        "with INVALID_REQUEST.",
     )
 
     @field_validator("header", "session_id_header")
@@ -88,7 +95,7 @@ class SequenceSettings(Section):
         return name
 
     def terms(self) -> SequenceTerms:
-        """What the queue goes by."""
+        """Return the settings as the queue uses them."""
         return SequenceTerms(
             max_idle_s=self.max_idle_s,
             max_age_s=self.max_age_s,
@@ -100,5 +107,5 @@ class SequenceSettings(Section):
         )
 
     def carries(self) -> Carry:
-        """For a request that does not say."""
+        """Return the value of `carry` for requests that do not set it."""
         return Carry(self.carry)

@@ -1,4 +1,4 @@
-"""The settings of how it is known which models are served, and how requests reach servers that are warm."""
+"""Settings for observing which models are served, and for sending requests to warm servers."""
 
 from __future__ import annotations
 
@@ -16,62 +16,66 @@ from dispatcher.settings.values import HttpUrl, SecretUrl, Text, header_of_ours,
 Observe = Literal["auto", "off", "gateway", "endpoints"]
 LIST_PATH = "/v1/models"
 _PAGE, _TENSORRT = "/metrics", "/prometheus"
-"""Of metrics pages: the end of their paths, and what TensorRT-LLM has before it."""
+"""Path of a metrics page, and the prefix of that path for TensorRT-LLM."""
 
 
 class WarmupSettings(Section):
-    """How servers that have a version newly are warmed up."""
+    """Warm-up of servers that have started to serve a version of a model."""
 
     by: Literal["auto", "gateway", "endpoints"] = Field(
         "auto",
-        description="`endpoints`: straight to each server. `gateway`: through the gateway, with "
-        "`serving.subset_header`. `auto`: through the gateway where that header is named or the gateway is "
-        "what is asked for its models, else straight.",
+        description="`endpoints`: warm-up requests are sent directly to each server. `gateway`: they are "
+        "sent through the gateway, with `serving.subset_header`. `auto`: through the gateway if that header "
+        "is set or if the gateway is asked for its models, otherwise directly.",
     )
     timeout_s: float = Field(
-        300.0, gt=0, le=86_400, description="Seconds that the warm-up of one server may take altogether."
+        300.0, gt=0, le=86_400, description="Longest total time of the warm-up of one server, in seconds."
     )
 
 
 class ServingSettings(Section):
-    """How it is known which models the pool serves ([signals.md](signals.md#which-models-are-served)).
+    """Observation of the models that the pool serves ([signals.md](signals.md#which-models-are-served)).
 
-    Each model server is asked for its list of models, or the gateway for all of them.
+    Each model server is asked for its list of models, or the gateway for the models of all servers.
     """
 
     observe: Observe = Field(
         "auto",
-        description="`endpoints`: each model server is asked. `gateway`: the gateway, for all. `off`. "
-        "`auto`: off while `models` names none; else the servers where `urls` or the Kubernetes watch know "
-        "them, or `signals.vllm.urls` does; else the gateway.",
+        description="`endpoints`: each model server is asked. `gateway`: the gateway is asked for all "
+        "servers. `off`: models are not observed. `auto`: `off` if `models` is empty. Otherwise `endpoints` "
+        "if the servers are known from `urls`, the Kubernetes watch or `signals.vllm.urls`, and else "
+        "`gateway`.",
     )
     urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
         (),
-        description="Whole URLs, one per model server; without a path: `/v1/models`. Empty: the servers of "
-        "`signals.vllm.urls`, else the pool's ready endpoints as the Kubernetes watch sees them.",
+        description="Complete URLs, one per model server. Without a path, `/v1/models` is used. If empty, "
+        "the servers of `signals.vllm.urls` are asked, or else the ready endpoints of the pool in the "
+        "Kubernetes watch.",
     )
     interval_s: float = Field(
-        5.0, ge=0.1, le=3600, description="Seconds between two questions to each server."
+        5.0, ge=0.1, le=3600, description="Seconds between two requests to each server for its models."
     )
     absent: Literal["wait", "fail"] = Field(
         "wait",
-        description="What becomes of a request for a model that was served before, is not now, and is not "
-        "among `models`: it waits for the model, or ends as MODEL_NOT_FOUND.",
+        description="What happens to a request for a model that was served before, is not served now, and is "
+        "not in `models`. `wait`: it waits for the model. `fail`: it fails with MODEL_NOT_FOUND.",
     )
     token_file: Text = Field(
         "",
-        description="File with a bearer token for the model servers, read again for each round. The gateway "
-        "gets its own.",
+        description="File with a bearer token for the model servers, which is read again for each round. The "
+        "gateway gets the token of `gateway.token_file`.",
     )
     tls: TlsSettings = Field(
-        TlsSettings(), description="Anything set: what the watch finds is asked by https."
+        TlsSettings(),
+        description="TLS settings. If any is set, endpoints of the Kubernetes watch are asked over https.",
     )
 
     subset_header: Text = Field(
         "",
-        description="Header that tells the gateway which servers a request may go to, as `ip:port,ip:port`: "
-        "those that are warm. Something before the endpoint picker has to turn it into the subset that "
-        "pickers know ([models.md](models.md#only-to-servers-that-are-warm)). Empty: any server may get it.",
+        description="Header that tells the gateway to which servers a request may be sent, as "
+        "`ip:port,ip:port`. It names the warm servers. A component before the endpoint picker must translate "
+        "it into the subset hint of the picker ([models.md](models.md#only-to-servers-that-are-warm)). If "
+        "empty, a request may be sent to any server.",
     )
     warmup: WarmupSettings = WarmupSettings()
 
@@ -106,19 +110,21 @@ class ServingSettings(Section):
 
 
 def observes(serving: ServingSettings, models: tuple[ModelSettings, ...]) -> bool:
-    """Whether it is to be known which models are served. Where not, nothing is asked and nothing waits."""
+    """Return whether models are observed. If not, no server is asked, and no request waits for a model."""
     return serving.observe != "off" and (serving.observe != "auto" or bool(models))
 
 
 def with_servers_of(vllm: VllmSettings, serving: ServingSettings) -> ServingSettings:
-    """`serving`, and where it names no server those whose metrics pages are read, by the same means.
+    """Return the section `serving`. If it names no servers, use those of `signals.vllm`, with their token and
+    TLS settings.
 
-    They are not taken where the gateway is to be asked, or warm-ups go through it and cannot name a server;
-    nor where a page is not at a path from which it follows where the server takes requests.
+    They are not used if the gateway is asked for the models, if warm-ups go through the gateway and cannot
+    name a server, or if the path of a metrics page does not tell where the server takes requests.
     """
     by_gateway = serving.observe == "gateway" or (
         serving.warmup.by == "gateway" and serving.subset_header == ""
     )
+    # An empty URL stands for a server that is unknown. With one of them, the list would be incomplete.
     lists = [_list_beside(page) for page in vllm.urls]
     if serving.urls or by_gateway or not lists or not all(lists):
         return serving
@@ -131,7 +137,7 @@ def with_servers_of(vllm: VllmSettings, serving: ServingSettings) -> ServingSett
 
 
 def _list_beside(page: SecretUrl) -> SecretUrl:
-    """Where a server of that metrics page lists its models; empty: that does not follow."""
+    """Return the URL at which the server of a metrics page lists its models, or empty if it is unknown."""
     parts = urlsplit(page.reveal())
     path = parts.path.rstrip("/")
     if parts.query or (path and not path.endswith(_PAGE)):

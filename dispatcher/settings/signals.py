@@ -1,4 +1,4 @@
-"""The settings of the signals: how it is known how full the pool is."""
+"""Settings of the signals, which show how full the pool is."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0, "vllm": 10.0,
 
 
 class PrometheusSettings(Section):
-    """Signals read through a Prometheus server, or what speaks its API (Thanos, Mimir)."""
+    """Signals from a Prometheus server, or from a server with the same API (Thanos, Mimir)."""
 
-    url: HttpUrl = Field(SecretUrl(""), description="Base URL of the server. Empty: not used.")
-    token_file: Text = Field("", description="File with a bearer token, read again for each query.")
-    headers: Headers = Field(
-        default_factory=dict, repr=False, description="Headers of each query, for example a tenant's name."
+    url: HttpUrl = Field(
+        SecretUrl(""), description="Base URL of the server. If empty, Prometheus is not used."
     )
-    tls: TlsSettings = Field(TlsSettings(), description="For `https`.")
+    token_file: Text = Field("", description="File with a bearer token, which is read again for each query.")
+    headers: Headers = Field(
+        default_factory=dict,
+        repr=False,
+        description="Headers that are sent with each query, for example with the name of a tenant.",
+    )
+    tls: TlsSettings = Field(TlsSettings(), description="TLS settings for `https`.")
     queries: dict[Literal["saturation", "queued", "capacity", "ttft", "tpot"], Text] = Field(
         default_factory=dict,
-        description="Own PromQL in place of the known series: `saturation` (a fraction), `queued` and "
-        "`capacity` (requests); `ttft` and `tpot` (increases of histogram buckets, by `le`), which are only "
-        "shown.",
+        description="PromQL that replaces the built-in queries: `saturation` (a fraction), `queued` and "
+        "`capacity` (numbers of requests). `ttft` and `tpot` (increases of histogram buckets by `le`) are "
+        "only shown.",
     )
 
     @field_serializer("headers")
@@ -36,39 +40,48 @@ class PrometheusSettings(Section):
 
 
 class EppSettings(Section):
-    """Signals scraped from the endpoint picker itself.
+    """Signals that are scraped from the endpoint picker (EPP) itself.
 
-    With neither `urls` nor `service` its replicas are found through the InferencePool. Those that are found
-    are asked over https where anything of `tls` is set, over plain http else.
+    Without `urls` and `service`, the replicas of the EPP are found through the InferencePool. Replicas that
+    are found are scraped over https if any key of `tls` is set, and over http otherwise.
     """
 
     urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
-        (), description="Whole URLs, one per EPP replica; without a path: `/metrics`."
+        (), description="Complete URLs, one per EPP replica. Without a path, `/metrics` is used."
     )
-    service: Text = Field("", description="Name of a Service whose endpoints are the EPP's replicas.")
-    port: int = Field(9090, ge=1, le=65535, description="Metrics port of the replicas that are found.")
+    service: Text = Field("", description="Name of a Service whose endpoints are the replicas of the EPP.")
+    port: int = Field(
+        9090,
+        ge=1,
+        le=65535,
+        description="Metrics port of replicas that are found through `service` or the InferencePool.",
+    )
     token_file: Text = Field(
         "",
-        description="File with a bearer token, read again for each scrape. Empty: the service account's, if"
-        " any.",
+        description="File with a bearer token, which is read again for each scrape. If empty, the token of "
+        "the service account is used, if there is one.",
     )
     tls: TlsSettings = TlsSettings()
 
 
 class VllmSettings(Section):
-    """Signals scraped from the model servers themselves, where there is no endpoint picker.
+    """Signals that are scraped from the model servers themselves, for pools without an endpoint picker.
 
-    vLLM, SGLang and TensorRT-LLM are read. Give one of `urls` and `service`.
+    The servers can be vLLM, SGLang and TensorRT-LLM. Set either `urls` or `service`.
     """
 
     urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
-        (), description="Whole URLs, one per model server; without a path: `/metrics`."
+        (), description="Complete URLs, one per model server. Without a path, `/metrics` is used."
     )
-    service: Text = Field("", description="DNS name of a headless Service: each address is a model server.")
-    port: int = Field(8000, ge=1, le=65535, description="Port of the servers that are found by `service`.")
-    token_file: Text = Field("", description="File with a bearer token, read again for each scrape.")
+    service: Text = Field(
+        "", description="DNS name of a headless Service, of which each address is a model server."
+    )
+    port: int = Field(8000, ge=1, le=65535, description="Port of servers that are found through `service`.")
+    token_file: Text = Field("", description="File with a bearer token, which is read again for each scrape.")
     tls: TlsSettings = Field(
-        TlsSettings(), description="Anything set: what `service` finds is asked by https."
+        TlsSettings(),
+        description="TLS settings. If any is set, servers that are found through `service` are scraped over "
+        "https.",
     )
 
     def __bool__(self) -> bool:
@@ -77,6 +90,7 @@ class VllmSettings(Section):
     @field_validator("urls")
     @classmethod
     def _each_once(cls, urls: tuple[SecretUrl, ...]) -> tuple[SecretUrl, ...]:
+        # The default path may be given or left out: both URLs are the same server.
         plain = [each.reveal().rstrip("/").removesuffix("/metrics") for each in urls]
         if len(set(plain)) < len(plain):
             raise refuse("has a server twice: its capacity would count twice")
@@ -91,29 +105,32 @@ class VllmSettings(Section):
 
 
 class SignalsSettings(Section):
-    """How it is known how full the pool is."""
+    """Signals that show how full the pool is."""
 
     source: Literal["auto", "prometheus", "epp", "vllm", "fixed"] = Field(
         "auto",
-        description="`epp`: direct scrape of the endpoint picker. `prometheus`. `vllm`: the model servers "
-        "themselves. `auto`: `vllm` where `signals.vllm` says where they are, else `epp` with Prometheus as "
-        "its stand-in. `fixed`: nothing is read, and `budget.max_in_flight`, which is required then, is the "
-        "limit, with nothing else of `budget` but `overload_backoff`: it does not follow other users' load.",
+        description="Source of the signals. `epp`: the endpoint picker, which is scraped directly. "
+        "`prometheus`: a Prometheus server. `vllm`: the model servers, which are scraped directly. `auto`: "
+        "`vllm` if `signals.vllm` names the servers, otherwise `epp` with Prometheus as its fallback. "
+        "`fixed`: nothing is read, and the limit is `budget.max_in_flight`, which is then required. A fixed "
+        "limit does not follow the load of other users, and `overload_backoff` is the only other key of "
+        "`budget` that applies.",
     )
     interval_s: float = Field(1.0, ge=0.05, le=3600, description="Seconds between readings.")
     max_age_s: float | None = Field(
         None,
         gt=0,
-        description="A sample older than this many seconds closes the gate. At least two intervals. null: "
-        "10 for direct scrape, 60 through Prometheus.",
+        description="Largest age of a sample in seconds. If the newest sample is older, the gate closes. At "
+        "least two intervals. If null, 10 for direct scrapes, and 60 through Prometheus.",
     )
     use: Literal["auto", "saturation", "requests", "both"] = Field(
         "auto",
-        description="`saturation`: the EPP's pool saturation and queue. `requests`: running and waiting "
-        "requests, counted. `both`: the smaller limit wins. `auto`: both, unless the EPP's pages show "
-        "that its saturation counts requests; then saturation alone. The default detector can read near 0 "
-        "while every slot is taken: `saturation` alone suits the concurrency detector only. With `source: "
-        "fixed` only `auto`.",
+        description="Signals that the limit is based on. `saturation`: saturation and queue of the pool, as "
+        "the EPP reports them. `requests`: numbers of running and waiting requests. `both`: the smaller "
+        "limit of the two. `auto`: `both`, or `saturation` if the EPP's metrics pages show that its "
+        "saturation counts requests. `saturation` alone suits only the concurrency detector: the default "
+        "detector can report nearly 0 while all slots are taken. With `source: fixed`, only `auto` is "
+        "allowed.",
     )
     prometheus: PrometheusSettings = PrometheusSettings()
     epp: EppSettings = EppSettings()
@@ -163,29 +180,29 @@ class SignalsSettings(Section):
 
     @property
     def preferred(self) -> Source:
-        """The source that is followed while it can be read."""
+        """Source that is used as long as it can be read."""
         if self.source in ("prometheus", "fixed"):
             return self.source
         return "vllm" if self.vllm else "epp"
 
     @property
     def watches_pool(self) -> bool:
-        """Whether the InferencePool is watched in Kubernetes.
+        """True if the InferencePool is watched in Kubernetes.
 
-        Model servers that the settings name, and a server behind a fixed limit, are in no InferencePool, and
-        a pool that does not exist would close the gate.
+        With `signals.vllm`, or with a fixed limit, there is no InferencePool. A watch of a pool that does not
+        exist would close the gate.
         """
         return not self.vllm and self.source != "fixed"
 
     @property
     def direct(self) -> EppSettings | VllmSettings | None:
-        """Settings of the pages that are scraped. `None` if Prometheus alone is asked, or nobody."""
+        """Settings of the metrics pages that are scraped directly, or `None` if no page is."""
         if self.source in ("prometheus", "fixed"):
             return None
         return self.vllm or self.epp
 
     def max_age_for(self, source: Source) -> float:
-        """Seconds after which a sample from this source is not acted upon."""
+        """Return the age in seconds above which a sample from this source is not used."""
         if self.max_age_s is not None:
             return self.max_age_s
         return max(MAX_AGE_S[source], 2 * self.interval_s)

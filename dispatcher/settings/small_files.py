@@ -1,7 +1,7 @@
-"""Reads of small files that others provide: tokens, configurations, warm-ups.
+"""Reading of small files: tokens, configurations, warm-ups.
 
-Such a file may be a pipe without a writer, or on a file system that no longer answers. Neither may stop the
-process, or keep it from ending.
+Such a file may be a pipe without a writer, or may be on a file system that no longer answers. Neither may
+block the process, or keep it from ending.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def require_regular(found: os.stat_result) -> None:
 
 
 def read_in_time(read: Callable[[], T], *, timeout_s: float = READ_S) -> T:
-    """Return the result of `read`, or raise its error, or TimeoutError. Blocks the caller."""
+    """Return the result of `reader`, or raise its error, or TimeoutError. Blocks the caller."""
     running = _begin(read)
     wait([running], timeout_s)
     if not running.done():
@@ -66,10 +66,10 @@ class BackgroundRead(Generic[T]):
         self._running: Future[T] | None = None
 
     async def __call__(self) -> T:
-        """Return the result of `read`, or raise its error.
+        """Return the result of `reader`, or raise its error.
 
-        Callers that come while a read runs share it. Raises TimeoutError `timeout_s` after the read began,
-        and at once while the same read still goes on. A file system that hangs is not asked again.
+        Callers that come while a read is in progress share it. Raises TimeoutError `timeout_s` after the read
+        began, and at once as long as that read goes on. So a file system that hangs is not asked again.
         """
         if self._running is None or self._running.done():
             self._running, self._started_at = _begin(self._read), time.monotonic()
@@ -79,7 +79,7 @@ class BackgroundRead(Generic[T]):
             async with limit:
                 return await asyncio.wrap_future(self._running)
         except TimeoutError as error:
-            if not limit.expired():
+            if not limit.expired():  # the read itself raised TimeoutError
                 raise
             raise TimeoutError(_HANGS) from error
 
@@ -91,12 +91,13 @@ def _begin(read: Callable[[], T]) -> Future[T]:
     file system does not release.
     """
     running: Future[T] = Future()
-    running.set_running_or_notify_cancel()  # a caller that is cancelled can no longer cancel it for others
+    # A running future cannot be cancelled, so a cancelled caller does not cancel the read for the others.
+    running.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
             running.set_result(read())
-        except BaseException as error:
+        except BaseException as error:  # every error goes to the callers
             running.set_exception(error)
 
     threading.Thread(target=work, name="file read", daemon=True).start()

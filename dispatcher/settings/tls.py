@@ -1,4 +1,4 @@
-"""How a server is verified, wherever the settings name one."""
+"""TLS settings of a connection, wherever the settings name a server."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from dispatcher.settings.values import Text, refuse
 
 
 class TlsSettings(Section):
-    """How a TLS server is verified, and what it is shown."""
+    """Verification of a TLS server, and the client certificate."""
 
     ca_file: Text = Field(
-        "", description="PEM file with the authorities to trust. Empty: those of the system."
+        "", description="PEM file with the trusted certificate authorities. If empty, those of the system."
     )
     cert_file: Text = Field(
-        "", description="PEM file with our certificate, where the server asks for one (mTLS)."
+        "", description="PEM file with the client certificate, if the server requires one (mTLS)."
     )
-    key_file: Text = Field("", description="PEM file with its key. Needed together with `cert_file`.")
-    insecure_skip_verify: bool = Field(False, description="Accept any certificate. For experiments only.")
+    key_file: Text = Field(
+        "", description="PEM file with the key of the client certificate. Required together with `cert_file`."
+    )
+    insecure_skip_verify: bool = Field(
+        False, description="If true, any certificate is accepted. For experiments only."
+    )
 
     @field_validator("key_file")
     @classmethod
@@ -33,9 +37,10 @@ class TlsSettings(Section):
         return key_file
 
     def context(self) -> ssl.SSLContext:
-        """What a client speaks TLS by. Raises OSError (ssl.SSLError is one) for a file missing or wrong."""
+        """Return the SSL context of a client. Raises OSError (or its subclass ssl.SSLError) if a file is
+        missing or not valid."""
         for path in filter(None, (self.ca_file, self.cert_file, self.key_file)):
-            require_regular(Path(path).stat())  # OpenSSL would wait at a pipe
+            require_regular(Path(path).stat())  # OpenSSL would block on a pipe without a writer
         context = ssl.create_default_context(cafile=self.ca_file or None)
         if self.cert_file:
             context.load_cert_chain(self.cert_file, self.key_file or None)

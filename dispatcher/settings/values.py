@@ -1,6 +1,6 @@
-"""Values that need more than a type: URLs that may hold a password, headers, paths, names of keys.
+"""Types of values with rules of their own: URLs that may contain a password, headers, paths, names of keys.
 
-Each refuses with a sentence that never repeats the value: it may be a secret.
+Error messages never repeat the value, because it may be a secret.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ CONTROL_HEADERS = {
     "content-length": "it follows from the payload",
     **dict.fromkeys(HOP_BY_HOP, "it belongs to the connection"),
 }
-"""Headers the dispatcher sets itself, or that no request may carry, and what to do instead."""
+"""Headers that no setting may set, because the dispatcher sets them or they concern the connection, with the
+alternative."""
 TAKEN_HEADERS = NOT_PASSED_ON | CONTROL_HEADERS.keys() | {"accept", "traceparent", "tracestate", "user-agent"}
-"""Those that mean something else, so that no setting can name one for a purpose of its own."""
+"""Headers with a meaning of their own, which a setting cannot use for another purpose."""
 
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<netloc>[^/?#]*)(?P<path>[^?#]*)"
@@ -53,23 +54,24 @@ SECRET_NAME = re.compile(
     r"|(?:^|[^a-z0-9])(?:pwd?|pass|sig|sas|sid)(?:$|[^a-z0-9])",
     re.IGNORECASE,
 )
-"""The short ones are whole words: `X-Tenant-Pw`, and not `X-Power`."""
+"""Pattern of names whose values are probably secrets. The short words must be whole words: `X-Tenant-Pw`
+matches, `X-Power` does not."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def refuse(why: str) -> PydanticCustomError:
-    """The error a validator raises: a whole sentence, shown as it is."""
+    """Return the error for a validator to raise. The sentence is shown unchanged."""
     return PydanticCustomError("refused", "{why}", {"why": why})
 
 
 def secret_name(name: str) -> bool:
-    """Is what goes by this name (a header, a query parameter) likely a credential?"""
+    """Return whether the value of a header or a query parameter with this name is probably a secret."""
     return SECRET_NAME.search(name) is not None
 
 
 class SecretUrl:
-    """A URL whose password shows only where it is asked for: `reveal()`. Empty is false."""
+    """URL whose password is shown only by `reveal()`. An empty URL is false."""
 
     __slots__ = ("_text",)
 
@@ -85,13 +87,13 @@ class SecretUrl:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Each with its port, where one is given."""
+        """Hosts of the URL, with their ports if the URL has any."""
         match = _URL.fullmatch(self._text)
         return tuple(match["netloc"].rpartition("@")[2].split(",")) if match else ()
 
     @property
     def credentials(self) -> tuple[str, str] | None:
-        """User and password, decoded; None where the URL holds neither."""
+        """Decoded user and password, or `None` if the URL has neither."""
         match = _URL.fullmatch(self._text)
         userinfo, at, _ = match["netloc"].rpartition("@") if match else ("", "", "")
         user, _, password = userinfo.partition(":")
@@ -99,13 +101,13 @@ class SecretUrl:
 
     @property
     def authorization(self) -> str:
-        """The Authorization header that user and password come to; empty where the URL holds neither."""
+        """Authorization header for user and password, or empty if the URL has neither."""
         given = self.credentials
         return "Basic " + base64.b64encode(":".join(given).encode()).decode() if given else ""
 
     @property
     def bare(self) -> str:
-        """The URL without user and password."""
+        """URL without user and password."""
         match = _URL.fullmatch(self._text)
         if match is None:
             return self._text
@@ -113,11 +115,11 @@ class SecretUrl:
         return f"{match['scheme']}://{hosts}{self._text[match.end('netloc') :]}"
 
     def __str__(self) -> str:
-        """The URL as it may be shown: `redis://:***@host`."""
+        """Return the URL with secrets masked: `redis://:***@host`."""
         scheme, there, rest = self._text.partition("://")
         if not there:
             return MASK if "@" in self._text else self._text
-        # Up to the last @, even where it stands after a slash: a password that was not encoded stays hidden.
+        # Mask up to the last @, even after a slash: a password may contain characters that were not encoded.
         userinfo, at, tail = rest.rpartition("@")
         if at:
             user, colon, _ = userinfo.partition(":")
@@ -173,21 +175,21 @@ AutoNumber = Annotated[
     PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
     AUTO,
 ]
-"""A number, or the word `auto` (None): the value is found out."""
+"""Number, or the word `auto`, which is read as `None`: the dispatcher determines the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """Beside a type that is none of the plain ones: how its values are written."""
+    """Annotation of a type without a plain notation: how its values are written."""
 
     words: str
-    """For the reference."""
+    """Text for the reference documentation."""
     schema: Mapping[str, Any]
-    """JSON Schema."""
+    """JSON Schema of the values."""
 
 
 def url(*schemes: str, hosts: int = 1) -> AfterValidator:
-    """A URL of one of the schemes with at most so many hosts; empty passes."""
+    """Return a validator for URLs with one of the schemes and up to `hosts` hosts. Empty URLs are valid."""
 
     def check(value: SecretUrl) -> SecretUrl:
         if not value:
@@ -205,6 +207,7 @@ def _fault_of_url(value: SecretUrl, schemes: tuple[str, ...], hosts: int) -> str
         return "must begin with " + " or ".join(f"{scheme}://" for scheme in schemes)
     if re.search(r"[^\x21-\x7e]", value.reveal()):
         return "holds blanks, control or non-ASCII characters: percent-encode them"
+    # A password with / ? or # that is not encoded ends the host too early, and leaves its @ in the path.
     if "@" in match["path"]:
         return "holds an @ after the host: percent-encode / ? # and @ in the password"
     if len(value.hosts) > hosts:
@@ -271,7 +274,7 @@ Headers = dict[Annotated[str, AfterValidator(_header_name)], HeaderValue]
 
 
 def mask_headers(headers: dict[str, str]) -> dict[str, str]:
-    """The headers as they may be shown."""
+    """Return the headers with the values of likely secrets masked."""
     return {name: MASK if secret_name(name) else value for name, value in headers.items()}
 
 
@@ -279,7 +282,8 @@ HttpUrl = Annotated[SecretUrl, url("http", "https")]
 
 
 def header_of_ours(name: str) -> str:
-    """A name for a header that the dispatcher sets by itself, empty for none; or the error."""
+    """Return the name of a header if a setting may use it for its own purpose. Empty names are valid. Raises
+    PydanticCustomError otherwise."""
     if name and NAME.fullmatch(name) is None:
         raise refuse("is not a header name")
     if plain(name) in TAKEN_HEADERS:

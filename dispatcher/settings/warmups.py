@@ -1,4 +1,4 @@
-"""The warm-up files that the settings name: read when these come into force, and when one changes."""
+"""Warm-up files that the settings name. They are read when the settings take effect, and when they change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Requests = tuple[WarmupRequest, ...]
 
 
 class WarmupFiles:
-    """Those of one configuration. Reading takes a moment: not in the loop."""
+    """Warm-up files of one configuration. Reading them blocks, so do not do it on the event loop."""
 
     def __init__(self, settings: Settings) -> None:
         gateway = settings.gateway
@@ -30,11 +30,11 @@ class WarmupFiles:
         self._paths = {model.name: Path(model.warmup) for model in settings.models if model.warmup}
         self._places = {model.name: f"models[{at}].warmup" for at, model in enumerate(settings.models)}
         self._known: dict[str, tuple[object, Requests]] = {}
-        """What each file held that could be used last, and what it looked like then."""
+        """Last usable content of each file, with the fingerprint of the file at that time, by model."""
 
     @classmethod
     def usable(cls, settings: Settings) -> Self:
-        """Each was read and can be used; raises OSError with all that is wrong with them."""
+        """Read all files, and return them. Raises OSError with all problems if any cannot be used."""
         files = cls(settings)
         if wrong := files.problems():
             raise OSError("; ".join(f"{problem.where}: {problem.what}" for problem in wrong))
@@ -42,33 +42,35 @@ class WarmupFiles:
 
     @property
     def paths(self) -> Mapping[str, Path]:
-        """Of models that have one."""
+        """Path of the warm-up file of each model that has one."""
         return self._paths
 
     def where(self, model: str) -> str:
-        """The setting."""
+        """Return the path of the setting that names the file of a model."""
         return self._places[model]
 
     def problems(self) -> list[Problem]:
-        """What is wrong with each of them now."""
+        """Return the current problems of all files."""
         return [found for model in self._paths if isinstance(found := self.read(model), Problem)]
 
     def read(self, model: str) -> Requests | Problem:
-        """What its file holds now, which is read again only where it has changed."""
+        """Return the requests in the file of a model, or its problem. Reads the file only if it changed."""
         path = self._paths[model]
         seen = looks(path)
         known = self._known.get(model)
         if known is not None and seen == known[0]:
             return known[1]
         found = read_file(path, self._rules)
-        if isinstance(found, str):
+        if isinstance(found, str):  # the last usable content stays known
             return Problem(path.name, self._places[model], found)
         self._known[model] = seen, found
         return found
 
     def requests(self, model: str) -> tuple[Requests, str]:
-        """What to warm up with, and one sentence where the file cannot be used any more: then it is what the
-        file held when it could. Empty for a model without one."""
+        """Return the warm-up requests of a model, and a sentence if its file cannot be used any more.
+
+        In that case the requests are the last usable content. A model without a file has no requests.
+        """
         if model not in self._paths:
             return (), ""
         found = self.read(model)
@@ -78,7 +80,8 @@ class WarmupFiles:
 
 
 def read_file(path: Path, rules: WarmupRules) -> Requests | str:
-    """The requests of a file, or why it cannot be used: one sentence, which repeats nothing of the bodies."""
+    """Return the requests of a file, or a sentence that says why it cannot be used. The sentence repeats
+    nothing of the bodies."""
     try:
         text = read_regular(path, FILE_BYTES_MOST)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Notices when the configuration file says something else, however it came to.
+"""Watch of the configuration file, which reports each new text.
 
-A mounted ConfigMap changes by a swap of its `..data` symlink, editors write a new file and rename it over the
-old one, others truncate and write in place. All of these are changes in the file's directory, so that is what
-is watched; what counts is the text that stands there once it has settled.
+A mounted ConfigMap changes by a swap of its `..data` symlink. Editors write a new file and rename it over the
+old one, or truncate the file and write in place. All of these are changes in the directory of the file, so
+the directory is watched. A new text is reported once it is stable.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from dispatcher.settings.small_files import BackgroundRead
 from dispatcher.settings.yaml_source import Problem
 
 QUIET_S = 0.1
-"""A text is whole when two looks this far apart see the same."""
+"""Seconds between two reads that must return the same text. Then the text is considered complete."""
 GONE_S = 1.0
-"""A file that stays empty, missing or unreadable for so long is a problem, not an editor at work."""
+"""Seconds after which an empty, missing or unreadable file is a problem. An editor is faster."""
 POLL_S = 2.0
-"""Where the kernel tells nothing (network file systems, a link to another directory), a look this often."""
+"""Seconds between reads without events, for network file systems and links to other directories, where the
+kernel reports no events."""
 
 
 async def watch(path: Path | str, known: str) -> AsyncGenerator[str | Problem, None]:
-    """Yield the file's new text whenever it differs from the last (`known` at first), once it has settled.
+    """Yield each new text of the file once it is stable. At first, `known_text` is the text to compare with.
 
-    A Problem, once, when the file stays empty, missing or unreadable; the text again when it comes back, even
-    unchanged. Never ends by itself, never raises for what a file system does.
+    If the file stays empty, missing or unreadable, yield a Problem once. When the file comes back, yield its
+    text again, even if it is unchanged. Never ends by itself, and never raises for errors of the file system.
     """
     path = Path(path)
     look = partial(_look_beside, BackgroundRead(partial(_look, path)), path)
-    last: str | Problem = known if known.strip() else _empty(path)  # it was taken so: nothing has changed
+    # An empty file was accepted at the start, so it is no change, and the Problem is not reported again.
+    last: str | Problem = known if known.strip() else _empty(path)
     async with aclosing(_hints(path.parent)) as hints:
         async for _ in hints:
             if await look() == last:
                 continue
             found = await _settled(look)
-            if found != last:
+            if found != last:  # the file may have changed back meanwhile
                 last = found
                 yield found
 
 
 async def prepare(directory: Path) -> None:
-    """Have everything imported that `watch` needs: it takes long, and not every command watches."""
+    """Import and start `watchfiles` once, which takes long, and which only some commands need."""
     from watchfiles import awatch
 
-    with suppress(OSError, RuntimeError):  # `watch` itself copes with these
+    with suppress(OSError, RuntimeError):  # `watch_config` handles these errors itself
         looks = awatch(directory, rust_timeout=1, yield_on_timeout=True, recursive=False)
         async with aclosing(looks):
             await anext(looks)
@@ -73,7 +75,7 @@ def _empty(path: Path) -> Problem:
 
 
 async def _settled(look: Callable[[], Awaitable[str | Problem]]) -> str | Problem:
-    """What the file says once it no longer changes: a text seen twice, a problem that stays for GONE_S."""
+    """Wait until the file no longer changes, and return its text, or a problem that lasted for MISSING_S."""
     clock = asyncio.get_running_loop().time
     found = await look()
     since = clock()
@@ -88,14 +90,15 @@ async def _settled(look: Callable[[], Awaitable[str | Problem]]) -> str | Proble
 
 async def _hints(directory: Path) -> AsyncGenerator[None, None]:
     """Yield whenever the directory may have changed: at once, on its events, and at least every POLL_S."""
-    from watchfiles import awatch  # 50 ms to import, and not every command watches
+    from watchfiles import awatch  # takes 50 ms to import, and only some commands watch the file
 
     yield
     while True:
-        with suppress(OSError, RuntimeError):  # no such directory yet, or no inotify watch to be had
+        # The directory may not exist yet, or the system may have no inotify watch left: then only poll.
+        with suppress(OSError, RuntimeError):
             events = awatch(
                 directory,
-                watch_filter=None,
+                watch_filter=None,  # any file counts: a ConfigMap changes by its `..data` link
                 debounce=200,
                 rust_timeout=int(POLL_S * 1000),
                 yield_on_timeout=True,
@@ -104,5 +107,6 @@ async def _hints(directory: Path) -> AsyncGenerator[None, None]:
             async with aclosing(events):
                 async for _ in events:
                     yield
+        # Only reached without a working watch: look again after a while, and try to watch again.
         await asyncio.sleep(POLL_S)
         yield

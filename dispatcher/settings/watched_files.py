@@ -1,4 +1,4 @@
-"""Files that others replace while we run: whether one has changed, and the one reader of bearer tokens."""
+"""Files that are replaced while the dispatcher runs: detection of changes, and reading of bearer tokens."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from pathlib import Path
 from dispatcher.settings.small_files import BackgroundRead, read_in_time, read_regular
 
 MAX_TOKEN_BYTES = 64 * 1024
-"""Largest token file. Servers take headers that are much smaller than this."""
+"""Largest token file. Servers accept only much smaller headers."""
 _VISIBLE = re.compile(rb"[!-~]+")
 
 
 class TokenFileError(ValueError):
-    """A file without a token that could be used. Its words never repeat what the file holds."""
+    """The file contains no usable token. The message never repeats the content of the file."""
 
     def __init__(self, path: str | Path, why: str, *, readable: bool) -> None:
         super().__init__(f"{path} {why}")
         self.why = why
-        """The end of a sentence that begins with the file, or with the setting that names it."""
+        """End of a sentence that begins with the file, or with the setting that names it."""
         self.readable = readable
+        """True if the file could be read, so that only its content is wrong."""
 
 
 def looks(path: str | Path) -> tuple[int, int, int] | None:
-    """What changes with a file, whether it is written in place or replaced; None: it is not there.
+    """Return a value that changes when a file is written or replaced, or `None` if there is no file.
 
-    It is looked at, not read, for that is done each second.
+    The file is not read, because this is called every second.
     """
     try:
         seen = Path(path).stat()
@@ -38,7 +39,7 @@ def looks(path: str | Path) -> tuple[int, int, int] | None:
 def read_token(path: str | Path) -> str:
     """Return the token in a file, without the white space around it. It must be visible ASCII.
 
-    Raises TokenFileError, and blocks for up to READ_S. On an event loop, use a TokenReader.
+    Raises TokenFileError, and blocks for up to READ_TIMEOUT_S. On an event loop, use a TokenReader.
     """
     try:
         return read_in_time(partial(read_token_blocking, path))

@@ -1,8 +1,8 @@
-"""Where settings come from: a YAML text and environment variables, read into one tree that knows its lines.
+"""Sources of settings: reads a YAML text and environment variables into one tree of nodes with line numbers.
 
-The YAML is the plain kind: one document of mappings, lists and scalars, with the scalars of YAML 1.2 (`no`
-is a word, `1e-3` a number). Anchors, tags and duplicate keys are refused: they surprise more than they help.
-Nothing here recurses over the input, and nothing raises for what a file can hold.
+Only plain YAML is accepted: one document of mappings, lists and scalars, with the scalars of YAML 1.2 (`no`
+is a word, `1e-3` is a number). Anchors, tags and duplicate keys are rejected. Nothing here recurses over the
+input, and no content of a file raises an exception.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from dispatcher.settings.values import SecretUrl
 ENVIRONMENT = "environment"
 PREFIX = "BATCH_DISPATCHER__"
 MAX_BYTES = 256 * 1024
-"""A configuration is a few kilobytes; what is larger is another file."""
+"""Largest size of a configuration. Usual ones have a few kilobytes, so a larger file is probably no
+configuration."""
 MAX_DEPTH = 16
 MAX_EVENTS = 12_000
-"""Keys, values and brackets: some hundreds in a configuration that names everything, and six for each of a
-thousand models."""
+"""Largest number of keys, values and brackets. A configuration with all keys has some hundreds of them, and
+six more for each of up to a thousand models."""
 
+# The parser in C, if PyYAML was built with it.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+# The words of YAML 1.2. In YAML 1.1, `yes`, `no`, `on` and `off` are booleans, too.
 _WORDS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -47,13 +50,14 @@ _WORDS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a configuration, and where. Never holds a value that may be a secret."""
+    """Problem of a configuration, with its place. Never contains a value that may be a secret."""
 
     source: str
-    """The file's name, or `environment`."""
+    """Name of the file, or `environment`."""
     where: str
-    """The path in the file (`budget.reserve`), or the variable's name; empty: the whole of it."""
+    """Path of the key (`budget.reserve`), or name of the variable. Empty if the whole source is concerned."""
     what: str
+    """End of a sentence that begins with the place."""
     line: int | None = None
 
     def __str__(self) -> str:
@@ -63,12 +67,13 @@ class Problem:
 
 @dataclass(slots=True)
 class Node:
-    """A value with the line it stands on; `variable`: the environment variable it came from."""
+    """Value in the tree, with its line."""
 
     value: Any
-    """A scalar, `dict[str, Node]` or `list[Node]`."""
+    """Scalar, `dict[str, Node]` or `list[Node]`."""
     line: int | None
     variable: str = ""
+    """Environment variable of the value, or empty if it is from the file."""
 
     def plain(self) -> Any:
         if isinstance(self.value, dict):
@@ -86,13 +91,13 @@ class _RefusedError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)` with the known name nearest to it, or nothing."""
+    """Return the text ` (did you mean …?)` with the most similar known name, or an empty text."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def read_yaml(text: str, name: str) -> tuple[Node, list[Problem]]:
-    """The tree of a YAML text. With a problem in the list that has no `where`, the tree is empty."""
+    """Return the tree of a YAML text, and its problems. If a problem has no `where`, the tree is empty."""
     empty = Node({}, None)
     fault: Problem
     try:
@@ -129,14 +134,14 @@ def _fault_of_syntax(error: yaml.YAMLError, text: str, name: str) -> Problem:
 
 @dataclass(slots=True)
 class _Builder:
-    """Builds the tree from parse events, with a stack of its own instead of recursion."""
+    """Builder of the tree from parse events. It uses an explicit stack instead of recursion."""
 
     name: str
     problems: list[Problem] = field(default_factory=list)
     _open: list[tuple[Node, str]] = field(default_factory=list)
-    """Collections not yet closed, each with its path."""
+    """Open collections, each with its path."""
     _key: tuple[str, int] | None = None
-    """In a mapping: the key that waits for its value, and its line."""
+    """Key that waits for its value in the current mapping, with its line."""
     _keys: list[tuple[str, int] | None] = field(default_factory=list)
     _root: Node = field(default_factory=lambda: Node(None, None))
     _documents: int = 0
@@ -163,7 +168,7 @@ class _Builder:
         if event.tag not in (None, "!"):
             raise _RefusedError("tags are not supported", line)
         inside = self._open[-1][0].value if self._open else None
-        if isinstance(inside, dict) and self._key is None:
+        if isinstance(inside, dict) and self._key is None:  # this event is the next key of the mapping
             if not isinstance(event, yaml.ScalarEvent):
                 raise _RefusedError("a key must be a plain name", line)
             self._key = (event.value, line)
@@ -180,7 +185,7 @@ class _Builder:
             self._keys.append(None)
 
     def _place(self, node: Node) -> str:
-        """Put a node where it belongs, and tell its path."""
+        """Insert a node into its parent, and return its path."""
         if not self._open:
             self._root = node
             return ""
@@ -192,11 +197,11 @@ class _Builder:
         key, line = self._key
         self._key = None
         path = f"{path}.{key}" if path else key
-        if key in parent.value:
+        if key in parent.value:  # go on, so that all duplicate keys are reported at once
             first = parent.value[key].line
             self.problems.append(Problem(self.name, path, f"is given twice (first in line {first})", line))
         else:
-            node.line = line  # the key's: a block's value begins below it
+            node.line = line  # the line of the key, because the value of a block begins below it
             parent.value[key] = node
         return path
 
@@ -206,7 +211,7 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
 
 
 def resolve(text: str) -> Any:
-    """The value of an unquoted scalar, by YAML 1.2."""
+    """Return the value of an unquoted scalar in YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
     try:
@@ -214,13 +219,13 @@ def resolve(text: str) -> Any:
             return int(text)
         if _FLOAT.fullmatch(text):
             return float(text)
-    except ValueError:  # more digits than Python reads
+    except ValueError:  # Python converts at most 4300 digits (sys.set_int_max_str_digits)
         return text
     return text
 
 
 def overlay(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> list[Problem]:
-    """Put the variables that begin with the prefix over the tree; tells those that fit no key."""
+    """Write the variables with the prefix over the tree. Return the problems of those that match no key."""
     known = dict(_variables(model))
     problems = []
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
@@ -233,7 +238,7 @@ def overlay(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> l
             elif maps:
                 what = f'is inside a map; set it whole, as JSON: {maps[0]}={{"name": "value"}}'
             else:
-                # Without the prefix, or every name would be near every other.
+                # Compare without the common prefix, which would make all names similar to each other.
                 near = nearest(variable.removeprefix(PREFIX), (name.removeprefix(PREFIX) for name in known))
                 what = f"unknown key{near.replace('mean ', f'mean {PREFIX}')}"
             problems.append(Problem(ENVIRONMENT, variable, what))
@@ -250,14 +255,15 @@ def overlay(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> l
 
 
 def _read_value(text: str) -> Node | None:
-    """The value of a variable that is not just text."""
-    # A mapping around it, so that a scalar, a list and a map read alike.
+    """Return the node for a variable whose value is not plain text, or `None` if it cannot be read."""
+    # The text is put into a mapping, so that scalars, lists and maps are parsed in the same way.
     tree, problems = read_yaml(f"value: {text}", ENVIRONMENT)
     return None if problems or len(tree.value) != 1 else tree.value["value"]
 
 
 _Key = tuple[tuple[str, ...], bool | None]
-"""A key's path, and how a variable's text is read: None: as it is, else as YAML; True: it is a map."""
+"""Path of a key, and how the text of its variable is read: as plain text (`None`), as YAML (`False`), or as a
+map in YAML (`True`)."""
 
 
 def _variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, _Key]]:
@@ -276,7 +282,10 @@ def _variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[t
 
 
 class TreeSource(PydanticBaseSettingsSource):
-    """Hands a tree to pydantic-settings, which makes its sources itself: so the tree waits in a context."""
+    """Source for pydantic-settings that returns the values of a tree.
+
+    pydantic-settings creates its sources itself, so the tree is passed in a context variable.
+    """
 
     _tree: ContextVar[Node | None] = ContextVar("tree", default=None)
 
@@ -288,7 +297,7 @@ class TreeSource(PydanticBaseSettingsSource):
     @classmethod
     @contextmanager
     def reading(cls, tree: Node) -> Iterator[None]:
-        """For the length of the block, settings are made of this tree."""
+        """Use this tree for all settings that are made inside the block."""
         before = cls._tree.set(tree)
         try:
             yield
@@ -299,10 +308,10 @@ class TreeSource(PydanticBaseSettingsSource):
         return self._values.get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        return self._values  # with the unknown keys, so that the model refuses them
+        return self._values  # includes unknown keys, so that the model reports them
 
 
-# With PYDANTIC_SETTINGS_DEBUG set it logs what every source says: passwords too.
+# With PYDANTIC_SETTINGS_DEBUG set, the library logs the values of all sources, including passwords.
 logging.getLogger("pydantic_settings").disabled = True
 
 
@@ -312,7 +321,7 @@ def _set(root: Node, path: tuple[str, ...], value: Node) -> None:
         child = node.value.get(name)
         if child is None or not isinstance(child.value, dict):
             if child is not None and child.value is not None:
-                return  # the file has something else than a section there, and that is reported
+                return  # the file has no section there, which validation reports
             child = node.value[name] = Node({}, None if child is None else child.line)
         node = child
     node.value[path[-1]] = value

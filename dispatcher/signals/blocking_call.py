@@ -1,7 +1,7 @@
-"""A blocking call that may never come back, kept where it can do no harm.
+"""Run blocking calls that may never return, without delaying the event loop or the end of the process.
 
-An executor's threads are joined when the process ends, so that one hanging call would hold up the shutdown.
-It runs in a daemon thread that is simply left behind.
+The threads of an executor are joined when the process ends, so that one hanging call would delay the
+shutdown. Each call therefore runs in a daemon thread, which the process can leave behind.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class StillRunningError(Exception):
-    """The call before has not come back; `since_s`: how long ago it was started."""
+    """The previous call has not returned. `running_s` is the time since it was started."""
 
     def __init__(self, since_s: float) -> None:
         super().__init__(f"the call before has been hanging for {since_s:.0f} s")
@@ -31,10 +31,10 @@ class BlockingCalls:
         self._started_at: float | None = None
 
     async def run(self, call: Callable[[], T], timeout_s: float) -> T:
-        """Run the call and return its result, or raise what it raised.
+        """Run the call and return its result, or raise its exception.
 
-        Raises TimeoutError when it takes longer than `timeout_s`: the thread goes on, and until it comes
-        back every further run raises StillRunningError, so that a hanging server is not asked twice.
+        Raises TimeoutError if the call takes longer than `timeout_s`. Its thread goes on, and until the call
+        returns, every further run raises StillRunningError, so that a hanging server is not asked twice.
         """
         loop = asyncio.get_running_loop()
         if self._started_at is not None:
@@ -45,7 +45,7 @@ class BlockingCalls:
         def back(result: T | None, error: BaseException | None) -> None:
             self._started_at = None
             if answer.done():
-                return  # nobody waits any more
+                return  # the caller timed out or was cancelled
             if error is not None:
                 answer.set_exception(error)
             else:
@@ -58,7 +58,7 @@ class BlockingCalls:
                 result = call()
             except BaseException as error:
                 failure = error
-            # The loop may be closed by now: then nobody is left to be told.
+            # RuntimeError: the loop was closed while the call was running, so there is no caller any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(back, result, failure)
 

@@ -1,8 +1,9 @@
-"""Prometheus' text format and OpenMetrics, read in slices: only the wanted series are decoded.
+"""Parse metrics pages in Prometheus' text format and OpenMetrics, and decode only the requested series.
 
-An EPP's page grows with its pods and flows to several megabytes, of which a dozen lines matter. Every line
-is looked at once by a prefix test in C; the few that pass are decoded with the format's own rules. A page
-that breaks those rules where it matters is refused whole: half a page must not pass for an idle pool.
+The page of an endpoint picker grows with its pods and flows to several megabytes, of which a dozen lines
+matter. Each line is tested once for a prefix, which is done in C. The few lines that pass are decoded by the
+rules of the format. A page that breaks the rules in such a line is rejected as a whole: half a page must not
+look like an idle pool.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 LINE_MAX_BYTES = 256 * 1024
-"""Without this bound, a page with no line end would be copied again with each slice."""
+"""Largest size of a line. Without this bound, a page without line ends would be copied with each slice."""
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t]*(,|(?=\}))')
@@ -22,7 +23,7 @@ _ESCAPED = {"n": "\n", "\\": "\\", '"': '"'}
 
 
 class MalformedPageError(Exception):
-    """The page is not what its format promises; the message is a sentence that quotes the spot."""
+    """The page breaks the rules of its format. The message is a sentence that quotes the place."""
 
 
 class Sample(NamedTuple):
@@ -32,13 +33,13 @@ class Sample(NamedTuple):
 
 
 class Page:
-    """A page as it arrives: `feed` it slices of any size, then `close` it for the wanted samples.
+    """Parser for a page that arrives in slices: call `feed` with each slice, and `close` at the end.
 
-    `open_metrics`: the page must end with `# EOF`. The text format has no end mark, so that there only a cut
-    within a line is seen here; the HTTP client sees the others by the length.
+    If `open_metrics` is true, the page must end with `# EOF`. The text format has no end mark, so that only a
+    page that is cut within a line is noticed here. The HTTP client notices other cuts by the length.
 
-    `also`: series that are nice to have, `also_most` of them: a flaw in those refuses nothing, and is told by
-    `spoiled`.
+    `optional_names` are series that are read if possible, at most `max_optional` samples. An error in them
+    does not reject the page; `optional_problem` describes it.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class Page:
         self.samples: list[Sample] = []
         self.also: list[Sample] = []
         self.spoiled = ""
-        """Why `also` is not all that the page has; empty: it is."""
+        """Why `optional_samples` is not complete. Empty if it is."""
         self.size_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next slice. Raises MalformedPageError."""
+        """Parse the next slice. Raises MalformedPageError."""
         self.size_bytes += len(data)
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -77,8 +78,8 @@ class Page:
             self._last = lines[-1]
 
     def close(self) -> list[Sample]:
-        """The wanted samples, in the page's order. Raises MalformedPageError where the page was cut."""
-        # OpenMetrics lets the end mark stand without a line end.
+        """Return the requested samples in the order of the page. Raises MalformedPageError if it was cut."""
+        # OpenMetrics allows the end mark without a line end.
         if self._open_metrics and self._rest.rstrip() == b"# EOF":
             self._last, self._rest = self._rest, b""
         if self._rest.strip():
@@ -101,6 +102,7 @@ class Page:
             return
         if sample is not None:
             self.also.append(sample)
+            # A part of the histograms would be misleading, so that too many mean none.
             if len(self.also) > self._also_most:
                 self.spoiled = f"more than {self._also_most} series of requests' latencies"
                 self.also.clear()
@@ -112,14 +114,14 @@ class Page:
             raise MalformedPageError(f"a line that is not UTF-8: {_quote(raw)}") from None
         found = _NAME.match(line)
         if found is None or found.group() not in self._wanted:
-            return None  # a longer name that begins like a wanted one
+            return None  # a longer name that begins with a requested one
         labels, end = _labels(line, found.end())
         rest = _REST.fullmatch(line, end, len(line.rstrip("\r")))
         if rest is None:
             raise MalformedPageError(f"no value in: {_quote(raw)}")
         number = rest.group(1)
         try:
-            # Python would take 1_0 for a number; the format does not.
+            # Python accepts 1_0 as a number; the format does not.
             value = float(number.replace("_", "?"))
         except ValueError:
             raise MalformedPageError(f"not a number, {number[:40]!r}, in: {_quote(raw)}") from None
@@ -127,7 +129,7 @@ class Page:
 
 
 def _labels(line: str, at: int) -> tuple[dict[str, str], int]:
-    """The labels that start at a position of a line, and where they end."""
+    """Return the labels that start at a position of a line, and the position after them."""
     labels: dict[str, str] = {}
     while at < len(line) and line[at] in " \t":
         at += 1
@@ -150,7 +152,7 @@ def _labels(line: str, at: int) -> tuple[dict[str, str], int]:
 
 
 def _unescape(found: re.Match[str]) -> str:
-    # Unknown escapes stay as they are, as Prometheus' own parser has it.
+    # Unknown escapes stay as they are, as in Prometheus' own parser.
     return _ESCAPED.get(found.group(1), found.group())
 
 

@@ -9,9 +9,9 @@ from dispatcher.signals.epp.series import View
 
 
 class FixedSource:
-    """Says at each poll that the pool is empty, so that the capacity (`budget.max_in_flight`) is the limit.
+    """Reports an empty pool at each poll, so that the capacity (`budget.max_in_flight`) is the limit.
 
-    A refusal by the gateway still closes the gate, and lowers what is taken for the capacity.
+    A refusal by the gateway still closes the gate, and lowers the capacity that the limiter assumes.
     """
 
     name: Final = "fixed"
@@ -23,7 +23,7 @@ class FixedSource:
         return (View(now, now, saturation=0.0, own=True),)
 
     async def latency(self) -> None:
-        """Return `None`: nobody measures latencies."""
+        """Return `None`, because no latencies are measured."""
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
         """Ignore the endpoint picker's pods: no InferencePool is watched."""

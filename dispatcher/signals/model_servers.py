@@ -1,8 +1,8 @@
-"""Model servers themselves, where there is neither an endpoint picker nor Prometheus: one page per server.
+"""Signals from the metrics pages of the model servers, for pools without endpoint picker and Prometheus.
 
-Each page has how many requests run there and wait there, as of now. Nothing waits before the servers that
-anybody could see, so F_SYS is all that runs and waits, and F_EPP is 0. Few servers show how many requests
-they run at once. Unless all do, `budget.per_endpoint` says it, or the dispatcher searches for it.
+Each page shows the requests that run and wait at its server now. Without a picker no other queue is visible,
+so F_SYS is everything that runs and waits, and F_EPP is 0. Few servers show how many requests they run at
+once. Unless all servers do, the number comes from `budget.per_endpoint`, or the dispatcher searches for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from dispatcher.signals.scrape import Scraper, ScrapeTarget, Sought, Targets, un
 
 
 class ModelServer(Enum):
-    """The gauges of one kind of model server: running, waiting, share of the KV cache in use, limit on the
-    requests that run at once. Each has all its names, the newest first, or none if no server shows it."""
+    """Names of the gauges of one kind of model server.
+
+    The gauges are, in order: running requests, waiting requests, share of the KV cache in use, and largest
+    number of requests that run at once. Each has all its names, the newest first, or none if no server shows
+    it.
+    """
 
     VLLM = (
         ("vllm:num_requests_running",),
@@ -45,11 +49,11 @@ class ModelServer(Enum):
 
 
 _SWAPPED = "vllm:num_requests_swapped"
-"""Of vLLM before its engine V1: requests that lost their place, and wait for it."""
+"""Requests that were swapped out and wait to continue. Only in vLLM before its engine V1."""
 _BY_REASON = "vllm:num_requests_waiting_by_reason"
 """Series of newer versions of vLLM with the waiting requests by reason. Requests with the reason `capacity`
-wait because the server is full; those with `deferred` wait for a grammar, a remote KV cache or a LoRA
-adapter."""
+wait because the server is full. Requests with the reason `deferred` wait for a grammar, a remote KV cache or
+a LoRA adapter."""
 _GRAMMAR = "sglang:num_grammar_queue_reqs"
 """Requests that SGLang counts neither as running nor as waiting, because their grammar is not ready."""
 _PAGE = Sought(
@@ -57,7 +61,8 @@ _PAGE = Sought(
     | {_SWAPPED, _BY_REASON, _GRAMMAR}
 )
 _RANKS = ("tp_rank", "pp_rank")
-"""Of the processes that serve the same requests together (SGLang may show each): the first one's count."""
+"""Labels of the processes that serve the same requests together. SGLang may show each of them; only the
+first one (rank 0) is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class _ServerPage:
 
 
 class ServersSource:
-    """Scrapes every model server of a pool. Start nothing twice: one poll at a time."""
+    """Scrapes every model server of a pool. Only one poll may run at a time."""
 
     name: Final = "vllm"
     interval_least_s: Final = 0.0
@@ -94,16 +99,18 @@ class ServersSource:
         )
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
-        """The endpoint picker's pods are none of ours."""
+        """Ignore the endpoint picker's pods: this source scrapes model servers."""
 
     async def poll(self) -> tuple[View, ...] | Unread:
-        """Ask every server now: one view of them all. A server that cannot be read hides what runs there, so
-        nothing is known then."""
+        """Scrape every server now and return one view of all of them.
+
+        If one server cannot be read, the load of the pool is not known, and the result is an Unread.
+        """
         found = await self._scraper.ask(_PAGE, _served)
         return found if isinstance(found, Unread) else (_together(found),)
 
     async def latency(self) -> None:
-        """Left to Prometheus: a page's histograms are of one server."""
+        """Return `None`: the histograms of a page are those of one server. Prometheus aggregates them."""
 
     async def close(self) -> None:
         await self._scraper.close()
@@ -113,12 +120,13 @@ def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float
     for kind in ModelServer:
         running, waiting, kv_cache, limits = (_of(page.samples, names) for names in kind.value)
         if not running and not waiting:
-            continue
+            continue  # the page of another kind of server
         if not running or not waiting:
             missing = kind.value[1 if running else 0][0]
             return unread(target, f"{missing} is not there", "a model server that shows both")
         used = largest(kv_cache) if kv_cache else None
         queued, deferred = total(waiting), 0.0
+        # In vLLM the deferred requests are a part of the waiting ones. In SGLang they come on top.
         if kind is ModelServer.VLLM:
             deferred = _deferred(page.samples, queued)
             queued = total([queued, *_of(page.samples, (_SWAPPED,))])
@@ -134,14 +142,15 @@ def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float
 
 
 def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
-    """The values of a gauge under the newest name that it has here, one for each engine and model."""
+    """Return the values of a gauge under its newest name on the page, one for each engine and model."""
     for name in names:
         values = [
             sample.value
             for sample in samples
             if sample.name == name
             and all(sample.labels.get(rank, "0") == "0" for rank in _RANKS)
-            # With priority scheduling SGLang shows the total under an empty priority, and parts of it beside.
+            # With priority scheduling SGLang shows the total under an empty priority, and one part of it for
+            # each priority.
             and not sample.labels.get("priority")
         ]
         if values:
@@ -152,8 +161,8 @@ def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
 def _deferred(samples: Sequence[Sample], waiting: float) -> float:
     """Return the number of waiting requests that do not wait for the server's capacity.
 
-    The series are separate gauges and may disagree. The result is then the smaller number: at most all
-    waiting requests less those that wait for capacity, and 0 if a number is impossible.
+    The two reasons are separate gauges and may disagree. The smaller number counts then: at most all waiting
+    requests less those that wait for capacity. The result is 0 if one of the numbers is impossible.
     """
     reasons = [sample for sample in samples if sample.name == _BY_REASON]
     deferred = total(each.value for each in reasons if each.labels.get("reason") == "deferred")
@@ -164,7 +173,10 @@ def _deferred(samples: Sequence[Sample], waiting: float) -> float:
 
 
 def _limit(limits: Sequence[float]) -> float | None:
-    """The sum of the limits of a server's engines. `None` if one is no positive number, or none is shown."""
+    """Return the sum of the limits of a server's engines.
+
+    `None` if no limit is shown, or one of them is no positive number.
+    """
     if not limits or not all(math.isfinite(limit) and limit > 0 for limit in limits):
         return None
     return total(limits)
@@ -181,10 +193,11 @@ def _together(servers: Sequence[_ServerPage]) -> View:
     if used:
         raw["kv_cache_most"] = largest(used)
     limits = [each.limit for each in servers if each.limit is not None]
-    # One server that does not show its limit may run any number of requests.
+    # A server that does not show its limit may run any number of requests, so the sum would be too small.
     limit = total(limits) if len(limits) == count else None
     if limit is not None:
         raw["limit"] = limit
+    # Means per server, because a view has the same form for the picker, whose averages are means.
     return View(
         min(each.opened_at for each in servers),
         max(each.closed_at for each in servers),

@@ -1,10 +1,10 @@
-"""The loop that asks the sources, and decides whose word counts.
+"""Poll the signal sources, and decide which source counts.
 
-Every source is followed by a loop of its own, so that a slow one delays nothing else, and each is asked
-again only when it has answered. In `auto` the direct scrape counts as long as it can be read; Prometheus,
-whose samples are older, stands in while it cannot. The way back is taken after RETURN_AFTER good scrapes in
-a row, so that an EPP that comes and goes does not make the budget jump between two ages of reading, or at
-once where Prometheus cannot be read either.
+Each source is polled by a task of its own, so that a slow source delays no other one. A source is polled
+again only when it has answered. With `auto`, the direct scrape counts as long as it can be read. Prometheus,
+whose samples are older, is the fallback while it cannot. The poller returns to the direct scrape after
+RETURN_AFTER_POLLS good scrapes in a row, so that an EPP that comes and goes does not make the budget jump
+between two ages of readings. It returns at once if Prometheus cannot be read either.
 """
 
 from __future__ import annotations
@@ -30,77 +30,87 @@ from dispatcher.telemetry.events import Event, emit
 
 RETURN_AFTER = 3
 LATENCY_EACH_S = 30.0
-"""A source that reckons latencies itself is asked for them this often."""
+"""Interval at which a source that computes latencies itself is asked for them."""
 PRICE_MAX_AGE_S = 90.0
-"""A price that was not renewed for so long is no longer told."""
+"""Age above which an impact on realtime is no longer reported."""
 JITTER = 0.1
-"""Cadence varies by this share, so that replicas do not all ask at one moment for ever."""
+"""Share by which intervals vary, so that replicas that once poll together do not do so for ever."""
 
 
 class Source(Protocol):
-    """A way to the EPP's series."""
+    """A source of the pool's load, such as the pages of the endpoint picker."""
 
     @property
     def name(self) -> SourceName: ...
 
     @property
     def interval_least_s(self) -> float:
-        """Asking more often than this tells nothing new."""
+        """Shortest useful interval. More frequent polls return the same samples."""
         ...
 
     async def poll(self) -> tuple[View, ...] | Unread:
-        """The newest samples, one view per EPP replica. Bounded in time; never raises for what a network
-        or a server can do."""
+        """Return the newest samples, one view per EPP replica.
+
+        The time of a poll is bounded. An error of the network or a server is an Unread, never an exception.
+        """
         ...
 
     async def latency(self) -> Histograms | None:
-        """What the latencies of the last minutes are, where the source reckons that itself; None: its views
-        have what is counted on. Bounded in time, never raises for what a server can do."""
+        """Return the latencies of the last minutes, if the source computes them itself.
+
+        `None` if the views of the source have the histograms. The time is bounded, and an error of a server
+        is never an exception.
+        """
         ...
 
     async def close(self) -> None: ...
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
-        """The EPP's pods as the Kubernetes watch sees them, for a source that asks them."""
+        """Set the addresses of the EPP's pods from the Kubernetes watch, for a source that scrapes them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcePoll(Poll):
-    """What one poll of a source told, and what people are shown of it."""
+    """Result of one poll of a source, with the facts that status and metrics show about it."""
 
     source: SourceName
     failing_since: float | None = None
-    """When something was `unread` first, of those polls without a good one between."""
+    """Time of the first poll with something `unread` since the last good poll. `None` after a good poll."""
     detector: str = ""
-    """What is known of the EPP's saturation detector, in words."""
+    """Description of the EPP's saturation detector."""
     per_endpoint: float | None = None
-    """Requests per endpoint that the capacity was reckoned with; None: it came another way, or not at all."""
+    """Requests per endpoint from which the capacity was computed. `None` if it was not computed this way."""
     per_endpoint_from: PerEndpointFrom | None = None
     picker_k: int | None = None
-    """The picker's maxConcurrency, where its pages show it."""
+    """The picker's maxConcurrency. `None` if its pages do not show it."""
     price: Price = field(default_factory=Price)
-    """What users of the pool see of it; no part of any decision."""
+    """Latencies of the pool's users. They are shown, and no decision depends on them."""
 
 
 class Preference:
-    """Whose word counts: the preferred source's while it can be read, its stand-in's while not."""
+    """Decides which source counts: the preferred one while it can be read, its fallback while it cannot."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._preferred = names[0]
         self._good_in_a_row: dict[str, int | None] = dict.fromkeys(names)
         self.current: str | None = None
-        """The source that counts; None before the first answer that did."""
+        """Name of the source that counts. `None` before the first answer that counted."""
 
     def needed(self, name: str) -> bool:
-        """Whether to ask a source now: a stand-in rests while it has nobody to stand in for."""
+        """Return True if the source must be polled now. A fallback rests while the preferred source works."""
         if name == self._preferred:
             return True
+        # `None` means that the preferred source has not answered yet. Its first answer comes before the
+        # fallback is asked.
         preferred = self._good_in_a_row[self._preferred]
         return preferred is not None and (preferred == 0 or self.current != self._preferred)
 
     def heard(self, name: str, good: bool) -> bool:
-        """A source has answered. True: its word counts, be it that nothing can be read."""
+        """Record whether the answer of a source was good. Return True if the answer counts.
+
+        A failure may count as well: if no source can be read.
+        """
         before = self._good_in_a_row[name] or 0
         self._good_in_a_row[name] = before + 1 if good else 0
         others = [row for other, row in self._good_in_a_row.items() if other != name]
@@ -110,8 +120,8 @@ class Preference:
         elif good:
             counts = self.current in (None, name) or before + 1 >= RETURN_AFTER or not any(others)
         else:
-            # Nothing is said before the stand-in has answered: a failure told now would close the gate
-            # until a sample newer than it, which through Prometheus takes a scrape interval.
+            # A failure does not count before the fallback has answered. It would close the gate until a
+            # sample that is newer than the failure, which takes a scrape interval through Prometheus.
             counts = not others
         if counts:
             self.current = name
@@ -119,10 +129,11 @@ class Preference:
 
 
 class Poller:
-    """Polls until cancelled and hands every result that counts to `on_poll`.
+    """Polls the sources until cancelled, and calls `on_poll` with every result that counts.
 
-    `sources`: one at least, the preferred one first; a second one stands in (`sources.sources` makes them).
-    `policy` gives the capacity's terms, `batch_share` how much of it our requests have now.
+    `sources` has at least one source, the preferred one first. A second one is the fallback.
+    `sources.build_sources` creates them. `policy` has the settings of the capacity. `batch_share` returns the
+    share of the capacity that batch requests use now.
     """
 
     def __init__(
@@ -138,7 +149,7 @@ class Poller:
         self._batch_share = batch_share
         self._shares = Shares()
         self._prices: dict[str, tuple[float, Price]] = {}
-        """By source, the newest and of when it is."""
+        """Time and value of the newest impact on realtime, by source."""
         self._growth = Growth()
         self._sources = self._next = tuple(sources)
         self._signals = signals
@@ -165,20 +176,20 @@ class Poller:
         self._compared: tuple[int, float | None] | None = None
         """The picker's k and the setting beside it, as they were compared last."""
         self._searching = False
-        """Whether the capacity had to be searched for, by the last verdict that could tell."""
+        """True if the capacity had to be searched for in the last poll that had a capacity."""
         self._changed = asyncio.Event()
 
     def reconfigure(self, sources: Sequence[Source], signals: SignalsSettings, policy: Policy) -> None:
-        """Go on with other sources and settings, at once. The sources before are closed."""
+        """Switch to other sources and settings at once. The previous sources are closed."""
         self._next = tuple(sources)
         self._signals = signals
         self._policy = policy
         self._changed.set()
 
     def discovered(self, addresses: tuple[str, ...] | None, endpoints: int | None = None) -> None:
-        """Take in the EPP's pods and the number of ready endpoints from the Kubernetes watch.
+        """Set the EPP's pods and the number of ready endpoints, as the Kubernetes watch sees them.
 
-        Both are `None` if there is no watch, or it sees nothing.
+        Both are `None` if there is no watch, or if it does not know them.
         """
         self._endpoints = endpoints
         if addresses == self._replicas:
@@ -189,7 +200,7 @@ class Poller:
         self.poll_soon()
 
     def poll_soon(self) -> None:
-        """Ask now instead of at the next turn."""
+        """Poll every source now instead of after its interval."""
         for wake in self._wakes.values():
             wake.set()
 
@@ -202,6 +213,8 @@ class Poller:
             self._wakes = {source.name: asyncio.Event() for source in sources}
             self._failures = {}
             self._forget_read()
+            # Pickers and their k stay known across configurations. Requests that came past the picker are
+            # learned anew.
             before = self._lessons
             self._lessons = {source.name: Lessons(self._count, before.get(source.name)) for source in sources}
             self._growth = Growth()
@@ -228,22 +241,22 @@ class Poller:
             if self._preference.needed(source.name):
                 self._heard(source.name, await _polled(source))
             pause = self._interval_s(source.name) * self._jitter.uniform(1 - JITTER, 1 + JITTER)
-            # However long the poll took, the next one leaves it some rest.
+            # After a poll that took longer than the interval the source still gets a short rest.
             rest = max(pause - (loop.time() - began), JITTER * pause)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(rest):
                     await wake.wait()
 
     async def _follow_latency(self, source: Source) -> None:
-        """Ask a source for latencies, unless another shows them."""
+        """Ask a source for latencies, unless another source shows them."""
         while True:
             if not any(found.requests for name, found in self._fresh() if name != source.name):
                 try:
                     seen = await source.latency()
                     if seen is None:
-                        return
+                        return  # the views of this source have the histograms
                     found = self._priced(source.name, seen)
-                except Exception as error:  # of ours; it is of no weight
+                except Exception as error:  # an internal error; latencies are shown only, so polling goes on
                     found = Price(source=source.name, why_not=_defect(f"signals.{source.name}", error).why)
                 self._prices[source.name] = asyncio.get_running_loop().time(), found
             await asyncio.sleep(LATENCY_EACH_S * self._jitter.uniform(1 - JITTER, 1 + JITTER))
@@ -259,19 +272,20 @@ class Poller:
         if isinstance(seen, Unread):
             return
         shown = [view.histograms for view in seen if view.histograms is not None]
+        # The growth is only right if all replicas are compared over the same time.
         if shown and len(shown) == len(seen):
             self._growth.saw(now, shown)
             self._prices[name] = now, self._growth.price(self._shares.mean, name)
 
     def _fresh(self) -> list[tuple[str, Price]]:
-        """The prices that are still told, by source, the preferred one first."""
+        """Return the impacts that are not too old, each with its source, the preferred one first."""
         since = asyncio.get_running_loop().time() - PRICE_MAX_AGE_S
         known = [(each.name, self._prices[each.name]) for each in self._sources if each.name in self._prices]
         return [(name, found) for name, (at, found) in known if at >= since]
 
     @property
     def _price(self) -> Price:
-        """Of the first source that knows of requests; else of the first that says why not."""
+        """Impact on realtime from the first source that saw requests, or else from the first known source."""
         known = [found for _, found in self._fresh()]
         lost = Price(why_not=f"not read for {PRICE_MAX_AGE_S:g} s") if self._prices else Price()
         return next((found for found in known if found.requests), known[0] if known else lost)
@@ -280,17 +294,18 @@ class Poller:
         now = asyncio.get_running_loop().time()
         try:
             self._look_at_latencies(name, seen, now)
-        except Exception as error:  # of ours; it is of no weight
+        except Exception as error:  # an internal error; latencies are shown only, so the poll still counts
             self._prices[name] = now, Price(why_not=_defect(f"signals.{name}", error).why)
         try:
             self._take(name, self._judge(name, seen, now), seen, now)
-        except Exception as error:  # of ours, on what a picker shows: it closes the gate, and ends nothing
+        except Exception as error:  # an internal error: it closes the gate, and does not end the dispatcher
             self._forget_read()
             defect = _defect(f"signals.{name}", error)
             self._take(name, self._judge(name, defect, now), defect, now)
 
     def _take(self, name: SourceName, verdict: Verdict, seen: tuple[View, ...] | Unread, now: float) -> None:
-        # No endpoint is a fact about the pool, not a failure of the source that tells it.
+        # A pool without endpoints is a fact about the pool, and no failure of the source that reports it. The
+        # fallback must not replace it.
         self._failures[name] = tuple(
             each for each in verdict.unread if each.reason is not Reason.NO_ENDPOINTS
         )
@@ -303,18 +318,20 @@ class Poller:
         elif not good:
             for other, wake in self._wakes.items():
                 if other != name:
-                    wake.set()  # the stand-in's turn
+                    wake.set()  # so that the fallback is polled at once
 
     def _wait(
         self, name: SourceName, unread: Sequence[Unread], seen: tuple[View, ...] | Unread, now: float
     ) -> None:
-        """Keep what tells how long the readings before stand while nothing can be read."""
+        """Record how long the previous readings remain valid while nothing can be read."""
         if unread:
             self._failing_since = now if self._failing_since is None else self._failing_since
             if any(each.reason is not Reason.UNREADABLE for each in unread):
-                self._forget_read()  # it is no longer so
+                # A fact such as `no-endpoints` contradicts the previous readings, so they end at once.
+                self._forget_read()
             return
         self._failing_since = None
+        # Another source has another interval between its samples.
         if name != self._read_from:
             self._read_from = name
             self._patience = Patience(self._interval_s(name), self._signals.max_age_for(name))
@@ -322,16 +339,16 @@ class Poller:
             self._patience.read(min(view.opened_at for view in seen), max(view.closed_at for view in seen))
 
     def _forget_read(self) -> None:
-        """No reading of before is acted on while nothing can be read."""
+        """Drop the previous readings, so that they no longer count while nothing can be read."""
         self._read_from, self._patience = None, Patience(0.0, 0.0)
 
     def _interval_s(self, name: SourceName) -> float:
-        """How often a source is asked, at the most."""
+        """Return the interval at which a source is polled."""
         least_s = next(source.interval_least_s for source in self._sources if source.name == name)
         return max(self._signals.interval_s, least_s)
 
     def _all_failures(self) -> tuple[Unread, ...]:
-        """What every source failed with, each under its name."""
+        """Return the failures of all sources, each with the name of its source."""
         return tuple(
             replace(failure, why=f"{source.name}: {failure.why}")
             for source in self._sources
@@ -340,6 +357,7 @@ class Poller:
 
     def _judge(self, name: SourceName, seen: tuple[View, ...] | Unread, now: float) -> Verdict:
         use = self._signals.use
+        # Before the first views all signals that may be used are closed.
         if isinstance(seen, Unread):
             return Verdict(self._in_use or at_most(use), (), (seen,), "")
         lessons = self._lessons[name]
@@ -351,6 +369,8 @@ class Poller:
             why = f"the samples are {age_s:.1f} s old, more than {max_age_s:g} s"
             stale = Unread(Reason.STALE, why, "signals.max_age_s, where the scrape interval is that long")
             return replace(verdict, readings=(), unread=(stale,))
+        # Prometheus shows a single replica if it scrapes the Service instead of the pods: the queues of the
+        # other replicas are hidden then.
         if self._replicas is not None and len(seen) < len(self._replicas):
             why = f"{len(seen)} of the endpoint picker's {len(self._replicas)} replicas can be seen"
             hint = "each EPP pod must be scraped by itself (a PodMonitor), not their Service"
@@ -395,7 +415,7 @@ class Poller:
         )
 
     def _compare(self) -> None:
-        """Tell, once, what the picker counts with; warn of a setting that contradicts it."""
+        """Log the picker's maxConcurrency once, and warn if `budget.per_endpoint` contradicts it."""
         k, wanted = self._count.k, self._policy.per_endpoint
         if k is None:
             return
@@ -408,7 +428,7 @@ class Poller:
                 emit(Event.CAPACITY_DIFFERS, picker=k, per_endpoint=wanted)
 
     def _say(self, verdict: Verdict) -> None:
-        """Log what cannot be read, once as long as it stays the same but for its numbers."""
+        """Log what cannot be read. A problem that differs only in its numbers is not logged again."""
         told = tuple((each.reason, each.signal, re.sub(r"[\d.]+", "#", each.why)) for each in verdict.unread)
         if told == self._told:
             return
@@ -421,7 +441,7 @@ class Poller:
 
 
 async def _polled(source: Source) -> tuple[View, ...] | Unread:
-    """What a source tells; a defect of ours in it closes the gate, and does not end the dispatcher."""
+    """Poll the source. An internal error closes the gate, and does not end the dispatcher."""
     try:
         return await source.poll()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""From the views of one poll to readings: which signals count, of what capacity, what all views add up to.
+"""Derive readings from the views of one poll: which signals count, of what capacity, and with which load.
 
-The rules, with their reasons, are written for operators in docs/signals.md.
+docs/signals.md explains the rules and their reasons for operators.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dispatcher.core.limit.poll import Unread
 from dispatcher.signals.epp.series import Family, View, largest, smallest, total
 
 PerEndpointFrom = Literal["setting", "server"] | Guess
-"""The source of the number of requests per endpoint. `server` stands for the model servers' own pages."""
+"""Source of the number of requests per endpoint. `server` stands for the pages of the model servers."""
 
 
 class Lessons:
-    """Facts that were learned from the views of a source.
+    """Facts about the pickers that were learned from the views of a source.
 
-    `count` is shared by the sources of one picker. `before` is the lessons under the previous configuration,
-    whose pickers are known.
+    `count` is shared by the sources of one picker. `previous` has the facts of the previous configuration,
+    whose pickers are known already.
     """
 
     def __init__(self, count: Count | None = None, before: Lessons | None = None) -> None:
@@ -32,14 +32,16 @@ class Lessons:
         self.pickers: KnownPickers = KnownPickers() if before is None else before.pickers
 
     def learn(self, views: Sequence[View], endpoints: int | None = None) -> None:
-        """Take in the views of one poll. `endpoints` is the number of ready ones in Kubernetes, if known."""
+        """Learn from the views of one poll. `endpoints` is the number of ready endpoints in Kubernetes."""
+        # A picker that restarted may have another configuration, so that nothing learned of it counts.
         if self.pickers.began({each.address: each.started for each in views if each.address}):
             self.count.forget()
         views = active(views)
         pages = [each.page for each in views]
         known = [page for page in pages if page is not None]
         if len(known) == len(pages):
-            # A detector divides by all endpoints. If the page shows fewer, the k that fits it is too large.
+            # A detector divides by all endpoints. If the page shows fewer of them, the k that fits the page
+            # is too large.
             whole = endpoints is None or all(page.ready >= endpoints for page in known)
             self.count.learn(known, max(each.closed_at for each in views), proves=whole)
         else:
@@ -53,29 +55,34 @@ class Lessons:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the views of one poll come to."""
+    """Readings of one poll, and the reasons for missing ones."""
 
     signals: tuple[Signal, ...]
-    """The signals that the limit must follow now: each has a reading here, or is named in `unread`."""
+    """Signals that the limit must follow now. Each has a reading here, or a reason in `unread`."""
     readings: tuple[Reading, ...]
     unread: tuple[Unread, ...]
     detector: str
-    """What is known of the picker's saturation detector, in words."""
+    """Description of the picker's saturation detector."""
     per_endpoint: float | None = None
-    """Requests per endpoint that the capacity was reckoned with; None: it came another way."""
+    """Requests per endpoint from which the capacity was computed. `None` if it was not computed this way."""
     per_endpoint_from: PerEndpointFrom | None = None
 
 
 def active(views: Sequence[View]) -> Sequence[View]:
-    """The replicas that take part. One that waits to be elected leader keeps no endpoints, and shows zeros or
-    nothing; its saturation is that of an empty pool."""
+    """Return the views of the active replicas.
+
+    A replica that waits to be elected leader keeps no endpoints. It shows zeros or nothing, and its
+    saturation is that of an empty pool.
+    """
     found = [each for each in views if not each.idle]
     return found if any(each.ready for each in found) else views
 
 
 def _sent(views: Sequence[View]) -> list[float]:
-    """What each replica sent and saw no answer of: the series is made with a replica's first request. Empty:
-    none has it."""
+    """Return the number of unanswered requests of each replica. Empty if no replica has the series.
+
+    A replica creates the series with its first request, so one without it has sent nothing yet.
+    """
     known = any(each.in_flight is not None for each in views)
     return [each.in_flight or 0.0 for each in views] if known else []
 
@@ -88,10 +95,10 @@ def judge(
     lessons: Lessons | None = None,
     endpoints: int | None = None,
 ) -> Verdict:
-    """Make the readings that `signals.use` asks for out of the views of all EPP replicas.
+    """Return the readings that `signals.use` asks for, derived from the views of all EPP replicas.
 
-    `lessons` holds what was learned up to this poll, which it includes. Without lessons, only this poll is
-    used. `endpoints` is the number of ready endpoints in Kubernetes, if it is known.
+    `facts` has what was learned up to this poll, including this poll. Without it, only this poll is used.
+    `endpoints` is the number of ready endpoints in Kubernetes, if it is known.
 
     If there are several replicas, each one has its own flow control, so the fullest saturation counts and the
     queues are added up. The averages and the ready endpoints are those of the whole pool in each replica's
@@ -104,14 +111,14 @@ def judge(
         lessons.learn(views, endpoints)
     raw = _raw(views)
     views = active(views)
-    # The maximum of several detectors is no count, even if one of them is.
+    # The maximum of several detectors is no count, even if one of the detectors is one.
     k = None if any(each.composite for each in views) else lessons.count.k
     capacity_known = _capacity_known(views, policy, lessons.count)
     wanted = _wanted(views, use, k, capacity_known)
     detector = _detector(views, lessons.count)
     ready = [each.ready for each in views if each.ready is not None]
     if ready and smallest(ready) <= 0:
-        # With no fresh endpoint the averages freeze and the saturation reads 1: none of it means anything.
+        # With no fresh endpoint the averages freeze and the saturation reads 1, so no value means anything.
         gone = Unread(
             Reason.NO_ENDPOINTS,
             "the endpoint picker sees no ready endpoint",
@@ -120,6 +127,8 @@ def judge(
         return Verdict(wanted, (), (gone,), detector)
     per_endpoint, per_endpoint_from = _per_endpoint(views, policy, lessons.count)
     capacity = _capacity(views, ready, policy.max_sys, per_endpoint)
+    # If the capacity is that of the endpoints on the page, endpoints that the page lacks are missing in the
+    # capacity already, and must not count as full as well.
     counted = policy.max_sys is None and all(each.capacity is None for each in views)
     missing = None if counted else endpoints
     views = [replace(each, saturation=_with_unseen(each, missing)) for each in views]
@@ -134,14 +143,17 @@ def judge(
         elif not isinstance(capacity, Unread):
             reading = _reading(signal, views, capacity, made, source, raw, lessons.outside)
             readings.append(replace(reading, capacity_known=capacity_known))
-    unique = tuple(dict.fromkeys(unread))
+    unique = tuple(dict.fromkeys(unread))  # a capacity that cannot be read is the same reason for each signal
     if not counted:
         return Verdict(wanted, tuple(readings), unique, detector)
     return Verdict(wanted, tuple(readings), unique, detector, per_endpoint, per_endpoint_from)
 
 
 def _per_endpoint(views: Sequence[View], policy: Policy, count: Count) -> tuple[float, PerEndpointFrom]:
-    """Requests that an endpoint runs at once, or where the search for that starts, and who says so."""
+    """Return the number of requests that an endpoint runs at once, and the source of this number.
+
+    With the source `search` it is the number at which the search for the capacity starts.
+    """
     if policy.per_endpoint is not None:
         return policy.per_endpoint, "setting"
     shown = [each.per_endpoint for each in views if each.per_endpoint is not None]
@@ -153,14 +165,14 @@ def _per_endpoint(views: Sequence[View], policy: Policy, count: Count) -> tuple[
 
 
 def _capacity_known(views: Sequence[View], policy: Policy, count: Count) -> bool:
-    """Whether a setting, a query, the model servers or the picker tell the capacity."""
+    """Return True if the capacity comes from a setting, a query, the model servers or the picker."""
     if policy.max_sys is not None or all(each.capacity is not None for each in views):
         return True
     return _per_endpoint(views, policy, count)[1] != "search"
 
 
 def at_most(use: str) -> tuple[Signal, ...]:
-    """The signals that a setting may ask for, before anything is known of the EPP."""
+    """Return all signals that `signals.use` may ask for, whatever the endpoint picker shows."""
     both = (Signal.SATURATION, Signal.REQUESTS)
     return both if use in ("auto", "both") else (Signal(use),)
 
@@ -169,8 +181,8 @@ def _wanted(views: Sequence[View], use: str, k: int | None, capacity_known: bool
     unknown = k is None and not any(each.own or each.utilization for each in views)
     own = any(each.own for each in views)
     if use == "saturation" and ((unknown and len(views) > 1) or not (capacity_known or own)):
-        # Of several counts the fullest is but a part, and where the capacity is not known only a count of
-        # requests bounds what is sent. Where requests cannot be counted the setting stands.
+        # The fullest of several counts is only a part of what runs, and without a known capacity only a count
+        # of requests bounds what is sent. If requests cannot be counted, the setting stands.
         return at_most(use if isinstance(_requests(views, 1.0, Outside()), Unread) else "both")
     if use != "auto":
         return at_most(use)
@@ -178,7 +190,7 @@ def _wanted(views: Sequence[View], use: str, k: int | None, capacity_known: bool
         return (Signal.SATURATION,)  # the operator's own measure of how full the pool is
     if all(each.saturation is None for each in views):
         return (Signal.REQUESTS,)
-    # A pressure score can read near 0 with every slot taken. A count needs no second.
+    # A pressure score can read near 0 while every slot is taken. A count is reliable on its own.
     return (Signal.SATURATION,) if k is not None else at_most(use)
 
 
@@ -198,7 +210,7 @@ def _with_unseen(view: View, endpoints: int | None) -> float | None:
     if unseen == 0:
         return view.saturation
     share = unseen / everything if unseen < everything else 1.0
-    # NaN must stay NaN, so that the limiter refuses it.
+    # NaN must stay NaN, so that the limiter rejects it.
     full = math.nan if math.isnan(unseen) else share + (1.0 - share) * view.saturation
     return largest((view.saturation, full))
 
@@ -236,7 +248,7 @@ def _capacity(
             "budget.max_sys says the capacity without it",
         )
     capacity = smallest(ready) * per_endpoint
-    if capacity == 0:  # both are more, and their product is less than all numbers
+    if capacity == 0:  # both factors are above 0, and their product underflows
         why = f"{smallest(ready):g} ready endpoints of {per_endpoint:g} requests are no capacity"
         return Unread(Reason.IMPLAUSIBLE, why, "budget.per_endpoint")
     return capacity
@@ -244,12 +256,12 @@ def _capacity(
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """F_SYS, and what may be said of it."""
+    """F_SYS, with the properties that `Reading` needs."""
 
     f_sys: float
     exact: bool
     flushed: bool = False
-    """It is of any moment since the last flush."""
+    """True if the value may be of any moment since the last flush."""
     beyond_calls: float = math.inf
     """`Reading.beyond_calls` of the samples. The picker counts calls, however many items they hold."""
 
@@ -265,7 +277,7 @@ def _load(
     pages = [each.page for each in views]
     if k is None or None in pages:
         return _Load(largest(saturations), exact=False)
-    # Each replica counts what it sent itself, in shares of what it takes for the capacity.
+    # Each replica counts the requests that it sent itself, as a share of the capacity that it assumes.
     counted = total(page.saturation * page.ready * k for page in pages if page is not None)
     return _Load(counted / max_sys, exact=True, beyond_calls=0.0)
 
@@ -279,7 +291,8 @@ def _reading(
     raw: Mapping[str, float],
     outside: Outside,
 ) -> Reading:
-    # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
+    # The EPP creates the series of a flow with its first request and deletes it when the flow is idle. A
+    # missing series therefore means that no request waits.
     queued = total(each.queued for each in views if each.queued is not None)
     apart = _apart(views, queued, outside)
     return Reading(
@@ -302,7 +315,7 @@ def _reading(
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """Running and waiting requests, as `Reading` has them."""
+    """Numbers of running and waiting requests, as `Reading` needs them."""
 
     running: float | None
     waiting: float
@@ -311,13 +324,14 @@ class _Apart:
 
 
 def _apart(views: Sequence[View], queued: float, outside: Outside) -> _Apart:
-    """Tell requests that run from those that wait.
+    """Return the numbers of running and of waiting requests.
 
-    What waits in a model server was sent as well, so that what the picker sent says what runs only where the
-    queues of the servers are known. The averages are of one moment, but of up to FLUSH_S ago.
+    Requests that wait in a model server were sent by the picker as well. The picker's count of sent requests
+    therefore gives the running ones only if the queues of the servers are known. The averages separate both,
+    but are up to FLUSH_S old.
     """
     if any(each.own for each in views):
-        return _Apart(None, queued)  # of the operator's own quantities nothing is known
+        return _Apart(None, queued)  # the definition of an own query is not known
     flushed = [
         (each.running * each.ready, (each.waiting - each.deferred) * each.ready)
         for each in views
@@ -336,12 +350,16 @@ def _apart(views: Sequence[View], queued: float, outside: Outside) -> _Apart:
 
 
 def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load | Unread:
-    """Requests in the model servers: what each replica sent and saw no answer of, which is of now, and what
-    else the averages know of, which were of now at the last flush."""
+    """Return the load by the number of requests in the model servers.
+
+    The number of unanswered requests that each replica sent is current. Requests that came another way show
+    in the averages only, which are as old as the last flush.
+    """
     averages = [each.average for each in views if each.average is not None]
     sent = _sent(views)
-    # With no average at all the EPP has just started: its count leaves out what its predecessor sent, and the
-    # averages will be there in a moment. Before GIE 1.5 there is none of running requests, though.
+    # An EPP without any average has just started. Its count lacks the requests that its predecessor sent, and
+    # the averages will be there in a moment. Versions before GIE 1.5 have no average of running requests, so
+    # only that of the waiting ones is required.
     started = [each for each in views if each.waiting is not None and each.ready is not None]
     if sent and len(started) == len(views) and math.isfinite(total(averages)):
         f_sys = (total(sent) + outside.requests) / max_sys
@@ -375,7 +393,7 @@ def _no_saturation(views: Sequence[View]) -> Unread:
 
 
 def _raw(views: Sequence[View]) -> dict[str, float]:
-    """The values of all replicas by series, each with the replica's number where there are several."""
+    """Return the values of all replicas by series name. With several replicas, names have their number."""
     if len(views) == 1:
         return dict(views[0].raw)
     return {

@@ -1,7 +1,7 @@
-"""Pages of series, scraped from each replica of something: found by URL, by name or by the watch, read whole.
+"""Scrape the metrics pages of all replicas, which are found by URL, by DNS name or by the Kubernetes watch.
 
-What the series mean is the matter of whoever asks (`read` of `Scraper.ask`). One replica that does not
-answer may hide anything: then nothing is known, until it answers or leaves the list.
+The caller interprets the series (`parse` of `Scraper.scrape_replicas`). If one replica does not answer, its
+part of the load is unknown, and the whole scrape fails until the replica answers or leaves the list.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page
 
 SLICE_BYTES = 64 * 1024
-"""Parsed in one piece before the event loop has its turn again."""
+"""Number of bytes that are parsed before other tasks run."""
 PAGE_MAX_BYTES = 32 * 1024 * 1024
 _ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 
@@ -37,42 +37,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Which replicas to ask. The first that is given counts: urls, service, what the watch found."""
+    """Replicas to scrape. The first one that is set counts: urls, service, addresses of the watch."""
 
     urls: tuple[str, ...] = ()
-    """Whole URLs, one per replica; without a path: /metrics."""
+    """URLs, one per replica. A URL without a path gets the path /metrics."""
     service: str = ""
-    """A DNS name; every address behind it is a replica, so it should be a headless Service."""
+    """DNS name of a headless Service. Every address behind the name is a replica."""
     namespace: str = "default"
     port: int = 9090
     secure: bool = False
-    """https for addresses that were found by name or by the watch; a URL says so itself."""
+    """True to use https for addresses that were found by name or by the watch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
     url: str
     label: str
-    """For people: host and port, without what may be secret in a URL."""
+    """Host and port for messages, without the parts of a URL that may be secret."""
     server_name: str = ""
-    """The name in the certificate, where the URL holds an address."""
+    """Name in the certificate, if the URL has an IP address."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sought:
-    """What is looked for on the pages."""
+    """Series to read from the pages."""
 
     names: Set[str]
     also: Set[str] = frozenset()
-    """Series that are kept apart, `also_most` of them at the most."""
+    """Optional series, which are kept apart. At most `max_optional` samples of them are read."""
     also_most: int = 0
 
 
 class Scraper:
-    """Asks every replica for its page. One round at a time.
+    """Scrapes the page of every replica. Only one scrape may run at a time.
 
-    `setting`: under which the settings have the targets, such as `signals.epp`; `whose`: what they are;
-    `refused`: what to do where a page is refused with a token, and without one.
+    `setting` is the key of the settings that have the targets, such as `signals.epp`. `target_kind` describes
+    the targets in messages. `refusal_hints` are the hints for a page that is refused with a token, and for
+    one that is refused without a token.
     """
 
     def __init__(
@@ -93,19 +94,22 @@ class Scraper:
         self._token_file, self._refusals = token_file, refused
         self._tokens = TokenReader()
         secure = targets.secure or any(url.startswith("https:") for url in targets.urls)
-        # Not when the first page is waited for: the system's certificates take a while to read.
+        # Created here and not for the first page, because reading the system's certificates takes a while.
         self._tls = tls or _tls_context(secure)
         self._page_max_bytes = page_max_bytes
         self.found: tuple[str, ...] | None = None
-        """The replicas' addresses, with or without a port, as the Kubernetes watch knows them."""
+        """Addresses of the replicas from the Kubernetes watch, with or without a port."""
         self._resolver = BlockingCalls(f"{setting}-dns")
         self._client: httpx.AsyncClient | None = None
 
     async def ask(
         self, wanted: Sought, read: Callable[[ScrapeTarget, Page, float, float], T | Unread]
     ) -> list[T] | Unread:
-        """What `read` makes of each replica's page, which was asked for at the first time and was there at
-        the second. What can go wrong with a network is an Unread, never an exception."""
+        """Scrape all replicas and return the results of `parse`, one per replica.
+
+        `parse` gets the target, its page, and the times at which the request was sent and the page was
+        complete. A network error is an Unread, never an exception.
+        """
         token = await self._token()
         if isinstance(token, Unread):
             return token
@@ -128,7 +132,7 @@ class Scraper:
             await client.aclose()
 
     async def _token(self) -> str | Unread:
-        """The bearer token, read anew: a projected token is replaced while we run."""
+        """Read the bearer token. It is read for each scrape, because Kubernetes replaces projected tokens."""
         if not self._token_file:
             return ""
         try:
@@ -156,6 +160,7 @@ class Scraper:
 
     async def _resolve_service(self) -> Sequence[ScrapeTarget] | Unread:
         service, port = self._targets.service, self._targets.port
+        # A short name means a Service in the pool's namespace, which may differ from that of this process.
         names = [service] if "." in service else [f"{service}.{self._targets.namespace}", service]
 
         def look_up() -> tuple[str, list[str]] | str:
@@ -163,10 +168,11 @@ class Scraper:
             for name in names:
                 try:
                     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-                except OSError as error:  # gaierror is one
+                except OSError as error:  # includes socket.gaierror
                     failure = failure or words(error)
                 else:
-                    # `localhost` and dual-stack names give one replica two addresses: take one family.
+                    # `localhost` and dual-stack names have two addresses for one replica, which must not be
+                    # scraped twice. So only the addresses of one family are used.
                     families = [entry[0] for entry in found]
                     family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
                     return name, sorted({str(entry[4][0]) for entry in found if entry[0] == family})
@@ -205,6 +211,7 @@ class Scraper:
         loop = asyncio.get_running_loop()
         opened_at = loop.time()
         try:
+            # The time limit is for the whole page. That of the client only bounds the wait for each piece.
             async with asyncio.timeout(self._timeout_s):
                 page = await self._page(target, token, wanted)
         except TimeoutError:
@@ -246,7 +253,8 @@ class Scraper:
                     page.feed(piece)
                     if page.size_bytes > self._page_max_bytes:
                         return unread(target, f"the page is larger than {self._page_max_bytes} bytes")
-                    await asyncio.sleep(0)  # what has arrived already is handed out without giving way
+                    # Data that has arrived already is returned without a switch to other tasks.
+                    await asyncio.sleep(0)
             page.close()
             return page
 
@@ -261,7 +269,10 @@ class Scraper:
 
 
 async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[bytes, None]:
-    """The body, decoded, in pieces of at most SLICE_BYTES: a small page can hide a very large one."""
+    """Yield the decoded body in pieces of at most SLICE_BYTES.
+
+    A small compressed page can contain a very large one, so the size must be checked while it is decoded.
+    """
     if not gzip:
         async for chunk in body:
             for piece in _cut(chunk):
@@ -277,7 +288,7 @@ async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[b
                 chunk = decoder.unconsumed_tail
     except zlib.error as error:
         raise MalformedPageError(f"broken gzip ({error})") from None
-    # What the decoder still holds is less than a slice unless the last input filled one exactly.
+    # The decoder may have output left if the last input filled a slice exactly.
     while piece := decoder.decompress(b"", SLICE_BYTES):
         yield piece
     if not decoder.eof:
@@ -294,7 +305,7 @@ def _cut(chunk: bytes) -> Iterator[bytes]:
 
 def _tls_context(secure: bool) -> ssl.SSLContext:
     if not secure:
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport requires one, and does not use it
     return httpx.create_ssl_context(trust_env=False)
 
 

@@ -1,4 +1,4 @@
-"""The sources that the settings ask for."""
+"""Build the signal sources that the settings ask for."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
 
 TIMEOUT_SHARE = 0.9
-"""Of the interval; of a second where the interval is shorter, for a poll is never begun before its
-predecessor has ended."""
+"""Time limit of a poll as a share of the interval, or of 1 s if the interval is shorter. A time limit that is
+longer than the interval does no harm, because a poll never starts before the previous one has ended."""
 
 
 def sources(settings: Settings) -> tuple[Source, ...]:
-    """The sources of `signals.source`, the preferred one first; never none.
+    """Return the sources of `signals.source`, the preferred one first. There is at least one.
 
-    `auto`: the model servers where the settings say where they are; else the direct scrape, and Prometheus as
-    its stand-in where it has a URL.
+    With `auto`, the model servers are the source if the settings have their addresses. Otherwise it is the
+    direct scrape of the endpoint picker, with Prometheus as fallback if it has a URL.
     """
     chosen = settings.signals.source
     timeout_s = TIMEOUT_SHARE * max(settings.signals.interval_s, 1.0)
@@ -40,6 +40,7 @@ def sources(settings: Settings) -> tuple[Source, ...]:
 
 def _epp(settings: Settings, timeout_s: float) -> EppSource:
     epp = settings.signals.epp
+    # An endpoint picker asks for a bearer token by default, and accepts that of the pod's service account.
     token_file = epp.token_file
     if not token_file and Path(SERVICE_ACCOUNT_TOKEN).exists():
         token_file = SERVICE_ACCOUNT_TOKEN

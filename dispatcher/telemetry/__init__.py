@@ -1,1 +1,1 @@
-"""What the dispatcher tells of itself: events, logs, metrics, status, traces."""
+"""Events, logs, metrics, status and traces of the dispatcher."""

@@ -1,7 +1,8 @@
-"""Every series of /metrics: its name, its labels with all their values, what it means.
+"""Catalogue of all series of /metrics: name, labels with all their values, description.
 
-docs/metrics.md is made of this, and dashboards, alerts and runbook are held against it. Names and label
-values are promises; they are declared here and nowhere derived from names in the code.
+docs/metrics.md is generated from this module. The dashboard, the alerts and the runbook are tested against
+it. Names and label values are declared here and are not derived from names in the code, so that a refactoring
+cannot rename a series by accident.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from dispatcher.telemetry.status import CAPACITIES, SOURCES, Status
 
 PREFIX = "batch_dispatcher_"
 OTHER = "other"
-"""Stands for every value that is not declared, so that no peer can make a series."""
+"""Label value that stands for every undeclared value, so that no client or server can create a series."""
 
 
 class Kind(StrEnum):
@@ -46,28 +47,29 @@ class Kind(StrEnum):
 
 
 Sampled = Callable[[Status], float | Mapping[str, float] | None]
-"""A gauge's value; a mapping by its label's values, None or a value that is not there: no sample."""
+"""Function that reads the value of a gauge from the status. It may return one value per label value. No
+sample is written for `None` and for label values that are missing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """One family of series. A counter's name on the page ends in `_total`."""
+    """One metric with its labels. The name of a counter on the page ends in `_total`."""
 
     name: str
     kind: Kind
     meaning: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Beside `pool`. Every value is on the page from the start."""
+    """Labels besides `pool`, with all their values. Every declared value is on the page from the start."""
     buckets: tuple[float, ...] = ()
     sampled: Sampled | None = None
-    """How a gauge is read from the status, when it is scraped."""
+    """Function that reads the gauge from the status at each scrape."""
     free: bool = False
-    """Its label values are not declared: an information, of which there is one at a time, or a gauge with few
-    values at a time."""
+    """True if the label values are not declared in advance. Only for info series, which have one sample at a
+    time, and for gauges with few label values."""
 
     @property
     def page_name(self) -> str:
-        """As queries have it; of a histogram the base name."""
+        """Name of the series in queries; for a histogram the name without its suffix."""
         return PREFIX + self.name + ("_total" if self.kind is Kind.COUNTER else "")
 
 
@@ -89,7 +91,7 @@ def _gauge(name: str, sampled: Sampled, meaning: str, **labels: tuple[str, ...])
 def _states(
     name: str, value: Callable[[Status], str | None], meaning: str, **label: tuple[str, ...]
 ) -> Series:
-    """A series for each value of the label: 1 for the one that holds, 0 for the others."""
+    """Add a gauge with one sample per value of the label: 1 for the current state and 0 for all others."""
     ((_, values),) = label.items()
 
     def sampled(status: Status) -> Mapping[str, float]:
@@ -100,17 +102,18 @@ def _states(
 
 
 def _info(name: str, values: Callable[[Status], Mapping[str, str]], meaning: str, *labels: str) -> Series:
-    """Always 1; what it tells is in its labels."""
+    """Add a gauge that is always 1 and has its information in its labels."""
 
     def sampled(status: Status) -> Mapping[str, float]:
         told = values(status)
+        # A NUL byte joins the values, since none contains it; `Metrics` splits them again.
         return {"\0".join(told[label] for label in labels): 1.0}
 
     return _declare(Series(name, Kind.GAUGE, meaning, dict.fromkeys(labels, ()), sampled=sampled, free=True))
 
 
 def _table(name: str, sampled: Callable[[Status], Mapping[str, float]], meaning: str, *labels: str) -> Series:
-    """A gauge for each line of a table that is short, and whose labels nobody knows beforehand."""
+    """Add a gauge with one sample per row of a short table whose label values are not known in advance."""
     return _declare(Series(name, Kind.GAUGE, meaning, dict.fromkeys(labels, ()), sampled=sampled, free=True))
 
 
@@ -136,7 +139,7 @@ OUTCOMES: Mapping[type[Outcome], str] = {
     WithoutModel: "nomodel",
 }
 STATUSES = ("none", "2xx", "3xx", "4xx", "5xx")
-"""`none`: no whole answer came."""
+"""Classes of HTTP statuses. `none` if no complete answer arrived."""
 DROP_REASONS = (
     "none",
     "rejected-saturated",
@@ -152,7 +155,7 @@ ENDINGS: Mapping[type[Settlement | Release | Burial], str] = {
 }
 ANSWERS = tuple(str(answer) for answer in Settled)
 CODES = ("2xx", "4xx", *(str(code) for code in ErrorCode))
-"""Of results: the class of the gateway's answer, or the error code."""
+"""Class of the answer that the gateway gave, or the error code of the result."""
 COUNTED = ("attempt", "refusal")
 READS = (
     "ok",
@@ -164,6 +167,7 @@ PARTS = ("queue", "gateway", "signals")
 MERGED = ("split", "halved", "unsplittable", "failed")
 CHECKS = ("same", "differs", "unsure")
 
+# Up to half an hour, since long generations take minutes, and up to a day for waiting requests.
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _WAIT = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 _SETTLE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
@@ -178,11 +182,13 @@ def status_class(status: int | None) -> str:
 HEALTH = _states(
     "health",
     lambda s: s.health.health,
-    "1 for the health of the dispatcher: whether work gets done; 0 for all others",
+    "1 for the current health of the dispatcher, 0 for all other states",
     state=tuple(Health),
 )
-GATE = _states("gate", lambda s: s.gate.reason, "1 for the gate's reason, 0 for all others", reason=REASONS)
-GATE_SECONDS = _counter("gate_seconds", "Seconds that the gate's reason was this one", reason=REASONS)
+GATE = _states(
+    "gate", lambda s: s.gate.reason, "1 for the current reason of the gate, 0 for all others", reason=REASONS
+)
+GATE_SECONDS = _counter("gate_seconds", "Seconds for which the gate had this reason", reason=REASONS)
 PAUSED = _gauge("paused", lambda s: float(s.line.paused), "1 while an operator has paused the queue")
 REACHABLE = _gauge(
     "reachable",
@@ -191,19 +197,24 @@ REACHABLE = _gauge(
         "gateway": float(s.gate.gateway_problem is None),
         "signals": float(s.signals.signals_problem is None),
     },
-    "1 while this part can be reached and read, whatever the gate's reason is",
+    "1 while this dependency can be used, whatever the reason of the gate is",
     part=PARTS,
 )
-LIMIT = _gauge("limit", lambda s: s.gate.limit, "Our requests that may be in flight, all replicas together")
-IN_FLIGHT = _gauge("in_flight", lambda s: s.gate.in_flight, "Our requests in flight, all replicas together")
-RUNNING = _gauge("running", lambda s: s.gate.running, "Requests in flight in this process")
+LIMIT = _gauge(
+    "limit", lambda s: s.gate.limit, "Maximum number of batch requests in flight, all replicas together"
+)
+IN_FLIGHT = _gauge("in_flight", lambda s: s.gate.in_flight, "Batch requests in flight, all replicas together")
+RUNNING = _gauge("running", lambda s: s.gate.running, "Batch requests in flight in this process")
 FREE = _gauge(
     "free",
     lambda s: s.gate.free,
-    "Requests that batch work may hold by the newest readings, ours included; absent while unknown",
+    "Batch requests that fit by the newest readings, with those in flight; absent while unknown",
 )
 SIGNAL = _states(
-    "signal", lambda s: s.budget.signal, "1 for the signal whose limit is the smallest", signal=SIGNALS
+    "signal",
+    lambda s: s.budget.signal,
+    "1 for the signal with the smallest limit, 0 for the others",
+    signal=SIGNALS,
 )
 F_SYS = _gauge(
     "f_sys",
@@ -214,55 +225,60 @@ F_SYS = _gauge(
 F_EPP = _gauge(
     "f_epp",
     lambda s: s.budget.term("f_epp"),
-    "What waits in the endpoint picker: cur_EPP / max_SYS; absent while the signal is not read",
+    "Queue of the endpoint picker: cur_EPP / max_SYS; absent while the signal is not read",
     signal=SIGNALS,
 )
-RESERVE = _gauge("reserve", lambda s: s.budget.reserve, "B, the share that batch work never takes")
+RESERVE = _gauge(
+    "reserve", lambda s: s.budget.reserve, "B, the share of the capacity that batch requests never use"
+)
 BUDGET = _gauge(
     "budget",
     lambda s: s.budget.term("budget"),
-    "D = 1 - (F_SYS + F_EPP + B); absent while the signal is not read or not believed",
+    "D = 1 - (F_SYS + F_EPP + B); absent while the signal is not read or not plausible",
     signal=SIGNALS,
 )
 HEADROOM = _gauge(
     "headroom",
     lambda s: s.budget.term("headroom"),
-    "floor(max_SYS x D), in requests; absent while the signal is not read or not believed",
+    "floor(max_SYS x D), in requests; absent while the signal is not read or not plausible",
     signal=SIGNALS,
 )
 MAX_SYS = _gauge("max_sys", lambda s: s.budget.max_sys, "Capacity of the pool, in requests")
 CONFIGURED_MAX_SYS = _gauge(
     "configured_max_sys",
     lambda s: s.budget.configured_max_sys,
-    "The same as the configuration, the endpoint picker or the watch say; more where less was learned to fit",
+    "Capacity by configuration, picker or watch; more than max_sys if fewer requests were seen to fit",
 )
 MAX_SYS_BY = _states(
-    "max_sys_by", lambda s: s.budget.max_sys_by, "1 for how max_sys is known", by=tuple(CAPACITIES)
+    "max_sys_by",
+    lambda s: s.budget.max_sys_by,
+    "1 for the source of max_sys, 0 for the others",
+    by=tuple(CAPACITIES),
 )
 PER_ENDPOINT = _gauge(
     "per_endpoint",
     lambda s: s.budget.per_endpoint,
-    "Requests per endpoint that the capacity is reckoned with; absent where it comes another way",
+    "Requests per endpoint from which the capacity is computed; absent if it has another source",
 )
 PICKER_MAX_CONCURRENCY = _gauge(
     "picker_max_concurrency",
     lambda s: s.budget.picker_max_concurrency,
-    "maxConcurrency of the endpoint picker; absent where its pages do not show it",
+    "maxConcurrency of the endpoint picker; absent if its metrics do not show it",
 )
 
 # ── harvest ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 USED_SECONDS = _counter(
     "used_request_seconds",
-    "Request-seconds that this process had at the gateway, by whether work waited beside them",
+    "Request-seconds in flight in this process, by whether other requests waited",
     work=WORK,
 )
 FREE_SECONDS = _counter(
     "free_request_seconds",
-    "Request-seconds that were free for batch work of all replicas, by whether work waited",
+    "Request-seconds that were free for batch requests of all replicas, by whether requests waited",
     work=WORK,
 )
-TOKENS = _counter("tokens", "Tokens of batch work as answers' `usage` tells them", direction=("in", "out"))
+TOKENS = _counter("tokens", "Tokens of batch requests, from `usage` in the answers", direction=("in", "out"))
 
 # ── readings ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -274,19 +290,21 @@ READING_AGE = _gauge(
 SIGNALS_FAILING = _gauge(
     "signals_failing_seconds",
     lambda s: s.signals.signals_failing_s,
-    "Since when the signals cannot be read, though the gate may still be open; absent while they can",
+    "Time for which the signals could not be read, even if the gate is still open; absent while they can",
 )
-SOURCE = _states("source", lambda s: s.signals.source, "1 for where the samples come from", source=SOURCES)
-READ = _counter("reads", "Polls of the signals by what they told", source=SOURCES, result=READS)
+SOURCE = _states(
+    "source", lambda s: s.signals.source, "1 for the source of the samples, 0 for the others", source=SOURCES
+)
+READ = _counter("reads", "Polls of the signals, by result", source=SOURCES, result=READS)
 WATCH_ENDPOINTS = _gauge(
     "watch_endpoints",
     lambda s: s.watch.watch_endpoints,
-    "Ready endpoints by the Kubernetes watch; absent while it knows none",
+    "Ready endpoints, from the Kubernetes watch; absent while unknown",
 )
 WATCH_UNSURE = _gauge(
     "watch_unsure_seconds",
     lambda s: s.watch.watch_unsure_s,
-    "Since when the Kubernetes API was not heard; absent while it is followed",
+    "Time since the last answer of the Kubernetes API; absent while the watch is up to date",
 )
 WATCH_FAILING = _gauge(
     "watch_failing",
@@ -296,94 +314,108 @@ WATCH_FAILING = _gauge(
 
 # ── the queue ───────────────────────────────────────────────────────────────────────────────────────────────
 
-PENDING = _gauge("pending", lambda s: s.line.pending, "Requests waiting for their first or next delivery")
-LEASED = _gauge("leased", lambda s: s.line.leased, "Live leases of all replicas")
-DELAYED = _gauge("delayed", lambda s: s.line.delayed, "Requests waiting for a retry")
-DEAD = _gauge("dead", lambda s: s.line.dead, "Requests put aside for an operator")
+PENDING = _gauge("pending", lambda s: s.line.pending, "Requests that wait for their first or next delivery")
+LEASED = _gauge("leased", lambda s: s.line.leased, "Active leases of all replicas")
+DELAYED = _gauge("delayed", lambda s: s.line.delayed, "Requests that wait for the time of their retry")
+DEAD = _gauge("dead", lambda s: s.line.dead, "Requests in the dead-letter set")
 OLDEST_PENDING = _gauge(
     "oldest_pending_age_seconds",
     lambda s: s.line.oldest_pending_age_s,
-    "Age of the oldest request at the head of the line; absent while nothing with a time of birth waits",
+    "Age of the oldest request next in the queue; absent while no request with a creation time waits",
 )
 DEADLINE_SLACK = _gauge(
     "deadline_slack_seconds",
     lambda s: s.line.earliest_deadline_s,
-    "Until the earliest deadline that waits, negative when past; absent while none is known",
+    "Time until the earliest deadline of a waiting request, negative if past; absent while unknown",
 )
 AT_RISK = _gauge(
     "deadline_at_risk",
     lambda s: s.line.at_risk,
-    "Waiting requests that miss their deadline if it goes on at this rate; absent while it is unknown",
+    "Waiting requests that miss their deadline at the current rate; absent while unknown",
 )
 SERVICE_RATE = _gauge(
     "service_rate",
     lambda s: s.line.service_rate,
-    "Requests per second that all replicas ended lately, while some waited; absent while unknown",
+    "Requests per second that all replicas completed recently, while some waited; absent while unknown",
 )
-REPLICAS = _gauge("replicas", lambda s: s.line.replica_count, "Dispatchers of this queue that live")
+REPLICAS = _gauge(
+    "replicas", lambda s: s.line.replica_count, "Dispatchers of this queue with a current heartbeat"
+)
 
 # ── requests ────────────────────────────────────────────────────────────────────────────────────────────────
 
-RESULTS = _counter("results", "Results written, by the answer's class or the error code", code=CODES)
+RESULTS = _counter("results", "Results written, by class of the HTTP status or by error code", code=CODES)
 TRIES = _counter(
     "tries",
-    "Tries by outcome and by the class of the gateway's status",
+    "Attempts, by outcome and by class of the HTTP status of the gateway",
     outcome=tuple(OUTCOMES.values()),
     status=STATUSES,
 )
-REFUSALS = _counter("refusals", "Refusals for overload by the gateway's drop reason", reason=DROP_REASONS)
+REFUSALS = _counter(
+    "refusals", "Answers that reported overload, by drop reason of the gateway", reason=DROP_REASONS
+)
 RETRIES = _counter(
-    "retries", "Requests sent back for another try, by what the try counted as", counted=COUNTED
+    "retries", "Requests returned for another attempt, by what the last attempt counted as", counted=COUNTED
 )
 ENDED = _counter(
     "leases_ended",
-    "Leases that ended here, by how and by what the queue said",
+    "Leases that this process completed, by kind of completion and by answer of the queue",
     how=tuple(ENDINGS.values()),
     answer=ANSWERS,
 )
-RECLAIMED = _counter("reclaims", "Leases taken back from dispatchers that were gone, silent or late")
-LOST = _counter("leases_lost", "Leases of ours that ran out while their request was at the gateway")
-EXPIRED = _counter("expired", "Requests that passed their deadline waiting")
-WAIT = _histogram("wait_seconds", "From the request's birth (data.created) to its first try", _WAIT)
-TRY = _histogram("try_seconds", "From sending to the outcome", _LATENCY)
+RECLAIMED = _counter(
+    "reclaims", "Leases reclaimed from dispatchers that ended, were silent or renewed too late"
+)
+LOST = _counter("leases_lost", "Leases of this process that expired while their request was at the gateway")
+EXPIRED = _counter("expired", "Requests whose deadline passed while they waited")
+WAIT = _histogram(
+    "wait_seconds", "Time from the creation of the request (data.created) to its first attempt", _WAIT
+)
+TRY = _histogram("try_seconds", "Time from sending a request to its outcome", _LATENCY)
 PICKER_WAIT = _histogram(
     "picker_wait_seconds",
-    "Time that a request waited in the endpoint picker, where its answer says so",
+    "Time for which a request waited in the endpoint picker, if the answer says so",
     _LATENCY,
 )
-SETTLE = _histogram("settle_seconds", "From the outcome to the queue's word that it is written", _SETTLE)
-WHOLE = _histogram("request_seconds", "From the request's birth (data.created) to its written result", _WAIT)
+SETTLE = _histogram(
+    "settle_seconds",
+    "Time from the outcome to the confirmation of the queue that the result is written",
+    _SETTLE,
+)
+WHOLE = _histogram(
+    "request_seconds", "Time from the creation of the request (data.created) to its written result", _WAIT
+)
 
 # ── requests that travel together ───────────────────────────────────────────────────────────────────────────
 
-MERGED_CALLS = _counter(
-    "merged_calls", "Calls that several requests shared, by what became of them", result=MERGED
-)
-MERGED_REQUESTS = _counter("merged_requests", "Requests that such calls answered")
+MERGED_CALLS = _counter("merged_calls", "Merged calls, by result", result=MERGED)
+MERGED_REQUESTS = _counter("merged_requests", "Requests that were answered by merged calls")
 MERGE_CHECKS = _counter(
-    "merge_checks", "Single calls that were made to compare the answers of merged ones", result=CHECKS
+    "merge_checks", "Single calls that checked answers of merged calls, by result", result=CHECKS
 )
 MERGE_WAITING = _gauge(
-    "merge_waiting", lambda s: s.batching.batching_waiting, "Requests that wait for company in this process"
+    "merge_waiting",
+    lambda s: s.batching.batching_waiting,
+    "Requests of this process that wait for others to share a call",
 )
 MERGE_SIZE = _table(
     "merge_size",
     lambda s: s.batching.of_each(lambda each: float(each["size"])),
-    "Items that a call may have, as far as it pays; 1: nothing is merged",
+    "Maximum number of items per call in use; 1 if nothing is merged",
     "path",
     "model",
 )
 MERGE_GAIN = _table(
     "merge_gain",
     lambda s: s.batching.of_each(lambda each: each["gain"]),
-    "How many times the items per unit-second of single calls that makes; absent where not measured",
+    "Items per unit-second at that size, relative to single calls; absent if not measured",
     "path",
     "model",
 )
 MERGE_OFF = _table(
     "merge_off",
     lambda s: s.batching.of_each(lambda each: float(each["why_off"] is not None)),
-    "1 where merged calls were not answered as single ones are, and nothing is merged any more",
+    "1 if merging was turned off because answers differed from those of single calls",
     "path",
     "model",
 )
@@ -391,30 +423,32 @@ MERGE_OFF = _table(
 # ── sequences ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SEQUENCES_ACTIVE = _gauge(
-    "sequences_active", lambda s: s.sequences.number("active"), "Sequences that are alive, the held included"
+    "sequences_active", lambda s: s.sequences.number("active"), "Active sequences, including held ones"
 )
 SEQUENCES_PARKED = _gauge(
     "sequences_parked",
     lambda s: s.sequences.number("parked"),
-    "Sequences that wait to begin, for sequences.max_active are alive",
+    "Sequences that wait to start because sequences.max_active are active",
 )
 SEQUENCES_HELD = _gauge(
     "sequences_held",
     lambda s: s.sequences.number("held"),
-    "Sequences that wait for an operator, for a request of them has failed",
+    "Sequences that wait for an operator because one of their requests failed",
 )
 SEQUENCES_ABORTED = _gauge(
-    "sequences_aborted", lambda s: s.sequences.number("aborted"), "Sequences that were aborted lately"
+    "sequences_aborted", lambda s: s.sequences.number("aborted"), "Sequences that were aborted recently"
 )
 SEQUENCES_WAITING = _gauge(
-    "sequences_waiting", lambda s: s.sequences.number("waiting"), "Requests that wait for their turn"
+    "sequences_waiting",
+    lambda s: s.sequences.number("waiting"),
+    "Requests that wait for their turn in a sequence",
 )
 SEQUENCE_TURNS = _counter(
-    "sequence_turns", "What was said of claimed requests of sequences", verdict=("goes", "waits", "barred")
+    "sequence_turns", "Decisions about claimed requests of sequences", verdict=("goes", "waits", "barred")
 )
 SEQUENCE_SERVERS = _counter(
     "sequence_servers",
-    "Answers to requests with a session token, by the server that gave them",
+    "Answers to requests with a session token, by the server that answered",
     server=("same", "other", "lost"),
 )
 
@@ -423,44 +457,44 @@ SEQUENCE_SERVERS = _counter(
 MODEL_SERVING = _table(
     "model_endpoints",
     lambda s: s.models.of_each("serving"),
-    "Endpoints of the pool that serve a model, where models are watched",
+    "Endpoints of the pool that serve the model; absent if models are not watched",
     "model",
 )
 MODEL_WAITING = _table(
     "model_waiting",
     lambda s: s.models.of_each("waiting"),
-    "Requests that wait for their model, which is not served",
+    "Requests that wait because their model is not served",
     "model",
 )
 MODEL_REQUESTS = _counter(
     "model_requests",
-    "What was said of claimed requests that name a model; `denied`: by the server",
+    "Decisions about claimed requests that name a model; `denied`: the model server rejected the model",
     verdict=("goes", "waits", "unknown", "denied"),
 )
 VERSION_SERVING = _table(
     "model_version_endpoints",
     lambda s: s.models.of_versions("serving"),
-    "Endpoints of the pool that serve a version of a model, as long as any does",
+    "Endpoints of the pool that serve the version; absent if none does",
     "model",
     "version",
 )
 VERSION_WARM = _table(
     "model_version_warm_endpoints",
     lambda s: s.models.of_versions("warm"),
-    "Those of them where it is warm; absent where nothing warms it up",
+    "Endpoints on which the version is warm; absent if it has no warm-up",
     "model",
     "version",
 )
 VERSION_SHARE = _table(
     "model_version_share",
     lambda s: s.models.of_versions("share"),
-    "Its share of the requests for the model that are sent now; 0: it takes nothing new",
+    "Share of the requests for the model that are sent to the version; 0 if it gets no new ones",
     "model",
     "version",
 )
 WARM_UPS = _counter(
     "warm_ups",
-    "Warm-ups of a version at an endpoint, by what became of them; `again`: it is to be tried again",
+    "Warm-ups of a version on an endpoint, by result; `retry`: the warm-up will be repeated",
     result=("warm", "errors", "again"),
 )
 
@@ -469,19 +503,19 @@ WARM_UPS = _counter(
 TTFT = _gauge(
     "realtime_ttft_seconds",
     lambda s: s.price.quantiles("ttft"),
-    "Time to the first token over the last 5 minutes, as the pool shows it; absent where it does not",
+    "Time to the first token over the last 5 minutes, from metrics of the pool; absent if it has none",
     quantile=QUANTILES,
 )
 TPOT = _gauge(
     "realtime_tpot_seconds",
     lambda s: s.price.quantiles("tpot"),
-    "Time per further token over the last 5 minutes, as the pool shows it; absent where it does not",
+    "Time per further token over the last 5 minutes, from metrics of the pool; absent if it has none",
     quantile=QUANTILES,
 )
 BATCH_SHARE = _gauge(
     "batch_share",
     lambda s: s.price.batch_share,
-    "Batch requests in flight as a share of the capacity, averaged over the same time; absent where unknown",
+    "Batch requests in flight as a share of the capacity, averaged over the same time; absent if unknown",
 )
 
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -489,39 +523,38 @@ BATCH_SHARE = _gauge(
 BUILD = _info(
     "build_info",
     lambda s: {"version": s.process.version, "python": s.process.python},
-    "1, with the versions",
+    "Always 1, with the versions of the dispatcher and of Python",
     "version",
     "python",
 )
 CONFIG = _info(
     "config_info",
     lambda s: {"hash": s.process.config_hash},
-    "1, with the start of the SHA-256 of the configuration file in force",
+    "Always 1, with the start of the SHA-256 of the configuration file in use",
     "hash",
 )
 GENERATION = _gauge(
     "config_generation",
     lambda s: s.process.config_generation,
-    "Counts the configurations that were in force",
+    "Number of configurations that were in use since the start",
 )
 CONFIG_REFUSED = _gauge(
     "config_refused",
     lambda s: float(s.process.config_problem is not None),
-    "1 while the newest configuration file is bad",
+    "1 while the newest configuration file is invalid",
 )
-RELOADS = _counter(
-    "config_reloads", "Changed configurations by what became of them", result=("applied", "refused")
-)
+RELOADS = _counter("config_reloads", "Changed configuration files, by result", result=("applied", "refused"))
 OBSERVING = _gauge(
-    "observing", lambda s: float(s.process.observe), "1 where the dispatcher only watches, and sends nothing"
+    "observing", lambda s: float(s.process.observe), "1 if the dispatcher only observes and sends nothing"
 )
 LOOP_LAG = _gauge(
     "loop_lag_seconds",
     lambda s: s.process.loop_lag_s,
-    "How late the event loop ran what was due, at most, in the last 10 s",
+    "Maximum delay with which the event loop ran a due task in the last 10 s",
 )
 EVENTS = _counter(
     "events",
-    "Events by name, those too that the log has only counted",
+    "Events, by name; includes those that the log only counted",
+    # LIBRARY_WARNING is written to the log directly and never emitted, so that it is not counted here.
     event=tuple(e.event for e in Event if e.level > logging.DEBUG and e is not Event.LIBRARY),
 )

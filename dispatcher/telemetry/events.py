@@ -1,4 +1,4 @@
-"""What happens, told once: every event by name, and the sinks that hear of it (the log, the event stream)."""
+"""Events of the dispatcher, and the sinks that receive them: the log, the event stream and the metrics."""
 
 from __future__ import annotations
 
@@ -14,137 +14,189 @@ import structlog
 
 
 class Event(Enum):
-    """Every log event: its name, its level, what it means. The name is a promise to log searches."""
+    """Every event with its name, its log level and its description. Log searches depend on the names."""
 
-    # Adapters add theirs here, a line each: NAME = ("event-name", logging.LEVEL, "What it means")
-    SIGNALS_SOURCE = ("signals-source", logging.INFO, "Another source tells how full the pool is")
-    SIGNALS_IN_USE = ("signals-in-use", logging.INFO, "Other signals decide than before")
+    # One entry per event: NAME = ("event-name", logging.LEVEL, "Description")
+    SIGNALS_SOURCE = ("signals-source", logging.INFO, "The load of the pool is now read from another source")
+    SIGNALS_IN_USE = ("signals-in-use", logging.INFO, "The limit now follows other signals")
     SIGNALS_UNREADABLE = (
         "signals-unreadable",
         logging.WARNING,
-        "A signal cannot be read: the gate closes, soon or at once",
+        "A signal cannot be read; the gate closes at once or soon",
     )
     SIGNALS_READABLE = ("signals-readable", logging.INFO, "The signals can be read again")
-    CAPACITY_LEARNED = ("capacity-learned", logging.INFO, "The picker's pages show its maxConcurrency")
+    CAPACITY_LEARNED = (
+        "capacity-learned",
+        logging.INFO,
+        "The metrics of the endpoint picker show its maxConcurrency",
+    )
     CAPACITY_SEARCH = (
         "capacity-search",
         logging.INFO,
-        "Nobody names the capacity: the dispatcher searches for it",
+        "The capacity is neither configured nor shown; the dispatcher searches for it",
     )
     CAPACITY_DIFFERS = (
         "capacity-differs",
         logging.WARNING,
-        "budget.per_endpoint is not what the picker counts with: one of the two is wrong",
+        "budget.per_endpoint differs from the maxConcurrency of the picker; one of them is wrong",
     )
-    KUBERNETES_ABSENT = ("kubernetes-absent", logging.INFO, "No cluster is known: nothing is watched")
-    KUBERNETES_PROBLEM = ("kubernetes-problem", logging.WARNING, "The watch lacks something, and says what")
+    KUBERNETES_ABSENT = (
+        "kubernetes-absent",
+        logging.INFO,
+        "There is no Kubernetes cluster; nothing is watched",
+    )
+    KUBERNETES_PROBLEM = (
+        "kubernetes-problem",
+        logging.WARNING,
+        "A part of the Kubernetes watch fails: `problem` says which",
+    )
     KUBERNETES_THROTTLED = (
         "kubernetes-throttled",
         logging.INFO,
-        "The API server asks to wait (429); what was seen counts meanwhile",
+        "The API server asks to wait (429); the last known state is used meanwhile",
     )
-    KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The watch sees all that it needs again")
+    KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The Kubernetes watch is complete again")
 
-    DEAD_DROPPED = ("dead-dropped", logging.WARNING, "More dead than queue.dead_max: the oldest went")
-    RESULT_LIST_AWAY = ("result-list-away", logging.WARNING, "Its Cluster node is away: results wait")
-    WAKE_UPS_GONE = ("wake-ups-gone", logging.WARNING, "No subscription: new work is found by polling")
-    WAKE_UPS_BACK = ("wake-ups-back", logging.INFO, "New work wakes the dispatcher again")
+    DEAD_DROPPED = (
+        "dead-dropped",
+        logging.WARNING,
+        "The dead-letter set exceeded queue.dead_max; its oldest requests were dropped",
+    )
+    RESULT_LIST_AWAY = (
+        "result-list-away",
+        logging.WARNING,
+        "The Redis Cluster node of a result list is unreachable; its results wait",
+    )
+    WAKE_UPS_GONE = (
+        "wake-ups-gone",
+        logging.WARNING,
+        "The wake-up subscription is lost; new requests are found by polling",
+    )
+    WAKE_UPS_BACK = ("wake-ups-back", logging.INFO, "The wake-up subscription works again")
 
     STARTED = (
         "started",
         logging.INFO,
-        "The dispatcher is up: version, pool, configuration, queue and what was found in it, gateway, owner",
+        "The dispatcher has started: version, pool, configuration, queue and its counts, gateway, owner",
     )
-    DRAINING = ("draining", logging.INFO, "A signal asked to stop; nothing more is claimed")
-    STOPPED = ("stopped", logging.INFO, "Everything held was handed in or given back")
-    LEFT_BEHIND = ("left-behind", logging.ERROR, "Stopped with leases that the queue could not be told of")
+    DRAINING = ("draining", logging.INFO, "The process was asked to stop; it claims nothing more")
+    STOPPED = ("stopped", logging.INFO, "The process has stopped; all leases were completed or released")
+    LEFT_BEHIND = (
+        "left-behind",
+        logging.ERROR,
+        "The process has stopped with leases that it could neither complete nor release",
+    )
     GATE = (
         "gate",
         logging.INFO,
-        "The gate's reason changed: every term of the law, and the sentence that explains it",
+        "The reason of the gate changed: all terms of the limit, and an explanation",
     )
-    HEALTH = ("health", logging.INFO, "The dispatcher works, is idle, or waits for a reason that is no fault")
+    HEALTH = (
+        "health",
+        logging.INFO,
+        "The dispatcher works, is idle, or waits for a reason that is not a fault",
+    )
     UNHEALTHY = (
         "unhealthy",
         logging.WARNING,
-        "The dispatcher is degraded or failing, or cannot know: `cause`, `why`, and where to look first",
+        "The dispatcher is degraded, failing or unknown: `cause`, `why`, and where to look first",
     )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
     QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
     MODEL = (
         "model",
         logging.INFO,
-        "A model that the settings name, or that requests wait for, is served, loaded, gone or not known",
+        "A model that is configured or waited for is now served, loading, gone or unknown",
     )
-    VERSION = ("version", logging.INFO, "A version of a model is loaded, cold, open, draining, spare or gone")
-    WARM_UP = ("warm-up", logging.INFO, "A version answered its recorded requests at an endpoint")
+    VERSION = (
+        "version",
+        logging.INFO,
+        "A version of a model is now loading, cold, open, draining, retiring or gone",
+    )
+    WARM_UP = ("warm-up", logging.INFO, "A version answered all its warm-up requests on an endpoint")
     WARM_UP_FAILED = (
         "warm-up-failed",
         logging.WARNING,
-        "Some it answered with errors, or not in time: why, and whether it is used all the same",
+        "Warm-up requests failed or timed out: why, and whether the version is used anyway",
     )
     LEASE_LOST = (
         "lease-lost",
         logging.WARNING,
-        "A lease of ours ran out; its request was cut and is another's",
+        "A lease of this process expired; its request was aborted here and runs elsewhere",
     )
-    SLOW = ("slow", logging.WARNING, "The event loop cannot keep pace: too little CPU; with figures")
+    SLOW = (
+        "slow",
+        logging.WARNING,
+        "The event loop is late because the process gets too little CPU: how late, and the CPU limit",
+    )
     TAKEN_BACK = (
         "taken-back",
         logging.WARNING,
-        "Leases of dispatchers that are gone, silent or late were taken back: their requests run again",
+        "Leases of dispatchers that ended, were silent or late were reclaimed; their requests run again",
     )
     BATCHING_OFF = (
         "batching-off",
         logging.ERROR,
-        "Merged calls are not answered as single ones are: nothing of this model is merged any more",
+        "Answers to merged calls differ from those to single calls; merging is off for this model",
     )
     BATCHING_LIMIT = (
         "batching-limit",
         logging.INFO,
-        "The server refused a list for its length: what it is taken to take from now on",
+        "The model server rejected a list as too long: the new maximum length",
     )
     SEQUENCES_HELD = (
         "sequences-held",
         logging.WARNING,
-        "A request has failed, and its sequence waits for an operator: how many, the newest",
+        "Sequences wait for an operator because a request failed: how many, and the newest one",
     )
-    SEQUENCES_RELEASED = ("sequences-released", logging.INFO, "Operators let so many go on")
+    SEQUENCES_RELEASED = ("sequences-released", logging.INFO, "Operators resumed sequences: how many")
     SEQUENCES_ABORTED = (
         "sequences-aborted",
         logging.WARNING,
-        "A request has failed, or an operator gave it up: the later ones end unsent; how many, the newest",
+        "Sequences were aborted by a failed request or an operator: how many, and the newest one",
     )
     SEQUENCES_ENDED = (
         "sequences-ended",
         logging.INFO,
-        "Ended without a last request: how many were idle, too old, cancelled",
+        "Sequences ended without their last request: how many were idle, too old or cancelled",
     )
     SEQUENCES_GAPS = (
         "sequences-gaps",
         logging.WARNING,
-        "Indexes that never came have been passed over: how many",
+        "Sequences continued without requests that never came: how many were skipped",
     )
     SURPRISE = (
         "surprise",
         logging.ERROR,
-        "A defect of ours, caught: a request lost an attempt, or something is not shown",
+        "A defect of the dispatcher was caught; an attempt failed or a value is not shown",
     )
-    TRACES_LOST = ("traces-lost", logging.WARNING, "Spans are lost on their way to tracing.endpoint: why")
-    TRACES_FINE = ("traces-fine", logging.INFO, "Nothing was lost for a while; how many spans were")
+    TRACES_LOST = (
+        "traces-lost",
+        logging.WARNING,
+        "Spans cannot be sent to tracing.endpoint and are lost: why",
+    )
+    TRACES_FINE = ("traces-fine", logging.INFO, "Spans are sent again: how many were lost")
 
-    # Of each request, at debug only: see `detailed`.
-    SENT = ("sent", logging.DEBUG, "A try begins")
-    TRY = ("try", logging.DEBUG, "A try has ended: its outcome, its status, how long it took")
+    # Events of single requests, at level debug only.
+    SENT = ("sent", logging.DEBUG, "An attempt has started")
+    TRY = ("try", logging.DEBUG, "An attempt has ended: outcome, status, duration")
     ENDED = (
         "ended",
         logging.DEBUG,
-        "A lease has ended: settled, released or buried, and what the queue said",
+        "A lease was settled, released or dead-lettered, with the answer of the queue",
     )
 
-    LIBRARY = ("library", logging.WARNING, "A library that we use complains: `logger` says which")
-    RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force: `changed` has what")
-    RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
+    LIBRARY = ("library", logging.WARNING, "A library logged a warning or an error: `logger` names it")
+    RELOADED = (
+        "config-reloaded",
+        logging.INFO,
+        "The changed configuration is in use: `changed` lists the keys",
+    )
+    RELOAD_REFUSED = (
+        "config-refused",
+        logging.ERROR,
+        "The changed configuration is invalid; the old one stays in use",
+    )
 
     def __init__(self, event: str, level: int, meaning: str) -> None:
         self.event = event
@@ -153,14 +205,15 @@ class Event(Enum):
 
 
 Sink = Callable[[Event, Mapping[str, Any]], None]
-"""Hears of an event with its fields. Called where the event happens: it must be quick."""
+"""Function that receives an event and its fields. It runs inside `emit` and must return quickly."""
 
 _logger = structlog.get_logger("dispatcher")
 
 
 def log(event: Event, fields: Mapping[str, Any]) -> None:
-    """The sink that is always there, unless events are diverted."""
+    """Write the event to the log. This sink is always active, except inside `divert_events`."""
     if event is Event.SURPRISE:
+        # The event is emitted inside an except block: the traceback is that of its exception.
         fields = {**fields, "exc_info": sys.exception()}
     _logger.log(event.level, event.event, **fields)
 
@@ -169,38 +222,44 @@ _detailed = False
 
 
 def detail(wanted: bool) -> None:
-    """Whether anybody wants events at debug. One for the process, as the log's level is."""
+    """Enable or disable events of level debug in the whole process, as the log level is per process."""
     global _detailed
     _detailed = wanted
 
 
 def detailed() -> bool:
-    """To be asked before anything is built for an event at debug."""
+    """Return whether events of level debug are enabled. Ask this before building the fields of such an
+    event."""
     return _detailed
 
 
+# A context variable, so that a simulation diverts only the events of its own tasks.
 _sinks: ContextVar[tuple[Sink, ...]] = ContextVar("sinks", default=(log,))
 _about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 -- replaced, never changed
 
 
 def emit(event: Event, **fields: Any) -> None:
-    """Tell every sink of an event; the first alone, which is the log, of one at debug. Never a secret or a
-    payload among the fields. A sink that raises ends nothing, for what is told is only told."""
+    """Send an event to every sink.
+
+    An event of level debug goes only to the first sink, which is the log. Fields must not contain secrets or
+    payloads. Exceptions of sinks are logged and not raised, so that a broken sink cannot stop the caller.
+    """
     about = _about.get()
     if about:
         fields = {**about, **fields}
     sinks = _sinks.get()
+    # Debug events come several times per request. Only the log, which is the first sink, gets them.
     for sink in sinks if event.level > logging.DEBUG else sinks[:1]:
         try:
             sink(event, fields)
         except Exception as error:
-            with suppress(Exception):  # it is the log that cannot be written: nobody is left to be told
+            with suppress(Exception):  # the broken sink may be the log itself
                 log(Event.SURPRISE, {"where": f"a sink, of {event.event}", "error": repr(error)})
 
 
 @contextmanager
 def heard_by(sink: Sink) -> Iterator[None]:
-    """Within the block, and in tasks started there, `sink` hears of events too."""
+    """Add `sink` to the sinks inside the block and in tasks started there."""
     token = _sinks.set((*_sinks.get(), sink))
     try:
         yield
@@ -210,8 +269,8 @@ def heard_by(sink: Sink) -> Iterator[None]:
 
 @contextmanager
 def diverted(to: Sink) -> Iterator[None]:
-    """Within the block, and in tasks started there, events go to `to` alone: what happens in a simulation has
-    not happened."""
+    """Send events only to `sink` inside the block and in tasks started there. A simulation uses this to keep
+    its events out of the log and of the metrics."""
     token = _sinks.set((to,))
     try:
         yield
@@ -220,5 +279,5 @@ def diverted(to: Sink) -> Iterator[None]:
 
 
 def speaking_of(**fields: Any) -> None:
-    """From here on, in this task alone, every event has these fields too: which request it is about."""
+    """Add these fields to every later event of the current task."""
     _about.set({**_about.get(), **fields})

@@ -1,5 +1,7 @@
-"""The log: one line an event, for people on a terminal, as JSON otherwise. Equal warnings in a burst are
-counted instead of repeated."""
+"""Log output: one line per event, as text on a terminal and as JSON otherwise.
+
+A warning or an error that repeats within REPEAT_WINDOW_S is counted instead of written again.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ from dispatcher.telemetry import events
 from dispatcher.telemetry.events import Event
 
 REPEATS_S = 30.0
-"""Lines that are equal to one before are counted for so long, and then told in one."""
+"""Time for which equal lines are counted before one line with their number is written."""
 MOST_KINDS = 1000
-"""So many are remembered; lines of others are all told."""
+"""Maximum number of different lines that are tracked. Lines beyond it are always written."""
 _SAID_CHARS = 500
 ABOUT = frozenset(("request", "attempt", "trace", "exc_info"))
-"""What a line may be about, and where an error came from: two lines that differ in nothing else are equal."""
+"""Fields that name the request or the origin of an error. Lines that differ only in these fields are
+equal."""
 STATES = frozenset(
     event.event
     for event in Event
@@ -44,8 +47,9 @@ STATES = frozenset(
         Event.RELOAD_REFUSED,
     )
 )
-"""Told each time: each says that something has changed, most have a counterpart, and none comes in bursts.
-One of two held back, and the log would end with the wrong one."""
+"""Names of events that are never counted instead of written. Each of them reports a change of state and does
+not come in bursts. If one of a pair of such events were suppressed, the log would end with the wrong
+state."""
 
 
 @dataclass(slots=True)
@@ -56,15 +60,15 @@ class _Burst:
 
 
 class Repeats:
-    """Which lines are told, and how often those that were not have come. Time is the caller's."""
+    """Filter that decides which lines are written and counts the others. The caller passes the time."""
 
     def __init__(self, for_s: float = REPEATS_S) -> None:
         self._for_s = for_s
         self._bursts: dict[Hashable, _Burst] = {}
 
     def come(self, line: Mapping[str, Any], now: float) -> bool:
-        """Whether a line is to be told now: the first of its kind is. Lines are of one kind when they differ
-        in numbers alone, or in the request that they are about."""
+        """Return whether the line is written now, which is true for the first of its kind. Two lines are of
+        the same kind if they differ only in numbers or in CONTEXT_FIELDS."""
         key = _kind(line)
         burst = self._bursts.get(key)
         if burst is None:
@@ -76,8 +80,8 @@ class Repeats:
         return False
 
     def due(self, now: float) -> list[dict[str, Any]]:
-        """The newest line of each burst that is over, with how many were not told. One that nothing was
-        counted in is forgotten, the others go on."""
+        """Return the newest line of each burst that is over, with the number of suppressed lines. A burst
+        without suppressed lines is forgotten; the others start a new window."""
         told = []
         for key, burst in [*self._bursts.items()]:
             if burst.ends_at > now:
@@ -90,7 +94,7 @@ class Repeats:
 
     @property
     def next_at(self) -> float | None:
-        """When something will be due."""
+        """Time at which the next burst is over, or `None` if there is no burst."""
         return min((burst.ends_at for burst in self._bursts.values()), default=None)
 
 
@@ -98,20 +102,23 @@ def _kind(line: Mapping[str, Any]) -> Hashable:
     return tuple(
         (name, str(value))
         for name, value in line.items()
+        # Durations and counts differ in lines that say the same.
         if name not in ABOUT and not isinstance(value, int | float)
     )
 
 
 class _Counting:
-    """A processor that drops what `Repeats` holds back, and sees to it that the counts are told."""
+    """Processor for structlog that drops suppressed lines and later logs their number."""
 
     def __init__(self) -> None:
         self._repeats = Repeats()
         self._lock = threading.RLock()
-        """Libraries log from threads of their own, and from within a collection of garbage."""
+        """Lock that is reentrant because libraries log from their own threads, and because a garbage
+        collection inside the locked block can log too."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __call__(self, logger: Any, method: str, line: structlog.typing.EventDict) -> Mapping[str, Any]:
+        # A line with `repeated` is the result of the counting, and must not be counted itself.
         if line.get("event") in STATES or line.get("level") not in ("warning", "error") or "repeated" in line:
             return line
         now = time.monotonic()
@@ -124,12 +131,12 @@ class _Counting:
 
     def _set_timer(self) -> None:
         if self._timer is None and (at := self._repeats.next_at) is not None:
-            with suppress(RuntimeError):  # no loop runs: nothing lives long enough to repeat itself
+            with suppress(RuntimeError):  # no event loop: the process is a short command, and nothing repeats
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(max(0.0, at - time.monotonic()), self.tell)
 
     def tell(self, *, all_of_it: bool = False) -> None:
-        """Say what is due, or, at the end, all that was counted."""
+        """Log the numbers of suppressed lines that are due, or all of them if the process is about to end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -138,6 +145,7 @@ class _Counting:
             if all_of_it:
                 self._repeats = Repeats()
         for line in due:
+            # These lines pass through the processors again, which add level and time.
             level = logging.getLevelNamesMapping()[line.pop("level").upper()]
             structlog.get_logger("dispatcher").log(level, line.pop("event"), **line)
         if not all_of_it:
@@ -149,7 +157,8 @@ _counting = _Counting()
 
 
 class _Libraries(logging.Handler):
-    """What libraries log goes into our log, as a line like any other, and not beside it to standard error."""
+    """Handler that writes records of libraries to the log of the dispatcher instead of plain text to
+    stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -159,7 +168,7 @@ class _Libraries(logging.Handler):
                 told |= {"error": repr(record.exc_info[1])[:_SAID_CHARS], "exc_info": record.exc_info}
             level = logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING
             structlog.get_logger("dispatcher").log(level, Event.LIBRARY.event, **told)
-        except Exception:  # no log is worth a request
+        except Exception:  # a failure to log must not fail the request
             self.handleError(record)
 
 
@@ -167,7 +176,8 @@ _libraries = _Libraries(logging.WARNING)
 
 
 def _printable(_: Any, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Nothing that others have named steers the terminal; JSON escapes it by itself."""
+    """Escape control characters, so that text of clients and servers cannot control the terminal. JSON needs
+    no such step because its encoder escapes them."""
     return {
         name: plain(value, keep="\n" if name == "exception" else "") if isinstance(value, str) else value
         for name, value in line.items()
@@ -175,11 +185,11 @@ def _printable(_: Any, __: str, line: structlog.typing.EventDict) -> structlog.t
 
 
 def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
-    """Set up logging for the process: console on a terminal, one JSON object a line otherwise."""
+    """Configure logging for the process: text on a terminal, otherwise one JSON object per line."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
     rendering: tuple[structlog.typing.Processor, ...] = (structlog.processors.JSONRenderer(),)
     stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
-    if console:  # for a person: the clock on the wall, and no columns
+    if console:  # for people: local time, and no padded columns
         colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         rendering = (
             _printable,
@@ -187,11 +197,13 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         )
         stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
     events.detail(level == "debug")
+    # A reload of the settings calls this function again.
     if _libraries not in logging.getLogger().handlers:
         logging.getLogger().addHandler(_libraries)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
+            # Counted before time and traceback are added, which make every line different.
             _counting,
             stamp,
             structlog.processors.format_exc_info,
@@ -199,10 +211,10 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,  # or a reload would change nothing
+        cache_logger_on_first_use=False,  # else a reload of the settings could not change the level
     )
 
 
 def finish() -> None:
-    """Say what was counted and not told yet: the process ends."""
+    """Log the numbers of suppressed lines that were not logged yet. Called when the process ends."""
     _counting.tell(all_of_it=True)

@@ -1,7 +1,7 @@
-"""How late the event loop is, and what holds it up where a CPU limit does.
+"""Lag of the event loop, and whether a CPU limit causes it.
 
-The kernel stops a process that has used up its limit until the next period begins, a tenth of a second
-usually; the control group's `cpu.stat` counts the periods in which it did.
+The kernel stops a process that has used up its CPU limit until the next period starts, usually 100 ms later.
+`cpu.stat` of the control group counts the periods in which that happened.
 """
 
 from __future__ import annotations
@@ -15,37 +15,40 @@ from dispatcher.core.loop_lag import WINDOW_S, Pace
 
 STEP_S = 0.25
 HELD_UP_SHARE = 0.75
-"""Of the periods in which the process wanted to run: in so many it was stopped where a limit holds it up."""
+"""Share of the periods in which the process wanted to run and was stopped, at which the CPU limit is reported
+as the cause."""
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The CPU limit of this process's control group, and how often it was reached."""
+    """CPU limit of the control group of this process, and how often the process reached it."""
 
     cores: float | None
-    """None: there is none."""
+    """Limit in cores, or `None` if there is no limit."""
     periods: int
-    """In which the process wanted to run."""
+    """Number of periods in which the process wanted to run."""
     throttled: int
-    """Of these, in which it was stopped."""
+    """Number of these periods in which the process was stopped."""
 
 
 class PaceWatch:
-    """Watches the loop that it runs on; `on_slow` is called when it has become slow, not too often."""
+    """Task that measures the lag of the event loop it runs on. It calls `on_slow` when the loop has become
+    slow, at most once in a few minutes."""
 
     def __init__(self, on_slow: Callable[[], None] = lambda: None, *, step_s: float = STEP_S) -> None:
         self.pace = Pace()
         self.step_s = step_s
         self._on_slow = on_slow
         self._before = self._next = read_limit()
-        """What is counted from: how it stood one to two windows ago, and what takes its place."""
+        """Counters to compare with. They are one to two windows old; `_next_baseline` replaces them one
+        window later."""
         self._looked_at = 0.0
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the loop's pace and what mends it, in one sentence; None: nothing is."""
+        """One sentence with the problem and its remedy, or `None` if the loop is not slow."""
         pace = self.pace
         if not pace.slow:
             return None
@@ -56,14 +59,14 @@ class PaceWatch:
         return f"{told}; {self.cause()}"
 
     def cause(self) -> str:
-        """What holds the process up, as far as that is known, and what mends it."""
+        """Return the likely cause of the lag and its remedy, as the end of a sentence."""
         share, cores = self.throttled
         if share and cores is not None:
             return f"its CPU limit of {cores:g} cores stopped it in {share:.0%} of the periods: raise it"
         return "raise its CPU limit or request, or see what else runs on its node"
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Measure the lag until cancelled."""
         clock = asyncio.get_running_loop().time
         before = self._looked_at = clock()
         while True:
@@ -71,6 +74,7 @@ class PaceWatch:
             now = clock()
             passed_s, before = now - before, now
             if now - self._looked_at >= WINDOW_S:
+                # With two baselines a share always covers at least one whole window.
                 self._looked_at, self._before, self._next = now, self._next, read_limit()
                 share = _stopped(self._before, self._next)
                 self.pace.held_up = share is not None and share >= HELD_UP_SHARE
@@ -79,30 +83,34 @@ class PaceWatch:
 
     @property
     def throttled(self) -> tuple[float | None, float | None]:
-        """In what share of the last periods the limit stopped us, and the limit in cores; None: unknown."""
+        """Share of the last periods in which the limit stopped the process, and the limit in cores. Both are
+        `None` if they are not known."""
         newest = read_limit()
         share = _stopped(self._before, newest)
         return (None, None) if share is None or newest is None else (round(share, 2), newest.cores)
 
 
 def _stopped(before: Limit | None, after: Limit | None) -> float | None:
-    """In what share of the periods between the limit stopped the process; None: unknown."""
+    """Return the share of the periods between two readings in which the process was stopped, or `None` if a
+    reading is missing."""
     if before is None or after is None:
         return None
     periods = after.periods - before.periods
+    # No period has passed if the process did not want to run: it cannot have been stopped.
     return (after.throttled - before.throttled) / periods if periods > 0 else 0.0
 
 
 def read_limit(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Limit | None:
-    """The CPU limit that the control group of this process has; None where nothing tells."""
+    """Return the CPU limit of the control group of this process, or `None` if it cannot be read."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
         return None
     for _, controllers, name in lines:
+        # cgroup v2 has one line without controllers, v1 one line per hierarchy.
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # In a container its own group is the root of what it sees, whatever the name outside.
+        # In a container /proc/self/cgroup shows the name on the host, but the group is mounted as root.
         mounts = [groups / controllers, groups / "cpu"] if controllers else [groups]
         for folder in [path for mount in mounts for path in (mount / name.lstrip("/"), mount)]:
             found = _limit(folder)
@@ -112,7 +120,7 @@ def read_limit(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Limit | None:
 
 
 def _limit(folder: Path) -> Limit | None:
-    """Of either version of control groups."""
+    """Read the limit from a folder of cgroup v2 (`cpu.max`) or v1 (`cpu.cfs_*`)."""
     try:
         stat = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
         if (folder / "cpu.max").exists():
@@ -120,6 +128,7 @@ def _limit(folder: Path) -> Limit | None:
         else:
             quota = (folder / "cpu.cfs_quota_us").read_text().strip()
             period = (folder / "cpu.cfs_period_us").read_text()
+        # No limit is written as "max" in v2 and as -1 in v1.
         cores = None if quota in ("max", "-1") else int(quota) / int(period)
         return Limit(cores, int(stat["nr_periods"]), int(stat["nr_throttled"]))
     except (OSError, ValueError, KeyError):

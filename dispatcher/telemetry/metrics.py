@@ -1,6 +1,6 @@
-"""The process's series: counted as things happen, put together when they are asked for.
+"""Metrics of the process: counted when something happens, rendered when /metrics is scraped.
 
-Nothing of a library lies on the hot path: a count is a sum in a dict. The page is the client library's.
+Counting is an addition in a dict and uses no library. `prometheus_client` only renders the page.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import Status
 
 PAGE_KEPT_S = 0.5
-"""However many ask, a page is made so often at the most: it costs as much as several requests."""
+"""Maximum age of a rendered page. Rendering costs as much CPU time as several requests, so that frequent
+scrapes share a page."""
 
 
 class Metrics:
-    """Counters and histograms of one process, and the page with them and the gauges of its status."""
+    """Counters and histograms of one process. Renders them together with the gauges of the status."""
 
     def __init__(
         self, pool: str = "", *, kept_s: float = 0.0, clock: Callable[[], float] = time.monotonic
@@ -41,7 +42,7 @@ class Metrics:
         self._kept_s = kept_s
         self._clock = clock
         self._pages: dict[str, tuple[float, bytes]] = {}
-        """By content type: when it was made, and the page."""
+        """Pages that were rendered, by content type, each with its time."""
         self._counts: dict[Series, dict[tuple[str, ...], float]] = {}
         self._seconds: dict[Series, _Seconds] = {}
         self._status: Callable[[], Status] | None = None
@@ -56,42 +57,47 @@ class Metrics:
         self._registry.register(_PageCollector(self._families))
 
     def count(self, series: Series, *labels: str, by: float = 1.0) -> None:
-        """One more. What is not declared counts as `other`; where there is none, not at all."""
+        """Add `amount` to a counter. An undeclared label value counts as `other`, and not at all if the
+        series has no such value."""
         counts = self._counts[series]
         if labels not in counts:
             known = series.labels.values()
             labels = tuple(
-                label if label in values else OTHER for label, values in zip(labels, known, strict=True)
+                # Values come from clients and servers, which must not be able to create series.
+                label if label in values else OTHER
+                for label, values in zip(labels, known, strict=True)
             )
             if labels not in counts:
                 return
         counts[labels] += by
 
     def set_total(self, series: Series, *labels: str, to: float) -> None:
-        """What somebody else counts."""
+        """Set a counter that another component counts."""
         self._counts[series][labels] = to
 
     def observe(self, series: Series, seconds: float) -> None:
-        """A duration; what is no time counts as none."""
+        """Add a duration to a histogram. Negative values and NaN count as 0."""
+        # A wait that starts at the creation time by the producer's clock can be negative. NaN compares as
+        # false.
         self._seconds[series].observe(seconds if seconds > 0 else 0.0)
 
     def value(self, series: Series, *labels: str) -> float:
-        """A counter's value; of a histogram, how many were observed."""
+        """Return the value of a counter, or the number of observations of a histogram."""
         if series.kind is Kind.HISTOGRAM:
             return float(sum(self._seconds[series].counts))
         return self._counts[series][labels]
 
     def heard(self, event: Event, _fields: Mapping[str, Any]) -> None:
-        """A sink of events."""
+        """Count an event. This is a sink of events."""
         self.count(EVENTS, event.event)
 
     def show(self, status: Callable[[], Status]) -> None:
-        """Export the status as gauges."""
+        """Set the function that returns the status from which the gauges are rendered."""
         self._status = status
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The /metrics page in the format that `accept` (HTTP's header) asks for, and its content type. At
-        most `kept_s` old."""
+        """Return the /metrics page and its content type. `accept` is the HTTP header that selects the format.
+        The page may be up to `page_max_age_s` old."""
         encoder, kind = choose_encoder(accept)
         now = self._clock()
         made_at, page = self._pages.get(kind, (-math.inf, b""))
@@ -101,6 +107,7 @@ class Metrics:
         return page, kind
 
     def _families(self) -> Iterator[Metric]:
+        # One status per page, so that its gauges belong to the same moment.
         status = self._status() if self._status is not None else None
         for series in CATALOGUE:
             match series.kind:
@@ -124,7 +131,7 @@ class Metrics:
         return family
 
     def _gauge(self, series: Series, status: Status) -> Metric:
-        assert series.sampled is not None  # noqa: S101 -- the catalogue declares no gauge without
+        assert series.sampled is not None  # noqa: S101 -- every gauge has one
         family = GaugeMetricFamily(PREFIX + series.name, series.meaning, labels=["pool", *series.labels])
         value = series.sampled(status)
         if isinstance(value, Mapping):
@@ -136,7 +143,7 @@ class Metrics:
 
 
 class _Seconds:
-    """A histogram."""
+    """Histogram with fixed bucket bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -148,13 +155,13 @@ class _Seconds:
         self.sum += seconds
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """By upper bounds, as the page has it."""
+        """Return the number of observations up to each bound, as the exposition format needs it."""
         bounds = map(floatToGoString, (*self.bounds, math.inf))
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
 class _PageCollector(Collector):
-    """Asked by the registry whenever somebody scrapes."""
+    """Collector that builds all series at each scrape."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
         self._families = families
@@ -162,5 +169,6 @@ class _PageCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         return self._families()
 
+    # Without descriptions the registry does not collect at registration, when there is no status yet.
     def describe(self) -> list[Metric]:
         return []

@@ -1,7 +1,7 @@
-"""Spans on their way to an OTLP endpoint: the line they wait in, and the thread that sends them.
+"""Export of spans to an OTLP endpoint: a bounded queue, and the thread that sends from it.
 
-The line is bounded and the thread its own: an endpoint that is away, slow or hostile costs spans and nothing
-else. OpenTelemetry is imported only where there is an endpoint.
+An endpoint that is unreachable, slow or hostile costs only spans, because the queue is bounded and the thread
+shares nothing with the event loop. OpenTelemetry is imported only if an endpoint is configured.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from dispatcher.settings import SecretUrl, Settings
 
 IN_LINE = 8192
-"""More spans than this do not wait to be sent: what comes then is lost."""
+"""Maximum number of spans that wait to be sent. More spans are dropped."""
 AT_ONCE = 256
 EACH_S = 1.0
-"""Spans are sent this often, and when AT_ONCE of them wait."""
+"""Interval at which spans are sent. They are sent earlier if BATCH_SIZE spans wait."""
 ANSWER_S = 2.0
-"""The longest that the endpoint is waited for."""
+"""Time limit of one export."""
 PAUSE_S = 30.0
-"""After a failure the endpoint is left alone, each time twice as long, up to this."""
+"""Maximum time without exports after failures. The time doubles with each failure."""
 CLOSE_S = 1.5
-"""What is still in line has so long to get out when the process ends."""
+"""Time limit for sending the remaining spans when the process ends."""
 MISSING = "tracing needs OpenTelemetry, which is not installed: pip install 'batch-dispatcher[otel]'"
 
 _MODULES = (
@@ -53,10 +53,10 @@ _WHY_CHARS = 200
 
 
 class SpanSender:
-    """Spans that wait to be sent, and the thread that sends them.
+    """Queue of spans, and the thread that sends them.
 
-    `tell`: called in that thread, with an event that is worth a line in the log: the first loss, and that
-    nothing was lost any more for `pause_s`.
+    `on_event` is called in that thread with events for the log: when spans were lost for the first time, and
+    when none were lost for `max_backoff_s`.
     """
 
     def __init__(
@@ -77,12 +77,13 @@ class SpanSender:
         self._wake = threading.Event()
         self._close_by: float | None = None
         self._failures = 0
-        """In a row."""
+        """Number of failed exports in a row."""
         self._overflowed = 0
-        """Counted by `add`, in the loop's thread alone."""
+        """Number of spans that `add_span` dropped. Only the thread of the event loop writes it."""
         self._seen = self._lost = 0
         self._lost_at: float | None = None
-        """The last loss, while it is told that spans are lost."""
+        """Time of the last loss, or `None` if the log says that no spans are being lost."""
+        # A daemon thread, so that a hanging export cannot keep the process alive.
         self._thread = threading.Thread(target=self._work, name="traces", daemon=True)
         self._thread.start()
 
@@ -90,21 +91,23 @@ class SpanSender:
         return len(self._spans)
 
     def add(self, span: EndedSpan) -> None:
-        """Put it in line, or count it as lost. Never waits."""
+        """Add a span to the queue, or count it as lost if the queue is full. Never blocks."""
         waiting = len(self._spans)
         if waiting >= IN_LINE or self._close_by is not None:
             self._overflowed += 1
             return
         self._spans.append(span)
+        # During a backoff the thread is not woken: it would call the failing endpoint again with each batch.
         if waiting + 1 == AT_ONCE and not self._failures:
             self._wake.set()
 
     def takes(self) -> bool:
-        """False while the endpoint is away and the line full: what was recorded now would be lost."""
+        """Return False if the endpoint is unreachable and the queue is full, so that a new span would be
+        lost."""
         return not self._failures or len(self._spans) < IN_LINE
 
     def close(self) -> None:
-        """Blocks for CLOSE_S at the most."""
+        """Send the remaining spans and stop. Blocks for at most CLOSE_TIMEOUT_S."""
         self._close_by = time.monotonic() + CLOSE_S
         self._wake.set()
         self._thread.join(CLOSE_S)
@@ -112,13 +115,14 @@ class SpanSender:
 
     def _work(self) -> None:
         while self._close_by is None:
+            # The exponent is bounded, since a float overflows after 1,024 failures.
             self._wake.wait(min(self._pause_s, self._each_s * 2.0 ** min(self._failures, 30)))
             self._wake.clear()
             self._send()
         self._send()
 
     def _send(self) -> None:
-        """Send what waits; after a failure wait for the next time."""
+        """Send the spans that wait. After a failure the remaining ones stay in the queue."""
         why = ""
         while self._spans and not self._too_late():
             batch = [self._spans.popleft() for _ in range(min(AT_ONCE, len(self._spans)))]
@@ -128,6 +132,8 @@ class SpanSender:
                 self._lose(len(batch), why)
                 break
             self._failures = 0
+        # `add_span` writes the counter in another thread; comparing it with the reported number needs no
+        # lock.
         overflowed = self._overflowed - self._seen
         if overflowed:
             self._seen += overflowed
@@ -147,14 +153,14 @@ class SpanSender:
         self._lost_at = time.monotonic()
 
     def _export(self, batch: list[EndedSpan]) -> str:
-        """Why they could not be sent, or nothing."""
+        """Send the spans and return the reason why that failed, or an empty string."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:
             spans = [_built(span, self._resource) for span in batch]
-            _complaints.clear()  # of what producers wrote: nobody's business
+            _complaints.clear()  # messages about malformed tracestates of producers are not export errors
             done = self._exporter.export(spans)
-        except Exception as error:  # a defect of the library, or of its peer's making
+        except Exception as error:  # exporters raise on malformed responses, too
             return _without_secrets(repr(error))
         if done is SpanExportResult.SUCCESS:
             return ""
@@ -162,7 +168,8 @@ class SpanSender:
 
 
 def _without_secrets(why: str) -> str:
-    """Words of a library, which may name the whole URL: without its query, its user and its password."""
+    """Return a message of a library without query, user name and password, since it may contain the whole
+    URL."""
     return re.sub(r"//[^/@\s]+@", f"//{MASK}@", re.sub(r"\?\S+", f"?{MASK}", why))[:_WHY_CHARS]
 
 
@@ -196,7 +203,8 @@ _complaints: list[str] = []
 
 
 class _Complaints(logging.Handler):
-    """Hears what OpenTelemetry would print to standard error, beside our log, for each batch."""
+    """Handler that keeps the messages of OpenTelemetry, which would otherwise print one to stderr per failed
+    batch."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if len(_complaints) < 8:
@@ -204,7 +212,8 @@ class _Complaints(logging.Handler):
 
 
 def prepare(settings: Settings) -> None:
-    """Import what takes long, where it will be needed. Raises OSError where it is not installed."""
+    """Import the OpenTelemetry modules, which takes long, before the event loop starts. Raises OSError if
+    they are not installed."""
     if not settings.tracing.endpoint:
         return
     try:
@@ -216,10 +225,11 @@ def prepare(settings: Settings) -> None:
 
 @asynccontextmanager
 async def tracing(settings: Settings, owner: str) -> AsyncIterator[Tracing | None]:
-    """Tracing as the settings have it, for the length of the block; None: it is off, and nothing is imported.
+    """Provide tracing for the length of the block, or `None` without importing anything if no endpoint is
+    configured.
 
-    At the end of the block what is in line is sent, within CLOSE_S. Raises OSError where the `otel` extra is
-    not installed.
+    At the end of the block the queued spans are sent within CLOSE_TIMEOUT_S. Raises OSError if the extra
+    `otel` is not installed.
     """
     if not settings.tracing.endpoint:
         yield None
@@ -239,10 +249,12 @@ async def tracing(settings: Settings, owner: str) -> AsyncIterator[Tracing | Non
 
 
 def exporter_to(url: SecretUrl) -> SpanExporter:
-    """Sends to an OTLP/HTTP endpoint. What it would log goes nowhere else."""
+    """Create an exporter for an OTLP/HTTP endpoint, and redirect its log messages to
+    `_LibraryMessageHandler`."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     library = logging.getLogger("opentelemetry")
+    # Without propagation the root handler does not log the same message again.
     library.handlers, library.propagate = [_Complaints()], False
     headers = {}
     if url.credentials:
@@ -251,7 +263,8 @@ def exporter_to(url: SecretUrl) -> SpanExporter:
 
 
 def resource(pool: str, owner: str) -> Resource:
-    """Who we are. The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) has the last word."""
+    """Build the resource that identifies this process. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take
+    precedence."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     named = {
@@ -260,23 +273,26 @@ def resource(pool: str, owner: str) -> Resource:
         "service.version": __version__,
         "service.instance.id": owner,
     }
+    # Later resources win in a merge: the environment comes last.
     return Resource.create().merge(Resource(named)).merge(OTELResourceDetector().detect())
 
 
 def endpoint_of(url: SecretUrl) -> str:
-    """Where spans are sent, without credentials. Without a path: where OTLP/HTTP has them."""
+    """Return the URL for spans, without credentials. A URL without a path gets the default path of
+    OTLP/HTTP."""
     bare = url.bare
     return bare.rstrip("/") + "/v1/traces" if urlsplit(bare).path in ("", "/") else bare
 
 
 def _teller() -> Callable[[Event, Mapping[str, Any]], None]:
-    """Emits events in the loop's thread, to the sinks of whoever calls this."""
+    """Return a function that emits events in the thread of the event loop, with the sinks of the calling
+    context."""
     loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
     def tell(event: Event, fields: Mapping[str, Any]) -> None:
         try:
             loop.call_soon_threadsafe(lambda: emit(event, **fields), context=context)
-        except RuntimeError:  # the loop is closed: nobody is left to be told
+        except RuntimeError:  # the loop is closed: the process ends
             return
 
     return tell

@@ -1,6 +1,6 @@
-"""What the dispatcher knows of itself at one moment, by subject. /status and every gauge are made of it.
+"""State of the dispatcher at one moment, by subject. /status and every gauge are built from it.
 
-On /status all subjects share one object: no two fields have the same name.
+/status is one flat object, so that two fields must not have the same name even in different classes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ CAPACITIES: Mapping[str, str] = {
     "setting": "budget.max_sys",
     "query": "signals.prometheus.queries.capacity",
 }
-"""How the capacity is known, as people read it. `learned`: readings showed it, and it is less than what the
-others say or nobody else says anything; `search`: nobody says it and readings have not shown it yet; `watch`:
-it lowers what the others say; `setting`: also `budget.per_endpoint` × the ready endpoints."""
+"""Sources of the capacity with their names for people. `learned`: readings showed the capacity, and it is
+less than the other sources say, or there is no other source. `search`: there is no other source and the
+readings have not shown it yet. `watch`: the Kubernetes watch lowers what the other sources say. `setting`:
+`budget.max_sys`, or `budget.per_endpoint` × ready endpoints."""
 SOURCES = get_args(Source)
 TABLE_MOST = 32
-"""Models behind paths that have series of their own; /status has them all."""
+"""Maximum number of samples of a gauge that has one per model. /status has all models."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Which dispatcher this is, and how it is set up."""
+    """Identity and configuration of this dispatcher."""
 
     version: str
     python: str
@@ -41,68 +42,73 @@ class ProcessStatus:
     owner: str
     observe: bool
     started_at: float
-    """Unix time."""
+    """Unix time of the start."""
     config_generation: int = 1
     config_hash: str = ""
-    """The start of the SHA-256 of the file in force."""
+    """Start of the SHA-256 of the configuration file in use."""
     config_problem: str | None = None
     loop_lag_s: float = 0.0
-    """The latest that the event loop woke in the last seconds."""
+    """Maximum delay with which the event loop ran a due task in the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """What may be in flight, and why not more."""
+    """Limit on requests in flight, and the reason for it."""
 
     reason: str
     open: bool
     explanation: str
     limit: int
     in_flight: int
-    """Of all replicas together."""
+    """Number of requests in flight, of all replicas."""
     running: int
-    """Of this process."""
+    """Number of requests in flight, of this process."""
     free: float | None
-    """What batch work may hold by the newest readings, ours included; None: unknown."""
+    """Number of batch requests that fit into the pool by the newest readings, including those in flight.
+    `None` if it is not known."""
     gateway_problem: str | None
-    """Why there is no gateway, whatever the reason shown is."""
+    """Reason why the gateway cannot be used, even if `reason` is another one. `None` if it can be used."""
     gateway_prober: str | None = None
-    """The dispatcher whose request tries just now, for all, whether there is a gateway again."""
+    """Dispatcher that is sending the probe that tests for all replicas whether the gateway is reachable
+    again."""
     tries_problem: str | None = None
-    """How many of the last tries of this process failed, and how; None: few, or the gateway is gone."""
+    """Number and kinds of failures of the last attempts of this process. `None` if few failed, or if
+    `gateway_problem` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthStatus:
-    """Whether work gets done, and if not, why (`core/health.py`)."""
+    """Health of the dispatcher: whether requests are processed, and the reason if not (`core/health.py`)."""
 
     health: Health
     health_cause: Cause = Cause.NONE
     health_sentence: str = ""
     health_since_s: float | None = None
-    """Age of this health with this cause."""
+    """Time for which the health and its cause have not changed."""
     health_look_at: str = ""
-    """Place where an operator looks first. Empty if nothing needs a look."""
+    """Place where an operator looks first. Empty if nothing needs attention."""
     done_in_s: float | None = None
-    """Time until all that waits is done at the present rate. `None` if it is not known."""
+    """Estimated time until all waiting requests are processed at the current rate. `None` if it is not
+    known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The budget by one signal."""
+    """Terms of the budget for one signal."""
 
     signal: str
     f_sys: float
     f_epp: float
     budget: float | None
-    """D; None, as `headroom`: the reading is not believed."""
+    """D. `None`, like `headroom`, if the reading is not plausible."""
     headroom: int | None
     max_sys: float
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetStatus:
-    """D = 1 − (F_SYS + F_EPP + B), of the signal whose limit is the smallest, and of each."""
+    """Budget D = 1 − (F_SYS + F_EPP + B): for the signal with the smallest limit, and in `terms` for each
+    signal."""
 
     reserve: float
     signal: str | None = None
@@ -112,23 +118,24 @@ class BudgetStatus:
     headroom: int | None = None
     max_sys: float | None = None
     max_sys_by: str | None = None
-    """Source of `max_sys`: one of CAPACITIES."""
+    """Source of `max_sys`: one of CAPACITY_SOURCES."""
     configured_max_sys: float | None = None
-    """The known capacity. It is more than `max_sys` if less than that fitted. `None` if it is not known."""
+    """Capacity by configuration, picker or watch. It is larger than `max_sys` if readings showed that fewer
+    requests fit. `None` if it is not known."""
     per_endpoint: float | None = None
     """Requests per endpoint from which the capacity is computed. `None` if it has another source."""
     per_endpoint_from: Literal["setting", "server", "picker", "suggestion", "search"] | None = None
     picker_max_concurrency: int | None = None
-    """maxConcurrency by the picker's pages. `None` if they do not show it."""
+    """maxConcurrency, as the pages of the picker show it. `None` if they do not show it."""
     max_sys_confirmed: int = 0
-    """Number of times in a row that the learned capacity was measured. 0 if nothing is learned."""
+    """Number of times in a row that the learned capacity was confirmed. 0 if nothing was learned."""
     reserve_problem: str | None = None
-    """Reason why the reserve is too small for requests as long as ours. `None` if it is not, or if there are
-    no realtime requests that could wait."""
+    """Reason why the reserve is too small for batch requests as long as the current ones. `None` if it is
+    large enough, or if there are no realtime requests that could wait."""
     terms: Sequence[Terms] = ()
 
     def term(self, name: str) -> Mapping[str, float]:
-        """One term by signal, where it is known."""
+        """Return one term by signal, for signals that have it."""
         values = {terms.signal: getattr(terms, name) for terms in self.terms}
         return {signal: value for signal, value in values.items() if value is not None}
 
@@ -140,7 +147,7 @@ class SignalsStatus:
     source: str | None
     reading_age_s: float | None
     detector: str | None = None
-    """What is known of the picker's saturation detector."""
+    """Saturation detector of the picker, as far as it is known."""
     signals_problem: str | None = None
     """Reason why the signals cannot be read. `None` while they can."""
     signals_failing_s: float | None = None
@@ -150,25 +157,27 @@ class SignalsStatus:
     readings: Sequence[Mapping[str, Any]] = ()
     """The newest reading of each signal with the raw values it came from."""
     realtime: float | None = None
-    """Number of requests in the newest reading that cannot be ours, without those that wait in the picker."""
+    """Number of requests in the newest reading that cannot be batch requests, without those that wait in the
+    picker."""
     realtime_waiting: float | None = None
-    """Number of requests that wait in the picker and cannot be ours."""
+    """Number of requests that wait in the picker and cannot be batch requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What the Kubernetes watch sees."""
+    """State of the Kubernetes watch."""
 
     watch_endpoints: int | None = None
-    """Ready endpoints; None: it knows none, and bounds nothing."""
+    """Number of ready endpoints. `None` if it is not known; the watch then limits nothing."""
     watch_unsure_s: float | None = None
-    """How long ago the API was heard last, while something cannot be asked; None: all of it is followed."""
+    """Time since the last answer of the Kubernetes API while a part of the watch is not up to date. `None` if
+    all of it is."""
     watch_problems: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LineStatus:
-    """What is in the queue."""
+    """State of the queue."""
 
     pending: int | None = None
     leased: int | None = None
@@ -178,111 +187,116 @@ class LineStatus:
     queue_problem: str | None = None
     oldest_pending_age_s: float | None = None
     earliest_deadline_s: float | None = None
-    """How long until the earliest deadline that waits; negative: it has passed."""
+    """Time until the earliest deadline of a waiting request. Negative if it has passed."""
     at_risk: int | None = None
-    """Waiting requests that miss their deadline if it goes on at `service_rate`."""
+    """Number of waiting requests that miss their deadline at the current `service_rate`."""
     service_rate: float | None = None
-    """Requests per second that all replicas ended lately, while some waited."""
+    """Requests per second that all replicas completed recently, while requests waited."""
     service_s: float | None = None
-    """How long a request of ours lasts, on average, while some waited."""
+    """Average duration of a batch request while requests waited."""
     replica_count: int | None = None
     replicas: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PriceStatus:
-    """What interactive users wait, as the pool shows it, beside what batch work took of the pool."""
+    """Impact on realtime: latencies of interactive users, and the share of the pool that batch requests had
+    meanwhile."""
 
     ttft_p50_s: float | None = None
     ttft_p95_s: float | None = None
     tpot_p50_s: float | None = None
     tpot_p95_s: float | None = None
     price_of: Literal["realtime", "all"] | None = None
-    """Whose requests were timed: realtime's alone, or all, ours among them."""
+    """Requests whose latencies were measured: only realtime requests, or all requests including batch."""
     price_requests: int | None = None
-    """How many requests it is based on."""
+    """Number of requests that the latencies are based on."""
     price_source: str | None = None
-    """Whose series they are."""
+    """Source of the latencies."""
     batch_share: float | None = None
-    """Our requests in flight as a share of the capacity, on average over the same time."""
+    """Batch requests in flight as a share of the capacity, averaged over the same time."""
     price_why_not: str | None = "not read yet"
-    """Why something is not known; None where all of it is."""
+    """Reason why some of the latencies are not known. `None` if all are known."""
 
     def quantiles(self, what: Literal["ttft", "tpot"]) -> Mapping[str, float]:
-        """By the label's values, where known."""
+        """Return the known quantiles of a latency, by value of the label `quantile`."""
         values = {"0.5": getattr(self, f"{what}_p50_s"), "0.95": getattr(self, f"{what}_p95_s")}
         return {quantile: value for quantile, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class BatchingStatus:
-    """Requests that travel together, in this process."""
+    """State of merged calls in this process."""
 
     batching: Sequence[Mapping[str, Any]] = ()
-    """Each model behind a path of a rule: `size` of its calls, `takes`, `gain`, `checked`, `why_off`, and the
-    `sentence` that says so."""
+    """One entry per path and model of a batching rule: `size` of its calls, `server_max_items`, `gain`,
+    `checked_calls`, `off_reason`, and the `sentence` that summarizes them."""
     batching_waiting: int = 0
-    """Requests that wait for company."""
+    """Number of requests that wait for others to share a call."""
     batching_calls: Mapping[str, int] = field(default_factory=dict)
-    """Merged calls by what became of them."""
+    """Merged calls by result."""
     batching_requests: int = 0
-    """Requests that merged calls answered."""
+    """Number of requests that were answered by merged calls."""
     batching_checks: Mapping[str, int] = field(default_factory=dict)
-    """Single calls that were made to compare their answers, by what they showed."""
+    """Single calls that were made to check answers of merged calls, by result."""
 
     def of_each(self, value: Callable[[Mapping[str, Any]], float | None]) -> Mapping[str, float]:
-        """A value by path and model, where it is known."""
+        """Return a value for each path and model for which it is known. Keys join both with a NUL byte."""
         told = {f"{each['path']}\0{each['model']}": value(each) for each in self.batching[:TABLE_MOST]}
         return {name: known for name, known in told.items() if known is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class SequencesStatus:
-    """Requests that belong together."""
+    """State of the sequences."""
 
     sequences: Mapping[str, int] | None = None
-    """Of all replicas: `active`, `parked`, `held`, `aborted`; `waiting`: requests. None: not known."""
+    """Number of sequences of all replicas by status (`active`, `parked`, `held`, `aborted`), and of requests
+    that wait for their turn (`waiting`). `None` if they are not known."""
     sequence_turns: Mapping[str, int] = field(default_factory=dict)
-    """In this process: what was said of claimed requests, by `goes`, `waits`, `barred`."""
+    """Decisions about claimed requests of sequences in this process: `granted`, `waits`, `rejected`."""
     sequence_servers: Mapping[str, int] = field(default_factory=dict)
-    """In this process: answers to requests with a session token, by `same` server, `other`, `lost` (none
-    told)."""
+    """Answers in this process to requests with a session token, by the server that answered: the `same`, an
+    `other`, or `none` if the answer had no token."""
 
     def number(self, name: str) -> int | None:
-        """One of `sequences`."""
+        """Return one number of `sequences`, or `None` if it is not known."""
         return None if self.sequences is None else self.sequences.get(name)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsStatus:
-    """Which models the pool serves, as this process sees it."""
+    """Models that the pool serves, as this process sees them."""
 
     models: Sequence[Mapping[str, Any]] = ()
-    """Each that the settings name, that is or was served, or that requests wait for, most waited for first:
-    `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it (null: not known),
-    `since_s`, the
-    `sentence` that says so, and by whom it is drained, `drained_by`. Of one with versions the `policy`, the
-    `labels` with the `version` of each and `by` whom it is set (null: the settings), and its `versions`, the
-    newest first: of each `name`, `label`, `state`, `since_s`, endpoints `serving` it and those where it is
-    `warm` (null: nothing warms it up), whether it is `wanted` and `drained`, `drained_by`, its `share` of the
-    work, the `labels` that mean it. Empty: nobody watches them."""
+    """Models that are configured, were served, or have waiting requests; those with most waiting requests
+    first.
+
+    Each has `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it (null: not
+    known), `since_s`, a `sentence` that explains the state, and `drained_by`. A model with versions has its
+    `policy`; its `labels`, each with `version` and `by` (operator who set it; null: the settings); and its
+    `versions`, newest first: `name`, `label`, `state`, `since_s`, endpoints `serving` it, endpoints where it
+    is `warm` (null: no warm-up), `desired`, `drained`, `drained_by`, its `share` of the requests, and the
+    `labels` that select it. Empty if models are not watched.
+    """
     model_count: int = 0
-    """Number of models that are known. `models` has the first of them."""
+    """Number of known models. `models` has only the first ones."""
     model_requests: Mapping[str, int] = field(default_factory=dict)
-    """In this process: what was said of claimed requests that name a model, by `goes`, `waits`, `unknown`,
-    `denied` (by the server)."""
+    """Decisions about claimed requests that name a model in this process: `served`, `waits`, `unknown`, and
+    `denied` if the model server rejected the model."""
     model_problems: Sequence[str] = ()
-    """Endpoints that do not tell what they serve, with the reason."""
+    """Endpoints whose list of models cannot be read, with the reason."""
     model_marks_problem: str | None = None
-    """What is said of versions of models in the queue, and cannot be read: it counts for nothing."""
+    """Reason why the model registry in the queue cannot be read. Its contents are ignored meanwhile."""
 
     def of_each(self, field_name: str) -> Mapping[str, float]:
-        """Return a number of each model whose number is known."""
+        """Return a numeric field of each model for which it is known."""
         values = {str(each["name"]): each[field_name] for each in self.models[:TABLE_MOST]}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def of_versions(self, field_name: str) -> Mapping[str, float]:
-        """A number of each version that is there, by model and version, where it is known."""
+        """Return a numeric field of each served version for which it is known. Keys join model and version
+        with a NUL byte."""
         told = (
             (f"{model['name']}\0{each['name']}", each[field_name])
             for model in self.models
@@ -294,7 +308,7 @@ class ModelsStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """All of it."""
+    """Complete status of a dispatcher."""
 
     process: ProcessStatus
     gate: GateStatus
@@ -309,7 +323,8 @@ class Status:
     health: HealthStatus = field(default_factory=lambda: HealthStatus(Health.UNKNOWN))
 
     def json(self) -> dict[str, Any]:
-        """One flat object."""
+        """Return the status as one flat object, as /status shows it."""
+        # The health comes first, since people read this object, too.
         told: dict[str, Any] = asdict(self.health)
         for part in fields(self):
             told.update(asdict(getattr(self, part.name)))

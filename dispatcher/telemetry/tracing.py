@@ -1,19 +1,21 @@
-"""Traces: one for each request, from its producer to its result.
+"""Traces of requests: one trace per request, from its producer to its result.
 
-    send     PRODUCER   by the producer (`client` does it where its program traces)
-    wait     INTERNAL   from the submission to the first try; later from the claim
-    process  CONSUMER   one a delivery: from the claim to the end of the lease
-      POST   CLIENT     the try; its context is what the gateway gets as traceparent
-      settle CLIENT     the end of the lease handed to the queue (or release, or bury)
+    send     PRODUCER   submission by the producer (`client`, if its program uses OpenTelemetry)
+    wait     INTERNAL   from the submission to the first attempt; for later deliveries from the claim
+    process  CONSUMER   one delivery: from the claim to the end of the lease
+      POST   CLIENT     one attempt; the gateway receives its context as traceparent
+      settle CLIENT     the completion sent to the queue (or release, or dead-letter)
 
-`wait` and `process` have the producer's span for a parent: a delivery is of one message, so nothing is lost
-by it, and all of its tries, on whatever replica, are in one trace. (A link alone, which the conventions ask
-for where messages come in batches, would scatter them.) Without a producer's span they share a trace id that
-is made from the request. A trace is taken where the producer's was sampled, else by a share of trace ids;
-one that is not taken costs a hash at the most, and its traceparent goes to the gateway as it came.
+The span of the producer is the parent of `wait` and `process`. All attempts of a request are therefore in one
+trace, on whatever replica they run. The OpenTelemetry conventions suggest only a link for messages received
+in batches, which would scatter them over several traces; here each delivery is of one message. Without a span
+of the producer the trace id is derived from the request.
 
-What a request's task does here is to fill in tuples and dicts; `otlp` does the rest, elsewhere. Nothing of
-OpenTelemetry is imported here.
+A request is traced if its producer's span was sampled or, without one, if its trace id is within the sample
+ratio. An untraced request costs at most a hash, and its traceparent is forwarded unchanged.
+
+The tasks of requests only fill in tuples and dicts; the module `otlp` builds and sends the spans. This module
+does not import OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -39,16 +41,16 @@ Kind = Literal["INTERNAL", "PRODUCER", "CONSUMER", "CLIENT"]
 
 
 class Parent(NamedTuple):
-    """The span that another one hangs from; `span_id` 0: none."""
+    """Ids of a parent span. `span_id` is 0 if there is none."""
 
     trace_id: int
     span_id: int
     state: str = ""
-    """Its tracestate."""
+    """Value of the header tracestate."""
 
 
 class EndedSpan(NamedTuple):
-    """A span that has ended, as it waits to be sent. Times are Unix nanoseconds."""
+    """Ended span that waits to be sent. Times are Unix nanoseconds."""
 
     name: str
     kind: Kind
@@ -58,13 +60,14 @@ class EndedSpan(NamedTuple):
     ended_at: int
     attributes: Mapping[str, str | int]
     error: str | None = None
-    """In words; None: it went well."""
+    """Description of the error, or `None` if there was none."""
     linked: bool = False
-    """It is linked to its parent, too, as the conventions have it for what consumes a message."""
+    """True if the span also has a link to its parent, as the conventions ask of spans that consume a
+    message."""
 
 
 class Trail:
-    """What is traced of one delivery of a request. Times are the loop's."""
+    """Trace of one delivery of a request. Times are those of the event loop."""
 
     def __init__(self, tracing: Tracing, root: Parent, message: Mapping[str, str | int], at: float) -> None:
         self._tracing = tracing
@@ -82,12 +85,16 @@ class Trail:
         return f"{self._root.trace_id:032x}"
 
     def sent(self, at: float, *, created: int, attempt: int, first: bool) -> None:
-        """A try begins, in the task that calls this. `created`: Unix seconds by the producer's clock, or 0;
-        `attempt`: which one it is, from 1; `first`: it was never delivered before."""
+        """Start an attempt in the calling task.
+
+        `created` is the Unix time at which the producer created the request, or 0. `attempt` counts from 1.
+        `is_first_delivery` is True if the request was never delivered before.
+        """
         tracing = self._tracing
         until = tracing.unix_ns(at)
         since = tracing.unix_ns(self._claimed_at)
         if first and created:
+            # The clock of the producer may be ahead: a span must not start after its end.
             since = min(max(0, created) * 1_000_000_000, until)
         tracing.record(
             EndedSpan(f"wait {tracing.queue}", "INTERNAL", self._root, new_id(), since, until, self._message)
@@ -97,16 +104,18 @@ class Trail:
         self._try = {"http.request.method": "POST"}
         if attempt > 1:
             self._try["http.request.resend_count"] = attempt - 1
+        # Set in the task of the attempt, so that the transport finds the trace without a parameter.
         _current.set(self)
 
     def going_to(self, url: str) -> str:
-        """The try goes to this URL, which holds no credentials; the traceparent that goes with it."""
+        """Record the URL of the attempt, which must not contain credentials, and return the traceparent to
+        send."""
         if self._try is not None:
             self._try["url.full"] = url
         return f"00-{self._root.trace_id:032x}-{self._try_id:016x}-01"
 
     def tried(self, at: float, *, status: int | None, error: str | None, why: str = "") -> None:
-        """What came of the try. `error`: what kind of failure it was, where it was one."""
+        """End the attempt. `error` is the kind of the failure, or `None`."""
         if self._try is None:
             return
         tracing, attributes = self._tracing, {**self._tracing.server, **self._try}
@@ -122,12 +131,12 @@ class Trail:
         )
 
     def ended(self, since: float, at: float, *, step: str, error: str | None) -> None:
-        """The lease has ended by this `step` of the queue, which was due `since` then. `error`: why the
-        request, or the step, failed."""
+        """End the delivery with the queue operation `step`, which was due at `since`. `error` is the reason
+        why the request or the operation failed."""
         tracing = self._tracing
-        if self._over:  # it was lost
+        if self._over:  # `mark_lost` ended the delivery before
             return
-        if self._try is not None:  # it was cut
+        if self._try is not None:  # the attempt was cancelled: it ended without an outcome
             since = at
             self.tried(at, status=None, error="cut")
         name, began, ended = f"{step} {tracing.queue}", tracing.unix_ns(since), tracing.unix_ns(at)
@@ -136,7 +145,7 @@ class Trail:
         self._processed(at, error)
 
     def lost(self, at: float) -> None:
-        """The lease is another's."""
+        """End the delivery because the lease now belongs to another owner."""
         self._over = True
         self.tried(at, status=None, error="lost")
         self._processed(at, "lost")
@@ -160,18 +169,20 @@ _current: ContextVar[Trail | None] = ContextVar("trail", default=None)
 
 
 def going_to(url: str) -> str:
-    """The traceparent for the try of this task, which goes to `url`; empty where it is not traced."""
+    """Return the traceparent for the attempt of the current task to `url`, or an empty string if it is not
+    traced."""
     trail = _current.get()
     return "" if trail is None else trail.going_to(url)
 
 
 @contextmanager
 def sending(queue: str, request_id: str, metadata: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """The producer's span for the length of the block, and the metadata that carry its context on.
+    """Record the span of the producer around the block, and yield the metadata with its context.
 
-    By the tracer that the program has set up for itself; where it has none, or the metadata hold a
-    traceparent already, there is no span and they stay as they are.
+    The span is made by the tracer that the calling program has set up. Without a tracer, or if the metadata
+    already have a traceparent, no span is made and the metadata stay unchanged.
     """
+    # Not imported here: a program that traces has imported it.
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None or "traceparent" in metadata:
         yield metadata
@@ -198,11 +209,12 @@ def sending(queue: str, request_id: str, metadata: Mapping[str, str]) -> Iterato
 
 
 def new_id() -> int:
+    # The id 0 is invalid.
     return random.getrandbits(64) or 1
 
 
 class Tracing:
-    """Which requests are traced, and what is known of each to say."""
+    """Decision which requests are traced, and the attributes that all their spans share."""
 
     def __init__(
         self,
@@ -216,7 +228,7 @@ class Tracing:
         self.queue = queue
         self.record = record
         self._takes = takes
-        """Whether spans have a chance: else nothing is spent on them."""
+        """Function that returns False while new spans would be lost, so that none are built."""
         address = urlsplit(gateway)
         port = address.port or (443 if address.scheme == "https" else 80)
         self.server: Mapping[str, str | int] = {
@@ -237,20 +249,23 @@ class Tracing:
         traceparent: str = "",
         tracestate: str = "",
     ) -> Trail | None:
-        """The trail of a delivery that was claimed at `at`; None: it is not traced.
+        """Start the trace of a delivery claimed at `claimed_at`, or return `None` if the request is not
+        traced.
 
-        `traceparent`: the producer's, well-formed, or empty; then `seed`, which is the same for each delivery
-        of the request, makes the trace id.
+        `traceparent` is that of the producer, well-formed or empty. If it is empty the trace id is derived
+        from `seed`, which is the same for each delivery of the request.
         """
         if not self._takes():
             return None
         if traceparent:
+            # The flags of the producer decide, so that a trace is complete or absent.
             _, trace_id, span_id, flags = traceparent.split("-")
             if not int(flags, 16) & _SAMPLED:
                 return None
             root = Parent(int(trace_id, 16), int(span_id, 16), tracestate)
         else:
             made = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=16).digest(), "big")
+            # The low 64 bits decide, as in OpenTelemetry's TraceIdRatioBased sampler.
             if made & _LOW_64 >= self._bound:
                 return None
             root = Parent(made, 0)
@@ -263,7 +278,8 @@ class Tracing:
         return Trail(self, root, message, at)
 
     def unix_ns(self, at: float) -> int:
-        """Loop time as Unix time. Clocks are compared once a second: a span never ends before it starts."""
+        """Convert a time of the event loop to Unix nanoseconds. The clocks are compared at most once per
+        second, so that a span cannot end before it starts when the system clock is adjusted."""
         now = asyncio.get_running_loop().time()
         if now - self._offset_at >= 1.0:
             self._offset_ns, self._offset_at = time.time_ns() - int(now * 1e9), now

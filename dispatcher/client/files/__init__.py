@@ -1,15 +1,16 @@
-"""Batch files, as OpenAI's batch API has them: read, checked, submitted in their best order, and answered.
+"""Batch files in the format of OpenAI's batch API: check the lines, submit them, and write the answers.
 
-What makes a run safe to break off at any byte is the order in which things become durable:
+A run can be interrupted at any moment, because data becomes durable in this order:
 
-1. The whole input is checked, and what is to be sent, in which order, stands in the journal.
-2. A chunk of lines stands in the journal before it is submitted, under a name that the queue remembers: a
-   chunk that is submitted again is not submitted twice.
-3. Results are taken into a keep beside their list, in Redis. Their lines are written and flushed to the disk;
-   then the journal says how long the files are and which lines are done; then the keep forgets the results.
+1. The whole input is checked. The journal then holds which lines are sent, and in which order.
+2. A chunk of lines is written to the journal before it is submitted. The queue remembers each chunk by its
+   reply key, so a chunk that is submitted again runs only once.
+3. Results move from their list into the keep, in Redis. Their lines are written to the files and flushed to
+   the disk. Then the journal records the lengths of the files and which lines are done. Then the results are
+   deleted from the keep.
 
-So after a crash the files are cut to the lengths that the journal knows, and the keep gives out again what is
-missing in them.
+After a crash, the files are cut to the lengths in the journal, and the keep still holds the results of the
+missing lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The SQLite file of a journal. One process at a time has it open, and removes it in the end."""
+"""SQLite file of a journal: opening it with a lock, and removing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPENINGS = 5
 
 
 class JournalError(BatchError):
-    """The journal cannot be used; the message says why and what to do."""
+    """The journal cannot be used. The message says why, and what to do."""
 
 
 def open_locked(path: Path) -> sqlite3.Connection:
@@ -29,9 +29,9 @@ def open_locked(path: Path) -> sqlite3.Connection:
             database = _connect(path)
             if _names(path, pinned):
                 return database
-            # The owner removed the file between our open and our lock: no other process will find it.
+            # The owner removed the file between our open and our lock. We would lock a file without a name.
             database.close()
-        except JournalError:  # SQLite may also fail because the file was removed
+        except JournalError:  # SQLite may also fail because the file was removed: then try again
             if _names(path, pinned):
                 raise
         finally:
@@ -67,12 +67,16 @@ def _not_opened(path: Path) -> JournalError:
 
 def _connect(path: Path) -> sqlite3.Connection:
     try:
+        # No timeout: a locked journal means that another process works on this output. Transactions are begun
+        # explicitly (`isolation_level`), and another thread may interrupt a statement.
         database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise journal_error(path, error) from error
     try:
+        # Keep the lock until the connection is closed, not only during a transaction.
         database.execute("pragma locking_mode = exclusive")
         database.execute("pragma journal_mode = wal")
+        # A commit must survive a power failure: results are deleted in Redis after it.
         database.execute("pragma synchronous = full")
         database.execute(f"pragma cache_size = -{_CACHE_KIB}")
         database.execute("begin immediate")

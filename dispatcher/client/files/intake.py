@@ -1,4 +1,4 @@
-"""The input of a run: which of its lines are requests, and what is wrong with the others."""
+"""Input of a run: reads the lines, and reports what is wrong with lines that are not requests."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from dispatcher.client.files.lines import BadLine, BatchLine, LineFault, LineRul
 from dispatcher.client.files.template import Template
 
 FAULTS_MOST = 10_000
-"""After so many the rest is not looked at, unless bad lines are skipped."""
+"""Number of bad lines after which the check stops, unless bad lines are skipped."""
 UNKNOWN_MOST = 20
 STOPPED_WITHIN_S = 0.2
-"""Of a wait for what comes in by a stream."""
+"""Seconds between two checks for a stop request while reading a stream."""
 _AT_ONCE = 5_000
 _MARK = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
 
 
 class InputError(BatchError):
-    """The input cannot be worked on as it is; the message says why. Nothing was submitted of it."""
+    """The input cannot be used, and nothing was submitted. The message says why."""
 
 
 class BadInputError(InputError):
-    """Lines of the input are no requests."""
+    """The input has lines that are not valid requests."""
 
     def __init__(self, faulty: list[FaultyLine], *, more: bool) -> None:
         lines = "1 bad line" if len(faulty) == 1 else f"{len(faulty):,} bad lines"
         super().__init__(f"{lines}: nothing was submitted")
         self.faulty = faulty
-        """All of them, or the first FAULTS_MOST."""
+        """The bad lines, up to MAX_FAULTS of them."""
         self.more = more
-        """The rest of the input was not looked at."""
+        """True if the check stopped early, so that there may be more bad lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineReader:
-    """What a line of the input means: a request as it stands, or text for a template."""
+    """Parser of input lines. A line is a request, or text that is inserted into a template."""
 
     rules: LineRules
     template: Template | None = None
     path: str = ""
-    """Of the gateway, for the requests of a template."""
+    """Path at the gateway for requests that are made from a template."""
 
     def read(self, n: int, text: bytes) -> BatchLine | BadLine:
         if self.template is None:
@@ -66,27 +66,29 @@ class LineReader:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A line of the input as it stands there."""
+    """Line of the input that is not parsed yet."""
 
     n: int
+    """Line number, from 1."""
     at: int
+    """Offset in the file, in bytes."""
     text: bytes
-    """No more of it than tells that it is too long."""
+    """Bytes of the line. A line that is too long is cut off just after the limit."""
 
 
 class StoppedError(BatchError):
-    """Nobody waits for this run any more."""
+    """Reading was stopped, because the caller no longer waits for the run."""
 
 
 class Input:
-    """The file that is worked on. It must stay as it is until the run has ended."""
+    """Input file of a run. The file must not change until the run has ended."""
 
     def __init__(self, path: Path, stopped: Event) -> None:
-        """`stopped`: reading ends with StoppedError then, for a check may take minutes."""
+        """When `stop_event` is set, reading raises StoppedError, because a check may take minutes."""
         self.path = path
         self._stopped = stopped
         try:
-            if not path.is_file() and path.stat():  # to open a pipe would wait for who writes into it
+            if not path.is_file() and path.stat():  # opening a pipe would block until it has a writer
                 raise InputError(f"{path}: is no file; give - to read what comes in by standard input")
             self._file = path.open("rb")
         except OSError as error:
@@ -96,13 +98,14 @@ class Input:
         self._file.close()
 
     def pieces(self, longest: int, digest: Any) -> Iterator[Piece]:
-        """All lines that are not blank; `digest` gets every byte."""
+        """Yield the lines that are not blank, and update `digest` with every byte of the file."""
         self._file.seek(0)
         at = n = 0
         while text := self._readline(longest + 2):
             digest.update(text)
             n += 1
             size = len(text)
+            # Skip the rest of a line that is too long, without holding it in memory.
             while not text.endswith(b"\n") and (rest := self._readline(_BLOCK)):
                 digest.update(rest)
                 size += len(rest)
@@ -131,7 +134,7 @@ class Input:
         return InputError(f"{self.path}: {error.strerror or error}")
 
     def stamp(self) -> dict[str, Any]:
-        """By what a change is seen at little cost."""
+        """Return the size and the modification time, which show a change without reading the file."""
         found = os.fstat(self._file.fileno())
         return {"bytes": found.st_size, "changed_ns": found.st_mtime_ns}
 
@@ -142,12 +145,12 @@ class Input:
 
 @dataclass(slots=True)
 class Findings:
-    """What there is to say of an input."""
+    """Result of the check of an input."""
 
     faulty: list[FaultyLine] = field(default_factory=list)
-    """The first FAULTS_MOST bad lines."""
+    """Bad lines, up to MAX_FAULTS of them."""
     unknown: dict[str, int] = field(default_factory=dict)
-    """Fields that mean nothing, the first UNKNOWN_MOST: how many good lines have each."""
+    """Number of valid lines by unknown field, for up to MAX_UNKNOWN_FIELDS fields."""
 
     def note(self, unknown: Iterable[str]) -> None:
         for name in unknown:
@@ -158,16 +161,20 @@ class Findings:
 def check_input(
     source: Input, reader: LineReader, journal: FileJournal, *, skip_bad: bool, by_group: bool
 ) -> Findings:
-    """Read the whole input, and leave in the journal what is to be sent in which order. Raises BadInputError
-    for bad lines unless they are skipped."""
+    """Check the whole input, and write the lines and their order of sending to the journal.
+
+    Raises BadInputError if there are bad lines, unless they are skipped.
+    """
     stamp = source.stamp()
     digest = hashlib.sha256()
     with journal.step():
-        journal.clear()
+        journal.clear()  # an earlier check may have been interrupted
     findings = Findings()
     more = _read_all(source, reader, journal, digest, findings, skip_bad=skip_bad)
     faulty = findings.faulty
     with journal.step():
+        # Each pass finds up to MAX_FAULTS lines, and removes them. Turns in sequences are checked once no
+        # duplicate id is left, because a removed line has no turn.
         while found := [_repeated(source, reader, *row) for row in journal.repeated(FAULTS_MOST)] or [
             _misplaced(source, reader, *row) for row in journal.misplaced(FAULTS_MOST)
         ]:
@@ -200,7 +207,7 @@ def _read_all(
     *,
     skip_bad: bool,
 ) -> bool:
-    """All lines into the journal; whether there may be more bad ones than were found."""
+    """Write all lines to the journal. Return True if reading stopped early because of too many bad lines."""
     good: list[InputLine] = []
     bad: list[FaultyLine] = []
 
@@ -241,8 +248,12 @@ def _misplaced(source: Input, reader: LineReader, n: int, why: str, at: int, siz
 
 
 def spool(stream: BinaryIO, path: Path, stopped: Event, known_sha256: str = "") -> None:
-    """What comes in by a stream as a file, which can be read again. Where nothing comes, what came before
-    stays; and where a run goes on, whose input is known, what is another one: it may be nowhere else."""
+    """Write a stream to a file, so that it can be read again.
+
+    An existing file is kept if the stream is empty. If the digest of the input is known, because an earlier
+    run is continued, another input raises InputError and also leaves the file as it is: it may be the only
+    copy.
+    """
     partial = path.with_name(path.name + ".partial")
     digest = hashlib.sha256()
     try:
@@ -256,7 +267,7 @@ def spool(stream: BinaryIO, path: Path, stopped: Event, known_sha256: str = "") 
             if known_sha256 not in ("", digest.hexdigest()):
                 told = "what came in is not the input that this run was begun with"
                 raise InputError(f"{told}: give that again, or nothing, or another output")
-            partial.replace(path)
+            partial.replace(path)  # only a complete input may have this name
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -264,17 +275,19 @@ def spool(stream: BinaryIO, path: Path, stopped: Event, known_sha256: str = "") 
 
 
 def _blocks(stream: BinaryIO, stopped: Event) -> Iterator[bytes]:
-    """As they come. Who writes them may take for ever, and nothing else ends a read."""
+    """Yield blocks of a stream as they arrive. Raises StoppedError once `stop_event` is set."""
     waits = select.poll()
     try:
         waits.register(stream.fileno(), select.POLLIN)
         is_there = True
-    except (OSError, ValueError, AttributeError):  # it lies in memory
+    except (OSError, ValueError, AttributeError):  # a stream in memory has no descriptor
         is_there = False
+    # `read1` returns what is there, where `read` would wait for a full block.
     read = getattr(stream, "read1", stream.read)
     while True:
         if stopped.is_set():
             raise StoppedError("reading the input was stopped")
+        # A read cannot be interrupted, and the writer may pause for ever: read only when there is something.
         if is_there and not waits.poll(STOPPED_WITHIN_S * 1000):
             continue
         if not (block := read(_BLOCK)):

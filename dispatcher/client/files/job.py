@@ -1,6 +1,6 @@
-"""A run's side of the disk: input, journal, output and errors, each step of which survives any end.
+"""Files of a run: input, journal, output and errors. Each step is durable, and survives a crash.
 
-Nothing here waits for the queue, and nothing is safe for threads: one thread does it all.
+Nothing here waits for the queue. Nothing is thread-safe, so one thread makes all calls.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 CHUNK_LINES = 1000
 CHUNK_BYTES = 1 << 20
-"""A chunk has no more, or one line."""
+"""Largest size of a chunk. A single line may be larger."""
 AT_ONCE = 500
 _NOT_SENT = (EXPIRED, "the time of the batch was over before this line was sent")
 _NO_RESULT = (EXPIRED, "no result came by the deadline")
 
 
 class FileJob:
-    """One run, opened or begun. Raises InputError, TemplateError, JournalError, SinkError."""
+    """Files of one run. Raises InputError, TemplateError, JournalError, SinkError."""
 
     def __init__(self, paths: FilePaths, options: FileOptions, names: Names, folder: Path) -> None:
-        """`folder`: for what lies beside the output where that is a stream."""
+        """`folder` is the place of the side files if the output is a stream."""
         self._paths, self._options, self._names, self._folder = paths, options, names, folder
         self._reader = reader_of(options)
         self._began = time.monotonic()
@@ -53,24 +53,24 @@ class FileJob:
         self._errors: Sink
         self._spool: FileSink | None = None
         self._stamp: dict[str, Any] = {}
-        """The input's, when it was last known to be what was checked."""
+        """Stamp of the input when it was last known to be the input that was checked."""
         self._seconds_before = 0.0
         self.naming: Naming
         self.stopped = Event()
-        """Set by who does not wait any longer: `begin` ends."""
+        """Event that ends `start_run`, for a caller that no longer waits."""
         self.open = 0
-        """Lines that were sent and are not done."""
+        """Number of lines that were sent and are not done."""
         self.open_bytes = 0
         self._ahead = Ahead({})
 
     def begin(self) -> FileStart:
-        """Check the input, or find out where an earlier process was."""
+        """Check the input of a new run, or find out where an earlier process stopped."""
         self._paths.check()
         path = self._beside(".journal")
-        if not path.exists():
+        if not path.exists():  # check now, because opening the journal creates it
             self._paths.refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
-        if self.stopped.is_set():  # while it was opened
+        if self.stopped.is_set():  # `interrupt_run` was called before there was a journal to interrupt
             self._journal.end()
         facts = self._journal.facts
         self._seconds_before = facts.seconds
@@ -80,7 +80,7 @@ class FileJob:
         else:
             self._paths.refuse_unknown_output(path)
         source = self._source()
-        if facts.finished_at and not source.exists():
+        if facts.finished_at and not source.exists():  # a finished run no longer needs its input
             return FileStart(facts.lines, facts.done, resumed=True, finished=True)
         self._input = self._to_close(Input(source, self.stopped))
         findings = Findings()
@@ -97,20 +97,20 @@ class FileJob:
         if (why := self._names.refused_list(results)) is not None:
             raise InputError(f"the result list {results} {why}: add batch-results:* to queue.result_lists")
         self._open_sinks()
-        if self._spool is not None:
+        if self._spool is not None:  # a crash may have left lines in the spool that were not copied
             self._write_in_order(self._spool)
         return FileStart(
             facts.lines, facts.done, findings.faulty, resumed, name=facts.job, unknown=findings.unknown
         )
 
     def end(self) -> None:
-        """From another thread: break off, however long it would still take. Nothing is lost."""
+        """Interrupt the run at once, from another thread. Nothing is lost."""
         self.stopped.set()
-        if "_journal" in vars(self):
+        if "_journal" in vars(self):  # the journal may not be open yet
             self._journal.end()
 
     def close(self) -> None:
-        with ExitStack() as stack:  # each of them, whatever the others raise
+        with ExitStack() as stack:  # closes each resource, whatever the others raise
             for opened in self._opened:
                 stack.callback(opened.close)
 
@@ -148,7 +148,7 @@ class FileJob:
         self._opened.append(opened)  # type: ignore[arg-type]
         return opened
 
-    # The begin.
+    # Start of a run.
 
     def _source(self) -> Path:
         source = self._paths.source
@@ -172,12 +172,13 @@ class FileJob:
                 self._input, self._reader, self._journal, skip_bad=options.skip_bad, by_group=by_group
             )
         except InputError:
+            # A rejected copy must not become the input of a later call with an empty stream.
             if not isinstance(self._paths.source, Path):
                 self._input.path.unlink(missing_ok=True)
             raise
 
     def _compare(self) -> None:
-        """A run goes on with the same options, and on the same queue."""
+        """Raise InputError if options or queue differ from those with which the run was begun."""
         facts, shape, path = self._journal.facts, shape_of(self._options), self._journal.path
         other = [name for name, value in shape.items() if facts.shape.get(name) != value]
         if other:
@@ -187,10 +188,11 @@ class FileJob:
             raise InputError(f"{path}: the run was begun on the queue {facts.queue}: give that one")
 
     def _compare_input(self) -> None:
-        """A run goes on with the same input, wherever that lies by now."""
+        """Raise InputError if the input is not the one that was checked. Its path may have changed."""
         known, stamp = self._journal.facts.input, self._input.stamp()
         if stamp == self._stamp:
             return
+        # A copy of the input has another modification time. Only then is the whole file read.
         if known["bytes"] == stamp["bytes"] and (
             known["changed_ns"] == stamp["changed_ns"] or known["sha256"] == self._input.digest()
         ):
@@ -220,11 +222,13 @@ class FileJob:
             self.open_bytes += sum(size for _, size, _ in page)
         self._ahead = Ahead(self._journal.open_of_sequences())
 
-    # What is sent.
+    # Sending.
 
     def next_chunk(self, room: int, deadline: int) -> tuple[Chunk, list[Submission]] | None:
-        """The next lines, at most so many, as a chunk that the journal knows. None: too many of the sequence
-        whose turn it is are open."""
+        """Record the next lines, up to `room` of them, as a chunk in the journal, and return it.
+
+        Return `None` if too many lines of the sequence that comes next are open.
+        """
         lines: list[SendLine] = []
         size = 0
         for line in self._journal.next_lines(min(room, CHUNK_LINES)):
@@ -240,18 +244,18 @@ class FileJob:
         return found
 
     def chunk_again(self, numbers: Sequence[int], deadline: int) -> tuple[Chunk, list[Submission]]:
-        """Lines that were lost, as a chunk of their own."""
+        """Record lost lines as a new chunk, and return it."""
         return self._begin_chunk(self._journal.lines_of(numbers), deadline)
 
     def _begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> tuple[Chunk, list[Submission]]:
-        self._compare_input()
+        self._compare_input()  # the input may have changed since the check: nothing unchecked is sent
         now = int(time.time())
         submissions = [self._submission(line, deadline, now) for line in lines]
         with self._journal.step():
             return self._journal.begin_chunk(lines, deadline, now), submissions
 
     def sure(self, chunk: int) -> None:
-        """The queue has taken it."""
+        """Record that the queue has accepted a chunk."""
         with self._journal.step():
             self._journal.are_sure([chunk])
 
@@ -259,11 +263,11 @@ class FileJob:
         return self._journal.unsure()
 
     def submissions(self, chunk: Chunk) -> list[Submission]:
-        """The same as when it was begun."""
+        """Return the submissions of a chunk, with the same bytes as when the chunk was begun."""
         return [self._submission(line, chunk.deadline, chunk.created) for line in chunk.lines]
 
     def _submission(self, line: SendLine, deadline: int, created: int) -> Submission:
-        """The request of a line. Raises InputError where the input has changed."""
+        """Build the request of a line. Raises InputError if the line has changed since the check."""
         found = self._reader.read(line.n, self._input.read(line.at, line.size))
         if not isinstance(found, BatchLine) or found.custom_id != line.custom_id:
             raise InputError(f"{self._input.path}: line {line.n} has changed since it was checked")
@@ -284,15 +288,15 @@ class FileJob:
         )
         return Submission(member, score_of(deadline, options.priority), request_id, token, deadline)
 
-    # What is done.
+    # Results.
 
     def take(self, results: Mapping[int, PoppedResult]) -> None:
-        """Write the lines of at most a thousand results, each once."""
+        """Write the answers of up to a thousand lines. Lines that are already done are skipped."""
         facts = self._journal.facts
         lines = []
         for n, (custom_id, size, sequence) in self._journal.still_open(list(results)).items():
             if results[n].error_code == ErrorCode.SEQUENCE_FULL:
-                continue  # it never was of its sequence: like what is lost it is sent again
+                continue  # the sequence did not accept the request: the line is sent again like a lost one
             lines.append((n, answered_line(self.naming.request_id(n), custom_id, results[n])))
             came, went = tokens(results[n].payload.encode(errors="replace"))
             facts.tokens_in += came
@@ -302,19 +306,19 @@ class FileJob:
             self._write(lines)
 
     def write_bad(self) -> None:
-        """The errors of bad lines."""
+        """Write the errors of the bad lines."""
         while bad := self._journal.bad_after(0, CHUNK_LINES):
             told = [self._failure(each.n, each.custom_id, (each.code, each.message)) for each in bad]
             self._write(told, bad)
 
     def give_up_rest(self) -> None:
-        """The time is over before all was sent."""
+        """Write errors for all lines that were not sent before the deadline of the run."""
         while lines := self._journal.next_lines(CHUNK_LINES):
             self._journal.facts.sent = lines[-1].position
             self._write([self._failure(line.n, line.custom_id, _NOT_SENT) for line in lines])
 
     def write_off(self, numbers: Sequence[int]) -> None:
-        """Lines that were sent, and have no result long after their deadline."""
+        """Write errors for lines that were sent, and have no result long after their deadline."""
         lines = []
         for n, (custom_id, size, sequence) in self._journal.still_open(numbers).items():
             lines.append(self._failure(n, custom_id, _NO_RESULT))
@@ -327,19 +331,21 @@ class FileJob:
         self._ahead.done(sequence)
 
     def open_lines(self, after: int, sure: bool = False) -> list[tuple[int, int, int]]:
-        """Lines that were sent (`sure`: and that the queue has taken) and are not done, AT_ONCE from a number
-        on: number, bytes, deadline."""
+        """Return a page of sent lines after a line number that are not done: number, size in bytes, deadline.
+
+        With `confirmed_only`, only lines of chunks that the queue has accepted.
+        """
         return self._journal.open_lines(after, AT_ONCE, sure=sure)
 
     def still_open(self, numbers: Sequence[int]) -> set[int]:
-        """Those that are not done."""
+        """Return those of the lines that were sent and are not done."""
         found: set[int] = set()
         for at in range(0, len(numbers), AT_ONCE):
             found.update(self._journal.still_open(numbers[at : at + AT_ONCE]))
         return found
 
     def finish(self) -> None:
-        """All is done: what only a run that goes on would need goes."""
+        """Finish the run, and remove what only a continued run would need."""
         facts = self._journal.facts
         with self._journal.step():
             facts.finished_at = time.time()
@@ -357,7 +363,11 @@ class FileJob:
         return n, error_line(self.naming.request_id(n), custom_id, *why, n)
 
     def _write(self, lines: Sequence[tuple[int, OutLine]], bad: Sequence[FaultyLine] = ()) -> None:
-        """Into the files, onto the disk, into the journal: in this order."""
+        """Write lines to the files, flush them to the disk, and then record them in the journal.
+
+        In this order, a crash can leave bytes in the files that the journal does not know. They are cut off
+        when the run is continued.
+        """
         at = self._journal.facts.spool_bytes
         done = []
         for n, line in lines:
@@ -378,7 +388,7 @@ class FileJob:
             self._write_in_order(self._spool)
 
     def _write_in_order(self, spool: FileSink) -> None:
-        """What follows on the last line without a gap, from the spool into the files."""
+        """Copy the lines that directly follow the last written one from the spool to the files."""
         while lines := self._journal.next_in_order(CHUNK_LINES):
             for line in lines:
                 self._sink(line.is_answer).add(spool.read(line.spool_at or 0, line.spool_bytes or 0))

@@ -1,7 +1,6 @@
-"""What a run of a batch file has done so far, in a SQLite file beside the output: it survives any end.
+"""Journal of a run of a batch file: a SQLite file beside the output that records what was sent and written.
 
-SQLite brings what would be hard to get right by hand: whole steps or none, sorting on disk, and a lock that
-ends with its process.
+SQLite provides atomic transactions, sorting on disk, and a lock that ends with its process.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ _LARGE = ("line", "bad", "place", "chunk")
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """A line of the input that is a request."""
+    """Line of the input that is a valid request."""
 
     n: int
-    """Its number, from 1."""
+    """Line number, from 1."""
     at: int
-    """Where it begins, in bytes."""
+    """Offset in the input, in bytes."""
     size: int
     custom_id: str
     group: bytes
@@ -54,7 +53,7 @@ class InputLine:
 
 @dataclass(frozen=True, slots=True)
 class FaultyLine:
-    """A line of the input that is no request, and the first thing that is wrong with it."""
+    """Line of the input that is not a valid request, with the code of its first fault and all messages."""
 
     n: int
     custom_id: str | None
@@ -64,7 +63,7 @@ class FaultyLine:
 
 @dataclass(frozen=True, slots=True)
 class SendLine:
-    """A line that is to be sent, at its place in the order of sending."""
+    """Line with its position in the order of sending."""
 
     n: int
     position: int
@@ -74,7 +73,7 @@ class SendLine:
     sequence: str | None = None
     index: int | None = None
     ends: bool = False
-    """It is the last one of its sequence."""
+    """True if the line is the last one of its sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +83,14 @@ class Chunk:
     number: int
     deadline: int
     created: int
-    """When it was begun: submitted again, its members are the same bytes."""
+    """Unix time at which the chunk was begun. It is part of the members, so that a chunk that is submitted
+    again has the same bytes."""
     lines: Sequence[SendLine]
 
 
 @dataclass(frozen=True, slots=True)
 class DoneLine:
-    """A line whose answer or error is written, and where in the spool where there is one."""
+    """Line whose answer or error is written, with its place in the spool file if the run has one."""
 
     n: int
     is_answer: bool
@@ -99,47 +99,53 @@ class DoneLine:
 
 
 class Facts(msgspec.Struct, kw_only=True):
-    """What is known of a run as a whole. It is small, and written anew in each step."""
+    """State of a run as a whole. It is small, and is written in each transaction.
+
+    The field names are part of the journal format.
+    """
 
     format: int = FORMAT
     job: str = ""
-    """Names its requests; drawn when the run begins."""
+    """Random name of the run, with which the ids of its requests begin."""
     secret: bytes = b""
-    """What their tokens are made of."""
+    """Key from which the tokens of the requests are derived."""
     queue: str = ""
     input: dict[str, Any] = {}
-    """Size, digest and time of change of the input."""
+    """Size, digest and modification time of the input."""
     from_stream: bool = False
-    """The input came in by a stream, and lies beside the output until the run has ended."""
+    """True if the input was a stream, whose copy is kept beside the output until the run has ended."""
     shape: dict[str, Any] = {}
-    """The options that decide which requests the input stands for."""
+    """Options that must not change when the run is continued."""
     checked: bool = False
+    """True if the whole input was checked."""
     begun_at: float = 0.0
     finished_at: float = 0.0
+    """Unix time at which the run was finished, or 0."""
     seconds: float = 0.0
-    """That its processes have run."""
+    """Seconds for which processes worked on the run."""
     lines: int = 0
-    """Requests and bad lines."""
+    """Number of valid and bad lines."""
     bad: int = 0
     positions: int = 0
+    """Number of valid lines."""
     sent: int = 0
-    """The last position that is in a chunk."""
+    """Position up to which lines are in chunks."""
     chunks: int = 0
     done: int = 0
     failed: int = 0
-    """Of those that are done: all but answers."""
+    """Number of done lines that are in the errors file."""
     tokens_in: int = 0
     tokens_out: int = 0
     output_bytes: int = 0
     errors_bytes: int = 0
     spool_bytes: int = 0
     in_order: int = 0
-    """`--ordered`: the last line up to which output and errors are written."""
+    """Number of the line up to which output and errors are written, with the option `ordered`."""
 
 
 class FileJournal:
-    """One run. Whoever opens it is alone with it; a second one gets JournalError. Not safe for threads that
-    use it at one time."""
+    """Journal of one run. A second process that opens it gets JournalError. Not thread-safe, except for
+    `interrupt_run`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -163,7 +169,7 @@ class FileJournal:
     def _read_facts(self) -> None:
         found = self._db.execute("select value from fact where name = 'facts'").fetchone()
         if found is None:
-            return  # it ended before it had begun
+            return  # the earlier process ended before its first transaction
         try:
             self.facts = msgspec.msgpack.decode(found[0], type=Facts)
         except msgspec.DecodeError as error:
@@ -172,20 +178,21 @@ class FileJournal:
             raise JournalError(f"{self.path} was written by another version: let that one finish it")
 
     def close(self) -> None:
-        """Let others have it. One whose run did not come past the check is removed."""
+        """Close the journal, and remove it if the check of the input was not finished."""
         if not self.facts.checked:
             remove_locked(self.path)
         self._db.close()
 
     def end(self) -> None:
-        """From another thread: what is under way breaks off, and nothing more is begun."""
+        """Interrupt the statement in progress, and allow no further transaction. May be called from another
+        thread."""
         self._ending = True
-        with suppress(sqlite3.Error):  # closed already
+        with suppress(sqlite3.Error):  # the connection may be closed already
             self._db.interrupt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """All that is written in the block, and the facts, become durable together."""
+        """Make all writes of the block, and the facts, durable in one transaction."""
         if self._ending:
             raise JournalError(f"{self.path}: the run was ended")
         try:
@@ -207,16 +214,16 @@ class FileJournal:
                 self._db.execute("rollback")
 
     def _rows(self, query: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
-        """Raises JournalError, for a journal may turn out to be damaged wherever it is read."""
+        """Run a query, and return its rows. Raises JournalError, because any read may find damaged data."""
         try:
             return self._db.execute(query, arguments).fetchall()
         except sqlite3.Error as error:
             raise journal_error(self.path, error) from error
 
-    # The input, before anything is sent.
+    # Check of the input, before anything is sent.
 
     def clear(self) -> None:
-        """Forget what an earlier check has found."""
+        """Delete the lines of an earlier check that was not finished."""
         self._db.execute("drop index if exists places")
         for table in _LARGE:
             self._db.execute(f"delete from {table}")  # noqa: S608 - names of ours
@@ -236,7 +243,8 @@ class FileJournal:
         )
 
     def repeated(self, most: int) -> list[tuple[int, int, int, int]]:
-        """Lines whose custom_id stands in an earlier one: number, number of that one, place, bytes."""
+        """Return lines with the custom_id of an earlier line: number, number of the earlier one, offset, size
+        in bytes."""
         self._db.execute("create index customs on line (custom_id, n)")
         found = self._db.execute(
             "select line.n, first, at, bytes from"
@@ -244,20 +252,20 @@ class FileJournal:
             " join line on line.custom_id = again.custom_id where line.n > first order by line.n limit ?",
             (most,),
         ).fetchall()
-        self._db.execute("drop index customs")
+        self._db.execute("drop index customs")  # only this query needs the index
         return found
 
     def misplaced(self, most: int) -> list[tuple[int, str, int, int]]:
-        """Lines that can have no turn in their sequence: number, why, place, bytes."""
+        """Return lines with an invalid turn: number, message, offset, size in bytes."""
         return misplaced(self._db, most)
 
     def refuse(self, bad: Sequence[FaultyLine]) -> None:
-        """Lines that turned out to be no requests."""
+        """Turn valid lines into bad lines."""
         self._db.executemany("delete from line where n = ?", ((each.n,) for each in bad))
         self.add((), bad)
 
     def arrange(self, *, by_group: bool) -> None:
-        """Decide in which order lines are sent."""
+        """Assign each line its position in the order of sending."""
         arrange(self._db, by_group=by_group)
         self._db.execute("create unique index places on place (n)")
         (self.facts.positions,) = self._db.execute("select count(*) from place").fetchone()
@@ -265,14 +273,14 @@ class FileJournal:
         self.facts.lines = self.facts.positions + self.facts.bad
 
     def bad_after(self, n: int, most: int) -> list[FaultyLine]:
-        """Bad lines that are not written yet."""
+        """Return bad lines after a line number whose errors are not written yet."""
         rows = self._rows(
             "select n, custom_id, code, message from bad where n > ? order by n limit ?", (n, most)
         )
         return [FaultyLine(*row) for row in rows]
 
     def wrote_bad(self, lines: Sequence[tuple[FaultyLine, DoneLine]]) -> None:
-        """Inside a step: bad lines whose errors are written. In the spool each is like any other."""
+        """Record bad lines as done, in a transaction. With a spool they are then handled like other lines."""
         self._db.executemany(
             "insert or replace into line (n, done, spool_at, spool_bytes, is_answer) values (?, 1, ?, ?, 0)",
             ((done.n, done.spool_at, done.spool_bytes) for _, done in lines if done.spool_at is not None),
@@ -281,29 +289,30 @@ class FileJournal:
         self.facts.done += len(lines)
         self.facts.failed += len(lines)
 
-    # What is sent.
+    # Sending.
 
     def next_lines(self, most: int) -> list[SendLine]:
-        """Those whose turn it is."""
+        """Return the next lines in the order of sending."""
         return self._send_lines("position > ? order by position limit ?", (self.facts.sent, most))
 
     def begin_chunk(self, lines: Sequence[SendLine], deadline: int, created: int) -> Chunk:
-        """Inside a step: these lines will be submitted together."""
+        """Record, in a transaction, a chunk of lines that will be submitted together."""
         self.facts.chunks += 1
         number = self.facts.chunks
         self._db.execute(
             "insert into chunk (number, deadline, created) values (?, ?, ?)", (number, deadline, created)
         )
         self._db.executemany("update line set chunk = ? where n = ?", ((number, each.n) for each in lines))
+        # A chunk of lost lines has earlier positions, and does not move the end.
         self.facts.sent = max(self.facts.sent, *(each.position for each in lines))
         return Chunk(number, deadline, created, lines)
 
     def are_sure(self, numbers: Iterable[int]) -> None:
-        """Inside a step: these chunks are in the queue, or were."""
+        """Record, in a transaction, that the queue has accepted these chunks."""
         self._db.executemany("update chunk set sure = 1 where number = ?", ((number,) for number in numbers))
 
     def unsure(self) -> list[Chunk]:
-        """Chunks of which it is not known whether they were submitted."""
+        """Return the chunks of which it is unknown whether the queue has accepted them."""
         rows = self._rows("select number, deadline, created from chunk where not sure order by number")
         return [
             Chunk(number, deadline, created, self._send_lines("line.chunk = ? order by position", (number,)))
@@ -311,8 +320,10 @@ class FileJournal:
         ]
 
     def open_lines(self, after: int, most: int, *, sure: bool) -> list[tuple[int, int, int]]:
-        """Lines in chunks (`sure`: in those that the queue has taken) that are not done, from a number on:
-        numbers, bytes, deadlines of the chunks."""
+        """Return sent lines after a line number that are not done: number, size in bytes, deadline.
+
+        With `confirmed_only`, only lines of chunks that the queue has accepted.
+        """
         return self._rows(
             "select line.n, line.bytes, chunk.deadline from line join chunk on line.chunk = chunk.number"
             " where line.n > ? and not done and sure >= ? order by line.n limit ?",
@@ -320,18 +331,20 @@ class FileJournal:
         )
 
     def lines_of(self, numbers: Sequence[int]) -> list[SendLine]:
-        """Of at most a thousand lines."""
+        """Return the lines with these numbers, of which there may be a thousand."""
         marks = ",".join("?" * len(numbers))
         return self._send_lines(f"line.n in ({marks}) order by position", tuple(numbers))
 
     def _send_lines(self, where: str, arguments: tuple[Any, ...]) -> list[SendLine]:
         return [SendLine(*row) for row in self._rows(_SEND_LINES + where, arguments)]
 
-    # What is done.
+    # Results.
 
     def still_open(self, numbers: Sequence[int]) -> Mapping[int, tuple[str, int, str | None]]:
-        """Those of at most a thousand lines that were sent and are not done: custom_id, bytes and sequence of
-        each."""
+        """Return custom_id, size in bytes and sequence of those lines that were sent and are not done.
+
+        Takes up to a thousand numbers.
+        """
         marks = ",".join("?" * len(numbers))
         where = f"not done and chunk is not null and n in ({marks})"
         query = f"select n, custom_id, bytes, sequence from line where {where}"  # noqa: S608
@@ -339,12 +352,12 @@ class FileJournal:
         return {n: (custom_id, size, sequence) for n, custom_id, size, sequence in rows}
 
     def open_of_sequences(self) -> dict[str, int]:
-        """Of each sequence, how many lines were sent and are not done."""
+        """Return the number of lines that were sent and are not done, by sequence."""
         where = "sequence is not null and not done and chunk is not null"
         return dict(self._rows(f"select sequence, count(*) from line where {where} group by sequence"))  # noqa: S608
 
     def finish_lines(self, lines: Sequence[DoneLine]) -> None:
-        """Inside a step: what they got is written."""
+        """Record lines as done, in a transaction, after their output was written."""
         self._db.executemany(
             "update line set done = 1, spool_at = ?, spool_bytes = ?, is_answer = ? where n = ?",
             ((each.spool_at, each.spool_bytes, each.is_answer, each.n) for each in lines),
@@ -353,7 +366,7 @@ class FileJournal:
         self.facts.failed += sum(not each.is_answer for each in lines)
 
     def next_in_order(self, most: int) -> list[DoneLine]:
-        """Lines that follow on the last one in order without a gap, and are done."""
+        """Return the done lines that directly follow the last line that was written in order."""
         rows = self._rows(
             "select n, done, is_answer, spool_at, spool_bytes from line where n > ? order by n limit ?",
             (self.facts.in_order, most),
@@ -366,8 +379,8 @@ class FileJournal:
         return found
 
     def shrink(self) -> None:
-        """Keep the facts alone, once all is done; what cannot be done for want of room is left."""
-        with suppress(sqlite3.Error):
+        """Drop all tables of lines after the end of the run, and keep only the facts."""
+        with suppress(sqlite3.Error):  # `vacuum` needs space on the disk; without it the file stays large
             for table in _LARGE:
                 self._db.execute(f"drop table if exists {table}")
             self._db.execute("vacuum")

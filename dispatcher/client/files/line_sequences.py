@@ -1,9 +1,8 @@
-"""Which sequence a line of a batch file is of: by its field `sequence`, or by a field that the caller names.
-Pure.
+"""Sequences in batch files: parses the field `sequence` of a line, or a field that the caller names.
 
-A file is read as a whole, so the index may be left out: the order of the lines is that of the sequence. It
-cannot have `reset`, for its lines are submitted before those above them are answered, and what follows a
-reset may not be: what begins anew has an id of its own.
+The index may be left out, because the order of the lines is then the order of the sequence. `reset` is not
+allowed: requests after a reset may be submitted only when the reset has a result, but lines are submitted
+before the lines above them are answered. A sequence that begins anew needs its own id. Does no I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _NOTHING = (b"", b"null")
 
 @dataclass(frozen=True, slots=True)
 class LineTurn:
-    """What a line says of its sequence."""
+    """Turn in a sequence, as a line of a batch file gives it."""
 
     id: str
     index: int | None = None
@@ -30,7 +29,7 @@ class LineTurn:
 
 
 class TurnFaultError(ValueError):
-    """What a line says of its sequence can be nothing; the message says why."""
+    """The turn of a line is not valid. The message says why."""
 
 
 class _TurnObject(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,14 +47,14 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def turn_in(sequence: bytes, line: bytes, field: str) -> LineTurn | None:
-    """By the field `sequence`, or where that is not there by `field`, if one is given. Raises
-    TurnFaultError."""
+    """Return the turn from the field `sequence`, or else from `field` if it is given. `None` if the line has
+    neither. Raises TurnFaultError."""
     turn = line_turn(sequence)
     return turn_by(field, line) if turn is None and field else turn
 
 
 def line_turn(sequence: bytes) -> LineTurn | None:
-    """By the field `sequence`: an id, or an object as the queue contract has it. Raises TurnFaultError."""
+    """Parse the field `sequence`: an id, or an object as in the queue contract. Raises TurnFaultError."""
     if sequence in _NOTHING:
         return None
     if sequence.startswith(b'"'):
@@ -75,8 +74,11 @@ def line_turn(sequence: bytes) -> LineTurn | None:
 
 
 def turn_by(field: str, line: bytes) -> LineTurn | None:
-    """By a field of the line, or of its body, such as `metadata.conversation`: a string or a whole number.
-    None: it is not there. Raises TurnFaultError."""
+    """Return the turn from a field of the line or of its body, such as `metadata.conversation`.
+
+    The value must be a string or a whole number. Return `None` if the field is missing. Raises
+    TurnFaultError.
+    """
     fields = _decode_fields(line)
     raw = _found(fields, field.split("."))
     if raw in _NOTHING and (body := bytes(fields.get("body", msgspec.Raw()))).startswith(b"{"):

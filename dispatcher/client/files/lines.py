@@ -1,7 +1,8 @@
-"""The lines of batch files, as OpenAI's batch API has them: requests in, answers and errors out. Pure.
+"""Lines of batch files in the format of OpenAI's batch API: parses requests, and builds answers and errors.
 
 A request is `{"custom_id", "method", "url", "body"}`, an answer `{"id", "custom_id", "response", "error"}`.
-With 2xx it belongs into the output file, else into the errors file. A body is passed on byte for byte.
+Answers with a status of 2xx go into the output file, all others into the errors file. The body of a request
+is passed on byte for byte. Does no I/O.
 """
 
 from __future__ import annotations
@@ -24,69 +25,69 @@ from dispatcher.core.requests.surrogates import without_surrogates
 
 CUSTOM_ID_CHARS = 1024
 URLS = ("/v1/*",)
-"""The paths that a line may name unless told otherwise: the default of `gateway.allowed_paths`."""
+"""Paths that a line may name by default, as in the setting `gateway.allowed_paths`."""
 BODY_BYTES = 16_777_216
-"""The default of `queue.max_payload_bytes`."""
+"""Default of the setting `queue.max_payload_bytes`."""
 BESIDE_BYTES = 65_536
-"""All of a line but its body may have so many."""
+"""Largest size of a line without its body."""
 GROUP_BYTES = 8
 EXPIRED = "batch_expired"
-"""The error of a request whose time is over."""
+"""Error code of a request whose deadline has passed."""
 
 _SHOWN_CHARS = 60
 _UNKNOWN_MOST = 20
-"""Of a line: so many fields that are none of it are told."""
+"""Largest number of unknown fields that are reported for one line."""
 _FIELDS = ("custom_id", "method", "url", "body", "sequence")
 _QUOTED = tuple(f'"{name}"'.encode() for name in _FIELDS)
 _SYSTEM = ("system", "developer")
-"""Roles of the messages that stand before what differs from line to line."""
+"""Roles of the leading messages, which are usually the same in many lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request of a file."""
+    """Valid line, which is a request."""
 
     custom_id: str
     url: str
     body: bytes
-    """A JSON object, byte for byte."""
+    """JSON object, exactly as in the file."""
     turn: LineTurn | None = None
-    """In a sequence."""
+    """Turn in a sequence, or `None` if the line belongs to no sequence."""
     unknown: tuple[str, ...] = ()
-    """Fields that stand beside these and mean nothing: perhaps misspelt ones."""
+    """Names of unknown fields, which are ignored. Some may be misspelt."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineFault:
-    """One thing that is wrong with a line."""
+    """One fault of a line."""
 
     code: str
-    """As OpenAI's API names it, where it has a name for it."""
+    """Error code, as in OpenAI's API if it has one for this fault."""
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that is no request, and everything that is wrong with it."""
+    """Line that is not a valid request, with all its faults."""
 
     faults: tuple[LineFault, ...]
     custom_id: str | None = None
-    """Where it can be read."""
+    """Id of the line, or `None` if it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
-    """What lines are held to."""
+    """Rules for valid lines."""
 
     urls: Sequence[str] = URLS
-    """Patterns of the paths that are allowed."""
+    """Patterns of allowed paths."""
     max_body_bytes: int = BODY_BYTES
     sequence_by: str = ""
-    """A field that names a line's sequence, where the line has no `sequence`."""
+    """Field that names the sequence of a line without the field `sequence`. Empty if there is none."""
 
     @property
     def longest_bytes(self) -> int:
-        """No line that keeps to the rules is longer."""
+        """Size of the longest line that can be valid."""
         return self.max_body_bytes + BESIDE_BYTES
 
 
@@ -99,7 +100,7 @@ class _StrictLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _LooseLine(msgspec.Struct):
-    """An object with the fields of a line, right or wrong."""
+    """Fields of a line, whatever their types."""
 
     custom_id: msgspec.Raw = msgspec.Raw()
     method: msgspec.Raw = msgspec.Raw()
@@ -110,7 +111,7 @@ class _LooseLine(msgspec.Struct):
 
 
 class _BodyFields(msgspec.Struct):
-    """What of a body decides whether it may be sent, and which others it is sent beside."""
+    """Fields of a body that decide whether it is valid, and to which group it belongs."""
 
     model: msgspec.Raw = msgspec.Raw()
     stream: msgspec.Raw = msgspec.Raw()
@@ -154,11 +155,11 @@ _CODES: dict[str, str] = {
     ErrorCode.DEADLINE_EXCEEDED: EXPIRED,
     ErrorCode.CANCELLED: "batch_cancelled",
 }
-"""Ours → OpenAI's; others are ours in lower case, for OpenAI's is an open set."""
+"""OpenAI's error codes by code of the queue contract. Other codes are used in lower case."""
 
 
 def read_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
-    """The request of a line of an input file, or why it is none. Never raises."""
+    """Parse a line of an input file. Never raises."""
     if len(text) > rules.longest_bytes:
         return _bad("line_too_large", f"longer than {rules.longest_bytes} bytes")
     if not text.isascii():
@@ -166,6 +167,7 @@ def read_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
             text.decode()
         except UnicodeDecodeError as error:
             return _bad("invalid_encoding", _not_utf_8(text, error))
+    # The fast path, for valid lines. A line that fails any check is parsed again to find all its faults.
     try:
         line = _decode_line(text)
         body = _decode_body(bytes(line.body))
@@ -183,7 +185,7 @@ def read_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
 
 
 def _told(text: bytes, rules: LineRules) -> BatchLine | BadLine:
-    """Everything that is wrong with a line; or the request that it is all the same, with unknown fields."""
+    """Return all faults of a line, or the request if its only oddity is unknown fields."""
     try:
         line = _decode_any(text)
         unknown = [shortened(name, _SHOWN_CHARS) for name in _decode_fields(text) if name not in _FIELDS]
@@ -229,14 +231,14 @@ def _bad(code: str, message: str) -> BadLine:
 
 
 def _missing(name: str, unknown: Sequence[str]) -> str:
-    """What is said of a field that is not there, but perhaps under another name."""
+    """Return the message about a missing field. It names an unknown field with a similar name."""
     named = {each.lower(): each for each in unknown}
     near = get_close_matches(name, named, 1, 0.65)
     return f"{name}: is missing" + (f" (is it what stands under {_shown(named[near[0]])}?)" if near else "")
 
 
 def _string(name: str, raw: bytes, unknown: Sequence[str]) -> tuple[str | None, list[LineFault]]:
-    """A field that must be a string with something in it."""
+    """Parse a field that must be a string and not empty. Return the value, or `None` and the faults."""
     if not raw:
         return None, [LineFault("missing_required_parameter", _missing(name, unknown))]
     if not raw.startswith(b'"'):
@@ -290,9 +292,10 @@ def _no_body(raw: bytes, params: bytes, unknown: Sequence[str]) -> LineFault:
 
 
 def _repeated(text: bytes) -> list[str]:
-    """Fields of the line that are given twice, for it cannot be known which one is meant."""
+    """Return the fields that the line has twice."""
     if all(text.count(quoted) <= 1 for quoted in _QUOTED):
         return []
+    # The decoders do not report duplicate keys. This slower parser runs only for suspicious lines.
     try:
         pairs = loads(text, object_pairs_hook=list)
     except (JSONDecodeError, RecursionError, ValueError):
@@ -332,8 +335,11 @@ def _not_utf_8(text: bytes, error: UnicodeDecodeError) -> str:
 
 
 def group_of(line: BatchLine) -> bytes:
-    """The same for lines whose prompts begin alike, as far as their fields tell: one url and model, the same
-    tools, the same system prompt (the leading messages of role system or developer; `instructions`)."""
+    """Return a key that is equal for lines whose prompts probably have a common prefix.
+
+    Such lines have the same url, model, tools and system prompt. The system prompt is the field
+    `instructions`, or the leading messages with the role `system` or `developer`.
+    """
     body = _decode_body(line.body)
     parts = [line.url.encode(), bytes(body.model), bytes(body.instructions), bytes(body.tools)]
     if body.messages:
@@ -347,23 +353,23 @@ def group_of(line: BatchLine) -> bytes:
             parts += (message.role.encode(), bytes(message.content))
     digest = blake2b(digest_size=GROUP_BYTES)
     for part in parts:
-        digest.update(b"%d:" % len(part))
+        digest.update(b"%d:" % len(part))  # the length separates the parts, which may hold any byte
         digest.update(part)
     return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
 class OutLine:
-    """A line of the output file, or of the errors file."""
+    """Line of the output file or of the errors file."""
 
     text: bytes
-    """With its line end."""
+    """Bytes of the line, with the line end."""
     is_answer: bool
-    """It belongs into the output file."""
+    """True if the line goes into the output file."""
 
 
 def answered_line(request_id: str, custom_id: str, result: PoppedResult) -> OutLine:
-    """The line of a request that has a result."""
+    """Return the line for a request with a result."""
     status, code = result.status_code, result.error_code
     response = None if status is None else _LineResponse(status, request_id, _body(result.payload))
     error = None
@@ -374,7 +380,7 @@ def answered_line(request_id: str, custom_id: str, result: PoppedResult) -> OutL
 
 
 def error_line(request_id: str, custom_id: str | None, code: str, message: str, line: int) -> OutLine:
-    """The line of a request that has no result, or of a line that is no request."""
+    """Return the line for a request without a result, or for a bad line."""
     return _out(request_id, custom_id, None, _LineError(code, message, line))
 
 
@@ -386,14 +392,15 @@ def _out(
 
 
 def _body(payload: str) -> msgspec.Raw | str:
-    """An answer as it came, on one line; as a string where it is no JSON."""
+    """Return the body of an answer as JSON on one line, or as a string if it is not JSON."""
     raw = payload.encode(errors="replace")
     try:
+        # Puts the body on one line, and leaves numbers and the order of keys as they are.
         return msgspec.Raw(msgspec.json.format(raw, indent=-1))
     except (msgspec.DecodeError, RecursionError):
         return raw.decode()
 
 
 def custom_id_of(out: bytes) -> Any:
-    """Of a line of an output or errors file."""
+    """Return the `custom_id` of a line of an output or errors file."""
     return msgspec.json.decode(out, type=_WrittenLine).custom_id

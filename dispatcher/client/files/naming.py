@@ -1,4 +1,7 @@
-"""Ids, tokens and lists of one job, all made of what its journal holds: after a crash they are the same."""
+"""Ids, tokens and keys of one run of a batch file.
+
+All of them are derived from the journal, so they are the same after a crash.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from dispatcher.queue.keys import Names
 
 
 class Naming:
-    """What the requests of a job are called."""
+    """Names of the requests of a run, and of its keys in Redis."""
 
     def __init__(self, facts: Facts, names: Names) -> None:
         self._job, self._secret = facts.job, facts.secret
@@ -20,27 +23,33 @@ class Naming:
 
     @property
     def results(self) -> str:
-        """Their list; in the queue's own slot, so that a result is there when its request has ended."""
+        """Result list of the run. It is in the cluster slot of the queue, so that a result is in the list as
+        soon as its request has ended."""
         return f"batch-results:{{{tag_of(self._names.queue)}}}:{self._job}"
 
     def request_id(self, n: int) -> str:
         return f"{self._job}-{n}"
 
     def token(self, n: int, position: int) -> str:
-        """Begins with what grows by position: of equal scores the queue takes the smallest member first."""
+        """Return the token of a line. It begins with a number that grows with the position.
+
+        A member begins with its token, and the queue takes the smallest member first if scores are equal. So
+        lines are served in the order of their positions.
+        """
         return f"{self._since_ns + position:016x}{self._proof(n, position)}"
 
     def reply(self, chunk: int) -> str:
-        """Where the queue remembers that it took a chunk."""
+        """Return the key under which the queue remembers that it accepted a chunk."""
         return self._names.reply(f"{self._job}-{chunk}")
 
     def line_of(self, result: PoppedResult) -> int | None:
-        """The number of the line that a result is of; None: of none of this job's."""
+        """Return the line number of a result, or `None` if the result does not belong to this run."""
         job, _, number = result.id.rpartition("-")
         token = result.request_token or ""
         if job != self._job or not number.isdecimal() or len(number) > 15 or len(token) != 48:
             return None
         n = int(number)
+        # Any program may push to the list. Only results with a token that this run made are accepted.
         try:
             position = int(token[:16], 16) - self._since_ns
         except ValueError:

@@ -1,4 +1,4 @@
-"""How and where a batch file is run, and what is known when its run begins."""
+"""Options and paths of a run of a batch file, and the state in which a run starts."""
 
 from __future__ import annotations
 
@@ -18,36 +18,44 @@ from dispatcher.client.files.template import Template
 from dispatcher.client.item import Body, Deadline, encoded
 
 OF_A_RUN = (".journal", ".journal-wal", ".journal-shm", ".spool", ".input.partial")
-"""What a run writes for itself beside the output. (`.input` may be named: a run goes on with it.)"""
+"""Suffixes of the files that a run writes beside the output, which must not be named as input or errors file.
+`.input` is allowed: a run can continue with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
-    """How a batch file is run."""
+    """Options of a run of a batch file."""
 
     skip_bad: bool = False
-    """Bad lines become lines of the errors file, instead of stopping the run before it begins."""
+    """If true, bad lines are written to the errors file. If false, a bad line stops the run before it
+    begins."""
     ordered: bool = False
-    """Output and errors are in the order of the input."""
+    """If true, output and errors are in the order of the input."""
     group: Literal["prefix", "none"] = "prefix"
-    """`prefix`: lines of one model and system prompt are sent one after another."""
+    """`prefix` to send lines with the same model and system prompt one after another, or `none`."""
     sequence_by: str = ""
-    """A field of each line, or of its body, that names its sequence, such as `metadata.conversation`."""
+    """Field of each line, or of its body, that names the sequence of the line, such as
+    `metadata.conversation`."""
     deadline: Deadline = "24h"
-    """Counted from the start of this process, for what it sends."""
+    """Deadline of the requests that this process sends, counted from its start."""
     priority: int | None = None
+    """Priority of all requests, as in `Item`."""
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Headers of all requests, as in `Item`."""
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Metadata of all requests, as in `Item`."""
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Labels of all requests, in addition to the label `file` with the name of the run."""
     rules: LineRules = dataclasses.field(default_factory=LineRules)
+    """Rules for valid lines: allowed paths and the largest body."""
     template: Body | None = None
-    """A body; each line of the input is text for it."""
+    """Request body. If it is given, each line of the input is plain text that is inserted into the body."""
     field: str = ""
-    """Where in the template the text comes in: `prompt`, `messages.0.content`."""
+    """Place in the template for the text, such as `prompt` or `messages.0.content`."""
     path: str = ""
-    """Of the requests of a template; empty: the dispatcher's `gateway.path`."""
+    """Path of requests that are made from a template. If empty, the dispatcher's `gateway.path`."""
     max_pending: int = 20_000
-    """So many lines may be in the queue at a time."""
+    """Largest number of lines in the queue at a time."""
 
     def __post_init__(self) -> None:
         if self.max_pending < 1:
@@ -59,14 +67,14 @@ class FileOptions:
 
 
 def reader_of(options: FileOptions) -> LineReader:
-    """What lines mean. Raises TemplateError."""
+    """Return the parser of input lines for these options. Raises TemplateError."""
     rules = dataclasses.replace(options.rules, sequence_by=options.sequence_by)
     template = None if options.template is None else Template(_body_of(options), options.field)
     return LineReader(rules, template, options.path)
 
 
 def shape_of(options: FileOptions) -> dict[str, Any]:
-    """What must be the same when a run goes on."""
+    """Return the options that must not change when a run is continued, by the name of their CLI option."""
     return {
         "--template": sha256(_body_of(options)).hexdigest(),
         "--field": options.field,
@@ -78,7 +86,7 @@ def shape_of(options: FileOptions) -> dict[str, Any]:
 
 
 def _body_of(options: FileOptions) -> bytes:
-    """Of the template."""
+    """Return the template as JSON, or empty bytes if there is none."""
     if options.template is None or isinstance(options.template, bytes):
         return options.template or b""
     return encoded(options.template)
@@ -86,35 +94,40 @@ def _body_of(options: FileOptions) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class FilePaths:
-    """Where a run reads and writes. A stream instead of a path: standard input and output."""
+    """Input and output of a run. A stream can be given instead of a path, for standard input and output."""
 
     source: Path | BinaryIO
     output: Path | BinaryIO
     errors: Path | None = None
-    """None: beside the output, `out.errors.jsonl`; with a stream for output, that stream."""
+    """Errors file. `None` stands for `out.errors.jsonl` beside an output `out.jsonl`, or for the output if
+    that is a stream."""
 
     def beside(self, folder: Path, suffix: str) -> Path:
-        """A file of the run's own: beside the output, or in `folder` where that is a stream."""
+        """Return the path of a side file of the run: beside the output, or in `folder` if the output is a
+        stream."""
         if isinstance(self.output, Path):
             return self.output.with_name(self.output.name + suffix)
         return folder / f"stdout{suffix}"
 
     @property
     def errors_path(self) -> Path | None:
-        """None: errors go where the output goes."""
+        """Path of the errors file, or `None` if errors are written to the output."""
         if self.errors is None and isinstance(self.output, Path):
             return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
         return self.errors
 
     def refuse_unknown_output(self, journal: Path) -> None:
-        """What somebody else has written is not overwritten, nor what a run wrote whose journal is lost."""
+        """Raise JournalError if an output file is not empty, although there is no journal.
+
+        The file may belong to another program, or to a run whose journal was lost.
+        """
         for path in (self.output, self.errors_path):
             if isinstance(path, Path) and path.is_file() and path.stat().st_size:
                 why = f"holds something, and there is no {journal} of a run that could go on"
                 raise JournalError(f"{path} {why}: name another file, or remove it")
 
     def check(self) -> None:
-        """Raises InputError where one file would be two."""
+        """Raise InputError if the same file is given for two purposes."""
         named = [path for path in (self.source, self.output, self.errors_path) if isinstance(path, Path)]
         of_run = [self.beside(Path(), suffix) for suffix in OF_A_RUN]
         for each in (*named, *of_run):
@@ -138,18 +151,19 @@ def _refuse_loop(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileStart:
-    """What is known after the check."""
+    """State of a run after the check of its input."""
 
     lines: int
-    """Of the input, blank ones left out."""
+    """Number of lines in the input, without blank lines."""
     done: int
-    """By earlier processes."""
+    """Number of lines that earlier processes have finished."""
     faulty: Sequence[FaultyLine] = ()
-    """Bad lines that are skipped, the first ones."""
+    """Bad lines that are skipped, up to a limit."""
     resumed: bool = False
+    """True if the run continues an earlier one."""
     finished: bool = False
-    """It was finished before: nothing is to do."""
+    """True if the run was finished before, so that nothing is left to do."""
     name: str = ""
-    """Of the run: line 7 is the request `<name>-7` in the queue, and its label is `file=<name>`."""
+    """Name of the run. Line 7 is the request `<name>-7` in the queue, and has the label `file=<name>`."""
     unknown: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Fields of lines that mean nothing, perhaps misspelt ones, and how many lines have each."""
+    """Number of lines by unknown field. The fields are ignored, and may be misspelt."""

@@ -1,7 +1,7 @@
-"""In which order the lines of a file are sent: by groups, and those of a sequence by their indexes.
+"""Order in which the lines of a file are sent: by groups, and within a sequence by index.
 
-Lines of a sequence lie together, a block of them at a time, so that many sequences go side by side and a long
-one does not wait alone in the queue.
+The lines of a sequence are sent in blocks, with blocks of other sequences between them. So many sequences
+make progress at the same time, and a long sequence does not fill the queue with its waiting requests.
 """
 
 from __future__ import annotations
@@ -13,25 +13,31 @@ from dispatcher.client.files.line_sequences import LineTurn
 from dispatcher.core.sequences.turns import Turn
 
 AHEAD_MOST = 500
-"""Of one sequence, sent and not done: a queue lets only so many of it wait (`sequences.max_waiting`)."""
+"""Largest number of lines of one sequence that are sent and not done. The queue limits how many requests of
+a sequence may wait (`sequences.max_waiting`)."""
 _BLOCK = 100
+# Lines without an index, in sequences of which other lines have one.
 _MIXED = """
 select line.n, null, at, bytes from line where idx is null and sequence in (
     select sequence from line group by sequence having count(idx) between 1 and count(*) - 1
 ) order by line.n limit ?
 """
+# Lines with the same index as an earlier line of their sequence.
 _TWICE = """
 select line.n, first, at, bytes from (
     select sequence as s, idx as i, min(n) as first from line
     where sequence is not null and idx is not null group by sequence, idx having count(*) > 1
 ) join line on sequence = s and idx = i where line.n > first order by line.n limit ?
 """
+# Lines that come after the last request of their sequence.
 _BEHIND_THE_LAST = """
 select line.n, ending, at, bytes from (
     select sequence as s, min(coalesce(idx, n)) as i, min(n) as ending from line
     where sequence is not null and ends group by sequence
 ) join line on sequence = s where coalesce(idx, line.n) > i order by line.n limit ?
 """
+# The temporary table `numbered` has for each line its index in the order of the file, the number of lines of
+# its sequence, and the first line of its sequence.
 _NUMBERED = """
 insert into numbered select n, row_number() over lines - 1, count(*) over whole, min(n) over whole
 from line where sequence is not null
@@ -40,12 +46,14 @@ window lines as (partition by sequence order by n), whole as (partition by seque
 _OPENS = """
 update line set opens = (select opens from numbered where numbered.n = line.n) where sequence is not null
 """
+# Lines without an index get the index in the order of the file, and the last one ends its sequence.
 _INDEXED = """
 update line set
     ends = (select numbered.idx = of - 1 from numbered where numbered.n = line.n),
     idx = (select idx from numbered where numbered.n = line.n)
 where sequence is not null and idx is null
 """
+# All lines of a sequence join the group of its first line.
 _GROUPED = """
 update line set grouped = (select opener.grouped from line as opener where opener.n = line.opens)
 where sequence is not null
@@ -59,7 +67,7 @@ _TOLD = (
 
 
 def misplaced(db: sqlite3.Connection, most: int) -> list[tuple[int, str, int, int]]:
-    """Lines that can have no turn in their sequence: number, why, place, bytes."""
+    """Return up to `limit` lines with an invalid turn: line number, message, offset and size in bytes."""
     if not _has_sequences(db):
         return []
     db.execute("create index turns on line (sequence, idx)")
@@ -73,12 +81,16 @@ def misplaced(db: sqlite3.Connection, most: int) -> list[tuple[int, str, int, in
 
 
 def arrange(db: sqlite3.Connection, *, by_group: bool) -> None:
-    """Give each line its position: by groups in the order in which they first appear, and within each as
-    they stand in the input; or all as they stand there. Lines of a sequence get their indexes, and are of the
-    group of its first line."""
+    """Assign a position in the order of sending to each line.
+
+    With `by_group`, groups are in the order in which they first appear in the input, and the lines of a group
+    in the order of the input. Without it, all lines are in the order of the input. Lines of a sequence get
+    their indexes, and belong to the group of the first line of the sequence.
+    """
     place = "{}, line.n"
     if _has_sequences(db):
         _number(db)
+        # First the first block of all sequences, then the second block of all, and so on.
         place = f"coalesce(idx, 0) / {_BLOCK}, {{}}, coalesce(opens, line.n), coalesce(idx, 0), line.n"
     if by_group:
         db.execute("create index groups on line (grouped, n)")
@@ -93,7 +105,7 @@ def _has_sequences(db: sqlite3.Connection) -> bool:
 
 
 def _number(db: sqlite3.Connection) -> None:
-    """Where lines have no index the file is the whole sequence: it is counted, and its last line ends it."""
+    """Number the lines of sequences without indexes. The last line of each of them ends its sequence."""
     db.execute("create temp table numbered (n integer primary key, idx integer, of integer, opens integer)")
     for statement in (_NUMBERED, _OPENS, _INDEXED, _GROUPED):
         db.execute(statement)
@@ -101,23 +113,24 @@ def _number(db: sqlite3.Connection) -> None:
 
 
 def columns_of(turn: LineTurn | None) -> tuple[str | None, int | None, bool]:
-    """What a line says of its sequence, as it is kept."""
+    """Return the columns `sequence`, `idx` and `ends` of a line."""
     return (None, None, False) if turn is None else (turn.id, turn.index, turn.last)
 
 
 def turn_of(told: LineTurn, index: int | None, ends: bool) -> Turn:
-    """The turn of a line, by what was decided for it: sent again it is the same."""
+    """Return the turn of a line. Index and end come from the journal, so they are the same if the line is
+    sent again."""
     return Turn(told.id, index, last=bool(ends), on_error=told.on_error, carry=told.carry)
 
 
 class Ahead:
-    """How many lines of each sequence are sent and not done."""
+    """Number of lines of each sequence that are sent and not done."""
 
     def __init__(self, found: dict[str, int]) -> None:
         self._open = Counter(found)
 
     def add(self, sequence: str | None) -> bool:
-        """One more; False: it would be too many."""
+        """Count one more line. Return False, and count nothing, if its sequence has too many open lines."""
         if sequence is None:
             return True
         if self._open[sequence] >= AHEAD_MOST:
@@ -126,7 +139,7 @@ class Ahead:
         return True
 
     def done(self, sequence: str | None) -> None:
-        """One is done."""
+        """Count one line of a sequence as done."""
         if sequence is not None:
             self._open[sequence] -= 1
             if self._open[sequence] <= 0:

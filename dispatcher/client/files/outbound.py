@@ -1,4 +1,4 @@
-"""A run's side of the queue: chunks of lines go in, results come out, and it is asked what is in line."""
+"""Calls of a run to the queue: submit chunks, collect results, and find out which lines are in the queue."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from dispatcher.queue.redis.scripts import Scripts
 T = TypeVar("T")
 
 FIRST_S = 1.5
-"""Where Redis was never reached, a run says so after this and the try that is under way: the same command
-goes on later, and who waits at it wants to know of a wrong URL."""
+"""Seconds of retries if Redis was never reached. Short, because the URL is probably wrong, and because the
+same command can continue the run later."""
 WAIT_S = 5.0
-"""One wait for results takes at most this long; then another one follows."""
+"""Longest time of one blocking command. Longer waits use several commands."""
 REMEMBERED_S = 7 * 86_400
-"""For so long the queue remembers which chunks it has taken."""
+"""Seconds for which the queue remembers which chunks it has accepted."""
 ASKED_AT_ONCE = 500
 
 
 class LineQueue:
-    """Waits for the queue while it is away. Raises QueueAwayError where that will not pass by itself."""
+    """Connection of a run to the queue.
+
+    All calls are retried while Redis is unreachable, and raise QueueUnreachableError for permanent errors.
+    """
 
     def __init__(self, url: str, names: Names, naming: Naming) -> None:
         self._naming = naming
@@ -40,16 +43,17 @@ class LineQueue:
         self._outage = Outage(None, place_of(url), first_s=FIRST_S)
         self._done_with: list[str] = []
         self.passed_over = 0
-        """Elements of the list that are no result of this job."""
+        """Number of elements in the result list that do not belong to this run."""
 
     @property
     def trouble(self) -> str:
-        """Why the queue cannot be reached now."""
+        """Error of the last call, or empty if it succeeded."""
         return str(self._outage.trouble or "")
 
     async def submit(self, chunk: int, submissions: Sequence[Submission]) -> None:
-        """Once, however often it is called for a chunk."""
+        """Submit a chunk. Further calls for the same chunk submit nothing."""
         reply = self._naming.reply(chunk)
+        # Delete the reply key of the previous chunk: the journal has recorded that it was accepted.
         done_with = self._done_with
 
         async def act() -> None:
@@ -61,12 +65,12 @@ class LineQueue:
         self._done_with = [reply]
 
     async def took(self, chunk: int) -> bool:
-        """Whether it remembers this chunk."""
+        """Return whether the queue remembers that it accepted this chunk."""
         scripts, reply = self._backend.scripts, self._naming.reply(chunk)
         return bool(await self._patiently(lambda: scripts.attempt(lambda: scripts.client.exists(reply))))
 
     async def inactive(self, numbers: Sequence[int]) -> set[int]:
-        """Those of at most ASKED_AT_ONCE lines whose requests are neither in line nor at work."""
+        """Return the lines whose requests are neither waiting nor in flight. Takes up to MAX_IDS_PER_CALL."""
         scripts, names = self._backend.scripts, self._backend.names
 
         async def ask() -> list[int]:
@@ -80,18 +84,18 @@ class LineQueue:
         return {n for n, is_there in zip(numbers, there, strict=True) if not is_there}
 
     async def collect(self, seen: int, given_back: Sequence[int]) -> Collected:
-        """What has come since `seen`; the results of these numbers are forgotten."""
+        """Return the results after `last_number`, and delete the results that are given back."""
         scripts = self._backend.scripts
         return await self._patiently(
             lambda: producer.collect(scripts, self._box, me="", owner_s=1, seen=seen, given_back=given_back)
         )
 
     async def arrival(self) -> None:
-        """Wait until something lies in the list, at most WAIT_S."""
+        """Wait until there is something in the result list, but no longer than WAIT_S."""
         await self._patiently(lambda: producer.arrival(self._waits, self._box, WAIT_S))
 
     def read(self, raw: bytes) -> tuple[int, PoppedResult] | None:
-        """A result with the number of its line; None for what is no result of this job."""
+        """Decode a result. Return its line number and the result, or `None` if it is not of this run."""
         try:
             result = decode_result(raw)
         except ValueError:
@@ -103,7 +107,7 @@ class LineQueue:
         return n, result
 
     async def discard(self) -> None:
-        """Nothing more will come, and nobody will ask."""
+        """Delete the result list, its keep and the reply keys, after the last result."""
         scripts = self._backend.scripts
 
         async def act() -> None:
@@ -114,7 +118,7 @@ class LineQueue:
         await self._patiently(act)
 
     async def cancel(self, numbers: Sequence[int], until: float) -> None:
-        """Ask for these to be cancelled, as far as there is time for it."""
+        """Cancel the requests of these lines, until the time `give_up_at` (monotonic clock)."""
         for n in numbers:
             if time.monotonic() > until:
                 return

@@ -1,4 +1,4 @@
-"""How far a run is: counts, rate, time left, and the words for them. Pure but for what it is told."""
+"""Progress of a run: counts, rate and remaining time, and their text form. Does no I/O."""
 
 from __future__ import annotations
 
@@ -6,52 +6,57 @@ from collections import deque
 from dataclasses import dataclass
 
 RATE_OVER_S = 60.0
-"""The rate is that of so long."""
+"""Length of the time window over which the rate is computed."""
 FIRST_AFTER_S = 3.0
-"""Before that nobody knows: of a first second, in which one answer came, the time left would be minutes."""
+"""Seconds until the first rate is given. An earlier one would rest on the first few answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileProgress:
-    """A run at one moment."""
+    """Progress of a run of a batch file at one moment."""
 
     lines: int
-    """Of the input, blank ones left out."""
+    """Number of lines in the input, without blank lines."""
     done: int
-    """Answered, failed or bad: each of them stands in a file."""
+    """Number of lines that are written to the output or to the errors file."""
     failed: int
+    """Number of lines that are written to the errors file, bad lines included."""
     bad: int
-    """Of the failed: those that are no requests."""
+    """Number of lines that are not valid requests."""
     in_queue: int
-    """Sent, and not yet answered."""
+    """Number of lines that were sent and are not done."""
     tokens_in: int
+    """Sum of the prompt tokens of all answers."""
     tokens_out: int
+    """Sum of the generated tokens of all answers."""
     seconds: float
-    """That the run has taken so far, in all its processes."""
+    """Seconds that the run has taken so far, in all its processes."""
     rate: float | None = None
-    """Lines done per second, lately; None: not yet known."""
+    """Lines done per second in the last minute, or `None` if it is not known yet."""
     trouble: str = ""
-    """Why it does not go on."""
+    """Error that keeps the run from continuing, or empty."""
 
     @property
     def answered(self) -> int:
+        """Number of lines in the output, which were answered with a status of 2xx."""
         return self.done - self.failed
 
     @property
     def left_s(self) -> float | None:
-        """Until all is done if it goes on like this; None: it does not go on, or nobody knows yet."""
+        """Seconds until the run is finished at the current rate, or `None` if the rate is 0 or unknown."""
         return None if not self.rate else (self.lines - self.done) / self.rate
 
 
 class RecentRate:
-    """The rate of the last minute."""
+    """Rate of lines done over the last minute."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def rate(self, now: float, done: int) -> float | None:
-        """After this many were done by now."""
+        """Add a sample, the number of lines done by now, and return the rate in lines per second."""
         self._seen.append((now, done))
+        # Keep one sample that is older than the window, so that the rate covers all of it.
         while len(self._seen) > 2 and self._seen[1][0] < now - RATE_OVER_S:
             self._seen.popleft()
         since, before = self._seen[0]
@@ -59,7 +64,7 @@ class RecentRate:
 
 
 def facts_of(progress: FileProgress) -> list[str]:
-    """What there is to say beside how many are done, what matters most first."""
+    """Return short descriptions of a progress beside the number of done lines, the most important first."""
     parts = []
     if progress.failed:
         parts.append(f"{progress.failed:,} failed")
@@ -68,7 +73,7 @@ def facts_of(progress: FileProgress) -> list[str]:
     if progress.rate is not None:
         parts.append(f"{progress.rate:,.1f}/s")
     if progress.in_queue:
-        # A call that is not answered may have put them there: it is made again until it is known.
+        # A call without an answer may have submitted them. It is repeated until the answer arrives.
         where = "in the queue" + (" or on their way there" if progress.trouble else "")
         parts.append(f"{progress.in_queue:,} {where}")
     if progress.tokens_in or progress.tokens_out:
@@ -77,12 +82,12 @@ def facts_of(progress: FileProgress) -> list[str]:
 
 
 def told(progress: FileProgress) -> str:
-    """One line of a log."""
+    """Return the progress as one line for a log."""
     return ", ".join([f"{progress.done:,} of {progress.lines:,} done", *facts_of(progress)])
 
 
 def summary(progress: FileProgress) -> str:
-    """What came of it, in one sentence."""
+    """Return a summary of a finished run."""
     failed = f"{progress.failed:,} failed"
     if progress.bad:
         failed += f" ({progress.bad:,} of them {'a bad line' if progress.bad == 1 else 'bad lines'})"
@@ -91,7 +96,7 @@ def summary(progress: FileProgress) -> str:
 
 
 def short(number: int) -> str:
-    """`950`, `12.3k`, `4.5M`."""
+    """Return a count in a short form: `950`, `12.3k`, `4.5M`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{letter}"
@@ -99,7 +104,7 @@ def short(number: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Return a time as text: `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     whole = round(max(0.0, seconds))
     for size, unit, below, smaller in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:

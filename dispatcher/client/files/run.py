@@ -1,6 +1,6 @@
-"""A run of a batch file: what is sent, what comes back, and what an earlier process has left in doubt.
+"""Run of a batch file: send chunks of lines, receive results, and resolve what an earlier process left open.
 
-`__init__.py` says in which order things become durable.
+The docstring of the package describes the order in which data becomes durable.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from dispatcher.queue.redis.scripts import SCRIPT_BYTES
 T = TypeVar("T")
 
 PENDING_BYTES = 256 << 20
-"""So much of the input may be in the queue at a time."""
+"""Largest size of the lines that are in the queue at a time."""
 WRITTEN_EVERY_S = 0.1
-"""Between two writes, each of which waits for the disk."""
+"""Shortest time between two writes, each of which waits for the disk."""
 LOOK_EVERY_S = 60.0
-"""Without a result for so long, the queue is asked whether it still knows of what was sent."""
+"""Seconds without a result after which the run looks for lost requests."""
 SURELY_S = 5.0
-"""A request this near to its deadline is not sent again: it ends by itself."""
+"""A lost request is sent again only if its deadline is at least this far away."""
 LATE_S = 30.0
-"""So long after its deadline a request without a result has none."""
+"""Seconds after its deadline at which a request without a result is written as expired."""
 CANCEL_S = 10.0
+"""Longest time for which an interrupted run without an output file cancels its requests."""
 
 
 async def run_file(
@@ -51,23 +52,26 @@ async def run_file(
     on_start: Callable[[FileStart], None] = lambda _: None,
     on_progress: Callable[[FileProgress], None] = lambda _: None,
 ) -> FileProgress:
-    """Have every line of the input answered, and say what came of it. Broken off, and called again with the
-    same arguments, it goes on where it was. `on_start` is called after the check, `on_progress` each second.
+    """Run a batch file to its end, and return the final progress.
 
-    Raises InputError (BadInputError for its lines), TemplateError, JournalError, SinkError, QueueAwayError.
+    After an interruption, a call with the same arguments continues the run. `on_start` is called after the
+    check of the input, and `on_progress` once a second.
+
+    Raises InputError (BadInputError for bad lines), TemplateError, JournalError, SinkError and
+    QueueUnreachableError.
     """
     ends_at = time.time() + seconds_from(options.deadline, time.time())
     with ExitStack() as stack:
         folder = Path()
-        if not isinstance(paths.output, Path):  # there is nothing that journal and input could lie beside
+        if not isinstance(paths.output, Path):  # without an output file, the side files have no place
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batch-dispatcher-")))
         job = FileJob(paths, options, names, folder)
-        thread = ThreadPoolExecutor(1, "batch file")
+        thread = ThreadPoolExecutor(1, "batch file")  # one thread, because the job is not thread-safe
         try:
             try:
                 start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
             except asyncio.CancelledError:
-                job.end()
+                job.end()  # the thread would otherwise go on checking, perhaps for minutes
                 raise
             on_start(start)
             if start.finished:
@@ -78,18 +82,22 @@ async def run_file(
                 await run.work(on_progress)
             except BaseException:
                 if not isinstance(paths.output, Path):
-                    await run.cancel()  # nobody else could have its answers
+                    # Such a run cannot be continued, so its answers have no reader.
+                    await run.cancel()
                 raise
             finally:
                 await queue.aclose()
             return job.progress()
         finally:
-            thread.submit(job.close)
+            thread.submit(job.close)  # runs after the last step of the job, even if this task was cancelled
             thread.shutdown(wait=True)
 
 
 class FileRun:
-    """One process's part of a run: the queue on one side, the disk on the other."""
+    """Work of one process on a run: moves lines from the files to the queue, and results back.
+
+    All file access happens in `thread`, so that waiting for the disk does not block the event loop.
+    """
 
     def __init__(
         self, job: FileJob, queue: LineQueue, thread: ThreadPoolExecutor, max_pending: int, ends_at: float
@@ -101,7 +109,7 @@ class FileRun:
         self._seen = 0
         self._given_back: Sequence[int] = ()
         self._at_end = False
-        """The last look saw all that had come by then."""
+        """True if the last collect call left nothing in the result list."""
         self._heard_at = time.monotonic()
 
     async def work(self, on_progress: Callable[[FileProgress], None]) -> None:
@@ -112,15 +120,15 @@ class FileRun:
                 ticking = tasks.create_task(self._tick(on_progress))
                 if self._job.open:
                     await self._settle_doubts()
-                    self._rate = RecentRate()  # what had come before says nothing of the pace
+                    self._rate = RecentRate()  # results of an earlier process would distort the rate
                 receiving = tasks.create_task(self._receive())
                 await self._send()
-                if self._job.complete:  # nothing more will come
+                if self._job.complete:  # the receiver would wait for a result that never comes
                     receiving.cancel()
                 else:
                     await receiving
                 ticking.cancel()
-        except BaseExceptionGroup as group:  # one of them failed, and the others were ended
+        except BaseExceptionGroup as group:  # the first failure cancelled the other tasks
             raise group.exceptions[0] from None
         finally:
             on_progress(self._job.progress(None, self._queue.trouble))
@@ -128,7 +136,7 @@ class FileRun:
         await self._do(self._job.finish)
 
     async def cancel(self) -> None:
-        """What is in the queue is not wanted any more."""
+        """Cancel the requests of all open lines, as far as CANCEL_TIMEOUT_S allows."""
         until, after = time.monotonic() + CANCEL_S, 0
         with suppress(QueueUnavailableError, QueueAwayError):
             while (page := await self._do(self._job.open_lines, after)) and time.monotonic() < until:
@@ -136,7 +144,7 @@ class FileRun:
                 await self._queue.cancel([n for n, _, _ in page], until)
 
     async def _do(self, act: Callable[..., T], *arguments: Any) -> T:
-        """All that waits for the disk, one after another."""
+        """Run a function in the thread of the files, after the calls before it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, act, *arguments)
 
     async def _tick(self, on_progress: Callable[[FileProgress], None]) -> None:
@@ -146,12 +154,13 @@ class FileRun:
             await asyncio.sleep(1.0)
 
     async def _send(self) -> None:
-        """Chunk by chunk, in order, as long as there is room and time."""
+        """Send chunks in order, as long as there are lines and time. Wait while too many lines are open."""
         while not self._job.all_sent:
             left_s = self._ends_at - time.time()
             if left_s <= 1:
                 await self._do(self._job.give_up_rest)
                 return
+            # Before the check, so that results which arrive meanwhile are not missed.
             self._room.clear()
             room = self._max_pending - self._job.open
             found = None
@@ -178,11 +187,11 @@ class FileRun:
                 await self._queue.arrival()
 
     async def _take_some(self) -> bool:
-        """What has come, into the files. False: there was nothing."""
+        """Collect results, and write them to the files. Return False if there were none."""
         began = time.monotonic()
         collected = await self._queue.collect(self._seen, self._given_back)
         self._given_back = ()
-        if collected.other:
+        if collected.other:  # Redis lost the keep, or it expired: begin at the start of the new one
             self._seen, self._at_end = 0, False
             return True
         self._seen = collected.last
@@ -195,25 +204,26 @@ class FileRun:
             if (read := self._queue.read(raw)) is not None:
                 found.setdefault(*read)
         await self._do(self._job.take, found)
+        # Only now are the results durable in the files, and may be deleted in Redis.
         self._given_back = [number for number, _ in collected.results]
-        if found:  # what others push there must not keep it from looking for what is lost
+        if found:  # elements that other programs push must not delay the search for lost requests
             self._heard_at = time.monotonic()
         self._room.set()
         if self._at_end:
             await asyncio.sleep(max(0.0, WRITTEN_EVERY_S - (time.monotonic() - began)))
         return True
 
-    # What is in doubt. First the queue is asked who is in line or at work, then everything that has come is
-    # taken: a request leaves the line in the step in which its result comes. So what is neither was never
-    # there, or is lost.
+    # Lost requests. First ask the queue which requests wait or are in flight, and then collect all results,
+    # in this order: a request leaves the queue in the same step in which its result is pushed. So a request
+    # that is not in the queue and has no result was never there, or was lost.
 
     async def _settle_doubts(self) -> None:
-        """Lines that were sent by an earlier process, or nearly so."""
+        """Find out what happened to the lines that an earlier process sent, or was about to send."""
         unsure = await self._do(self._job.unsure)
         lost = await self._lost(sure=False)
         for chunk in unsure:
             absent = {line.n for line in chunk.lines} & lost.keys()
-            if absent and len(absent) == len(chunk.lines):  # a chunk is taken as a whole
+            if absent and len(absent) == len(chunk.lines):  # the queue accepts a chunk as a whole
                 await self._submit_again(chunk)
             await self._do(self._job.sure, chunk.number)
             for n in absent:
@@ -221,7 +231,10 @@ class FileRun:
         await self._send_again(lost)
 
     async def _submit_again(self, chunk: Chunk) -> None:
-        """One that perhaps never came to the queue. Its time may be over since; that of the run is not."""
+        """Submit a chunk again that perhaps never reached the queue.
+
+        If its deadline has passed meanwhile, its lines get the deadline of this run.
+        """
         if chunk.deadline <= time.time() + SURELY_S and not await self._queue.took(chunk.number):
             numbers = [line.n for line in chunk.lines]
             chunk, submissions = await self._do(self._job.chunk_again, numbers, int(self._ends_at))
@@ -231,13 +244,14 @@ class FileRun:
             await self._queue.submit(chunk.number, await self._do(self._job.submissions, chunk))
 
     async def _look_for_lost(self) -> None:
-        """Redis may have lost requests; and results that nobody fetched for too long."""
+        """Send requests again that Redis has lost, or whose results expired."""
         await self._send_again(await self._lost(sure=True))
 
     async def _lost(self, *, sure: bool) -> dict[int, int]:
-        """Lines that were sent, are neither in line nor at work, and have no result; with their deadlines.
+        """Return the deadlines of sent lines that are not in the queue and have no result, by line number.
 
-        `sure`: only those of chunks that the queue has taken, for another one may be on its way there.
+        With `confirmed_only`, only lines of chunks that the queue has accepted. The submission of another
+        chunk may still be in progress.
         """
         absent: dict[int, int] = {}
         after = 0
@@ -255,8 +269,9 @@ class FileRun:
         late = sorted(n for n, deadline in lost.items() if deadline + LATE_S < now)
         for at in range(0, len(late), AT_ONCE):
             await self._do(self._job.write_off, late[at : at + AT_ONCE])
-        by_deadline: dict[int, list[int]] = {}
+        by_deadline: dict[int, list[int]] = {}  # the lines of a chunk have one deadline
         for n, deadline in lost.items():
+            # Lines with a nearer deadline are written as expired by a later search.
             if deadline > now + SURELY_S:
                 by_deadline.setdefault(deadline, []).append(n)
         for deadline, numbers in by_deadline.items():

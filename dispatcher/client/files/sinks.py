@@ -1,4 +1,4 @@
-"""Where lines are written: files that a crash may tear, and streams that cannot be taken back."""
+"""Sinks for written lines: files, which are cut to a known length after a crash, and streams."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dispatcher.batched.errors import BatchError
 
 
 class SinkError(BatchError):
-    """A file cannot be written as it should; the message says why and what to do."""
+    """An output file cannot be written. The message says why, and what to do."""
 
 
 class Sink(Protocol):
-    """Takes lines, and has them durable on demand."""
+    """Target of written lines, which makes them durable on request."""
 
     def add(self, text: bytes) -> None: ...
 
     def sync(self) -> int:
-        """What was added is where it should be; how many bytes that are in all."""
+        """Make all added lines durable, and return the total number of bytes."""
         ...
 
     def close(self) -> None: ...
 
 
 class FileSink:
-    """A file of a known length: what stands behind that, a crash has left there, and it is cut off."""
+    """File of a known length. Bytes after that length are left over from a crash, and are cut off."""
 
     def __init__(self, path: Path, size: int, journal: Path) -> None:
         self.path = path
@@ -48,13 +48,13 @@ class FileSink:
             raise
 
     def _begin(self, size: int, journal: Path) -> None:
-        try:  # two runs may name one errors file; the lock ends with the process
+        try:  # two runs may name the same errors file; the lock ends with the process
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise SinkError(f"{self.path} is in use: another process writes to it") from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
-                raise  # a file system without locks: the journal's has to do
+                raise  # with these errors the file system has no locks, and the journal's lock must suffice
         there = self._file.seek(0, os.SEEK_END)
         if there < size:
             told = f"{self.path} has {there} bytes, but {size} were written: put it back as it was"
@@ -80,7 +80,7 @@ class FileSink:
         return os.pread(self._file.fileno(), size, at)
 
     def close(self) -> None:
-        with suppress(OSError):  # what could not be written is no part of the file (yet)
+        with suppress(OSError):  # lines that cannot be flushed are not recorded as done in the journal
             self._file.close()
 
     def _told(self, error: OSError) -> SinkError:
@@ -88,7 +88,7 @@ class FileSink:
 
 
 class StreamSink:
-    """A stream, such as standard output: what it has taken is gone."""
+    """Stream, such as standard output. Lines that were written to it cannot be taken back."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream

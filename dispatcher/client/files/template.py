@@ -1,4 +1,4 @@
-"""Requests of plain text: a body in which each line of a text file takes one place. Pure."""
+"""Templates: a request body with a place into which a line of text is inserted. Does no I/O."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 import msgspec
 
 MARK = "{}"
-"""In a string of a template: here the text comes in. Without it the text takes the whole value's place."""
+"""Mark in a string of a template that the text replaces. Without it, the text replaces the whole value."""
 
 
 class TemplateError(ValueError):
-    """The template, or the field in it, is not usable; the message says why."""
+    """The template, or the field in it, cannot be used. The message says why."""
 
 
 class Template:
-    """A body with a place for text. `field`: keys and positions from the outermost on, with dots between
-    (`messages.1.content`)."""
+    """Request body with a place for text.
+
+    `field` is the path of that place: keys and list positions, separated by dots (`messages.1.content`).
+    """
 
     def __init__(self, body: bytes, field: str) -> None:
         try:
@@ -27,12 +29,14 @@ class Template:
         if not isinstance(whole, dict):
             raise TemplateError("the template is no JSON object")
         encoded = msgspec.json.encode(whole)
+        # Encode the template once, with a unique stand-in for the text, and split it there. A line then costs
+        # only the encoding of its text.
         stand_in = next(mark for n in count() if (mark := f"@@{n}@@").encode() not in encoded)
         self._put(whole, field, stand_in)
         self._before, _, self._after = msgspec.json.encode(whole).partition(stand_in.encode())
 
     def body(self, text: str) -> bytes:
-        """The body with this text in its place."""
+        """Return the body with this text inserted."""
         return self._before + msgspec.json.encode(text)[1:-1] + self._after
 
     def _put(self, whole: Any, field: str, stand_in: str) -> None:
@@ -50,7 +54,7 @@ class Template:
 
 
 def _key(inside: Any, key: str, path: str, *, there: bool) -> Any:
-    """A key of an object, or a position in a list."""
+    """Return a key of an object, or a position in a list. Raises TemplateError if the template lacks it."""
     if isinstance(inside, list):
         if key.isdecimal() and len(key) < 9 and int(key) < len(inside):
             return int(key)

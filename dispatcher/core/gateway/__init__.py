@@ -1,1 +1,1 @@
-"""What answers of the gateway mean for the request, for its tenant and for the gateway."""
+"""Answers of the gateway: what they mean for the request, for its tenant and for the gateway itself."""

@@ -1,8 +1,8 @@
-"""Pauses of requests that were evicted from the pool, before they are sent again. Pure.
+"""Pauses of evicted requests before they are sent again.
 
-A request is evicted to make room for more important ones. That is no failure of the request and no lack of
-capacity, so it costs no attempt and does not close the gate. But each eviction wastes the work that was done,
-so the request waits longer each time.
+A request is evicted from the pool to make room for more important ones. That is neither a failure of the
+request nor a lack of capacity, so it counts as no failed attempt and does not close the gate. But each
+eviction wastes the work that was done, so the request waits longer each time.
 
 The counts are kept in memory: after a restart, or at another replica, they begin at 0.
 """
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dispatcher.core.gateway.outcome import RetryPolicy
 
 KEPT = 8192
-"""Largest number of requests that are remembered."""
+"""Maximum number of requests that are remembered."""
 
 
 class Evictions:

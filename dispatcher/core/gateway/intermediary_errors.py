@@ -1,18 +1,21 @@
-"""Requests that were answered as if there were no gateway: is it the gateway's fault, or their own? Pure.
+"""Intermediary errors (responses without gateway headers) per request: is the gateway at fault, or the
+request?
 
-One such answer cannot tell. What follows it can: where another request, sent after it, was answered, there
-was a gateway, and the try is charged to the request when it bounces again. Where nothing got through since,
-nobody is blamed, however often it happens: a gateway that is away for an hour costs no request anything.
+One such response cannot tell. Later responses can: if another request, sent after it, was answered, there was
+a gateway, and the request is charged when it gets such a response again. If no request got through since, no
+request is charged, however often it happens: a gateway outage of an hour costs no request an attempt.
 
-    charges   the first FREE are forgiven, for an endpoint that has died among several does the same to
-              anybody; then each bounce costs an attempt
-    rest      while there is no gateway, who has bounced makes way for the others that wait, and so each
-              probe is of another request: whoever can get through comes to it, however many stand before.
-              The rest grows with the time that nobody got through, and so does the number of requests that
-              are tried in turn. In the queue it lies for DELAY_MOST_S at most, so that none is late when
-              the gateway returns; whoever is claimed before it has rested goes back unsent.
+    charges   The first FREE_CHARGES cost nothing, because a dead endpoint among several does the same to any
+              request. After that, each intermediary error counts as a failed attempt.
+    rest      While there is no gateway, requests with such errors give way to the others that wait, so that
+              each probe is a different request, and a request that can get through is reached however many
+              are ahead of it. The rest time grows with the duration of the outage, and with it the number of
+              requests that are tried in turn. A request stays delayed in the queue for MAX_DELAY_S at most,
+              so that it is sent soon after the gateway is back; if it is claimed while it still has to rest,
+              it is returned unsent.
 
-Kept in memory: another replica, or a restart, begins to count anew; attempts are counted in the queue.
+The records are kept in memory: another replica, or a restart, begins to count anew. Failed attempts are
+counted in the queue.
 """
 
 from __future__ import annotations
@@ -22,51 +25,54 @@ from dataclasses import dataclass
 from dispatcher.core.gateway.outcome import RetryPolicy
 
 FREE = 5
-"""So many charges cost no attempt."""
+"""Number of charges that cost no failed attempt."""
 REST_LEAST_S = 10.0
 RESTS_PER_S = 2.0
-"""Rest for each second that nobody got through: two thirds of all probes are of requests not tried yet."""
+"""Rest time per second without a success. At this rate, two thirds of all probes are requests that were not
+tried before."""
 TRY_MOST_S = 2.0
-"""Whoever probes hears of it at least so often: a pause of a second, and an answer that takes no longer."""
+"""Maximum time that one probe adds to the outage: a pause of a second, and a response that takes as long."""
 DELAY_MOST_S = 30.0
 SLOW_S = 1.0
-"""Who held a slot for so long without an answer of use waits as long before it takes one again."""
+"""Time from which a request that held a slot without a useful answer has to wait as long before it takes one
+again."""
 KEPT = 8192
-"""Requests remembered at the most."""
+"""Maximum number of requests that are remembered."""
 
 
 @dataclass(slots=True)
 class _Record:
     at: float = 0.0
-    """When it bounced last."""
+    """Time of the newest error."""
     times: int = 0
     charges: int = 0
     rests_until: float = float("-inf")
 
 
 class Bounces:
-    """What is known of each request that has bounced, by its entry in the queue."""
+    """Record of each request that got an intermediary error, by its entry in the queue."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self._answered_sent_at = float("-inf")
-        """When the newest request that got an answer of a gateway was sent."""
+        """Time at which the newest request was sent that the gateway answered."""
         self._trouble = (float("-inf"), float("-inf"), 0.0)
-        """Since when there is no gateway, when one bounced last, and for how long we tried: what another
-        replica did meanwhile, which may have got through, is not in it."""
+        """Start of the outage, time of the newest error in it, and the time for which this process probed.
+        Probes of other replicas, which may have got through, are not included."""
 
     def answered(self, entry: int, sent_at: float) -> None:
-        """A request that was sent at `sent_at` got an answer that only a gateway gives."""
+        """Record that a request sent at `sent_at` got an answer that only a gateway gives."""
         self._answered_sent_at = max(self._answered_sent_at, sent_at)
         self._records.pop(entry, None)
 
     def bounced(self, entry: int, now: float) -> bool:
-        """A request got an answer that no gateway gave. True: it did before, and others were answered after
-        it, too often for it to be anybody's fault but its own."""
+        """Record an intermediary error. Return True if the request got one before and others were answered
+        since, too often for the gateway to be at fault."""
         record = self._records.pop(entry, None) or _Record()
         self._records[entry] = record  # newest last
         if len(self._records) > KEPT:
             del self._records[next(iter(self._records))]
+        # A request that was sent after the last error got through, so there was a gateway in between.
         if record.times and self._answered_sent_at >= record.at:
             record.charges += 1
         record.at = now
@@ -74,17 +80,19 @@ class Bounces:
         return record.charges > FREE
 
     def again_s(self, entry: int, took_s: float, policy: RetryPolicy) -> float:
-        """After how long it is sent again while there is a gateway: at once the first time, when it may meet
-        an endpoint that lives, then later each time."""
+        """Return after how many seconds the request is sent again while there is a gateway: at once the first
+        time, because it may reach another endpoint, then later each time."""
         times = self._records[entry].times
         again_s = min(policy.max_s, policy.base_s * 2.0 ** min(times - 2, 64)) if times > 1 else 0.0
+        # A slow failure held a slot for `took_s`, so the request gives it to others for as long.
         return max(again_s, min(took_s, DELAY_MOST_S)) if took_s >= SLOW_S else again_s
 
     def make_way(self, entry: int, now: float, *, since: float, left_s: float) -> float:
-        """How long it lies aside for the others, as there is no gateway `since` then. `left_s`: to its
-        deadline, of which it never rests for more than half."""
+        """Return for how long the request gives way to others in the outage that began at `since`. It never
+        rests for more than half of `time_left_s`, the time until its deadline."""
         record = self._records[entry]
         began_at, last_at, tried_s = self._trouble
+        # This is a new outage, so the time without success starts again.
         if began_at != since:
             last_at, tried_s = since, 0.0
         tried_s += min(now - last_at, TRY_MOST_S)
@@ -93,7 +101,7 @@ class Bounces:
         return self.rest_s(entry, now)
 
     def rest_s(self, entry: int, now: float) -> float:
-        """How long it ought to lie aside from now on, while there is no gateway and others wait; 0: it may
-        probe."""
+        """Return for how long the request has to rest from now on, while there is no gateway and others wait.
+        0 if it may probe."""
         record = self._records.get(entry)
         return 0.0 if record is None else min(DELAY_MOST_S, max(0.0, record.rests_until - now))

@@ -1,7 +1,8 @@
-"""What came of a try, and what happens to the request next.
+"""Outcome of an attempt, and the decision what happens to the request next.
 
-Two pure decisions: `classify` reads a complete answer of the gateway, `after` says what follows from an
-outcome. What is no answer at all (a refused connection, a cut body, a time-out) is translated in `forward`.
+`classify_answer` interprets a complete answer of the gateway, and `decide_after_attempt` decides what follows
+from an outcome. Everything that is no complete answer (a refused connection, a truncated body, a timeout) is
+translated in `forward`.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from dispatcher.core.requests.result import ErrorCode
 
 GATEWAY = "the gateway"
 TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
-"""Prefixes of drop reasons that say nothing about the pool's size."""
+"""Prefixes of drop reasons that say nothing about the size of the pool."""
 INTERNAL = "rejected-internal"
-"""Prefix of the drop reason when the picker itself failed: it concerns the request or the picker."""
+"""Prefix of the drop reason for an internal failure of the picker. It concerns the request or the picker, not
+the pool."""
 EVICTED = "evicted"
-"""Prefix of drop reasons of requests that ran, and were stopped to make room for more important ones."""
+"""Prefix of drop reasons of requests that ran and were stopped to make room for more important ones."""
 _NOT_ADMITTED = b"request cannot be admitted"
 
 
 class Delivered(msgspec.Struct, frozen=True):
-    """The gateway answered, and no retry would change the answer: 2xx, and 4xx that retrying cannot mend."""
+    """The gateway answered, and no retry would change the answer: 2xx, or a 4xx that retrying does not
+    fix."""
 
     status: int
     body: bytes
@@ -48,20 +51,20 @@ class Overloaded:
 
     status: int
     reason: str
-    """The drop reason, SERVER_FULL, or the empty string."""
+    """Drop reason, SERVER_FULL, or the empty string."""
     capacity: bool
-    """Whether the refusal was for lack of capacity, so that the limiter may learn from it."""
+    """True if the refusal was for lack of capacity, so that the limiter may learn from it."""
     retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The request ran and was stopped for more important ones. This is policy: no attempt is counted, the
-    gate stays open, and nothing is learned about the capacity."""
+    """The request ran and was stopped for more important ones. Because this is policy, it counts as no failed
+    attempt, the gate stays open, and nothing is learned about the capacity."""
 
     status: int
     reason: str
-    """The drop reason."""
+    """Drop reason."""
     retry_after_s: float | None = None
     rest_s: float = 0.0
     """Seconds until the request is sent again."""
@@ -69,31 +72,32 @@ class Evicted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The try failed in a way that counts: other 5xx, 408, cut body, time-out, reset before an answer."""
+    """The attempt failed and counts as failed: another 5xx, a 408, a truncated body, a timeout, or a reset
+    before an answer."""
 
     why: str
     status: int | None = None
-    """Set where the gateway answered in full."""
+    """Status of a complete answer. `None` if there was none."""
     body: bytes = b""
     bare: bool = False
-    """A bare answer: 401/407, an empty 404 or 500, a 502/503/504 without drop reason. Of no gateway, of an
-    endpoint that has died, or the request's own fault."""
+    """True for an intermediary error: a 401 or 407, an empty 404 or 500, or a 502, 503 or 504 without drop
+    reason. The cause may be a missing gateway, a dead endpoint, or the request itself."""
     retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """No gateway there: no connection, or a bare answer that may not be the request's fault. No attempt
-    counted."""
+    """The gateway was not reached: no connection, or an intermediary error that may not be the fault of the
+    request. It counts as no failed attempt."""
 
     why: str
     rest_s: float = 0.0
-    """It waits so long before it is tried again."""
+    """Seconds until the request is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TooLarge:
-    """The answer passed gateway.max_response_bytes; retrying would not shrink it."""
+    """The answer exceeds gateway.max_response_bytes. A retry would not shrink it."""
 
     status: int
     limit_bytes: int
@@ -101,31 +105,32 @@ class TooLarge:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Not sent: the request asks for what it must not have (endpoint, header). No retry can mend it."""
+    """The request was not sent, because it asks for an endpoint or header that it must not use. A retry does
+    not fix that."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class TooLate:
-    """The deadline passed before or during the try."""
+    """The deadline passed before or during the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unsent:
-    """Its lease may be another's by now: nothing was sent, or not again."""
+    """Nothing was sent, or not again, because the lease may belong to another owner by now."""
 
 
 @dataclass(frozen=True, slots=True)
 class WithoutModel:
-    """The server answered that it has no such model, where that is expected: it waits for it, or is tried
-    again soon where others serve it. No attempt counted."""
+    """The server answered that it does not have the model, in a situation where that is expected. The request
+    waits for the model, or is sent again soon if other servers have it. It counts as no failed attempt."""
 
     why: str
     awaits: str = ""
-    """The model that it waits for; empty: it is tried again."""
+    """Model for which the request waits. Empty if it is sent again."""
     rest_s: float = 0.0
-    """It waits so long before it is tried again."""
+    """Seconds until the request is sent again."""
 
 
 Outcome = (
@@ -144,20 +149,22 @@ Outcome = (
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Settings `retry`."""
+    """Settings of the section `retry`."""
 
     base_s: float = 2.0
-    """The first delay is drawn from [0, base_s]; its upper end doubles with each attempt."""
+    """Upper end of the range [0, base_s] from which the first delay is drawn. It doubles with each failed
+    attempt."""
     max_s: float = 60.0
-    """No delay is longer."""
+    """Maximum delay."""
     max_attempts: int = 8
-    """Tries that may fail; after that many the request is dead."""
+    """Number of failed attempts after which the request is moved to the dead-letter set."""
     max_deliveries: int = 5
-    """Owners that may die with it while it runs apart from other suspects; one more and it is dead."""
+    """Number of owners that may die while they run the request apart from other suspects. After one more, it
+    is moved to the dead-letter set."""
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The gateway's answer is the result, and the request is over."""
+    """The gateway's answer is the result, and the request is finished."""
 
     status: int
     body: bytes
@@ -165,7 +172,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Errored:
-    """An error of ours is the result, and the request is over."""
+    """An error of the dispatcher is the result, and the request is finished."""
 
     code: ErrorCode
     message: str
@@ -173,29 +180,29 @@ class Errored:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """The request returns to the queue. The fields are those of `ports.Release`."""
+    """The request returns to the queue. The fields have the meaning of those of `ports.Release`."""
 
     delay_s: float = 0.0
-    """0: to its place at once."""
+    """Delay in seconds. 0 returns the request to its place at once."""
     attempt: bool = False
-    """The try counts as a failed attempt."""
+    """True if this counts as a failed attempt."""
     refusal: bool = False
-    """The try counts as a refusal for overload."""
+    """True if this counts as a refusal for overload."""
     undelivered: bool = False
-    """Nothing was tried: the delivery is taken back."""
+    """True if nothing was tried, so that the delivery is not counted."""
     last_try: str = ""
-    """The outcome of the try in words. Empty if the request was not sent."""
+    """Outcome of the attempt in words. Empty if the request was not sent."""
     awaits: str = ""
-    """The model that it waits for."""
+    """Model for which the request waits. Empty if it waits for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bury:
-    """An error result is written and the request is kept aside for an operator."""
+    """The request gets an error result and is moved to the dead-letter set for an operator."""
 
     code: ErrorCode
     message: str
-    """One sentence, for the consumer and the operator."""
+    """One sentence for the consumer and the operator."""
     status: int | None = None
     body: bytes = b""
 
@@ -203,12 +210,12 @@ class Bury:
 Decision = Answered | Errored | Retry | Bury
 
 _WHY_CHARS = 200
-"""Longest text about the outcome of a try, which is kept for each request that is tried again."""
+"""Maximum length of the description of an outcome, which is stored for each request that is sent again."""
 
 
 def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
-    """Return the end of a request whose deadline has passed. `last_try` is the outcome of the last try, if
-    any."""
+    """Return the result of a request whose deadline has passed. `last_attempt` is the outcome of the last
+    attempt, if there was one."""
     counts = ((attempts, "attempt"), (refusals, "refusal"))
     tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
     why = (f" after {tries}" if tries else "") + (f"; the last try: {last_try}" if last_try else "")
@@ -216,7 +223,7 @@ def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
 
 
 def told(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
-    """Return the outcome of a try in one line of bounded length, with the beginning of the answer."""
+    """Return the outcome of an attempt in one line of bounded length, with the beginning of the answer."""
     match outcome:
         case Overloaded(status, reason):
             said = f"the gateway refused it for now: {status}{reason and f', {reason}'}"
@@ -241,10 +248,10 @@ def after(
     policy: RetryPolicy,
     rand: float,
 ) -> Decision:
-    """Decide what happens to a request after a try. Every outcome gives exactly one decision.
+    """Decide what happens to a request after an attempt. Every outcome leads to exactly one decision.
 
-    `attempts` and `refusals` are counted without this try. `last_try` is the outcome of the try before this
-    one. `deadline` and `now` are on one clock. `rand` is uniform in [0, 1).
+    `failed_attempts` and `refusals` are counted without this attempt. `last_attempt` is the outcome of the
+    attempt before this one. `deadline` and `now` are on the same clock. `rand` is uniform in [0, 1).
 
     After failed attempt k the request waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up
     to max_s; attempt max_attempts is the last. After its first refusal for overload the request returns at
@@ -255,7 +262,7 @@ def after(
         case Delivered(status, body):
             return Answered(status, body)
         case TooLarge(status, limit_bytes):
-            # Without the status: a consumer that looks at it first would take the error for the answer.
+            # The status is omitted: a consumer that looks at it first would take the error for the answer.
             return Errored(ErrorCode.TOO_LARGE, f"the answer ({status}) is larger than {limit_bytes} bytes")
         case Refused(why):
             return Errored(ErrorCode.INVALID_REQUEST, why)
@@ -269,6 +276,7 @@ def after(
             delay = max(rand * _doubled(attempts, policy), min(outcome.retry_after_s or 0.0, policy.max_s))
             retry = Retry(delay, attempt=True, last_try=told(outcome))
         case Overloaded():
+            # A refusal closes the gate, so the first retry needs no delay of its own.
             retry = Retry(_again(refusals, policy), refusal=True, last_try=told(outcome))
         case Evicted():
             retry = Retry(outcome.rest_s, last_try=told(outcome))
@@ -285,7 +293,7 @@ def after(
 
 
 def _untried(outcome: Unreachable | Unsent | WithoutModel) -> Retry:
-    """It counts for nothing."""
+    """Return the retry for an outcome that counts neither as failed attempt nor as refusal."""
     match outcome:
         case Unreachable():
             return Retry(outcome.rest_s, undelivered=True, last_try=told(outcome))
@@ -297,9 +305,10 @@ def _untried(outcome: Unreachable | Unsent | WithoutModel) -> Retry:
 
 
 def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:
-    """What happens to a request whose owners died `losses` times while no other suspect ran beside it.
+    """Return what happens to a request whose owners died `deaths` times while no other suspect ran next to
+    it.
 
-    Such a request kills dispatchers: after more than max_deliveries it is not given to another one.
+    Such a request crashes dispatchers, so after more than max_deliveries it is not given to another one.
     """
     if losses <= policy.max_deliveries:
         return None
@@ -308,7 +317,7 @@ def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:
 
 
 def _again(refusals: int, policy: RetryPolicy) -> float:
-    """Back at once the first time, then later each time."""
+    """Return the delay after a refusal: none the first time, then longer each time."""
     return _doubled(refusals - 1, policy) if refusals > 0 else 0.0
 
 
@@ -319,11 +328,11 @@ def _doubled(times: int, policy: RetryPolicy) -> float:
 def classify(
     status: int, headers: Mapping[str, str], body: bytes, now_unix: float, *, who: str = GATEWAY
 ) -> Outcome:
-    """The outcome of a complete answer.
+    """Return the outcome of a complete answer.
 
-    `headers`: names in lower case, or a mapping that does not care. `body`: decoded, in full; a stream of
-    events is a body like any other. `who` answered, in words. The table is in docs/forwarding.md, checked by
-    a test.
+    `headers` have names in lower case, or are a case-insensitive mapping. `body` is decoded and complete; a
+    stream of events is treated like any other body. `answered_by` names the server in messages. The table in
+    docs/forwarding.md lists all cases, and a test checks it.
     """
     reason = headers.get(DROP_REASON, "").strip()
     retry_after_s = retry_after(headers, now_unix)
@@ -339,9 +348,11 @@ def classify(
         why = f"{who} answered 404 with an empty body: it has no such route"
         return Failed(why, status, body, bare=True)
     if 300 <= status < 400:
-        # Somebody is home: one request's own path may redirect, and must not close the gate for the others.
+        # A gateway answered. A redirect belongs to the path of one request, and must not close the gate for
+        # the others.
         where = headers.get("location", "")[:200]
         return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
+    # A 4xx is the final answer of a request, except 408, which a retry may fix.
     if 200 <= status < 500 and status != 408:
         return _refused_in_stream(status, headers, body, retry_after_s) or Delivered(status, body)
     bare = (status == 500 and not body) or (status in (502, 503, 504) and not reason)

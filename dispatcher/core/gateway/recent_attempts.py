@@ -1,8 +1,8 @@
-"""Outcomes of the last tries of one process: which failed, which were refused, when one was answered. Pure.
+"""Outcomes of the last attempts of one process: failures, refusals, and the time of the last answer.
 
 A gateway that answers 500 to everything can be reached, so the gate stays open while all requests wait for a
-retry. The health of the dispatcher (`core/health.py`) is found from these outcomes. Only the kind of a
-failure is kept, never what the gateway said: kinds are few, and an answer may contain a payload.
+retry. The health of the dispatcher (`core/health.py`) is computed from these outcomes. Only the kind of a
+failure is kept and never the text of the gateway: kinds are few, and an answer may contain a payload.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
 
 KEPT = 20
-"""Number of tries that are kept. After as many successes, earlier failures are forgotten."""
+"""Number of attempts that are kept. After as many successes, earlier failures are forgotten."""
 RECENT_S = 300.0
-"""Age at which a try says nothing of the present any more."""
+"""Age from which an attempt is no longer relevant."""
 LEAST = 3
-"""Fewest failures that are reported, even where there were few tries."""
+"""Minimum number of failures that is reported, even after few attempts."""
 PART = 0.25
-"""Least share of failures that is reported: five of twenty, which one failure in a hundred never reaches."""
+"""Minimum share of failures that is reported: five of twenty. A rate of one failure in a hundred never
+reaches it."""
 KINDS_MOST = 3
 """Number of kinds that the sentence names, the most frequent first."""
 KINDS = {
@@ -29,18 +30,18 @@ KINDS = {
     "the answer (": "answer broken off",
     "the dispatcher failed": "a defect of the dispatcher",
 }
-"""Names of failures without a complete answer, by the words with which the outcome begins."""
+"""Names of failures without a complete answer, by the prefix of the text of the outcome."""
 RESET = "connection reset"
 
 
 @dataclass(frozen=True, slots=True)
 class UnansweredTries:
-    """Tries that ended since the last one that was answered."""
+    """Attempts that ended since the last answered one."""
 
     since: float
-    """End of the first of them."""
+    """Time at which the first of them ended."""
     newest: float
-    """End of the last of them."""
+    """Time at which the last of them ended."""
     failed: int = 0
     refused: int = 0
 
@@ -50,24 +51,24 @@ class UnansweredTries:
 
 
 class RecentTries:
-    """The last tries of one process."""
+    """Last attempts of one process."""
 
     __slots__ = ("_ended", "answered_at", "unanswered")
 
     def __init__(self) -> None:
         self._ended: deque[tuple[float, str, str]] = deque(maxlen=KEPT)
-        """End of each try that was not refused, the kind of its failure, and the status of an answer that
+        """End of each attempt that was not refused, the kind of its failure, and the status of an answer that
         rejects the request (4xx). Kind and status are empty for a success."""
         self.unanswered: UnansweredTries | None = None
-        """`None` if the last try was answered, or there was none."""
+        """Attempts since the last answer. `None` if the last attempt was answered, or there was none."""
         self.answered_at: float | None = None
-        """End of the last try that was answered."""
+        """Time at which the last answered attempt ended."""
 
     def ended(self, at: float, outcome: Outcome, status: int | None) -> None:
-        """Note that a try has ended. `status` is what the gateway answered, if it did.
+        """Record that an attempt has ended. `status` is the status of the gateway's answer, if there was one.
 
-        An eviction is no failure, and a try that was not sent or waits for its model says nothing of the
-        gateway: none of them is counted.
+        An eviction is no failure, and an attempt that was not sent or waits for its model says nothing about
+        the gateway. Neither is counted.
         """
         match outcome:
             case Delivered(status=code):
@@ -83,8 +84,8 @@ class RecentTries:
                 pass
 
     def problem(self, now: float) -> str | None:
-        """Return `Of the last 20 tries 20 failed: 500 (18), connection reset (2), the newest 4 s ago`, or
-        `None` if too few of them failed, or none ended lately."""
+        """Return `Of the last 20 attempts 20 failed: 500 (18), connection reset (2), the newest 4 s ago`.
+        `None` if too few failed, or none ended recently."""
         failures = self.failures(now)
         if failures is None:
             return None
@@ -92,7 +93,7 @@ class RecentTries:
         return f"{failures}, the newest {newest_s:.0f} s ago"
 
     def failures(self, now: float) -> str | None:
-        """Return the same without the age."""
+        """Return the sentence of `describe_problem` without the age."""
         recent = [each for each in self._ended if now - each[0] < RECENT_S]
         kinds = [kind for _, kind, _ in recent if kind]
         if len(kinds) < max(LEAST, PART * len(recent)):
@@ -100,12 +101,12 @@ class RecentTries:
         return f"Of the last {len(recent)} tries {len(kinds)} failed: {_most_frequent(kinds)}"
 
     def all_failed(self, now: float) -> bool:
-        """Whether none of the recent tries was answered, and there were enough to say so."""
+        """Return whether no recent attempt was answered, and there were enough of them to say so."""
         kinds = [kind for at, kind, _ in self._ended if now - at < RECENT_S]
         return len(kinds) >= LEAST and all(kinds)
 
     def rejections(self, now: float) -> str | None:
-        """Return `Of the last 20 answers 20 rejected their request: 404 (20)`, or `None` if too few did."""
+        """Return `Of the last 20 answers 20 rejected their request: 404 (20)`. `None` if too few did."""
         answers = [each for each in self._ended if now - each[0] < RECENT_S and not each[1]]
         rejected = [status for _, _, status in answers if status]
         if len(rejected) < max(LEAST, PART * len(answers)):
@@ -124,7 +125,7 @@ class RecentTries:
 
 
 def _most_frequent(kinds: Iterable[str]) -> str:
-    """Return the most frequent kinds with their numbers, and the number of all others."""
+    """Return the most frequent kinds with their counts, and the count of all others."""
     counts = Counter(kinds).most_common()
     named = [f"{kind} ({count})" for kind, count in counts[:KINDS_MOST]]
     if more := sum(count for _, count in counts[KINDS_MOST:]):
@@ -133,7 +134,7 @@ def _most_frequent(kinds: Iterable[str]) -> str:
 
 
 def _kind(why: str) -> str:
-    """Return one of a few kinds: what follows our own words may be the peer's."""
+    """Return one of a few kinds. The text after our own prefix may come from the peer and is not kept."""
     for begins, kind in KINDS.items():
         if why.startswith(begins):
             return kind

@@ -1,4 +1,4 @@
-"""The header Retry-After: seconds, or a date in any of HTTP's formats. Pure."""
+"""Parser of the Retry-After header: seconds, or a date in any of HTTP's formats."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 RETRY_AFTER_CAP_S = 86400.0
-"""Largest Retry-After in seconds; a longer one counts as this. The retry policy may shorten it further."""
+"""Maximum Retry-After in seconds. A longer one counts as this. The retry policy may shorten it further."""
 
 
 def retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:
-    """Return the seconds that an answer asks to wait. `None` if it asks for no wait, or in no valid form."""
+    """Return the seconds that an answer asks to wait. `None` if it asks for no wait, or in no valid
+    format."""
     value = headers.get("retry-after")
     if value is None:
         return None
-    # A date is meant by the clock of the server that wrote it, which the Date header shows.
+    # The date is by the clock of the server that wrote it, which the Date header shows.
     theirs = _http_date(headers.get("date", ""), now_unix)
     return parse_retry_after(value, now_unix if theirs is None else theirs)
 
 
 def parse_retry_after(value: str, now_unix: float) -> float | None:
-    """Return the seconds to wait, given as seconds or in one of HTTP's three date formats. `None` if neither.
+    """Return the seconds to wait, given as seconds or in one of HTTP's three date formats. `None` for other
+    formats.
 
     A date in the past gives 0. The result is at most one day.
     """
@@ -52,8 +54,9 @@ def _http_date(value: str, now_unix: float) -> float | None:
     try:
         if len(year) == 2:
             this = datetime.fromtimestamp(now_unix, UTC).year
-            year = this - 49 + (int(year) - (this - 49)) % 100  # from 49 years ago to 50 ahead
-        # datetime knows no leap second: it counts as the second before.
+            # RFC 9110 5.6.7: a two-digit year more than 50 years in the future is in the past century.
+            year = this - 49 + (int(year) - (this - 49)) % 100  # between 49 years ago and 50 years ahead
+        # `datetime` has no leap seconds, so second 60 counts as the second before.
         return datetime(
             int(year), _MONTHS.index(month) + 1, int(day), hour, minute, min(second, 59), tzinfo=UTC
         ).timestamp()

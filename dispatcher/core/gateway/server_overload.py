@@ -1,4 +1,4 @@
-"""Recognition of answers by which a model server refuses a request because it is full. Pure.
+"""Recognition of answers by which a model server refuses a request because it is full.
 
 A 503 without a drop reason may come from a proxy that finds no server, or from a server whose own queue is
 full. Only the second is overload, and only the body of the answer shows the difference:
@@ -27,9 +27,10 @@ from typing import Any
 import msgspec
 
 SERVER_FULL = "server-full"
-"""Drop reason that we assign to such an answer, because it has none of its own."""
+"""Drop reason that the dispatcher assigns to such an answer, because it has none of its own."""
 LOOKED_AT_BYTES = 16_384
-"""Largest body that may be a refusal, and length of the end of a stream that is searched for one."""
+"""Maximum size of a body that may be a refusal, and length of the end of a stream that is searched for
+one."""
 _PHRASES = (
     "the engine is currently busy and cannot accept new requests",
     "the engine has reached its prefill token backlog limit",
@@ -56,6 +57,7 @@ def error_of_stream(headers: Mapping[str, str], end: bytes) -> Mapping[str, Any]
     """
     if not headers.get("content-type", "").lstrip().lower().startswith("text/event-stream"):
         return None
+    # The error is the last event, so the search starts at the end.
     for line in reversed(end[-LOOKED_AT_BYTES:].splitlines()):
         name, _, value = line.partition(b":")
         value = value.strip()

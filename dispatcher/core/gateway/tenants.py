@@ -1,23 +1,23 @@
-"""Requests that are refused whatever the pool has room for: a tenant's, or single ones. Pure.
+"""Requests that the gateway refuses regardless of free capacity: those of one tenant, or single ones.
 
-A gateway may refuse one tenant's requests (a quota, an admission rule) while it takes all others', or a
-request for what it asks. Each such 429 closes the gate, as any does, and its request's own backoff is no help
-where there are hundreds of them at the head of the queue. So refusals are also counted by standing: once per
-closure of the gate, from zero again with each request of that standing that is accepted.
+A gateway may refuse the requests of one tenant (a quota, an admission rule) while it accepts all others, or
+refuse a request because of its content. Each such 429 closes the gate like any other, and the backoff of the
+single request does not help if hundreds of them are first in the queue. Refusals are therefore also counted
+by group: one per closure of the gate, and from zero again when a request of the group is accepted.
 
-    a tenant     by the name that its requests bear. From the REST_FROM-th closure on it rests, for a time
-                 that doubles, and then one of its requests is tried; its others go back to the queue unsent.
-    the refused  all requests that were refused before have one more standing together, whatever tenant they
-                 name, or none. So they yield to those that never were, and naming a new one each time helps
-                 nobody.
-    all of us    where REST_FROM closures came in a row and nothing of ours was accepted, or is at the gateway
-                 from before, at most SIFTED are tried at a time, whatever the limit. Who is refused by this
-                 joins the refused, and so whoever can be served is come to, however many stand before.
+    a tenant       The group of requests with the same tenant name. After MIN_CLOSURES closures it rests for a
+                   time that doubles. Then one of its requests is tried, and its others return unsent.
+    the refused    All requests that were refused before form one more group, whatever tenant they name, if
+                   any. They give way to requests that were never refused, and a new tenant name each time
+                   does not help them.
+    all requests   After MIN_CLOSURES closures in a row while no request was accepted, and none from before is
+                   at the gateway, at most MAX_TRIED_AT_ONCE requests are tried at a time, whatever the limit.
+                   A refused one joins the refused, so every request that can be accepted is reached.
 
-Whoever rests teaches nothing of the capacity, nor does anybody while nothing of ours is accepted: it was not
-room that it lacked. One that is tried and never heard of again (cancelled, its lease lost) holds the others
-of its standing up for REST_MOST_S. Requests that name no tenant have no standing as such: they would all
-rest for one of them, and in most queues there are no others.
+Refusals of a resting group do not count for the capacity, and neither do refusals while no request is
+accepted: the cause was not a lack of capacity. A request that is tried and never ends (cancelled, its lease
+lost) holds up the others of its group for MAX_REST_S. Requests without a tenant name form no group: all of
+them would rest because of one, and most queues have no others.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 REST_FROM = 3
-"""Closures of the gate by one standing, none of its requests accepted between, until it rests."""
+"""Number of closures of the gate by one group, without an accepted request in between, after which the group
+rests."""
 REST_FIRST_S = 1.0
 REST_MOST_S = 16.0
 SIFTED = 8
-"""As many are tried at a time while nothing of ours is accepted."""
+"""Number of requests that are tried at a time while none is accepted."""
 KEPT = 4096
-"""Tenants remembered at the most: their names come from producers. Those refused longest ago go first, and
-then have the standing of the refused alone."""
+"""Maximum number of tenants that are remembered, because producers choose the names. The ones refused longest
+ago are dropped first, and then count only as part of the refused."""
 _NAME_CHARS = 64
-"""A longer name is remembered by its digest."""
+"""Maximum length of a tenant name. A longer one is remembered by its digest."""
 
 
 @dataclass(slots=True)
 class _Standing:
     closures: int = 0
     since: float = 0.0
-    """When the first refusal of the run came."""
+    """Time of the first refusal in a row."""
     closed_by: float = float("-inf")
-    """The reading that the newest counted refusal fell under."""
+    """Time of the reading under which the newest counted refusal occurred."""
     rests_until: float = float("-inf")
     tried_until: float = float("-inf")
-    """After a rest one request is out to see: no other goes before this."""
+    """Time until which one request is on trial after a rest. No other request is sent before."""
 
     def refused(self, now: float, read_at: float) -> bool:
-        """Whether that says anything about the pool."""
+        """Record a refusal. Return whether it says anything about the pool."""
         if not self.closures:
             self.since = now
         self.tried_until = float("-inf")
+        # Refusals under the same reading belong to the same closure of the gate, and count once.
         if read_at > self.closed_by:
             self.closed_by = read_at
             self.closures += 1
@@ -71,7 +73,7 @@ class _Standing:
 
 
 class Tenants:
-    """Who rests, and until when. `again`: the request was refused before."""
+    """Refusals by group of requests. `was_refused` says whether the request was refused before."""
 
     def __init__(self) -> None:
         self._standing: dict[str, _Standing] = {}
@@ -81,10 +83,10 @@ class Tenants:
     def refused(
         self, tenant: str, now: float, read_at: float, *, again: bool = False, alone: bool = False
     ) -> bool:
-        """A request was refused, under the reading of `read_at`. Whether that says anything about the pool:
-        False once it is known to be refused on its own.
+        """Record that a request was refused under the reading of `read_at`. Return whether that says anything
+        about the pool: False once its group is known to be refused on its own.
 
-        `alone`: nothing of ours that was sent under an older reading is at the gateway.
+        `is_alone` is True if no batch request that was sent under an older reading is at the gateway.
         """
         if not alone:
             self._all = _Standing()
@@ -93,7 +95,7 @@ class Tenants:
         if tenant:
             key = _key(tenant)
             standing = self._standing.pop(key, None) or _Standing()
-            self._standing[key] = standing  # newest last
+            self._standing[key] = standing  # the dict is ordered by refusal, newest last
             if len(self._standing) > KEPT:
                 del self._standing[next(iter(self._standing))]
             standings.append(standing)
@@ -101,7 +103,7 @@ class Tenants:
         return all(told)
 
     def accepted(self, tenant: str, sent_at: float, *, again: bool = False) -> None:
-        """A request, sent at `sent_at`, was answered."""
+        """Record that a request sent at `sent_at` was answered."""
         if self._all.closures and sent_at >= self._all.since:
             self._all = _Standing()
         if again and sent_at >= self._refused.since:
@@ -112,17 +114,18 @@ class Tenants:
             del self._standing[key]
 
     def ended(self, tenant: str, *, again: bool = False) -> None:
-        """A request came back with neither: the next one may try."""
+        """Record that a request ended neither refused nor answered, so that the next one may be tried."""
         for standing in self._standings(tenant, again):
             standing.tried_until = float("-inf")
 
     def rest_s(self, tenant: str, now: float, *, again: bool = False) -> float:
-        """How long a request must wait unsent; 0: it may go, and does."""
+        """Return how long a request must wait unsent. 0 admits it, and then the caller has to send it."""
         standings = self._standings(tenant, again)
         if not standings:
             return 0.0
         rest_s = max(each.rest_s(now) for each in standings)
         if rest_s <= 0:
+            # The admitted request is the trial of each group that rested.
             for standing in standings:
                 if standing.closures >= REST_FROM:
                     standing.tried_until = now + REST_MOST_S
@@ -130,12 +133,12 @@ class Tenants:
 
     @property
     def calm(self) -> bool:
-        """Nobody is known to have been refused: who was not goes, and an answer to it changes nothing."""
+        """True if no group was refused. Every request may then be sent, and its answer changes nothing."""
         return not self._standing and not self._all.closures
 
     @property
     def at_once(self) -> int | None:
-        """How many may be tried at a time; None: as many as there is room for."""
+        """Maximum number of requests that may be tried at a time. `None` for as many as the limit allows."""
         return SIFTED if self._all.closures >= REST_FROM else None
 
     def _standings(self, tenant: str, again: bool) -> list[_Standing]:

@@ -1,14 +1,14 @@
-"""Whether what answers at gateway.url has shown that it is an inference gateway. Pure.
+"""Verification that the server at gateway.url is an inference gateway.
 
 Any web server answers something. Until one request was answered as only a gateway does (2xx, or a refusal
-with a drop reason), "there is no such thing here" is taken for what it looks like at a wrong address: no
-gateway, and no request's fault. Once one was, such an answer is that request's own.
+with a drop reason), a response that means "not found here" is taken as a sign of a wrong address: no gateway,
+and not the fault of the request. After that, such a response is the answer to its request.
 
-Two kinds of 404 are the request's own in any case:
+Two kinds of 404 always concern the request:
 
     names its model    an error body as only model servers write it, for a model that they do not serve
-    empty              Envoy has no route for the request, while it has one for another path or model: the
-                       newest 2xx was for such a one, and lately, and that one got no empty 404 since
+    empty              Envoy has no route for the request, but has one for another path or model: the newest
+                       recent 2xx was for another one, and that one got no empty 404 since
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Outcome,
 from dispatcher.core.models.names import model_of, says_no_model
 
 NOT_HERE = (403, 404, 405, 501)
-"""What a server answers, beside redirects, that has nothing at this path, or takes no POST there."""
+"""Statuses, besides redirects, of a server that has nothing at this path, or does not accept POST there."""
 LATELY_S = 300.0
-"""A 2xx this old still shows that the gateway has routes: as long as the tries of a request usually take."""
+"""Maximum age of a 2xx that shows that the gateway has routes: as long as the attempts of a request usually
+take."""
 _DOUBT = (
     ", and none of our requests with 2xx yet: it may be no inference gateway; look at gateway.url and "
     "gateway.path, or at the model that the requests name"
@@ -33,18 +34,18 @@ _NOT_ALLOWED = (
 
 
 class Stranger:
-    """One address, from the first request on."""
+    """Verification state of one address, from the first request on."""
 
     def __init__(self) -> None:
         self.known = False
         self._routed: tuple[float, str, bytes] | None = None
-        """Time, path and body of the last request that was answered with 2xx. `None` if none was, or if one
-        for the same path and model got an empty 404 since."""
+        """Time, path and body of the last request that was answered with 2xx. `None` if there was none, or if
+        a request for the same path and model got an empty 404 since."""
 
     def judged(self, outcome: Outcome, path: str = "", payload: bytes = b"", at: float = 0.0) -> Outcome:
-        """Return the outcome as it counts, by what is known of the server that gave it at `at`.
+        """Return the outcome as it counts, given what is known of the server that answered at `at`.
 
-        `path`, `payload`: of the request.
+        `path` and `payload` are those of the request.
         """
         match outcome:
             case Delivered(status=status) | TooLarge(status=status) if 200 <= status < 300:
@@ -55,9 +56,9 @@ class Stranger:
             case Failed(status=404, bare=True):
                 return self._without_route(outcome, path, payload, at)
             case Failed(bare=True):
-                pass  # it says that itself
+                pass  # already marked as an intermediary error
             case Delivered(status=404, body=body) if says_no_model(404, body, model_of(payload)):
-                pass  # a model server wrote that
+                pass  # a model server wrote it, so the gateway works
             case Delivered(status=status, body=body) if not self.known and status in NOT_HERE:
                 doubt = _NOT_ALLOWED if status == 403 else _DOUBT
                 return Failed(f"a server answered {status}{doubt}", status, body, bare=True)
@@ -66,7 +67,7 @@ class Stranger:
         return outcome
 
     def _without_route(self, outcome: Failed, path: str, payload: bytes, at: float) -> Failed:
-        """Return the empty 404 as a failure of its request alone where another path or model has a route."""
+        """Return an empty 404 as a failure of its request alone if another path or model has a route."""
         if self._routed is None or at - self._routed[0] > LATELY_S:
             return outcome
         _, routed_path, routed_payload = self._routed

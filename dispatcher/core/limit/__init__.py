@@ -1,1 +1,1 @@
-"""The limit: how many batch requests may be in flight, by what was read of the pool."""
+"""The limit: how many batch requests may be in flight, computed from readings of the pool."""

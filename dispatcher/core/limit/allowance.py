@@ -1,4 +1,4 @@
-"""What the limiter answers, and how to say it to a person."""
+"""The result of the limiter, and its explanation in one sentence."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ from dispatcher.core.limit.budget import Budget, Reason, Signal
 from dispatcher.core.value import Value
 
 _UNREAD = (Reason.UNREADABLE, Reason.STALE)
-"""Reasons that mean that the newest reading may no longer show the state of the pool."""
+"""Reasons for which the newest reading may no longer show the state of the pool."""
 
 
 class Allowance(Value, frozen=True):
-    """What may be in flight now, why, and how long that answer stands."""
+    """Number of batch requests that may be in flight now, with the reason and the time for which the number
+    is valid."""
 
     limit: int
-    """Of our requests in flight, all replicas together. 0 in every closed state."""
+    """Maximum number of batch requests in flight over all replicas. 0 if the gate is closed."""
     reason: Reason
     because: str
-    """The reason's particulars in words; may be empty. Where it is `open`: why a claim got nothing."""
+    """Details of the reason in words. May be empty. If the reason is `open`, the cause why a claim returned
+    nothing."""
     signal: Signal | None
-    """The signal whose limit is the smallest."""
+    """Signal with the smallest limit."""
     budget: Budget | None
-    """That signal's newest budget."""
+    """Newest budget of `signal`."""
     read_at: float
-    """When the newest reading behind the limit was taken (its window's start)."""
+    """Time at which the newest reading behind the limit was taken (the start of its window)."""
     lost: int
-    """Leases lost so far that the limit already allows for."""
+    """Total of lost leases that the limit already accounts for."""
     next_check_at: float | None
-    """Ask again then, though nothing happened; None: only when something does."""
+    """Time at which the allowance has to be computed again even without an event. `None` if only an event can
+    change it."""
     probe: int = 0
-    """Within this limit one request may be sent to see whether the gateway is back; 0: not now."""
+    """Limit within which one request may be sent to probe whether the gateway is back. 0 if no probe is
+    due."""
 
 
 def explain(allowance: Allowance, in_flight: int) -> str:
-    """One sentence from an allowance: what is sent, and why not more."""
+    """Return one sentence that says what is sent, and why not more."""
     terms = ""
     budget = allowance.budget
     if budget is not None and budget.fault is None and allowance.reason not in _UNREAD:
@@ -53,6 +57,7 @@ def explain(allowance: Allowance, in_flight: int) -> str:
             told = f"{in_flight} in flight fill the {limited}: each completion is replaced"
         case Reason.IDLE:
             told = f"no request is ready to be sent, {in_flight} in flight under a {limited}"
+        # The gate is open, but the newest claim returned nothing although requests wait.
         case _ if allowance.because:
             told = (
                 f"{in_flight} in flight under a {limited}, and the queue gives no more: {allowance.because}"

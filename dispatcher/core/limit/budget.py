@@ -1,7 +1,7 @@
-"""One reading of the pool, and what it leaves for batch work: D = 1 − (F_SYS + F_EPP + B).
+"""One reading of the pool, and the budget that it leaves for batch requests: D = 1 − (F_SYS + F_EPP + B).
 
-A reading speaks of one signal and one sample. The budget is arithmetic on it: no memory, no clock. What
-becomes of a budget (how far it moves the limit, and when) is the limiter's business.
+A reading is one sample of one signal. The budget is computed from it without memory or a clock. The limiter
+decides how far and when a budget moves the limit.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 SLACK = 1e-6
-"""In requests: sums of fractions such as 0.1 + 0.2 come out a hair off, and must not cost or win a slot."""
+"""Tolerance in requests. Sums of fractions such as 0.1 + 0.2 are slightly inexact, and that must not add or
+remove a slot."""
 MOST_IN_FLIGHT = 1_000_000
-"""The limit is never more, whatever a page or a setting says: beyond any pool, and far within the integers of
-Redis."""
+"""Upper bound of the limit, whatever a metrics page or a setting says. It is larger than any pool, and well
+within the integer range of Redis."""
 
 
 SERVER_LAG_S = 0.5
-"""The picker's metrics of the model servers are at most this old."""
+"""Maximum age of the picker's metrics of the model servers."""
 PLAUSIBLE_MOST = 1e9
-"""Requests. A capacity or a load beyond it is a mistake of what shows it: no pool has so many."""
+"""Maximum plausible capacity or load in requests. A larger number is a defect of its source."""
 
 
 class Signal(StrEnum):
-    """What a reading measures."""
+    """Quantity that a reading measures."""
 
     SATURATION = "saturation"
-    """The EPP's pool saturation and its queue."""
+    """Pool saturation of the endpoint picker, and its queue."""
     REQUESTS = "requests"
-    """Running and waiting requests, counted."""
+    """Number of running and waiting requests."""
 
 
 class Reason(StrEnum):
-    """Why the limit is what it is; the first that holds is shown (declared in that order)."""
+    """Reason for the current limit. The first one that applies is reported, in the order of declaration."""
 
     meaning: str
-    """In a few words, for whoever sees the reason alone."""
+    """Short explanation for readers who see only the reason."""
 
     def __new__(cls, value: str, meaning: str) -> Reason:
         reason = str.__new__(cls, value)
@@ -62,9 +63,9 @@ class Reason(StrEnum):
     OPEN = ("open", "there is room, and work for it")
 
     rank: int
-    """Its place among them."""
+    """Position in the order of declaration."""
     closed: bool
-    """Nothing is sent while it holds."""
+    """True if nothing is sent for this reason."""
 
 
 for _rank, _reason in enumerate(Reason):
@@ -75,89 +76,92 @@ for _reason in Reason:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the operator decided about the budget."""
+    """Settings of the operator that determine the budget."""
 
     reserve: float = 0.05
-    """B: the share of the pool that batch work never takes."""
+    """B: share of the pool that batch requests never take."""
     upper: float | None = None
-    """u: a budget above it is not believed; None: 1 − reserve."""
+    """u: largest budget that is plausible. `None` for 1 − reserve."""
     max_sys: float | None = None
-    """Capacity in requests; None: ready endpoints × per_endpoint."""
+    """Capacity in requests. `None` for ready endpoints × per_endpoint."""
     per_endpoint: float | None = None
-    """Requests that an endpoint runs at once. `None` if the pages of the picker or of the model servers have
-    to say it, or else the readings."""
+    """Requests that an endpoint runs at once. `None` if the number comes from the metrics of the picker or of
+    the model servers, or else from readings."""
     initial_per_endpoint: float = 8.0
     """Requests per endpoint with which the search for an unknown capacity starts."""
     max_in_flight: int | None = None
-    """Hard cap on our requests, whatever the readings say."""
+    """Hard limit on batch requests in flight, regardless of readings."""
     overload_backoff: float = 0.7
-    """β: one refusal leaves at least this share of what was taken for the capacity."""
+    """β: smallest share of the capacity estimate that remains after one refusal."""
     max_age_s: float = 10.0
-    """A sample older than this is not acted upon."""
+    """Age from which a sample is no longer used."""
     retry_after_max_s: float = 60.0
-    """A longer Retry-After is cut to this."""
+    """Maximum Retry-After. A longer one is shortened to this."""
     stray_s: float = 30.0
-    """A request whose owner fell silent may still run for so long after its lease was taken back."""
+    """Time for which the request of a silent owner may still run after its lease was taken back."""
 
     @property
     def ceiling_d(self) -> float:
         return 1.0 - self.reserve if self.upper is None else self.upper
 
     def most(self, max_sys: float) -> int:
-        """No reading raises the limit over it: floor(max_SYS × (1 − B)), MOST_IN_FLIGHT, the own cap."""
+        """Return the largest limit that a reading can justify: the smallest of floor(max_SYS × (1 − B)),
+        MAX_IN_FLIGHT and `max_in_flight`."""
         room = min(whole(max_sys * (1.0 - self.reserve)), MOST_IN_FLIGHT)
         return room if self.max_in_flight is None else min(room, self.max_in_flight)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One sample of one signal, taken somewhere in [opened_at, closed_at] on the process clock."""
+    """One sample of one signal, taken at an unknown time within [opened_at, closed_at] on the process
+    clock."""
 
     signal: Signal
     opened_at: float
     closed_at: float
     f_sys: float
-    """cur_SYS / max_SYS; above 1: oversubscribed."""
+    """Share of the capacity that is in use: cur_SYS / max_SYS. Above 1 if the pool is oversubscribed."""
     f_epp: float
-    """cur_EPP / max_SYS."""
+    """Requests in the picker's queue as a share of the capacity: cur_EPP / max_SYS."""
     max_sys: float
-    """Capacity in requests, of the same sample."""
+    """Capacity in requests, from the same sample."""
     exact: bool = True
-    """It counts requests, so our own must show in it. The default saturation detector is a pressure score
-    and does not."""
+    """True if the signal counts requests, so that batch requests must be visible in it. The default
+    saturation detector is a pressure score and does not."""
     source: str = ""
-    """Where it came from: `epp`, `prometheus`."""
+    """Source of the sample: `epp` or `prometheus`."""
     raw: Mapping[str, float] = field(default_factory=dict)
-    """The values it was made of, by series, for people."""
+    """Values from which the reading was made, by series, for display."""
     running: float | None = None
-    """Requests that run in the model servers at the moment of the sample. `None` if nobody shows them apart
-    from those that wait."""
+    """Requests that run in the model servers at the time of the sample. `None` if no series separates them
+    from waiting requests."""
     waiting: float = 0.0
-    """Requests that wait at that moment, in the picker or in the model servers."""
+    """Requests that wait at that time, in the picker or in the model servers."""
     exact_counts: bool = True
-    """These two were counted together. Otherwise `running` is what the picker sent by now less what waited in
-    the model servers up to SERVER_LAG_S before."""
+    """True if `running` and `waiting` were counted together. Otherwise `running` is the number of requests
+    that the picker has sent, minus the number that waited in the model servers up to MAX_SERVER_METRICS_AGE_S
+    before."""
     averages: tuple[float, float] | None = None
-    """Requests that ran and that waited in the model servers at the picker's last flush. `None` if the picker
-    does not show both."""
+    """Requests that ran and requests that waited in the model servers at the picker's last flush. `None` if
+    the picker does not show both."""
     capacity_known: bool = True
-    """`max_sys` is what a setting, the picker or the model servers say; otherwise the dispatcher starts there
-    and has to find the capacity."""
+    """True if `max_sys` comes from a setting, the picker or the model servers. Otherwise `max_sys` is only
+    the start of the search for the capacity."""
     beyond_calls: float = math.inf
-    """Number of items of our calls that it may count beyond one for each call: 0 if it counts calls, infinite
-    if it is of the model servers, which count items."""
+    """Number of items of batch calls that the reading may count beyond one per call: 0 if it counts calls,
+    infinite if it comes from model servers, which count items."""
     good_s: float | None = None
-    """A sample of this source may grow so old before it is not acted upon; None: the policy's max_age_s."""
+    """Age from which a sample of this source is no longer used. `None` for `Policy.max_age_s`."""
 
     @property
     def load(self) -> float:
-        """What it shows running and waiting, in requests."""
+        """Running and waiting requests in total."""
         return (self.f_sys + self.f_epp) * self.max_sys
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A reading under a policy, every term of it."""
+    """All terms of the budget that follow from a reading and a policy."""
 
     signal: Signal
     f_sys: float
@@ -165,37 +169,39 @@ class Budget:
     reserve: float
     d: float
     headroom: int
-    """H = floor(max_SYS × D), in requests; negative when the pool is over-full."""
+    """H = floor(max_SYS × D), in requests. Negative if the pool is overfull."""
     max_sys: float
     configured: float
-    """max_SYS by the configuration, the sample and the watch. `max_sys` is less where a known capacity proved
-    too large, and more or less where the capacity was not known (`known`)."""
+    """max_SYS by the configuration, the sample and the watch. `max_sys` is smaller if a known capacity proved
+    too large, and differs in either direction if the capacity is not known."""
     known: bool = True
-    """`configured` is the capacity; otherwise it is where the search for it started."""
+    """True if `configured_max_sys` is the capacity. Otherwise it is only the start of the search for the
+    capacity."""
     fault: Reason | None = None
-    """Why it must not be acted upon: NO_ENDPOINTS or IMPLAUSIBLE; None when it may."""
+    """Reason why the budget must not be used: NO_ENDPOINTS or IMPLAUSIBLE. `None` if it may be used."""
     because: str = ""
     """The fault in words."""
 
     @property
     def learned(self) -> bool:
-        """Whether readings showed that less fits than the known capacity."""
+        """True if readings showed that the pool runs less than its known capacity."""
         return self.known and self.max_sys < self.configured
 
 
 def whole(requests: float) -> int:
-    """The whole requests in a number of them, forgiving what floats lose."""
+    """Return the number of whole requests, with a tolerance for rounding errors of floats."""
     return math.floor(requests + SLACK)
 
 
 def assess(
     reading: Reading, policy: Policy, capacity: float | None = None, share: float | None = None
 ) -> Budget:
-    """The budget that a reading leaves under a policy.
+    """Return the budget that a reading leaves under a policy.
 
-    `capacity`: what the pool can take as known from elsewhere (the Kubernetes watch). A smaller one than the
-    sample's counts at once, with the sample's load rescaled to it; a larger one is not believed yet.
-    `share`: what was learned to fit of that (None: all of it), likewise.
+    `capacity` is the capacity known from elsewhere (the Kubernetes watch). If it is smaller than the
+    sample's, it applies at once, and the load of the sample is rescaled to it; a larger one is ignored until
+    a sample shows it. `learned_share` is the share of the capacity that was learned to fit (`None` for all of
+    it), and is applied in the same way.
     """
     f_sys, f_epp, max_sys = reading.f_sys, reading.f_epp, reading.max_sys
     if not (math.isfinite(f_sys) and math.isfinite(f_epp) and math.isfinite(max_sys)):
@@ -211,12 +217,14 @@ def assess(
     fitting = configured if share is None else configured * share
     if fitting != max_sys:
         if fitting > 0:
-            # A pressure score says how full the pool is whatever it is configured for.
+            # A pressure score is a fraction of the real capacity. A smaller learned capacity must not be
+            # applied to it a second time, so it is rescaled by the configured capacity only.
             f_sys *= max_sys / (fitting if reading.exact else configured)
             f_epp *= max_sys / fitting
         max_sys = fitting
     if max_sys <= 0:
         return _faulty(reading, policy, Reason.NO_ENDPOINTS, "no endpoint is ready")
+    # D = 1 − (F_SYS + F_EPP + B). Each term is a share of the same max_SYS.
     d = 1.0 - (f_sys + f_epp + policy.reserve)
     if not math.isfinite(max_sys * d):
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a load beyond all numbers")
@@ -231,6 +239,8 @@ def assess(
         configured=configured,
         known=reading.capacity_known,
     )
+    # More room than an idle pool has means that a series is missing or wrong. Sending on such a reading would
+    # overfill the pool.
     if (d - policy.ceiling_d) * max_sys > SLACK:
         why = f"D {d:.3f} is above {policy.ceiling_d:.3f}, more room than an idle pool has"
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, why)

@@ -1,4 +1,4 @@
-"""What closes the gate, whatever the pool has room for. Pure."""
+"""Conditions that close the gate regardless of free capacity: operator, queue, signals and gateway."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dispatcher.core.limit.revision import Revised
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The signals cannot be read."""
+    """Failure to read the signals."""
 
     reason: Reason
     why: str
     at: float
     closes_at: float
-    """From then on nothing is known (`Patience`)."""
+    """Time from which the state of the pool is unknown (`StalenessLimit`)."""
 
 
 class Gate(Revised):
-    """The operator's switch, the queue, the signals' failures, and the gateway."""
+    """State of the conditions that close the gate."""
 
     def __init__(self) -> None:
         self.draining = self.paused = False
@@ -33,16 +33,17 @@ class Gate(Revised):
 
     @property
     def revisions(self) -> int:
-        """Of all that closes it."""
+        """Sum of the revisions of all parts. It changes whenever one of them does."""
         return self.revision + self.refusals.revision + self.reach.revision
 
     @property
     def reachable(self) -> bool:
-        """There is a gateway, as far as one can know."""
+        """True unless the gateway is known to be unreachable."""
         return self.reach.closure is None
 
     def closed_to_claiming(self) -> tuple[Reason, str] | None:
-        """Why nothing is claimed, whatever is known of the pool."""
+        """Return why nothing may be claimed, regardless of the state of the pool. `None` if claiming is
+        allowed."""
         if self.draining:
             return Reason.DRAINING, "shutting down"
         if self.paused:
@@ -52,28 +53,30 @@ class Gate(Revised):
         return None
 
     def unreadable(self, now: float) -> tuple[Reason, str] | None:
-        """Why nothing is known of the pool any more; None: nothing failed, or not for long."""
+        """Return why the state of the pool is unknown. `None` if the signals are readable, or failed only for
+        a short time."""
         failure = self.failure
         return None if failure is None or now < failure.closes_at else (failure.reason, failure.why)
 
     def unreachable(self) -> tuple[Reason, str] | None:
-        """Why there is no gateway to send to."""
+        """Return why no gateway can be used. `None` if there is one."""
         closure = self.reach.closure
         return None if closure is None else (Reason.GATEWAY_UNREACHABLE, closure.why)
 
     def refused(self, now: float, read_at: float) -> tuple[Reason, str] | None:
-        """Why a gateway that refused is sent nothing on a reading of `read_at`."""
+        """Return why nothing is sent on a reading of `read_at` after refusals. `None` if refusals do not
+        matter."""
         why = self.refusals.closed(now, read_at)
         return (Reason.BACKPRESSURE, why) if why else None
 
     def may_probe(self, now: float, read_at: float) -> bool:
-        """Whether one request may be sent to see if the gateway is back."""
+        """Return whether one request may be sent to probe whether the gateway is back."""
         closure = self.reach.closure
         return closure is not None and now >= closure.next_probe_at and not self.refused(now, read_at)
 
     @property
     def changes_at(self) -> list[float]:
-        """When time alone may open or close it."""
+        """Times at which the gate may open or close without an event."""
         times = [self.refusals.until]
         if self.failure is not None:
             times.append(self.failure.closes_at)

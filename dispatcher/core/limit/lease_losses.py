@@ -1,8 +1,10 @@
-"""Leases that were taken back from their owners: how many were known of when, and what may still run of them.
+"""Leases that were taken back from their owners: how many were known at which time, and which of their
+requests may still run.
 
-Whoever takes back a lease knows that its owner is gone, or only that it is silent. What a silent one sent may
-run on at the gateway, and no lease counts it any more: a stray. It is inside every reading as somebody else's
-load, so the pool is never overfilled; but a cap on our own requests has to be told of it.
+An owner that loses a lease is dead, or only silent. A silent owner's request may still run at the gateway
+although no lease counts it any more: an orphaned lease. Every reading contains such a request as realtime
+load, so the pool is never overfilled. A hard limit on batch requests (`max_in_flight`) has to account for it
+separately.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ KEPT = 1024
 
 @dataclass(slots=True)
 class Losses(Revised):
-    """Counts of leases lost, and of the strays among them, as they became known."""
+    """History of the number of lost leases, and of the orphaned ones among them."""
 
     _counts: tuple[tuple[float, int, int], ...] = ()
 
@@ -29,7 +31,10 @@ class Losses(Revised):
         return self._counts[-1][1] if self._counts else 0
 
     def counted(self, at: float, lost: int, stray: int) -> bool:
-        """False: the first count, or one of a queue that was emptied; nothing is known of what was before."""
+        """Record the counts that were known at `at`. Return False if nothing is known of the time before: for
+        the first count, or after the queue was emptied."""
+        # The counter lives in Redis and only grows. A smaller value means that the queue was emptied or
+        # replaced.
         if not self._counts or lost < self.lost:
             self._counts = ((at, lost, stray),)
             return False
@@ -38,7 +43,7 @@ class Losses(Revised):
         return True
 
     def lost_at(self, at: float) -> int:
-        """Leases known to be lost by `at`."""
+        """Return the number of leases that were known to be lost at `at`."""
         lost = self._counts[0][1] if self._counts else 0
         for when, count, _ in self._counts:
             if when > at:
@@ -47,10 +52,12 @@ class Losses(Revised):
         return lost
 
     def strays(self, since: float, bounds: Iterable[tuple[float, float]]) -> tuple[int, float]:
-        """Strays that became known after `since` and may still run; and when the first of them did.
+        """Return the number of requests of orphaned leases that became known after `since` and may still run,
+        and the time at which the first of them became known.
 
-        `bounds`: (when, how many there are at the most), by whoever looked; who looked before the last of
-        them became known did not see them as strays.
+        `bounds` are pairs of a time and the largest number of such requests that a reading of that time can
+        contain. A reading from before the newest loss proves nothing, because the request still counted as a
+        leased one then.
         """
         strays, first_at, last_at = 0, float("inf"), float("-inf")
         for (_, _, before), (at, _, after) in itertools.pairwise(self._counts):

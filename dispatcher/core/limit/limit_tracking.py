@@ -1,14 +1,13 @@
-"""How far the limit may go by what was read of the pool, and by what was ours at the time. Pure.
+"""The limit of each signal, and the readings and leases that move it.
 
-A reading that shows headroom H, taken while between `lo` and `hi` of our own requests were inside it, proves
-that the limit lies between lo + H and hi + H (our own are added back). The limit moves only as far as that
-proves:
+A reading with headroom H contains between `lo` and `hi` batch requests. Because these are added back, the
+reading proves that the limit is between lo + H and hi + H. The limit moves only as far as that proves:
 
     L = clamp(L_before, lo + H, hi + H),   L ≤ floor(max_SYS × (1 − B)), max_in_flight
 
-max_SYS is what the configuration says, or the share of that which was learned to fit (`Capacity`). Each
-signal has a limit of its own (`Track`); the smallest wins. A lease that ends without an answer lowers it by
-one until a reading taken after that (`Losses`).
+max_SYS is the configured capacity, or the share of it that was learned to fit (`CapacityEstimate`). Each
+signal has its own limit (`SignalLimit`), and the smallest one applies. A lease that ends without an answer
+lowers it by one until a reading is taken after that (`LeaseLosses`).
 """
 
 from __future__ import annotations
@@ -26,31 +25,34 @@ from dispatcher.core.limit.signal_limit import Track
 from dispatcher.core.limit.transit_time import LATE_MOST_S, MOST_S, Travel
 
 WINDOW_MOST_S = 10.0
-"""No reading's window is longer than this (averages are flushed every 5 s)."""
+"""Maximum length of a reading's window. Averages are flushed every 5 s."""
 STEADY = 0.05
-"""Counts of different moments fit together if they changed by no more than this share between them."""
+"""Share by which counts may change between two times and still fit together."""
 OTHERS_RECENTLY_S = 3.0
-"""A sample this old still shows how many of the requests that are not ours are not new."""
+"""Maximum age of a sample that still shows which realtime requests are not new."""
 CALLS_COUNTED_S = 15.0
-"""Readings that show fewer than our units for so long count calls. What the picker's averages show beyond
-calls is known after two of its flushes."""
+"""Time for which readings must show fewer than our units before they are taken to count calls. The picker's
+averages show after two flushes what they count beyond calls."""
 DISBELIEF = 2
-"""So many readings in a row without the requests we surely had running mean: not our pool."""
+"""Number of readings in a row that may lack requests which certainly run, before the reading is taken to be
+of another pool."""
 
 
 @dataclass(slots=True)
 class SharedLimit:
-    """The newest limit of any replica, as it is told again and again."""
+    """Newest limit of any replica. It is reported again and again."""
 
     limit: int = 0
     read_at: float = float("-inf")
-    """When its reading was taken, by a clock that is known a little better each time."""
+    """Time at which its reading was taken. The clock offset to the other replica becomes more precise with
+    each report."""
 
 
 class Tracking(Revised):
-    """The limit of each signal, and what moves it.
+    """The limit of each signal, and the state from which it follows.
 
-    What counts with the next reading alone is changed in place: it is no revision of what is known now.
+    State that takes effect only with the next reading is changed in place, because it does not change the
+    current result and must not increment the revision.
     """
 
     def __init__(self, policy: Policy, signals: Iterable[Signal]) -> None:
@@ -63,20 +65,23 @@ class Tracking(Revised):
         self._capacity: float | None = None
         self._shared = SharedLimit()
         self._others: tuple[float, float] | None = None
-        """When the picker's counters were read last, and how many requests that are not ours it had sent."""
+        """Time at which the picker's counters were last read, and the number of realtime requests that the
+        picker had sent."""
         self._applied_at = float("-inf")
-        """When the newest sample was taken, of any signal."""
+        """Time of the newest applied sample of any signal."""
         self._fewer_since: float | None = None
-        """Since when each reading shows fewer than our units. `None` if the newest one does not."""
+        """Time since which every reading shows fewer than our units. `None` if the newest reading does not.
+        """
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────
 
     def hand_in(self, reading: Reading, now: float) -> bool:
-        """A sample of one signal; `apply_due` acts on it when δ has passed after its window. False: it is
-        none."""
+        """Add a sample of one signal. `apply_due_readings` applies it once δ has passed since its window
+        closed. Return False if the sample is invalid or its signal is not in use."""
         track = self.tracks.get(reading.signal)
         if track is None or not float("-inf") < reading.opened_at <= reading.closed_at < float("inf"):
             return False
+        # A sample cannot be newer than its arrival: the clocks of the source and of this process differ.
         if reading.closed_at > now:
             reading = replace(reading, opened_at=min(reading.opened_at, now), closed_at=now)
         if reading.good_s is not None:
@@ -87,13 +92,14 @@ class Tracking(Revised):
         return True
 
     def use(self, signals: Iterable[Signal]) -> None:
-        """Which signals count from now on; one that is new has to be read first."""
+        """Set the signals in use. A new signal has to be read before the limit can be computed."""
         wanted = set(signals)
         if wanted != set(self.tracks):
             self.tracks = {signal: self.tracks.get(signal, Track()) for signal in sorted(wanted)}
 
     def set_capacity(self, max_requests: float | None) -> None:
-        """What the pool can take as seen elsewhere. Less counts at once, more with the next reading."""
+        """Set the capacity known from elsewhere. A smaller one applies at once, a larger one from the next
+        reading on."""
         self._capacity = max_requests
         for track in self.tracks.values():
             if max_requests is not None and (track.capacity is None or max_requests < track.capacity):
@@ -101,7 +107,7 @@ class Tracking(Revised):
         self._reassess()
 
     def set_policy(self, policy: Policy) -> None:
-        """It holds at once, for the readings at hand too."""
+        """Set the policy. It applies at once, also to the current readings."""
         self.policy = policy
         self.held.horizon_s = max(self.held.horizon_s, _horizon(policy.max_age_s))
         self._reassess()
@@ -114,14 +120,17 @@ class Tracking(Revised):
             self._travel.opened(opened_s)
 
     def looped(self, late_s: float) -> None:
-        """Note the largest recent delay of the event loop."""
+        """Set the largest recent delay of the event loop."""
         self._travel.looped(late_s)
 
     def count_leases(
         self, now: float, *, others: int, young: int, lost: int, stray: int, reachable: bool
     ) -> None:
-        """The first count after a reading's window tells what of theirs that reading surely contained: only
-        then can it prove room beyond our own."""
+        """Record the leases counted in the queue.
+
+        The first count after a reading's window bounds how many requests of other owners that reading
+        contained. Only then can the reading prove room beyond our own requests.
+        """
         counted_at = self.held.counted_at
         self.held.counted(now, others, young)
         for track in self.tracks.values():
@@ -129,21 +138,24 @@ class Tracking(Revised):
             if reading is not None and counted_at < reading.closed_at <= now:
                 track.interval = self._ours_in(reading, reachable)
                 track.reassess(self.policy, self.learned.share)
-        if not self.losses.counted(now, lost, stray):  # a new beginning
+        if not self.losses.counted(now, lost, stray):  # the first count, or the queue was emptied
             for track in self.tracks.values():
                 track.lost_before = lost
 
     def share(self, limit: int, read_at: float) -> None:
-        """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""
+        """Set the newest limit of any replica. The next reading here moves that limit, and not an older one
+        of this process."""
         self._shared.limit, self._shared.read_at = limit, read_at
 
     def refused(self, in_flight: int, *, known: bool, heard: bool) -> None:
-        """Refused for lack of capacity (`Capacity.refused`)."""
+        """Record a refusal for lack of capacity (`CapacityEstimate.record_refusal`)."""
         self.learned.refused(in_flight, known=known, heard=heard)
 
     def apply_due(self, now: float, *, refused_at: float, reachable: bool) -> None:
-        """Act on every sample whose window closed δ ago. `refused_at`: when the gateway last refused one;
-        `reachable`: there is a gateway."""
+        """Apply every sample whose window closed at least δ ago.
+
+        `refused_at` is the time of the gateway's last refusal.
+        """
         applied_at = self._applied_at
         ours_at = self.read_at
         for track in self.tracks.values():
@@ -154,15 +166,15 @@ class Tracking(Revised):
         if applied_at > self._applied_at:
             self._applied_at = applied_at
             if self.read_at > refused_at:
-                self._learn()  # once per sample, however many signals it was of
+                self._learn()  # once per sample, regardless of the number of its signals
 
-    # ── what is known ───────────────────────────────────────────────────────────────────────────────────
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def revisions(self) -> int:
-        """Of all that the limit and the reasons are made of."""
+        """Sum of the revisions of everything from which limit and reason follow."""
         revisions = self.revision + self.losses.revision
-        for track in self.tracks.values():  # asked several times each turn: no generator
+        for track in self.tracks.values():  # read several times per turn of the loop, so no generator
             revisions += track.revision
         return revisions
 
@@ -173,27 +185,27 @@ class Tracking(Revised):
 
     @property
     def due_at(self) -> list[float]:
-        """When each pending sample may be acted upon."""
+        """Times at which the pending samples may be applied."""
         return [r.closed_at + self._travel.delta_s for t in self.tracks.values() for r in t.pending]
 
     @property
     def handed_at(self) -> float:
-        """When there was last a sample of every signal, new or not."""
+        """Time by which every signal had a sample, repeated samples included."""
         return min((track.handed_at for track in self.tracks.values()), default=float("inf"))
 
     @property
     def read_at(self) -> float:
-        """When the newest reading was taken, whichever signal it was of."""
+        """Time at which the newest reading of any signal was taken."""
         return max((reading.opened_at for reading in self.readings), default=float("-inf"))
 
     @property
     def readings(self) -> list[Reading]:
-        """The newest reading of each signal."""
+        """Newest reading of each signal."""
         return [track.reading for track in self.tracks.values() if track.reading is not None]
 
     @property
     def budgets(self) -> list[Budget]:
-        """What each signal leaves."""
+        """Budget of each signal."""
         return [track.budget for track in self.tracks.values() if track.budget is not None]
 
     @property
@@ -202,7 +214,8 @@ class Tracking(Revised):
         return [signal for signal, track in self.tracks.items() if track.reading is None]
 
     def smallest(self) -> tuple[Signal | None, int]:
-        """The signal with the smallest limit, and that limit less the leases lost since its reading."""
+        """Return the signal with the smallest limit, and that limit minus the leases lost since its
+        reading."""
         smallest: tuple[Signal | None, int] = (None, 0)
         lost = self.losses.lost
         for signal, track in self.tracks.items():
@@ -212,7 +225,7 @@ class Tracking(Revised):
         return smallest
 
     def stale(self, now: float) -> tuple[Reason, str] | None:
-        """Why the newest readings are no longer acted upon."""
+        """Return why the newest readings are too old. `None` if they are not."""
         for reading in self.readings:
             if now > self._good_until(reading):
                 age = now - reading.closed_at
@@ -221,12 +234,12 @@ class Tracking(Revised):
 
     @property
     def stale_at(self) -> list[float]:
-        """When each reading is too old. A hair past it: at the very moment the reading still holds, and
-        asking again must make headway."""
+        """Times at which the readings become too old. They lie slightly after the limit: at the limit itself
+        a reading is still valid, and the next check must make progress."""
         return [self._good_until(reading) + 1e-6 for reading in self.readings]
 
     def fault(self) -> tuple[Reason, str] | None:
-        """Why the newest readings cannot be right."""
+        """Return why the newest readings cannot be right. `None` if they can."""
         faults = [(b.fault, f"{b.signal}: {b.because}") for b in self.budgets if b.fault is not None]
         if faults:
             return min(faults, key=lambda fault: fault[0].rank)
@@ -236,19 +249,22 @@ class Tracking(Revised):
         return None
 
     def strays(self, now: float) -> tuple[int, float]:
-        """Requests of silent owners that may still run, and when the first of them no longer may; a reading
-        shows them beside what is surely ours."""
+        """Return the number of requests of silent owners that may still run, and the time at which the first
+        of them no longer may. A reading shows these requests in addition to the ones that are certainly ours.
+        """
         exact = [(t.reading, t.interval.lo) for t in self.tracks.values() if t.reading and t.reading.exact]
         since = now - self.policy.stray_s
         strays, first_at = self.losses.strays(since, [(r.opened_at, r.load - lo) for r, lo in exact])
+        # Slightly later for the same reason as in `stale_times`.
         return strays, first_at + self.policy.stray_s + 1e-6
 
     def free(self, now: float) -> float | None:
-        """What batch work may hold by the newest readings, ours included, whatever closes the gate; None:
-        not known. Where a signal counts requests, it is asked."""
+        """Return the units that batch requests may hold according to the newest readings, regardless of a
+        closed gate. `None` if that is not known. Signals that count requests are preferred."""
         known = [t for t in self.tracks.values() if t.reading is not None and t.budget is not None]
         if any(now > self._good_until(t.reading) for t in known if t.reading):
             return None
+        # A pressure score does not contain batch requests, so its headroom says less about them.
         counting = [t for t in known if t.reading is not None and t.reading.exact] or known
         rooms = [
             max(0.0, min((t.interval.lo + t.interval.hi) / 2 + b.headroom, self.policy.most(b.max_sys)))
@@ -258,13 +274,13 @@ class Tracking(Revised):
         return min(rooms) if rooms and len(rooms) == len(counting) else None
 
     def counts_calls(self, now: float) -> bool:
-        """Return whether readings count our calls, and not the units in them."""
+        """Return whether readings count our calls instead of the units in them."""
         return self._fewer_since is not None and now - self._fewer_since >= CALLS_COUNTED_S
 
-    # ── how ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── implementation ──────────────────────────────────────────────────────────────────────────────────
 
     def _good_until(self, reading: Reading) -> float:
-        """When it is too old to be acted upon."""
+        """Return the time from which a reading is too old."""
         return reading.closed_at + (self.policy.max_age_s if reading.good_s is None else reading.good_s)
 
     def _reassess(self) -> None:
@@ -274,6 +290,8 @@ class Tracking(Revised):
     def _apply(self, track: Track, reading: Reading, ours_at: float, reachable: bool) -> None:
         lost_before = self.losses.lost_at(reading.opened_at)
         limit, known, shared = track.limit, track.lost_before, self._shared
+        # Another replica's reading is newer than any here, so its limit is the one to move. The tolerance
+        # keeps our own shared limit from looking newer because of a clock error.
         if shared.read_at - HEARD_SLOP_S > ours_at:
             limit, known = shared.limit, self.losses.lost_at(shared.read_at)
         track.before = limit - max(0, lost_before - known)
@@ -285,6 +303,7 @@ class Tracking(Revised):
             fewer = self.held.calls + reading.beyond_calls < self.held.own
             since = reading.closed_at if self._fewer_since is None else self._fewer_since
             self._fewer_since = since if fewer else None
+        # Half a request of tolerance, because averages are not whole numbers.
         unseen = reading.exact and reading.load + 0.5 < track.interval.own_lo
         if unseen and self._travel.explained(lambda delta_s: self._shows(reading, delta_s)):
             track.interval, unseen = self._ours_in(reading, reachable), False
@@ -292,7 +311,8 @@ class Tracking(Revised):
         track.reassess(self.policy, self.learned.share)
 
     def _ours_in(self, reading: Reading, reachable: bool) -> Interval:
-        """What of ours it contains; without a gateway nothing surely: what connects or hangs is not there."""
+        """Return the bounds on batch requests in the reading. Without a gateway no request of this process is
+        certain, because a request that connects or hangs is not at the gateway."""
         interval = self._ours_between(reading, reading.opened_at, self._travel.delta_s)
         return interval if reachable else interval.unsure_of_own()
 
@@ -302,13 +322,13 @@ class Tracking(Revised):
         return self.held.between(opened_at, reading.closed_at, delta_s, reading.beyond_calls)
 
     def _shows(self, reading: Reading, delta_s: float) -> bool:
-        """Whether it shows all that we surely had there, if travel took so long."""
+        """Return whether the reading shows every request that was certainly there under this transit time."""
         return reading.load + 0.5 >= self._ours_between(reading, reading.opened_at, delta_s).own_lo
 
     def _learn(self) -> None:
-        """What the newest sample teaches of the capacity."""
+        """Update the capacity estimate from the newest sample."""
         tracks = [t for t in self.tracks.values() if t.budget is not None and t.budget.fault is None]
-        # A faulty reading keeps the gate shut: that nothing was refused meanwhile teaches nothing.
+        # A faulty reading closes the gate, so the absence of refusals meanwhile proves nothing.
         if not tracks or len(tracks) < len(self.tracks):
             return
         self.learned.reading(
@@ -317,11 +337,11 @@ class Tracking(Revised):
         self._reassess()
 
     def _sight(self, tracks: list[Track]) -> Sight:
-        """Return the newest sample's view of the whole pool, made of all signals of that sample."""
+        """Return the state of the whole pool in the newest sample, from all its signals."""
         seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
         apart = [r for r, _, _ in seen if _told_apart(r)]
         newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
-        # A pressure score counts nobody; what ran and waited does.
+        # A pressure score counts no requests, but the counts of running and waiting requests do.
         counted = [(r.load, hi) for r, hi, _ in seen if r.exact]
         counted = counted or [(_counted(r), hi) for r, hi, _ in seen if _told_apart(r)]
         counted = counted or [(r.load, hi) for r, hi, _ in seen]
@@ -338,11 +358,11 @@ class Tracking(Revised):
         )
 
     def _count(self, reading: Reading) -> PoolCounts | None:
-        """Return the requests that ran and that waited at the moment of the sample.
+        """Return the requests that ran and that waited at the time of the sample.
 
-        The queues of the model servers may be up to SERVER_LAG_S old, so that requests which came since then
-        and wait look as if they ran. Therefore only those of our requests certainly ran that were there all
-        that time, and only as many other requests as were also there at the sample before.
+        The queues of the model servers may be up to MAX_SERVER_METRICS_AGE_S old, so requests that came since
+        then and wait look as if they ran. Therefore only those batch requests certainly ran that were there
+        all that time, and only as many realtime requests as were also there at the sample before.
         """
         if reading.running is None:
             return None
@@ -367,7 +387,7 @@ class Tracking(Revised):
 
 
 def _counted(reading: Reading) -> float:
-    """All requests in the pool, by a reading that tells what runs from what waits."""
+    """Return all requests in the pool, by a reading that separates running from waiting requests."""
     running, waiting = (
         (reading.averages or (0.0, 0.0)) if reading.running is None else (reading.running, reading.waiting)
     )
@@ -375,7 +395,7 @@ def _counted(reading: Reading) -> float:
 
 
 def _told_apart(reading: Reading) -> bool:
-    """Whether it tells what runs from what waits, in numbers that a pool may have."""
+    """Return whether a reading separates running from waiting requests, with plausible numbers."""
     counts = [*(reading.averages or ())]
     if reading.running is not None:
         counts += [reading.running, reading.waiting]
@@ -383,5 +403,5 @@ def _told_apart(reading: Reading) -> bool:
 
 
 def _horizon(oldest_s: float) -> float:
-    """How long ago requests may have ended that a reading of that age still shows."""
+    """Return how long ago a request may have ended that a reading of the given age still contains."""
     return oldest_s + WINDOW_MOST_S + 2 * (MOST_S + LATE_MOST_S)

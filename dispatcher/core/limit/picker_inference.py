@@ -1,23 +1,22 @@
-"""Facts about an endpoint picker that follow from several of its metrics pages together. Pure.
+"""Facts about an endpoint picker that follow from several of its metrics pages together.
 
-**Is its saturation a count, and of what?** The picker's concurrency detector divides the number of requests
-that it sent and that are unanswered by its endpoints × maxConcurrency. So on every page, with one whole
-number k,
+**Is its saturation a count, and of what?** The picker's concurrency detector divides the number of unanswered
+requests that it sent by endpoints × maxConcurrency. So on every page, with one whole number k,
 
     saturation × ready endpoints × k = requests in flight
 
 The other detectors compute pressure scores from the KV cache and the queues of the model servers. No such k
-fits them. If enough pages with enough different numbers in flight agree on one k to the last digit, the
-saturation is a count and k is maxConcurrency: the capacity of an endpoint, which no series shows. One page
-that contradicts the k ends the belief.
+fits them. If enough pages with enough different numbers in flight agree exactly on one k, the saturation is a
+count and k is maxConcurrency: the capacity of an endpoint, which no series shows. One page that contradicts k
+discards it.
 
 A saturation may be the maximum of several detectors, or of requests and tokens. It is a count only while the
 detector that counts requests is the largest, and pages of that time agree on a k. If later pages keep showing
-more than the count, and no whole number explains it, the k is taken back for good.
+more than the count, and no whole number explains it, k is discarded for good.
 
-**Which requests does the picker not know of?** It counts the requests that it sent itself at once. Its
-averages of running and waiting requests include all requests in the model servers, but as of the last flush,
-up to FLUSH_S ago. Requests that the servers had beyond its own count at that moment came another way: past
+**Which requests are unknown to the picker?** It counts the requests that it sent itself at once. Its averages
+of running and waiting requests include all requests in the model servers, but as of the last flush, up to
+FLUSH_S ago. Requests that the servers had beyond the picker's own count at that time came another way: past
 the picker, or through its predecessor.
 """
 
@@ -30,56 +29,60 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 FLUSH_S = 5.0
-"""The picker rewrites its averages this often: an average may be of any moment that far back."""
+"""Interval at which the picker rewrites its averages. An average may be of any time that far back."""
 
 FLUSH_LATE = 1.2
-"""No flush comes later than this many times FLUSH_S after the one before."""
+"""Maximum time between two flushes, as a multiple of FLUSH_S."""
 
 USUAL_MOST = 100.0
-"""The picker's own default for maxConcurrency. A larger k is not taken for the capacity: tokens in flight
-look like a count of requests while all requests have the same length. The capacity is searched for then."""
+"""Default of the picker's maxConcurrency. A larger k is not used as the capacity, because tokens in flight
+look like a count of requests while all requests have the same length. The capacity is searched for instead.
+"""
 
 Guess = Literal["picker", "suggestion", "search"]
-"""Where the requests per endpoint come from while no setting says them: k is proven, or was; the pages so far
-suggest a k; no page tells, so that the capacity has to be searched for."""
+"""Source of the requests per endpoint if no setting names them: a k that is or was proven, a k that the pages
+so far suggest, or a search because no page shows one."""
 
 PAGES = 6
 FILLS = 4
 SPREAD = 3.0
-"""So many pages, with so many different numbers in flight that lie so far apart, over more than a flush, must
-agree on k."""
+"""Evidence needed for k: the number of pages that must agree (MIN_PAGES), the number of different loads in
+flight among them, and the smallest difference between the largest and the smallest load. The pages must also
+span more than one flush."""
 EXACT = 1e-6
-"""Relative: both numbers come from whole ones."""
+"""Relative tolerance: saturation and requests in flight are made of whole numbers."""
 ABOVE_S = 30.0
-"""Seconds (and PAGES pages) for which endpoints that come and go may keep the saturation above the count."""
+"""Time in seconds (in addition to MIN_PAGES pages) for which endpoints that come and go may keep the
+saturation above the count."""
 SAME_START_S = 5.0
-"""Start times that differ by no more than this many seconds are one start. A picker that restarted sooner has
-taught nothing, because its first averages come later."""
+"""Difference up to which two start times are one start. A picker that restarted sooner than that has taught
+nothing, because its first averages come later."""
 RACE = 2.0
 RACE_SHARE = 0.1
-"""The two counters of one page are not read at one moment: they may differ by this many requests, or this
-share of them."""
+"""Largest difference between the two counters of one page, in requests and as a share. The picker does not
+read them at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickerPage:
-    """What one replica of the picker shows, as far as it matters here."""
+    """Values that one replica of the picker shows."""
 
     saturation: float
     ready: float
     in_flight: float
     pressure: float | None = None
-    """The utilization detector's formula over the page's averages, where they are there."""
+    """Result of the utilization detector's formula for the averages of the page. `None` if the page has no
+    averages."""
 
 
 @dataclass(slots=True)
 class Count:
-    """Whether a picker's saturation is a count of requests, and of how many per endpoint (k)."""
+    """Evidence whether a picker's saturation is a count of requests, and of how many per endpoint (k)."""
 
     k: int | None = None
     """maxConcurrency. `None` if it is not known, or no longer."""
     last: int | None = None
-    """The k that was believed last, contradicted or not."""
+    """Last k that was proven, whether or not it was contradicted since."""
     _candidate: int | None = None
     _since: float = 0.0
     """Time of the first page that showed the candidate."""
@@ -87,11 +90,11 @@ class Count:
     _fills: set[float] = field(default_factory=set)
     _seen: tuple[PickerPage, ...] = ()
     _odd: bool = False
-    """The newest page was off by more than a race explains."""
+    """True if the newest page was off by more than a race of the counters explains."""
     _doubted: bool = False
-    """Whether a candidate was contradicted."""
+    """True if a candidate was contradicted."""
     mixed: bool = False
-    """Whether the saturation is a count only at times, so that it can prove nothing any more."""
+    """True if the saturation is a count only at times, so that it can prove nothing any more."""
     _above_since: float | None = None
     """Time of the first page of the current run of pages that show more than the count explains."""
     _above: int = 0
@@ -111,7 +114,7 @@ class Count:
 
     @property
     def guess(self) -> Guess:
-        """The source of `per_endpoint`."""
+        """Source of `per_endpoint`."""
         if self.last is not None and self.last <= USUAL_MOST:
             return "picker"
         # A pressure score may look like a count on one page, but then not on the next.
@@ -124,7 +127,7 @@ class Count:
         return "suggestion" if suggested else "search"
 
     def unknowable(self) -> None:
-        """The picker shows no saturation, or says that it is no count."""
+        """Record that the picker shows no saturation, or says that it is no count."""
         self._contradicted()
 
     def forget(self) -> None:
@@ -134,9 +137,9 @@ class Count:
             setattr(self, each.name, getattr(unknown, each.name))
 
     def learn(self, pages: Sequence[PickerPage], at: float, *, proves: bool = True) -> None:
-        """Take in one sample, a page of each replica at the time `at`. A repeated sample changes nothing.
+        """Learn from one sample: a page of each replica at the time `at`. A repeated sample changes nothing.
 
-        `proves` says whether the sample may prove a k, and not only contradict one.
+        `can_prove` says whether the sample may prove a k, or can only contradict one.
         """
         if tuple(pages) == self._seen:
             return
@@ -144,7 +147,7 @@ class Count:
         for page in pages:
             if not all(map(math.isfinite, (page.saturation, page.ready, page.in_flight))):
                 self._contradicted()
-            elif page.in_flight > 0 or page.saturation > 0:  # idle is true of every k
+            elif page.in_flight > 0 or page.saturation > 0:  # an idle page fits every k
                 self._learn(page, at, proves=proves)
 
     def _learn(self, page: PickerPage, at: float, *, proves: bool) -> None:
@@ -159,29 +162,33 @@ class Count:
             self._doubted = self._doubted or self._candidate is None
             return
         if _is_pressure(page):
-            return  # it proves neither
+            return  # both formulas fit, so the page proves neither
         if self._candidate is None:
             self._candidate, self._since = found, at
         if found == self._candidate:
             self._pages += 1
             self._fills.add(page.in_flight)
-            # The ready endpoints are of the last flush: with a pod that came since, pages agree on another k.
+            # The number of ready endpoints is as of the last flush. While a new pod is missing in it, pages
+            # agree on a wrong k, so the agreement has to last longer than a flush.
             lasted = at - self._since > FLUSH_LATE * FLUSH_S
             if lasted and self._pages >= PAGES and len(self._fills) >= FILLS and self._apart() >= SPREAD:
                 self.k = self.last = found
 
     def _fits(self, page: PickerPage, k: int) -> bool:
-        """Whether the page can be of a detector that counts with this k."""
+        """Return whether the page can come from a detector that counts with this k."""
         counted = page.saturation * page.ready * k
         if not math.isfinite(counted) or abs(counted - round(counted)) > EXACT * max(1.0, counted):
             return False
+        # One page may be off because its counters are not read at the same time. Two in a row, or a page that
+        # fits another k exactly, contradict this k.
         before, self._odd = self._odd, abs(counted - page.in_flight) > max(RACE, RACE_SHARE * page.in_flight)
         return not (self._odd and (before or fitting(page) is not None))
 
     def _look_above(self, page: PickerPage, at: float) -> None:
-        """Take back the k if the saturation stays above the count that the k explains."""
+        """Discard k if the saturation stays above the count that k explains."""
         if self.last is None:
             return
+        # The last proven k is checked even after a contradiction, because it still determines `per_endpoint`.
         most = page.in_flight + max(RACE, RACE_SHARE * page.in_flight)
         if page.saturation * page.ready * self.last <= most or fitting(page) is not None:
             self._above_since, self._above = None, 0
@@ -205,13 +212,13 @@ class Count:
 
 @dataclass(slots=True)
 class KnownPickers:
-    """The replicas of the picker from which the current knowledge was learned."""
+    """Replicas of the picker from which the current knowledge was learned."""
 
     _started: dict[str, float | None] = field(default_factory=dict)
     """Start time of each replica's process by its address. `None` if its page does not show the time."""
 
     def began(self, seen: Mapping[str, float | None]) -> bool:
-        """Return whether a replica is new or has restarted, so that its configuration may be another one."""
+        """Return whether a replica is new or has restarted, so that its configuration may have changed."""
         before = self._started
         new = bool(before) and any(
             address not in before or _differs(started, before[address]) for address, started in seen.items()
@@ -233,7 +240,7 @@ def _differs(started: float | None, before: float | None) -> bool:
 
 
 def fitting(page: PickerPage) -> int | None:
-    """The k that explains this page exactly; None where none does."""
+    """Return the k that explains this page exactly. `None` if none does."""
     share = page.saturation * page.ready
     if not (share > 0 and page.in_flight > 0 and math.isfinite(share)):
         return None
@@ -242,35 +249,38 @@ def fitting(page: PickerPage) -> int | None:
 
 
 def _is_pressure(page: PickerPage) -> bool:
-    """The other formula explains the page as well."""
+    """Return whether the formula of the utilization detector explains the page as well."""
     return page.pressure is not None and math.isclose(page.saturation, page.pressure, rel_tol=EXACT)
 
 
 @dataclass(slots=True)
 class Outside:
-    """Requests in the model servers that the picker has not sent, or does not remember.
+    """Requests in the model servers that the picker did not send, or does not remember.
 
-    At a flush the averages A and the picker's own count n are of one moment: A − n then. A flush is seen by
-    its averages differing from those before. It fell between two samples, and the larger n of the two is
-    taken; but n may have been higher between them, for as long as short requests take. So of two flushes in
-    a row the smaller difference counts: what is there longer is there at both. (Of a picker that shows no
-    averages at first and has just started, one will do.) Where none is seen for longer
-    than a flush takes there was one all the same: A − n then is at least A less the largest n since.
+    At a flush, the averages A and the picker's own count n are of the same time, and the difference A − n is
+    the number of such requests. A flush is recognised by changed averages. It happened between two samples,
+    so the larger n of both is used; but n may have been higher in between, for as long as short requests
+    take. Of two consecutive flushes the smaller difference therefore counts, because requests that stay
+    longer are there at both. (For a picker that shows no averages at first and has just started, one flush
+    suffices.) If the averages do not change for longer than a flush takes, a flush without a change must have
+    happened: A − n was then at least A minus the largest n since.
     """
 
     requests: float = 0.0
     _average: float | None = None
     _before: float | None = None
-    """The difference at the flush before; None: none was seen."""
+    """Difference at the previous flush. `None` if none was seen."""
     _flushed_at: float = 0.0
     _counts: deque[tuple[float, float]] = field(default_factory=deque)
-    """(when, n) of the samples that a flush which still stands may have fallen between."""
+    """Time and n of the samples between which the newest flush may have happened."""
 
     def learn(self, at: float, average: float | None, in_flight: float) -> None:
-        """Take in one sample: the averages' sum, and the picker's own count at `at`."""
+        """Learn from one sample: the sum of the averages, and the picker's own count at `at`."""
         if not (math.isfinite(in_flight) and (average is None or math.isfinite(average))):
-            return  # nobody acts upon such a sample
+            return  # such a sample is not used for the limit either
         counts = self._counts
+        # One sample from before the longest flush interval stays, because the flush may have happened right
+        # after it.
         while len(counts) > 1 and counts[1][0] <= at - FLUSH_LATE * FLUSH_S:
             counts.popleft()
         before = counts[-1][1] if counts else in_flight
@@ -278,12 +288,12 @@ class Outside:
         if average is None:
             self.requests, self._average, self._before = 0.0, None, None
             return
-        if len(counts) == 1:  # nobody knows of when these averages are: they may be of who died and is gone
+        if len(counts) == 1:  # of an unknown flush, perhaps of requests that have ended since
             self._average, self._before, self._flushed_at = average, 0.0, at
         elif average != self._average:
             newest = max(0.0, average - max(before, in_flight))
             self.requests = newest if self._before is None else min(newest, self._before)
             self._before, self._flushed_at = newest, at
-        elif at - self._flushed_at > FLUSH_LATE * FLUSH_S:  # there was one that changed nothing
+        elif at - self._flushed_at > FLUSH_LATE * FLUSH_S:  # a flush happened that changed nothing
             self.requests = max(self.requests, average - max(count for _, count in counts))
         self._average = average

@@ -1,4 +1,4 @@
-"""What one poll of the pool tells: readings, or why there are none."""
+"""Result of one poll of the pool: readings, or the reasons why there are none."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dispatcher.core.limit.budget import Reading, Reason, Signal
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Why a signal (or, without one, the whole source) could not be read, and what mends it."""
+    """Reason why a signal (or the whole source if `signal` is `None`) could not be read, and a hint how to
+    fix it."""
 
     reason: Reason
     """UNREADABLE, STALE, NO_ENDPOINTS or IMPLAUSIBLE."""
     why: str
     hint: str = ""
-    """The setting or label that mends it; empty where only time or a repair does."""
+    """Setting or label that fixes the problem. Empty if only time or a repair does."""
     signal: Signal | None = None
 
     def __str__(self) -> str:
@@ -24,19 +25,19 @@ class Unread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
-    """For each of `signals` a reading, or a reason why there is none."""
+    """A reading for each of `signals`, or the failure that prevented it."""
 
     at: float
-    """When it was known, on the loop's clock; no reading in it is of later."""
+    """Time at which the poll was complete, on the clock of the loop. No reading in it is newer."""
     signals: tuple[Signal, ...]
-    """The signals that the limit must follow from now on."""
+    """Signals that the limit has to follow from now on."""
     readings: tuple[Reading, ...] = ()
     unread: tuple[Unread, ...] = ()
-    """Not empty: the gate must close at `closes_at`, whatever `readings` say."""
+    """Failures. If there is one, the gate closes at `closes_at`, regardless of `readings`."""
     closes_at: float = float("-inf")
-    """Until then the readings before stand, where these are `unread`."""
+    """Time until which earlier readings stay valid if there are `failures`."""
 
     @property
     def worst(self) -> Unread | None:
-        """What is shown of all that could not be read."""
+        """The failure that is reported if there are several."""
         return min(self.unread, key=lambda unread: unread.reason.rank, default=None)

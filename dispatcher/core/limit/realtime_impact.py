@@ -1,10 +1,10 @@
-"""What batch work costs interactive users: their latency in the last minutes, our share beside it. Pure.
+"""Impact of batch requests on interactive users: latency over the last minutes, next to the batch share.
 
-A picker (or a model server) shows cumulative histograms of the time to the first token and of the time per
-output token after it. What they grew by within a window says what requests of that window saw. Where the
-series tell priorities, only requests with priority 0 or more are looked at: realtime alone.
+A picker (or a model server) shows cumulative histograms of the time to first token and of the time per output
+token after it. Their growth within a window shows the latency of the requests in that window. If the series
+separate priorities, only requests with priority 0 or more are counted: realtime requests alone.
 
-Nothing is steered by any of this, and whatever is wrong with it is said in `why_not`.
+Nothing is controlled by these values. Every problem with them is reported in `why_not`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 WINDOW_S = 300.0
-"""Minutes, for a quantile of few requests says little."""
+"""Length of the window. A quantile of few requests means little, so it spans minutes."""
 SHARE_EACH_S = 5.0
-"""Our share is kept as means of so long."""
+"""Interval over which the batch share is averaged before it is stored."""
 
 Buckets = Mapping[float, float]
-"""Upper bound → observations no greater; the last bound is infinite."""
+"""Number of observations up to each upper bound. The last bound is infinite."""
 Of = Literal["realtime", "all"]
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Latencies of the last minutes, in seconds. None: not known."""
+    """Latencies of the last minutes, in seconds. `None` if a value is not known."""
 
     ttft_p50_s: float | None = None
     """Time to first token."""
@@ -37,36 +37,37 @@ class Price:
     """Time per output token after the first."""
     tpot_p95_s: float | None = None
     of: Of = "all"
-    """`all`: the series do not tell our requests from realtime's, or nothing marks ours."""
+    """Requests that the values cover. `all` if the series do not separate batch from realtime requests, or no
+    label marks batch requests."""
     requests: int = 0
-    """How many it is based on."""
+    """Number of requests on which the values are based."""
     batch_share: float | None = None
-    """Our requests in flight as a share of the capacity, on average over the same time."""
+    """Batch requests in flight as a share of the capacity, averaged over the same window."""
     source: str = ""
-    """Whose series they are."""
+    """Source of the series."""
     why_not: str = "not read yet"
-    """Why something is not known; empty: all of it is."""
+    """Reason why a value is not known. Empty if all are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histograms:
-    """What one replica of a source shows at one moment. None: it has no such series."""
+    """Histograms of one replica of a source at one time. `None` if the replica has no such series."""
 
     replica: str
     ttft: Buckets | None = None
     tpot: Buckets | None = None
     of: Of = "all"
     name: str = ""
-    """Of the series."""
+    """Name of the series."""
     why_not: str = ""
-    """Why there is nothing to count; empty: there is something."""
+    """Reason why there is nothing to count. Empty if there is something."""
     flawed: bool = False
-    """It is there, and cannot be read."""
+    """True if a series exists but cannot be read."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """What all histograms grew by between two looks."""
+    """Growth of all histograms between two samples."""
 
     at: float
     ttft: dict[float, float] = field(default_factory=dict)
@@ -74,22 +75,23 @@ class _Step:
 
 
 def flaw(buckets: Buckets) -> str:
-    """What is wrong with a histogram; empty: nothing."""
+    """Return what is wrong with a histogram. Empty if it is valid."""
     bounds = sorted(buckets)
     if any(math.isnan(bound) for bound in buckets) or not bounds or bounds[-1] != math.inf:
         return "a histogram has no last bucket"
     values = [buckets[bound] for bound in bounds]
     if not all(math.isfinite(value) and value >= 0 for value in values):
         return "a histogram counts what is no number of requests"
-    # A sum of rounded increases may fall by a rounding.
+    # A sum of rounded increases may decrease by a rounding error.
     if any(later < earlier * (1 - 1e-9) - 1e-6 for earlier, later in itertools.pairwise(values)):
         return "a histogram's buckets contradict each other"
     return ""
 
 
 def quantile(buckets: Buckets, q: float) -> float | None:
-    """The value that a share q of the observations does not exceed, as Prometheus reckons it: they are taken
-    to lie evenly in their bucket; in the last one its lower bound. None: there is no observation."""
+    """Return the value that a share q of the observations does not exceed, computed like Prometheus:
+    observations are spread evenly in their bucket, and the last bucket counts as its lower bound. `None`
+    without observations."""
     bounds = sorted(buckets)
     total = buckets[bounds[-1]]
     if total <= 0:
@@ -108,7 +110,7 @@ def quantile(buckets: Buckets, q: float) -> float | None:
 
 
 def price(ttft: Buckets | None, tpot: Buckets | None, of: Of, source: str, share: float | None) -> Price:
-    """The price by what the histograms grew by in the window."""
+    """Return the impact that follows from the growth of the histograms in the window."""
     why = [problem for problem in map(flaw, filter(None, (ttft, tpot))) if problem]
     if why:
         return Price(of=of, batch_share=share, source=source, why_not=why[0])
@@ -140,7 +142,7 @@ def _missing(found: Price) -> str:
 
 
 class Shares:
-    """Our share of the pool over the window."""
+    """Batch share of the pool over the window."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
@@ -165,10 +167,10 @@ class Shares:
 
 
 class Growth:
-    """What the histograms of all replicas of one source grew by in the window.
+    """Growth of the histograms of all replicas of one source within the window.
 
-    A replica's first histogram is only where counting begins; one that shrank has begun anew, and counts from
-    zero. What is no histogram counts for nothing, and is told until it is one.
+    The first histogram of a replica is only the baseline. A histogram that shrank was reset and counts from
+    zero. An invalid histogram counts for nothing, and is reported until it is valid again.
     """
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
@@ -180,7 +182,7 @@ class Growth:
         self._why_not = "not read yet"
 
     def saw(self, at: float, seen: Sequence[Histograms]) -> None:
-        """Look at all replicas; every few seconds."""
+        """Add the current histograms of all replicas. Called every few seconds."""
         self._of = "realtime" if seen and all(each.of == "realtime" for each in seen) else "all"
         self._name = next((each.name for each in seen if each.name), "")
         flawed = next(filter(None, map(_flaw, seen)), "") or _apart(seen)
@@ -190,7 +192,8 @@ class Growth:
         step = _Step(at)
         for each in seen:
             before = self._before.get(each.replica)
-            # A series is made by the first request: one that was not there has counted from zero since.
+            # The first request creates a series. A series that was missing before has therefore counted from
+            # zero since.
             if before is not None and (not before.name or (before.name, before.of) == (each.name, each.of)):
                 _grow(step.ttft, before.ttft, each.ttft)
                 _grow(step.tpot, before.tpot, each.tpot)
@@ -200,7 +203,7 @@ class Growth:
             self._steps.popleft()
 
     def price(self, share: float | None, source: str) -> Price:
-        """The price of the window that ends with the newest look."""
+        """Return the impact over the window that ends with the newest histograms."""
         source = f"{source}: {self._name}" if self._name else source
         if self._why_not:
             return Price(of=self._of, batch_share=share, source=source, why_not=self._why_not)
@@ -220,9 +223,9 @@ def _flaw(seen: Histograms) -> str:
 
 
 def _apart(seen: Sequence[Histograms]) -> str:
-    """Why the histograms cannot be added up; empty: they can."""
+    """Return why the histograms cannot be added up. Empty if they can."""
     for kind in ([each.ttft for each in seen], [each.tpot for each in seen]):
-        # One without requests may have its last bucket only.
+        # A histogram without requests may consist of its last bucket only.
         if len({frozenset(buckets) for buckets in kind if buckets and len(buckets) > 1}) > 1:
             return "the replicas' histograms have other buckets each"
     return ""
@@ -231,7 +234,7 @@ def _apart(seen: Sequence[Histograms]) -> str:
 def _grow(into: dict[float, float], before: Buckets | None, after: Buckets | None) -> None:
     if after is None:
         return
-    # A histogram that was not there has counted from zero since.
+    # A histogram that was missing before has counted from zero since.
     began_anew = before is None or any(after.get(bound, -1.0) < value for bound, value in before.items())
     _add(
         into, after if began_anew or before is None else {b: v - before.get(b, 0.0) for b, v in after.items()}

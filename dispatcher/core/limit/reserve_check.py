@@ -1,28 +1,32 @@
-"""Whether the reserve is little for requests as long as ours. Pure.
+"""Check whether the reserve is too small for the duration of the batch requests.
 
-Nothing that runs is taken back: when realtime grows beyond what the reserve holds for it, it waits for as
-many of ours to end. Requests of seconds end all the time, those of minutes hardly ever, and the harvest shows
-nothing of it (docs/simulator.md has figures and a picture).
+Running requests are never stopped. When realtime traffic grows beyond the reserve, realtime requests wait
+until batch requests end. Requests that take seconds end all the time, requests that take minutes hardly ever,
+and the utilization does not show the difference (docs/simulator.md has figures and a picture).
 """
 
 from __future__ import annotations
 
 LONG_S = 15.0
-"""Ours are long from here on: with a reserve of 0.05 realtime's p99 waits more than a second."""
+"""Mean duration from which batch requests are long. With a reserve of 0.05 the p99 wait of realtime requests
+then exceeds one second."""
 ENOUGH = 0.2
-"""A reserve with which that is realtime's matter again."""
+"""Reserve from which batch requests no longer cause such waits."""
 OURS, OTHERS = 0.2, 0.02
-"""Of the capacity: with less of it ours hold nobody up, and with less there is nobody to be held up."""
+"""Shares of the capacity. Fewer batch requests than the first cause no delay, and with fewer realtime
+requests than the second there is no request to delay."""
 
 
 def little_reserve(
     mean_s: float, *, reserve: float, ours: float, everybody: float, max_sys: float
 ) -> str | None:
-    """A sentence where the reserve is little, without its end; None where it is enough, or nobody waits.
+    """Return a warning without final punctuation if the reserve is too small. `None` if it is sufficient, or
+    no realtime request waits.
 
-    `mean_s`: how long a request of ours lasts; 0: not known. `everybody`: requests in the system, `ours`
-    among them.
+    `mean_duration_s` is the mean duration of a batch request, 0 if it is not known. `all_requests` is the
+    number of requests in the system, batch requests included.
     """
+    # `not mean_s >= LONG_S` also rejects NaN.
     if not mean_s >= LONG_S or reserve >= ENOUGH or max_sys <= 0:
         return None
     if ours < OURS * max_sys or everybody - ours < OTHERS * max_sys:

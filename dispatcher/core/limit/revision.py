@@ -1,18 +1,19 @@
-"""State whose changes count, so that what was derived from it knows when it is out of date. Pure."""
+"""Base class for state that counts its changes, so that a derived value knows when it is out of date."""
 
 from __future__ import annotations
 
 
 class Revised:
-    """Whenever an attribute gets another value, that is a new revision.
+    """Increment `revision` whenever an attribute gets a different value.
 
-    Nothing but assignment is seen: what an attribute holds is replaced and never changed in place.
+    Only assignment is noticed. Values must therefore be replaced and never changed in place.
     """
 
     __slots__ = ("revision",)
     revision: int
 
     def __setattr__(self, name: str, value: object) -> None:
+        # The first assignment of an attribute initialises the object and is no change.
         if not hasattr(self, name):
             object.__setattr__(self, "revision", 0)
         elif getattr(self, name) != value:

@@ -1,7 +1,7 @@
-"""How long the newest reading stands while later ones fail. Pure.
+"""Time for which the newest reading stays valid while later polls fail.
 
-A scrape that fails tells nothing of the pool: the reading before it is as old as with a longer interval, and
-the law holds for that. So one lost scrape closes nothing, two in a row do.
+A failed scrape shows nothing about the pool, so the reading before it is merely older, as it would be with a
+longer interval. One lost scrape therefore does not close the gate; two in a row do.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections import deque
 
 INTERVALS = 2.5
-"""So many intervals after the newest good sample it is no longer acted on: the next but one is late."""
+"""Age of the newest good sample, in intervals, from which it is no longer used. At that age two samples in a
+row are missing."""
 
 
 class Patience:
-    """What one source's samples have shown of their interval.
+    """Observed interval between the samples of one source.
 
-    `every_s`: no two samples come closer. `max_age_s`: older ones are not acted on in any case.
+    `min_interval_s` is the shortest interval between two samples. Samples older than `max_age_s` are never
+    used.
     """
 
     def __init__(self, every_s: float, max_age_s: float) -> None:
@@ -25,18 +27,20 @@ class Patience:
         self._gaps: deque[float] = deque(maxlen=2)
 
     def read(self, opened_at: float, closed_at: float) -> None:
-        """A good sample was taken in this stretch of time: of several replicas from the oldest view to the
-        newest. The same one may come again."""
+        """Record a good sample that was taken between `opened_at` and `closed_at`. With several replicas the
+        window spans from the oldest view to the newest. A repeated sample is ignored."""
         if self._newest is not None:
             if closed_at <= self._newest[1]:
                 return
-            # Until each of them was taken anew, however they are staggered.
+            # Measured from the oldest view of the previous sample, so that the gap covers all replicas even
+            # if their scrapes are staggered.
             self._gaps.append(closed_at - self._newest[0])
         self._newest = opened_at, closed_at
 
     def until(self) -> float:
-        """When it ends. The smaller of the last two gaps counts: a lost sample must not stretch it."""
+        """Return the time from which the newest sample is no longer used."""
         if self._newest is None:
             return float("-inf")
+        # The smaller of the last two gaps counts, because a lost sample must not stretch the interval.
         interval_s = max(self._every_s, min(self._gaps, default=0.0))
         return self._newest[0] + min(INTERVALS * interval_s, self._max_age_s)

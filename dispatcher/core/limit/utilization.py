@@ -1,12 +1,12 @@
-"""What was free for batch work, how much of it was used, and how long the gate said what. Pure.
+"""Integrals over time of free and used capacity, and of the time spent in each reason of the gate.
 
-Integrals over time: from one observation to the next the values of the first hold. The harvest is
+From one observation to the next, the values of the first apply. The utilization is
 
-    ∫ used dt / ∫ free dt        over the time in which work waited
+    ∫ used dt / ∫ free dt        over the time in which requests waited
 
-with `free` as the readings show it (the pool's capacity less the reserve less realtime), whatever else kept
-the gate closed, so that what a closed gate cost is seen too. Where no reading says what is free, what is used
-is counted apart.
+where `free` is what readings show (capacity minus reserve minus realtime requests) even while the gate is
+closed, so that the cost of a closed gate is visible. Usage is counted separately while no reading shows what
+is free.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from dispatcher.core.value import Value
 
 
 class Work(StrEnum):
-    """Whether there was any to send while time passed."""
+    """State of the queue while time passed."""
 
     WAITING = "waiting"
     NONE = "none"
     UNKNOWN = "unknown"
-    """Nobody knew what was free, so it tells nothing of the harvest."""
+    """The free capacity was not known, so this time does not count towards the utilization."""
 
 
 class Observation(Value, frozen=True):
-    """What holds from `at` on."""
+    """Values that apply from `at` on."""
 
     at: float
     reason: Reason
     used: float
-    """Our requests at the gateway."""
+    """Units of batch requests at the gateway."""
     free: float | None
-    """What they may be, by the newest readings; None: unknown."""
+    """Units that batch requests may occupy according to the newest readings. `None` if that is not known."""
     waiting: bool
-    """There is work that is not in flight."""
+    """True if the queue has requests that are not in flight."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """The integrals so far, in seconds and request-seconds."""
+    """Integrals so far, in seconds and unit-seconds."""
 
     reason_s: dict[Reason, float] = field(default_factory=lambda: dict.fromkeys(Reason, 0.0))
     used_s: dict[Work, float] = field(default_factory=lambda: dict.fromkeys(Work, 0.0))
@@ -50,8 +50,8 @@ class Meter:
     _last: Observation | None = None
 
     def observe(self, seen: Observation) -> None:
-        """Time goes only forward: an observation of earlier than the last one replaces that one, and adds
-        nothing."""
+        """Add the time since the last observation, and start the next interval. An observation that is older
+        than the last one replaces it and adds nothing."""
         last, self._last = self._last, seen
         if last is None or seen.at <= last.at:
             return

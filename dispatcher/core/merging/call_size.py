@@ -1,21 +1,23 @@
-"""How large a merged call may be: what the server takes, what pays, and why nothing is merged. Pure.
+"""Decide how large a merged call may be: what the server accepts, what pays, and why nothing is merged.
 
-One `CallSize` for each model behind a path.
+There is one `CallSize` for each model behind a path.
 
-    takes     a list longer than the server takes is refused by it, which teaches: half of it, or what it
-              said. After RELEARN_S twice as much is tried, for the server may be another one by then.
-    pays      in mode `auto` it is measured, not believed: items per unit-second, that is by how much of the
-              limit they held for how long, the wait for company included. Sizes 1, 2, 4 … are compared one
-              after the other, for calls of two sizes at once would wait for each other. An epoch of
-              one size counts the calls that began after the first of them had ended, when those of the size
-              before are gone.
-    off       an answer that cannot be split, or that is not what single calls are answered: nothing is merged
-              any more, until the settings change or the process does.
+    accepted  The server refuses a list that is too long, and the refusal teaches the limit: the number that
+              the server states, or half of the size. After RELEARN_S twice as much is tried, because
+              another server may answer by then.
+    pays      In mode `auto` the gain is measured, in items per unit-second: how many items a call had, for
+              the units of the limit that they held and for how long, including the wait for other requests.
+              Sizes 1, 2, 4 … are compared one after the other, because calls of two sizes at once would
+              wait for each other. An epoch of one size counts the calls that began after the first call of
+              the epoch had ended, when the calls of the previous size are gone.
+    off       An answer that cannot be split, or that differs from the answers to single calls, turns merging
+              off until the settings change or the process restarts.
 
-The size that pays is tried against its neighbours now and then. A trial begins with PROBES calls, while all
-others are of the best size: most that loses is seen by these. One that is clearly worse ends at once. What a
-trial has lost, with what it left behind for those after it, decides how long nothing is tried: until that is
-TRIAL_COST of what was done since. A server where merging does not pay so loses a hundredth by it.
+From time to time the size that pays is compared with its neighbours. A trial begins with PROBE_CALLS calls,
+while all other calls have the best size, so these calls show most losses. A size that is clearly worse ends
+at once. The loss of a trial, including its effect on the calls after it, determines the pause before the next
+trial: until the loss is MAX_TRIAL_COST of the unit-seconds used since. On a server where merging does not
+pay, trials therefore cost about one percent.
 """
 
 from __future__ import annotations
@@ -28,66 +30,73 @@ from dispatcher.core.merging.call_size_epochs import PROBES, CallTime, Epoch, Ta
 from dispatcher.core.merging.grouping import CHECK_EVERY, Mode
 from dispatcher.core.merging.shapes import too_many, too_many_tokens
 
+# docs/decisions/0018-merged-calls.md explains how these constants were measured.
 RELEARN_S = 3600.0
 ITEMS_MOST, TOKENS_MOST = 1 << 20, 1 << 32
-"""Nobody sends so many in a call: what was learned is forgotten there."""
+"""No call is this large, so a learned limit above it is forgotten."""
 WINS_BY = 1.05
-"""A trial has won when it made so many times the items per unit-second."""
+"""Factor by which a trial must exceed the items per unit-second of the best size to win."""
 TRIAL_AFTER = 8
-"""Epochs of the best size from one trial that lost to the next, at the least."""
+"""Number of epochs of the best size between a lost trial and the next trial, at least."""
 TRIAL_COST = 0.01
-"""What trials may lose, as a share of all unit-seconds."""
+"""Share of all unit-seconds that trials may lose."""
 TRIAL_AGAIN_S = 3600.0
-"""And after so long another one may be, whatever the one before has lost."""
+"""Seconds after which another trial may begin, however much the previous one has lost."""
 LOAD_CALLS = 16
-"""So many recent calls the usual load is of, more or less."""
+"""Approximate number of recent calls over which the usual load is averaged."""
 PROBES_S = 60.0
-"""So long they are waited for at the least: some may have failed, or nobody came. Where calls are slow, for a
-multiple of what they should take."""
+"""Shortest time to wait for the probe calls of a trial: some may have failed, or no requests came. If calls
+are slow, the wait is a multiple of the time that they should take."""
 CLEARLY = 0.8
-"""A trial that makes less than this share of what the best size made has lost: no more of it is made."""
+"""A trial that reaches less than this share of the best size's rate has lost, and ends at once."""
 WAITS_MOST, WAITS_MOST_S = 0.6, 5.0
-"""Of what a call takes, so long company is waited for where the rule stretches: while the limit is full
-others come as calls end, of a slow server later than suits a fast one."""
+"""Fraction of the measured call time to wait for more requests if `can_stretch_delay` is set, and the longest
+such wait in seconds. While the limit is full, other requests come when calls end, which on a slow server is
+later than `max_delay_s`."""
 CHECKED_FIRST = 3
-"""So many merged calls must be answered as single ones are, item by item, before one is believed."""
+"""Number of merged calls whose answers must equal those to single calls, item by item, before checks become
+rare."""
 
 
 @dataclass(slots=True)
 class CallSize:
-    """What is known of one model behind one path."""
+    """Size of the calls of one model behind one path."""
 
     mode: Mode
     max_size: int
-    """The largest merged call that the operator allows."""
+    """Largest size of a merged call that the operator allows."""
     preferred: tuple[int, ...] = ()
-    """Sizes that the server likes: tried beside the powers of two."""
+    """Sizes that the server prefers. They are tried in addition to the powers of two."""
     takes: int | None = None
-    """The longest list that the server takes, as configured or learned; None: not known."""
+    """Length of the longest list that the server accepts, as configured or learned. `None` if it is not
+    known."""
     tokens: float = inf
-    """The largest number of tokens that the server takes in a list, as configured or learned."""
+    """Largest number of tokens that the server accepts in a list, as configured or learned."""
     check_every: int = CHECK_EVERY
     """Number of merged calls per check of one item, once the first calls have been checked."""
     why_off: str = ""
     """Reason why nothing is merged although the mode asks for it. Empty if calls may be merged."""
     rates: dict[int, float] = field(default_factory=dict)
-    """Items per unit-second by size, as measured last. In `auto` only."""
+    """Newest measured items per unit-second, by size. Only in mode `auto`."""
     gain: float | None = None
-    """How many times the items per unit-second the best size makes of what single calls make; None: not
-    measured. Counted step by step, for what was measured long ago was measured under another load."""
+    """Items per unit-second of the best size, divided by those of single calls. `None` if it is not measured.
+
+    The gain is the product of the gains of single steps, because older measurements were made under another
+    load.
+    """
     checked: int = 0
-    """Calls that were answered as single ones were."""
+    """Number of calls whose answers equalled those to single calls."""
     _best: int = 1
     _epoch: Epoch | None = None
     _lonely: bool = False
-    """In the newest trial of a larger size nobody came in time."""
+    """True if too few requests came in time to fill calls in the newest trial of a larger size."""
     _trial_in: int = 1
-    """Epochs of the best size until the next trial, at the least."""
+    """Number of epochs of the best size until the next trial, at least."""
     _trials: int = 0
     _lost_unit_s: float = 0.0
-    """Unit-seconds that the newest trial lost."""
+    """Number of unit-seconds that the newest trial lost."""
     _since_unit_s: float = 0.0
-    """Unit-seconds of calls since the newest trial."""
+    """Number of unit-seconds of calls since the newest trial."""
     _tried_at: float = float("-inf")
     _call_s: float = 0.0
     """Seconds that a call of the best size takes, from the lease of its first item on."""
@@ -103,7 +112,7 @@ class CallSize:
         self._configured = self.takes, self.tokens
 
     def most(self, now: float) -> int:
-        """The most items that a merged call may have now; 1: nothing is merged."""
+        """Return the largest number of items that a merged call may have now. 1 if nothing is merged."""
         if self.mode is Mode.OFF or self.why_off:
             return 1
         if now - self._taught_at >= RELEARN_S:
@@ -111,7 +120,7 @@ class CallSize:
         return self.allowed if self.mode is Mode.ON else min(self.allowed, self._auto(now))
 
     def _doubt(self, now: float) -> None:
-        """Take what was learned for half of the truth."""
+        """Double the learned limits of the server, up to the configured ones."""
         items, tokens = self._configured
         if self.takes is not None:
             more = self.takes * 2 if items is None else min(self.takes * 2, items)
@@ -121,19 +130,19 @@ class CallSize:
 
     @property
     def settled(self) -> int:
-        """The size that is known to pay best; that of a trial is none."""
+        """Size that is known to pay best. The size of a running trial does not count."""
         if self.mode is Mode.OFF or self.why_off:
             return 1
         return self.allowed if self.mode is Mode.ON else min(self.allowed, self._best)
 
     @property
     def allowed(self) -> int:
-        """By the operator, and by the server as far as is known."""
+        """Largest size that the operator allows and that the server accepts, as far as is known."""
         return self.max_size if self.takes is None else min(self.max_size, self.takes)
 
     @property
     def sentence(self) -> str:
-        """What is merged, or why not, for people."""
+        """Sentence for operators that says what is merged, or why nothing is."""
         size, takes, alone = self.settled, self.takes, "each request goes alone"
         if self.why_off or self.mode is Mode.OFF:
             return f"{alone}: {self.why_off or 'batching is off'}"
@@ -151,10 +160,14 @@ class CallSize:
             said += f"; the server takes {takes}"
         return said if self.checked >= CHECKED_FIRST else f"{said}; its first answers are being compared"
 
-    # What the server says.
+    # Refusals of the server.
 
     def refused(self, outcome: Delivered | TooLarge, items: int, tokens: int, now: float) -> bool:
-        """Whether a call of so much was refused for that, which is learned. One item alone never is."""
+        """Learn from the outcome of a call with this many items and tokens. Return whether it was refused for
+        its size.
+
+        A call with a single item never is.
+        """
         if items < 2:
             return False
         most: int | None = 0
@@ -162,6 +175,7 @@ class CallSize:
         if isinstance(outcome, Delivered):
             most = too_many(outcome.status, outcome.body)
             most_tokens = too_many_tokens(outcome.status, outcome.body)
+            # A 413 without a known message: the size is the reason, but the limit is unknown.
             if most is None and most_tokens is None and outcome.status == 413:
                 most = 0
         if most is not None:
@@ -175,19 +189,21 @@ class CallSize:
         self._taught_at = now
         allowed = self.allowed
         if self._best > allowed:
+            # The best size is no longer possible, and what was measured belongs to it.
             self._best, self.gain, self._epoch = allowed, None, None
         elif self._epoch is not None and self._epoch.size > allowed:
-            self._epoch = None  # no call will be of that size
+            self._epoch = None  # no call can have that size any more
         return True
 
     def off(self, why: str) -> None:
-        """Nothing is merged from now on."""
+        """Merge nothing from now on, and keep the first reason."""
         self.why_off = self.why_off or why
 
-    # Whether its answers are right.
+    # Checks of answers.
 
     def to_check(self) -> int | None:
-        """How many items of a merged call that was just answered are to be asked alone as well; None: all."""
+        """Return how many items of the merged call that was just answered are to be sent alone as well.
+        `None` for all."""
         if self.checked < CHECKED_FIRST:
             return None
         self._since_check += 1
@@ -197,7 +213,7 @@ class CallSize:
         return 1
 
     def same(self) -> None:
-        """A merged call was answered as single ones were."""
+        """Record that a merged call had the same answers as single calls."""
         self.checked += 1
 
     # What pays.
@@ -209,30 +225,33 @@ class CallSize:
         elif epoch.probing:
             expected_s = epoch.size / self.rates[self._best]
             if now - epoch.began_at > max(PROBES_S, 4 * expected_s):
+                # The probes did not come back in time, so the trial ends.
                 epoch = self._back(now)
         return self._best if epoch.probing and epoch.went >= PROBES else epoch.size
 
     def delay_s(self, rule_s: float) -> float:
-        """How long a request waits for company; what that costs is part of what is measured."""
+        """Return how long a request waits for others. The cost of this wait is part of what is measured."""
         return max(rule_s, min(WAITS_MOST_S, WAITS_MOST * self._call_s))
 
     def goes(self, size: int) -> None:
-        """A call is sent which might have had so many items (`most`)."""
+        """Record that a call is sent for which `choose_max_items` returned this size."""
         if self._epoch is not None and size == self._epoch.size:
             self._epoch.went += 1
 
     def took(self, call: CallTime) -> None:
-        """A call was answered, and this is what it took."""
+        """Record an answered call, and what it took."""
         epoch = self._epoch
         if self.mode is not Mode.AUTO or epoch is None:
             return
         if call.size == self._best:
             self._load += (call.load - self._load) / LOAD_CALLS if self._load else call.load
-        # A server that has less to do answers sooner, whatever the size: that is no merit of it.
+        # A server with less load answers sooner at any size. Scaling to the usual load removes this effect.
         call = replace(call, unit_s=call.unit_s * max(1.0, self._load / call.load))
         trial = epoch.size != self._best
         ours = epoch.count(call)
         self._since_unit_s += call.unit_s
+        # Calls after a trial share the server with the last calls of the trial, so their loss is part of its
+        # cost.
         if trial or (epoch.after_trial and call.began_at < epoch.opens_at):
             self._lost_unit_s += call.unit_s - call.items / self.rates[self._best]
         if not ours:
@@ -260,14 +279,16 @@ class CallSize:
             self.gain = self.rates[self._best] / self.rates[1]
 
     def _stands(self, size: int, trial: Tally, share: float) -> bool:
-        """Whether a trial makes more than that share of what the best size makes, and has company for it."""
+        """Return whether a trial has more than this share of the best rate, and had enough requests to fill
+        its calls."""
+        # A larger size whose calls have no more items than before proves nothing.
         filled = size < self._best or trial.items > trial.calls * self._best
         if size > self._best:
             self._lonely = not filled
         return filled and trial.rate > share * self.rates[self._best]
 
     def _won(self, trial: Epoch, now: float) -> None:
-        """It is the best, and the next one in its direction is tried at once."""
+        """Make the size of the trial the best one, and try the next size in the same direction at once."""
         before, self._best = self._best, trial.size
         if self.gain is not None:
             self.gain *= self.rates[trial.size] / self.rates[before]
@@ -279,18 +300,19 @@ class CallSize:
             self._back(now)
 
     def _back(self, now: float) -> Epoch:
-        """To the best size, for a time."""
+        """Return to the best size, and begin no trial for a time."""
         self._trial_in = TRIAL_AFTER
         self._epoch = Epoch(self._best, now, after_trial=True)
         return self._epoch
 
     def _again(self, epoch: Epoch, now: float) -> None:
-        """After an epoch of the best size: the same again, or a trial."""
+        """Begin an epoch after one of the best size: another one of the best size, or a trial."""
         self._epoch = Epoch(self._best, now)
         affordable = self._lost_unit_s <= TRIAL_COST * self._since_unit_s
         if self._trial_in > 0 or not (affordable or now - self._tried_at >= TRIAL_AGAIN_S):
             return
         above, below = self._neighbours()
+        # Trials take turns: two larger sizes, the next smaller one, and size 1.
         trials = [*(above[:2] if epoch.filled else ()), *below[:1], *below[-1:]]
         if trials:
             self._try(trials[self._trials % len(trials)], now)
@@ -301,7 +323,7 @@ class CallSize:
         self._tried_at, self._lost_unit_s, self._since_unit_s = now, 0.0, 0.0
 
     def _neighbours(self) -> tuple[list[int], list[int]]:
-        """The sizes above the best one and those below it, the next ones first."""
+        """Return the sizes above the best one and those below it, the nearest first."""
         allowed = self.allowed
         sizes = {1, allowed, *(size for size in self.preferred if size < allowed)}
         size = 2

@@ -1,8 +1,8 @@
-"""Calls of one size, one after the other, and what they came to. Pure.
+"""Measure calls of one size at a time, in epochs.
 
-A server works on calls of the size before when the first of another one come. Those that count began when
-the last of these had ended, and one of their own that had begun after that: what they shared the server with
-was of their own size, and as much as usual.
+When the first calls of a size arrive, the server still works on calls of the previous size. Only calls that
+began after two events count: the last call of the previous size had ended, and so had a call of the new size
+that began after that. Such calls shared the server with calls of their own size, as many as usual.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ from dataclasses import dataclass, field
 from math import inf
 
 EPOCH_CALLS = 8
-"""Calls of one size that are measured before it is judged."""
+"""Number of calls of one size that are measured before the size is judged."""
 EPOCH_LEAST_S = 0.02
-"""And so long they are measured at the least: what takes less is noise of ours."""
+"""Shortest time for which calls are measured. In a shorter time the overhead of this process dominates."""
 PROBES = 3
-"""Calls of a trial that are made before others may have its size."""
+"""Number of calls of a trial that are sent before other calls may have its size."""
 COMPANY = 0.6
-"""A larger size is tried only where calls reach this share of the one before: else nobody could fill it."""
+"""A larger size is tried only if calls reach this share of the present size. Otherwise there are not enough
+requests to fill larger calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """What one call took."""
+    """Measured cost of one call."""
 
     size: int
-    """The largest that was allowed when it was formed (`CallSize.most`)."""
+    """Largest size that was allowed when the call was formed (`CallSize.choose_max_items`)."""
     items: int
     unit_s: float
     """Units of the limit × seconds, from the lease of each item to the answer."""
     began_at: float
     ended_at: float
     load: float = 1.0
-    """Units of this model's calls that were under way when it was formed, its own among them."""
+    """Units of this model's calls that were in flight when the call was formed, including its own."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What some calls came to."""
+    """Sums over several calls."""
 
     calls: int = 0
     items: int = 0
@@ -58,35 +59,39 @@ class Tally:
 
 @dataclass(slots=True)
 class Epoch:
-    """Calls of one size, one after the other."""
+    """Consecutive calls of one size."""
 
     size: int
     began_at: float
     after_trial: bool = False
-    """Which was lost: what it leaves behind in the server is its cost."""
+    """True if the epoch follows a trial that was lost. Its effect on the server's queue is part of the cost
+    of the trial."""
     probed: bool = False
-    """PROBES of its calls go first, and others when these are back."""
+    """True if PROBE_CALLS of its calls are sent first, and others only when these have returned."""
     went: int = 0
     opens_at: float = inf
-    """When the first of them ended that shared the server with none of another size: those that began later
-    are measured."""
+    """Time at which the first call ended that shared the server with no call of another size. Calls that
+    began later are measured."""
     alone_at: float = -inf
-    """When the last of another size ended."""
+    """Time at which the last call of another size ended."""
     seen: Tally = field(default_factory=Tally)
-    """Of all its calls, those among them that shared the server with calls of the size before."""
+    """Sums over all calls of the epoch, including those that shared the server with calls of the previous
+    size."""
     measured: Tally = field(default_factory=Tally)
 
     def count(self, call: CallTime) -> bool:
-        """Whether it is one of these."""
+        """Count a call. Return whether it belongs to this epoch."""
         if call.size != self.size:
+            # The call shared the server with this epoch's calls, so measuring begins anew.
             self.alone_at, self.opens_at, self.measured = call.ended_at, inf, Tally()
             return False
-        # Those that waited for company when a trial began are of it.
+        # Calls that waited for more requests when a trial without probes began belong to the trial.
         if call.began_at < self.began_at and not self.probed:
             return False
         self.seen.add(call)
         if call.began_at >= self.opens_at:
             self.measured.add(call)
+        # Probes run beside calls of the best size, so they never start the measurement.
         elif call.began_at >= self.alone_at and (not self.probed or self.seen.calls > PROBES):
             self.opens_at = min(self.opens_at, call.ended_at)
         return True
@@ -96,10 +101,10 @@ class Epoch:
         return self.probed and self.seen.calls < PROBES
 
     def over(self, now: float) -> bool:
-        """Whether enough is known of the size."""
+        """Return whether enough calls were measured."""
         return self.measured.calls >= EPOCH_CALLS and now - self.opens_at >= EPOCH_LEAST_S
 
     @property
     def filled(self) -> bool:
-        """Whether there would be company for larger calls."""
+        """True if there were enough requests to fill larger calls."""
         return self.measured.items >= COMPANY * self.measured.calls * self.size

@@ -1,15 +1,15 @@
-"""The former of batches: which of those that wait go now, together. Pure.
+"""Decide which of the waiting requests are sent now, together.
 
-Items go in the order in which they came: what is formed is the first so many of those that wait. They are
-gathered one by one, and the first of these that holds decides:
+Items are sent in the order in which they arrived, so a group consists of the first waiting items. Items are
+gathered one by one, and the first condition that is true decides:
 
-    full        with the next one it would be more than the rule allows    what was gathered goes
-    preferred   a preferred size was met on the way                        those that make the largest such
-    due         the oldest has waited for max_delay_s                      what was gathered goes
-    alone       nobody else can come now, and the rule has idle_flush      what was gathered goes
+    full        with the next item the group would exceed the rule      what was gathered is sent
+    preferred   a preferred size was reached on the way                 the largest such group is sent
+    due         the oldest item has waited for max_delay_s              what was gathered is sent
+    idle        no other item can arrive now, and idle_flush is set     what was gathered is sent
 
-Else they wait until the oldest is due, unless something happens before. An item larger than the rule allows
-goes alone. An answer costs a look at those that could go together, however many wait.
+Otherwise the items wait until the oldest is due, unless something happens before. An item that is larger than
+the rule allows is sent alone. A decision reads only the items that could be sent together, however many wait.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class FormedBy(enum.StrEnum):
-    """Why a batch goes now."""
+    """Reason why a group is sent now."""
 
     FULL = "full"
     PREFERRED = "preferred"
@@ -36,18 +36,18 @@ class FormedBy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Forming:
-    """One rule's numbers. ValueError for those that make no sense."""
+    """Limits of one rule. Raise `ValueError` if they are invalid."""
 
     max_size: int
-    """What the sizes of a batch's items come to, at the most."""
+    """Largest sum of the sizes of a group's items."""
     preferred_sizes: tuple[int, ...] = ()
-    """Those above max_size are never met."""
+    """Preferred sizes. Sizes above max_size are never reached."""
     max_delay_s: float = 0.0
-    """How long the oldest waits for others, where there is room."""
+    """Longest time that the oldest item waits for others, while there is room."""
     idle_flush: bool = True
-    """Send what there is when nobody else can come."""
+    """True to send what was gathered if no other item can arrive."""
     max_weight: float = inf
-    """A second measure that sums up beside the size: the tokens of a call."""
+    """Largest sum of a second measure besides the size: the tokens of a call."""
 
     def __post_init__(self) -> None:
         if not self.max_size >= 1:
@@ -71,19 +71,20 @@ class Mode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """Which requests may travel together, and how many."""
+    """Rule that says which requests may be merged, and how many."""
 
     paths: tuple[str, ...]
-    """Patterns; the first rule that has one for a path counts."""
+    """Path patterns. The first rule with a pattern that matches a path applies."""
     shape: Shape
     mode: Mode
     forming: Forming
     unit_per_call: bool = False
-    """A call counts one unit, however many items it has; else each item does."""
+    """True if a call counts one unit, however many items it has. Otherwise each item counts one."""
     stretches: bool = False
-    """Company is waited for longer than `forming` says where calls are slow."""
+    """True if requests wait longer than `grouping` says if calls are slow."""
     max_items: int | None = None
-    """A longer list is sent in several calls; None: until the server says what it takes."""
+    """Number of items above which a list is sent in several calls. `None` if the server's answers are to
+    teach it."""
     check_every: int = CHECK_EVERY
     """Number of merged calls per check. A check sends one item of the call again on its own, and compares
     the two answers."""
@@ -91,18 +92,19 @@ class BatchRule:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One item."""
+    """An item that waits to be sent."""
 
     size: int
-    """Less than 1 counts as 1."""
+    """Size of the item. A size below 1 counts as 1."""
     since: float
     weight: float = 0.0
-    """Less than 0 counts as 0; what is no number fits nowhere."""
+    """Weight of the item. A weight below 0 counts as 0; NaN fits into no group with other items."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The first `count` of those that wait go now, together. Then ask again: more may be able to go."""
+    """The first `count` waiting items are sent now, together. Callers then ask again, because more may be
+    sent."""
 
     count: int
     by: FormedBy
@@ -110,7 +112,8 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """None goes before `until` (inf: never), unless one more comes, room does, or nobody else can come."""
+    """Nothing is sent before `until` (infinity: never), unless an item arrives, room appears, or no item can
+    arrive."""
 
     until: float
 
@@ -118,10 +121,10 @@ class Wait:
 def form(
     waiting: Iterable[Waiting], rule: Forming, now: float, *, room: bool = True, alone: bool = False
 ) -> Form | Wait:
-    """What goes now of those that wait, given in the order in which they came.
+    """Return which of the waiting items, given in order of arrival, are sent now.
 
-    `room`: a batch may be sent. `alone`: nobody else can come now. `now` and `since` are of one clock, which
-    does not go back.
+    `has_room`: a group may be sent. `is_idle`: no other item can arrive now. `now` and `arrived_at` are of
+    one clock, which never goes back.
     """
     if not room:
         return Wait(inf)
@@ -139,22 +142,24 @@ def form(
 
 
 def _gathered(waiting: Iterable[Waiting], rule: Forming) -> tuple[int, int, float, bool]:
-    """How many could go together, how many make the largest preferred size, since when the oldest of them
-    waits, and whether no other one can join them."""
+    """Return how many items could be sent together, how many make the largest preferred size, since when the
+    oldest of them waits, and whether no other item can join them."""
     count = size = preferred = 0
     weight, oldest = 0.0, inf
     max_size, max_weight, preferred_sizes = rule.max_size, rule.max_weight, rule.preferred_sizes
     for item in waiting:
-        # Looked at with each arrival. Built-in functions would make it four times as slow.
+        # This loop runs for each arrival. With max() and similar functions it is four times as slow.
         size += item.size
         if item.size < 1:
             size += 1 - item.size
+        # Negated comparisons, here and below, treat NaN as too heavy.
         if not item.weight <= 0.0:
             weight += item.weight
         over = size > max_size or not weight <= max_weight
         if over and count:
             return count, preferred, oldest, True
         count += 1
+        # Exactly full, or a first item that exceeds the rule and is sent alone.
         if over or size == max_size:
             return count, preferred, oldest, True
         if item.since < oldest:

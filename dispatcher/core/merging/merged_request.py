@@ -1,4 +1,4 @@
-"""A request that is sent in the place of others: one call for several, or for a piece of one. Pure."""
+"""Requests that are sent in place of others: one call for several requests, or for a piece of one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from dispatcher.core.requests.request import Request
 
 
 def together(requests: Sequence[Request], parts: Sequence[Part]) -> Request:
-    """One call for all of them: path, headers and id are of the first, the deadline is the last. Version and
-    endpoints are the first's too: whoever forms the call lets only equal ones travel together."""
+    """Return one request for all: path, headers and id of the first one, and the latest deadline.
+
+    Version and endpoints are also those of the first one, because only requests with equal ones are grouped.
+    """
     deadline = max(request.deadline for request in requests)
     return replace(requests[0], payload=merge(parts), deadline=deadline)
 
 
 def piece(request: Request, part: Part) -> Request:
-    """The same request with a piece of its list."""
+    """Return the request with a piece of its list."""
     return replace(request, payload=merge([part]))

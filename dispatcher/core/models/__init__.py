@@ -1,1 +1,1 @@
-"""Models: which ones the pool serves, their versions, and how versions are warmed up."""
+"""Models: which models the pool serves, their versions, and warm-up."""

@@ -1,17 +1,18 @@
-"""Which models a pool serves, by what its endpoints say, and what follows for a request. Pure.
+"""Determine which models a pool serves, from the models that its endpoints list, and what follows for a
+request.
 
-    ready      an endpoint names it, in a listing that is younger than the newest answer that it is not there
-    loading    none does; one says that it loads it
-    absent     none does, and all of them can be read
-    unknown    none does, and some cannot be read: it may be served there
+    ready      an endpoint lists the model, more recently than the newest answer that the model is not there
+    loading    no endpoint lists it, and one reports that it is loading it
+    absent     no endpoint lists it, and all of them can be read
+    unknown    no endpoint lists it, and some cannot be read: these may serve it
 
-An endpoint that cannot be read is believed for a while by what it said last (TRUST_S). One that has left the
-list is forgotten with all that it said.
+For an endpoint that cannot be read, its last listing counts for a while (TRUST_S). The listing of an endpoint
+that has left the pool is forgotten.
 
-A request goes where its model is ready, or where nobody knows of such a model and not all can be read: then
-the server is to say. It waits where the model is expected (the operator named it, or it was served before),
-and ends at once where it can only be a mistake. Nothing here closes the gate: one model holds back its own
-requests, and no others.
+A request is sent if its model is ready, or if the model is not known and some endpoint cannot be read: then
+the server decides. A request waits if its model is expected, because the operator named it or it was served
+before. It ends at once if its model can only be a mistake. Nothing here closes the gate: a model delays only
+its own requests.
 """
 
 from __future__ import annotations
@@ -24,33 +25,35 @@ from math import inf
 from dispatcher.core.models.names import quoted
 from dispatcher.core.requests.lanes import MODEL_BYTES
 
+# docs/decisions/0020-requests-wait-for-their-model.md explains these rules.
 TRUST_S = 30.0
-"""So long what an endpoint said last is believed while it cannot be read."""
+"""Seconds for which the last listing of an endpoint counts while it cannot be read."""
 DENIED_S, DENIED_MOST_S = 5.0, 300.0
-"""After an answer that a listed model is not there it is not asked for so long; twice as long each further
-time, until one is answered, or other endpoints list it."""
+"""Seconds for which a listed model counts as absent after an answer that it is not there. The time doubles
+with each such answer, up to the second value, until a request is answered or other endpoints list the
+model."""
 SEEN_MOST = 10_000
 GATEWAY = "gateway"
-"""The endpoint, where the gateway was asked for all."""
+"""Name of the endpoint if the gateway was asked for the models of all endpoints."""
 _NAMES_TOLD = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one endpoint said of the models that it serves, or why it said nothing."""
+    """Answer of one endpoint about the models that it serves, or the reason why there is no answer."""
 
     endpoint: str
-    """For people: host and port; `gateway` where the gateway was asked for all of them."""
+    """Host and port, for people. `gateway` if the gateway was asked for all endpoints."""
     asked_at: float
-    """Loop time before it was asked: what it says is of then or later."""
+    """Loop time before the endpoint was asked. The listing describes this moment or a later one."""
     models: tuple[str, ...] | None
-    """The ids that requests may name; None: it could not be read."""
+    """Ids that requests may name. `None` if the listing could not be read."""
     loading: tuple[str, ...] = ()
-    """Those among others that it has begun to load and does not serve yet, where it tells."""
+    """Ids of models that the endpoint loads and does not serve yet, if it reports them."""
     problem: str = ""
-    """One sentence: why it could not be read."""
+    """One sentence that says why the listing could not be read."""
     down: bool = False
-    """Nobody listens there: whoever answers next is another process, which knows nothing of before."""
+    """True if no process listens there. The next process that listens has none of the earlier state."""
 
 
 class ModelState(StrEnum):
@@ -61,7 +64,7 @@ class ModelState(StrEnum):
 
 
 class WhenAbsent(StrEnum):
-    """What a request of a model does that is expected and not there."""
+    """Behaviour of requests for a model that is expected and not served."""
 
     WAIT = "wait"
     FAIL = "fail"
@@ -69,12 +72,12 @@ class WhenAbsent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelTerms:
-    """What the operator decided."""
+    """Settings of the operator."""
 
     named: Mapping[str, WhenAbsent] = field(default_factory=dict)
-    """The models that the settings name."""
+    """Models that the settings name."""
     absent: WhenAbsent = WhenAbsent.WAIT
-    """For others that were served before."""
+    """Behaviour for other models that were served before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +87,22 @@ class ModelSeen:
     name: str
     state: ModelState
     serving: int
-    """Endpoints that name it."""
+    """Number of endpoints that list it."""
     endpoints: int
-    """All there are."""
+    """Number of all endpoints."""
     unread: int
-    """Those among them of which nothing is known."""
+    """Number of endpoints whose models are not known."""
     since: float
     """Loop time of the last change of its state."""
     named: bool
-    """The settings name it."""
+    """True if the settings name the model."""
     denied: bool
-    """Endpoints name it, and an answer said that it is not there."""
+    """True if endpoints list the model, and an answer said that it is not there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelMoved:
-    """The state of a model has changed."""
+    """Change of a model's state."""
 
     seen: ModelSeen
     before: ModelState
@@ -107,12 +110,12 @@ class ModelMoved:
 
 @dataclass(frozen=True, slots=True)
 class GoesToModel:
-    """It is served, as far as anybody knows."""
+    """The request is sent: the model is served, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitsModel:
-    """The model is expected, and not served now."""
+    """The request waits: the model is expected, and not served now."""
 
     why: str
     """Reason why the model cannot be used, with its name, such as `model 'm' is being loaded`."""
@@ -120,10 +123,10 @@ class AwaitsModel:
 
 @dataclass(frozen=True, slots=True)
 class NoSuchModel:
-    """It is not served, and nobody expects it."""
+    """The request ends: the model is not served, and not expected."""
 
     why: str
-    """With the names that are served."""
+    """One sentence with the names of the models that are served."""
 
 
 ModelVerdict = GoesToModel | AwaitsModel | NoSuchModel
@@ -135,36 +138,36 @@ class _Denial:
     at: float
     until: float
     times: int
-    """So often in a row, while the same endpoints named it."""
+    """Number of such answers in a row, while the same endpoints listed the model."""
     by: frozenset[str]
 
 
 class PoolModels:
-    """All that is known of the models of a pool. Bounded, whatever endpoints say."""
+    """State of the models of a pool. Its size is bounded, whatever endpoints list."""
 
     def __init__(self, terms: ModelTerms, now: float) -> None:
         self.terms = terms
         self._began_at = now
         self._said: dict[str, Listing] = {}
-        """What each endpoint said last that could be read."""
+        """Last readable listing of each endpoint."""
         self._endpoints: dict[str, str] = {}
-        """Those of the newest round, with what is wrong with each; empty: nothing."""
+        """Endpoints of the newest round, each with its problem. Empty for no problem."""
         self._down: set[str] = set()
-        """Those of them where nobody listens."""
+        """Endpoints of the newest round where no process listens."""
         self._serving: dict[str, list[Listing]] = {}
         self._loading: set[str] = set()
         self._unread = 0
         self._heard = False
         self._seen: dict[str, None] = {}
-        """Models that were served once, those seen last at the end."""
+        """Models that were served once, the most recent ones last."""
         self._states: dict[str, tuple[ModelState, float]] = {}
-        """Of the models that are expected, with the time of the last change."""
+        """State of each expected model, with the time of its last change."""
         self._denials: dict[str, _Denial] = {}
 
-    # What is heard.
+    # Observations.
 
     def heard(self, listings: Sequence[Listing], now: float) -> list[ModelMoved]:
-        """A round: each endpoint there is, once. What has changed by it."""
+        """Record the listings of a round, one for each endpoint. Return the resulting changes."""
         self._heard = True
         self._endpoints = {each.endpoint: each.problem for each in listings}
         self._down = {each.endpoint for each in listings if each.down}
@@ -172,6 +175,7 @@ class PoolModels:
         for each in listings:
             if each.models is not None:
                 self._said[each.endpoint] = each
+        # Listings of this round, and recent ones of endpoints that cannot be read now.
         trusted = [said for said in self._said.values() if said.asked_at > now - TRUST_S]
         self._unread = len(self._endpoints) - len(trusted)
         self._serving, self._loading = {}, set()
@@ -183,27 +187,29 @@ class PoolModels:
         return self._moved(now)
 
     def expect(self, names: Iterable[str]) -> None:
-        """These were served once, or requests wait for them."""
+        """Remember models that were served once, or for which requests wait."""
         for name in names:
+            # Reinserting moves the model to the end, so that the oldest ones are forgotten first.
             self._seen.pop(name, None)
             self._seen[name] = None
         for name in list(self._seen)[: max(0, len(self._seen) - SEEN_MOST)]:
             del self._seen[name]
 
     def denied(self, model: str, sent_at: float, now: float) -> None:
-        """A request that was sent then was answered that there is no such model."""
-        if self.partly(model):  # it may have come to one of the others
+        """Record an answer that there is no such model, to a request sent at `sent_at`."""
+        if self.partly(model):  # the request may have reached an endpoint without the model
             return
         before = self._denials.get(model)
-        if before is not None and sent_at <= before.at:  # they were sent together
+        if before is not None and sent_at <= before.at:  # both requests were sent before the first answer
             return
         by = frozenset(said.endpoint for said in self._serving.get(model, ()))
         times = before.times + 1 if before is not None and before.by == by else 1
+        # The exponent is bounded, because a large one would overflow the float.
         hold_s = min(DENIED_MOST_S, DENIED_S * 2.0 ** min(times - 1, 16))
         self._denials[model] = _Denial(now, now + hold_s, times, by)
 
     def answered(self, model: str, sent_at: float) -> None:
-        """A request that was sent then was served."""
+        """Record that a request sent at `sent_at` was served."""
         denial = self._denials.get(model)
         if denial is not None and sent_at > denial.at:
             del self._denials[model]
@@ -211,11 +217,11 @@ class PoolModels:
     def reconfigure(self, terms: ModelTerms) -> None:
         self.terms = terms
 
-    # What is known.
+    # Queries.
 
     @property
     def endpoints(self) -> Set[str]:
-        """Those of the newest round."""
+        """Endpoints of the newest round."""
         return self._endpoints.keys()
 
     @property
@@ -223,7 +229,7 @@ class PoolModels:
         return frozenset(self._loading)
 
     def ready(self, now: float) -> dict[str, frozenset[str]]:
-        """The models that are served, with the endpoints that name them."""
+        """Return the models that are served, each with the endpoints that list it."""
         return {
             name: frozenset([said.endpoint for said in serving])
             for name, serving in self._serving.items()
@@ -231,16 +237,17 @@ class PoolModels:
         }
 
     def gone(self, model: str, endpoint: str) -> bool:
-        """The endpoint does not serve it any more, or may be another process by now."""
+        """Return whether the endpoint no longer serves the model, or may have become another process."""
         problem = self._endpoints.get(endpoint)
         if problem is None or endpoint in self._down:
             return True
+        # An endpoint that cannot be read may still serve the model.
         return not problem and all(said.endpoint != endpoint for said in self._serving.get(model, ()))
 
-    # What follows.
+    # Decisions.
 
     def verdict(self, model: str, now: float) -> ModelVerdict:
-        """What becomes of a request for this model."""
+        """Decide about a request for this model."""
         state = self._state(model, now)
         if state is ModelState.READY or not model:
             return _GOES
@@ -252,7 +259,7 @@ class PoolModels:
         return _GOES
 
     def sentence(self, model: str, now: float) -> str:
-        """How it is with a model."""
+        """Return a description of the model's state."""
         state = self._state(model, now)
         if state is not ModelState.READY:
             return f"it {self._why(model, state)}"
@@ -260,7 +267,8 @@ class PoolModels:
         return "it is served" if count == endpoints else f"it is served by {count} of {endpoints} endpoints"
 
     def partly(self, model: str) -> bool:
-        """Some endpoints serve it and others, that can be read, do not: who sends there may meet either."""
+        """Return whether some readable endpoints serve the model and others do not, so that a request may
+        reach either."""
         return 0 < len(self._serving.get(model, ())) < len(self._endpoints) - self._unread
 
     def look(self, model: str, now: float) -> ModelSeen:
@@ -278,7 +286,7 @@ class PoolModels:
         )
 
     def known(self) -> list[str]:
-        """Those that the settings name, then those that are served or were, by name."""
+        """Return the models that the settings name, then those that are or were served, sorted by name."""
         return [*self.terms.named, *sorted(self._seen.keys() - self.terms.named.keys())]
 
     @property
@@ -286,10 +294,11 @@ class PoolModels:
         """Endpoints that could not be read in the newest round, with the reason."""
         return {name: problem for name, problem in self._endpoints.items() if problem}
 
-    # Details.
+    # Internals.
 
     def _rule(self, model: str) -> WhenAbsent | None:
-        """None: nobody expects it."""
+        """Return the behaviour for the model. `None` if it is not expected."""
+        # Requests wait under a shortened name, so a longer name could be mistaken for another model.
         if len(model.encode(errors="replace")) > MODEL_BYTES:
             return None
         named = self.terms.named.get(model)
@@ -313,6 +322,7 @@ class PoolModels:
         if denial is None or self.partly(model):
             return False
         newest = max((said.asked_at for said in self._serving.get(model, ())), default=-inf)
+        # A listing counts again if it is newer than the denial, and the pause is over.
         return newest <= denial.at or now < denial.until
 
     def _moved(self, now: float) -> list[ModelMoved]:

@@ -1,4 +1,4 @@
-"""A body's model replaced, and nothing else of it. Pure."""
+"""Replace the model in a body, and change nothing else."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from dispatcher.core.models.names import model_of
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.surrogates import without_surrogates
 
+# JSON can also write the name with escapes, such as \u006d for m (see _ESCAPED).
 _TOKEN = b'"model"'
 _ESCAPED = b"\\u006"
-"""Begins each escape of a letter of the token."""
+"""Beginning of the escape of each letter of the name."""
 _VALUE = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("[^"\\\x00-\x1f]*")')
 
 
 def with_model(payload: bytes, name: str) -> bytes | None:
-    """The body with this name as the value of its field `model`, byte for byte the same else.
+    """Return the body with this name as the value of its field `model`, and with all other bytes unchanged.
 
-    None: it is not certain what that would change. It is no object or not UTF-8, it has no such field or two,
-    the field's value is no string, or where the field stands cannot be told for a name that is escaped.
+    `None` if the effect of the change is not certain: the body is not an object or not UTF-8, the field is
+    missing or occurs twice, its value is not a string, or its position is unclear because a name has escapes.
     """
     try:
         value = msgspec.json.encode(name)
@@ -34,8 +35,8 @@ def with_model(payload: bytes, name: str) -> bytes | None:
 
 
 def _replaced_at_once(payload: bytes, name: str, value: bytes) -> bytes | None:
-    """Where one field of all, at any depth, has this name, and the body then reads as it should, it is the
-    one: no other could be what is read."""
+    """Replace the value if only one field at any depth has this name, and if the result reads as it should.
+    Then this field is the one that servers read."""
     at = payload.find(_TOKEN)
     found = _VALUE.match(payload, at) if at >= 0 else None
     if found is None or payload.find(_TOKEN, found.end()) >= 0:
@@ -48,7 +49,7 @@ def _replaced_at_once(payload: bytes, name: str, value: bytes) -> bytes | None:
 
 
 def _replaced(payload: bytes, name: str, value: bytes) -> bytes | None:
-    clear = without_surrogates(payload)  # with them it would not be read, and each byte stays in its place
+    clear = without_surrogates(payload)  # the decoder rejects lone surrogates; positions stay the same
     before = fields(clear).get("model", msgspec.Raw())
     if bytes(before)[:1] != b'"':
         return None
@@ -60,8 +61,8 @@ def _replaced(payload: bytes, name: str, value: bytes) -> bytes | None:
 
 
 def sent_as(request: Request, asked: str, version: str, endpoints: str) -> Request | None:
-    """A request for the model `asked` as it is sent to a version of that, and to these endpoints alone. None:
-    its body cannot be changed."""
+    """Return a request for the model `asked_model` as it is sent to a version of it, and only to these
+    endpoints. `None` if its body cannot be changed."""
     payload = request.payload if version == asked else with_model(request.payload, version)
     if payload is None:
         return None

@@ -1,4 +1,4 @@
-"""Names of models: the one that a body asks for, and an answer that says that there is none such. Pure."""
+"""Names of models: the model that a body requests, and answers that say that a model does not exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME_CHARS = 100
 
 
 def quoted(model: str) -> str:
-    """A model's name, in a sentence."""
+    """Return a model's name in quotes, shortened, for a sentence."""
     return repr(shortened(model, _NAME_CHARS))
 
 
@@ -41,15 +41,15 @@ _answer = msgspec.json.Decoder(_ServerAnswer)
 
 
 def model_of(payload: bytes) -> str:
-    """What a body asks for; empty: nothing, or what is no name."""
+    """Return the model that a body requests. Empty if there is none, or the value is not a name."""
     model = _model_in(payload)
-    if model is None:  # half a pair somewhere in it is no reason not to read the rest
+    if model is None:  # the decoder rejects lone surrogates, which may be elsewhere in the body
         model = _model_in(without_surrogates(payload))
     return model or ""
 
 
 def _model_in(text: bytes) -> str | None:
-    """None: it cannot be read."""
+    """Return the model. `None` if the body cannot be decoded."""
     try:
         return _named.decode(text).model or ""
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -57,8 +57,11 @@ def _model_in(text: bytes) -> str | None:
 
 
 def says_no_model(status: int, body: bytes, model: str) -> bool:
-    """Whether an answer says that there is no such model: as vLLM and those who copy it do (404, of type
-    NotFoundError, param `model`), or OpenAI (code `model_not_found`). Any other 404 may be of the request."""
+    """Return whether an answer says that the model does not exist.
+
+    vLLM and compatible servers answer 404 with type NotFoundError and param `model`, OpenAI answers with code
+    `model_not_found`. Any other 404 may be about the request.
+    """
     if status not in (400, 404) or not model:
         return False
     try:
@@ -70,7 +73,7 @@ def says_no_model(status: int, body: bytes, model: str) -> bool:
         return True
     if status != 404:
         return False
-    # As a word of its own: `m` is part of "model".
+    # Match the whole name: a model named `m` is part of the word "model".
     stands = re.search(rf"(?<![\w/.:-]){re.escape(model)}(?![\w/:-])", said.message)
     names_it = said.param == "model" or (stands is not None and "model" in said.message.lower())
     return names_it and (said.type or "NotFoundError") in ("NotFoundError", "not_found_error", "Not Found")

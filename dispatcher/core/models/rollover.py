@@ -1,20 +1,20 @@
-"""The versions of one model: which of them take work, and which one a request is sent to. Pure.
+"""Versions of one model: which of them take work, and to which one a request is sent.
 
-A version is wanted if the policy selects it among the listed versions and no operator drains it. It is ready
+A version is desired if the policy selects it among the listed versions and no operator drains it. It is ready
 if it is warm: at one endpoint if requests can be confined to warm endpoints, otherwise at each endpoint that
 lists it, or at any one once it is open. Without a configured warm-up, every version is ready.
 
-    availability  The wanted versions that are ready are open. Until all wanted versions are ready, the
+    availability  The desired versions that are ready are open. Until all desired versions are ready, the
                   versions that were open before stay open. If there are none, the newest version that is
                   ready is open, so that one is open as long as one is warm.
-    resource      A version that is no longer wanted closes at once. A wanted version is warmed and opened
-                  only when no replica has requests in flight to an unwanted version. In between, no version
-                  may be open. Requests that name a version count as well, and wait: for an unwanted version
-                  until all wanted ones are open, as otherwise nothing else might ever begin; for a wanted
-                  version until nothing is in flight to an unwanted one.
+    resource      A version that is no longer desired closes at once. A desired version is warmed and opened
+                  only when no replica has requests in flight to an undesired version. In between, no version
+                  may be open. Requests that name a version count as well, and wait: for an undesired version
+                  until all desired ones are open, as otherwise nothing else might ever begin; for a desired
+                  version until nothing is in flight to an undesired one.
 
-The result does not depend on the time of a look, except for the versions that were open before and the steps
-that are reported. Two replicas that see the same choose the same.
+The result does not depend on when facts are applied, except for the versions that were open before and the
+steps that are reported. Two replicas with the same facts make the same choice.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dispatcher.core.models.weighted_choice import Spread, shares
 from dispatcher.core.printable import shortened
 
 GONE_MOST = 1000
-"""Versions of a family that are remembered when they are gone, those that went last."""
+"""Largest number of remembered versions that are gone. Those that went last are kept."""
 NAMINGS_MOST = 20_000
-"""Names of which a family remembers between two looks whether they match."""
+"""Largest number of names for which a family remembers whether they match."""
 _CLOSING = (VersionState.OPEN, VersionState.DRAINING)
 _NAMES_TOLD, _NAME_CHARS, _WHO_TOLD = 5, 100, 3
 
@@ -53,41 +53,45 @@ class _Version:
 
 
 class ModelFamily:
-    """The versions of one model. Bounded, whatever names come; it never raises."""
+    """Versions of one model. Its size is bounded, whatever names are listed, and it never raises."""
 
     def __init__(self, terms: FamilyTerms) -> None:
         self.terms = terms
         self._next = terms
         self._namings: dict[str, VersionNaming] = {}
-        """By name, of those that match."""
+        """Parsed names of versions of this model, by name."""
         self._others: set[str] = set()
-        """Those that do not."""
+        """Names that are no versions of this model."""
         self._sight = VersionSight({})
         self._known: dict[str, _Version] = {}
         self._gone: dict[str, None] = {}
-        """Those among them, the ones that went last at the end."""
+        """Versions of `_known` that are gone, those that went last at the end."""
         self._listed: dict[str, VersionNaming] = {}
-        """Newest first, as in what follows."""
+        """Listed versions, the newest first. The following collections have the same order."""
         self._drained: set[str] = set()
         self._wanted: dict[str, None] = {}
         self._open: dict[str, None] = {}
         self._blocking: list[str] = []
-        """Where resources are kept: what has to end before another version opens."""
+        """Versions that must have nothing in flight before another version opens. Only for transition
+        `resource`."""
         self._lively: dict[str, None] = {}
-        """Neither spare nor gone."""
+        """Versions that are neither retiring nor gone."""
         self._warm: dict[str, frozenset[str]] = {}
         self._kept: list[str] | None = None
         self._spread = Spread({})
 
-    # What is seen.
+    # Observations.
 
     def reconfigure(self, terms: FamilyTerms) -> None:
-        """From the next look on."""
+        """Apply these settings when facts are applied next."""
         self._next = terms
 
     def look(self, sight: VersionSight, now: float) -> list[VersionMoved]:
-        """What has changed: each new state of each version, in order. What opens is told before what closes
-        where availability is kept, and after it where resources are."""
+        """Apply new facts. Return each new state of each version, in order.
+
+        For transition `availability`, versions that open come before versions that close; for `resource`
+        after them.
+        """
         before = self._listed
         if (self._next.name, self._next.match) != (self.terms.name, self.terms.match):
             self._namings, self._others, self._listed = {}, set(), {}
@@ -106,80 +110,90 @@ class ModelFamily:
         self._forget()
         return moved
 
-    # What follows for work.
+    # Decisions about work.
 
     def choose(self, key: str) -> str | None:
-        """The version that work of this key is sent to; None: none is open, and `why` says why."""
+        """Return the version to which work with this key is sent. `None` if none is open; `explain_closed`
+        says why."""
         return self._spread.chosen(key)
 
     def keeps(self, version: str) -> bool:
-        """Whether work that was given this version may still go to it: until it is drained or gone."""
+        """Return whether work that was assigned to this version may still be sent to it: until the version is
+        drained or gone."""
         if self.takes(version):
             return True
+        # With transition `resource` a version must be emptied, so it does not keep work that was assigned to
+        # it.
         if self.terms.transition is Transition.RESOURCE or version not in self._listed:
             return False
         return version not in self._drained and (not self.terms.warms or bool(self._warm_at(version)))
 
     def kept(self) -> Sequence[str]:
-        """Those, newest first; the same list until the next look."""
+        """Return the versions for which `can_keep` is true, newest first. The list is the same until new
+        facts are applied."""
         if self._kept is None:
             self._kept = [name for name in self._listed if self.keeps(name)]
         return self._kept
 
     def takes(self, version: str) -> bool:
-        """New work goes to it."""
+        """Return whether new work is sent to the version."""
         return version in self._open
 
     def gives_way(self, version: str) -> str:
-        """Why work that names this version itself is to wait for others, as a sentence goes on; empty: it is
-        not."""
+        """Return why work that names this version must wait, as the continuation of a sentence. Empty if it
+        need not wait."""
         if self.terms.transition is not Transition.RESOURCE or self.takes(version):
             return ""
         if version in self._wanted:
             return f"waits: {_are(self._blocking, 'drained')} first" if self._blocking else ""
+        # Otherwise requests that name the old version could keep it in use, and the new one closed, for ever.
         coming = _several([_told(name) for name in self._wanted if name not in self._open])
         return f"gives way to {coming}" if coming else ""
 
     def waits_for(self, version: str) -> bool:
-        """Something begins when nothing is under way to it any more."""
+        """Return whether another version opens once nothing is in flight to this one."""
         return version in self._blocking
 
     @property
     def opened(self) -> bool:
-        """Some version takes work."""
+        """True if some version takes work."""
         return bool(self._open)
 
     @property
     def listed(self) -> bool:
-        """Some version is there."""
+        """True if some version is listed."""
         return bool(self._listed)
 
     def endpoints(self, version: str) -> frozenset[str]:
-        """Those at which it is warm; empty: any will do, or it is warm nowhere."""
+        """Return the endpoints at which the version is warm. Empty if any endpoint will do, or if it is warm
+        nowhere."""
         return self._warm_at(version) if self.terms.warms else frozenset()
 
     def cold(self) -> list[tuple[str, str]]:
-        """Versions and endpoints to be warmed now: the wanted ones first, of each kind the newest first."""
+        """Return versions and endpoints to be warmed now: desired versions first, then others, each group
+        newest first."""
         if not self.terms.warms:
             return []
+        # While an undesired version is in use, only versions that are open already are warmed at further
+        # endpoints.
         names = [name for name in self._wanted if not self._blocking or name in self._open]
         names += [name for name in self._open if name not in self._wanted]
         return [(name, each) for name in names for each in sorted(self._at(name) - self._warm_at(name))]
 
-    # What people are told.
+    # Descriptions.
 
     def versions(self) -> list[VersionSeen]:
-        """All that are there, or were: the newest first."""
+        """Return all versions that are or were there, newest first."""
         known = sorted(self._known.values(), key=lambda each: each.naming.order, reverse=True)
         labels = self._labels()
         return [self._seen(each, labels) for each in known]
 
     def meant(self, word: str) -> list[str]:
-        """The listed versions that an operator means by it, by their full names: the newest first."""
+        """Return the full names of the listed versions that have this alias, newest first."""
         return [name for name, each in self._listed.items() if word in each.words]
 
     def why(self) -> str:
-        """One sentence for a request that has to wait; empty: it need not."""
+        """Return one sentence for a request that has to wait. Empty if it need not wait."""
         if self._open:
             return ""
         if self._listed:
@@ -188,7 +202,7 @@ class ModelFamily:
         return loading or f"no version of {_told(self.terms.name)} is served"
 
     def sentence(self) -> str:
-        """How it stands."""
+        """Return a description of the present state."""
         if not self._open:
             return self.why()
         parts = sorted(self._spread.shares.items(), key=lambda each: -each[1])
@@ -201,10 +215,10 @@ class ModelFamily:
         draining = _are(self._in(VersionState.DRAINING), "draining")
         return "; ".join(filter(None, [open_, exposed, self._why_not_open(), draining]))
 
-    # Details: which there are, and which of them are wanted and open.
+    # Internals: which versions there are, and which of them are desired and open.
 
     def _ours(self, names: Set[str]) -> set[str]:
-        """Those that are versions of this model."""
+        """Return the names that are versions of this model."""
         for name in names - self._namings.keys() - self._others:
             naming = naming_of(name, self.terms)
             if naming is None:
@@ -214,9 +228,11 @@ class ModelFamily:
         return names & self._namings.keys()
 
     def _list(self) -> dict[str, VersionNaming]:
-        """In order. What stood is taken as it stood, which costs little to sort."""
+        """Return the listed versions in order. Versions that were listed before keep their order, so that
+        sorting is cheap."""
         served, before = self._sight.served, self._listed
         names = {name for name in self._ours(served.keys()) if served[name]}
+        # The same object tells callers that nothing has changed.
         if names == before.keys():
             return before
         came = names - before.keys()
@@ -231,7 +247,7 @@ class ModelFamily:
         return {**self.terms.labels, **self._sight.labels}
 
     def _asked(self) -> frozenset[str] | None:
-        """The words by which the policy asks for versions; None: it takes what there is."""
+        """Return the words by which the policy selects versions. `None` if it selects by age, or all."""
         policy = self.terms.policy
         if policy.label:
             return frozenset(filter(None, [self._labels().get(policy.label)]))
@@ -247,12 +263,14 @@ class ModelFamily:
     def _opened(self) -> set[str]:
         ready = {name for name in self._wanted if self._ready(name)}
         if self.terms.transition is Transition.RESOURCE:
+            # Nothing new opens while an undesired version is in use.
             return ready & self._open.keys() if self._blocking else ready
         if len(ready) < len(self._wanted) or not self._wanted:
             there = (name for name in self._open if name in self._listed and name not in self._drained)
             ready.update(name for name in there if self._ready(name))
         if not ready:
             others = (name for name in self._listed if name not in self._drained and self._ready(name))
+            # No desired version is ready: the newest ready version is better than none.
             ready.update(islice(others, 1))
         return ready
 
@@ -260,6 +278,8 @@ class ModelFamily:
         if not self.terms.warms:
             return True
         warm = self._warm_at(name)
+        # Without confinement the picker may choose any endpoint, so all must be warm before the version
+        # opens.
         return bool(warm) if self._sight.steered or name in self._open else warm == self._at(name)
 
     def _at(self, name: str) -> frozenset[str]:
@@ -271,7 +291,7 @@ class ModelFamily:
             self._warm[name] = frozenset([each for each in self._at(name) if (name, each) in marks])
         return self._warm.get(name, frozenset())
 
-    # Details: states.
+    # Internals: states.
 
     def _move(self, before: Mapping[str, VersionNaming], now: float) -> list[VersionMoved]:
         known, listed = self._known, self._listed
@@ -281,7 +301,7 @@ class ModelFamily:
                 known.setdefault(name, _Version(naming, now)).naming = naming
         for name in sorted(loading - known.keys()):
             known[name] = _Version(self._namings[name], now)
-        # Of many versions most are spare or gone, and stay so.
+        # Most versions are retiring or gone and stay so, so only candidates for a change are visited.
         changed = sorted(listed.keys() ^ before.keys(), reverse=True)
         at_work = dict.fromkeys([*self._lively, *self._open, *self._wanted, *sorted(loading), *changed])
         self._lively = {}
@@ -309,7 +329,7 @@ class ModelFamily:
         if name not in self._listed:
             return VersionState.LOADING if name in loading else VersionState.GONE
         wanted = name in self._wanted
-        # What this process sees for the first time, unwanted and in use, closed before it began.
+        # A version that is undesired and in use when this process first sees it closed earlier.
         closed = before in _CLOSING or (before is VersionState.ABSENT and not wanted)
         if closed and name in self._sight.used:
             return VersionState.DRAINING
@@ -323,7 +343,7 @@ class ModelFamily:
             self._namings = {name: each for name, each in self._namings.items() if name in served}
             self._others = set(islice(self._others & served.keys(), NAMINGS_MOST))
 
-    # Details: words.
+    # Internals: texts.
 
     def _seen(self, version: _Version, labels: Mapping[str, str]) -> VersionSeen:
         name = version.naming.name
@@ -346,7 +366,8 @@ class ModelFamily:
         return [name for name, version in self._known.items() if version.state is state]
 
     def _why_not_open(self) -> str:
-        """Of what is wanted and not open, or why nothing is wanted; empty: all that is wanted is open."""
+        """Return which desired versions are not open, or why no version is desired. Empty if all desired
+        versions are open."""
         waiting = [name for name in self._wanted if name not in self._open]
         if not self._wanted:
             return self._why_unwanted()
@@ -371,7 +392,7 @@ class ModelFamily:
         return f"{who} asks for {named}, which {are} not served: there {there} {names}"
 
     def _why_drained(self, names: Iterable[str]) -> str:
-        """By whom and why, those together that are drained for one reason."""
+        """Return who drained the versions and why. Versions with the same reason are listed together."""
         by: dict[str, list[str]] = {}
         for name in names:
             words = self._listed[name].words
@@ -395,6 +416,6 @@ def _several(told: Iterable[str]) -> str:
 
 
 def _are(names: Iterable[str], what: str) -> str:
-    """Empty where there is none."""
+    """Return for example "'a' and 'b' are open". Empty if there are no names."""
     told = [_told(name) for name in names]
     return f"{_several(told)} {'is' if len(told) == 1 else 'are'} {what}" if told else ""

@@ -1,4 +1,7 @@
-"""Which versions of a model an operator wants. Pure. Apart: all verbs read settings, few look at versions."""
+"""Policy that selects the desired versions of a model.
+
+The module is separate because every CLI command reads settings, but few need versions.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,26 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class VersionPolicy:
-    """Which of the listed versions are wanted: by the first of label, specific, everything and latest that is
-    set."""
+    """Rule that selects desired versions among the listed ones. The first of label, specific, everything and
+    latest that is set applies."""
 
     latest: int = 1
-    """So many, the newest."""
+    """Number of newest versions that are desired."""
     everything: bool = False
     specific: tuple[str, ...] = ()
-    """These, as an operator writes them."""
+    """Versions as an operator names them."""
     label: str = ""
-    """The one that has this label."""
+    """Label of the desired version."""
 
     @property
     def most(self) -> int | None:
-        """How many can be wanted at once; None: any number."""
+        """Largest number of versions that can be desired at once. `None` for any number."""
         if self.label:
             return 1
         return len(self.specific) or (None if self.everything else self.latest)
 
     def written(self) -> str | dict[str, Any]:
-        """As the settings have it."""
+        """Return the policy in the format of the settings."""
         if self.label:
             return {"label": self.label}
         if self.specific:

@@ -1,14 +1,14 @@
-"""Versions of a model: their names, what the operator decides of them, what is seen of them. Pure.
+"""Versions of a model: their names, the operator's settings, and observed facts.
 
     absent    no endpoint lists it
-    loading   none does, and one says that it loads it
-    cold      listed and wanted, not open yet: it waits to be warm, or for others to be drained
+    loading   no endpoint lists it, and one reports that it is loading it
+    cold      listed and desired, not open yet: it waits to be warm, or for other versions to be drained
     open      requests are sent to it
-    draining  it was open; it takes nothing new (pinned work aside), and some of ours is under way to it
-    spare     listed, not wanted
-    gone      it was there once, and is not now
+    draining  it was open; it takes nothing new (except pinned work), and batch requests to it are in flight
+    retiring  listed, not desired
+    gone      it was listed once, and is not now
 
-What follows is in core/models/rollover.py.
+core/models/rollover.py determines the states.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class VersionState(StrEnum):
 
 
 class Transition(StrEnum):
-    """What comes first when another version is wanted."""
+    """Order of steps when another version becomes desired."""
 
     AVAILABILITY = "availability"
-    """The new one is warm before the old one closes."""
+    """The new version is warm before the old one closes."""
     RESOURCE = "resource"
-    """The old one is drained before the new one is warmed."""
+    """The old version is drained before the new one is warmed."""
 
 
 class Pin(StrEnum):
-    """What keeps the version that it was given."""
+    """Unit of work that keeps the version it was assigned."""
 
     REQUEST = "request"
     SEQUENCE = "sequence"
@@ -58,48 +58,52 @@ class Pin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FamilyTerms:
-    """What the operator decided of one model. Wherever a version stands, its full name means it, its label,
-    and its label with a leading v where it begins with a digit."""
+    """Settings of one model.
+
+    In the settings, a version is named by its full name, by its label, or by its label with a leading v if
+    the label begins with a digit.
+    """
 
     name: str
-    """As requests name it."""
+    """Name of the model in requests."""
     match: re.Pattern[str] | None = None
-    """Names that it matches whole are versions, labelled by the group `version`; None: the name itself is
-    the only one."""
+    """Pattern for the names of versions, which must match whole. The group `version` is the label. `None` if
+    the model's own name is the only version."""
     policy: VersionPolicy = field(default_factory=VersionPolicy)
     transition: Transition = Transition.AVAILABILITY
     pin: Pin = Pin.REQUEST
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Shares of versions among those that are open (core/models/weighted_choice.py)."""
+    """Shares of open versions (core/models/weighted_choice.py)."""
     labels: Mapping[str, str] = field(default_factory=dict)
     warms: bool = False
-    """A warm-up is configured: versions begin cold."""
+    """True if a warm-up is configured, so that versions begin cold."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSight:
-    """What is known at one moment, of all models. It is not changed afterwards."""
+    """Facts about all models at one moment. The object is never changed."""
 
     served: Mapping[str, frozenset[str]]
-    """Models that are ready, with the endpoints that list them."""
+    """Models that are ready, each with the endpoints that list it."""
     loading: Set[str] = frozenset()
     warm: Set[tuple[str, str]] = frozenset()
-    """Model and endpoint."""
+    """Pairs of model and endpoint."""
     used: Set[str] = frozenset()
-    """Models to which anything of any replica is under way."""
+    """Models to which requests of any replica are in flight."""
     drained: Mapping[str, str] = field(default_factory=dict)
-    """By operators, as they write them: by whom, since when and why, as a sentence goes on ("by ada …")."""
+    """Names that operators drain, as they wrote them, each with who, since when and why, as the continuation
+    of a sentence ("by ada …")."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of this family, set by a verb: they win over those of the settings."""
+    """Labels of this family that were set by a CLI command. They override labels in the settings."""
     labelled: Mapping[str, str] = field(default_factory=dict)
-    """By whom, and since when, each of those is set, as a sentence goes on."""
+    """Origin of each of these labels: who set it and when, as the continuation of a sentence."""
     steered: bool = False
-    """Requests can be confined to endpoints."""
+    """True if requests can be confined to endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionMoved:
-    """A version has come from one state to the next."""
+    """Change of a version from one state to the next."""
 
     family: str
     version: str
@@ -109,7 +113,7 @@ class VersionMoved:
 
 @dataclass(frozen=True, slots=True)
 class VersionSeen:
-    """One version as people see it."""
+    """One version at one moment."""
 
     name: str
     label: str
@@ -118,17 +122,17 @@ class VersionSeen:
     """Time of the last change of its state."""
     serving: frozenset[str]
     warm: frozenset[str]
-    """Those endpoints among them at which it is warm."""
+    """Endpoints at which the version is warm."""
     wanted: bool
     drained: bool
-    """By an operator."""
+    """True if an operator drains the version."""
     used: bool
     weight: float
-    """Its share of what goes to the open ones; 0: it takes nothing new."""
+    """Share of the work for open versions. 0 if the version takes nothing new."""
     labels: tuple[str, ...]
-    """That are set to it."""
+    """Labels that are set to the version."""
     words: tuple[str, ...]
-    """By which an operator may mean it."""
+    """Names by which an operator may refer to the version."""
 
 
 _S = VersionState
@@ -143,15 +147,16 @@ EDGES: Mapping[VersionState, tuple[VersionState, ...]] = MappingProxyType(
         _S.GONE: (_S.LOADING, _S.COLD, _S.SPARE),
     }
 )
-"""The steps that are told. Nothing else follows a state."""
+"""Possible changes from each state. Each change is reported."""
 
 
 def _ways() -> Mapping[tuple[VersionState, VersionState], tuple[VersionState, ...]]:
-    """The shortest way from each state to each other, both with it."""
+    """Return the shortest path from each state to each other one, including both."""
     ways: dict[tuple[VersionState, VersionState], tuple[VersionState, ...]] = {}
     for begin in VersionState:
         ways[begin, begin] = (begin,)
         reached = [begin]
+        # Breadth-first search: `reached` grows during the iteration.
         for state in reached:
             for following in EDGES[state]:
                 if (begin, following) not in ways:
@@ -165,18 +170,19 @@ WAYS = _ways()
 
 @dataclass(frozen=True, slots=True)
 class VersionNaming:
-    """What the pattern makes of a name."""
+    """Parts of a version's name."""
 
     name: str
     label: str
     words: tuple[str, ...]
-    """By which an operator may mean it."""
+    """Names by which an operator may refer to the version."""
     order: tuple[tuple[str | int, ...], str, str]
-    """Runs of digits by value; what is newer is greater."""
+    """Sort key: a newer version is greater. Runs of digits compare as numbers."""
 
 
 def naming_of(name: str, terms: FamilyTerms) -> VersionNaming | None:
-    """None: it is no version of this model. A name that is too long to be waited for is none."""
+    """Return the parts of a name. `None` if it is not a version of this model, or too long to be waited
+    for."""
     if terms.match is None and name != terms.name:
         return None
     return naming_by(name, terms.match)
@@ -196,19 +202,22 @@ def naming_by(name: str, match: re.Pattern[str] | None) -> VersionNaming | None:
         if found is None:
             return None
         label = found.groupdict().get("version") or name
-    parts = _DIGITS.split(label)  # text and digits in turns, so that like is compared with like
+    parts = _DIGITS.split(label)  # texts and digits alternate, so equal positions have equal types
     natural = tuple(int(part) if at % 2 else part for at, part in enumerate(parts))
     return VersionNaming(name, label, words_of(name, label), (natural, label, name))
 
 
 def words_of(name: str, label: str) -> tuple[str, ...]:
-    """By which an operator may mean the version of that name, which is called so."""
+    """Return the names by which an operator may refer to a version."""
     return tuple(dict.fromkeys((name, label, f"v{label}") if label[:1].isdigit() else (name, label)))
 
 
 class Membership:
-    """Of which models a name is a version. It looks at the patterns that begin as the name does, and at those
-    that begin with anything: a thousand models with as many versions each cost little more than one."""
+    """Find the models of which a name is a version.
+
+    Only patterns are tried that begin like the name, or with anything. With a thousand models with as many
+    versions each, a lookup costs little more than with one.
+    """
 
     def __init__(self, families: Iterable[FamilyTerms]) -> None:
         self._by_beginning: dict[str, list[FamilyTerms]] = {}
@@ -217,7 +226,7 @@ class Membership:
         self._lengths = sorted({len(beginning) for beginning in self._by_beginning})
 
     def of(self, name: str) -> list[str]:
-        """By the names of the models."""
+        """Return the names of the models."""
         return [
             terms.name
             for length in self._lengths
@@ -227,7 +236,7 @@ class Membership:
 
 
 def _beginning(terms: FamilyTerms) -> str:
-    """The text with which each of its versions begins, as far as that is easily seen."""
+    """Return the text with which each name of a version begins, as far as that is obvious."""
     if terms.match is None:
         return terms.name
     written = terms.match.pattern
@@ -235,4 +244,5 @@ def _beginning(terms: FamilyTerms) -> str:
         return ""
     literal = _LITERAL.match(written)
     text = "" if literal is None else literal[0]
+    # A quantifier applies to the last character, which is thus optional.
     return text[:-1] if written[len(text) :][:1] in ("*", "?", "{") else text

@@ -1,7 +1,8 @@
-"""Warm-up files: requests that a server gets before any others, read, planned, and cut from real work. Pure.
+"""Warm-up files: requests that a server gets before any others. Parse them, plan their calls, and record
+them.
 
-A line is `{"url": "/v1/chat/completions", "body": {…}, "repeat": 3}`; lines of OpenAI's batch files are such
-lines. A file is taken whole or not at all: everything that is wrong with it is told, with the lines.
+A line is `{"url": "/v1/chat/completions", "body": {…}, "repeat": 3}`; lines of OpenAI's batch files are
+valid, too. A file is accepted as a whole or not at all: every error is reported with its line.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ LINES_MOST = 1000
 FILE_BYTES_MOST = 10_000_000
 REPEAT_MOST = 1000
 CALLS_MOST = 10_000
-"""Of all lines, each as often as it is repeated."""
+"""Largest number of calls of all lines, with their repeats."""
 MERGED_MOST = 1000
-"""Further calls, of several such requests each."""
+"""Largest number of further calls, which merge several copies of a request."""
 RECORDED_REPEAT_MOST = 10
-"""A request that was met more often is recorded so: later ones of it would come out of caches."""
+"""Largest repeat that is recorded. More repeats of a request would be answered from caches."""
 FAULTS_TOLD = 20
 
 _SHOWN_CHARS = 60
 _BESIDE_BYTES = 40
-"""Of a line that is written, beside path and body."""
+"""Estimated bytes of a line besides path and body."""
 _KNOWN = ("url", "body", "repeat")
 _IGNORED = ("custom_id", "method", "sequence")
-"""Of batch files."""
+"""Fields of batch files that are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupRequest:
-    """One line."""
+    """One line of a warm-up file."""
 
     url: str
     body: bytes
@@ -53,10 +54,10 @@ class WarmupRequest:
 
 @dataclass(frozen=True, slots=True)
 class WarmupFault:
-    """One thing that is wrong with a file."""
+    """One error in a file."""
 
     line: int | None
-    """None: it is of the whole file."""
+    """Line number. `None` if the error concerns the whole file."""
     message: str
 
     def __str__(self) -> str:
@@ -65,10 +66,10 @@ class WarmupFault:
 
 @dataclass(frozen=True, slots=True)
 class WarmupRules:
-    """What a file is held to."""
+    """Rules for the content of a file."""
 
     path: str
-    """Of a line that names none: the gateway's."""
+    """Path of lines that name none: the gateway's default."""
     allowed: Sequence[str] = ("/v1/*",)
     max_body_bytes: int = FILE_BYTES_MOST
 
@@ -80,7 +81,7 @@ class WarmupCall:
     path: str
     body: bytes
     items: int
-    """Requests that are merged in it."""
+    """Number of requests that are merged in it."""
 
 
 class _WarmupLine(msgspec.Struct):
@@ -99,22 +100,24 @@ _decode = msgspec.json.Decoder(_WarmupLine).decode
 _encode = msgspec.json.Encoder().encode
 
 
-# Reading.
+# Parsing.
 
 
 def read_warmup(text: bytes, rules: WarmupRules) -> tuple[WarmupRequest, ...] | tuple[WarmupFault, ...]:
-    """The requests of a file in their order, at least one; or what is wrong with it. Never raises.
+    """Return the requests of a file in order, at least one, or its errors. Never raises.
 
-    Told are the first FAULTS_TOLD faults, and how many more there are.
+    At most MAX_FAULTS_SHOWN errors are listed, followed by the number of further ones.
     """
     if len(text) > FILE_BYTES_MOST:
         return (WarmupFault(None, f"is larger than {FILE_BYTES_MOST // 1_000_000} MB"),)
     requests: list[WarmupRequest] = []
     faults: list[WarmupFault] = []
     lines = [(number, line.strip()) for number, line in enumerate(text.split(b"\n"), start=1)]
+    # Blank lines are skipped, but they count in line numbers.
     lines = [each for each in lines if each[1]]
     if len(lines) > LINES_MOST:
         faults.append(WarmupFault(None, f"has {len(lines):,} requests, {LINES_MOST:,} at most"))
+    # A file with more lines is rejected anyway.
     for number, line in lines[:LINES_MOST]:
         found = _request(line, rules)
         if isinstance(found, WarmupRequest):
@@ -134,7 +137,7 @@ def read_warmup(text: bytes, rules: WarmupRules) -> tuple[WarmupRequest, ...] | 
 
 
 def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
-    """Of one line, or all that is wrong with it."""
+    """Return the request in a line, or all its errors."""
     try:
         found = fields(text_of(line))
         read = _decode(line)
@@ -225,12 +228,12 @@ def plan(
     *,
     most_bytes: int = FILE_BYTES_MOST,
 ) -> Iterator[WarmupCall]:
-    """The calls that warm a server up for this model, in the order of the file: each request alone, as often
-    as it says, then merged with itself to the sizes that its rule for batching prefers.
+    """Yield the calls that warm a server up for this model, in the order of the file: each request alone, as
+    often as it says, then merged with itself in the sizes that its batching rule prefers.
 
-    At most CALLS_MOST of the first kind, and MERGED_MOST of the other, each of at most about `most_bytes`. A
-    body in which the model cannot be replaced is left out. They are made one by one: merged ones may be
-    large.
+    There are at most MAX_CALLS of the first kind and MAX_MERGED_CALLS of the second kind, each with about
+    `max_bytes` at most. A body in which the model cannot be replaced is skipped. The calls are generated one
+    by one, because merged ones may be large.
     """
     merged_left = MERGED_MOST
     for request in requests:
@@ -248,7 +251,7 @@ def plan(
 
 
 def _merged(path: str, body: bytes, rule: BatchRule, most_bytes: int) -> Iterator[WarmupCall]:
-    """A request with itself, once for each size that the rule has."""
+    """Yield a request merged with itself, once for each size of the rule."""
     part = shapes.read(rule.shape, body)
     if isinstance(part, shapes.Unfit):
         return
@@ -266,9 +269,10 @@ def _merged(path: str, body: bytes, rule: BatchRule, most_bytes: int) -> Iterato
 
 
 def line_of(request: WarmupRequest) -> bytes:
-    """As it stands in a file, with its line end; an empty path is left out."""
+    """Return the request as a line of a file, with its line end. An empty path is omitted."""
     body = request.body
     if b"\n" in body or b"\r" in body:
+        # One line per request: whitespace between tokens is removed.
         body = msgspec.json.format(body, indent=-1)
     return _encode(_WrittenRequest(msgspec.Raw(body), request.url, request.repeat)) + b"\n"
 
@@ -281,7 +285,7 @@ class _Sampled:
 
 
 class WarmupSample:
-    """Some of the requests that are shown to it, of all paths and sizes alike; equal ones once. Bounded."""
+    """Bounded sample of requests of all paths and sizes alike. Equal requests are kept once."""
 
     def __init__(self, most: int, most_bytes: int = FILE_BYTES_MOST) -> None:
         self._most = min(most, LINES_MOST)
@@ -289,13 +293,15 @@ class WarmupSample:
         self._bytes = 0
         self._kept: dict[bytes, _Sampled] = {}
         self._classes: dict[tuple[str, int], list[bytes]] = {}
-        """By path and size, to the next power of two: which are kept, in the order in which they came."""
+        """Digests of the kept requests in order of arrival, by path and size rounded to the next power of
+        two."""
         self.seen = 0
 
     def add(self, url: str, body: bytes) -> None:
-        """One request of the queue; an empty path is the gateway's. One that would be none of a warm-up is
-        passed over."""
+        """Add a request of the queue. An empty path is the gateway's default. Requests that are invalid in
+        warm-ups are skipped."""
         body = body.strip()
+        # Submitted requests were not validated, so they may contain anything.
         if (url and not is_plain_path(url)) or not _is_json(body):
             return
         if _faults_of_body(body, WarmupRules(url, max_body_bytes=self._most_bytes)):
@@ -315,7 +321,10 @@ class WarmupSample:
         self._bytes += size
 
     def _gave_way(self, kind: tuple[str, int]) -> bool:
-        """Of the kind that has most, if it has more than this one will have, the one met least has gone."""
+        """Make room for a request of this class by removing the rarest one of the largest class.
+
+        Return False if no class has more requests than this one would have.
+        """
         fullest = max(self._classes, key=lambda each: len(self._classes[each]), default=kind)
         there = self._classes.get(fullest, [])
         if len(there) <= len(self._classes.get(kind, ())) + 1:
@@ -327,7 +336,7 @@ class WarmupSample:
         return True
 
     def requests(self) -> list[WarmupRequest]:
-        """Those that were kept, by path and size."""
+        """Return the requests of the sample, by path and size."""
         return [
             WarmupRequest(kept.url, kept.body, min(kept.count, RECORDED_REPEAT_MOST))
             for kind in sorted(self._classes)
@@ -336,12 +345,12 @@ class WarmupSample:
 
 
 def _size(url: str, body: bytes) -> int:
-    """Bytes of its line, at the most."""
+    """Return the largest possible size of the request's line."""
     return len(url) + len(body) + _BESIDE_BYTES
 
 
 def _is_json(body: bytes) -> bool:
-    """Whether it can be read anywhere: what was submitted may be anything."""
+    """Return whether the body is valid JSON for any parser."""
     try:
         msgspec.json.decode(text_of(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,9 +1,9 @@
-"""Work spread over names by weight, the same on every replica: weighted rendezvous hashing. Pure.
+"""Distribute work over names by weight, identically on every replica: weighted rendezvous hashing.
 
-    score(key, name) = −weight / ln(h)      h in (0, 1), out of blake2b over both
+    score(key, name) = −weight / ln(h)      h in (0, 1), from blake2b over both
 
-The greatest score wins. So a name wins its weight's share of all keys, and when one is added keys move to it
-and between no others, as long as the weights of the others stay in proportion.
+The name with the greatest score wins. Each name therefore gets its share of all keys. When a name is added,
+keys move only to that name, as long as the weights of the others stay in proportion.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from math import isfinite, log
 
-_BITS = 52  # with the half that is added it is a float without rounding, and so never 1
+_BITS = 52  # with the half that is added, the sum is an exact float and never 1
 _PARTS = float(2**_BITS)
 
 
 class Spread:
-    """Names with their shares, and which of them each key goes to."""
+    """Choice of a name for each key, by shares."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.shares = shares
         self._weighed = [(share, name, _bytes(name)) for name, share in shares.items() if share > 0]
 
     def chosen(self, key: str) -> str | None:
-        """None: there is nothing to choose from."""
+        """Return the name for a key. `None` if there is no name with a share."""
         if len(self._weighed) == 1:
             return self._weighed[0][1]
         begun = _bytes(key) + b"\0"
@@ -35,10 +35,11 @@ class Spread:
 
 
 def shares(words: Mapping[str, Sequence[str]], weights: Mapping[str, float]) -> dict[str, float]:
-    """The share of each name. `words`: by which `weights` may mean it, the first that is there counts.
+    """Return the share of each name. `aliases` are the names by which `weights` may refer to it; the first
+    match counts.
 
-    Who is not named gets an equal part of what the others leave of 1. All together are 1; where all would be
-    0 they are equal. A weight that is no share counts as none.
+    Names without a weight divide equally what the others leave of 1. The shares add up to 1; if all weights
+    are 0, they are equal. An invalid weight counts as 0.
     """
     if not words:
         return {}
@@ -56,6 +57,7 @@ def shares(words: Mapping[str, Sequence[str]], weights: Mapping[str, float]) -> 
 
 
 def _weight(weight: float) -> float:
+    # The bound keeps sums of weights finite.
     return min(weight, 1e6) if isfinite(weight) and weight > 0 else 0.0
 
 

@@ -1,1 +1,1 @@
-"""A request and its result: format, priority, headers, routing, and its place in the queue."""
+"""Requests and results: their format, priority, headers, routing, and place in the queue."""

@@ -1,4 +1,4 @@
-"""The model's words in an answer: chat completions, completions and responses. Pure."""
+"""Extract the text that a model generated from answers of chat completions, completions and responses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import msgspec
 
 
 class _ContentPart(msgspec.Struct):
-    """Of a message; `text` for chat completions, `output_text` for responses."""
+    """Part of the content of a message. Its type is `text` in chat completions, and `output_text` in
+    responses."""
 
     type: str = ""
     text: msgspec.Raw = msgspec.Raw()
@@ -19,14 +20,14 @@ class _ChatMessage(msgspec.Struct):
 
 
 class _AnswerChoice(msgspec.Struct):
-    """Of a chat completion (`message`), or of a completion (`text`)."""
+    """Choice of a chat completion (`message`), or of a completion (`text`)."""
 
     message: _ChatMessage | None = None
     text: str | None = None
 
 
 class _OutputItem(msgspec.Struct):
-    """Of a response: a message, a call of a tool, reasoning."""
+    """Output item of a response: a message, a tool call, or reasoning."""
 
     type: str = ""
     content: msgspec.Raw = msgspec.Raw()
@@ -43,10 +44,14 @@ _text = msgspec.json.Decoder(str)
 
 
 def content(body: bytes) -> str | None:
-    """Of the first choice, or of all messages of a response, one behind the other. None where the answer has
-    no words: of another kind (embeddings), a call of a tool, a body that cannot be read."""
+    """Return the text of the first choice, or of all messages of a response, joined.
+
+    `None` if the answer has no text: an answer of another kind (embeddings), a tool call, or a body that
+    cannot be decoded.
+    """
     try:
         answer = _answer.decode(body)
+        # Completions and chat completions have `choices`, responses have `output`.
         if answer.choices:
             return _of_choice(answer.choices[0])
         messages = [item for item in answer.output or () if item.type == "message"]

@@ -1,4 +1,5 @@
-"""What keeps all keys of a queue in one slot of a Redis Cluster: one `{tag}` in its name, or none. Pure."""
+"""Rules for the `{tag}` in a queue's name, which keeps all keys of the queue in one slot of a Redis
+Cluster."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ _TAGGED = re.compile(r"[^{}]*\{([^{}]+)\}[^{}]*")
 
 
 def fault_of_braces(name: str) -> str | None:
-    """Why a queue's name could not keep all its keys in one slot, as the end of a sentence; None when it can.
+    """Return why the keys of a queue of this name would not share one slot, as the end of a sentence. `None`
+    if they do.
 
-    One `{tag}` is kept; a name without braces is wrapped whole. Anything else would be hashed in a way that
-    nobody meant.
+    A name with one `{tag}` is kept, and a name without braces is wrapped in braces. With any other braces,
+    Redis would hash an unintended part of the name.
     """
     if "{" not in name and "}" not in name:
         return None
@@ -21,6 +23,6 @@ def fault_of_braces(name: str) -> str | None:
 
 
 def tag_of(name: str) -> str:
-    """What of a queue's name is hashed."""
+    """Return the part of a queue's name that Redis hashes."""
     found = _TAGGED.fullmatch(name)
     return found[1] if found is not None else name

@@ -1,4 +1,5 @@
-"""The keys of a member's two outer levels, of broken members too: which stand there twice. Pure."""
+"""Scan the keys of the two outer levels of a member, also of a malformed one, to find keys that occur
+twice."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ _MAX_TOKENS = 50_000
 _PAYLOAD = (2, "data", "payload")
 
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
-"""A string, or one structural character; a lone quote is a string that never ends."""
+"""A string, or one structural character. A lone quote is a string that never ends."""
 
 
 def scan(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]:
-    """Every key of the two outer levels of an object, by (section, name), with its string values.
+    """Return each key of the two outer levels of an object, by (section, name), with its string values.
 
-    A value that is no string is None. `payload`: passed over where it stands. Reads as far as the text makes
-    sense, at most 50,000 tokens and without recursion, so that it serves for broken members too.
+    A value that is not a string is `None`. If `payload` is not empty, the scan skips it. The scan reads as
+    far as the text makes sense, at most 50,000 tokens and without recursion, so that it also works on
+    malformed members.
     """
     found: dict[tuple[str, str], list[str | None]] = {}
     depth, section, name, is_value, keyed = 0, "", "", False, True
@@ -28,6 +30,7 @@ def scan(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]
             break
         at = match.end()
         if token in b"[{":
+            # The payload can be megabytes, and none of its keys are in the two outer levels.
             if payload and (depth, section, name) == _PAYLOAD and text.startswith(payload, match.start()):
                 at = match.start() + len(payload)
                 continue
@@ -48,6 +51,7 @@ def scan(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]
             found.setdefault((section, name), [None])[-1] = _string(token)
         else:
             name = _string(token) or ""
+            # The value is not known yet: the string that may follow replaces this `None`.
             found.setdefault((section, name), []).append(None)
     return found
 

@@ -1,14 +1,15 @@
-"""How the queue will fare if it goes on like this: who misses its deadline, how near the next one is. Pure.
+"""Forecast of the queue if it continues at its present rate: requests at risk of missing their deadlines.
 
-Requests go in the order of their scores, at the rate at which they went lately: the r-th of the line is at
-risk where now + r/rate + its service is past its deadline. Those ahead of it are counted as if all of them
-were served. One that is past its deadline leaves at once instead, so that behind many which cannot be saved
-fewer may be lost than are at risk.
+Requests are sent in the order of their scores, at the recent rate. The r-th request of the queue is at risk
+if now + r/rate + its service time is later than its deadline. The forecast assumes that all requests ahead of
+it are served. In fact a request that is past its deadline leaves the queue at once, so that fewer requests
+may miss their deadlines than are counted as at risk.
 
-The line is known by counts of neighbours (`Span`), which cost the same however long it is. It is what is
-pending: returned to its place and suspects included (as if those ran with all others), what is delayed only
-when it is due again. A score tells a deadline where its remainder by 10^11 can be one (2001 or later): others
-take their turn, and nobody knows whether they are late.
+The input consists of counts of neighbours (`QueueSpan`), whose cost does not depend on the length of the
+queue. They cover all pending requests: also returned requests and suspects (as if suspects ran with all
+others), and delayed requests only once they are due again. A score contains a deadline if its remainder
+modulo 10^11 can be one (2001 or later). Other requests are sent in their order too, but their deadlines are
+not known.
 """
 
 from __future__ import annotations
@@ -21,64 +22,68 @@ from dataclasses import dataclass
 from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
 
 RATE_S = 120.0
-"""What was served so long ago counts a third of what is served now."""
+"""Time constant of the average rate: a request that ended this long ago counts a third of one that ends
+now."""
 KNOWN_AFTER_S = 60.0
-"""With requests waiting and none served for so long, the rate is known to be none."""
+"""Seconds of waiting requests without any served request after which the rate counts as known, and as
+zero."""
 GAP_S = 60.0
-"""Two looks further apart say nothing: nobody knows who waited between them."""
+"""Longest time between two snapshots that are compared. In a longer time the queue may have been empty."""
 REPLICAS = 50
-"""Named at the most."""
+"""Largest number of replicas that a forecast lists by name."""
 _CREATED = re.compile(rb'"created"\s*:\s*([0-9]{1,11})\b')
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Neighbours in the line."""
+    """Requests that are neighbours in the queue."""
 
     count: int
     low: float | None = None
-    """Unix seconds: no deadline of theirs is before; None: their scores tell none."""
+    """Unix time before which none of their deadlines is. `None` if their scores contain no deadlines."""
     high: float = math.inf
-    """Each is before this. Within a second of `low`: each is `low`."""
+    """Unix time before which all their deadlines are. If it is within a second of `low`, all deadlines are
+    `low`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The first of one priority."""
+    """The first request of one priority."""
 
     start: bytes
-    """Its member's beginning, or all of it."""
+    """The beginning of its member, or all of it."""
     deadline: float | None = None
-    """Unix seconds; None: its score tells none."""
+    """Unix time of its deadline. `None` if its score contains none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One dispatcher that lives, or holds leases."""
+    """A dispatcher that is alive, or holds leases."""
 
     owner: str
     leases: int
     silent_s: float | None
-    """Since its last sign of life; None: it gives none (queue.owner_timeout_s is 0)."""
+    """Seconds since its last heartbeat. `None` if it sends none (queue.owner_timeout_s is 0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineAhead:
-    """The queue at one moment, as far as counts can tell it."""
+    """The state of a queue at one moment, as far as counts describe it."""
 
     now: float
-    """Unix seconds, by the queue's clock."""
+    """Unix time by the queue's clock."""
     spans: Sequence[Span]
-    """All that is pending, in order."""
+    """All pending requests, in order."""
     heads: Sequence[Head]
-    """Of each priority that has any, of each set that holds them."""
+    """The first request of each priority, in each set that holds pending requests."""
     settled: int
-    """Leases ever ended with a result or a burial, of all owners (a counter)."""
+    """Number of leases that ever ended with a result or as dead-letter requests, over all owners (a
+    counter)."""
     leased: int
     replicas: Sequence[Replica]
-    """Some of them where there are very many."""
+    """The replicas, or some of them if there are very many."""
     owners: int
-    """How many there are."""
+    """Number of all owners."""
 
     @property
     def pending(self) -> int:
@@ -87,29 +92,32 @@ class LineAhead:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a line comes to. None: not known."""
+    """Forecast of a queue. A value that is not known is `None`."""
 
     oldest_pending_age_s: float | None
-    """By `data.created` of the first of each priority: no request was read but those. None: none says it."""
+    """Age of the oldest request, by `data.created` of the first request of each priority; other members are
+    not read. `None` if none of these says when it was created."""
     earliest_deadline_s: float | None
-    """How long until the earliest deadline; below 0: it is past. Of those that scores tell."""
+    """Seconds until the earliest deadline that a score contains. Negative if it has passed."""
     at_risk: int | None
-    """Pending requests that miss their deadline at `service_rate`; of those that scores tell."""
+    """Number of pending requests that miss their deadlines at `service_rate`, among those whose scores
+    contain one."""
     service_rate: float | None
-    """Requests that all replicas finish in a second, lately, while some wait."""
+    """Requests per second that all replicas together finished recently, while requests waited."""
     service_s: float
-    """From a claim to its end, lately."""
+    """Recent average time from the claim of a request to its end, in seconds."""
     replicas: tuple[Replica, ...] = ()
     owners: int = 0
-    """How many replicas there are, those that are not among `replicas` included."""
+    """Number of all replicas, also of those that `replicas` leaves out."""
 
 
 class Served:
-    """The rate at which the line moves and how long each takes, by a counter and the leases in between.
+    """Measure the rate at which requests end and the time that each takes, from a counter and the number of
+    leases.
 
-    Only time counts in which requests waited: what an empty queue does not get done says nothing of what it
-    could. Where none waited at one end of a look, the rate seen is one that can be had, and never lowers the
-    mean.
+    Only time in which requests waited counts: an empty queue says nothing about the rate that is possible. If
+    no request waited at one end of an interval, the measured rate is a lower bound of the possible rate, so
+    it may raise the average, and never lowers it.
     """
 
     def __init__(self) -> None:
@@ -118,29 +126,31 @@ class Served:
 
     @property
     def rate(self) -> float | None:
-        """Requests per second; None: not known yet."""
+        """Requests per second. `None` if the rate is not known yet."""
         if not self._count and self._weight_s < KNOWN_AFTER_S:
             return None
         return self._count / self._weight_s
 
     @property
     def service_s(self) -> float:
-        """A lease's mean length: those that run, by those that end in a second."""
+        """Average duration of a lease in seconds: the leases in flight, divided by the number that end per
+        second."""
         return self._lease_s / self._count if self._count else 0.0
 
     def observe(self, line: LineAhead) -> None:
-        """Look at the line; every few seconds."""
+        """Record a snapshot of the queue. Callers do this every few seconds."""
         pending = line.pending
         before, self._before = self._before, (line.now, line.settled, pending, line.leased)
         if before is None:
             return
         passed_s, settled = line.now - before[0], line.settled - before[1]
-        if not 0 < passed_s <= GAP_S or settled < 0:  # the clock or the counter began anew
+        if not 0 < passed_s <= GAP_S or settled < 0:  # the clock or the counter was reset
             return
         waited = pending > 0 and before[2] > 0
         rate = self.rate
         if not waited and (rate is None or settled / passed_s <= rate):
             return
+        # Exponential decay by elapsed time, so that the interval between snapshots does not matter.
         kept = math.exp(-passed_s / RATE_S)
         self._weight_s = self._weight_s * kept + passed_s
         self._count = self._count * kept + settled
@@ -148,7 +158,7 @@ class Served:
 
 
 def look(line: LineAhead, rate: float | None, service_s: float) -> Outlook:
-    """What the line comes to at this rate."""
+    """Return the forecast of a queue at this rate."""
     deadlines = [head.deadline for head in line.heads if head.deadline is not None]
     created = [at for head in line.heads if (at := created_at(head.start)) is not None]
     told = any(span.low is not None for span in line.spans)
@@ -164,25 +174,28 @@ def look(line: LineAhead, rate: float | None, service_s: float) -> Outlook:
 
 
 def at_risk(spans: Iterable[Span], now: float, rate: float, service_s: float) -> int:
-    """How many of the line miss their deadlines where `rate` of them a second end, each after `service_s`.
+    """Return how many requests miss their deadlines if `rate` of them end per second, each after `service_s`.
 
-    The r-th does where now + r/rate + service_s is past its deadline. Neighbours of a wider span are taken to
-    lie evenly in it.
+    The r-th request misses its deadline if now + r/rate + service_s is later. Within a span the deadlines are
+    assumed to be evenly distributed.
     """
     ahead, missed = 0, 0.0
     for span in spans:
         if span.low is not None:
             width_s = span.high - span.low
+            # All deadlines of a span of at most one second are equal (see `QueueSpan.high`).
             step_s = width_s / span.count if width_s > 1 else 0.0
             first_s = span.low - now - service_s + step_s / 2
-            # The j-th of the span, from 0 on, is late where ahead + j + 1 > rate × (first_s + j × step_s).
+            # Request j of the span (from 0) is late if ahead + j + 1 > rate × (first_s + j × step_s).
             missed += _above(ahead + 1 - rate * first_s, 1 - rate * step_s, span.count)
         ahead += span.count
     return round(missed)
 
 
 def _above(start: float, slope: float, count: int) -> float:
-    """For how many j of 0 … count - 1 start + j × slope is above 0 (by more than a rounding)."""
+    """Return for how many j of 0 … count - 1 the value start + j × slope is above 0, by more than a rounding
+    error."""
+    # Rounding errors must not count a request as late.
     start -= 1e-6
     if slope == 0:
         return count if start > 0 else 0
@@ -193,7 +206,7 @@ def _above(start: float, slope: float, count: int) -> float:
 
 
 def lying(requests: Iterable[tuple[float, bytes]]) -> tuple[list[Span], list[Head]]:
-    """Spans and heads of requests that are all at hand, each with its score and member."""
+    """Return spans and first requests for requests that are all in memory, each given by score and member."""
     alike: dict[float, int] = {}
     first: dict[float, bytes] = {}
     for score, member in requests:
@@ -201,12 +214,14 @@ def lying(requests: Iterable[tuple[float, bytes]]) -> tuple[list[Span], list[Hea
             alike[score], first[score] = 1, member
             continue
         alike[score] += 1
+        # Members with equal scores are ordered by their bytes, as in Redis.
         if member < first[score]:
             first[score] = member
     counts: dict[tuple[int, float | None], int] = {}
     heads: dict[tuple[int, bool], Head] = {}
     for score in sorted(alike):
         told = told_by(score)
+        # Requests without a deadline in their score count with the priority whose range their score is in.
         priority, deadline = told or (_block(score), None)
         counts[priority, deadline] = counts.get((priority, deadline), 0) + alike[score]
         heads.setdefault((priority, told is None), Head(first[score], deadline))
@@ -223,7 +238,7 @@ def _block(score: float) -> int:
 
 
 def told_by(score: float) -> tuple[int, float] | None:
-    """Priority and deadline that a score tells; None: none."""
+    """Return the priority and the deadline that a score contains. `None` if it contains none."""
     if not 0 <= score < len(PRIORITIES) * PRIORITY_STEP:
         return None
     priority, deadline = divmod(score, PRIORITY_STEP)
@@ -231,7 +246,11 @@ def told_by(score: float) -> tuple[int, float] | None:
 
 
 def created_at(start: bytes) -> int | None:
-    """`data.created` by a member's beginning, where it stands before the payload (as all that we know write
-    it); None where it does not, or is 0."""
+    """Return `data.created`, given the beginning of a member. `None` if it is missing, 0, or behind the
+    payload.
+
+    All producers that we know write `created` before `payload`.
+    """
+    # The search ends at the payload, which may have a field `created` of its own.
     found = _CREATED.search(start.partition(b'"payload"')[0])
     return int(found[1]) or None if found else None

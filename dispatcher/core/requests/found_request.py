@@ -1,4 +1,4 @@
-"""A request as somebody finds it who looks into the queue. Pure."""
+"""A request that was found in the queue by an operator or a producer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 class Whereabouts(StrEnum):
     PENDING = "pending"
-    """Never claimed."""
+    """The request was never claimed."""
     RETURNED = "returned"
-    """Given back to its place in the line."""
+    """The request was returned to its place in the queue."""
     SUSPECT = "suspect"
-    """The same, but its owners died: it runs apart from others like it."""
+    """The request was returned because its owners died. Only a few suspects run at once."""
     SEQUENCED = "sequenced"
-    """Waits for its turn in its sequence."""
+    """The request waits for its turn in its sequence."""
     AWAITING = "awaiting"
-    """Waits for its model, which is not served."""
+    """The request waits for its model, which is not served."""
     DELAYED = "delayed"
     LEASED = "leased"
     DEAD = "dead"
@@ -39,62 +39,68 @@ OF_LANE: Mapping[Lane, Whereabouts] = MappingProxyType(
         Lane.ABSENT: Whereabouts.AWAITING,
     }
 )
-"""Each lane's."""
+"""The location for each lane."""
 IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, *(OF_LANE[lane] for lane in Lane))
-"""What is in line: a claim takes from these, but for lanes that are closed."""
+"""Locations of requests that wait in the queue. Claims take from these, except from closed lanes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRequest:
-    """Where a request lies at one moment, and what is kept of it there."""
+    """A request at one moment, with its location and the state that the queue keeps for it."""
 
     state: Whereabouts
     member: bytes
-    """Its bytes; of a long one, where the whole was not asked for, its head (core/requests/oversize.py)."""
+    """The bytes of the request. For a long member, unless the whole was asked for, its first bytes
+    (core/requests/oversize.py)."""
     score: float
     entry: int = 0
-    """0: never claimed."""
+    """Entry number. 0 if the request was never claimed."""
     deliveries: int = 0
     attempts: int = 0
     refusals: int = 0
     deaths: int = 0
-    """Owners that died holding it."""
+    """Number of owners that died while they held the request."""
     units: int = 1
     owner: str = ""
-    """Who holds it."""
+    """Owner that holds the lease."""
     at: float | None = None
-    """Unix seconds: when a delayed one is due, a lease runs out, or a dead one died."""
+    """Unix time at which a delayed request is due, a lease runs out, or a dead request died."""
     reason: str = ""
-    """Why it is dead; of others, what the last try that counted came to."""
+    """Reason why the request is dead. For other requests, the result of the last failed attempt."""
     awaits: str = ""
-    """The model that it waits for."""
+    """Model for which the request waits."""
 
     def name(self, queue: str) -> str:
-        """What it is known by where it was copied to: it alone of all that this queue ever held."""
+        """Return the id of the request for the queue it is copied to. The id is unique among all requests of
+        this queue."""
         told = f"{queue}\0{self.entry}\0".encode() + self.member
         return hashlib.sha256(told).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """One page of a look at the queue."""
+    """One page of a lookup in the queue."""
 
     found: Sequence[FoundRequest]
     after: str
-    """Where the next page begins; empty: this was the last one."""
+    """Cursor of the next page. Empty if this is the last page."""
     looked_at: int
-    """How many requests were read for it."""
+    """Number of requests that were read for this page."""
 
 
 Words = Sequence[Sequence[bytes]]
-"""What a member must hold: of each one spelling."""
+"""Terms that a member must contain: for each term, one of its spellings."""
 _AS_GO = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 
 def spellings(text: str) -> tuple[bytes, ...]:
-    """How encoders write that text inside a JSON string: as it is, in ASCII, and as Go does, which escapes
-    what HTML could misread. Whoever holds none of them does not name it; whoever does may."""
+    """Return the ways in which JSON encoders write this text inside a string: unchanged, in ASCII, and like
+    Go, which escapes characters that have a meaning in HTML.
+
+    A member with none of these spellings does not contain the text. A member with one of them may contain it.
+    """
     told = [json.dumps(text, ensure_ascii=only)[1:-1] for only in (False, True)]
     told += [each.translate(_AS_GO) for each in told]
+    # PHP and some other encoders escape slashes.
     told += [each.replace("/", "\\/") for each in told]
     return tuple(dict.fromkeys(each.encode(errors="surrogatepass") for each in told))

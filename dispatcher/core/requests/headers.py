@@ -1,8 +1,7 @@
-"""Names and values of headers, and who may set which. Pure.
+"""Names and values of headers, and which of them operators and callers may set.
 
-What belongs to a connection is nobody's to set: neither an operator's (`gateway.headers`) nor a caller's
-(`data.headers`). Beyond that callers are trusted with less: docs/forwarding.md has the tables, checked by a
-test.
+Neither an operator (`gateway.headers`) nor a caller (`data.headers`) can set headers that belong to the
+connection. Callers are restricted further: docs/forwarding.md has the tables, and a test checks them.
 """
 
 from __future__ import annotations
@@ -10,24 +9,26 @@ from __future__ import annotations
 import re
 
 NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-"""RFC 9110 5.6.2."""
+"""Header name (RFC 9110 5.6.2)."""
 VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
-"""RFC 9110 5.5, without the control characters of Latin-1 as well: none but the tab, whoever sets it."""
+"""Header value (RFC 9110 5.5). The control characters of Latin-1 are excluded too: the tab is the only
+control character that is allowed."""
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_ID = "x-llm-d-inference-fairness-id"
 OLD_OBJECTIVE = "x-gateway-inference-objective"
 OLD_FAIRNESS_ID = "x-gateway-inference-fairness-id"
-"""As endpoint pickers before llm-d's router have them."""
+"""Names of the same headers for endpoint pickers before the router of llm-d."""
 REQUEST_ID = "x-request-id"
 SESSION_TOKEN = "x-session-token"  # noqa: S105 -- the name of a header
-"""Of llm-d's session affinity: the server that an answer came from, and that the next request is to go to."""
+"""Header of llm-d's session affinity: in an answer the server that it came from, in a request the server to
+use."""
 INFERENCE_TTL = "x-llm-d-inference-ttl"
 """Request header: longest time to wait in the endpoint picker, as a Go duration (llm-d-router#2649)."""
 QUEUE_DURATION = "x-llm-d-flow-queue-duration-ms"
 """Response header: milliseconds that the request waited in the endpoint picker (llm-d-router#2490)."""
 DROP_REASON = "x-llm-d-request-dropped-reason"
-"""In an answer: the endpoint picker itself refused the request."""
+"""Response header: reason why the endpoint picker itself refused the request."""
 
 HOP_BY_HOP = frozenset(
     {
@@ -35,7 +36,7 @@ HOP_BY_HOP = frozenset(
         *("proxy-authenticate", "proxy-authorization", "proxy-connection"),
     }
 )
-"""What belongs to the connection (beside those that a Connection header names)."""
+"""Headers that belong to the connection, in addition to those that a Connection header names."""
 
 PREFIXES_NOT_PASSED_ON = (
     "proxy-",
@@ -50,15 +51,16 @@ PREFIXES_NOT_PASSED_ON = (
 NOT_PASSED_ON = frozenset(
     {
         *(name for name in HOP_BY_HOP if not name.startswith(PREFIXES_NOT_PASSED_ON)),
-        # The way's, which is ours from here on.
+        # These describe the path of the message, which begins anew at the dispatcher.
         *("host", "via", "expect", "forwarded"),
-        # Ours.
+        # These are set by the dispatcher.
         *("accept-encoding", "content-encoding", "content-length", "content-type", REQUEST_ID),
-        # Credentials: those of whoever submits are not those of the dispatcher.
+        # Credentials: the dispatcher sends its own, not those of the producer.
         *("authorization", "cookie"),
     }
 )
-"""What a caller must not set: what belongs to the connection, to us, or steers gateway and picker."""
+"""Headers that a caller must not set. They belong to the connection, are set by the dispatcher, or control
+gateway and endpoint picker."""
 
 DOUBTFUL = frozenset(
     {
@@ -76,20 +78,21 @@ DOUBTFUL_PREFIXES = (
     "x-rewrite-",
     "x-slo-",
 )
-"""Left out unless `gateway.allowed_headers` names them: programs behind a gateway may take them for its own
-words on who the caller is, or what he is after."""
+"""Headers that are dropped unless `gateway.allowed_headers` lists them. Programs behind a gateway may trust
+them as statements of the gateway about the caller."""
 
 
 def plain(name: str) -> str:
-    """As some of the programs behind the gateway read it: to them an underscore is a hyphen."""
+    """Return a header name in the form that is compared. Some programs behind the gateway treat underscores
+    as hyphens."""
     return name.lower().replace("_", "-")
 
 
 def passed_on(plain_name: str) -> bool:
-    """Whether a caller may set it at all."""
+    """Return whether a caller may set the header at all."""
     return plain_name not in NOT_PASSED_ON and not plain_name.startswith(PREFIXES_NOT_PASSED_ON)
 
 
 def doubtful(plain_name: str) -> bool:
-    """Whether it takes `gateway.allowed_headers` to let it pass."""
+    """Return whether a caller may set the header only if `gateway.allowed_headers` lists it."""
     return plain_name in DOUBTFUL or plain_name.startswith(DOUBTFUL_PREFIXES)

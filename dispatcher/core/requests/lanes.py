@@ -1,12 +1,13 @@
-"""Lanes: requests that wait apart from others of their line, for only so many of them may run at once. Pure.
+"""Lanes: requests that wait apart from the rest of the queue, because only a limited number of them may run
+at once.
 
-What is known of a request says in which lane it lies (`lane_of`), and it keeps its place in the order.
-With each claim an owner says how many of each lane it may lease, by the rule of that lane
-(dispatch/lanes.py). Those that it may not are passed over at no cost, however many they are: a full lane's
-set is not looked at. Of a closed lane nobody may claim any: a step of the queue takes them out of it.
+The state of a request determines its lane (`choose_lane`), and the request keeps its place in the order. With
+each claim an owner says how many requests of each lane it may lease, by the rule of that lane
+(dispatch/lanes.py). Requests beyond that are skipped at no cost, because the set of a full lane is not read.
+No claim takes requests from a closed lane; a step of the queue moves them out of it.
 
-A new lane is a member here, a set in queue/keys.py, a row of LANES in queue/lua/common.lua, the word for its
-place in core/requests/found_request.py, and a rule.
+A new lane needs a member of `Lane`, a set in queue/keys.py, a row of LANES in queue/lua/common.lua, a
+location in core/requests/found_request.py, and a rule.
 """
 
 from __future__ import annotations
@@ -19,23 +20,28 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SUSPECT_DEATHS = 2
-"""Owners that died holding a request before it runs apart from others like it."""
+"""Number of owners that must die while they hold a request before it becomes a suspect, which runs apart from
+others."""
 
 MODEL_BYTES = 256
-"""Of a model's name, in UTF-8: by so much of it requests wait for it."""
+"""Number of UTF-8 bytes of a model's name that are kept as the name under which requests wait for the
+model."""
 
 
 class Lane(enum.Enum):
-    """By the suffix of its set. In the order in which a claim tells the scripts of them."""
+    """A lane. Its value is the suffix of its Redis set. The order is that in which claims pass lanes to the
+    scripts."""
 
-    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
+    __hash__ = object.__hash__  # members are singletons; the hash of Enum would hash the name each time
 
     SUSPECTS = "suspects"
-    """Its owners died, often enough that it may be what killed them."""
+    """The owners of the request died so often that the request may be the cause."""
     SEQUENCED = "sequenced"
-    """It waits for its turn in its sequence. Closed: what ends the one before takes it out."""
+    """The request waits for its turn in its sequence. Closed: the end of the previous request moves it
+    out."""
     ABSENT = "absent"
-    """Its model is not served. Closed: `Queue.recall` takes it out once that is."""
+    """The model of the request is not served. Closed: `Queue.return_waiting_for_models` moves it out once the
+    model is served."""
 
 
 CLOSED = frozenset({Lane.SEQUENCED, Lane.ABSENT})
@@ -43,14 +49,17 @@ ONE_OF_EACH: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
 def rooms(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
-    """How many of each lane a claim may take that asks for so many: none of one that is closed, or not
-    named."""
+    """Return how many requests of each lane a claim with these numbers may take. 0 for lanes that are closed
+    or missing."""
     return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in ONE_OF_EACH}
 
 
 def lane_of(deaths: int, *, in_line: bool = False, awaits: bool = False) -> Lane | None:
-    """Where a request waits whose owners died so often; None: with all others. `in_line`: for its turn in a
-    sequence. `awaits`: for its model; it comes back to where it would wait without."""
+    """Return the lane of a request whose owners died this often. `None` if it waits with all other requests.
+
+    `waits_for_turn`: the request waits for its turn in a sequence. `waits_for_model`: the request waits for
+    its model. Afterwards it goes to the lane that it would be in otherwise.
+    """
     if in_line:
         return Lane.SEQUENCED
     if awaits:
@@ -59,13 +68,16 @@ def lane_of(deaths: int, *, in_line: bool = False, awaits: bool = False) -> Lane
 
 
 def awaited_as(model: str) -> str:
-    """The name under which requests wait for a model: what is longer than MODEL_BYTES is cut, and a lone
-    surrogate is a question mark, so that every queue takes it. Two that are cut alike are recalled
-    together."""
+    """Return the name under which requests wait for a model.
+
+    Names longer than MAX_MODEL_NAME_BYTES are cut, and a lone surrogate becomes a question mark, so that
+    every queue accepts the name. Requests for two models with the same shortened name are returned to the
+    queue together.
+    """
     name = model.encode(errors="replace")
     return name[:MODEL_BYTES].decode(errors="ignore")
 
 
 def losses_of(deaths: int) -> int:
-    """Owners that died with it since it runs apart from others like it."""
+    """Return the number of owners that died with the request since it became a suspect."""
     return max(0, deaths - SUSPECT_DEATHS)

@@ -1,14 +1,15 @@
-"""Whether what this process holds is surely still its own: what it may send. Pure.
+"""Decide whether this process certainly still holds its leases, and thus what it may send.
 
-Others take a lease back when its owner has been silent for owner_timeout_s, or when its time has run out.
-Both are counted in Redis from when a call of ours was carried out, and so end no earlier than counted from
-when it was asked. Whoever stood still in between finds out only by asking: so nothing is sent of
+Other owners take a lease back when its owner was not heard from for owner_timeout_s, or when the time of the
+lease has run out. Both times are counted in Redis from the moment a call was executed, so they end no earlier
+than if counted from the moment the call was sent. A process that was suspended in between notices this only
+with its next call. Therefore nothing is sent for
 
-    a lease      confirmed (claimed, renewed) lease_s ago or longer
-    a process    last heard of owner_timeout_s ago or longer; nor, when it is heard of again, of what it had
-                 confirmed before that silence
+    a lease      that was last confirmed (claimed or renewed) lease_s ago or longer
+    a process    that last reached the queue owner_timeout_s ago or longer; once it reaches the queue again,
+                 nothing is sent for leases that were confirmed before that gap
 
-Times are of a clock that goes on while the machine sleeps.
+All times are of a clock that continues while the machine is suspended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tenure:
-    """`owner_timeout_s`: 0: silence alone loses nothing."""
+    """Tracks when this process last reached the queue. With an `owner_timeout_s` of 0, a gap alone loses no
+    lease."""
 
     lease_s: float
     owner_timeout_s: float
@@ -26,13 +28,16 @@ class Tenure:
     _unbroken_since: float = float("-inf")
 
     def heard(self, asked_at: float, answered_at: float) -> None:
-        """A call that shows that its owner lives: carried out at some time between the two."""
+        """Record a call that proved that its owner is alive. It was executed at some time between the two
+        given times."""
+        # The call may have been executed as late as `answered_at`, after other owners had taken leases back.
         if answered_at >= self._heard_at + self.owner_timeout_s:
             self._unbroken_since = asked_at
         self._heard_at = max(self._heard_at, asked_at)
 
     def holds(self, confirmed_at: float, now: float) -> bool:
-        """Whether a lease is still ours that was, as a call asked at `confirmed_at` told."""
+        """Return whether the lease is certainly still held. A call sent at `confirmed_at` confirmed the
+        lease."""
         if now >= confirmed_at + self.lease_s:
             return False
         if self.owner_timeout_s <= 0:

@@ -1,4 +1,4 @@
-"""State of a named stream of a client. Pure."""
+"""State of a named stream of a client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StreamRequest:
     id: str
     state: StreamState
     deadline: int | None
-    """Unix seconds. `None` if it is consumed."""
+    """Unix time of the deadline. `None` if the request is consumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,29 @@
-"""Members that are too long: how much of one may be what, and what is kept of one that is not moved."""
+"""Members that are too long: limits of their parts, and the part that is kept of a member that is not
+moved."""
 
 from __future__ import annotations
 
 import re
 
 ENVELOPE_BYTES = 65_536
-"""All of a member but its payload may have so many: decoded they take some 25 times as much, and time."""
+"""Largest size of a member without its payload. Decoded it takes about 25 times as much memory, and time."""
 HEAD_BYTES = 16_384
-"""So much is kept of a member that is too long to be moved: where its id stands in it, it can be answered.
-lua/common.lua cuts in the same way."""
+"""Number of bytes that are kept of a member that is too long to be moved. If its id is among them, it can be
+answered. lua/common.lua cuts in the same way."""
 
 _CUT = re.compile(rb"\x00cut:(\d{1,20})$")
 _CUT_BYTES = 32
 
 
 def cut(member: bytes) -> bytes:
-    """What is kept: the head, and how long the whole was."""
+    """Return what is kept of a member: its first bytes, and its length."""
     return member[:HEAD_BYTES] + b"\0cut:%d" % len(member)
 
 
 def bytes_before_cut(member: bytes) -> int | None:
-    """How long it was; None for one that is whole. (No whole one ends like that and is JSON.)"""
-    if member.endswith(b"}"):  # as whole ones do, mostly
+    """Return the length of the original member. `None` if the member was not cut."""
+    if member.endswith(b"}"):  # fast path: most members that were not cut end like this
         return None
+    # JSON cannot end like the mark, so a valid member is never mistaken for a cut one.
     found = _CUT.search(member, max(0, len(member) - _CUT_BYTES))
     return None if found is None else int(found[1])

@@ -1,10 +1,10 @@
-"""The queue's envelope: a member parsed into a Request or refused with a Rejection.
+"""Parse the queue's envelope: a member becomes a `Request`, or a `Rejection`.
 
-`docs/queue-contract.md` has the shapes. Two rules shape this module. The payload is never decoded: it
-leaves as the bytes it came in. And parsing never raises, whatever a producer wrote, because one member that
-raises would stop every other request in the queue.
+`docs/queue-contract.md` describes the format. Two rules shape this module. The payload is never decoded: it
+is sent with the bytes it came in. And parsing never raises, whatever a producer wrote, because a member that
+raises would stop all other requests of the queue.
 
-A member that names a field we read twice is refused: JSON parsers disagree on which one counts, and a
+A member with a duplicate of a known field is rejected: JSON parsers disagree about which one counts, and a
 request must not be cancelled under one id and answered under another. Inside `headers`, `metadata` and
 `labels` the last one counts.
 """
@@ -35,61 +35,67 @@ from dispatcher.core.sequences.turns import (
 )
 
 MAX_ID_BYTES = 1024
-"""An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
+"""An id is part of two Redis keys and is sent as a header. A longer one would be refused by the gateway."""
 MAX_HEADERS_CHARS = 16_384
-"""Of names and values of a request's own headers: gateways refuse longer heads, some close the connection."""
+"""Limit for names and values of a request's own headers. Gateways refuse longer ones, and some close the
+connection."""
 
 
 _MESSAGE_CHARS = 200
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One accepted request. Absent optional fields are empty, never None."""
+    """A valid request. Optional fields that are missing are empty."""
 
     id: str
     deadline: int
     """Unix seconds, 0 < deadline < 10^11."""
     payload: bytes
-    """A JSON object, byte for byte as it stood in the member."""
+    """A JSON object, byte for byte as in the member."""
     created: int = 0
-    """Unix seconds, 0 < created < 10^11; 0: none, or what is no such time (milliseconds, for example)."""
+    """Unix seconds, 0 < created < 10^11. 0 if it is missing or not in this range (milliseconds, for
+    example)."""
     endpoint: str = ""
-    """Path to send it to; empty: the gateway's default. Not validated here: what is allowed is settings."""
+    """Path to send the request to. Empty for the gateway's default. It is not validated here, because the
+    allowed paths are settings."""
     headers: Mapping[str, str] = {}
     """Names are RFC 9110 tokens, values hold no control characters."""
     metadata: Mapping[str, str] = {}
     token: str = ""
-    """Fences cancelling; empty: cannot be cancelled."""
+    """Token that is required to cancel the request. If it is empty, the request cannot be cancelled."""
     results: str = ""
-    """Result list; empty: the queue's default."""
+    """Result list. Empty for the queue's default."""
     labels: Mapping[str, str] = {}
     kind: str = "redis"
     queue: str = ""
     queue_id: str = ""
     correlation_id: str = ""
     retry_count: int = 0
-    """As the producer wrote it; attempts are counted elsewhere."""
+    """Value that the producer wrote. The queue counts attempts separately."""
     sequence: Turn | None = None
-    """Its turn in a sequence; None: it is of none."""
+    """Turn in a sequence. `None` if the request belongs to no sequence."""
     session: Session | None = None
-    """Of ours, once its turn has come; no member has it."""
+    """Session headers, set by the dispatcher once the request has its turn. Members do not contain it."""
     version: str = ""
-    """Of ours: the model that it is sent as, where that is not what it names; no member has it."""
+    """Name of the model version that the request is sent to, set by the dispatcher if it differs from the
+    requested name. Members do not contain it."""
     endpoints: str = ""
-    """Of ours: the model servers that it may go to, as `ip:port,ip:port`; empty: any. No member has it."""
+    """Model servers that may receive the request, as `ip:port,ip:port`, set by the dispatcher. Empty for any
+    server. Members do not contain it."""
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """A member that can never be served. With an id it gets a result, without one it goes to the dead."""
+    """A member that can never be sent. With an id it gets a result, without an id it becomes a dead-letter
+    request."""
 
     code: ErrorCode
     message: str
-    """One sentence: what is wrong, and where in the member."""
+    """One sentence that says what is wrong, and where in the member."""
     id: str | None = None
     token: str = ""
     results: str = ""
     sequence: Turn | None = None
-    """Where it could be read beyond doubt: others wait for its end."""
+    """Turn of the request, if it is unambiguous: the next request of the sequence waits for its end."""
 
 
 class _Internal(msgspec.Struct):
@@ -124,19 +130,19 @@ class _OutlineData(msgspec.Struct):
 
 
 class _Outline(msgspec.Struct):
-    """Any member that is JSON and has a payload, right or wrong in everything else."""
+    """A member that is JSON and has a payload, with any errors elsewhere."""
 
     data: _OutlineData
 
 
 class _Invalid(Exception):  # noqa: N818 - never leaves this module
-    """The member is refused; the message says why."""
+    """The member is rejected. The message says why."""
 
     code = ErrorCode.INVALID_REQUEST
 
 
 class _TooLong(_Invalid):
-    """The member is refused before it is decoded."""
+    """The member is rejected before it is decoded."""
 
     code = ErrorCode.TOO_LARGE
 
@@ -154,7 +160,7 @@ _SEQUENCE = b'"sequence"'
 
 
 def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
-    """The request in a queue member, or why it is none. Never raises."""
+    """Return the request in a queue member, or why the member is rejected. Never raises."""
     if (whole := bytes_before_cut(member)) is not None:
         return _reject(member, f"member: {whole} bytes are too many to be moved", ErrorCode.TOO_LARGE)
     try:
@@ -179,7 +185,7 @@ def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | R
 
 def _parse(member: bytes) -> Request:
     if not member.isascii():
-        member.decode()  # msgspec leaves the inside of a Raw unchecked
+        member.decode()  # msgspec does not check that the inside of a Raw is UTF-8
     masked = _measured(member) if len(member) > ENVELOPE_BYTES else None
     try:
         decoded = _decode(member)
@@ -190,12 +196,15 @@ def _parse(member: bytes) -> Request:
             raise
         decoded, payload, envelope = _with_surrogates(member, masked or without_surrogates(member), error)
     data, internal = decoded.data, decoded.internal or _NONE
+    # The scan for duplicates is slow, so it runs only if a cheap check cannot rule duplicates out. With
+    # escapes the cheap check cannot see all names.
     if b"\\" in envelope or _may_repeat(envelope if data.sequence is None else _without_turn(envelope)):
         _refuse_duplicates(member, payload)
     if payload[:1] != b"{":
         raise _Invalid("data.payload: must be a JSON object")
     if not data.id:
         raise _Invalid("data.id: must not be empty")
+    # The first comparison avoids encoding a very long id.
     if len(data.id) > MAX_ID_BYTES or len(data.id.encode()) > MAX_ID_BYTES:
         raise _Invalid(f"data.id: longer than {MAX_ID_BYTES} bytes")
     if not 0 < data.deadline < PRIORITY_STEP:
@@ -235,7 +244,10 @@ def _turn_of(data: _Data, internal: _Internal) -> Turn | None:
 
 
 def _measured(member: bytes) -> bytes | None:
-    """Refuse a long envelope, undecoded, for that costs; the member without surrogates if that was made."""
+    """Reject a member whose envelope is too long, before it is decoded, which would be expensive.
+
+    Return the member without surrogates if it had to be made, else `None`.
+    """
     masked = None
     try:
         payload = _decode_outline(member).data.payload
@@ -250,17 +262,20 @@ def _measured(member: bytes) -> bytes | None:
 
 
 def _without_payload(member: bytes, payload: bytes) -> bytes:
-    """The member less the text of its payload (where that stands elsewhere too, less that): to count in."""
+    """Return the member without the text of its payload, to check the rest for duplicates. If the text occurs
+    more than once, the first occurrence may be removed instead."""
     start = member.find(b"{", member.find(b'"payload"') + 9)
     if start < 0 or not member.startswith(payload, start):
-        start = member.find(payload)  # the key is escaped, or the payload no object
+        start = member.find(payload)  # the key is escaped, or the payload is not an object
     return member[:start] + member[start + len(payload) :]
 
 
 def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_Member, bytes, bytes]:
-    """Decode a member whose payload holds `\\ud800` alone: the grammar allows it, the decoder does not.
+    """Decode a member whose payload contains a lone surrogate such as `\\ud800`. The JSON grammar allows it,
+    the decoder does not.
 
-    `masked`: the member without surrogates. It is as long, so the payload can be cut from the original.
+    `masked` is the member with all surrogates replaced. It has the same length, so the payload can be cut out
+    of the original.
     """
     if masked == member:
         raise error
@@ -275,6 +290,7 @@ def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_M
         raise
     except msgspec.DecodeError:
         raise _Invalid("a lone surrogate outside data.payload") from None
+    # The payload's text was found elsewhere, so the replaced part was not the payload.
     if bytes(decoded.data.payload) != payload or envelope != member[:start] + member[end:]:
         raise _Invalid("a lone surrogate outside data.payload")
     return decoded, member[start:end], envelope
@@ -292,8 +308,12 @@ def _check_headers(headers: Mapping[str, str]) -> None:
 
 
 def _without_turn(envelope: bytes) -> bytes:
-    """Less what is inside of `data.sequence`, whose `id` is no second one of the request's (envelopes without
-    escapes, in which it is an object). Whole where its end is not plain to see."""
+    """Return the envelope without the content of `data.sequence`, whose `id` is not a duplicate of the
+    request's.
+
+    The envelope has no escapes, and `sequence` is an object in it. If the end of the object is not obvious,
+    return the whole envelope.
+    """
     if envelope.count(_SEQUENCE) != 1:
         return envelope
     start = envelope.index(b"{", envelope.index(_SEQUENCE)) + 1
@@ -303,7 +323,9 @@ def _without_turn(envelope: bytes) -> bytes:
 
 
 def _may_repeat(envelope: bytes) -> bool:
-    """A string equal to the name of a field stands here twice (envelopes without escapes only)."""
+    """Return whether a string equal to a field's name occurs twice. Correct only for envelopes without
+    escapes."""
+    # Without escapes, every second part between quotes is a string.
     names = list(filter(_NAMES.__contains__, envelope.split(b'"')[1::2]))
     return len(names) != len(set(names))
 
@@ -315,7 +337,7 @@ def _refuse_duplicates(member: bytes, payload: bytes) -> None:
 
 
 def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> Rejection:
-    """With id, token and result list as far as each can be read beyond doubt."""
+    """Return the rejection, with id, token and result list if each of them is unambiguous."""
     try:
         payload = bytes(_decode_outline(member).data.payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -324,6 +346,7 @@ def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST
 
     def read(section: str, name: str) -> str:
         values = found.get((section, name), [])
+        # A value that occurs twice with different contents is ambiguous.
         return (values[0] or "") if len(set(values)) == 1 else ""
 
     return Rejection(
@@ -336,7 +359,8 @@ def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST
 
 
 def _readable(error: msgspec.ValidationError) -> str:
-    """msgspec's "Expected `int`, got `float` - at `$.data.deadline`" with the place first."""
+    """Return a message of msgspec such as "Expected `int`, got `float` - at `$.data.deadline`" with the field
+    first."""
     what, _, where = str(error).replace("`", "").rpartition(" - at $")
     return f"{where.lstrip('.') or 'member'}: {what}" if what else str(error).replace("`", "")
 
@@ -359,9 +383,9 @@ def encode_member(
     correlation_id: str = "",
     sequence: Turn | None = None,
 ) -> bytes:
-    """The member for a request. Raises ValueError where `parse` would refuse it.
+    """Return the member for a request. Raise `ValueError` if `parse_member` would reject it.
 
-    A payload of bytes goes in as it is; a mapping is encoded.
+    A payload of bytes is inserted unchanged; a mapping is encoded.
     """
     internal = {
         "retry_count": 0,
@@ -391,6 +415,7 @@ def encode_member(
             },
         }
     )
+    # The same rules as on the consumer's side, so that invalid requests fail at the producer.
     parsed = parse(member)
     if isinstance(parsed, Rejection):
         raise ValueError(f"request {request_id!r:.100}: {parsed.message}")  # noqa: TRY004 - a value

@@ -1,4 +1,4 @@
-"""What a consumer pops from a result list: the answer of the gateway, or why there is none."""
+"""Results that consumers pop from a result list: the answer of the gateway, or an error."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ class ErrorCode(StrEnum):
 
 
 class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a consumer pops from a result list: `status_code` when the gateway answered, else `error_code`."""
+    """A result. It has a `status_code` if the gateway answered, else an `error_code`."""
 
     id: str
     payload: str
     """The response body as a string, or `{"error": …}`."""
     status_code: int | None = None
     error_code: str | None = None
-    """An ErrorCode, kept as a string: other dispatchers may know further ones."""
+    """An `ErrorCode`, as a string because other dispatchers may use further codes."""
     error_message: str | None = None
     payload_note: str | None = None
-    """Said where `payload` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
+    """Note if `payload` is not exactly what the gateway sent, because bytes that are not UTF-8 were
+    replaced."""
     request_token: str | None = None
-    """The request's token, where it has one: who else may write the list cannot know it."""
+    """Token of the request, if it has one. Other writers of the list cannot know it."""
     model_version: str | None = None
-    """The model that its last try was sent as, where the dispatcher chose it."""
+    """Model version that the last attempt was sent to, if the dispatcher chose it."""
 
 
 _decode_result = msgspec.json.Decoder(PoppedResult).decode
@@ -62,11 +63,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def answered(request_id: str, status: int, body: bytes, *, token: str = "", version: str = "") -> bytes:
-    """The result of a request that the gateway answered: the body as a string, and the request's token.
-    `version`: the model that it was sent as, where the dispatcher chose it.
+    """Return the result of a request that the gateway answered: the body as a string, and the request's
+    token.
 
-    A body that is UTF-8 comes out in full. Bytes that are not are replaced by U+FFFD, and `payload_note`,
-    a field that other consumers ignore, says so.
+    `version` is the model version that the request was sent to, if the dispatcher chose it. A body that is
+    UTF-8 is returned unchanged. Bytes that are not UTF-8 are replaced by U+FFFD, and `payload_note`, a field
+    that other consumers ignore, says so.
     """
     text, note = _text(body)
     return _encode(
@@ -91,8 +93,8 @@ def failed(
     token: str = "",
     version: str = "",
 ) -> bytes:
-    """The result of a request without a final answer; with the last status and body where there were any,
-    and the version that the last try was sent as."""
+    """Return the result of a request without a final answer, with the last status and body if there were any,
+    and the version that the last attempt was sent to."""
     if body:
         text, note = _text(body)
     else:
@@ -103,7 +105,8 @@ def failed(
 
 
 def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
-    """The result of a request whose result list, `results`, cannot be had."""
+    """Return the result of a request whose result list, `results`, cannot be used."""
+    # Lone surrogates cannot be encoded as JSON.
     shown = shortened(results, _LIST_CHARS).encode(errors="replace").decode()
     return failed(
         request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown} {why}", token=token
@@ -118,7 +121,7 @@ def _text(body: bytes) -> tuple[str, str | None]:
 
 
 def decode_result(result: bytes) -> PoppedResult:
-    """A result as popped from its list. Raises ValueError on anything else."""
+    """Decode a result that was popped from its list. Raise `ValueError` if it is not a result."""
     try:
         return _decode_result(result)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

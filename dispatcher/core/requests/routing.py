@@ -1,9 +1,10 @@
-"""What of a request reaches the gateway: its path and its headers, or why it must not be sent.
+"""Compute the path and headers with which a request reaches the gateway, or why it must not be sent.
 
-Producers are not trusted with more than their payload: no other host, no path that was not allowed, no
-header that belongs to the connection, carries credentials, or steers the gateway or the endpoint picker.
-A path that is not allowed refuses the request, for it can only be meant; a header is left out, for producers
-copy whole sets of them. docs/forwarding.md has the tables, checked by a test.
+Producers control only the payload: they cannot choose another host, a path that is not allowed, or a header
+that belongs to the connection, carries credentials, or controls the gateway or the endpoint picker. A path
+that is not allowed rejects the request, because it was set on purpose. A header that is not allowed is
+dropped, because producers copy whole sets of headers. docs/forwarding.md has the tables, and a test checks
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _TRACESTATE = re.compile(r"[!-~](?:[ -~]{0,510}[!-~])?")
 
 
 class RouteOptions(Protocol):
-    """Settings `gateway`, as far as they decide what is sent where."""
+    """Settings `gateway` that determine paths and headers."""
 
     @property
     def path(self) -> str: ...
@@ -45,21 +46,23 @@ class RouteOptions(Protocol):
 
 
 class Route:
-    """The rules under one set of options."""
+    """Routing rules for one set of options."""
 
     def __init__(self, options: RouteOptions, *, user_agent: str, subset_header: str = "") -> None:
-        """`subset_header`: in which it is said which model servers a request may go to; empty: in none."""
+        """`subset_header` is the name of the header that lists the model servers a request may go to. Empty
+        for no such header."""
         self._path = options.path
         self._allowed = options.allowed_paths
         allowed = options.allowed_headers
         self._passing = None if allowed is None else [plain(pattern) for pattern in allowed]
-        """Patterns of the callers' headers that pass; None: all but the doubtful."""
+        """Patterns of the callers' headers that are allowed. `None` allows all headers that are not
+        restricted."""
         self._fairness_from = options.fairness_from
         chosen = {name.lower(): value for name, value in options.headers.items()}
         if options.objective:
             chosen[OBJECTIVE] = options.objective
         self._chosen = frozenset(chosen)
-        """What the operator set: a caller cannot change it."""
+        """Headers that the operator set. A caller cannot override them."""
         self._subset = subset_header.lower()
         self._subset_plain = plain(subset_header)
         self._headers = {
@@ -70,7 +73,8 @@ class Route:
         } | chosen
 
     def path(self, endpoint: str) -> str | Refused:
-        """The path for a request: the default, or its own when that is plain and allowed."""
+        """Return the path for a request: the default path, or the request's own path if it is plain and
+        allowed."""
         if not endpoint or endpoint == self._path:
             return self._path
         if len(endpoint) > ENDPOINT_MOST:
@@ -82,11 +86,15 @@ class Route:
         return endpoint
 
     def headers_for(self, request: Request, bearer: str, traceparent: str = "") -> dict[str, str]:
-        """Names in lower case. `bearer`: the Authorization header, or empty. `traceparent`: of our own span,
-        in the place of the producer's."""
+        """Return the headers of a request, with names in lower case.
+
+        `bearer` is the Authorization header, or empty. `traceparent` is that of the dispatcher's own span and
+        replaces the one of the producer.
+        """
         headers = self._headers.copy()
         if request.headers:
             headers.update(self._passed_on(request.headers, request.session))
+        # These come after the caller's headers, so that a caller cannot override them.
         if request.session is not None:
             for name, value in request.session.headers.items():
                 headers[name] = _header_safe(value)
@@ -109,8 +117,9 @@ class Route:
         return headers
 
     def _passed_on(self, headers: Mapping[str, str], session: Session | None) -> dict[str, str]:
-        """A caller's headers without those that are not the caller's to set; of equal names the last."""
+        """Return the headers that the caller may set. Of equal names the last one counts."""
         lowered = {name.lower(): value for name, value in headers.items()}
+        # RFC 9110 7.6.1: a Connection header names further headers that belong to the connection.
         named = {name.strip() for name in lowered.get("connection", "").lower().split(",")}
         ours = () if session is None else {plain(name) for name in (*session.headers, session.token_header)}
         return {
@@ -129,15 +138,16 @@ class Route:
 
 
 def is_plain_path(path: str) -> bool:
-    """Letters, digits and a few marks between single slashes; no dot segment, no escape, no query.
+    """Return whether a path consists of letters, digits and some punctuation between single slashes, without
+    dot segments, escapes or a query.
 
-    So there is nothing to normalise, which gateway and model server might do in two ways.
+    Such a path needs no normalization, which gateway and model server might do in different ways.
     """
     return _PATH.fullmatch(path) is not None and {".", ".."}.isdisjoint(path.split("/"))
 
 
 def trace_of(request: Request) -> tuple[str, str]:
-    """The producer's traceparent and tracestate; empty where there is none, or none that is well-formed."""
+    """Return the producer's traceparent and tracestate. Each is empty if it is missing or malformed."""
     metadata = request.metadata
     trace = metadata.get("traceparent", "")
     if not _TRACEPARENT.fullmatch(trace):
@@ -147,5 +157,5 @@ def trace_of(request: Request) -> tuple[str, str]:
 
 
 def _header_safe(value: str) -> str:
-    """The value itself where it is visible ASCII, else percent-encoded."""
+    """Return the value unchanged if it is visible ASCII, else percent-encoded."""
     return value if _VISIBLE.fullmatch(value) else quote(value, safe="!#$&'()*+,/:;=?@[]~")

@@ -1,4 +1,4 @@
-"""The score of a request: its place in line, and what it tells of the deadline. Pure."""
+"""Score of a request: its place in the queue, with its priority and deadline."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ PRIORITY_STEP = 10**11
 """Score = priority × this + deadline, so that score mod this is the deadline."""
 PRIORITIES = range(10)
 TOLD_FROM = 10**9
-"""A remainder below this is no deadline of anybody's: foreign producers may use any scores."""
+"""Smallest remainder of a score that counts as a deadline. Foreign producers may use any scores."""
 
 
 def score_of(deadline: int, priority: int | None = None) -> float:
-    """The score our producers give: the deadline, after all more urgent priorities (0 first, to 9).
+    """Return the score that the Python client uses: priority first (0 before 9), then deadline.
 
-    Raises ValueError for another priority.
+    Requests without a priority have the deadline as score, as those of priority 0. Raise `ValueError` for a
+    priority out of range.
     """
     if priority is None:
         return float(deadline)
@@ -24,8 +25,9 @@ def score_of(deadline: int, priority: int | None = None) -> float:
 
 
 def deadline_of_score(score: float) -> int:
-    """The deadline that a score tells where its producer kept to `score_of`; 0 where it cannot tell any.
+    """Return the deadline that a score contains if its producer used `compute_score`. 0 if it cannot contain
+    one.
 
-    Foreign producers may use any number: read the member before acting on it.
+    Foreign producers may use any number as score, so read the member before acting on the deadline.
     """
     return int(score % PRIORITY_STEP) if 0 <= score < math.inf else 0

@@ -1,7 +1,7 @@
-"""What a producer hands in at the queue's desk, and how a call to the queue fails. Pure.
+"""Requests as producers submit them, and errors of calls to the queue.
 
-Part of `ports`, where all others take these from; apart, because a producer's program needs nothing else of
-it and should load little.
+`ports` re-exports these names. They are in a module of their own so that a producer's program, which needs
+nothing else from `ports`, loads little.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from dataclasses import dataclass
 class QueueUnavailableError(Exception):
     """The queue cannot be reached, or refuses to work for now (loading, read-only, out of memory).
 
-    The message is one sentence for an operator. A call that raised this may or may not have happened:
-    every step can be repeated (claims by nonce, the others because the lease's token fences them).
+    The message is one sentence for an operator. A call that raised this may or may not have been executed.
+    Every step can be repeated: claims are identified by a nonce, and other steps are fenced by the token of
+    the lease.
     """
 
 
 class CallRefusedError(QueueUnavailableError):
-    """This very call was refused, or its answer not understood. That others get through shows nothing."""
+    """The queue refused this call, or its answer was not understood. Other calls may still succeed."""
 
 
 class QueueFullError(QueueUnavailableError):
-    """The call would leave more requests waiting than `queue.max_pending`. Nothing of it was accepted."""
+    """The call would leave more requests waiting than `queue.max_pending`. No request of the call was
+    accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request as a producer hands it in."""
+    """A request as a producer submits it."""
 
     member: bytes
     score: float
     request_id: str = ""
     request_token: str = ""
     deadline: int = 0
-    """Unix seconds. All three given: the request can be cancelled until then."""
+    """Unix seconds. If id, token and deadline are given, the request can be cancelled until the deadline."""

@@ -1,7 +1,7 @@
-"""What a request takes of the limit, in units. Pure.
+"""Units: the weight of requests in the limit.
 
-Everything that is held against the limit counts units: leases, the ledger behind the readings, what a claim
-has room for. Today each request counts one.
+Leases, the load ledger behind the readings, and the room of a claim are all counted in units. Today each
+request has a weight of one unit.
 """
 
 from __future__ import annotations
@@ -11,38 +11,41 @@ import math
 from dispatcher.core.requests.request import Request
 
 _RECENT = 32
-"""So many requests the typical weight is of, more or less."""
+"""Approximate number of recent requests over which the average weight is computed."""
 _SHARED = 0.75
-"""Requests that weigh less on average share units."""
+"""Average weight below which requests count as sharing units."""
 _RIDE_MOST = 64
-"""So many requests are asked for to share a unit, at the most."""
+"""Largest number of requests that are assumed to share a unit."""
 
 
 def units_of(_request: Request) -> int:
-    """What it weighs: one, whatever it asks for."""
+    """Return the weight of a request. It is one unit for every request."""
     return 1
 
 
 class Weights:
-    """What recent requests weighed: what a claim takes one to weigh that nobody has read yet."""
+    """Weight of recent requests, to estimate the weight of requests that were not read yet."""
 
     def __init__(self) -> None:
         self._mean = 1.0
 
     def seen(self, units: float) -> None:
+        # Exponential moving average.
         self._mean += (units - self._mean) / _RECENT
 
     @property
     def typical(self) -> int:
-        """Their mean, rounded up: better a lease that counts too much for a moment than one too little."""
+        """Average weight, rounded up: a lease that counts too much for a moment is better than one that
+        counts too little."""
+        # The small difference hides rounding errors just above a whole number.
         return math.ceil(self._mean - 1e-9)
 
     def claim(self, free: int, riding: int = 0) -> tuple[int, int]:
-        """How many requests to ask for where so many units are free (1 at least), and what each counts.
+        """Return how many requests to claim with this many free units (at least 1), and the weight of each.
 
-        Where several share a unit, as calls that count one have it, each counts 0 until it is known with whom
-        it travels: as many are asked for as such units have room for, less the `riding` that are held and
-        count nothing yet.
+        If several requests share a unit, as in merged calls that count one unit, each has a weight of 0 until
+        it is known which requests it is merged with. In that case ask for as many requests as have room in
+        the free units, less the `unweighed_count` that are in flight and have no weight yet.
         """
         if self._mean < _SHARED:
             return max(0, math.ceil(free / max(self._mean, 1 / _RIDE_MOST)) - riding), 0

@@ -1,17 +1,17 @@
-"""How many tokens an answer says that it took: `usage` of completions, embeddings and responses. Pure."""
+"""Number of tokens that an answer reports: `usage` of completions, embeddings and responses."""
 
 from __future__ import annotations
 
 import msgspec
 
 USAGE_MOST_BYTES = 1 << 20
-"""Answers longer than this are not read for their usage."""
+"""Size of the largest answer that is searched for its usage."""
 TOKENS_MOST = 10_000_000
-"""Of one request: no model reads or writes more."""
+"""Largest number of tokens of one request that is believed. No model reads or writes more."""
 
 
 class _Usage(msgspec.Struct):
-    """Of completions and embeddings; of responses under the other names."""
+    """Usage of completions and embeddings. Responses use `input_tokens` and `output_tokens`."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -27,7 +27,8 @@ _answer = msgspec.json.Decoder(_WithUsage, strict=False)
 
 
 def tokens(body: bytes) -> tuple[int, int]:
-    """Tokens in and out, as an answer's `usage` has them; 0 where it has none that can be believed."""
+    """Return the tokens in and out that the `usage` of an answer reports. 0 if it is missing or
+    implausible."""
     if len(body) > USAGE_MOST_BYTES:
         return 0, 0
     try:

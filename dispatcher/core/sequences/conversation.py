@@ -1,11 +1,14 @@
-"""A conversation carried on by the dispatcher: what a turn is sent with, what it leaves to the next. Pure.
+"""Conversations that the dispatcher continues: compute the body of a turn, and the state for the next turn.
 
-    chat        `messages` of the body: all that were sent before, each answer's message as it came, then
-                those of this turn; byte for byte, as a client that keeps the conversation would send it
-    responses   `previous_response_id`: the server keeps the conversation, its answer's `id` is carried
+    chat        `messages` of the body: all messages that were sent before, the message of each answer as it
+                came, then the messages of this turn; byte for byte as a client that keeps the conversation
+                sends it
+    responses   `previous_response_id`: the server keeps the conversation, and the state is the `id` of its
+                answer
 
-Nothing is decoded to a value and encoded again. What is carried is the list of messages, or the id, as JSON;
-or why there is none: it is too long, or the answer had none. Then the next turn is refused for that.
+No value is decoded and encoded again. The conversation state is the list of messages, or the id, as JSON. If
+there is none, because it is too long or the answer lacks it, the state is the reason, and the next turn is
+rejected with it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dispatcher.core.merging.shapes.part import NotUnderstoodError
 from dispatcher.core.requests.request import Request
 from dispatcher.core.sequences.turns import Session
 
+# Marks a state that is a reason instead of JSON, which never begins with this byte.
 _FAULT = b"!"
 _MESSAGES, _PREVIOUS = "messages", "previous_response_id"
 _ID = re.compile(rb'"[^"\\\x00-\x1f]{1,500}"')
@@ -28,17 +32,19 @@ _ID = re.compile(rb'"[^"\\\x00-\x1f]{1,500}"')
 
 @dataclass(frozen=True, slots=True)
 class NotCarried:
-    """The conversation cannot go on with this."""
+    """The conversation cannot continue."""
 
     why: str
-    """One sentence."""
+    """One sentence that says why."""
 
 
 def spoken(payload: bytes, carried: bytes, most_bytes: int) -> bytes | NotCarried:
-    """The body to send. `carried`: what the turns before left; empty: it is the first."""
+    """Return the body to send. `conversation` is the state that the previous turns left, empty for the first
+    turn."""
     if carried.startswith(_FAULT):
         return NotCarried(carried[1:].decode())
     try:
+        # The strict parser: with a field given twice, server and dispatcher might read different messages.
         found = fields(text_of(payload))
         if found.get("stream") == msgspec.Raw(b"true"):
             return NotCarried("an answer that is streamed cannot be carried on: leave out `stream`")
@@ -52,17 +58,18 @@ def spoken(payload: bytes, carried: bytes, most_bytes: int) -> bytes | NotCarrie
         return payload
     if carried[:1] != b'"':
         return NotCarried("its sequence carries messages, and its body has `input`")
+    # The body has `input`, so the inserted first field is followed by a comma.
     return b'{"%b":%b,%b' % (_PREVIOUS.encode(), carried, payload[1:].lstrip())
 
 
 def left(sent: bytes, answer: bytes, most_bytes: int) -> bytes:
-    """What the next turn is built on, by the body that was sent and the answer to it."""
+    """Return the conversation state for the next turn, given the body that was sent and the answer to it."""
     found = _left(sent, answer, most_bytes)
     return _FAULT + found.why.encode(errors="replace") if isinstance(found, NotCarried) else found
 
 
 def equipped(request: Request, payload: bytes, session: Session) -> Request:
-    """The same request as it is sent in its turn."""
+    """Return the request as it is sent in its turn."""
     return replace(request, payload=payload, session=session)
 
 
@@ -91,6 +98,7 @@ def _with_messages(payload: bytes, own: msgspec.Raw, carried: bytes, most_bytes:
         return NotCarried("`messages` is no list")
     if carried and carried[:1] != b"[":
         return NotCarried("its sequence carries a response's id, and its body has `messages`")
+    # Raises if the list is malformed; the items are not needed.
     items(own)
     together = _joined(carried, bytes(own)) if carried else bytes(own)
     if len(together) > most_bytes:
@@ -100,7 +108,7 @@ def _with_messages(payload: bytes, own: msgspec.Raw, carried: bytes, most_bytes:
 
 
 def _joined(before: bytes, after: bytes) -> bytes:
-    """Two lists in one, their items as they are written."""
+    """Return two lists joined, with their items as they are written."""
     first, then = before[1:-1].strip(), after[1:-1].strip()
     return b"[%b]" % (b",".join([each for each in (first, then) if each]))
 

@@ -1,5 +1,6 @@
-"""What is asked about turns in sequences and what is answered: whose it is, what a request leaves, how many
-there are. Pure; core/sequences/turns.py has what a producer says, core/sequences/rules.py the rules.
+"""Decisions about turns in sequences, what a request leaves to its sequence, and counts of sequences.
+
+core/sequences/turns.py describes what producers write, core/sequences/rules.py has the rules.
 """
 
 from __future__ import annotations
@@ -15,64 +16,68 @@ from dispatcher.core.sequences.turns import OnError, SequenceSeen, SequenceStatu
 
 @dataclass(frozen=True, slots=True)
 class SequenceTerms:
-    """What the operator decided for all sequences of a line."""
+    """Settings of the operator for all sequences of a queue."""
 
     max_idle_s: float = 600.0
-    """A sequence of which nothing runs or waits for so long has ended; and so long its end is remembered."""
+    """Seconds without a running or waiting request after which a sequence has ended. Its end is remembered as
+    long."""
     max_age_s: float = 86_400.0
-    """One that began so long ago ends with the request that runs."""
+    """Seconds after its beginning when a sequence ends, with the request that runs."""
     max_active: int | None = None
-    """Sequences that are alive at once; the others wait until one ends. None: any number."""
+    """Largest number of sequences that are active at once; further ones wait until one ends. `None` for no
+    limit."""
     max_waiting: int = 1000
-    """Requests of one sequence that wait; further ones are refused."""
+    """Largest number of waiting requests of one sequence. Further requests are rejected."""
     on_error: OnError = OnError.ABORT
-    """For a request that does not say."""
+    """Behaviour after a failure, for requests that do not choose one."""
     gap_s: float = 60.0
-    """How long the others wait for an index that is missing, from when it could have gone."""
+    """Seconds that later requests wait for a missing index, counted from when it could have been sent."""
     refuse_after_end: bool = False
-    """What comes after the end, as long as that is remembered, is refused; else it begins a new life."""
+    """True if requests after the end of a sequence are rejected while the end is remembered. Otherwise they
+    begin a new run."""
 
 
 class TurnEnd(msgspec.Struct, frozen=True):
-    """What a request leaves to its sequence when it ends."""
+    """State that a request leaves to its sequence when it ends."""
 
     turn: Turn
-    """So that one which ends before it was lined up is not waited for."""
+    """Turn of the request. With it, a request that ends before it has claimed its turn is not waited for."""
     failed: bool = False
-    """It has no answer that the next one could build on."""
+    """True if the request has no answer on which the next one could build."""
     cause: str = ""
-    """One sentence: how it failed."""
+    """One sentence that says how the request failed."""
     token: str | None = None
-    """What takes the next request to the same server; None: as before, empty: none any more."""
+    """Sticky token, which routes the next request to the same server. `None` keeps the present one; empty
+    removes it."""
     carry: bytes | None = None
-    """What the next request is built on; None: as before."""
+    """Conversation state for the next request. `None` keeps the present one."""
 
 
 class Goes(msgspec.Struct, frozen=True):
-    """The request is its sequence's head: it may be sent, now and at each later try."""
+    """The turn is granted: the request may be sent, now and at each later attempt."""
 
     index: int
     token: str
-    """That of the sequence; empty: none."""
+    """Sticky token of the sequence. Empty if it has none."""
     carry: bytes
     fresh: bool
-    """It is the first of a life: nothing is known of one before it."""
+    """True if the request is the first of a sequence run, so that nothing is known of an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """It is not its turn: it was given back, undelivered, and waits in the line of its sequence. (Or its
-    lease is no longer the caller's.)"""
+    """The turn has not come: the request was returned, undelivered, and waits in its sequence. (Or its lease
+    is no longer held by the caller.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Barred:
-    """It will never go. Its lease stays the caller's, who settles it with this as its error; the sequence
-    does not know it."""
+    """The turn is rejected for ever. The caller keeps the lease and settles it with this error; the sequence
+    does not know the request."""
 
     code: ErrorCode
     why: str
-    """One sentence."""
+    """One sentence that says why."""
 
 
 Verdict = Goes | Waits | Barred
@@ -80,20 +85,20 @@ Verdict = Goes | Waits | Barred
 
 @dataclass(frozen=True, slots=True)
 class SequenceCounts:
-    """How many sequences a line has."""
+    """Counts of the sequences of a queue."""
 
     active: int = 0
-    """Alive: they run, or are held."""
+    """Number of sequences that run or are held."""
     parked: int = 0
-    """They wait to begin."""
+    """Number of sequences that wait to begin."""
     held: int = 0
     aborted: int = 0
     waiting: int = 0
-    """Requests that wait for their turn."""
+    """Number of requests that wait for their turn."""
 
     @classmethod
     def of(cls, count: Mapping[SequenceStatus, int], waiting: int) -> SequenceCounts:
-        """By their status."""
+        """Return the counts, given the number of sequences by status."""
         held, aborted = count.get(SequenceStatus.HELD, 0), count.get(SequenceStatus.ABORTED, 0)
         alive = count.get(SequenceStatus.OPEN, 0) + held
         return cls(alive, count.get(SequenceStatus.PARKED, 0), held, aborted, waiting)
@@ -101,29 +106,29 @@ class SequenceCounts:
 
 @dataclass(slots=True)
 class SequenceNews:
-    """What has happened to the sequences of a line, counted since there are any: what people are told of."""
+    """Counters of what happened to the sequences of a queue, since the queue has had any."""
 
     held: int = 0
-    """So often a request has failed, and its sequence waits for an operator since."""
+    """Number of times that a request failed and its sequence was held for an operator."""
     released: int = 0
     aborted: int = 0
-    """By a request that failed, or by an operator."""
+    """Number of sequences aborted by a failed request or by an operator."""
     cancelled: int = 0
     idle: int = 0
-    """Ended, for nothing of them ran or waited for max_idle_s."""
+    """Number of sequences that ended because no request of them ran or waited for max_idle_s."""
     aged: int = 0
-    """Ended, for they had run for max_age_s."""
+    """Number of sequences that ended because they had run for max_age_s."""
     gaps: int = 0
-    """Indexes that were missing have been passed over."""
+    """Number of missing indexes that were skipped."""
     last_held: str = ""
-    """The newest of those: its id."""
+    """Id of the sequence that was held last."""
     last_aborted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePage:
-    """One page of a look at all sequences."""
+    """One page of a listing of all sequences."""
 
     found: Sequence[SequenceSeen]
     after: str
-    """Where the next page begins; empty: this was the last one."""
+    """Cursor of the next page. Empty if this is the last page."""

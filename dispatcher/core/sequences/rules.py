@@ -1,28 +1,31 @@
-"""Sequences: requests that belong together run in order, one at a time. The rules, pure.
+"""Rules of sequences: requests that belong together run in order, one at a time.
 
-    line up    a leased request comes: it is the head of its sequence (`Goes`), waits in line (`Waits`), or
-               will never go (`Barred`)
-    end        a request has ended for good: the next one is the head, in the same step
-    sweep      time has passed: a missing index is waited for no longer, a life is over, a head is gone
+    claim turn  a leased request asks for its turn: it becomes the next request of its sequence
+                (`TurnGranted`), waits (`TurnWaits`), or is rejected for ever (`TurnRejected`)
+    end         a request has ended for good: the step that ends it also chooses the next request
+    sweep       time has passed: a missing index is no longer waited for, a run is over, or the next request
+                is gone
 
-The memory queue runs these as they stand; queue/lua/sequences.lua does the same in Redis, state by state, and
-tests/properties/test_sequence_model.py holds the two together.
+The memory queue executes these rules directly. queue/lua/sequences.lua implements them in Redis, state by
+state, and tests/properties/test_sequence_model.py verifies that both agree.
 
-Order   A life of a sequence expects indexes from 0, or from that of the reset which began it. One without
-        an index gets the one behind all that are known. The head is always the lowest that waits, and it goes
-        when it is the one expected, or the expected one was waited for `gap_s`. One that ended before its
-        turn leaves its index as passed, and is not waited for.
-Lives   A reset begins a further life behind the one that runs, and all that come later join that. A life ends
-        with its last request, by idle, by age, by abort or cancel; what of it still waits begins the next
-        (`Life.next` is then the first of those), or is refused.
-Owner   The request that begins a sequence fixes its owner (`Turn.owner`: a secret, or a result list).
-        Requests of other owners are refused while the sequence is known, and change nothing in it.
-Cancel  A cancel ends the sequence and leaves a mark (`CancelMark`). A request that was submitted before the
-        cancel is refused as CANCELLED when its turn is asked for, or ends earlier and leaves no trace in the
-        sequence. A request that was submitted afterwards begins the sequence anew. So it makes no difference
-        how many of the requests had been claimed.
-Over    Requests that will not go any more are answered by whoever sweeps, without a lease (`unserved`): no
-        gate and no limit keeps them from their result.
+    order   A sequence run expects indexes from 0, or from the index of the reset that began it. A request
+            without an index gets the one after all known indexes. The next request is always the lowest that
+            waits. It is granted its turn if its index is the expected one, or if the expected one was waited
+            for `gap_s`. A request that ended before its turn marks its index as passed, and is not waited
+            for.
+    runs    A reset begins a further run after the present one, and all later requests join that run. A run
+            ends with its last request, by idle time, by age, by abort or by cancel. Requests that still wait
+            begin the next run (`SequenceRun.expected_index` is then the first of them), or are rejected.
+    owner   The request that begins a sequence determines its owner (`Turn.owner`: a secret, or a result
+            list). Requests of other owners are rejected while the sequence is known, and change nothing in
+            it.
+    cancel  A cancel ends the sequence and leaves a mark (`CancelMark`). A request that was submitted before
+            the cancel is rejected as CANCELLED when it claims its turn, or ends earlier and leaves no trace
+            in the sequence. A request that was submitted afterwards begins the sequence anew. Therefore it
+            makes no difference how many of the requests had been claimed.
+    closed  The remaining requests of a closed run are answered by the owner that sweeps, without a lease
+            (`iterate_remaining`), so that neither gate nor limit delays their results.
 """
 
 from __future__ import annotations
@@ -66,15 +69,16 @@ _ALIVE = (SequenceStatus.OPEN, SequenceStatus.HELD)
 
 
 class Sequences:
-    """All sequences of a line. Entries that may be claimed from now on are told by `moved`."""
+    """State of all sequences of a queue. `take_ready_entries` returns entries that may be claimed from now
+    on."""
 
     def __init__(self) -> None:
         self.terms = SequenceTerms()
         self.known: dict[str, Sequenced] = {}
         self.seats: dict[int, Seat] = {}
-        """By entry."""
+        """Slots by entry."""
         self.over: dict[int, Over] = {}
-        """By number."""
+        """Closed runs by run number."""
         self.marks: dict[str, CancelMark] = {}
         self.news = SequenceNews()
         self._told = False
@@ -85,19 +89,21 @@ class Sequences:
         self._leased = 0
 
     def moved(self) -> list[int]:
-        """Entries that have become heads since the last call, but for those that are leased."""
+        """Return the entries that became next requests since the last call, without those that are leased."""
         moved, self._moved = self._moved, []
         return moved
 
     def tell(self, terms: SequenceTerms) -> None:
-        """These hold from now on. Before the first no sequence is known."""
+        """Apply these settings from now on. Without any settings, requests that end do not create
+        sequences."""
         self.terms, self._told = terms, True
 
-    # Lining up.
+    # Claiming turns.
 
     def line_up(self, entry: int, score: float, turn: Turn, now: float) -> Verdict:
-        """What becomes of a leased request."""
+        """Decide about the turn of a leased request."""
         known = self.known.get(turn.id)
+        # The entry may have its turn already: it was released or reclaimed, or the call is repeated.
         if (goes := self.goes(entry)) is not None:
             return goes
         if (refused := self._refused(known, turn, now)) is not None:
@@ -109,6 +115,7 @@ class Sequences:
         self.seats[entry] = seat
         life.put(index, seat)
         life.waiting += 1
+        # Entries that become next requests are moved to the claimable ones. This one is leased already.
         self._leased = entry
         self._settle_down(one, now)
         self._leased = 0
@@ -139,7 +146,7 @@ class Sequences:
         return None if goes or not many else full(most)
 
     def _joined(self, one: Sequenced | None, turn: Turn, score: float, now: float) -> tuple[Sequenced, int]:
-        """The sequence with a life that takes the turn, and its index there."""
+        """Return the sequence with a run that takes the turn, and the index of the request in it."""
         fresh = one is None or one.status in _OVER
         one = one or self._added(turn.id, now, score)
         if one.owner is None:
@@ -151,6 +158,8 @@ class Sequences:
         if fresh or turn.reset:
             one.lives.append(Life(next(self._numbers), (turn.index or 0) if turn.reset else 0))
         one.touched_at = now
+        # Parked sequences begin in the order of their best scores. Setting the status again adds the new
+        # score to the heap.
         if one.status is SequenceStatus.PARKED and score < one.score:
             one.score = score
             self._turn_to(one, one.status)
@@ -161,7 +170,7 @@ class Sequences:
         return one
 
     def goes(self, entry: int) -> Goes | None:
-        """What is said of an entry whose turn it is; None: it is not."""
+        """Return the granted turn of an entry. `None` if it is not its turn."""
         seat = self.seats.get(entry)
         if seat is None or (one := self.known.get(seat.id)) is None or one.head is not seat:
             return None
@@ -170,7 +179,7 @@ class Sequences:
     # Ending.
 
     def end(self, entry: int, end: TurnEnd | None, now: float) -> None:
-        """A request has ended for good: with a result, or among the dead."""
+        """End a request for good, with a result or as a dead-letter request."""
         seat = self.seats.pop(entry, None)
         if seat is None:
             if end is not None:
@@ -180,6 +189,7 @@ class Sequences:
         cause = "" if end is None else end.cause
         if one is not None and one.head is seat:
             one.head, one.touched_at = None, now
+            # A request of an earlier run changes nothing: its run has ended while it was in flight.
             if one.status is SequenceStatus.OPEN and seat.number == one.lives[0].number:
                 one.token = one.token if end is None or end.token is None else end.token
                 one.carry = one.carry if end is None or end.carry is None else end.carry
@@ -188,19 +198,24 @@ class Sequences:
                 self._end_if_old(one, now)
             self._settle_down(one, now)
         elif seat.number in self.over:
+            # A remaining request of a closed run was answered.
             del self.over[seat.number].seats[entry]
             if not self.over[seat.number].seats:
                 del self.over[seat.number]
         elif one is not None and (life := one.life_of(seat)) is not None:
             then = seat.on_error if failed else OnError.CONTINUE
+            # The request ended while it waited, for example by its deadline. Its index must not be waited
+            # for.
             life.put(seat.index, Passed(seat.last, failed, then, cause))
             life.waiting -= 1
             one.touched_at = now
             self._settle_down(one, now)
 
     def _pass_by(self, end: TurnEnd, now: float) -> None:
-        """It ended before it was lined up: where others would wait for it, or its failure ends them, its
-        index has passed."""
+        """Record a request that ended before it claimed its turn.
+
+        If others would wait for its index, or its failure ends the sequence, its index is marked as passed.
+        """
         turn = end.turn
         then = (turn.on_error or self.terms.on_error) if end.failed else OnError.CONTINUE
         one = self.known.get(turn.id)
@@ -214,7 +229,7 @@ class Sequences:
         one.lives[-1].put(index, Passed(turn.last, end.failed, then, end.cause))
         self._settle_down(one, now)
 
-    # What follows.
+    # Next requests, and ends of runs.
 
     def _settle_down(self, one: Sequenced, now: float) -> None:
         self._advance(one, now)
@@ -222,7 +237,7 @@ class Sequences:
         self._schedule(one, now)
 
     def _advance(self, one: Sequenced, now: float) -> None:
-        """Make the one that goes next the head, as far as it may go now."""
+        """Choose the next request, as far as one may be sent now."""
         gap, one.gap_since = one.gap_since, None
         while one.head is None and one.status in _ALIVE and one.id in self.known:
             held, life = one.status is SequenceStatus.HELD, one.lives[0]
@@ -234,13 +249,15 @@ class Sequences:
             index = life.order[0]
             if index > life.next and held:
                 return
-            if index > life.next and len(one.lives) == 1:  # behind a reset, nobody can fill it any more
+            # A gap before a waiting reset is not waited for: no later request can fill it any more.
+            if index > life.next and len(one.lives) == 1:
                 gap = now if gap is None else gap
                 if now < gap + self.terms.gap_s:
                     one.gap_since = gap
                     return
                 self.news.gaps += 1
             item = life.line[index]
+            # A held sequence skips passed indexes, but starts nothing and does not end.
             if held and (isinstance(item, Seat) or item.last):
                 return
             del life.order[0], life.line[index]
@@ -260,7 +277,7 @@ class Sequences:
             self._moved.append(seat.entry)
 
     def _follow(self, one: Sequenced, last: bool, then: OnError, cause: str, now: float) -> None:
-        """One of the life that runs has ended."""
+        """Apply the end of a request of the present run: end, abort or hold the sequence."""
         if last:
             self._end_life(one, _LAST, now)
         elif then is OnError.ABORT:
@@ -280,6 +297,7 @@ class Sequences:
         life = one.lives[0]
         if self.terms.refuse_after_end:
             self._close(one, _END, why, now)
+        # The waiting requests begin the next run, under the same run number.
         elif life.waiting:
             one.begin()
             life.next = life.order[0]
@@ -289,7 +307,7 @@ class Sequences:
             self._forget(one)
 
     def _close(self, one: Sequenced, how: tuple[SequenceStatus, ErrorCode], why: str, now: float) -> None:
-        """End its life and answer what of it waits; a reset that waits goes on."""
+        """End the present run and fail its remaining requests. If a reset waits, its run begins."""
         if how is _ABORT:
             self.news.aborted, self.news.last_aborted = self.news.aborted + 1, one.id
         self._doom(one.lives[0], how[1], why)
@@ -297,6 +315,7 @@ class Sequences:
             self._next_life(one)
             return
         one.lives = [Life(next(self._numbers), one.lives[0].next)]
+        # An empty run remains, so that the end is remembered until the idle time has passed.
         self._turn_to(one, how[0])
         one.token, one.carry, one.cause, one.touched_at = "", b"", why, now
 
@@ -350,25 +369,30 @@ class Sequences:
     # Time.
 
     def sweep(self, now: float, is_there: Callable[[int], bool]) -> None:
-        """What is due by now. `is_there`: whether an entry waits, is delayed or leased. Where time ends one,
-        none begins before all were looked at: what comes of it does not depend on looks that come early."""
+        """Process all checks that are due. `is_there` returns whether an entry waits, is delayed or leased.
+
+        If time ends a sequence, no parked one begins before all due sequences were checked. Otherwise the
+        result would depend on checks that come early.
+        """
         due = []
         while self._due and self._due[0][0] <= now:
             at, name = heapq.heappop(self._due)
             one = self.known.get(name.decode())
+            # Entries of the heap whose time is no longer the scheduled one are outdated.
             if one is not None and one.due_at == at:
                 one.due_at = None
                 due.append(one)
         for one in sorted(due, key=lambda one: one.lives[0].number):
-            # A sequence that ended while an earlier one was looked at is no longer known.
+            # A sequence that ended while an earlier one was checked is no longer known.
             if self.known.get(one.id) is one:
                 self._look(one, now, is_there)
+        # Redis does the same: once per sequence, with up to MAX_UNPARKED_PER_STEP sequences each time.
         for _ in range(1 + len(due)):
             self._unpark(now)
         self.marks = {name: mark for name, mark in self.marks.items() if now < mark.until}
 
     def step_back(self, by_s: float) -> None:
-        """The clock did: what is due later than now is due by so much earlier."""
+        """Shift the times of all checks by `step_s`, which is negative, after the clock stepped back."""
         self._due = [(at + by_s, name) for at, name in self._due]
         for one in self.known.values():
             one.due_at = None if one.due_at is None else one.due_at + by_s
@@ -376,6 +400,7 @@ class Sequences:
     def _look(self, one: Sequenced, now: float, is_there: Callable[[int], bool]) -> None:
         one.not_after(now)
         if one.head is not None:
+            # An owner of a version that knows no sequences has ended it without telling the sequence.
             if not is_there(one.head.entry):
                 self.end(one.head.entry, None, now)
         elif not one.waiting and now >= one.touched_at + self.terms.max_idle_s:
@@ -390,22 +415,22 @@ class Sequences:
         self._schedule(one, now)
 
     def _schedule(self, one: Sequenced, now: float) -> None:
-        """When it wants to be looked at next."""
+        """Schedule the next check of the sequence."""
         due = one.wants_a_look_at(self.terms, now)
         if one.id in self.known and due != one.due_at:
             one.due_at = due
             heapq.heappush(self._due, (due, one.id.encode()))
 
-    # Those that will not go, and what operators see and decide.
+    # Remaining requests, and decisions of operators.
 
     def unserved(self) -> Iterator[tuple[int, ErrorCode, str]]:
-        """Entries that are to be answered, with what, in the order in which they stood."""
+        """Yield the entries that are to be answered with an error, with code and reason, in their order."""
         for _, over in sorted(self.over.items(), key=lambda item: item[0]):
             for entry in over.seats:
                 yield entry, over.code, over.why
 
     def release(self, name: str, now: float) -> bool:
-        """Let one that is held go on; False: it is not."""
+        """Let a held sequence continue. Return False if it is not held."""
         one = self.known.get(name)
         if one is None or one.status is not SequenceStatus.HELD:
             return False
@@ -416,11 +441,15 @@ class Sequences:
         return True
 
     def abort(self, name: str, why: str, now: float) -> bool:
-        """Answer what waits of its life, and what comes, SEQUENCE_ABORTED; its head goes on to its end."""
+        """Abort the present run: its waiting requests and later ones are answered SEQUENCE_ABORTED. The next
+        request, if it is in flight, runs to its end.
+
+        Return False if the sequence was aborted before, or has ended.
+        """
         one = self.known.get(name)
         if one is not None and one.status in _OVER:
             return False
-        if one is None:  # no request of it was claimed yet; later ones must be refused all the same
+        if one is None:  # no request of it was claimed yet, but later ones must be rejected
             self._told = True
             one = self._unbegun(name, now)
         self._close(one, _ABORT, why, now)
@@ -436,7 +465,7 @@ class Sequences:
         """End the sequence. Its waiting requests are answered CANCELLED, and so are requests that were
         submitted before the mark when they are claimed.
 
-        Return the entry of its head, with which the sequence ends, or 0 if it has no head. `None` if the
+        Return the entry of its next request, with which the sequence ends, or 0 if it has none. `None` if the
         sequence is not known or has ended.
         """
         before = self.marks.get(name)
@@ -456,6 +485,8 @@ class Sequences:
             self._doom(life, ErrorCode.CANCELLED, _CANCELLED)
         one.lives = [Life(next(self._numbers), one.lives[0].next)]
         if one.head is not None:
+            # The request in flight moves to the new empty run as its last one, so that its end ends the
+            # sequence.
             one.head.number, one.head.last = one.lives[0].number, True
         else:
             self._end_life(one, _CANCELLED, now)
@@ -466,7 +497,7 @@ class Sequences:
         """Forget the sequence, so that its id begins anew. Return False, and do nothing, if a request of it
         runs or waits. `None` if the sequence is not known.
 
-        A cancel is still remembered for requests that say that they were submitted before it.
+        The cancel still applies to requests whose time of submission is known to be before it.
         """
         one, mark = self.known.get(name), self.marks.get(name)
         marked = mark is not None and mark.undated and now < mark.until

@@ -1,4 +1,4 @@
-"""What a sequence is made of, as it is kept: seats in lives. Pure; sequences.py has the rules."""
+"""State of sequences: slots of requests in sequence runs. core/sequences/rules.py has the rules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from dispatcher.core.sequences.turns import LOOK_S, OnError, SequenceSeen, Seque
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A request that a sequence knows: its head, one in its line, or one that will not go any more."""
+    """A request that a sequence knows: its next request, one that waits, or a remaining request of a closed
+    run."""
 
     id: str
     entry: int
     number: int
-    """Of its life."""
+    """Number of its sequence run."""
     index: int
     last: bool
     on_error: OnError
@@ -26,7 +27,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """An index in the line whose request has ended before its turn."""
+    """An index whose request ended before its turn."""
 
     last: bool
     failed: bool
@@ -40,14 +41,14 @@ class Life:
 
     number: int
     next: int
-    """The index that is expected; lower ones were, or are past."""
+    """Index that is expected next. Lower ones were granted their turn, or are skipped."""
     waiting: int = 0
     line: dict[int, Seat | Passed] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
 
     @property
     def behind(self) -> int:
-        """The index behind all that are known."""
+        """The index after all known ones."""
         return max(self.next, self.order[-1] + 1 if self.order else 0)
 
     def put(self, index: int, item: Seat | Passed) -> None:
@@ -58,14 +59,14 @@ class Life:
 
 @dataclass(slots=True)
 class Sequenced:
-    """One sequence, as it is kept."""
+    """State of one sequence."""
 
     id: str
     status: SequenceStatus
     lives: list[Life]
     touched_at: float
     score: float
-    """The best of those that wait until it may begin."""
+    """Best score of the requests that wait, until the sequence may begin."""
     head: Seat | None = None
     born_at: float | None = None
     gap_since: float | None = None
@@ -76,8 +77,8 @@ class Sequenced:
     cause: str = ""
     due_at: float | None = None
     owner: str | None = None
-    """The producer that may use the sequence (`Turn.owner`), fixed by the request that began it. `None`
-    before that."""
+    """Producer that may use the sequence (`Turn.owner`), fixed by the request that began it. `None` before
+    that."""
 
     @property
     def waiting(self) -> int:
@@ -85,44 +86,46 @@ class Sequenced:
 
     @property
     def in_line(self) -> int:
-        """Those that wait, and indexes that have passed before their turn."""
+        """Number of waiting requests and of indexes that were passed before their turn."""
         return sum(len(life.line) for life in self.lives)
 
     def life_of(self, seat: Seat) -> Life | None:
         return next((life for life in self.lives if life.number == seat.number), None)
 
     def not_after(self, now: float) -> None:
-        """Nothing was later than now, whatever the clock said then."""
+        """Limit all times to `now`, because the clock may have stepped back."""
         self.touched_at = min(self.touched_at, now)
         self.born_at = None if self.born_at is None else min(self.born_at, now)
         self.gap_since = None if self.gap_since is None else min(self.gap_since, now)
 
     def begin(self) -> None:
-        """A new life: nothing of the one before goes with it."""
+        """Reset the state that belongs to one run."""
         self.born_at = None
         self.token, self.carry, self.cause = "", b"", ""
         self.done = self.failed = 0
 
     def count(self, *, failed: bool) -> None:
-        """One of this life has ended."""
+        """Count a request of the present run that has ended."""
         self.done += 1
         self.failed += failed
 
     def wants_a_look_at(self, terms: SequenceTerms, now: float) -> float:
-        """When time may change something. Sooner it changes nothing: a look may come too soon."""
+        """Return when time may change something. An earlier check must change nothing."""
         due = now + max(terms.max_idle_s, LOOK_S)
         if self.head is not None:
+            # While a request runs, time changes nothing except that its entry may disappear.
             return now + LOOK_S
         if not self.waiting:
             due = self.touched_at + terms.max_idle_s
-        if self.gap_since is not None:  # with nobody behind it, too: what has passed there may be the end
+        if self.gap_since is not None:  # also without a waiting request: a passed index may be the last one
             due = min(due, self.gap_since + terms.gap_s)
         if self.status is SequenceStatus.OPEN and self.born_at is not None:
             due = min(due, self.born_at + terms.max_age_s)
         return due
 
     def seen(self, most: int) -> SequenceSeen:
-        """With so many of its line; its times are of the clock by which it was told."""
+        """Return a snapshot with up to `max_waiting` waiting requests. Its times are by the clock of the
+        caller."""
         life, head = self.lives[0], self.head
         seats = [life.line[index] for index in life.order]
         line = [(seat.index, seat.entry) for seat in seats if isinstance(seat, Seat)]
@@ -147,7 +150,7 @@ class Sequenced:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A life whose waiting requests are to be answered with this."""
+    """A closed run. Its remaining requests are answered with this error."""
 
     code: ErrorCode
     why: str
@@ -156,15 +159,15 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class CancelMark:
-    """Record that a sequence was cancelled. Its requests that were submitted earlier must not run, whether
-    they were claimed by then or not."""
+    """Mark of a cancelled sequence. Requests of it that were submitted earlier must not run, whether they
+    were claimed by then or not."""
 
     at: float
     """Unix time of the cancel."""
     until: float
     """Time at which the mark is forgotten, by the clock of the queue."""
     undated: bool = True
-    """Whether a request with an unknown time of submission counts as submitted before the cancel."""
+    """True if requests with an unknown time of submission count as submitted before the cancel."""
 
     def covers(self, submitted_at: float, now: float) -> bool:
         """Return whether a request was submitted before the cancel. 0 is an unknown time of submission."""

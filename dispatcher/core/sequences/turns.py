@@ -1,7 +1,7 @@
-"""A request's turn in its sequence: what a producer says of it, and what may come of it. Pure.
+"""The turn of a request in its sequence, as producers write it, and the status of sequences.
 
-A sequence is requests that belong together: they run in order, one at a time. docs/queue-contract.md has what
-a producer writes, core/sequences/rules.py the rules.
+A sequence consists of requests that belong together and run in order, one at a time. docs/queue-contract.md
+describes what a producer writes, core/sequences/rules.py has the rules.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import msgspec
 MAX_SEQUENCE_BYTES = 256
 SECRET_CHARS_LEAST, SECRET_CHARS_MOST = 16, 256
 INDEX_MOST = 10**15 - 1
-"""Of an index: it stands in 16 digits, and floats count as far as that."""
+"""Largest index. Indexes have 16 digits in Redis, and floats are exact up to this number."""
 LOOK_S = 30.0
-"""A head is looked at this often: an owner of a version that knows no sequences ends it without a word."""
+"""Interval of checks of a request whose turn it is. An owner of a version that knows no sequences ends it
+without telling the sequence."""
 LINE_SEEN = 20
-"""Of those that wait: so many are shown."""
+"""Number of waiting requests that are shown."""
 LIVES_MOST = 100
-"""Of one sequence, that wait behind each other."""
+"""Largest number of waiting runs of one sequence."""
 UNPARK_MOST = 100
-"""Sequences that one step lets begin."""
+"""Largest number of parked sequences that begin in one step."""
 _TOKEN_TIME_CHARS = 16
 """Number of hexadecimal digits, a time in nanoseconds, with which a token of our clients begins."""
 _SAME_MOMENT_S = 5.0
@@ -34,26 +35,27 @@ random digits."""
 
 
 class OnError(StrEnum):
-    """What becomes of a sequence of which a request has failed."""
+    """Behaviour of a sequence after a request of it has failed."""
 
     CONTINUE = "continue"
     ABORT = "abort"
-    """All later ones are answered SEQUENCE_ABORTED, with the cause."""
+    """All later requests are answered SEQUENCE_ABORTED, with the cause."""
     HOLD = "hold"
-    """The later ones wait until an operator has decided."""
+    """The later requests wait until an operator has decided."""
 
 
 class Carry(StrEnum):
-    """What a request is built on."""
+    """Mode in which the dispatcher continues a conversation."""
 
     OFF = "off"
-    """It is sent as it was written."""
+    """The request is sent unchanged."""
     MESSAGES = "messages"
-    """The conversation so far goes before what it says (core/sequences/conversation.py)."""
+    """The conversation so far is inserted before the messages of the request
+    (core/sequences/conversation.py)."""
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request's place in a sequence, as its producer wrote it."""
+    """Place of a request in a sequence, as its producer wrote it."""
 
     id: str
     """Id of the sequence, 1 to 256 bytes."""
@@ -61,9 +63,9 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """Number of the request in the sequence, from 0 on. `None` puts it behind all requests that the sequence
     has when it comes."""
     last: bool = False
-    """The sequence ends with it."""
+    """True if the sequence ends with this request."""
     reset: bool = False
-    """The sequence begins anew with it, after all that came before it."""
+    """True if the sequence begins anew with this request, after all that came before it."""
     on_error: OnError | None = None
     """`None` stands for the value in the settings."""
     carry: Carry | None = None
@@ -141,40 +143,43 @@ def submission_time(created: int, token: str) -> float:
 
 
 def foreign_turn(metadata: Mapping[str, str], results: str = "", submitted_at: float = 0.0) -> Turn | None:
-    """What a producer that knows no `data.sequence` says in its metadata: `sequence_id`, `sequence_index`.
+    """Return the turn that a producer without `data.sequence` states in its metadata: `sequence_id`,
+    `sequence_index`.
 
-    Never a reason to refuse: whoever wrote such names before they meant something here wrote what he liked.
-    An id that can be none is none, and an index that can be none leaves the order to the arrival.
+    These never reject a request, because producers may use these names with another meaning. An invalid id is
+    treated as absent, and without a valid index the order of arrival counts.
     """
     name = metadata.get("sequence_id", "")
     if not 0 < len(name.encode()) <= MAX_SEQUENCE_BYTES:
         return None
     told = metadata.get("sequence_index", "")
+    # 15 digits are at most MAX_INDEX.
     index = int(told) if told.isascii() and told.isdigit() and len(told) <= 15 else None
     return Turn(name, index, owner=owner_of("", results), submitted_at=submitted_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What the dispatcher says of a request's sequence on its way to the model server."""
+    """Headers that tell gateway and model server about the sequence of a request."""
 
     headers: Mapping[str, str]
-    """Names in lower case. They go in the place of the caller's."""
+    """Names in lower case. They replace headers of the caller."""
     token_header: str
-    """In the answer: what takes the next request to the same server. Nobody else's word in the request."""
+    """Header of the answer that contains the sticky token for the next request. In a request only the
+    dispatcher may set it."""
 
 
 class SequenceStatus(StrEnum):
     OPEN = "open"
-    """Its requests go, one at a time."""
+    """The requests of the sequence are sent, one at a time."""
     PARKED = "parked"
-    """It has not begun: max_active others are alive."""
+    """The sequence has not begun, because max_active others are active."""
     HELD = "held"
-    """A request has failed, and an operator is to decide."""
+    """A request has failed, and an operator must decide."""
     ABORTED = "aborted"
-    """What comes is answered SEQUENCE_ABORTED."""
+    """Requests that come are answered SEQUENCE_ABORTED."""
     ENDED = "ended"
-    """What comes is answered SEQUENCE_ENDED."""
+    """Requests that come are answered SEQUENCE_ENDED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,26 +189,26 @@ class SequenceSeen:
     id: str
     status: SequenceStatus
     next: int
-    """The index that goes next."""
+    """Index that is expected next."""
     head: int | None
-    """The entry whose turn it is."""
+    """Entry whose turn it is. `None` if there is none."""
     waiting: int
-    """Requests in its line, of lives to come too."""
+    """Number of waiting requests, also of later runs."""
     lives: int
-    """That which runs, and those that begin with a reset which waits."""
+    """Number of runs: the present one, and those that begin with a waiting reset."""
     done: int
-    """Requests of this life that have ended."""
+    """Number of requests of the present run that have ended."""
     failed: int
-    """Those of them without an answer."""
+    """Number of ended requests without an answer."""
     began_at: float | None
-    """Unix seconds: when the first of this life went."""
+    """Unix time at which the first request of the present run was granted its turn."""
     touched_at: float
-    """Unix seconds: its last activity."""
+    """Unix time of the last activity."""
     gap_since: float | None
-    """Unix seconds: since when it waits for an index that is missing."""
+    """Unix time since which a missing index is waited for."""
     has_token: bool
     carry_bytes: int
     cause: str
-    """Why it is held, aborted or ended."""
+    """Reason why the sequence is held, aborted or ended."""
     line: Sequence[tuple[int, int]] = ()
-    """Index and entry of the first that wait in this life, where that was asked for."""
+    """Index and entry of the first waiting requests of the present run, if they were asked for."""

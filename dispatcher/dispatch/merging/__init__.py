@@ -1,1 +1,1 @@
-"""The part of the request pipeline that sends requests together."""
+"""The part of the request pipeline that sends several requests in one call."""

@@ -1,4 +1,5 @@
-"""Who waits for company: items of equal keys in groups, until the former sends the first so many of one."""
+"""Batch groups: members with equal keys wait here until the grouping rule sends the first of them
+together."""
 
 from __future__ import annotations
 
@@ -17,42 +18,45 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _Waiters:
-    """Those of one key, in the order in which they came."""
+    """Members with one key, in order of arrival."""
 
     served: ServedModel
     items: list[BatchItem] = field(default_factory=list)
     until: float = float("-inf")
-    """Nothing changes before, unless one more comes."""
+    """Time before which nothing changes, unless another member arrives."""
 
 
 Formed = tuple[list[BatchItem], int]
-"""Those that go together now, and the most items that they might have been."""
+"""Members that are sent together now, and the largest number of items allowed."""
 
 
 class Company:
-    """Those of one process."""
+    """All batch groups of one process."""
 
     def __init__(self) -> None:
         self.next_at: float | None = None
-        """When somebody is due; None: nobody waits."""
+        """Time of the next check. `None` if no member waits."""
         self._groups: dict[Hashable, _Waiters] = {}
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of members that wait."""
         return sum(len(group.items) for group in self._groups.values())
 
     @property
     def weightless(self) -> int:
-        """Those among them that count nothing yet, for they will share the unit of a call."""
+        """Number of members that count no unit yet, because they will share the unit of a call."""
         return sum(not item.held.lease.units for each in self._groups.values() for item in each.items)
 
     def add(self, item: BatchItem, now: float, left_s: float) -> None:
-        """It may be sent from now on. `left_s`: to its deadline; where that is near it waits for nobody, and
-        neither does one that travels alone."""
+        """Add a member that may be sent from now on.
+
+        `left_s` is the time to its deadline. If that is short, or the member is sent alone, it waits for no
+        others.
+        """
         delay_s = item.served.delay_s
         since = now if left_s > 2 * delay_s and not item.alone else float("-inf")
         item.waiting = Waiting(item.part.size, since, float(item.part.tokens))
-        # One that travels alone is a group of its own.
+        # A member that is sent alone is a group of its own.
         key = (item.key, item.token) if item.alone else item.key
         group = self._groups.get(key)
         if group is None:
@@ -64,14 +68,16 @@ class Company:
     def formed(
         self, now: float, *, nobody_comes: bool, ours: Callable[[HeldLease], bool]
     ) -> tuple[list[Formed], list[HeldLease]]:
-        """Those that go now, and those that must not go: cancelled, lost, or not surely `ours`.
+        """Return the calls that are ready, and the leases that must not be sent: stopped, lost, or not
+        certainly still held.
 
-        `nobody_comes`: there is nobody who could join them soon.
+        `is_complete` says that no other request can arrive soon.
         """
         batches: list[Formed] = []
         gone: list[HeldLease] = []
         self.next_at = None
         for key, group in list(self._groups.items()):
+            # Most groups are not due: skip the check of each lease, which this loop runs at every turn.
             if now >= group.until or nobody_comes:
                 stale = [item for item in group.items if item.held.cut or not ours(item.held)]
                 if stale:
@@ -85,7 +91,7 @@ class Company:
         return batches, gone
 
     def given_up(self) -> list[HeldLease]:
-        """All of them, who wait no longer: the gate has closed, or the process ends."""
+        """Remove and return all members, because the gate has closed or the process ends."""
         held = [item.held for group in self._groups.values() for item in group.items]
         self._groups.clear()
         self.next_at = None
@@ -110,7 +116,7 @@ def _formed(group: _Waiters, now: float, *, nobody_comes: bool) -> Iterator[Form
 
 
 def _bounded(served: ServedModel, most: int) -> Forming:
-    """The rule as far as it is known to suit the server."""
+    """Return the grouping rule within what the server is known to accept."""
     rule, tokens, delay_s = served.rule.forming, served.size.tokens, served.delay_s
     if most >= rule.max_size and tokens >= rule.max_weight and delay_s == rule.max_delay_s:
         return rule

@@ -1,4 +1,4 @@
-"""What a rule for batches makes of a request, and what a try of several is for."""
+"""Values of merging: targets, batch members, calls, and what follows from an answer."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ if TYPE_CHECKING:
 
 
 MODELS_MOST = 256
-"""Models behind paths of which something is remembered."""
+"""Maximum number of targets that are remembered."""
 PATHS_MOST = 256
 MODEL_CHARS = 100
-"""Of a name that is longer."""
+"""Length to which a longer model name is cut."""
 PROGRESS_MOST = 64
-"""Lists of which answers to pieces are kept while they wait for another try."""
+"""Maximum number of split lists whose answers are kept while they wait for another attempt."""
 PROGRESS_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """What travels together in principle: requests to one model behind one path."""
+    """One model behind one path. Requests to it may be merged."""
 
     path: str
     model: str
     rule: BatchRule
     size: CallSize
     under_way: int = 0
-    """Units of its calls."""
+    """Units of its calls in flight."""
 
     @property
     def delay_s(self) -> float:
-        """How long a request waits for company, at the most."""
+        """Maximum time that a request waits for others."""
         rule_s = self.rule.forming.max_delay_s
         return self.size.delay_s(rule_s) if self.rule.stretches else rule_s
 
     def limits(self) -> dict[str, Any]:
-        """What it takes, as far as is known, for the log."""
+        """Return what the server is known to accept, for the log."""
         size = self.size
         about = {"path": self.path, "model": self.model}
         return {**about, "most": size.takes, "most_tokens": None if size.tokens == inf else size.tokens}
 
     def told(self) -> dict[str, Any]:
-        """What is merged, and what is known, for people."""
+        """Return what is merged and what is known, for /status."""
         size, gain = self.size, self.size.gain
         return {
             "path": self.path,
@@ -77,28 +77,28 @@ class ServedModel:
 
 @dataclass(slots=True, eq=False)
 class BatchItem:
-    """One request of a rule."""
+    """One request that a merge rule applies to."""
 
     held: HeldLease
     request: Request
     part: Part
     served: ServedModel
     key: Hashable
-    """Those with equal keys may travel together."""
+    """Members with equal keys may be merged."""
     alone: bool = False
-    """It travels in no company: it may be the one that spoils a call."""
+    """True if it is sent alone, because it may be the one that makes merged calls fail."""
     waiting: Waiting | None = None
-    """As the former sees it, while it waits for company."""
+    """Member as the grouping rule sees it, while it waits in a group."""
 
     @property
     def token(self) -> str:
-        """Of its lease."""
+        """Token of the lease."""
         return self.held.lease.token
 
     @property
     def units(self) -> int | float:
-        """What it weighs by itself: a list that is sent in pieces no more than one of them. Where a call
-        counts one unit, its share of that in full company."""
+        """Units of the request alone. A list that is sent in pieces counts its largest piece. If a call
+        counts one unit, this is the share of it in a full call."""
         if self.served.rule.unit_per_call:
             return min(1, self.part.size / self.served.size.settled)
         takes = self.served.size.takes
@@ -107,53 +107,55 @@ class BatchItem:
 
 @dataclass(slots=True, eq=False)
 class Proof:
-    """A merged call that was answered, while single calls show whether it was answered rightly."""
+    """Parity check: a merged call that was answered, while single calls show whether its answer is right."""
 
     items: list[BatchItem]
     answers: dict[str, Forwarded]
-    """What each item ends with if it was, by the token of its lease."""
+    """Result of each member if the answer is right, by the token of the lease."""
     checks: int
-    """Single calls that are still to come back."""
+    """Number of single calls still to be answered."""
     singles: dict[str, Forwarded] = field(default_factory=dict)
-    """What those were answered, by the token of the lease."""
+    """Results of the single calls, by the token of the lease."""
     differs: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class CutList:
-    """An over-long list on its way in several calls, one after the other."""
+    """A list that is too long for the server, sent in several calls one after the other."""
 
     parts: list[Part]
     bodies: list[bytes] = field(default_factory=list)
-    """The answers to the first of them."""
+    """Answers to the first of the parts."""
 
 
 class ServedModels:
-    """What the rules say of paths, and what is known of the models behind them."""
+    """Targets by path and model, and the rules for paths."""
 
     def __init__(self, rules: Sequence[BatchRule]) -> None:
         self._rules = rules
         self._by_path: dict[str, BatchRule | None] = {}
-        """As paths were asked for."""
+        """Rule of each path that was asked for."""
         self._models: OrderedDict[tuple[str, str], ServedModel] = OrderedDict()
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._models.values()))
 
     def rule(self, path: str) -> BatchRule | None:
-        """The first that counts for a path."""
+        """Return the first rule that applies to a path."""
         try:
             return self._by_path[path]
         except KeyError:
             pass
         if len(self._by_path) >= PATHS_MOST:
+            # Paths come from producers, so their number must be bounded.
             self._by_path.clear()
         found = next((rule for rule in self._rules if any_fits(rule.paths, path)), None)
         self._by_path[path] = found
         return found
 
     def of(self, path: str, model: str, rule: BatchRule) -> ServedModel:
-        """The model behind the path. Of too many the one that was longest not asked for is forgotten."""
+        """Return the target of path and model. If there are too many, the least recently used one is
+        forgotten."""
         name = path, shortened(model, MODEL_CHARS)
         served = self._models.get(name)
         if served is None:
@@ -169,11 +171,12 @@ class ServedModels:
 
 
 class PiecesDone:
-    """What was answered to pieces of lists that wait for another try. Of this process, and not for ever."""
+    """Answers to pieces of lists that wait for another attempt. They are kept in this process only, and not
+    for ever."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, tuple[str, CutList]] = OrderedDict()
-        """By the entry in the queue, with the token of the request."""
+        """Split lists by the entry id of the request, with the token of the request."""
 
     def keep(self, item: BatchItem, pieces: CutList) -> None:
         if not pieces.bodies:
@@ -183,7 +186,7 @@ class PiecesDone:
             self._kept.popitem(last=False)
 
     def take(self, item: BatchItem) -> CutList | None:
-        """What is kept of it, which is kept no longer."""
+        """Remove and return the split list of a member."""
         token, pieces = self._kept.pop(item.held.lease.entry, ("", None))
         return pieces if token == item.request.token else None
 
@@ -193,36 +196,38 @@ class PiecesDone:
 
 @dataclass(slots=True, eq=False)
 class Bundle:
-    """What one try is for."""
+    """One attempt as `RequestMerger` sees it: a merged call, a single call, a piece of a list, or a parity
+    check."""
 
     items: list[BatchItem]
     most: int
-    """The largest call that was allowed when it was formed."""
+    """Largest call that was allowed when this one was created."""
     again: bool
-    """It follows from another try of these leases."""
+    """True if it follows from another attempt of these leases."""
     proof: Proof | None = None
-    """Set where its answer is only to be compared."""
+    """Parity check that this single call belongs to. Its answer is only compared."""
     pieces: CutList | None = None
-    """Set where it carries a piece of a list."""
+    """Split list of which this call sends one piece."""
     units: int = 0
-    """What it counts of the limit, from its beginning to its end."""
+    """Units that it counts in the limit, from its beginning to its end."""
     load: int = 0
-    """Units that were under way to the same model when it began, its own among them."""
+    """Units in flight to the same target when it began, its own included."""
     then: list[Try] = field(default_factory=list)
-    """Tries that go when this one is back."""
+    """Attempts that start when this one has ended."""
 
     def begins(self, served: ServedModel) -> None:
-        """It counts from now on."""
+        """Count the units of the call from now on."""
         held = sum(item.held.lease.units for item in self.items)
         self.units = 1 if served.rule.unit_per_call else held
         self.load = served.under_way = served.under_way + self.units
 
     def measured(self, ended_at: float) -> None:
-        """Its answer came: what it took tells what pays. What follows from another call is no measure."""
+        """Record how long the call took, to learn which size pays off. A follow-up is not measured."""
         size = self.items[0].served.size
         if size.mode is not Mode.AUTO or self.again:
             return
         held = [item.held for item in self.items]
+        # From the claim on, because waiting in a group also costs units of the limit.
         unit_s = sum(each.lease.units * (ended_at - each.claimed_at) for each in held)
         began_at = min(each.claimed_at for each in held)
         items = sum(item.part.size for item in self.items)
@@ -231,21 +236,21 @@ class Bundle:
 
 Ends = list[tuple["HeldLease", "Forwarded"]]
 Answers = dict[str, "Forwarded"]
-"""By the token of the lease."""
+"""Results by the token of the lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """What follows from an answer."""
+    """Consequences of an answer."""
 
     ends: Ends = field(default_factory=list)
     tries: list[Try] = field(default_factory=list)
     back: list[HeldLease] = field(default_factory=list)
-    """Those that go back to their place in the queue."""
+    """Leases that return to their place in the queue."""
 
 
 def within(served: ServedModel, items: list[BatchItem]) -> Iterator[list[BatchItem]]:
-    """The same in calls that the server takes, as far as is known."""
+    """Yield the members in calls that the server is known to accept."""
     few: list[BatchItem] = []
     size, tokens = 0, 0
     for item in items:
@@ -268,7 +273,7 @@ def joined(item: BatchItem, pieces: CutList, status: int) -> Delivered | Failed:
 
 
 def cut_list(item: BatchItem) -> CutList | None:
-    """Its list in pieces that the server takes; None: it is not too long."""
+    """Split the list of a member into pieces that the server accepts. `None` if it is not too long."""
     part, takes, tokens = item.part, item.served.size.takes, item.served.size.tokens
     if part.size < 2 or ((takes is None or part.size <= takes) and part.tokens <= tokens):
         return None

@@ -1,22 +1,25 @@
-"""Requests that travel together: who waits for company, who goes with whom, what an answer means for each.
+"""Merges requests into one call: groups them, creates the calls, and gives each request its part of the
+answer.
 
-    read       a request whose path has a rule is an `BatchItem`; what its shape cannot read goes as ever
-    company    items of one key wait in a group until the former (grouping.py) sends the first so many
-    answered   an answer is split; what is not, or was refused, leads to further tries of the same leases:
+    register    A request whose path has a rule becomes a `BatchMember`. If its body does not have the shape
+                of the rule, it is sent as usual.
+    group       Members with one key wait in a group until the grouping rule (grouping.py) sends the first
+                ones.
+    answer      The answer is split. If that fails, or the call was rejected, further attempts follow:
 
-        2xx                      each gets its part; of the first calls, and of one in many later, items are
-                                 asked alone as well, and their answers compared before any is believed
-        2xx that does not split  each alone; nothing of this model is merged any more
-        413, "batch too large"   smaller calls, from now on too
-        other 4xx, too large     two halves, down to whoever is to blame
-        5xx, no answer           it counts for each, and who failed once travels alone; none ends of it that
-                                 was not tried alone
-        429, no gateway          what it says to one it says to each
+        2xx                      Each member gets its part. For the first calls, and for some later ones,
+                                 items are also sent alone, and the answers compared before any is used.
+        2xx that does not split  Each is sent alone; nothing of this model is merged any more.
+        413, "batch too large"   Smaller calls, from now on too.
+        other 4xx, too large     Two halves, down to the request that is the cause.
+        5xx, no answer           Counts as a failed attempt for each. A request that failed once is sent
+                                 alone, and none ends with an error before it was sent alone.
+        429, no gateway          The same outcome for each.
 
-    pieces     a list longer than the server takes goes in several calls, and is answered once
+    pieces      A list longer than the server accepts is sent in several calls, and answered once.
 
-Nothing here waits or sends: times come in, tries and endings go out. Whoever travels is held by this process
-already, and counts of the limit.
+Nothing here waits or sends: times come in, attempts and completions go out. All members are leased by this
+process already, and count in the limit.
 """
 
 from __future__ import annotations
@@ -55,42 +58,43 @@ if TYPE_CHECKING:
     from dispatcher.ports import Forwarded
 
 ALONE_MOST = 8192
-"""Requests of which it is remembered that they travel alone."""
+"""Maximum number of requests that are remembered as to be sent alone."""
 
 
 class Batching:
-    """Those of one process."""
+    """Merges the requests of one process."""
 
     def __init__(self, options: Options, rand: random.Random) -> None:
         self.company = Company()
         self.models = ServedModels(options.batching)
         self.calls: dict[str, int] = dict.fromkeys(("split", "halved", "unsplittable", "failed"), 0)
-        """Merged calls by what became of them."""
+        """Number of merged calls by result."""
         self.requests = 0
-        """Requests that were answered by merged calls."""
+        """Number of requests that were answered by merged calls."""
         self.checks: dict[str, int] = dict.fromkeys(("same", "differs", "unsure"), 0)
-        """Single calls that were made to compare their answers, by what they showed."""
+        """Number of single calls for parity checks, by result."""
         self._options = options
         self._random = rand
         self._items: dict[str, BatchItem] = {}
-        """Of leases that are held, by token."""
+        """Members by the token of their lease."""
         self._bundles: dict[str, Bundle] = {}
-        """By the token of the try."""
+        """Calls by the token of their attempt."""
         self._alone: OrderedDict[int, None] = OrderedDict()
         self._progress = PiecesDone()
         self._number = 0
 
     def reconfigure(self, options: Options) -> None:
-        """Other rules begin with nothing learned; what waits or travels ends by those of before."""
+        """Use new options. New rules start with nothing learned; waiting and running calls end by the old
+        rules."""
         before, self._options = self._options, options
         if before.batching != options.batching:
             self.models = ServedModels(options.batching)
 
-    # Who waits for company.
+    # ── groups ───────────────────────────────────────────────────────────────────────────────────────────
 
     def read(self, held: HeldLease, request: Request) -> None:
-        """See whether it is a request that may travel with others, or a list that may be too long. One of a
-        sequence may not: the next one waits for its end."""
+        """Register a request that may be merged, or a list that may be too long. Requests of sequences are
+        not merged, because the next one waits for their end."""
         if not self._options.batching or request.sequence is not None:
             return
         path = request.endpoint or self._options.path
@@ -109,20 +113,22 @@ class Batching:
             request,
             part,
             served,
+            # Everything that must be equal in one call is part of the key.
             (path, part.key, headers, tenant, request.version, request.endpoints),
             alone=held.probe or lease.lane is not None or lease.attempts > 0 or lease.entry in self._alone,
         )
 
     def item_of(self, held: HeldLease) -> BatchItem | None:
-        """None: it is of no rule."""
+        """Return the member of a lease. `None` if no rule applies to it."""
         return self._items.get(held.lease.token)
 
     def forget(self, token: str) -> None:
-        """The lease has ended."""
+        """Forget a lease that has ended."""
         self._items.pop(token, None)
 
     def gathers(self, held: HeldLease, now: float, left_s: float) -> bool:
-        """It may be sent now, and waits for company; False: it is of no rule. `left_s`: to its deadline."""
+        """Add the request to a batch group. Return False if no rule applies to it. `left_s` is the time to
+        its deadline."""
         item = self._items.get(held.lease.token)
         if item is None:
             return False
@@ -133,18 +139,19 @@ class Batching:
     def formed(
         self, now: float, *, nobody_comes: bool, ours: Callable[[HeldLease], bool]
     ) -> tuple[list[Try], list[HeldLease]]:
-        """Tries of those that go now, and those that must not go: both wait for company no longer.
+        """Return attempts for the calls that are ready, and the leases that must not be sent.
 
-        `nobody_comes`: nobody could join them soon. `ours`: whether a lease is surely still ours.
+        `is_complete` says that no other request can arrive soon. `is_lease_valid` checks that a lease is
+        certainly still held.
         """
         batches, gone = self.company.formed(now, nobody_comes=nobody_comes, ours=ours)
         return [self._begin(items, most, again=False) for items, most in batches], gone
 
     def counts_one(self, formed: Try) -> bool:
-        """It counts one unit, whoever rides on it."""
+        """Return True if the attempt counts one unit for any number of members."""
         return self._bundles[formed.token].items[0].served.rule.unit_per_call
 
-    # What goes.
+    # ── creating attempts ────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, items: list[BatchItem], most: int, *, again: bool = True) -> Try:
         if len(items) > 1:
@@ -159,7 +166,7 @@ class Batching:
 
     def _try(self, bundle: Bundle, request: Request) -> Try:
         token = bundle.items[0].token
-        if bundle.again:  # that name was used
+        if bundle.again:  # the token of the lease was used by the first attempt
             self._number += 1
             token = f"{token}.{self._number}"
         self._bundles[token] = bundle
@@ -174,7 +181,7 @@ class Batching:
 
     def _halves(self, items: list[BatchItem], most: int) -> list[Try]:
         for item in items:
-            self._remember_alone(item)  # should it be given back before it is known who is to blame
+            self._remember_alone(item)  # it may return to the queue before the cause is known
         middle = (len(items) + 1) // 2
         return [self._begin(half, most) for half in (items[:middle], items[middle:])]
 
@@ -183,41 +190,43 @@ class Batching:
         if len(self._alone) > ALONE_MOST:
             self._alone.popitem(last=False)
 
-    # Over-long lists.
+    # ── lists that are too long ──────────────────────────────────────────────────────────────────────────
 
     def _pieces(self, item: BatchItem) -> CutList | None:
-        """None: its list is not too long."""
+        """Return the split list of a member. `None` if its list is not too long."""
         return self._progress.take(item) or cut_list(item)
 
     def _next_piece(self, bundle: Bundle) -> Try:
         pieces, (item,) = bundle.pieces, bundle.items
-        assert pieces is not None  # noqa: S101 -- it is for one
+        assert pieces is not None  # noqa: S101 -- the call is a piece
         part = pieces.parts[len(pieces.bodies)]
         return self._try(bundle, piece(item.request, part))
 
-    # What an answer means.
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────────────
 
     def answered(self, tried: Try, seen: Forwarded) -> FollowUp:
-        """What each rider of a try ends with, and the tries that follow."""
+        """Return how each lease of an attempt ends, and the attempts that follow."""
         bundle = self._ended(tried.token)
         return self._in_turn(bundle, self._came(bundle, tried, seen))
 
     def cut(self, tried: Try) -> FollowUp:
-        """Nobody waits for the answer of this try any more, but for what it would have shown somebody may."""
+        """Handle an attempt whose answer is no longer awaited. A parity check may still need it."""
         if tried.token not in self._bundles:
             return FollowUp()
         bundle = self._ended(tried.token)
         if bundle.proof is None:
             return self._in_turn(bundle, FollowUp())
+        # This member is completed elsewhere; the others still wait for the end of this check.
         bundle.proof.items = [each for each in bundle.proof.items if each is not bundle.items[0]]
         return self._in_turn(bundle, self._checked(bundle.proof, "unsure"))
 
     def unsent(self, tried: Try) -> FollowUp:
-        """The gate has closed before this try, which follows from another, could begin."""
+        """Handle a follow-up that could not start because the gate has closed."""
         bundle = self._ended(tried.token)
         if bundle.proof is not None:
             return self._in_turn(bundle, self._checked(bundle.proof, "unsure"))
         if bundle.pieces is not None:
+            # The answers so far are kept, so that the next attempt continues with the next piece.
             self._progress.keep(bundle.items[0], bundle.pieces)
         return self._in_turn(bundle, FollowUp(back=list(tried.riders)))
 
@@ -227,7 +236,7 @@ class Batching:
         return bundle
 
     def _in_turn(self, bundle: Bundle, follow: FollowUp) -> FollowUp:
-        """Where a call counts one unit, those that follow go one after the other, for they hold one."""
+        """Start follow-ups one after the other if a call counts one unit, because they have only that one."""
         if not bundle.items[0].served.rule.unit_per_call:
             return follow
         tries = follow.tries + bundle.then
@@ -236,6 +245,7 @@ class Batching:
         return FollowUp(follow.ends, tries[:1], follow.back)
 
     def _came(self, bundle: Bundle, tried: Try, seen: Forwarded) -> FollowUp:
+        # Members whose lease left the attempt were completed then, and get no part of the answer.
         staying = {held.lease.token for held in tried.riders}
         items = [item for item in bundle.items if item.token in staying]
         if bundle.proof is not None:
@@ -277,7 +287,8 @@ class Batching:
                 return FollowUp([(item.held, seen) for item in items])
 
     def _failed(self, items: list[BatchItem], seen: Forwarded) -> FollowUp:
-        """It counts for each, but for whom it would be the last: they are tried alone first."""
+        """Count a failed attempt for each member, except for members that this would end: they are first sent
+        alone."""
         last = self._options.retry.max_attempts
         ends: Ends = []
         alone = []
@@ -290,7 +301,7 @@ class Batching:
         return FollowUp(ends, self._alone_again(alone, 1))
 
     def _learn(self, parts: list[Part], served: ServedModel, seen: Forwarded) -> bool:
-        """Whether the answer is about how much the call held, which teaches what the server takes."""
+        """Learn from an answer how much the server accepts. Return True if the answer was about the size."""
         outcome, size = seen.outcome, served.size
         if not isinstance(outcome, Delivered | TooLarge):
             return False
@@ -328,8 +339,9 @@ class Batching:
             done = len(pieces.bodies)
             part = pieces.parts[done]
             if not self._learn([part], item.served, seen):
-                return FollowUp([(item.held, seen)])  # what is wrong with a piece is wrong with the list
+                return FollowUp([(item.held, seen)])  # an error of one piece is the answer to the list
             size = item.served.size
+            # The answered pieces stay; only the rest is split again.
             pieces.parts[done:] = [
                 each
                 for left in pieces.parts[done:]
@@ -337,9 +349,10 @@ class Batching:
             ]
         return FollowUp(tries=[self._next_piece(Bundle([item], bundle.most, True, pieces=pieces))])
 
-    # Whether answers of merged calls are right.
+    # ── parity checks ────────────────────────────────────────────────────────────────────────────────────
 
     def _believed(self, served: ServedModel, items: list[BatchItem], answers: Answers) -> FollowUp:
+        # `None` asks for all members.
         wanted = served.size.to_check()
         chosen = items if wanted is None else self._random.sample(items, min(wanted, len(items)))
         if not chosen:
@@ -350,7 +363,7 @@ class Batching:
         )
 
     def _compared(self, bundle: Bundle, proof: Proof, items: list[BatchItem], seen: Forwarded) -> FollowUp:
-        """A single call that was made to compare its answer has come back."""
+        """Handle the answer of a single call of a parity check."""
         (item,) = bundle.items
         if not items:
             proof.items = [each for each in proof.items if each is not item]
@@ -358,7 +371,7 @@ class Batching:
             return self._checked(proof, "unsure")
         proof.singles[item.token] = seen
         merged = proof.answers[item.token].outcome
-        assert isinstance(merged, Delivered)  # noqa: S101 -- only such are proven
+        assert isinstance(merged, Delivered)  # noqa: S101 -- only answers are checked
         if seen.outcome.status != merged.status:
             why: str | None = f"a single call is answered {seen.outcome.status}"
         else:
@@ -369,6 +382,7 @@ class Batching:
     def _checked(self, proof: Proof, result: str) -> FollowUp:
         self.checks[result] += 1
         proof.checks -= 1
+        # The answers are used only when all single calls agree.
         if proof.checks or not proof.items:
             return FollowUp()
         served = proof.items[0].served

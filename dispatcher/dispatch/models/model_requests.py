@@ -1,12 +1,13 @@
-"""Requests and their models: who is sent, who waits for its model, who asks for one that is none.
+"""Decides for each request whether its model is served: it is sent, waits for its model, or ends with an
+error.
 
-    direct     each asks for the model that its body names; where that has versions it is sent to one of them
-    put off    of what was claimed and may go otherwise, those whose model is served go; those that are
-               expected wait in the queue, apart from all others; the rest ends with MODEL_NOT_FOUND
-    outcome    a server's answer that it has no such model, where that is expected, costs no attempt
-    recall     what waits for a model that is served by now, or that nobody watches any more, comes back
+    route       Read the model from the body. If the model has versions, choose one.
+    check       Claimed requests whose model is served are sent. Those whose model is expected wait in the
+                queue, apart from all others. The rest ends with MODEL_NOT_FOUND.
+    interpret   A server's answer that it does not have an expected model costs no failed attempt.
+    return      Requests return to the queue when their model is served, or is no longer watched.
 
-Where no models are watched nothing of a body is read, and what the server answers is the answer.
+If models are not watched, bodies are not read, and the answer of the server is final.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.queue_access import QueueAccess
 
 RECALL_EACH_S, UNWATCHED_EACH_S = 5.0, 60.0
-"""How often it is looked whether any wait whose model is there; the second: where no models are watched."""
+"""Intervals of the check for requests whose model is served; the second if models are not watched."""
 GAP_S = 0.2
-"""Between two looks, however much changes."""
+"""Shortest time between two checks, however much changes."""
 ELSEWHERE_S = 1.0
-"""Where some servers have the model and another one answered, or its version could not be told: it is tried
-again after this."""
+"""Retry delay if a server without the model answered while others have it, or if the version could not be
+chosen."""
 SHOWN_MOST = 50
 _GOES = GoesToModel()
 
 
 class Models:
-    """Of one process. `finish`: how a lease ends."""
+    """Routes the requests of one process by their model. `complete` takes completions."""
 
     def __init__(self, access: QueueAccess, options: Options, finish: Callable[[Ending], None]) -> None:
         self.requests: dict[str, int] = dict.fromkeys(("goes", "waits", "unknown", "denied"), 0)
-        """What was said of those that name a model, by what it was; `denied`: by the server."""
+        """Number of decisions about requests that name a model; `denied` are those by the server."""
         self.awaited: Mapping[str, int] = {}
-        """How many requests wait for each model, as counted last."""
+        """Number of requests that wait for each model, as of the last count."""
         self._access = access
         self._pool: PoolModels | None = None
         self._changed = asyncio.Event()
@@ -80,13 +81,13 @@ class Models:
         self._changed.set()
 
     def heard(self, listings: Sequence[Listing]) -> None:
-        """A round of what the endpoints say."""
+        """Apply one round of model lists of the endpoints."""
         if self._pool is None:
             return
         for moved in self._pool.heard(listings, now()):
             seen = moved.seen
             if self.versions.family(seen.name) is not None:
-                continue  # its versions tell
+                continue  # the states of its versions are logged instead
             if seen.named or self.awaited.get(seen.name):
                 emit(
                     Event.MODEL,
@@ -104,8 +105,8 @@ class Models:
             self._changed.set()
 
     async def direct(self, read: list[tuple[HeldLease, Request]]) -> list[tuple[HeldLease, Request]]:
-        """See what each asks for, and have it go to a version of that, where it has some. The requests as
-        they are sent; those that cannot be have ended."""
+        """Read the model of each request, and choose a version if the model has some. Return the requests as
+        they are sent; those that cannot be sent were completed."""
         if self._pool is None:
             return read
         for held, request in read:
@@ -113,11 +114,11 @@ class Models:
         return await self.versions.direct(read) if self.versions else read
 
     def left(self, held: HeldLease) -> None:
-        """It is not held any more."""
+        """Forget a lease that has ended."""
         self.versions.left(held)
 
     def put_off(self, held: HeldLease, request: Request) -> Ending | None:
-        """How a request ends, or waits, that may go otherwise; None: it goes."""
+        """Return the completion of a request whose model is not served. `None` if the request may be sent."""
         if self._pool is None:
             return None
         if held.version:
@@ -125,7 +126,7 @@ class Models:
             return None
         match self._verdict(self._pool, held.model):
             case GoesToModel() if self.versions.family(held.model) is not None:
-                # It was opened meanwhile, or the queue could not say what its job or sequence has.
+                # A version has opened meanwhile, or the queue could not return the pinned version.
                 return completions.returned(held.lease, after_s=ELSEWHERE_S)
             case AwaitsModel(why):
                 self.requests["waits"] += 1
@@ -138,7 +139,7 @@ class Models:
         return None
 
     def outcome(self, tried: Try, outcome: Outcome, sent_at: float) -> Outcome:
-        """What the answer comes to, with what is known of the model that it was asked for."""
+        """Return the outcome of an answer, with what is known about the model of the request."""
         if self._pool is None or not isinstance(outcome, Delivered):
             return outcome
         model = tried.riders[0].model if tried.riders else ""
@@ -158,10 +159,10 @@ class Models:
             case GoesToModel() if version != model or self._pool.partly(model):
                 self.requests["denied"] += len(tried.riders)
                 return WithoutModel("it came to a server without its model", rest_s=ELSEWHERE_S)
-        return outcome  # nobody expects it: this is the answer
+        return outcome  # the model is not expected: the answer is final
 
     def _verdict(self, pool: PoolModels, model: str) -> ModelVerdict:
-        """What becomes of a request for this model."""
+        """Return what to do with a request for this model."""
         if drained := self.versions.drained(model):
             return AwaitsModel(f"model {quoted(model)} is drained {drained}")
         family, found = self.versions.family(model), pool.verdict(model, now())
@@ -175,7 +176,7 @@ class Models:
         return AwaitsModel(f"model {quoted(model)} has no version that can be used: {family.why()}")
 
     async def recalling(self) -> None:
-        """See to it that nothing waits for a model that is there; who only observes looks, and no more."""
+        """Return requests to the queue whose model is served, until cancelled. An observer only counts."""
         while True:
             if self._pool is not None:
                 await (self.versions.listen() if self._observes else self.versions.exchange())
@@ -186,10 +187,11 @@ class Models:
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()
             self._changed.clear()
+            # Several changes in a row (a rollout) are handled by one check.
             await asyncio.sleep(GAP_S)
 
     async def _count_awaited(self) -> bool:
-        """Whether the queue has told."""
+        """Count the requests that wait for models. Return True if the queue answered."""
         awaited = await self._access.ask("awaited", self._access.queue.awaited())
         if awaited is None:
             return False
@@ -209,16 +211,17 @@ class Models:
                 access.found_work()
             if not recalled.left or not recalled.moved:
                 return
+            # A model may have gone during the call; its requests would only come back here.
             there = [model for model in there if not self._holds_back(model)]
 
     def _holds_back(self, model: str) -> bool:
         return self._pool is not None and isinstance(self._verdict(self._pool, model), AwaitsModel)
 
-    # For people.
+    # ── for /status ──────────────────────────────────────────────────────────────────────────────────────
 
     def names(self) -> list[str]:
         """Return the names of the models that are known, most waited for first. The name of a version is
-        among them only if the settings name it or requests wait for it by its name."""
+        included only if the settings name it or requests wait for it by this name."""
         if self._pool is None:
             return []
         versions = {each.name for family in self.versions for each in family.versions()}
@@ -227,14 +230,14 @@ class Models:
         return sorted(known, key=lambda name: -self.awaited.get(name, 0))
 
     def seen(self) -> list[tuple[ModelSeen, int]]:
-        """Return the first SHOWN_MOST of `names`, each with the number of requests that wait for it."""
+        """Return the first MAX_SHOWN of `list_names`, each with the number of requests that wait for it."""
         if self._pool is None:
             return []
         pool, at, names = self._pool, now(), self.names()[:SHOWN_MOST]
         return [(self._look(pool, name, at), self.awaited.get(name, 0)) for name in names]
 
     def _look(self, pool: PoolModels, name: str, at: float) -> ModelSeen:
-        """One model; one with versions as they are."""
+        """Return the state of one model; of a model with versions, the state of its versions together."""
         seen, family = pool.look(name, at), self.versions.family(name)
         if family is None:
             return seen
@@ -245,7 +248,8 @@ class Models:
         return replace(seen, state=state, serving=len(serving), since=since, denied=False)
 
     def held_back(self) -> list[tuple[str, int, str]]:
-        """The models that requests wait for, with how many these are and why, most first; bounded."""
+        """Return the models that requests wait for, with their number and the reason, most first. The list is
+        bounded."""
         if self._pool is None:
             return []
         waits = [
@@ -256,7 +260,7 @@ class Models:
         return sorted(waits, key=lambda each: -each[1])[:SHOWN_MOST]
 
     def sentence(self, model: str) -> str:
-        """How it is with a model."""
+        """Describe the state of a model."""
         if self._pool is None:
             return ""
         family, drained = self.versions.family(model), self.versions.drained(model)
@@ -267,11 +271,11 @@ class Models:
 
     @property
     def marks_problem(self) -> str:
-        """What is said of models in the queue, and cannot be read; empty: nothing."""
+        """Entries of the model registry that cannot be read, as a sentence. Empty if there are none."""
         marks = self.versions.marks
         return "" if self._pool is None or marks is None else marks.problem
 
     @property
     def problems(self) -> Mapping[str, str]:
-        """Endpoints that cannot be read, with the reason."""
+        """Endpoints whose models cannot be read, with the reason."""
         return {} if self._pool is None else self._pool.problems

@@ -1,12 +1,13 @@
-"""Models with versions: to which one a request is sent, as this process sees it and does it.
+"""Models with versions: chooses the version to which each request is sent.
 
-    look       what endpoints list, what is warm and what operators decided moves the state of each version
-    direct     a request for a model with versions gets one of those that are open, and its body says so
-    exchange   what is warm and under way is shared with the other owners, and what verbs have set comes back
-    listen     the same for who only observes: he hears what the others share, and tells nothing
+    update      Endpoint lists, warm markers and decisions of operators change the state of each version.
+    route       A request for a model with versions gets an open one, and its body is changed to name it.
+    exchange    Share what is warm and in use with the other owners, and read their state and the operators'
+                decisions.
+    read        Do the same as an observer, without writing.
 
-Which version is open is decided in rollover.py. Where the settings name no versions nothing is kept, and
-nothing of a request is touched.
+rollover.py decides which version is open. If the settings name no versions, nothing is kept and no request is
+changed.
 """
 
 from __future__ import annotations
@@ -39,22 +40,23 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.queue_access import QueueAccess
 
 PIN_S = 86_400.0
-"""A job or sequence of which nothing was sent for so long is given a version anew."""
+"""Lifetime of a pin after the last request of a job or sequence."""
 PIN_ASKED_S = 10.0
-"""So long what the queue said of a pin is believed."""
+"""Time for which a pin that the queue returned is used without asking again."""
 PINS_MOST = 10_000
-"""Of those that are remembered here."""
+"""Maximum number of cached pins."""
 LAPSED_S = 60.0
-"""Marks that nobody has refreshed for so long have lapsed (ports/model_registry.py)."""
+"""Lifetime of a warm marker without a refresh (ports/model_registry.py)."""
 TOLD_MOST = 100
-"""Of the steps of one look, of versions that take no part."""
+"""Maximum number of state changes of inactive versions that one update logs."""
 _APART = frozenset((VersionState.ABSENT, VersionState.SPARE, VersionState.GONE))
 JOB_LABELS = ("job", "file")
-"""The labels that name a request's job; the first that it has counts."""
+"""Labels that name the job of a request; the first one that is set counts."""
 
 
 class Versions:
-    """Of one process. `finish`: how a lease ends. `changed`: set where other owners should be told soon."""
+    """Chooses versions in one process. `complete` takes completions; `changed` is set to share changes
+    soon."""
 
     def __init__(
         self,
@@ -64,34 +66,34 @@ class Versions:
         changed: asyncio.Event,
     ) -> None:
         self.marks: ModelMarks | None = None
-        """What the owners share, as the queue told it last; None: it was not asked yet."""
+        """State of the model registry as the queue returned it last. `None` if it was not read yet."""
         self._exchanged_at = now()
         self._access = access
         self._finish = finish
         self._changed = changed
         self.stirred = asyncio.Event()
-        """Set where some version is cold."""
+        """Set if some version is cold."""
         self._families: dict[str, ModelFamily] = {}
         self._by_gateway = False
         self._served: Mapping[str, frozenset[str]] = {}
         self._mine: dict[str, dict[str, frozenset[str]]] = {}
-        """Those that are its versions, by family."""
+        """Names and endpoints of the versions of each family."""
         self._families_of: dict[str, list[str]] = {}
-        """By name: what was listed last, and is to be matched once."""
+        """Families of each listed name, so that a name is matched once."""
         self._loading: frozenset[str] = frozenset()
         self._cold: set[tuple[str, str]] = set()
-        """Models at endpoints that are not warm any more, until the queue knows."""
+        """Pairs of model and endpoint that are no longer warm, until the queue knows."""
         self._warmed: set[tuple[str, str]] = set()
-        """Those that were warmed here since the queue was asked."""
+        """Pairs that were warmed here since the last exchange."""
         self._untold: set[tuple[str, str]] = set()
-        """Those among all that were warmed here of which the queue does not know yet."""
+        """Pairs that were warmed here and that the queue does not know yet."""
         self._vouched: set[tuple[str, str]] = set()
-        """Those that are warm and were seen there by this process. Of others it cannot say that they are
-        gone: it may know of fewer endpoints than other owners, or not reach all of them."""
+        """Warm pairs that this process has seen served. For other pairs it cannot say that they are gone: it
+        may know fewer endpoints than other owners, or may not reach all of them."""
         self._held: Counter[str] = Counter()
-        """Requests that are held, by the version that they are sent to, or name themselves."""
+        """Number of leased requests by the version that they are sent to or name themselves."""
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """Of jobs and sequences: the version, and until when it is believed."""
+        """Cached pins of jobs and sequences: the version, and until when it is used."""
         self.reconfigure(options)
 
     def reconfigure(self, options: Options) -> None:
@@ -111,7 +113,7 @@ class Versions:
         self.look()
 
     def __bool__(self) -> bool:
-        """Some model has versions."""
+        """Return True if some model has versions."""
         return bool(self._families)
 
     def __iter__(self) -> Iterator[ModelFamily]:
@@ -121,23 +123,23 @@ class Versions:
         return self._families.get(model)
 
     def told(self, family: ModelFamily) -> FamilyOptions | None:
-        """What the settings say of it; None: they have it no more."""
+        """Return the settings of a family. `None` if the settings no longer have it."""
         name = family.terms.name
         return self._told.get(name) if self._families.get(name) is family else None
 
     @property
     def steered(self) -> bool:
-        """Requests can be confined to some endpoints."""
+        """True if requests can be confined to some endpoints."""
         return self.options.steered and not self._by_gateway
 
     def drained(self, model: str) -> str:
-        """Who drains it, and why; empty: nobody."""
+        """Return who drains the model, and why. Empty if it is not drained."""
         return "" if self.marks is None else self.marks.drained.get(model, "")
 
-    # What is seen.
+    # ── state ────────────────────────────────────────────────────────────────────────────────────────────
 
     def heard(self, pool: PoolModels) -> None:
-        """What the endpoints said in a new round."""
+        """Apply a new round of model lists."""
         if not self._families:
             return
         self._served, self._loading = pool.ready(now()), pool.loading
@@ -145,6 +147,7 @@ class Versions:
         self._by_gateway = pool.endpoints == {GATEWAY}
         marks = self.marks
         if marks is not None:
+            # If only the gateway is asked for its models, nothing is known about single endpoints.
             known = {pair for pair in self._vouched if pair[1] == GATEWAY or not self._by_gateway}
             gone = {pair for pair in known if pool.gone(*pair)}
             self._cold |= gone
@@ -155,7 +158,8 @@ class Versions:
         self.look()
 
     def _share_out(self) -> None:
-        """Each family is shown its own versions: a look costs by what it has, not by all that is listed."""
+        """Sort the served names by family, so that an update of a family costs no more than its own
+        versions."""
         known = self._families_of
         self._families_of = {
             name: known[name] if name in known else self._membership.of(name) for name in self._served
@@ -169,7 +173,7 @@ class Versions:
         return pair[1] in self._served.get(pair[0], ())
 
     def look(self) -> None:
-        """Have each family decide anew, by all that is known now."""
+        """Let each family decide anew with all that is known now."""
         marks = self.marks or ModelMarks()
         used = marks.used | self._held.keys()
         apart = 0
@@ -189,6 +193,7 @@ class Versions:
             for moved in family.look(sight, now()):
                 idle = moved.state in _APART and moved.before in _APART
                 apart += idle
+                # Endpoints may list many versions that the policy does not select.
                 if idle and apart > TOLD_MOST:
                     continue
                 emit(
@@ -202,14 +207,14 @@ class Versions:
                 self.stirred.set()
 
     async def exchange(self) -> None:
-        """Tell the other owners what is warm and under way here, and hear what holds for all."""
+        """Share what is warm and in use here, and read the state of all owners."""
         warm = frozenset() if self.marks is None else self.marks.warm
         if now() > self._exchanged_at + LAPSED_S:
-            # The queue was away, and what this process has seen there all the while is warm still.
+            # The queue was unreachable and the markers have expired, but these are known to be warm still.
             self._untold |= self._vouched
         for pair in list(self._untold):
             if not await self._tell(pair):
-                break  # who is away takes long to say so
+                break  # an unreachable queue takes long to fail
         keep = [pair for pair in warm if self._there(pair)]
         cold = frozenset(self._cold)
         self._warmed.clear()
@@ -219,11 +224,13 @@ class Versions:
             return
         self._exchanged_at = now()
         self._cold -= cold
+        # During the call, other tasks may have warmed a version or seen one go.
         self.marks = replace(marks, warm=(marks.warm | self._warmed | self._untold) - self._cold)
         self.look()
 
     async def listen(self) -> None:
-        """Hear what holds for all, and tell nothing. What this process has seen go is for others to say."""
+        """Read the state of all owners without sharing. An observer leaves it to others to report what is
+        gone."""
         marks = await self._access.ask("marks", self._access.queue.model_marks())
         if marks is None:
             return
@@ -232,7 +239,7 @@ class Versions:
         self.look()
 
     async def warmed(self, model: str, endpoint: str) -> None:
-        """It is warm there from now on; the queue is told, which takes back the right to warm it."""
+        """Mark the model as warm at the endpoint here and in the queue, which releases the lock."""
         pair = model, endpoint
         for known in self._warmed, self._untold, self._vouched:
             known.add(pair)
@@ -243,7 +250,7 @@ class Versions:
         await self._tell(pair)
 
     async def _tell(self, pair: tuple[str, str]) -> bool:
-        """Have the queue know that it is warm. False: it cannot be told, and is with the next exchange."""
+        """Report a warm pair to the queue. Return False if that failed: the next exchange repeats it."""
 
         async def told() -> bool:
             await self._access.queue.warmed(*pair)
@@ -254,13 +261,13 @@ class Versions:
             self._untold.discard(pair)
         return known
 
-    # Requests.
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def direct(self, read: Sequence[tuple[HeldLease, Request]]) -> list[tuple[HeldLease, Request]]:
-        """Give each that asks for a model with versions one of them, where one is open. All as they are sent
-        from here on, in their order; those whose bodies cannot be changed have ended."""
+        """Choose a version for each request whose model has versions. Return the requests as they are sent,
+        in order; those whose body cannot be changed were completed."""
         choices = [self._choice(held.model, request) for held, request in read]
-        # Of a job there may be many: it is asked for once.
+        # Many requests may belong to one job: ask for each key once.
         asked = {choice.key: choice for choice in choices if isinstance(choice, PinAsked)}
         pinned = dict(zip(asked, await self._pin(list(asked.values())), strict=True)) if asked else {}
         directed = []
@@ -272,20 +279,21 @@ class Versions:
         return directed
 
     def _choice(self, model: str, request: Request) -> str | PinAsked:
-        """The version; or what the queue is to be asked, which knows what its job or sequence has. Empty: it
-        has no versions, or none is open."""
+        """Return the version, or the pin to ask the queue for. Empty if the model has no versions, or none is
+        open."""
         family = self._families.get(model)
-        if family is None or self.drained(model):  # an operator may drain them all, by the model's name
+        if family is None or self.drained(model):  # operators can drain the whole model
             return ""
         key = pin_key(family.terms, request)
         kept, until = self._pins.get(key, ("", 0.0))
         if until > now() and family.keeps(kept):
             return kept
+        # The same key gives the same version on every replica.
         version = family.choose(key or request.id) or ""
         return PinAsked(key, version, family.kept(), PIN_S) if key and version else version
 
     async def _pin(self, asked: Sequence[PinAsked]) -> list[str]:
-        """The version of each; empty where the queue cannot tell."""
+        """Return the pinned versions; empty if the queue cannot be reached."""
         versions = await self._access.ask("pin", self._access.queue.pin(asked))
         if versions is None:
             return [""] * len(asked)
@@ -298,8 +306,8 @@ class Versions:
         return list(versions)
 
     def _sent_to(self, held: HeldLease, request: Request, version: str) -> Request | None:
-        """The request as it goes to this version; None: it has ended."""
-        family = self._families.get(held.model)  # while the queue was asked the settings may have changed
+        """Return the request as it is sent to this version. `None` if it was completed."""
+        family = self._families.get(held.model)  # settings may have changed meanwhile
         warm = family.endpoints(version) if family is not None and self.steered else ()
         sent = sent_as(request, held.model, version, ",".join(sorted(warm)))
         if sent is None:
@@ -311,34 +319,34 @@ class Versions:
         return sent
 
     def goes(self, held: HeldLease) -> None:
-        """It goes as it is: to a version, where it names one itself."""
+        """Count a request that is sent unchanged and names a version itself."""
         if held.model and self._of(held.model):
             held.uses = held.model
             self._held[held.model] += 1
 
     def gives_way(self, model: str) -> str:
-        """Why work that names a version itself waits for another one, as a sentence goes on; empty: it does
-        not, or it names none."""
+        """Return why requests that name a version wait for another version, as a phrase. Empty if they do not
+        wait."""
         return next(filter(None, (family.gives_way(model) for family in self._of(model))), "")
 
     def _of(self, name: str) -> list[ModelFamily]:
-        """The models of which it is a version."""
+        """Return the families of which the name is a version."""
         known = self._families_of.get(name)
         return [self._families[each] for each in (self._membership.of(name) if known is None else known)]
 
     def left(self, held: HeldLease) -> None:
-        """It is not held any more."""
+        """Forget a lease that has ended."""
         if not held.uses or not self._is_last(held.uses):
             return
         family = self._families.get(held.model)
         if held.uses != held.version:
             self._ended(held.uses)
-        elif family is None or not family.takes(held.version):  # somebody may wait for that
+        elif family is None or not family.takes(held.version):  # another version may wait for that
             self._stirred()
 
     @contextlib.contextmanager
     def under_way(self, version: str) -> Iterator[None]:
-        """A call that is no request is under way to it as long as the block lasts."""
+        """Count a call that is no request (a warm-up) as in flight during the block."""
         self._held[version] += 1
         try:
             yield
@@ -347,7 +355,7 @@ class Versions:
                 self._ended(version)
 
     def _is_last(self, version: str) -> bool:
-        """One less; whether nothing is left."""
+        """Decrement the count of a version. Return True if none is left."""
         self._held[version] -= 1
         if self._held[version]:
             return False
@@ -364,7 +372,8 @@ class Versions:
 
 
 def pin_key(terms: FamilyTerms, request: Request) -> str:
-    """By what a job or sequence keeps its version of a family; empty: the request chooses for itself."""
+    """Return the key by which a job or sequence keeps its version of a family. Empty if each request chooses
+    for itself."""
     name = ""
     if terms.pin is Pin.JOB:
         name = next((f"job {job}" for label in JOB_LABELS if (job := request.labels.get(label))), "")

@@ -1,18 +1,18 @@
-"""Warm-up: recorded requests go to a version that is cold at an endpoint, before work does.
+"""Warm-up: sends recorded requests to a version that is cold at an endpoint, before it gets work.
 
-    cold ──▶ right ──▶ one call after the other ──▶ warm
-              │ another owner has it                 what was answered with errors: cold again for a while
-              ▼                                      where a warm-up is required, else warm all the same
+    cold ──▶ lock ──▶ one call after the other ──▶ warm
+              │ another owner has it                 after errors: if the warm-up is required, cold again for
+              ▼                                      a while, else warm all the same
             later
 
-Only while the gate is open; each call counts one unit of the limit, for which work makes room, that of other
-owners too: the rights are known to all. An endpoint that cannot be reached, or that does not know the model
-yet, is asked again soon, and is not warm by that. Who cannot go on (his gate is closed, the limit is full of
-others' work, he ends) gives the right back: another owner may be able to. Who hung until his right lapsed
-begins nothing more, unless he can take it anew.
+Warm-ups run only while the gate is open. Each call counts one unit of the limit. Requests make room for the
+calls of all owners, because all know the locks. An endpoint that is unreachable, or that does not know the
+model yet, is tried again soon and is not marked as warm. An owner that cannot continue (its gate is closed,
+the limit is full of others' requests, it stops) releases the lock, so that another owner can continue. An
+owner that hung until its lock expired sends nothing more unless it gets the lock again.
 
-Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what
-is cold, nothing could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
+While the gateway is unreachable, one request at a time probes it. If all queued requests wait for a cold
+version, none could probe it and nothing would ever be warm. In that case a call of a warm-up is the probe.
 """
 
 from __future__ import annotations
@@ -53,45 +53,46 @@ if TYPE_CHECKING:
     from dispatcher.ports import Claimed, Forwarded, Gateway, ModelServers
 
 AT_ONCE = 4
-"""Endpoints that are warmed at the same time."""
+"""Maximum number of endpoints that are warmed at the same time."""
 LOOK_S = 1.0
 SOON_S = 5.0
-"""Until what could not be begun is tried again."""
+"""Time until a warm-up that could not begin is tried again."""
 AGAIN_S = (30.0, 300.0)
-"""Until what was answered with errors is tried again: doubling from the first to the second."""
+"""Shortest and longest time until a warm-up with errors is tried again. It doubles in between."""
 RENEW_S = 10.0
 RIGHT_S = 30.0
-"""Then a right that was not renewed has lapsed (ports/model_registry.py)."""
+"""Lifetime of a lock that is not renewed (ports/model_registry.py)."""
 CLOSED_S = 10.0
-"""Who has the right keeps it so long while he can make no room; what was answered is not sent again."""
+"""Time that an owner keeps the lock while there is no room. Calls that were answered are not sent again
+later."""
 GIVE_BACK_S = 1.0
-"""A process that ends tries so long to give the right back. Else it lapses."""
+"""Time that a stopping process tries to release the lock. Otherwise the lock expires."""
 ROOM_S = 0.05
-"""How often it is looked whether there is room."""
+"""Interval of the check for room."""
 ERRORS_MOST = 10
-"""After so many the rest is not sent."""
+"""Number of errors after which the remaining calls are not sent."""
 _WHY_CHARS = 200
 _MAY_BEGIN = frozenset(reason for reason in Reason if not reason.closed) | {Reason.GATEWAY_UNREACHABLE}
 
 
 @dataclass(slots=True)
 class WarmUp:
-    """One warm-up, on its way."""
+    """One warm-up in progress."""
 
     version: str
     endpoint: str
     calls: int = 0
     errors: list[str] = field(default_factory=list)
     spent_s: float = 0.0
-    """Waiting for answers."""
+    """Time spent waiting for answers."""
     ours_until: float = 0.0
-    """Then the right may be another's, by a clock that goes on while the machine sleeps."""
+    """Time at which another owner may get the lock, by a clock that goes on while the machine sleeps."""
     note: str = ""
-    """Why what is sent may be out of date."""
+    """Reason why the warm-up requests may be out of date."""
 
 
 class Warming:
-    """Of one process."""
+    """Runs the warm-ups of one process."""
 
     def __init__(
         self,
@@ -104,9 +105,9 @@ class Warming:
         servers: ModelServers | None = None,
     ) -> None:
         self._units = 0
-        """Calls under way, or that wait for room, of this process."""
+        """Number of calls of this process that run or wait for room."""
         self.done: dict[str, int] = dict.fromkeys(("warm", "errors", "again"), 0)
-        """Warm-ups by what became of them: all was answered; some not; it is to be tried again."""
+        """Number of warm-ups by result: all calls answered; some with errors; to be tried again."""
         self.options = options
         self._access = access
         self._limiter = limiter
@@ -116,58 +117,58 @@ class Warming:
         self._servers = servers
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._rests: dict[tuple[str, str], tuple[float, int]] = {}
-        """Until when, and how often in a row it has failed."""
+        """Time of the next try, and number of failures in a row."""
         self._stopped: dict[tuple[str, str], WarmUp] = {}
-        """Those that the gate has stopped, to be gone on with."""
+        """Warm-ups that the gate has interrupted, to be continued."""
         self._number = 0
         self._under_way = 0
         self._probe = 0
-        """Within this limit one call may be sent to see whether the gateway is back."""
+        """Limit within which one call may be sent to probe the gateway. 0 if none may."""
 
     async def run(self) -> None:
-        """Warm what is cold. Who only observes warms nothing."""
+        """Warm cold versions until cancelled. An observer warms nothing."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 if self._begin(tasks):
                     await asyncio.sleep(LOOK_S)
                     if not self.options.observe:
-                        await self._versions.exchange()  # what others warm counts here
+                        await self._versions.exchange()  # learn what others have warmed
                 else:
                     self._versions.stirred.clear()
                     await self._versions.stirred.wait()
 
     @property
     def units(self) -> int:
-        """Of the limit, beside leases: what the warm-ups of this process count, and those of others."""
+        """Units of the limit used by warm-ups of all owners, beside the leases."""
         return self._units + len(self._others)
 
     @property
     def _others(self) -> list[tuple[str, str]]:
-        """What other owners have the right to warm: each sends one call at a time."""
+        """Pairs that other owners have locked: each of these sends one call at a time."""
         marks, me = self._versions.marks, self._access.queue.owner
         return [(model, endpoint) for model, endpoint, owner in marks.warming if owner != me] if marks else []
 
     def reconfigure(self, options: Options) -> None:
-        """What is under way goes on as it began."""
+        """Use new options. Running warm-ups continue as they began."""
         self.options = options
         self._rests.clear()
-        self._stopped.clear()  # other requests may be sent now
+        self._stopped.clear()  # the recorded requests may have changed
 
     def probe(self, claimed: Claimed, limit: int) -> None:
-        """Where nothing was to be claimed that shows whether the gateway is back, a call that waits may."""
+        """Allow a waiting call to probe the gateway, if no request was left to be claimed for that."""
         if not claimed.leases and not claimed.waiting and self._units > self._under_way:
             self._probe = limit
 
-    # One warm-up.
+    # ── one warm-up ──────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, tasks: asyncio.TaskGroup) -> bool:
-        """Whether anything is cold."""
+        """Start warm-ups. Return True if any version is cold."""
         at = now()
         cold = [(family, *each) for family in self._versions for each in family.cold()]
         wanted = {(version, endpoint) for _, version, endpoint in cold}
         self._rests = {pair: rest for pair, rest in self._rests.items() if pair in wanted}
         self._stopped = {pair: stopped for pair, stopped in self._stopped.items() if pair in wanted}
-        if self._versions.marks is None or self.options.observe:  # what is warm already is not known yet
+        if self._versions.marks is None or self.options.observe:  # unknown what is warm already
             return bool(cold)
         if self._limiter.allowance(at).reason not in _MAY_BEGIN:
             return bool(cold)
@@ -188,11 +189,11 @@ class Warming:
             if not await self._take(warm_up):
                 self._rests[pair] = now() + SOON_S, times
                 return
-            await self._versions.exchange()  # who had the right before may have warmed it
+            await self._versions.exchange()  # the previous owner of the lock may have warmed it
             renewing = asyncio.create_task(self._renew(warm_up))
             try:
                 whole = await self._send(family, warm_up)
-            except Exception as error:  # of a file, or of whatever answers: it ends nothing else
+            except Exception as error:  # a bad file or answer must not stop other warm-ups
                 emit(Event.SURPRISE, where="warm-up", error=repr(error))
                 warm_up.errors.append(f"the dispatcher failed: {shortened(repr(error), _WHY_CHARS)}")
                 whole = True
@@ -208,7 +209,7 @@ class Warming:
             del self._running[pair]
 
     async def _take(self, warm_up: WarmUp) -> bool:
-        """Take the right, or renew it."""
+        """Take or renew the lock."""
         asked_at = self._access.clock()
         right = self._access.queue.warming(warm_up.version, warm_up.endpoint)
         taken = await self._access.ask("warming", right)
@@ -222,7 +223,8 @@ class Warming:
             await self._take(warm_up)
 
     async def _end(self, family: ModelFamily, warm_up: WarmUp, *, whole: bool, times: int) -> None:
-        """What follows. `whole`: all was answered, one way or the other."""
+        """Record the result of a warm-up. `is_finished` says that all calls were answered, with errors or
+        without."""
         pair = version, endpoint = warm_up.version, warm_up.endpoint
         queue, errors, told = self._access.queue, warm_up.errors, self._versions.told(family)
         again = not whole or told is None or (errors and told.required)
@@ -246,7 +248,8 @@ class Warming:
             )
 
     async def _send(self, family: ModelFamily, warm_up: WarmUp) -> bool:
-        """Send it all. Whether it came to an end: nothing else may be said of an endpoint that is away."""
+        """Send all calls. Return False if that was interrupted: nothing can be said about an endpoint that is
+        unreachable."""
         told = self._versions.told(family)
         if told is None or told.warmup is None:
             return False
@@ -275,6 +278,7 @@ class Warming:
                 warm_up.spent_s += now() - began_at
                 if not isinstance(outcome, Overloaded | Evicted):
                     break
+                # Refused or evicted: send the same call again. Waiting does not count as spent time.
                 await asyncio.sleep(min(max(outcome.retry_after_s or 0.0, 1.0), self.options.retry.max_s))
             warm_up.calls += 1
             if (why := _error(outcome, warm_up.version)) is None:
@@ -286,7 +290,8 @@ class Warming:
         return True
 
     async def _is_ours(self, warm_up: WarmUp) -> bool:
-        """Whether the right is ours: taken anew where it may have lapsed, with what others have done."""
+        """Return True if this owner has the lock. An expired lock is taken again, and the state of others is
+        read."""
         if self._has_lapsed(warm_up):
             if not await self._take(warm_up):
                 return False
@@ -297,28 +302,30 @@ class Warming:
         return self._access.clock() >= warm_up.ours_until
 
     def _wanted(self, family: ModelFamily, warm_up: WarmUp) -> bool:
-        """It is there still, and the settings have it."""
+        """Return True if the version is still cold there and in the settings."""
         known = self._versions.told(family) is not None
         return known and (warm_up.version, warm_up.endpoint) in family.cold()
 
     async def _room(self, warm_up: WarmUp) -> bool:
-        """Whether a unit of the limit is free for a call, once it is; False: the gate stays closed, or it is
-        the work of others that fills the limit, which may be long."""
+        """Wait until a unit of the limit is free. Return False if the gate stays closed, or requests of other
+        owners fill the limit, which may last long."""
         pair = warm_up.version, warm_up.endpoint
         ends_at = now() + CLOSED_S
         while True:
             allowance = self._limiter.allowance(now())
-            # Where there are more warm-ups than units all owners agree on whose turn it is.
+            # With more warm-ups than units, the owners agree on the order by sorting the pairs.
             mine = max(self._under_way, sum(each < pair for each in self._running))
             before = sum(each < pair for each in self._others)
             taken = self._holding.units + self._limiter.others + mine + before
+            # A probe is allowed for one call only.
             if allowance.limit > taken or self._probe > taken:
                 self._probe = 0
                 return True
             if not allowance.reason.closed and self._holding.units:
-                ends_at = now() + CLOSED_S  # what ends of that is not replaced
+                ends_at = now() + CLOSED_S  # no new requests are claimed in place of those that end
             elif now() >= ends_at or allowance.reason is Reason.DRAINING:
                 return False
+            # Polling is simple and cheap here: at most MAX_PARALLEL_WARM_UPS tasks wait.
             await asyncio.sleep(ROOM_S)
 
     async def _call(self, warm_up: WarmUp, call: WarmupCall, ends_at: float) -> Outcome:
@@ -328,12 +335,14 @@ class Warming:
         if straight is None:
             straight = not self._versions.steered
         self._under_way += 1
+        # Counts in the limit like a request of this process.
         self._limiter.sent(token, now())
         try:
             if straight and self._servers is not None and warm_up.endpoint != GATEWAY:
                 return await self._servers.post(warm_up.endpoint, call.path, call.body, deadline=ends_at)
             request = Request(
                 f"{self._access.queue.owner}-{token}",
+                # Deadlines are whole Unix seconds: round up, since `ends_at` is the real limit.
                 int(self._access.queue.unix_now() + ends_at - now()) + 1,
                 call.body,
                 endpoint=call.path,
@@ -342,7 +351,7 @@ class Warming:
             )
             sent = await self._gateway.forward(request, token=token, deadline=ends_at, may_send=_may)
             if sent.held is not None:
-                sent.held.free()  # only the beginning of the answer is used, and nothing of it is kept
+                sent.held.free()  # only the start of the answer is used
             self._seen(sent)
             return sent.outcome
         finally:
@@ -350,7 +359,7 @@ class Warming:
             self._limiter.answered(token, now())
 
     def _seen(self, sent: Forwarded) -> None:
-        """Tell the limiter whether there is a gateway."""
+        """Tell the limiter whether the gateway is reachable."""
         match sent.outcome:
             case Unreachable(why):
                 self._limiter.unreachable(sent.ended_at, why)
@@ -365,7 +374,7 @@ def _may() -> bool:
 
 
 def _error(outcome: Outcome, version: str) -> str | None:
-    """What an answer says against a warm-up; empty: nothing. None: nothing was answered by the model."""
+    """Return the error of an answer, empty if there is none. `None` if the model did not answer at all."""
     match outcome:
         case Delivered(status, body) if says_no_model(status, body, version):
             return None

@@ -1,13 +1,15 @@
-"""Requests of sequences: whose turn it is, what takes them to the same server, what each leaves to the next.
+"""Requests of sequences: checks their turn, sends them to the same server, and stores what the next one
+needs.
 
-    line up    of what was claimed and read, those of sequences ask the queue for their turn: one that goes is
-               sent as ever, one that waits is no longer held, one that is barred ends with its error
-    goes       with the sequence's id, the token of the server that has answered it before, and, where it is
-               carried on, the conversation so far. After two failed tries it goes without the token, to
-               whatever server there is
-    leaves     the token that came with its answer, and the conversation for the next one
+    check turn    Ask the queue about claimed requests of sequences. A granted one is sent as usual, a waiting
+                  one is no longer leased, a rejected one ends with its error.
+    prepare       Add the id of the sequence, the sticky token of the server that answered before, and the
+                  conversation so far, if it is kept. After two failed attempts, leave out the sticky token,
+                  so that any server can answer.
+    turn end      Store the sticky token of the answer, and the conversation for the next request.
 
-The queue keeps both, so that any replica goes on. Without a request of a sequence nothing is asked.
+The queue stores both, so that any replica can continue. If no claimed request belongs to a sequence, the
+queue is not asked.
 """
 
 from __future__ import annotations
@@ -35,26 +37,27 @@ if TYPE_CHECKING:
     from dispatcher.ports import Forwarded, Lease
 
 TRIES_AT_ONE_SERVER = 2
-"""So many failed there before a request goes wherever it may."""
+"""Number of failed attempts after which a request may go to any server."""
 READ_BYTES = 16 << 20
-"""Members of requests that wait, of which it is kept what was read: so many at the most."""
+"""Maximum size of the members in `ParsedRequestCache`."""
 _TOKEN = re.compile(r"[!-~]{1,2048}")
-"""What can go back as it came."""
+"""Tokens that can be sent back unchanged in a header."""
 
 
 class ReadBefore:
-    """Requests that wait for their turn, as they were read: whoever is handed one need not read it again. The
-    oldest go first where their members come to more than `most` bytes."""
+    """Parsed requests that wait for their turn, so that they need not be parsed again. The oldest are dropped
+    when their members exceed `max_bytes`."""
 
     def __init__(self, most: int = READ_BYTES) -> None:
         self._most = most
         self.bytes = 0
-        """Of the members."""
+        """Size of the members."""
         self._by_entry: dict[int, tuple[bytes, Request]] = {}
 
     def keep(self, lease: Lease, request: Request) -> None:
-        if not lease.member:  # too large to be kept beside its request
+        if not lease.member:  # the member was dropped, see LARGE_MEMBER_BYTES
             return
+        # Drop an older entry, so that the size is counted once and the order is by age.
         self.taken(lease, 0)
         self._by_entry[lease.entry] = lease.member, request
         self.bytes += len(lease.member)
@@ -63,7 +66,8 @@ class ReadBefore:
             self.bytes -= len(member)
 
     def taken(self, lease: Lease, max_payload_bytes: int) -> Request | None:
-        """What is known of this very member, which is forgotten; None: nothing, or it is too long by now."""
+        """Remove and return the parsed request of this lease. `None` if it is not known, has another member,
+        or is too long by now."""
         kept = self._by_entry.pop(lease.entry, None)
         if kept is None:
             return None
@@ -73,7 +77,8 @@ class ReadBefore:
 
 
 class LineUp:
-    """Of one process. `finish`: how a lease ends; `drop`: the queue has taken it back."""
+    """Checks turns in one process. `complete` takes completions; `remove_lease` removes a lease that the
+    queue has taken back."""
 
     def __init__(
         self,
@@ -84,22 +89,25 @@ class LineUp:
     ) -> None:
         self.options = options
         self.turns: dict[str, int] = dict.fromkeys(("goes", "waits", "barred"), 0)
-        """What the queue said, by what it was."""
+        """Number of decisions of the queue, by kind."""
         self.servers: dict[str, int] = dict.fromkeys(("same", "other", "lost"), 0)
-        """Answers to requests with a token, by the server that they came from; `lost`: none was told."""
+        """Number of answers to requests with a sticky token, by server: the same, another one, or (`lost`)
+        not named."""
         self.carried: dict[str, int] = dict.fromkeys(("carried", "refused"), 0)
-        """Requests that were to be sent with their conversation."""
+        """Number of requests that were to be sent with their conversation."""
         self.read_before = ReadBefore()
         self._access = access
         self._finish = finish
         self._drop = drop
 
     async def lined_up(self, read: list[tuple[HeldLease, Case]]) -> tuple[list[tuple[HeldLease, Case]], bool]:
-        """Those that may go, in their order; what becomes of the others is seen to. And whether some wait."""
+        """Return the requests whose turn is granted, in order, and True if some wait for their turn. All
+        others are removed or completed."""
         turns = [(held, turn) for held, case in read if (turn := case.request.sequence) is not None]
         if not turns:
             return read, False
         waited = self.turns["waits"]
+        # Turns that came with a flush are granted already.
         asked = [each for each in turns if each[0].goes is None]
         self.turns["goes"] += len(turns) - len(asked)
         gone = await self._asked(asked) if asked else set()
@@ -119,7 +127,7 @@ class LineUp:
         return going, self.turns["waits"] > waited
 
     async def _asked(self, turns: list[tuple[HeldLease, Turn]]) -> set[str]:
-        """The tokens of those that do not go."""
+        """Ask the queue for turns. Return the tokens of the leases whose turn is not granted."""
         access = self._access
         asked_at, gone = access.clock(), set()
         call = access.queue.line_up(
@@ -140,8 +148,9 @@ class LineUp:
                     continue
                 case Waits():
                     self.turns["waits"] += 1
-                    if held.request is not None and not held.version:  # that may be another one then
+                    if held.request is not None and not held.version:  # it may be another version then
                         self.read_before.keep(held.lease, held.request)
+                    # The queue has ended the lease with its decision; there is nothing to report.
                     self._drop(held.lease.token)
                 case Barred(code, why):
                     self.turns["barred"] += 1
@@ -151,10 +160,11 @@ class LineUp:
         return gone
 
     def _equipped(self, held: HeldLease, request: Request, goes: Goes) -> Request | NotCarried:
-        """As it is sent."""
+        """Return the request as it is sent: with headers of the sequence and with its conversation."""
         turn, options = request.sequence, self.options.sequences
-        assert turn is not None  # noqa: S101 -- it goes
+        assert turn is not None  # noqa: S101 -- its turn is granted
         headers = {options.id_header.lower(): turn.id} if options.id_header else {}
+        # After failures, the server of the token may be the cause.
         if options.header and goes.token and held.lease.attempts < TRIES_AT_ONE_SERVER:
             headers[options.header.lower()] = goes.token
         payload = request.payload
@@ -170,7 +180,7 @@ class LineUp:
         return (turn.carry or self.options.sequences.carry) is Carry.MESSAGES
 
     def leaves(self, held: HeldLease, ending: Ending, forwarded: Forwarded) -> Ending:
-        """How its try ends it, with what that leaves to its sequence."""
+        """Return the completion with what the request leaves to its sequence."""
         goes, request = held.goes, held.request
         if goes is None or request is None or not isinstance(ending, Settlement) or ending.turn is None:
             return ending
@@ -178,12 +188,13 @@ class LineUp:
         token = self._token(goes, request, forwarded)
         if self._carries(end.turn) and not end.failed and isinstance(forwarded.outcome, Delivered):
             carry = left(request.payload, forwarded.outcome.body, self.options.sequences.max_carry_bytes)
-        if token is None and carry is None:  # a copy costs more than all the rest of this
+        if token is None and carry is None:  # avoid the copy, which is most of the cost here
             return ending
         return ending.but(turn=TurnEnd(end.turn, end.failed, end.cause, token, carry))
 
     def _token(self, goes: Goes, request: Request, forwarded: Forwarded) -> str | None:
-        """None: as before."""
+        """Return the sticky token to store. `None` to keep the stored one, empty to delete it."""
+        # The header comes from a server and is sent back later: accept only what is safe in a header.
         came = forwarded.session if _TOKEN.fullmatch(forwarded.session) else ""
         if not goes.token:
             return came or None
@@ -191,6 +202,8 @@ class LineUp:
             self.servers["same" if came == goes.token else "other"] += 1
             return None if came == goes.token else came
         session = request.session
+        # A token was sent but none came back: the stored one stays valid. Delete it only if it was left out
+        # on purpose.
         if session is None or session.token_header in session.headers:
             return None
         self.servers["lost"] += 1

@@ -1,4 +1,4 @@
-"""The steps of producers and operators, one function for each Lua file under its name."""
+"""Steps of producers and operators: one function for each Lua script, with its name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cancel(line: Line, request_id: str, request_token: str, *, found: bool = Fal
     tokens = dict(line.active.get(request_id, {}))
     if (theirs := pool.value(pool.foreign_active, request_id)) is not None:
         tokens.setdefault(theirs, now + CANCEL_TTL_S)
-    if found:
+    if found:  # the caller has seen the request, so it can be cancelled without an active marker
         tokens.setdefault(request_token, now + CANCEL_TTL_S)
     asked = {
         f"{request_id}:{token}": (token, until)

@@ -1,7 +1,7 @@
-"""Accepted requests in memory: where each lies, and what keeps them in an order.
+"""Accepted requests in memory: where each of them is, and the orders in which they are kept.
 
-Nothing here is searched: what lies in order lies in heaps, and what moved on since it was pushed is dropped
-when it comes up (an entry's `moves` tells).
+No function searches. Requests are in heaps, and an item whose request has moved since the push is dropped
+when it comes to the top (its `move_count` is outdated).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ NEVER_CLAIMED = 2**62
 
 
 class Place(Enum):
-    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
+    __hash__ = object.__hash__  # members are singletons, and the hash of Enum hashes the name each time
 
     PENDING = "pending"
-    """Never claimed: known by its bytes, as in the sorted set that producers write to."""
+    """Never claimed. The request is identified by its bytes, as in the sorted set that producers write to."""
     RETURNED = "returned"
     LEASED = "leased"
     DELAYED = "delayed"
@@ -56,13 +56,13 @@ class Entry:
         self.place = Place.PENDING
         self.moves = 0
         self.units = 0
-        """What it weighs, as far as is known; 0: it never was leased."""
+        """Number of units that it needs, as far as it is known. 0 if it was never leased."""
         self.in_line = False
-        """It waits for its turn in a sequence."""
+        """True if it waits for its turn in a sequence."""
         self.awaits = ""
-        """The model that it waits for."""
+        """Model that it waits for. Empty if it waits for none."""
         self.cancelled_by = ("", "")
-        """What cancels it while it does: id and token."""
+        """Request id and token by which it can be cancelled while it waits for its model."""
         self.deliveries = self.attempts = self.refusals = self.deaths = 0
         self.last_try = ""
 
@@ -72,24 +72,27 @@ class Entry:
 
     @property
     def lane(self) -> Lane | None:
-        if not (self.deaths or self.in_line or self.awaits):  # most, and asked often
+        if not (self.deaths or self.in_line or self.awaits):  # true for most entries, and this runs often
             return None
         return lane_of(self.deaths, in_line=self.in_line, awaits=self.awaits != "")
 
     @property
     def where(self) -> str:
-        """What `Expired.place` says; a move elsewhere and back is a move."""
+        """Value of `UnleasedRequest.location`. It changes with every move, also with one elsewhere and
+        back."""
         return f"{self.id}:{self.moves}"
 
 
 class Lined:
-    """Entries in the order of a key, those that have not moved since they were put in."""
+    """Entries in the order of a key, without those that have moved since they were pushed."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[float, bytes, int, int, int, Entry]] = []
         self._puts = itertools.count()
 
     def put(self, key: float, entry: Entry) -> None:
+        # Equal keys are ordered by bytes, then by entry. The counter makes all items different, because
+        # entries cannot be compared.
         item = (key, entry.member, entry.id, next(self._puts), entry.moves, entry)
         heapq.heappush(self.heap, item)
 
@@ -110,22 +113,23 @@ class Lined:
         return heapq.heappop(self.heap)[5]
 
     def shift(self, by: float) -> None:
-        """Move every key by that."""
+        """Add `delta` to every key."""
         self.heap = [(item[0] + by, *item[1:]) for item in self.heap]
 
     def live(self) -> Iterator[tuple[float, bytes, int]]:
-        """In no order."""
+        """Iterate over the entries that have not moved, in no order."""
         return (item[:3] for item in self.heap if item[5].moves == item[4])
 
     def tidy(self, live: int) -> None:
-        """Drop what moved on, once it outweighs the rest: a far deadline comes up late."""
+        """Drop outdated items once there are more of them than others. An item with a late deadline would
+        stay for long."""
         if len(self.heap) > 2 * live + 1024:
             self.heap = [item for item in self.heap if item[5].moves == item[4]]
             heapq.heapify(self.heap)
 
 
 class Awaiting:
-    """The entries that wait for their models: how many for which, and the best of each."""
+    """Entries that wait for their models: the number for each model, and the first of each."""
 
     def __init__(self) -> None:
         self.count: Counter[str] = Counter()
@@ -136,16 +140,17 @@ class Awaiting:
         heapq.heappush(self._heaps.setdefault(entry.awaits, []), (entry.score, entry.id, entry.moves, entry))
 
     def leave(self, entry: Entry) -> None:
-        """It waits for none any more."""
+        """Remove an entry, which then waits for no model."""
         model, entry.awaits = entry.awaits, ""
         self.count[model] -= 1
         if not self.count[model]:
             del self.count[model], self._heaps[model]
 
     def best(self, models: Sequence[str]) -> Entry | None:
-        """The first of all that wait for one of these."""
+        """Return the first entry that waits for one of these models, or `None`."""
         heaps = [self._heaps[model] for model in models if model in self._heaps]
         for heap in heaps:
+            # `remove_entry` deletes a heap with its last entry, so each heap has at least one current item.
             while heap[0][3].moves != heap[0][2]:
                 heapq.heappop(heap)
         return min((heap[0] for heap in heaps), default=(0.0, 0, 0, None))[3]

@@ -1,4 +1,5 @@
-"""What a pool in memory knows of the versions of its models: marks.lua, warm.lua, pin.lua and decide.lua."""
+"""Model registry of a pool in memory: refresh_warm_markers.lua, warm_up_lock.lua, pin_versions.lua and
+label_or_drain.lua."""
 
 from __future__ import annotations
 
@@ -22,22 +23,23 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Board:
-    """Each step is told the time by the pool's clock; what is kept is kept until then."""
+    """Registry whose steps get the time of the pool's clock. Each entry has the time until which it holds."""
 
     def __init__(self) -> None:
         self.warm: dict[tuple[str, str], float] = {}
         self.warming: dict[tuple[str, str, str], float] = {}
-        """Model, endpoint, owner."""
+        """Key: model, endpoint, owner."""
         self.used: dict[tuple[str, str], float] = {}
-        """Owner, model."""
+        """Key: owner, model."""
         self.labels: dict[tuple[str, str], str] = {}
         self.labelled: dict[tuple[str, str], str] = {}
         self.drained: dict[str, str] = {}
         self.pins: OrderedDict[str, tuple[float, str]] = OrderedDict()
-        """Until when, and the version; what was not asked for the longest comes first."""
+        """Time until which each pin is kept, and its version. The pin that was not asked for the longest
+        comes first."""
 
     def look(self, now: float) -> ModelMarks:
-        """What holds, and nothing of it is touched."""
+        """Return what holds now, without changing anything."""
         return ModelMarks(
             frozenset(pair for pair, until in self.warm.items() if until > now),
             frozenset(model for (_, model), until in self.used.items() if until > now),
@@ -62,13 +64,14 @@ class Board:
             self.warm[pair] = now + WARM_S
         for pair in cold:
             self.warm.pop(pair, None)
+        # The owner sends all models that it uses, so its previous ones are replaced.
         for mine in [said for said in self.used if said[0] == owner]:
             del self.used[mine]
         self.used |= {(owner, model): now + USED_S for model in using if fits(model)}
         return self.look(now)
 
     def take(self, now: float, owner: str, model: str, endpoint: str) -> bool:
-        """The right to warm it, taken or renewed; False: it is another's."""
+        """Take or renew the warm-up lock. Return False if another owner has it."""
         _lapse(self.warming, now, WARMING_S)
         if not fits(model, endpoint) or any(
             held[:2] == (model, endpoint) and held[2] != owner for held in self.warming
@@ -85,6 +88,7 @@ class Board:
     def pin(self, now: float, pins: Sequence[PinAsked], most: int = PINS_MOST) -> list[str]:
         given = []
         for each in pins:
+            # The pop moves the pin to the end of the order by last use.
             until, version = self.pins.pop(each.key, (now, ""))
             if until <= now or version not in each.keeps:
                 version = each.version
@@ -95,7 +99,7 @@ class Board:
         return given
 
     def label(self, at: float, family: str, label: str, version: str | None, who: str) -> bool:
-        """`at`: Unix seconds."""
+        """Set or remove a label. `at` is in Unix seconds."""
         if version is None:
             self.labelled.pop((family, label), None)
             return self.labels.pop((family, label), None) is not None
@@ -105,7 +109,7 @@ class Board:
         return True
 
     def drain(self, at: float, model: str, who: str, why: str) -> None:
-        """`at`: Unix seconds."""
+        """Drain a version. `at` is in Unix seconds."""
         if model not in self.drained and len(self.drained) >= DECIDED_MOST:
             raise too_many("drains")
         self.drained[model] = decided_by(who, why, at)
@@ -115,7 +119,8 @@ class Board:
 
 
 def _lapse(held: dict[Name, float], now: float, for_s: float) -> None:
-    """What is over goes, and nothing holds for longer than from now on: the clock may have stepped back."""
+    """Remove what has expired, and let nothing hold for longer than from now on, because the clock may have
+    stepped back."""
     for name, until in list(held.items()):
         if until <= now:
             del held[name]

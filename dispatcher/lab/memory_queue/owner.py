@@ -1,4 +1,4 @@
-"""The queue in memory as one dispatcher sees it: the steps, between the owner's clock and the pool's."""
+"""Queue in memory as one dispatcher uses it: translates between the owner's clock and the pool's."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from dispatcher.queue.owners import Prover
 
 
 class MemoryQueue:
-    """One owner's access to a MemoryStore. Implements ports.Queue.
+    """One owner's access to a MemoryStore. Implements `ports.Queue`.
 
-    `clock`: the owner's own, where it stands apart from the pool's. The rest is as RedisQueue's.
+    `clock` is the clock of the owner if it is not that of the pool. All else is as in RedisQueue.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MemoryQueue:
         return f"<MemoryQueue {self.owner} of {self.store!r}>"
 
     def close(self) -> None:
-        """Leave: it falls silent, as if the process were gone."""
+        """Fall silent, as if the process had ended."""
         if self._woken in self._pool.wakers:
             self._pool.wakers.remove(self._woken)
 
@@ -197,6 +197,7 @@ class MemoryQueue:
         me = self._begin()
         self._line.max_pending = self._max_pending
         reclaimed, due, due_at, turns, revoked = sweep(self._line, me, ())
+        # Leases of owners that are proven to have ended are taken back in a second sweep, as in Redis.
         if gone := self._gone():
             more, _, due_at, again, _ = sweep(self._line, me, gone)
             reclaimed, turns = reclaimed + more, turns + again
@@ -204,7 +205,7 @@ class MemoryQueue:
         return Swept(reclaimed, due, due_at, self._pool.lost, turns, revoked)
 
     def _gone(self) -> Sequence[str]:
-        """Those of the owners that hold leases which are proven to have ended."""
+        """Return the owners that hold leases and are proven to have ended."""
         others = [owner for owner in self._pool.held_by if owner != self.owner]
         return self._prover.gone(others) if self._prover is not None else ()
 
@@ -220,7 +221,7 @@ class MemoryQueue:
         return await self.store.counts()
 
     async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
-        """Each score is a span of its own, whatever the rate."""
+        """Return a snapshot in which each score is a span of its own, whatever the rate."""
         return steps.outlook(self._line, self._begin())
 
     async def wait_for_work(self) -> None:

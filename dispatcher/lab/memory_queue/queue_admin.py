@@ -1,4 +1,4 @@
-"""The queue in memory as producers and operators see it, and as programs of others do."""
+"""Queue in memory as producers and operators use it, including producers that write to Redis themselves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dispatcher.queue.model_registry import check_names
 
 
 class MemoryStore:
-    """One line and its pool, and the desk over them. Implements ports.Desk.
+    """One queue and its pool. Implements `ports.QueueAdmin`.
 
-    `clock`, `unix_origin`, `lease_s`: of the `Pool`. `down`: set to a sentence, every call of every owner
-    raises QueueUnavailableError with it. Result lists have no lifetime here.
+    `clock`, `unix_origin` and `lease_s` are those of the `PoolState`. While `outage_message` is set, every
+    call of every owner raises QueueUnavailableError with it. Result lists have no lifetime here.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class MemoryStore:
         max_payload_bytes: int = 16 << 20,
         pool: Pool | None = None,
     ) -> None:
-        """`pool`: that of another line, to share its limit; its clock and leases count then."""
+        """`pool` is that of another queue, to share its limit; its clock and lease time are used then."""
         self.pool = pool or Pool(clock, unix_origin=unix_origin, lease_s=lease_s)
         names = Names(name, results, lists)
         self.line = Line(self.pool, names, dead_max=dead_max, max_payload_bytes=max_payload_bytes)
@@ -57,11 +57,12 @@ class MemoryStore:
         self.pool.down = why
 
     def add(self, member: bytes, score: float) -> bool:
-        """What a foreign producer's ZADD does: no token, no wake-up. True where it was not pending."""
+        """Add a member like ZADD of a foreign producer: without token and wake-up. Return True if it was not
+        pending."""
         return self.line.add(member, score)
 
     def pop(self, name: str = "") -> bytes | None:
-        """What a consumer's RPOP does; no name: the queue's default list."""
+        """Take a result like RPOP of a consumer. Without a name, from the default list."""
         results = self.lists.get(name or self.results)
         return results.pop() if results else None
 

@@ -1,4 +1,5 @@
-"""What settle.lua, overdue.lua and expire.lua do: a result is written, and with it its request ends."""
+"""Steps of settle.lua, find_overdue.lua and settle_unleased.lua: a result is written, and its request ends
+with it."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from dispatcher.ports import (
 def settle(
     line: Line, ends: Sequence[tuple[Settlement, str | None]], came: list[Entry] | None = None
 ) -> list[Settled | None]:
-    """Each with why it is set aside as dead, or None. One whose result has no place keeps its lease, and its
-    neighbours go on. `came` gets those whose turn has come by that."""
+    """Settle leases, each with the reason for which its request is dead, or `None`. Requests whose turn has
+    come are added to `ready_entries`. A lease whose result cannot be written stays, and does not hold up the
+    others."""
     said: list[Settled | None] = []
     stuck, now = None, line.pool.clock()
     for settlement, why in ends:
@@ -31,7 +33,7 @@ def settle(
         except QueueUnavailableError as error:
             stuck = error
             said.append(None)
-    if stuck is not None and not any(said):
+    if stuck is not None and not any(said):  # an error only if nothing at all was settled, as with Redis
         raise stuck
     return said
 
@@ -50,6 +52,7 @@ def _settle(line: Line, settlement: Settlement, bury: str | None, now: float, ca
     else:
         line.move(grant.entry, Place.DEAD)
         line.dead[grant.entry.id] = (grant.entry, bury, pool.unix_now())
+        # A dict keeps the order of insertion, so its first entry died first.
         while len(line.dead) > line.dead_max:
             line.forget(next(iter(line.dead.values()))[0])
             line.dead_dropped += 1
@@ -57,7 +60,8 @@ def _settle(line: Line, settlement: Settlement, bury: str | None, now: float, ca
 
 
 def _write(line: Line, settlement: Settlement) -> Settled:
-    """Push a result and forget the request's markers; raises, with nothing done, where it has no place."""
+    """Push a result and delete the markers of its request. Raises if the result cannot be written, and
+    changes nothing then."""
     pool, default = line.pool, line.names.results
     name, result = settlement.results or default, settlement.result
     said = Settled.DONE
@@ -88,6 +92,7 @@ def overdue(line: Line, most: int) -> list[Expired]:
         entry = line.deadlines.pop()
         line.overdue.append((entry.moves, entry))
     found: list[Expired] = []
+    # Requests stay here until they are removed, and each is found again only after all others.
     for _ in range(len(line.overdue)):
         if len(found) == most:
             break
@@ -101,6 +106,7 @@ def overdue(line: Line, most: int) -> list[Expired]:
 
 
 def expire(line: Line, items: Sequence[tuple[Expired, Settlement]]) -> int:
+    # Keyed by identity, so that an entry that is named twice gets one result.
     there: dict[int, tuple[Entry, Settlement]] = {}
     for item, settlement in items:
         entry_id = int(item.place.partition(":")[0])

@@ -1,4 +1,4 @@
-"""Looking at single requests in memory: one page holds everything that was asked for."""
+"""Reads of single requests in memory. One page has all requests that were asked for."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def take(line: Line, name: str, result: bytes) -> bool:
     there = line.pool.lists.get(name)
     if there is None or result not in there:
         return False
+    # The oldest result is the last one of the list, and `remove` takes the first one.
     there.reverse()
     there.remove(result)
     there.reverse()

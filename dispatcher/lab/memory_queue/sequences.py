@@ -1,4 +1,5 @@
-"""What line_up.lua, unserved.lua and sequence.lua do: the rules of core/sequences/rules.py, on a `Line`."""
+"""Steps of claim_turns.lua, find_remaining_requests.lua and sequence_admin.lua: the rules of
+core/sequences/rules.py on a `QueueState`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _line_up(line: Line, lease: Lease, turn: Turn, now: float) -> Verdict:
     verdict = line.sequences.line_up(entry.id, entry.score, _owned(line, turn), now)
     if isinstance(verdict, Waits):
         pool.end_lease(grant)
-        entry.deliveries -= 1
+        entry.deliveries -= 1  # it was not delivered
         entry.in_line = True
         line.move(entry, Place.RETURNED)
     bring_forward(line)
@@ -44,7 +45,7 @@ def _owned(line: Line, turn: Turn) -> Turn:
 
 
 def bring_forward(line: Line) -> list[Entry]:
-    """Those whose turn has come may be claimed."""
+    """Return the entries whose turn has come to the queue, where they can be claimed."""
     moved = [line.entries[number] for number in line.sequences.moved()]
     for entry in moved:
         line.leave_lane(entry)
@@ -53,7 +54,7 @@ def bring_forward(line: Line) -> list[Entry]:
 
 
 def end_turn(line: Line, entry: Entry, end: TurnEnd | None, now: float) -> list[Entry]:
-    """A request has ended for good; those whose turn has come by that."""
+    """End the turn of a request that has ended. Return the entries whose turn has come by that."""
     if end is not None:
         end = structs.replace(end, turn=_owned(line, end.turn))
     line.sequences.end(entry.id, end, now)
@@ -61,14 +62,14 @@ def end_turn(line: Line, entry: Entry, end: TurnEnd | None, now: float) -> list[
 
 
 def goes_of(line: Line, entry: Entry) -> Goes:
-    """Of one whose turn it is."""
+    """Return the granted turn of a request that has the turn."""
     goes = line.sequences.goes(entry.id)
     assert goes is not None  # noqa: S101 -- it was moved
     return goes
 
 
 def sweep(line: Line) -> int:
-    """How many turns have come by what time has ended."""
+    """End what time ends. Return the number of requests whose turn has come by that."""
 
     def is_there(number: int) -> bool:
         entry = line.entries.get(number)
@@ -104,7 +105,7 @@ def show(line: Line, name: str) -> SequenceSeen | None:
 
 
 def _seen(line: Line, one: Sequenced, most: int) -> SequenceSeen:
-    """Its times as Unix seconds."""
+    """Return the state of a sequence with its times in Unix seconds."""
     seen, origin = one.seen(most), line.pool.unix_origin
     return replace(
         seen,

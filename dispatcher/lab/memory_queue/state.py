@@ -1,7 +1,8 @@
-"""What would be in Redis: what lies where, who holds what, and what owners share. Its steps are in steps.py.
+"""State that would be in Redis: where each request is, which owner has which lease, and what the owners
+share.
 
-What several lines share under one limit is the `Pool`; what waits, is delayed or is dead lies in a `Line`.
-Its entries, and their orders, are of entries.py.
+The steps on it are in steps.py. `PoolState` has what several queues share under one limit. `QueueState` has
+waiting, delayed and dead requests. Their entries and orders are in entries.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dispatcher.queue.keys import Names
 
 
 class Grant(msgspec.Struct):
-    """A lease, as the queue keeps it."""
+    """A lease as the queue keeps it."""
 
     entry: Entry
     token: str
@@ -36,14 +37,16 @@ class Grant(msgspec.Struct):
     touched_at: float
     expires_at: float
     abandoned: bool = False
-    """It ran out, and nobody took it back: it counts nothing."""
+    """True if it ran out and no sweep took it back. It counts nothing then."""
 
 
 class Pool:
-    """What all owners of a pool share, whatever line they claim from: leases, owners, and what they tell.
+    """State that all owners of a pool share, whatever queue they claim from: leases, owners, limit and
+    overload.
 
-    `clock`: Redis TIME elsewhere (seconds, any origin; the loop's own in virtual time). `unix_origin`: Unix
-    time at its zero. `down`: set to a sentence, every call raises QueueUnavailableError with it.
+    `clock` stands for Redis TIME (seconds from any origin; the clock of the loop in virtual time).
+    `unix_origin` is the Unix time at its zero. While `outage_message` is set, every call raises
+    QueueUnavailableError with it.
     """
 
     def __init__(
@@ -54,21 +57,21 @@ class Pool:
         self.lease_s = lease_s
         self.down: str | None = None
         self.lists: dict[str, deque[bytes]] = {}
-        """Result lists: pushed on the left, popped on the right. They have no lifetime here."""
+        """Result lists. They are pushed on the left and popped on the right, and have no lifetime here."""
         self.not_lists: set[str] = set()
-        """Names that a key of another type stands under."""
+        """Names of keys that have another type than a list."""
         self.grants: dict[int, Grant] = {}
-        """By entry: the leases of all lines, for no entry is of two."""
+        """Leases of all queues by entry. No entry belongs to two queues."""
         self.units = 0
-        """Of all leases."""
+        """Number of units of all leases."""
         self.held_by: Counter[str] = Counter()
-        """Units by owner."""
+        """Number of units by owner."""
         self.expiries: list[tuple[float, int]] = []
         self.touched: deque[tuple[float, int]] = deque()
         self.beats: dict[str, float] = {}
         self.foreign_active: dict[str, tuple[str, float]] = {}
         self.foreign_cancel: dict[str, tuple[str, float]] = {}
-        """The markers of llm-d's producers, by id."""
+        """Markers of llm-d's producers by request id."""
         self.permit: Permit | None = None
         self.overload: Overload | None = None
         self.probe: int | None = None
@@ -94,7 +97,7 @@ class Pool:
             waker.set()
 
     def value(self, keys: dict[str, tuple[str, float]], name: str) -> str | None:
-        """The value of an expiring key."""
+        """Return the value of an expiring key, or `None`."""
         value, until = keys.get(name, ("", 0.0))
         if not value or until <= self.unix_now():
             keys.pop(name, None)
@@ -106,7 +109,8 @@ class Pool:
         return None if self.probe is None else self.grants[self.probe].owner
 
     def beat(self, owner: str, timeout_s: float, now: float) -> None:
-        """An owner shows that it lives, until so long from now. 0: only its leases run out."""
+        """Record that an owner is alive until `now + timeout_s`. With a timeout of 0, only its leases run
+        out."""
         if timeout_s > 0:
             self.beats[owner] = now + timeout_s
 
@@ -114,14 +118,14 @@ class Pool:
         return next(self._ids)
 
     def hold(self, owner: str, units: int) -> None:
-        """So many units are held more by this owner, or less."""
+        """Add units to those of an owner. They may be negative."""
         self.units += units
         self.held_by[owner] += units
         if not self.held_by[owner]:
             del self.held_by[owner]
 
     def grant(self, entry: Entry, owner: str, now: float) -> Grant:
-        # Unique is enough: nobody in this process forges a token.
+        # A unique token is enough, because nothing in this process forges one.
         grant = Grant(entry, f"{next(self._tokens):032x}", owner, now, now + self.lease_s)
         self.grants[entry.id] = grant
         self.hold(owner, entry.units)
@@ -130,18 +134,19 @@ class Pool:
         return grant
 
     def end_lease(self, grant: Grant) -> int:
-        """What it counted, in units."""
+        """End a lease. Return the units that it counted."""
         del self.grants[grant.entry.id]
         counted = 0 if grant.abandoned else grant.entry.units
         self.hold(grant.owner, -counted)
-        grant.entry.units = grant.entry.units or 1  # nobody counts for it any more
+        # A member of a merged call has 0 units while another lease counts for it, which is over now.
+        grant.entry.units = grant.entry.units or 1
         if self.probe == grant.entry.id:
             self.probe = None
         return counted
 
 
 class Line:
-    """What one queue holds: pending, returned, delayed and dead requests, and the markers of all of them."""
+    """State of one queue: pending, returned, delayed and dead requests, and the markers of all of them."""
 
     def __init__(self, pool: Pool, names: Names, *, dead_max: int, max_payload_bytes: int) -> None:
         self.pool = pool
@@ -149,42 +154,43 @@ class Line:
         self.dead_max = dead_max
         self.largest = max_payload_bytes + ENVELOPE_BYTES
         self.max_pending = 0
-        """`queue.max_pending` as the newest sweep gave it. 0 for no limit."""
+        """`queue.max_pending` as the newest sweep set it. 0 for no limit."""
         self.dead_dropped = 0
-        """The dead that went because there were more than dead_max."""
+        """Number of dead requests that were dropped because there were more than `dead_max`."""
         self.pending: dict[bytes, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.dead: dict[int, tuple[Entry, str, float]] = {}
         self.count = dict.fromkeys(Place, 0)
         self.sets: dict[Lane | None, Lined] = {lane: Lined() for lane in (None, *Lane)}
-        """What waits, by lane; None: outside of any."""
+        """Waiting entries by lane. `None` for those in no lane."""
         self.in_lanes: Counter[Lane] = Counter()
-        """How many wait in each."""
+        """Number of waiting entries by lane."""
         self.awaiting = Awaiting()
         self.delayed = Lined()
         self.deadlines = Lined()
         self.overdue: deque[tuple[int, Entry]] = deque()
         self.tick: float | None = None
-        """When it was swept last."""
+        """Time of the last sweep."""
         self.nonces: OrderedDict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = (
             OrderedDict()
         )
-        """Oldest first. To find the first of a plain dict is to walk past all that were deleted before it."""
+        """Claims by owner and nonce, oldest first. The first item of a plain dict is slow to find after many
+        deletions."""
         self.active: dict[str, dict[str, float]] = {}
-        """By id: the tokens that can be cancelled under it, each until then."""
+        """Tokens that can be cancelled under each id, with the time until which they can."""
         self.sequences = Sequences()
         self.copied: set[str] = set()
-        """What was taken over from another queue."""
+        """Names of the requests that were copied from another queue."""
         self.cancels: dict[str, tuple[str, float]] = {}
-        """By id and token, `id:token`."""
+        """Cancel markers by `id:token`."""
 
     def add(self, member: bytes, score: float) -> bool:
-        """What ZADD does: no token, no wake-up. True where it was not pending."""
+        """Add a member like ZADD: without token and wake-up. Return True if it was not pending."""
         entry = self.pending.get(member)
         if entry is not None and entry.score == score:
             return False
         fresh = Entry(member, score)
-        if entry is not None:
+        if entry is not None:  # the same member with another score replaces the old one, as in a sorted set
             self.move(entry, Place.GONE)
         self.pending[member] = fresh
         self.move(fresh, Place.PENDING)
@@ -205,33 +211,33 @@ class Line:
 
     @property
     def waiting_count(self) -> int:
-        """How many are pending or returned."""
+        """Number of pending and returned requests."""
         return self.count[Place.PENDING] + self.count[Place.RETURNED]
 
     @property
     def claimable(self) -> int:
-        """Those of them that some claim may take."""
+        """Number of waiting requests that a claim may take."""
         return self.waiting_count - sum(self.in_lanes[lane] for lane in CLOSED)
 
     def passed_over(self, lanes: Mapping[Lane, int], taken: Sequence[Grant]) -> int:
-        """How many wait in lanes whose room `taken` has used up."""
+        """Return the number of requests that wait in lanes whose room `taken` has used up."""
         if not any(self.in_lanes.values()):
             return 0
         took = Counter(each.entry.lane for each in taken)
         return sum(held for lane, held in self.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
 
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
-        """Score, member and entry of all that is pending, in no order."""
+        """Iterate over score, member and entry of all waiting requests, in no order."""
         return itertools.chain.from_iterable(each.live() for each in self.sets.values())
 
     def open(self) -> Iterator[tuple[float, bytes, int]]:
-        """The same of what some claim may take."""
+        """Iterate over score, member and entry of the requests that a claim may take, in no order."""
         sets = (waiting for lane, waiting in self.sets.items() if lane not in CLOSED)
         return itertools.chain.from_iterable(each.live() for each in sets)
 
     def move(self, entry: Entry, place: Place, due_at: float = 0.0) -> None:
-        """Put an entry into a place; every other mention of it is void from here on."""
-        if entry.moves:
+        """Move an entry to a location. All its items in other heaps are outdated from then on."""
+        if entry.moves:  # an entry without moves is new and was not counted yet
             self.count[entry.place] -= 1
             if entry.place is Place.RETURNED and (lane := entry.lane) is not None:
                 self.in_lanes[lane] -= 1
@@ -254,11 +260,12 @@ class Line:
                 if lane is Lane.ABSENT:
                     self.awaiting.enter(entry)
             self.sets[lane].put(entry.score, entry)
+        # Higher scores contain no priority and no deadline.
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)
 
     def leave_lane(self, entry: Entry) -> None:
-        """Its turn in its sequence has come: it waits there no longer."""
+        """Let an entry whose turn in its sequence has come leave its lane."""
         if entry.place is Place.RETURNED and entry.in_line:
             self.in_lanes[Lane.SEQUENCED] -= 1
             entry.in_line = False
@@ -266,7 +273,7 @@ class Line:
                 self.in_lanes[lane] += 1
 
     def put_back(self, entry: Entry) -> None:
-        """What was popped from its place, and lies there still."""
+        """Push an entry again that was popped and has not moved."""
         self.sets[entry.lane].put(entry.score, entry)
 
     def forget(self, entry: Entry) -> None:
@@ -276,7 +283,8 @@ class Line:
         self.move(entry, Place.GONE)
 
     def next(self, lanes: Mapping[Lane, int]) -> Lined | None:
-        """Where the next request to claim comes from, where so many more of each lane may be claimed."""
+        """Return the heap with the next request to claim, given the number of claims that are left for each
+        lane."""
         best: tuple[float, bytes, int] | None = None
         found = None
         for lane, waiting in self.sets.items():
@@ -291,7 +299,7 @@ class Line:
         return found
 
     def lease(self, entry: Entry, owner: str, now: float, units: int) -> Grant:
-        """`units`: what it is taken to weigh if it never was leased."""
+        """Lease an entry. `assumed_units` are the units that it counts if it was never leased."""
         if entry.place is Place.PENDING:
             del self.pending[entry.member]
             if len(entry.member) > self.largest:
@@ -305,7 +313,7 @@ class Line:
         return self.pool.grant(entry, owner, now)
 
     def held(self, lease: Lease) -> Grant | None:
-        """The grant of this lease, if it still stands and is of this line."""
+        """Return the record of a lease if it is still valid and belongs to this queue."""
         grant = self.pool.grants.get(lease.entry)
         if grant is None or grant.token != lease.token or lease.entry not in self.entries:
             return None

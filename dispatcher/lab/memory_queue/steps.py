@@ -1,8 +1,8 @@
-"""The steps of owners, one function for each Lua file under its name, on a `Line` and its `Pool`.
+"""Steps of owners: one function for each Lua script, with its name, on a `QueueState` and its `PoolState`.
 
-The sweep and what writes results have modules of their own. Every time is the pool's clock's. No step awaits,
-so each is atomic. (What a Cluster or a slow network needs has no place here: push, forget, shorten; nor what
-is asked of a server: unfit, permits.)
+The sweep and the writing of results have modules of their own. All times are those of the pool's clock. No
+step awaits, so each is atomic. Scripts for a Cluster, for a slow network or for questions about the server
+have no counterpart here: push_results, delete_marker, cut_member, check_result_lists, check_permissions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from dispatcher.queue.constants import (
 )
 
 _OPEN = dict.fromkeys(set(Lane) - CLOSED, 1)
-"""What goes before others, of whatever lane."""
+"""Room of 1 for each lane that is not closed, to find the request that comes first of all."""
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """The owner that takes a step, and the pool's time of it."""
+    """The owner that takes a step, and the pool's time of the step."""
 
     owner: str
     timeout_s: float
@@ -49,8 +49,11 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 def begin(pool: Pool) -> float:
-    """The time of a step, if there is a pool to reach. What it holds of later than that is of now: its clock
-    has stepped back. A refusal teaches nothing again by that."""
+    """Begin a step and return its time. Raises if the pool has an outage.
+
+    Shared times in the future are from before a step of the clock, so they are set to now. The limit
+    algorithm learns nothing from such a refusal.
+    """
     pool.check_up()
     now = pool.clock()
     if pool.permit is not None and pool.permit.read_at > now + AHEAD_S:
@@ -75,12 +78,13 @@ def claim(
     units: int,
     probing: bool = False,
 ) -> tuple[Sequence[Grant], int]:
-    """What was leased, and how many wait that the next claim could lease."""
+    """Lease requests. Return the leases, and the number of requests that the next claim could lease."""
     pool, now, lanes = line.pool, me.now, rooms(lanes)
     taken = _claimed_before(line, me.owner, nonce)
     if taken is None:
         pool.beat(me.owner, me.timeout_s, now)
-        if not probing and pool.prober == me.owner:  # who claims has a gateway
+        # An owner that claims has a reachable gateway, so other owners may probe again.
+        if not probing and pool.prober == me.owner:
             pool.probe = None
         limit, room = (
             (0, 0) if probing and pool.probe is not None else _room(pool, me, permit, probing=probing)
@@ -93,20 +97,22 @@ def claim(
 
 
 def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
-    """The limit, and what of it is free."""
+    """Return the limit and the part of it that is free."""
     now, limit = me.now, _limit_by(pool, me, permit)
     if limit is None:
         return 0, 0
     free = limit - pool.units - permit.apart
     if not probing:
         return limit, free - (now < pool.probe_waits <= now + pool.lease_s)
+    # Without room, the probe reserves the next free unit, which other owners would claim otherwise.
     if free < 1:
         pool.probe_waits = now + min(me.timeout_s or pool.lease_s, pool.lease_s)
     return limit, free
 
 
 def _limit_by(pool: Pool, me: Caller, permit: Permit) -> int | None:
-    """The limit by which an owner may lease, in units, if it shares this permit; None: it may not."""
+    """Share a permit. Return the limit in units by which its owner may lease, or `None` if it may lease
+    nothing."""
     if pool.pause is not None:
         return None
     now = me.now
@@ -120,12 +126,13 @@ def _limit_by(pool: Pool, me: Caller, permit: Permit) -> int | None:
 
 
 def _read_time(permit: Permit, now: float) -> float:
-    """When its reading was taken. By a clock of before a step back nobody knows: it is older than any."""
+    """Return the time of the reading of a permit. A time in the future is from before a step of the clock, so
+    it counts as older than any other."""
     return permit.read_at if permit.read_at <= now + AHEAD_S else float("-inf")
 
 
 def _adopt(pool: Pool, permit: Permit, now: float) -> Permit:
-    """Take a permit for the shared one if its reading is no older; the shared one by then."""
+    """Make a permit the shared one if its reading is not older. Return the shared one."""
     read_at, known = _read_time(permit, now), pool.permit
     if known is None or read_at >= known.read_at - SAME_READING_S:
         newest = read_at if known is None else max(read_at, known.read_at)
@@ -146,6 +153,8 @@ def _take(
         if source is None or entry is None:
             break
         weighs = entry.units or units
+        # No end of a lease makes room for a request that needs more than the limit, so it is passed over. One
+        # that needs more than the room ends the claim, because it would starve behind lighter ones.
         if weighs > limit:
             if not entry.units or len(passed) == PASSED_MOST:
                 break
@@ -160,19 +169,21 @@ def _take(
             left[entry.lane] -= 1
         room -= weighs
         taken.append(line.lease(source.pop(), me.owner, me.now, units))
+    # Put back only now, so that the loop does not meet them again.
     for entry in passed:
         line.put_back(entry)
     return taken
 
 
 def hand_over(line: Line, me: Caller, nonce: str, permit: Permit, came: Sequence[Entry]) -> list[Grant]:
-    """Of those whose turn has come, what a claim would lease before anything else."""
+    """Lease those of the ready entries that the next claim would lease first."""
     limit, room = _room(line.pool, me, permit, probing=False) if came else (0, 0)
     taken: list[Grant] = []
     size = 0
     while room > 0:
         source = line.next(_OPEN)
         entry = None if source is None else source.first()
+        # Stop at the first request that is not ready by this step: a claim would lease it before the others.
         if source is None or entry is None or entry not in came or entry.lane is not None:
             break
         size += len(entry.member)
@@ -201,6 +212,7 @@ def _remember(line: Line, me: Caller, nonce: str, taken: Sequence[Grant]) -> Non
         tuple([each.token for each in taken]),
         tuple([each.entry.id for each in taken]),
     )
+    # The claim that was just added is not old, so the loop ends.
     while nonces[oldest := next(iter(nonces))][0] < me.now - REPLY_TTL_S:
         del nonces[oldest]
 
@@ -212,7 +224,8 @@ def renew(
     permit: Permit | None = None,
     overload: Overload | None = None,
 ) -> list[int]:
-    """The entries that are no longer the caller's."""
+    """Renew leases, and share a permit and an overload. Return the entries of leases that are no longer the
+    caller's."""
     pool, now = line.pool, me.now
     pool.beat(me.owner, me.timeout_s, now)
     lost = []
@@ -236,7 +249,7 @@ def renew(
 
 
 def _by(overload: Overload, now: float) -> Overload:
-    """The same, of now where it is said to be of later."""
+    """Return the overload with its times set to now if they are in the future."""
     if overload.at <= now + AHEAD_S:
         return overload
     return replace(overload, at=now, until=now + max(0.0, overload.until - overload.at))
@@ -253,6 +266,7 @@ def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: 
             fits.append(False)
             continue
         entry = grant.entry
+        # A lighter request always fits and makes room for those after it.
         more = units - entry.units
         if more > 0 and more > free:
             fits.append(False)
@@ -269,7 +283,7 @@ def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: 
 
 
 def young(pool: Pool, me: Caller) -> int:
-    """Units of others' leases that were claimed or renewed just now."""
+    """Return the units of the leases of other owners that were just claimed or renewed."""
     touched = pool.touched
     while touched and touched[0][0] < me.now - YOUNG_S:
         touched.popleft()
@@ -318,7 +332,8 @@ def recall(line: Line, models: Sequence[str]) -> Recalled:
 
 
 def awaited(line: Line) -> dict[str, int]:
-    """Others with each call, where they are too many."""
+    """Return the number of waiting requests by model. If there are too many models, each call returns
+    others."""
     told = list(line.awaiting.count.items())
     from_ = int(line.pool.unix_now() * 1e6) % len(told) if len(told) > AWAITED_MOST else 0
     return dict((told[from_:] + told[:from_])[:AWAITED_MOST])
@@ -334,7 +349,7 @@ def is_cancelled(line: Line, request_id: str, token: str) -> bool:
 
 
 def outlook(line: Line, me: Caller) -> LineAhead:
-    """Each score is a span of its own, whatever the rate."""
+    """Return a snapshot in which each score is a span of its own, whatever the rate."""
     pool, now = line.pool, me.now
     owners = {owner for owner, until in pool.beats.items() if now < until} | set(pool.held_by)
     replicas = [

@@ -1,4 +1,5 @@
-"""What sweep.lua does, on a `Line` and its `Pool`: leases are taken back, and what is due is brought back."""
+"""Step of sweep.lua on a `QueueState` and its `PoolState`: leases are taken back, and due requests return to
+the queue."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from dispatcher.queue.constants import AHEAD_S, GAP_S
 
 
 def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None, int, int]:
-    """How many leases of this line were taken back, how many delayed were due, when the next one is, how many
-    turns in sequences have come, and how many that waited for their model were cancelled."""
+    """Sweep the queue. Return the number of reclaimed leases, the number of delayed requests that were due,
+    the time when the next one is due, the number of turns in sequences that have come, and the number of
+    cancelled requests that waited for their model."""
     pool, now = line.pool, me.now
     if pool.tick is not None:
         gap_s = now - pool.tick
         if gap_s < -AHEAD_S:
             _stepped_back(pool, me, gap_s)
+        # After a gap between sweeps, living owners first get time to renew and to send a heartbeat.
         if gap_s > pool.lease_s / 3:
             pool.quiet_until = now + pool.lease_s / 3
         if gap_s > (min(me.timeout_s / 2, GAP_S) if me.timeout_s > 0 else GAP_S):
@@ -32,6 +35,8 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
         line.sequences.step_back(now - line.tick)
     pool.tick = line.tick = now
     pool.beat(me.owner, me.timeout_s, now)
+    # The leases of silent owners and late leases are orphaned: their requests may still run. Those of owners
+    # that are proven to have ended are not.
     before = pool.lost
     reclaimed = _reclaim_of(line, _silent(pool, now)) if now >= pool.beats_quiet_until else 0
     reclaimed += _reclaim_late(line, now) if now >= pool.quiet_until else 0
@@ -50,9 +55,11 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
 
 
 def _stepped_back(pool: Pool, me: Caller, by: float) -> None:
-    """The pool's clock did: the times kept there follow it, but for what was written since."""
+    """Let the times of the pool follow its clock, which has stepped back, except for those that were written
+    since."""
     now = me.now
     for grant in pool.grants.values():
+        # An earlier time may have been written since the step.
         if grant.expires_at > now + pool.lease_s:
             grant.expires_at += by
             grant.touched_at += by
@@ -64,7 +71,7 @@ def _stepped_back(pool: Pool, me: Caller, by: float) -> None:
 
 
 def _silent(pool: Pool, now: float) -> list[str]:
-    """Owners that should have been heard of by now; those without leases are forgotten."""
+    """Return the owners that are silent. Silent owners without leases are forgotten."""
     silent = [owner for owner, until in pool.beats.items() if until <= now]
     for owner in silent:
         if not pool.held_by[owner]:
@@ -79,7 +86,8 @@ def _reclaim(line: Line, grant: Grant) -> None:
 
 
 def _abandon(pool: Pool, grant: Grant) -> None:
-    """It counts nothing from here on: nobody sweeps its line, whose next sweep takes the request back."""
+    """Let a lease of a queue that is no longer swept count nothing. The next sweep of its queue returns the
+    request."""
     pool.hold(grant.owner, -grant.entry.units)
     pool.lost += grant.entry.units
     grant.abandoned = True
@@ -94,7 +102,7 @@ def _reclaim_of(line: Line, owners: Collection[str]) -> int:
     for grant in doomed:
         _reclaim(line, grant)
     for owner in owners:
-        if not pool.held_by[owner]:  # else the sweeps of other lines take back what it holds there
+        if not pool.held_by[owner]:  # otherwise, sweeps of other queues still need to find the owner
             pool.beats.pop(owner, None)
     return len(doomed)
 
@@ -108,12 +116,13 @@ def _reclaim_late(line: Line, now: float) -> int:
         grant = pool.grants.get(entry_id)
         if grant is None:
             continue
-        if grant.expires_at > now:  # renewed since
+        if grant.expires_at > now:  # renewed since it was pushed
             heapq.heappush(pool.expiries, (grant.expires_at, entry_id))
         elif entry_id in line.entries:
             _reclaim(line, grant)
             reclaimed += 1
         else:
+            # The sweeps of its own queue would have taken it back by now, if there were any.
             if not grant.abandoned and now >= max(grant.expires_at, pool.quiet_until) + pool.lease_s:
                 _abandon(pool, grant)
             elsewhere.append((grant.expires_at, entry_id))

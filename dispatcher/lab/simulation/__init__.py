@@ -1,1 +1,1 @@
-
+"""Simulator: policies against a simulated pool, in virtual time."""

@@ -1,4 +1,7 @@
-"""One policy against one world and one trace, in virtual time: what it harvested, and at whose cost."""
+"""Simulation of one policy in one scenario with one trace, in virtual time.
+
+The result shows how many batch requests the policy got through, and what that cost the realtime requests.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ from dispatcher.signals.readings import Verdict
 from dispatcher.telemetry.events import diverted
 
 SETTLED_AFTER = 30
-"""Readings after which a wrong capacity is expected to have been learned."""
+"""Number of readings after which a wrong capacity is expected to have been corrected."""
 
 
 NEW_OBJECTS = 100_000
-"""So many more objects than before, and circles of them are looked for."""
+"""Number of new objects after which the garbage collector runs."""
 
 
 class Name(StrEnum):
-    """The policies by name, best known first."""
+    """Names of the policies, best known first."""
 
     ALL_KNOWING = "all-knowing"
     LAW = "law"
@@ -44,7 +47,7 @@ class Name(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The pool and what the policy thought of it, for the picture."""
+    """State of the pool and of the policy at one moment, for the picture."""
 
     state: PoolState
     limit: int | None
@@ -55,36 +58,36 @@ class Moment:
 
 @dataclass(slots=True)
 class Run:
-    """What came of it."""
+    """Figures of one simulation."""
 
     name: Name
     seconds: float
     tokens: int = 0
-    """Generated for batch requests that were answered."""
+    """Number of tokens generated for answered batch requests."""
     sent: int = 0
     answered: int = 0
     refused: int = 0
-    """Batch requests answered with 429."""
+    """Number of batch requests answered with 429."""
     sent_settled: int = 0
     refused_settled: int = 0
-    """The same after SETTLED_AFTER readings."""
+    """`sent` and `refused` without the first SETTLING_READINGS readings."""
     unreachable: int = 0
     cut: int = 0
     over_mean: float = 0.0
     over_worst: float = 0.0
     most: int = 0
-    """The most requests there were, running and waiting."""
+    """Maximum number of requests in the pool, running and waiting."""
     realtime_refused: int = 0
     realtime_unreachable: int = 0
     waits: list[float] = field(default_factory=list)
-    """Of realtime requests for a slot, seconds; those still waiting at the end included."""
+    """Time for which each realtime request waited for a slot, with those that still wait at the end."""
     latencies: list[float] = field(default_factory=list)
-    """Of realtime requests from arrival to answer."""
+    """Time from arrival to answer of each realtime request."""
     closed_s: dict[str, float] = field(default_factory=dict)
-    """How long the policy was closed, by reason, to the grid of the moments."""
+    """Time for which the policy was closed, by reason, in multiples of the sample interval."""
     moments: list[Moment] = field(default_factory=list)
     meters: Sequence[Meter] = ()
-    """What the dispatchers themselves made of it."""
+    """Utilization that each dispatcher measured for itself."""
 
 
 def play(
@@ -95,22 +98,27 @@ def play(
     moment_s: float = 0.0,
     progress: Callable[[float], None] = lambda now: None,
 ) -> Run:
-    """Live through setting.seconds in virtual time; keep a moment each moment_s (0: none)."""
+    """Simulate `scenario.seconds` in virtual time, and record a sample every `sample_interval_s` (0:
+    never)."""
 
     async def live() -> Run:
         async with asyncio.TaskGroup() as tasks:
             return await _Experiment(setting, trace, name, tasks, progress).live(moment_s)
 
-    with diverted(lambda event, fields: None), _seldom_searched():  # the dispatchers in it have no log
+    with diverted(lambda event, fields: None), _seldom_searched():  # simulated dispatchers do not log
         return virtual_loop.run(live())
 
 
 @contextmanager
 def _seldom_searched() -> Iterator[None]:
-    """The loop leaves hardly any circles, and a search for them need not walk through what was there before:
-    a trace may be of hundreds of thousands of requests."""
+    """Make the garbage collector run rarely inside the block.
+
+    The simulation creates few reference cycles, and a collection would visit all requests of the trace, of
+    which there may be hundreds of thousands.
+    """
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, *before[1:])
+    # Frozen objects are not visited by collections at all.
     gc.freeze()
     try:
         yield
@@ -120,7 +128,7 @@ def _seldom_searched() -> Iterator[None]:
 
 
 class _Experiment:
-    """A policy, a world, and between them the road and the monitoring."""
+    """Policy and world, connected by the transport and the monitoring."""
 
     def __init__(
         self,
@@ -210,7 +218,9 @@ class _Experiment:
         while (room := self._policy.room(now)) > 0:
             for _ in range(room):
                 self._send(now)
+        # Always later than now: at the same time the loop would call `_check_again` for ever.
         at = max(self._policy.check_at(now), now + 1e-6)
+        # Only the earliest timer counts. Later ones still fire, and `_check_again` finds nothing to do.
         if at < self._check_at:
             self._check_at = at
             self._loop.call_at(at, self._check, at)
@@ -237,6 +247,7 @@ class _Experiment:
         setting, call_at = self._setting, self._loop.call_at
         self._road.now()
         self._scrapes += 1
+        # Counts up to here; `_build_run` subtracts them from those at the end.
         if self._scrapes == SETTLED_AFTER + 1:
             self._run.sent_settled, self._run.refused_settled = self._road.sent, self._refused()
         lost = setting.lost > 0 and self._losses.random() < setting.lost
@@ -245,6 +256,7 @@ class _Experiment:
         else:
             call_at(at + setting.lag_s, self._read, self._exporter.read(self._road.world.observe()))
         late = self._jitters.random() * setting.jitter * setting.scrape_s
+        # Computed from the number of scrapes, so that jitter does not add up.
         next_at = self._scrapes * setting.scrape_s + late
         call_at(next_at, self._scrape, next_at)
         self._progress(at)
@@ -261,12 +273,13 @@ class _Experiment:
         self._road.now()
         self._exporter.flush(self._road.world.observe())
         next_at = at + self._setting.flush_s
-        # A hair early: a scrape at the same moment sees it.
+        # Slightly early, so that a scrape at the same moment sees the new averages.
         self._loop.call_at(next_at - 1e-6, self._flush, next_at)
 
     def _pods_changed(self, pods: int) -> None:
         budgeting = self._setting.budgeting
         each = budgeting.initial_per_endpoint if budgeting.per_endpoint is None else budgeting.per_endpoint
+        # Not called directly: the world is in the middle of changing its pods.
         self._loop.call_soon(self._capacity, pods * each)
 
     def _capacity(self, slots: float) -> None:
@@ -277,6 +290,7 @@ class _Experiment:
         world = self._road.world
         if world.down:
             return 0
+        # Requests in transit count, too: they cannot be stopped any more.
         room = whole(world.slots * (1.0 - self._setting.reserve)) - world.in_system - self._road.travelling
         return max(0, room)
 
@@ -308,5 +322,6 @@ class _Experiment:
         run.over_worst, run.most = world.overshoot.worst, world.most
         run.realtime_refused = world.realtime_refused
         run.realtime_unreachable = world.realtime_unreachable
+        # Requests that never got a slot would otherwise make the policy look better.
         run.waits += [now - job.arrived_at for job in world.realtime_waiting]
         return run

@@ -1,4 +1,5 @@
-"""The real dispatch loop in the simulated world: dispatchers on one queue in memory that never runs empty."""
+"""The real dispatch loop in the simulated world. All dispatchers share one in-memory queue that never runs
+empty."""
 
 from __future__ import annotations
 
@@ -33,20 +34,23 @@ from dispatcher.signals.readings import Verdict
 from dispatcher.telemetry.metrics import Metrics
 
 EPOCH = 1_764_000_000.0
-"""Unix time when a simulation starts."""
+"""Unix time at the start of a simulation."""
 OWNER_TIMEOUT_S = 5.0
-"""As it is by default."""
+"""Default of `queue.owner_timeout_s`."""
 FOREVER = int(EPOCH) + 10**8
 NO_DEADLINE = float(len(PRIORITIES) * PRIORITY_STEP)
-"""A score beyond those of all deadlines: the queue need not keep these requests in the order of theirs."""
+"""Score beyond the scores of all deadlines, so that the queue does not have to sort these requests by
+deadline."""
 MEMBER = encode_member("batch-%08d", b'{"max_tokens":"%d"}', FOREVER, created=int(EPOCH)).replace(
     b'"%d"', b"%d"
 )
-"""Of a batch request, for its number and its tokens: hundreds of thousands differ in nothing else."""
+"""Template of a batch request, filled in with number and tokens. Encoding hundreds of thousands of requests
+one by one would take longer."""
 
 
 class _MeterAlone(Journal):
-    """What a simulated dispatcher tells: nobody reads its metrics and its log, and they cost a tenth."""
+    """Journal that only measures the utilization. Metrics and log of a simulated dispatcher have no reader,
+    and take a tenth of the time."""
 
     def turned(self, at: float, allowance: Allowance, limiter: Limiter, *, used: int) -> None:
         self.observed(at, allowance, limiter, used)
@@ -64,7 +68,7 @@ class _MeterAlone(Journal):
 
 
 class _SlowQueue:
-    """A queue whose calls take `call_s`, half of it each way."""
+    """Queue whose calls take `call_s`, half of it before and half after the operation."""
 
     def __init__(self, queue: Queue, call_s: float) -> None:
         self._queue = queue
@@ -85,7 +89,7 @@ class _SlowQueue:
 
 
 class Replica:
-    """One dispatcher process: the loop, its limiter, its door to the queue. Runs as soon as it is made."""
+    """One dispatcher process: loop, limiter and queue. It starts when it is created."""
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class Replica:
         self.task = tasks.create_task(self.dispatcher.run(), name=owner)
 
     def read(self, poll: Poll) -> None:
-        """What the poller tells, as the service hands it on."""
+        """Handle the result of a poll, as the service does."""
         self._signals = poll.signals
         if poll.readings:
             closed_at = [each.closed_at for each in poll.readings]
@@ -127,26 +131,29 @@ class Replica:
         self.dispatcher.read(poll)
 
     def unread(self, why: str, now: float) -> None:
-        """A scrape was lost."""
+        """Handle a failed scrape."""
+        # The older readings stay valid until the staleness limit, as in the service.
         unread = Unread(Reason.UNREADABLE, why)
         until = self._patience.until()
         self.dispatcher.read(Poll(at=now, signals=self._signals, unread=(unread,), closes_at=until))
 
     def capacity(self, max_requests: float | None, now: float) -> None:
-        """What the Kubernetes watch tells."""
+        """Handle a capacity reported by the Kubernetes watch."""
         self.limiter.capacity(max_requests, now)
         self.dispatcher.poke()
 
     def kill(self) -> None:
-        """As SIGKILL does: connections close, leases stay until its silence is noticed."""
+        """Stop like a process killed by SIGKILL: connections close, and leases stay until others notice the
+        silence."""
         self.task.cancel()
         self.queue.close()
 
 
 class Law(Policy):
-    """The dispatcher itself, in any number of replicas. It sends on its own: its room is always 0.
+    """Policy that runs the real dispatcher in any number of replicas.
 
-    Each answered request is followed by a new one, so that there is always work.
+    The dispatchers send on their own, so that `count_sendable` is always 0. A new request is added for each
+    answered one, so that requests always wait.
     """
 
     def __init__(self, setting: Setting, road: Road, tasks: asyncio.TaskGroup) -> None:
@@ -156,7 +163,10 @@ class Law(Policy):
         self._tasks = tasks
         lease_s = setting.lease_s
         self._options = Options(
-            retry=RetryPolicy(), lease_s=lease_s, owner_timeout_s=min(OWNER_TIMEOUT_S, lease_s)
+            # As the default of `queue.owner_timeout_s`: never above the lease.
+            retry=RetryPolicy(),
+            lease_s=lease_s,
+            owner_timeout_s=min(OWNER_TIMEOUT_S, lease_s),
         )
         self._time = asyncio.get_running_loop().time
         clock = self._stepping if setting.clock_steps else self._time
@@ -170,7 +180,7 @@ class Law(Policy):
         self._replicas = [self._replica() for _ in range(setting.replicas)]
 
     def read(self, found: Verdict, now: float) -> None:
-        self._store.lists.clear()  # nobody waits for these results
+        self._store.lists.clear()  # no client reads these results
         for replica in self._replicas:
             replica.read(Poll(at=now, signals=found.signals, readings=found.readings, unread=found.unread))
 
@@ -183,7 +193,7 @@ class Law(Policy):
             replica.capacity(max_requests, now)
 
     def kill(self) -> None:
-        """The replicas die in turn; a new one takes the place at once, knowing nothing."""
+        """Kill the replicas in turn. A new one without any knowledge replaces each at once."""
         doomed = self._next_to_die % len(self._replicas)
         self._next_to_die += 1
         self._replicas[doomed].kill()
@@ -214,19 +224,21 @@ class Law(Policy):
         )  # fmt: skip
 
     def _stepping(self) -> float:
-        """The queue's clock, which may step away from everybody else's."""
+        """Return the time by the clock of the queue, which may step away from the time of the loop."""
         now = self._time()
         return now + sum(by for at, by in self._setting.clock_steps if at <= now)
 
     def _job_of(self, request: Request) -> Job:
         self._refill()
+        # The payload comes from MEMBER_TEMPLATE: slicing is much cheaper than decoding JSON.
         return self._setting.batch.job(int(request.payload[len(b'{"max_tokens":') : -1]), self._setting.grain)
 
     def _refill(self) -> None:
-        """Have as many requests unanswered as workers could hold: more than ever are in flight."""
+        """Add requests until the queue has more unanswered ones than can ever be in flight."""
         while self._submitted - self._road.ended[End.ANSWERED] < self.workers:
             # Equal scores: the queue takes them in the order of their bytes, which is that of their numbers.
             member = MEMBER % (self._submitted, self._setting.batch.draw(self._sizes))
             self._store.add(member, NO_DEADLINE)
-            self._store.line.pending[member].units = self._setting.grain  # as if it had been read before
+            # As if a dispatcher had already weighed it.
+            self._store.line.pending[member].units = self._setting.grain
             self._submitted += self._setting.grain

@@ -1,4 +1,5 @@
-"""What the world's monitoring shows of it: the readings a dispatcher gets, with all their faults."""
+"""Monitoring of the simulated world: the readings that a dispatcher gets, with all their errors and
+delays."""
 
 from __future__ import annotations
 
@@ -14,38 +15,41 @@ from dispatcher.signals.epp.series import View
 from dispatcher.signals.readings import Lessons, Verdict, at_most, judge
 
 REQUEST_TOKENS, POD_TOKENS = 650, 1_000_000
-"""Of a request, about; and what its mode for tokens takes an endpoint for where nobody says."""
+"""Average tokens of a request, and the default number of tokens per endpoint in the token mode of the
+picker."""
 
 
 class Detector(StrEnum):
-    """What the EPP computes its pool saturation with."""
+    """Quantity from which the picker computes the saturation of the pool."""
 
     UTILIZATION = "utilization"
-    """Its default: mean over pods of max(waiting / 5, kv / 0.8). A pressure score."""
+    """Default of the picker: mean over pods of max(waiting / 5, kv / 0.8). A score of pressure, not a
+    count."""
     CONCURRENCY = "concurrency"
-    """Requests in the pods ÷ what it takes them for: a true count."""
+    """Requests in the pods ÷ maxConcurrency: a true count."""
     TOKENS = "tokens"
-    """The same of tokens, by its other mode: a count of something else."""
+    """Tokens in the pods ÷ maximum, by the other mode of the concurrency detector: a count of something
+    else."""
     COMPOSITE = "composite"
-    """The larger of the first two."""
+    """Maximum of utilization and concurrency."""
     NONE = "none"
-    """Flow control is off: the picker holds nobody back and shows no saturation."""
+    """Flow control is off: the picker does not queue requests and shows no saturation."""
     SERVERS = "servers"
-    """There is no picker: the pages of the model servers themselves are read."""
+    """There is no picker: the metrics of the model servers are read instead."""
 
     @property
     def flow_control(self) -> bool:
-        """Whether the picker has a queue and shows its saturation."""
+        """True if the picker has a queue and shows its saturation."""
         return self not in (Detector.NONE, Detector.SERVERS)
 
     @property
     def by_queues(self) -> bool:
-        """Whether the queues of the model servers decide if the picker holds requests back."""
+        """True if the queues of the model servers decide whether the picker holds requests back."""
         return self in (Detector.UTILIZATION, Detector.COMPOSITE)
 
 
 class Signals(StrEnum):
-    """`signals.use` of the configuration."""
+    """Value of `signals.use` in the configuration."""
 
     AUTO = "auto"
     SATURATION = "saturation"
@@ -54,57 +58,60 @@ class Signals(StrEnum):
 
     @property
     def at_most(self) -> Sequence[Signal]:
-        """What may be asked for before anything is known of the EPP."""
+        """Signals that may be read before anything is known about the picker."""
         return at_most(self.value)
 
 
 @dataclass(slots=True)
 class Exporter:
-    """The EPP's metrics pages, and what the dispatcher's own reader makes of them."""
+    """Metrics of the picker, and the readings that the dispatcher makes of them."""
 
     use: Signals
     policy: Policy
-    """The configured capacity."""
+    """Configured capacity."""
     picker_per_pod: float
     """maxConcurrency of the picker."""
     detector: Detector = Detector.CONCURRENCY
     kv_full: float = 0.1
-    """KV cache in use when every slot is taken."""
+    """Share of the KV cache that is in use while all slots are taken."""
     flush_s: float = 0.0
-    """The averages are renewed this often; 0: always fresh."""
+    """Interval at which the averages are renewed. 0 if they are always current."""
     stamp_s: float = 0.0
-    """A sample is dated so much later than it was taken."""
+    """Time by which the timestamp of a sample is later than the sample."""
     shows_running: bool = True
-    """The page has the requests that the picker sent and saw no answer of, which is always of now."""
+    """True if the page shows the requests that the picker sent and that have no answer yet. This number is
+    always current."""
     shows_server_queues: bool = True
-    """The page has the queue of each model server, as the picker last read it."""
+    """True if the page shows the queue of each model server, as the picker last read it."""
     pickers: int = 1
-    """Active replicas, each with an even share of the requests."""
+    """Number of active replicas of the picker, each with an even share of the requests."""
     _flushed: PoolState | None = None
     _lessons: Lessons = field(default_factory=Lessons)
 
     def flush(self, state: PoolState) -> None:
-        """The averages now say this."""
+        """Renew the averages from this state."""
         self._flushed = state
 
     def read(self, state: PoolState) -> Verdict:
-        """What a scrape at `state.at` comes to."""
+        """Return the readings of a scrape at `state.at`."""
         views = [self.view(state, number) for number in range(self.pickers)]
         self._lessons.learn(views)
         found = judge(views, self.use, self.policy, "simulated", self._lessons)
         readings = [
-            # The world began at 0, and so did its averages. And it counts all that a request weighs.
+            # Averages cannot start before the world does, at 0. The simulated pages count the full weight of
+            # a request.
             replace(reading, opened_at=max(0.0, reading.opened_at), beyond_calls=math.inf)
             for reading in found.readings
         ]
         return replace(found, readings=tuple(readings))
 
     def view(self, state: PoolState, number: int = 0) -> View:
-        """The page of a replica of the picker, scraped at `state.at`."""
+        """Return the page of one replica of the picker, scraped at `state.at`."""
         if self.detector is Detector.SERVERS:
             return self._servers(state)
         seen = self._flushed if self.flush_s and self._flushed is not None else state
         flow_control = self.detector.flow_control
+        # Everything that the picker has sent and that is not answered: running or waiting in a pod.
         sent = self._share(state.running + self._inside(state), number)
         at = state.at + self.stamp_s
         return View(
@@ -122,7 +129,7 @@ class Exporter:
         )
 
     def _servers(self, state: PoolState) -> View:
-        """The pages of all model servers together."""
+        """Return the metrics of all model servers together."""
         at, pods = state.at + self.stamp_s, max(1, state.pods)
         return View(
             at,
@@ -135,16 +142,19 @@ class Exporter:
         )
 
     def _inside(self, state: PoolState) -> int:
-        """Requests that wait in the pods: without flow control all, in whatever order."""
+        """Return the number of requests that wait in the pods. Without flow control all waiting requests
+        do."""
         return state.inside if self.detector.flow_control else state.waiting
 
     def _seen_inside(self, state: PoolState) -> float:
-        """The same, as the picker last read it."""
+        """Return the same number as of the last time the picker read the metrics."""
+        # The world may hold requests in its picker for the order alone; without flow control they count as in
+        # pods.
         outside = 0 if self.detector.flow_control else state.waiting - state.inside
         return float(state.inside_seen + outside)
 
     def _share(self, requests: int, number: int) -> int:
-        """What of them is this replica's."""
+        """Return the share of this replica of the picker."""
         return requests // self.pickers + (number < requests % self.pickers)
 
     def _saturation(self, state: PoolState, sent: int) -> float:
@@ -154,10 +164,12 @@ class Exporter:
             return sent / (self.picker_per_pod * state.pods)
         if self.detector is Detector.TOKENS:
             return sent * REQUEST_TOKENS / (POD_TOKENS * state.pods)
+        # The formula of the utilization detector with its default thresholds.
         pressure = max(state.inside_seen / state.pods / WAITING_AT_FULL, self._kv(state) / KV_AT_FULL)
         if self.detector is Detector.COMPOSITE:
             return max(pressure, sent / (self.picker_per_pod * state.pods))
         return pressure
 
     def _kv(self, state: PoolState) -> float:
+        # No slots: the detector treats a pool without servers as full.
         return self.kv_full * state.running / state.slots if state.slots else 1.0

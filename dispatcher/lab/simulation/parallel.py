@@ -1,8 +1,8 @@
-"""Several runs at once, each in a process of its own.
+"""Several simulations at once, each in its own process.
 
-A process is forked on Linux, so that the trace is there already. It sends how far it is, and then its run.
-Ctrl-C reaches the whole terminal: the processes leave it to their parent, which ends them; a parent that was
-killed is noticed at the next simulated scrape.
+On Linux the processes are forked, so that they have the trace already. Each process sends its progress and
+finally its result. Ctrl-C goes to all processes of the terminal; the children ignore it, and the parent stops
+them. A child notices at its next simulated scrape that its parent was killed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dispatcher.lab.standin.trace import Trace
 
 TOLD_EACH_S = 0.2
 LOOK_S = 1.0
-"""While nothing is told, whoever waits is called that often."""
+"""Interval at which the caller gets control even if no process has sent anything."""
 
 
 class RunFailedError(Exception):
-    """A process ended without its run; the message is a sentence."""
+    """Error for a process that ended without a result. The message is a complete sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One run that is wanted."""
+    """Request for one simulation."""
 
     setting: Setting
     policy: Name
@@ -45,26 +45,27 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Something has happened, or LOOK_S has passed: how much of each job is done, from 0 to 1, and the runs
-    that have ended since the last time, by the job's number."""
+    """Progress of all simulations: the completed share of each, from 0 to 1, and those that ended since the
+    last report, each with its number."""
 
     done: Sequence[float]
     ended: Sequence[tuple[int, Run]]
 
 
 def cores() -> int:
-    """How many processes can run at once."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    """Return the number of processes that can run at once."""
+    affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS and Windows
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[Advance, None, None]:
-    """Play them in their order, as many at once as there are processes. Closed, it ends them.
+    """Run the simulations in order, at most `processes` at once. Closing the generator stops them.
 
     Raises RunFailedError.
     """
     context: BaseContext = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     done = [0.0] * len(jobs)
+    # Reversed, since `pop` takes from the end.
     waiting = list(enumerate(jobs))[::-1]
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     try:
@@ -77,8 +78,10 @@ def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[
                 )
                 with _uninterrupted():
                     process.start()
+                # Without this copy the pipe reports its end when the child exits.
                 theirs.close()
                 running[ours] = (number, process)
+            # After the timeout the loop yields without news, so that the caller can update its display.
             ended: list[tuple[int, Run]] = []
             for ready in cast("list[Connection]", wait(list(running), LOOK_S)):
                 number, process = running[ready]
@@ -101,8 +104,8 @@ def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes after this. Python loses one that comes right behind a fork, where what modules have done
-    there runs: its exceptions are ignored."""
+    """Delay Ctrl-C until the end of the block. Python loses a signal that arrives right after a fork, while
+    hooks of modules run there, because exceptions in these hooks are ignored."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
@@ -124,13 +127,15 @@ def _heard(pipe: Connection, process: BaseProcess) -> float | Run:
 
 
 def _work(job: Wanted, trace: Trace, pipe: Connection, parent: int) -> None:
-    """In the process."""
+    """Run one simulation in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent may have handlers of its own, which a forked child inherits.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     told_at = time.monotonic()
 
     def progress(now: float) -> None:
         nonlocal told_at
+        # An orphan has another parent. No cleanup: the exit handlers are those of the parent.
         if os.getppid() != parent:
             os._exit(1)
         if time.monotonic() - told_at >= TOLD_EACH_S:
@@ -140,6 +145,7 @@ def _work(job: Wanted, trace: Trace, pipe: Connection, parent: int) -> None:
     try:
         pipe.send(play(job.setting, trace, job.policy, moment_s=job.moment_s, progress=progress))
     except BrokenPipeError:
-        return  # nobody listens any more
+        return  # the parent has closed the pipe
     except Exception:
+        # As text, since an exception may not survive pickling.
         pipe.send(traceback.format_exc())

@@ -1,7 +1,7 @@
-"""Pictures of what was simulated: the timeline of a comparison, and what each value of a sweep comes to.
+"""Pictures of simulations: the timeline of a comparison, and the results of a sweep.
 
-timeline    who held the pool's slots, and what the policy allowed; all panels have one scale
-sweep       batch work's throughput, and what it adds to realtime's latency, by the swept setting
+timeline    requests in the pool, and the limit of the policy; all panels have the same scale
+sweep       throughput of batch requests and added latency of realtime requests, by swept value
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ TITLES = {
     Name.MULTIPLIER: "multiplier: budget × batch each poll",
     Name.NONE: "none: no batch work",
 }
-"""Each begins with the name that the table has for the policy."""
+"""Titles of the panels. Each starts with the name of the policy in the table."""
 COLOURS = ("#2b8a3e", "#4f7cac", "#d9480f", "#7048e8", "#c2255c", "#e67700")
-"""Colours of the policies of a sweep. The policy `none` draws nothing."""
+"""Colours of the policies in a sweep. The policy `none` is not drawn."""
 
 
 def available() -> bool:
-    """Whether there is something to draw with (the extra `plots`)."""
+    """Return whether the library for drawing (extra `plots`) is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Write the picture of the timelines; its suffix says the format (png, svg, pdf). Raises OSError, and
-    ValueError for a suffix that stands for no format."""
+    """Draw the timelines into a file. Its suffix is the format: png, svg or pdf.
+
+    Raises OSError, and ValueError for an unknown suffix.
+    """
     first = (Name.LAW, Name.ALL_KNOWING)
     pairs = sorted(
         zip(comparison.runs, comparison.rows, strict=True),
@@ -57,7 +59,8 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def draw_sweep(found: SweepResult, path: Path) -> None:
-    """Write the picture of a sweep, as `draw` does. The values stand side by side, whatever lies between."""
+    """Draw the result of a sweep into a file, like `draw_timelines`. The values have equal distances on the
+    axis."""
     figure = _figure(4.4)
     panels = figure.subplots(1, 2)
     values = list(dict.fromkeys(value for value, _ in found.rows))
@@ -80,6 +83,7 @@ def draw_sweep(found: SweepResult, path: Path) -> None:
 
 
 def _figure(height: float) -> Any:
+    # Imported late, since matplotlib is an optional dependency and slow to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -90,7 +94,7 @@ def _figure(height: float) -> Any:
 
 
 def _told(setting: Setting, swept: str = "") -> str:
-    """The pool and its readings in words, without what was swept."""
+    """Describe the pool and its scrapes, without the option that is swept."""
     believed = "" if setting.real_slots == setting.slots else f" (configured as {setting.slots})"
     scrape = "" if swept == "scrape" else f" every {setting.scrape_s:g} s"
     lag = "" if swept == "lag" else f" known {setting.lag_s:g} s later"
@@ -129,8 +133,9 @@ def _total(run: Run) -> list[int]:
 
 
 def _top(run: Run) -> float:
-    """Return the end of the scale on which this run can be seen."""
+    """Return the upper end of the axis at which this run is readable."""
     slots, most = max(moment.state.slots for moment in run.moments), max(_total(run))
+    # A run with a long queue is cut off, so that the slots do not shrink to a line.
     return slots * 1.28 if most <= 1.28 * slots else min(most, 2.2 * slots)
 
 
@@ -180,7 +185,7 @@ def _figures(row: Row) -> str:
 
 
 def _shade(panel: Any, moments: Sequence[Moment], width_s: float) -> None:
-    """Closed periods, with their reason where there is space for it."""
+    """Shade the closed periods. Those that are wide enough get their reason as label."""
     labelled = False
     for reason, start, end in _closed(moments):
         panel.axvspan(start, end, color=CLOSED, alpha=0.16, linewidth=0, label=None if labelled else "closed")

@@ -1,7 +1,7 @@
-"""Ways to decide how much batch work to send: what else one might think of than the control law.
+"""Policies that decide how many batch requests are sent: alternatives to the limit algorithm of this project.
 
-A policy hears what a dispatcher would hear, and says how many requests to send now (`room`). Only the
-all-knowing one may look at the world.
+A policy gets the same information as a dispatcher and returns how many requests to send now
+(`count_sendable`). Only the policy `all-knowing` may look at the world.
 """
 
 from __future__ import annotations
@@ -17,64 +17,68 @@ from dispatcher.lab.simulation.transport import End
 from dispatcher.signals.readings import Verdict
 
 BACKOFF_S = 2.0
-"""The alternatives know nothing of overload: their workers sleep that long after a refusal, as peers' do."""
+"""Time for which a worker of an alternative policy sleeps after a refusal. The alternatives have no other
+reaction to overload."""
 WORKERS_PER_SLOT = 4
-"""How many requests an alternative can have out at most, for each slot of the configured pool."""
+"""Maximum number of outstanding requests of an alternative policy, per slot of the configured pool."""
 POLL_S = 0.2
-"""How often the multiplier looks for work; for as many requests as it has workers, times the budget."""
+"""Interval at which the policy `multiplier` takes new requests: number of workers × budget each time."""
 
 
 class Policy:
-    """What all have in common: a count of what is out, and a pause after a refusal."""
+    """Base class: counts outstanding requests and pauses after refusals."""
 
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         self.budgeting = budgeting
         self.workers = slots * WORKERS_PER_SLOT
         self.out = 0
-        """Workers taken: requests sent and not back, and refused ones that rest."""
+        """Number of workers in use: for requests without an answer, and for refused ones during their
+        pause."""
         self._resting: deque[float] = deque()
 
     def read(self, found: Verdict, now: float) -> None:
-        """A scrape has become known."""
+        """Handle the result of a scrape."""
 
     def unread(self, why: str, now: float) -> None:
-        """A scrape has failed."""
+        """Handle a failed scrape."""
 
     def capacity(self, max_requests: float, now: float) -> None:
-        """Endpoints came or went, by the Kubernetes watch."""
+        """Handle a capacity reported by the Kubernetes watch."""
 
     def sent(self, now: float) -> None:
         self.out += 1
 
     def ended(self, now: float, how: End) -> None:
         if how in (End.REFUSED, End.UNREACHABLE):
-            self._resting.append(now + BACKOFF_S)  # its worker is taken until then
+            self._resting.append(now + BACKOFF_S)  # the worker is in use until then
         else:
             self.out -= 1
 
     def kill(self) -> None:
-        """One of the dispatcher's processes dies. One process: cannot die here."""
+        """Kill one of the processes of the dispatcher. A policy with a single process ignores this."""
 
     def stop(self) -> None:
-        """The simulation is over."""
+        """Stop at the end of the simulation."""
 
     def room(self, now: float) -> int:
-        """How many requests to send now."""
+        """Return the number of requests to send now."""
         while self._resting and self._resting[0] <= now:
             self._resting.popleft()
             self.out -= 1
+        # Negative after the limit has fallen: nothing is sent until enough answers came.
         return max(0, min(self._target(now), self.workers) - self.out)
 
     def check_at(self, now: float) -> float:
-        """Ask again then, though nothing happens."""
+        """Return the next time at which the answer may change without an event."""
         return self._resting[0] if self._resting else inf
 
     def meters(self) -> Sequence[Meter]:
-        """What each dispatcher process measured of its own harvest."""
+        """Return the utilization that each dispatcher process measured."""
         return ()
 
     def shown(self, now: float) -> tuple[int | None, Reason | None]:
-        """The limit on what may be out, if the policy has one, and why it is closed, if it is."""
+        """Return the limit on outstanding requests, if the policy has one, and the reason why it is closed,
+        if it is."""
         return None, None
 
     def capacity_seen(self) -> float | None:
@@ -82,7 +86,7 @@ class Policy:
         return None
 
     def _target(self, now: float) -> int:
-        """How many may be out."""
+        """Return how many requests may be outstanding."""
         return 0
 
     def _headroom(self, readings: Sequence[Reading]) -> int:
@@ -91,11 +95,11 @@ class Policy:
 
 
 class NoBatch(Policy):
-    """Sends nothing: what realtime would see without us."""
+    """Sends nothing. Shows the latencies of realtime requests without batch requests."""
 
 
 class AllKnowing(Policy):
-    """Knows the pool at every moment and at once: nothing can harvest more within the reserve."""
+    """Knows the current state of the pool without delay. No policy can use more within the reserve."""
 
     def __init__(self, budgeting: Budgeting, slots: int, fill: Callable[[], int]) -> None:
         super().__init__(budgeting, slots)
@@ -106,7 +110,7 @@ class AllKnowing(Policy):
 
 
 class Literal(Policy):
-    """Sends H requests for each reading, as the formula literally says."""
+    """Sends H new requests for each reading, as the formula literally says."""
 
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         super().__init__(budgeting, slots)
@@ -120,12 +124,12 @@ class Literal(Policy):
         self._left -= 1
 
     def room(self, now: float) -> int:
-        super().room(now)  # wakes the workers that have rested
+        super().room(now)  # frees workers whose pause is over
         return max(0, min(self._left, self.workers - self.out))
 
 
 class Cap(Policy):
-    """Takes H for a cap on its own requests; its own load, which is in the reading, counts against it."""
+    """Uses H as the limit on its own requests, although H already excludes those that are running."""
 
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         super().__init__(budgeting, slots)
@@ -142,8 +146,8 @@ class Cap(Policy):
 
 
 class Multiplier(Policy):
-    """Takes budget × batch requests each poll, for whichever of its workers are free; knows nothing of what
-    is already out."""
+    """Takes budget × workers requests at each poll, as far as workers are free. Ignores requests that are
+    outstanding."""
 
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         super().__init__(budgeting, slots)
@@ -162,7 +166,8 @@ class Multiplier(Policy):
         self._left -= 1
 
     def room(self, now: float) -> int:
-        super().room(now)  # wakes the workers that have rested
+        super().room(now)  # frees workers whose pause is over
+        # The tolerance makes a timer that fires at exactly this time count.
         if now >= self._polled_at + POLL_S - 1e-9:
             self._polled_at = now
             self._left = int(self._budget * self.workers)
@@ -173,7 +178,8 @@ class Multiplier(Policy):
 
 
 class Point(Policy):
-    """L = I(t_s) + H: adds back what it believes it had out when the sample was taken, without doubts."""
+    """Uses L = I(t_s) + H: adds the requests that it had outstanding at the time of the sample, without
+    uncertainty."""
 
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         super().__init__(budgeting, slots)
@@ -182,6 +188,7 @@ class Point(Policy):
 
     def read(self, found: Verdict, now: float) -> None:
         at = min(reading.opened_at for reading in found.readings)
+        # Keeps the newest entry that is not later than the sample.
         while len(self._history) > 1 and self._history[1][0] <= at:
             self._history.popleft()
         self._limit = max(0, self._history[0][1] + self._headroom(found.readings))

@@ -1,4 +1,4 @@
-"""Several policies in the same world: a row for each, and how to show the rows."""
+"""Results of several policies in the same scenario: a row of figures for each, and the table of the rows."""
 
 from __future__ import annotations
 
@@ -12,63 +12,67 @@ from dispatcher.lab.simulation.scenario import Setting
 from dispatcher.lab.standin.trace import Trace
 
 ITS_OWN = 0.01
-"""Where this share of realtime's requests waits without batch work, it lacks slots itself."""
+"""Share of realtime requests that wait without any batch requests, from which on the pool is too small for
+them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a policy came to. Ratios and percentiles are None where there is nothing to divide or to rank."""
+    """Figures of one policy. Ratios and percentiles are `None` if there are no values for them."""
 
     policy: Name
     harvest: float | None
-    """Batch tokens answered, relative to the all-knowing dispatcher's."""
+    """Tokens of answered batch requests, relative to those of the policy `all-knowing`."""
     batch_tokens_per_s: float
     batch_requests_per_s: float
     over_mean: float
-    """Requests in the system above (1 − B) × slots: mean over time."""
+    """Mean over time of the requests in the pool above (1 − B) × slots."""
     over_less_all_knowing: float | None
-    """The same, less what even the all-knowing dispatcher cannot avoid; None where that was not played."""
+    """`overshoot_mean` minus that of the policy `all-knowing`, which cannot avoid it either. `None` if that
+    was not run."""
     over_worst: float
     wait_mean_s: float | None
     wait_p50_s: float | None
     wait_p99_s: float | None
-    """Realtime requests that were not refused: from arrival until a slot was free."""
+    """Time from arrival to a free slot of realtime requests that were not refused."""
     wait_mean_less_none_s: float | None
     wait_p99_less_none_s: float | None
-    """The same, less what they wait without batch work."""
+    """Mean and 99th percentile of this time, minus those without batch requests."""
     latency_p50_ratio: float | None
     latency_p99_ratio: float | None
-    """Realtime requests, from arrival to answer: the percentile over the same without batch work."""
+    """Percentile of the time from arrival to answer of realtime requests, divided by that without batch
+    requests."""
     latency_p95_less_none_s: float | None
-    """The 95th percentile of those, less what it is without batch work."""
+    """95th percentile of this time minus that without batch requests."""
     refused: int
     refused_per_1000: float
-    """Batch requests answered with 429, and their share of those sent."""
+    """Batch requests answered with 429, and their number per 1,000 sent."""
     refused_per_1000_settled: float
-    """The same, without the first SETTLED_AFTER readings."""
+    """`refused_per_1000` without the first SETTLING_READINGS readings."""
     unreachable: int
-    """Batch requests that found no gateway."""
+    """Batch requests that did not reach the gateway."""
     realtime_refused: int
-    """Realtime requests answered with 429, because the queue was full."""
+    """Realtime requests answered with 429 because the queue was full."""
     realtime_refused_less_none: int
-    """The same, less those that are refused without batch work."""
+    """`realtime_refused` minus those without batch requests."""
     closed_s: dict[str, float]
-    """How long the policy was closed, by reason."""
+    """Time for which the policy was closed, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The rows asked for, and the runs behind them."""
+    """Requested rows, and the runs that they are computed from."""
 
     setting: Setting
     trace: str
     rows: Sequence[Row]
     runs: Sequence[Run]
     none: Run
-    """What realtime is to itself, without batch work."""
+    """Run without batch requests."""
 
     def as_json(self) -> dict[str, Any]:
-        """Figures rounded to what they are good for; the same for the same seed."""
+        """Return the comparison as JSON with rounded figures. The result depends only on scenario and
+        seed."""
         return {
             "trace": self.trace,
             "setting": told_of(self.setting),
@@ -78,17 +82,20 @@ class Comparison:
 
 
 def told_of(what: Setting | Row) -> dict[str, Any]:
-    """As JSON has it."""
+    """Encode a scenario or a row as a JSON object."""
     told: dict[str, Any] = _rounded(asdict(what))
     if isinstance(what, Row):
         return told
+    # The step that is used, not the one that was asked for.
     told["step_s"] = _rounded(what.steps_s)
     return {key: value for key, value in told.items() if value is not None}
 
 
 def too_small(setting: Setting, alone: Run) -> str:
-    """A sentence where realtime alone needs more slots than there are; empty where it does not."""
+    """Return a sentence if the realtime requests alone need more slots than there are, otherwise an empty
+    string."""
     waits, refused = alone.waits, alone.realtime_refused
+    # Refused requests have no wait, but lacked a slot as well.
     waited = sum(wait > 0 for wait in waits) + refused
     share = waited / max(1, len(waits) + refused)
     if share < ITS_OWN:
@@ -102,14 +109,14 @@ def too_small(setting: Setting, alone: Run) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A figure of each row."""
+    """Column of the table."""
 
     heading: str
     value: Callable[[Row], float | None]
     spec: str
     unit: str = ""
     width: int = 8
-    """Of its cells at the least."""
+    """Minimum width of the cells."""
 
     def cell(self, row: Row) -> str:
         value = self.value(row)
@@ -125,13 +132,13 @@ COLUMNS = (
     Column("wait p99", lambda row: row.wait_p99_s, ".2f", " s"),
     Column("added", lambda row: row.wait_p99_less_none_s, "+.2f", " s"),
 )
-"""For whoever has users. What fits the width of a terminal is shown."""
+"""Columns for operators with realtime users. Those that fit the width of the terminal are shown."""
 LAW = (
     Column("harvest", lambda row: row.harvest, ".3f", width=7),
     Column("over", lambda row: row.over_mean, ".2f", width=6),
     Column("worst", lambda row: row.over_worst, ".0f", width=5),
 )
-"""How well the law does what it is meant to do."""
+"""Columns that show how well the limit algorithm works."""
 REFUSED = (
     Column("realtime 429", lambda row: row.realtime_refused, ",d"),
     Column("added", lambda row: row.realtime_refused_less_none, "+,d"),
@@ -139,13 +146,13 @@ REFUSED = (
     Column("per 1,000", lambda row: row.refused_per_1000, ".1f"),
     Column("settled", lambda row: row.refused_per_1000_settled, ".1f"),
 )
-"""Where a queue has an end."""
+"""Columns for scenarios with a limited queue."""
 UNREACHABLE = Column("unreachable", lambda row: row.unreachable, ",d")
 GAP = "  "
 
 
 class Sheet:
-    """The rows as lines of text, each as soon as it is known: its columns are as wide as any row may need."""
+    """Table that is printed row by row as results arrive. Its columns are as wide as any row may need."""
 
     def __init__(
         self,
@@ -156,8 +163,11 @@ class Sheet:
         width: int | None = None,
         harvest: bool = True,
     ) -> None:
-        """`first`: the heading of what tells the rows apart, which are `names`; `width`: None for a pipe;
-        `harvest`: the all-knowing dispatcher was played."""
+        """Choose the columns.
+
+        `first` is the heading of the first column, which has `names` in its rows. `width` is that of the
+        terminal, or `None` for a pipe. `has_utilization` is True if the policy `all-knowing` is run, too.
+        """
         refused = REFUSED if setting.queue_limit is not None else ()
         unreachable = (UNREACHABLE,) if setting.outages else ()
         every = [*COLUMNS, *refused, *unreachable, *LAW[not harvest :]]
@@ -186,7 +196,7 @@ def _width(column: Column) -> int:
 
 
 def moment_s(setting: Setting) -> float:
-    """How far the moments of a run are apart that is compared."""
+    """Return the interval between two samples of a run."""
     return max(0.25, setting.seconds / 1800)
 
 
@@ -197,10 +207,12 @@ def compare(
     *,
     progress: Callable[[Name, float], None] = lambda name, share: None,
 ) -> Comparison:
-    """Play each policy; the all-knowing and the idle one are played anyway, as what to compare with.
+    """Run each policy and build the comparison.
 
-    `progress`: (policy, share of all work that is done), now and then.
+    The policies `all-knowing` and `none` are always run, since the others are compared with them. `progress`
+    is called with the policy and the completed share of all runs.
     """
+    # In the order of the enum, whatever the order of the arguments.
     every = [name for name in Name if name in {*names, Name.ALL_KNOWING, Name.NONE}]
     runs: dict[Name, Run] = {}
     for done, name in enumerate(every):
@@ -213,14 +225,15 @@ def compare(
 
 
 def comparison(setting: Setting, trace: str, names: Sequence[Name], runs: Mapping[Name, Run]) -> Comparison:
-    """Of runs that have been played: those of the names, the all-knowing and the idle one."""
+    """Build the comparison from runs, which must include those of `all-knowing` and `none`."""
     best, idle = runs[Name.ALL_KNOWING], runs[Name.NONE]
     wanted = [runs[name] for name in Name if name in names]
     return Comparison(setting, trace, [row_of(run, best, idle) for run in wanted], wanted, idle)
 
 
 def row_of(run: Run, best: Run | None, idle: Run) -> Row:
-    """`best`: the all-knowing dispatcher's, where that was played; `idle`: without batch work."""
+    """Compute the row of a run. `best` is the run of `all-knowing`, if there is one; `idle` is that of
+    `none`."""
     return Row(
         policy=run.name,
         harvest=None if best is None else _ratio(run.tokens, best.tokens),
@@ -248,7 +261,8 @@ def row_of(run: Run, best: Run | None, idle: Run) -> Row:
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least this share of them does not exceed; None of none."""
+    """Return the smallest value that is not exceeded by at least this share of the values, or `None` without
+    values."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
@@ -273,7 +287,7 @@ def _rounded(value: Any) -> Any:
 
 
 def sentence(row: Row) -> str:
-    """What a policy comes to, for whoever has users."""
+    """Describe in one sentence what a policy gains and costs."""
     batch = f"batch gets {row.batch_tokens_per_s:,.0f} tokens/s"
     if row.latency_p99_ratio is None or row.wait_p99_less_none_s is None:
         return f"{batch}; no realtime request was answered"
@@ -284,7 +298,7 @@ def sentence(row: Row) -> str:
 
 
 def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) -> str:
-    """What was played, and what the columns mean."""
+    """Return a description of the scenario and of the columns."""
     truly = "" if setting.real_slots == setting.slots else f" (truly {setting.real_slots})"
     kept = f"reserve {setting.reserve:g}, " if reserve else ""
     coarse = f", in steps of {setting.steps_s:.3g} s" if setting.steps_s else ""
@@ -313,8 +327,8 @@ def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) 
 
 
 def closures(setting: Setting, rows: Iterable[tuple[str, Row]]) -> list[str]:
-    """How long each of them, by its name, was closed, and why. What was seen at one moment alone, as the
-    start is, may have been a blink."""
+    """Return a line for each row that was closed, with reasons and durations. Reasons seen in a single sample
+    are left out, since they may have lasted only a moment, as at the start."""
     told = []
     for name, row in rows:
         longer = {reason: total for reason, total in row.closed_s.items() if total > 1.5 * moment_s(setting)}

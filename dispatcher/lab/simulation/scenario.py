@@ -1,4 +1,4 @@
-"""What an experiment is set in: a pool, its monitoring, the batch requests, and what goes wrong."""
+"""Scenario of a simulation: the pool, its monitoring, the batch requests, and the faults."""
 
 from __future__ import annotations
 
@@ -16,97 +16,104 @@ from dispatcher.lab.simulation.world import Batch
 from dispatcher.lab.standin.model import WAITING_AT_FULL
 
 EXACT_S = 1_800.0
-"""What is longer is played in steps, unless asked otherwise."""
+"""Duration up to which a simulation is exact. Longer ones use time steps, unless the caller asks
+otherwise."""
 STEP_S = 0.2
 STEPS = 8
-"""So many steps at least are in what a batch request takes in an empty pool."""
+"""Minimum number of time steps in the time that a batch request takes in an empty pool."""
 GRAINS = 100
-"""So many grains at least are in what a pod runs at once, where nobody asked for a grain."""
+"""Minimum number of simulated jobs that fill one pod, if the caller did not choose the number of requests per
+job."""
 GRAINS_LEAST = 10
-"""The same where somebody did: what starts at a slot takes the slots of others."""
+"""Minimum number of jobs per pod if the caller chose the number of requests per job. A job takes that many
+slots at once."""
 
 
 class Order(StrEnum):
-    """Who goes first of those that wait."""
+    """Order in which waiting requests start."""
 
     AUTO = "auto"
-    """In the picker realtime, in the pods whoever came first; where they wait is the picker's matter."""
+    """Realtime requests first in the picker, and first come, first served in the pods. The picker decides
+    where they wait."""
     REALTIME_FIRST = "realtime-first"
-    """As with priorities in the model servers."""
+    """Realtime requests first everywhere, as with priorities in the model servers."""
     FIRST_COME = "first-come"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A pool, its monitoring, and what goes wrong."""
+    """Pool, monitoring, batch requests and faults of a simulation."""
 
     slots: int = 64
-    """As the configuration says."""
+    """Capacity in requests, as configured."""
     capacity_set: bool = True
-    """The configuration names the capacity; otherwise the dispatcher has to find it."""
+    """True if the configuration contains the capacity. Otherwise the dispatcher has to find it."""
     true_slots: int | None = None
-    """As the pool has them; None: the configuration is right."""
+    """Real capacity of the pool. `None` if the configuration is right."""
     slots_at: Sequence[tuple[float, int]] = ()
-    """Changes of what the pool truly has, which nobody tells."""
+    """Changes of the real capacity, as (time, slots). They are reported to no one."""
     picker_slots: int | None = None
-    """What the concurrency detector takes the pool for (its maxConcurrency × pods); None: what it was at the
+    """Capacity that the concurrency detector assumes (maxConcurrency × pods). `None` for the real one at the
     start."""
     order: Order = Order.AUTO
     scrape_s: float = 1.0
     lag_s: float = 0.05
-    """From a scrape until its reading is known."""
+    """Time from a scrape until its reading is known."""
     jitter: float = 0.0
-    """Each scrape comes up to this share of its interval later."""
+    """Maximum delay of a scrape, as a share of the scrape interval."""
     stamp_s: float = 0.0
-    """A sample is dated so much later than it was taken."""
+    """Time by which the timestamp of a sample is later than the sample."""
     flush_s: float = 5.0
-    """The picker renews its averages this often; 0: they are always fresh."""
+    """Interval at which the picker renews its averages. 0 if they are always current."""
     flush_phase_s: float | None = None
-    """When it does so for the first time; None: by the seed."""
+    """Time of the first renewal. `None` to draw it from the seed."""
     look_s: float = 0.5
-    """The picker reads the metrics of its model servers this often; 0: it sees every change at once."""
+    """Interval at which the picker reads the metrics of its model servers. 0 if it sees every change at
+    once."""
     shows_running: bool = True
-    """The picker shows what it sent and saw no answer of."""
+    """True if the picker shows the requests that it sent and that have no answer yet."""
     shows_server_queues: bool = True
-    """The picker shows the queue of each model server, as of when it last read the servers' metrics."""
+    """True if the picker shows the queue of each model server, as of its last reading of their metrics."""
     detector: Detector = Detector.UTILIZATION
     signals: Signals = Signals.AUTO
     pickers: int = 1
-    """Active replicas of the picker, each with an even share of the requests."""
+    """Number of active replicas of the picker, each with an even share of the requests."""
     kv_full: float = 0.1
     reserve: float = 0.05
     max_age_s: float | None = None
-    """None: as the configuration has it, 10 for direct scrapes and 60 for older readings."""
+    """Value of `signals.max_age_s`. `None` for the default: 10 s for direct scrapes, 60 s for older
+    readings."""
     seconds: float = 900.0
     seed: int = 0
     batch: Batch = field(default_factory=Batch)
     travel_s: float | None = None
-    """What requests travel, and answers; None: 2 ms and 3 ms."""
+    """Transit time of requests, and of answers. `None` for 2 ms and 3 ms."""
     admit_s: float = 0.0
-    """The gateway takes this long to admit each batch request, one after the other."""
+    """Time that the gateway takes to admit each batch request, one after the other."""
     queue_limit: int | None = None
     pods: int = 1
     pods_at: Sequence[tuple[float, int]] = ()
     outages: Sequence[tuple[float, float]] = ()
     gaps: Sequence[tuple[float, float]] = ()
-    """Stretches in which scrapes fail."""
+    """Periods in which all scrapes fail, as (from, until)."""
     lost: float = 0.0
-    """The share of scrapes that fail besides."""
+    """Share of the other scrapes that fail."""
     clock_steps: Sequence[tuple[float, float]] = ()
-    """(when, by how many seconds) the queue's clock steps."""
+    """Steps of the clock of the queue, as (time, seconds)."""
     replicas: int = 1
     deaths: Sequence[float] = ()
-    """When one of the replicas is killed."""
+    """Times at which one of the replicas is killed."""
     lease_s: float = 30.0
     step_s: float = 0.0
-    """Batch requests end together, at most so far apart (`steps_s`); 0: each for itself."""
+    """Maximum time step. Batch requests that end within one step end together. 0 to let each end at its own
+    time."""
     grain: int = 1
-    """The dispatcher's batch requests go by so many that are alike, as one that weighs as much."""
+    """Number of identical batch requests that are simulated as one request of that weight."""
 
     @property
     def steps_s(self) -> float:
-        """How far apart batch requests end together: a whole number of steps lies between two scrapes, so
-        that each sees the same moment of one, and several are in what a request takes."""
+        """Time step in use: a divisor of the scrape interval, so that all scrapes see the same phase of a
+        step, and small enough that a request takes several steps."""
         if not self.step_s:
             return 0.0
         most = min(self.step_s, self.batch.mean_s / STEPS)
@@ -114,7 +121,7 @@ class Setting:
 
     @property
     def fine_grain(self) -> int:
-        """A grain that is small beside a pod."""
+        """Number of requests per job that is small compared to a pod."""
         return max(1, min(self.slots, self.real_slots) // self.pods // GRAINS)
 
     @property
@@ -123,17 +130,18 @@ class Setting:
 
     @property
     def flow_control(self) -> bool:
-        """Whether requests wait in the picker; where only requests are counted it has none."""
+        """True if requests wait in the picker. A picker without flow control is simulated if only requests
+        are read."""
         return self.detector.flow_control and self.signals is not Signals.REQUESTS
 
     @property
     def pressure_score_alone(self) -> bool:
-        """Whether the dispatcher follows nothing but a score that cannot show how full the pool is."""
+        """True if the dispatcher reads only a pressure score, which cannot show how full the pool is."""
         return self.detector is not Detector.CONCURRENCY and self.signals is Signals.SATURATION
 
     @property
     def ways_s(self) -> tuple[float, float]:
-        """What requests travel, and answers."""
+        """Transit times of requests and of answers."""
         return (SEND_S, ANSWER_S) if self.travel_s is None else (self.travel_s, self.travel_s)
 
     @property
@@ -144,6 +152,7 @@ class Setting:
 
     @property
     def budgeting(self) -> Budgeting:
+        # Readings older than this come through Prometheus, for which the defaults are larger.
         aged = self.scrape_s + self.lag_s > 2.0
         return Budgeting(
             reserve=self.reserve,
@@ -153,12 +162,12 @@ class Setting:
 
     @property
     def at_start(self) -> Sequence[Signal]:
-        """The signals that a dispatcher waits for when it starts."""
+        """Signals that a dispatcher waits for when it starts."""
         return self.signals.at_most
 
     @property
     def exporter(self) -> Exporter:
-        """The picker's page."""
+        """Metrics of the picker."""
         return Exporter(
             self.signals,
             policy=self.budgeting,
@@ -180,23 +189,24 @@ class Setting:
 
     @property
     def full_at(self) -> Callable[[int], float] | None:
-        """Requests waiting in so many pods at which the utilization detector calls the pool full; None where
-        the picker does not decide by that."""
+        """Number of requests waiting in a number of pods at which the utilization detector considers the pool
+        full. `None` if the picker does not decide by this number."""
         by_queues = self.flow_control and self.detector.by_queues and self.order is Order.AUTO
         return (lambda pods: WAITING_AT_FULL * pods) if by_queues else None
 
     @property
     def look_phase_s(self) -> float:
-        """When the picker first reads the metrics of its model servers."""
+        """Time at which the picker first reads the metrics of its model servers."""
+        # A generator per purpose: another option does not change the other random numbers.
         return random.Random(f"{self.seed}/look").random() * self.look_s
 
     def lets_in(self, slots: int, pods: int) -> float:
-        """How many requests the picker lets into the pods: the rest wait in it."""
+        """Return the number of requests that the picker lets into the pods. The others wait in the picker."""
         if self.order is Order.REALTIME_FIRST:
             return slots
         if self.order is Order.FIRST_COME or not self.flow_control:
             return inf
         if self.detector is Detector.TOKENS:
             return POD_TOKENS * pods * self.pickers / REQUEST_TOKENS
-        # Each replica counts what it sent itself.
+        # Each replica of the picker counts only its own requests, so that the limits add up.
         return self._believed / self.pods * pods * self.pickers

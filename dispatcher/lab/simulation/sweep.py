@@ -1,4 +1,4 @@
-"""Several values of one setting, and which of them reaches a target. Pure."""
+"""Sweep over several values of one option, and the choice of the value that reaches a target. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dispatcher.lab.simulation.report import Row
 from dispatcher.lab.simulation.scenario import Setting
 
 RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
-"""What a target is looked for in where no sweep is given."""
+"""Reserves that are tried if a target is given without a sweep."""
 VALUES_MOST = 100
 
 
 class SweepError(ValueError):
-    """What was asked for cannot be read; the message says what could be."""
+    """Error for a sweep or a target that cannot be parsed. The message shows a valid one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ SWEPT: Mapping[str, _Sweepable] = {
         lambda setting, value: replace(setting, batch=replace(setting.batch, tokens=value)), 1.0, 1e6
     ),
 }
-"""The options that may be swept: realtime's traffic is the same with each of their values."""
+"""Options that can be swept. None of them changes the realtime requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """An option, and the values that it takes in turn."""
+    """Option and the values to try."""
 
     option: str
     values: Sequence[float]
@@ -49,7 +49,7 @@ class Sweep:
 
 
 def parse_sweep(text: str) -> Sweep:
-    """`reserve=0,.05,.1`, values ascending and each once. Raises SweepError."""
+    """Parse a sweep such as `reserve=0,.05,.1`. Values are sorted and deduplicated. Raises SweepError."""
     option, _, listed = text.partition("=")
     option = option.strip().removeprefix("--")
     swept = SWEPT.get(option)
@@ -76,9 +76,9 @@ class SweepResult:
     option: str
     trace: str
     setting: Setting
-    """Settings that are the same for each value."""
+    """Scenario, which is the same for all values except for the option."""
     rows: Sequence[tuple[float, Row]]
-    """Each value with its row, of each policy in turn."""
+    """Rows of all policies with the value that each belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +95,22 @@ _FIGURES: Mapping[str, _Figure] = {
     ),
     "wait p99": _Figure(lambda row: row.wait_p99_less_none_s, lambda x: f"their p99 waits {x:.3g} s longer"),
 }
-"""What a target may bound: users' latency relative to the pool without batch work, or how much longer they
-wait for a slot."""
+"""Figures that a target can bound: latency relative to that without batch requests, or added wait for a
+slot."""
 _RELATIVE = ("p50", "p99")
 _BOUND = re.compile(r"(?:latency )?(p50|p99|wait p99|wait)\s*(?:<=|<|≤)\s*(\d*\.?\d+)\s*[x×s]?")
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A figure that may be so much at the most."""
+    """Upper bound of a figure."""
 
     figure: str
     most: float
 
     def excess(self, row: Row) -> float:
-        """How far a row is above it; 0 where it keeps it, infinite where there is no such figure."""
+        """Return by how much the row exceeds the bound: 0 if it does not, infinity if the row has no such
+        figure."""
         value = _FIGURES[self.figure].value(row)
         return math.inf if value is None else max(0.0, value - self.most)
 
@@ -118,7 +119,7 @@ class Bound:
 
 
 def parse_target(text: str) -> Sequence[Bound]:
-    """`p99 <= 1.2`, or several with `and` between them. Raises SweepError."""
+    """Parse a target such as `p99 <= 1.2`, or several bounds joined by `and`. Raises SweepError."""
     bounds = []
     for part in re.split(r"\s+and\s+|,", " ".join(text.lower().split())):
         found = _BOUND.fullmatch(part.strip())
@@ -139,15 +140,16 @@ def parse_target(text: str) -> Sequence[Bound]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The answer to a target."""
+    """Value that was chosen for a target."""
 
     value: float | None
-    """Of the option that was swept; None: none reaches the target."""
+    """Value of the option, or `None` if no value reaches the target."""
     sentence: str
 
 
 def choose(option: str, rows: Sequence[tuple[float, Row]], bounds: Sequence[Bound]) -> Choice:
-    """Of the values that keep every bound the one that brings batch most; else which comes nearest."""
+    """Choose the value that satisfies all bounds with most batch tokens, or report which value comes
+    closest."""
     asked = " and ".join(map(str, bounds))
     keeping = [(value, row) for value, row in rows if not any(bound.excess(row) for bound in bounds)]
     if keeping:

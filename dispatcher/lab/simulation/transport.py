@@ -1,12 +1,11 @@
-"""The way between a dispatcher and the simulated pool, on the running loop: requests and answers travel.
+"""Transport between dispatchers and the simulated pool on a virtual event loop.
 
-The loop is a virtual one (`virtual.run`): the road brings the world up to the loop's time where it has to be
-looked at, and carries what happens there back to whoever sent the request. `RoadGateway` is that road as the
-dispatch loop knows it.
+The transport advances the world to the time of the loop whenever the state of the world matters, and delivers
+answers to the senders. `SimulatedGateway` is the transport as the dispatch loop sees it.
 
-What happens in the world by itself is mostly realtime's coming and going, and then nobody need wake for it:
-when a batch request starts it is known when its answer will be back. So the road wakes at each change of the
-world only while a batch request waits there, or somebody wants to hear of every change.
+Most events of the world are arrivals and ends of realtime requests, which do not need a timer on the loop:
+when a batch request starts, the time of its answer is known. The transport therefore sets timers for all
+events of the world only while a batch request waits in the pool, or if `on_change` is given.
 """
 
 from __future__ import annotations
@@ -27,26 +26,28 @@ ANSWER_S = 0.003
 
 
 class End(Enum):
-    """How a request came back."""
+    """Kind of end of a request."""
 
-    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
+    __hash__ = object.__hash__  # identity is enough; the hash of Enum hashes the name each time
 
     ANSWERED = "answered"
     REFUSED = "refused"
-    """429 `rejected-saturated`."""
+    """Answered with 429 `rejected-saturated`."""
     UNREACHABLE = "unreachable"
     CUT = "cut"
-    """The connection broke while it ran."""
+    """The connection was lost while the request was running."""
 
 
 class Road:
-    """Takes requests to the world, and answers back. It drives the world: nobody else advances it into the
-    future, and its `on_start`, `on_finish` and `on_gone` are taken. Ask for `now` before you look at it.
+    """Delivers requests to the world, and answers to the senders.
 
-    `admit_s`: the gateway takes this long to admit each batch request, one after the other, so that a burst
-    is spread out; 0: it admits all that arrive together at once. `on_realtime`: a realtime request was
-    answered; told some time after it was, in the order in which they were. `on_change`: the world has
-    changed by itself, told at once.
+    It must be the only caller that advances the world, and it replaces `on_start`, `on_finish` and
+    `on_dropped` of the world. Call `advance_world` before reading its state.
+
+    `admit_s` is the time that the gateway takes to admit each batch request, one after the other, which
+    spreads a burst; 0 admits requests that arrive together at once. `on_realtime` is called for each answered
+    realtime request, in order but possibly later. `on_change` is called at once when the world changes by
+    itself.
     """
 
     def __init__(
@@ -61,34 +62,37 @@ class Road:
     ) -> None:
         self.world = world
         self.travelling = 0
-        """Requests that were sent and have not arrived."""
+        """Number of requests that were sent and have not arrived yet."""
         self.sent = 0
         self.ended: Counter[End] = Counter()
-        """Batch requests by how they ended at the pool; those whose sender left are in none."""
+        """Number of batch requests by kind of end at the pool. Requests cancelled by their sender are not
+        counted."""
         self.tokens = 0
-        """Of batch requests that were answered."""
+        """Tokens of answered batch requests."""
         self._send_s, self._answer_s, self._admit_s = send_s, answer_s, admit_s
         self._admitted_at = -inf
-        """When the gateway is done with the newest request that it was given."""
+        """Time at which the gateway has admitted all requests that arrived."""
         self.round_trip_s = send_s + answer_s
         self._on_realtime, self._on_change = on_realtime, on_change
         self._loop = asyncio.get_running_loop()
         self._backs: dict[Job, Callable[[End], None]] = {}
         self._arriving: tuple[float, list[Job]] = (-inf, [])
-        """Those that were sent last, at one time: they arrive together."""
+        """Requests sent most recently, all at the same time. They arrive together, with one timer."""
         self._answers: dict[float, list[Job]] = {}
-        """Those that run, by when they end: their answers are back together."""
+        """Running requests by the time of their end. Answers with the same time arrive together."""
         self._wakes_at = inf
         world.on_start, world.on_finish, world.on_gone = self._started, self._finished, self._gone
         self._wind()
 
     def now(self) -> float:
-        """The world's time, brought up to the loop's."""
+        """Advance the world to the time of the loop, and return that time."""
         self.world.advance(self._loop.time())
         return self.world.now
 
     def send(self, job: Job, back: Callable[[End], None]) -> None:
-        """Send a request; `back` hears how it ended, once, unless the sender leaves before."""
+        """Send a request. `on_end` is called once with the kind of end, unless the sender cancels the request
+        before."""
+        # A job stands for several identical requests.
         self.sent += job.grain
         self.travelling += job.grain
         self._backs[job] = back
@@ -101,14 +105,16 @@ class Road:
             self._loop.call_at(now + self._send_s, self._queue_up if self._admit_s else self._arrive, jobs)
 
     def leave(self, job: Job) -> None:
-        """The sender closes the connection: the request stops, wherever it is. Nothing if it has ended."""
+        """Cancel a request: the sender closes the connection, and the request stops. No effect if it has
+        ended."""
         if self._backs.pop(job, None) is not None:
+            # A job in transit is not in the world yet: `_deliver_jobs` skips it because of this mark.
             self.world.leave(job, self._loop.time())
             job.gone = True
             self._wind()
 
     def _queue_up(self, jobs: list[Job]) -> None:
-        """The gateway admits one request after the other."""
+        """Admit requests one after the other."""
         now = self._loop.time()
         for job in jobs:
             self._admitted_at = max(now, self._admitted_at) + self._admit_s
@@ -119,7 +125,7 @@ class Road:
         self.travelling -= sum([job.grain for job in jobs])
         self.world.advance(self._loop.time())
         for job in jobs:
-            if job.gone:  # its sender left while it was on the way
+            if job.gone:  # cancelled in transit
                 continue
             arrival = self.world.admit(job)
             if arrival is not Arrival.ACCEPTED:
@@ -136,7 +142,8 @@ class Road:
             self._loop.call_at(ends_at + self._answer_s, self._answered, ends_at)
 
     def _answered(self, at: float) -> None:
-        """The answers to the requests that ended at that time are back, of those that did."""
+        """Deliver the answers of requests that ended at this time, except those that were cancelled or
+        dropped."""
         self.world.advance(at)
         for job in self._answers.pop(at):
             if not job.gone:
@@ -163,13 +170,14 @@ class Road:
             back(how)
 
     def _wind(self) -> None:
-        """Wake when the world next changes by itself, if that is of use to anybody."""
+        """Set a timer for the next event of the world, if it matters."""
         world = self.world
         at = (
             world.next_change_at()
             if self._on_change is None and not world.batch_waiting
             else world.next_event_at()
         )
+        # Later timers are not cancelled; they find nothing to do.
         if at < self._wakes_at:
             self._wakes_at = at
             self._loop.call_at(at, self._wake, at)
@@ -184,9 +192,10 @@ class Road:
 
 
 class RoadGateway:
-    """The gateway at the end of a road; implements `ports.Gateway`. Several dispatchers may share it.
+    """Gateway behind a simulated transport. Implements `ports.Gateway`; several dispatchers may share it.
 
-    `job_of`: the work that a request is. `until`: nobody looks any more, so a deadline after that is none.
+    `make_job` turns a request into a job of the world. Deadlines after `ends_at`, when the simulation has
+    ended, are ignored.
     """
 
     def __init__(self, road: Road, job_of: Callable[[Request], Job], until: float = inf) -> None:
@@ -200,6 +209,7 @@ class RoadGateway:
     ) -> Forwarded:
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
+        # The lease may have become invalid since the request was admitted.
         if not may_send():
             return Forwarded(Unsent(), sent_at, sent_at)
         job = self._jobs[token] = self._job_of(request)
@@ -213,6 +223,7 @@ class RoadGateway:
                 too_late.cancel()
             self.road.leave(job)
             del self._jobs[token]
+        # A request that never arrived was not sent, as with a refused connection.
         never_there = isinstance(outcome, Unreachable) and isnan(job.arrived_at)
         ended_at = loop.time()
         if never_there:
@@ -224,18 +235,18 @@ class RoadGateway:
         return None if job is None or isnan(job.arrived_at) or job.gone else job.arrived_at
 
     def resize(self, limit: int) -> None:
-        """A road has no connections to keep."""
+        """Do nothing: there are no connections."""
 
 
 def _ends(waited_for: asyncio.Future[End | None]) -> None:
-    """Nobody waits any longer."""
+    """End the wait of a request that has no answer by its deadline."""
     if not waited_for.done():
         waited_for.set_result(None)
 
 
 def _outcome(end: End | None, request: Request) -> Outcome:
     match end:
-        case End.ANSWERED:  # first, for most are
+        case End.ANSWERED:  # first, since it is the most frequent
             return Delivered(200, b'{"id":"%s"}' % request.id.encode())
         case None:
             return TooLate()

@@ -1,8 +1,9 @@
-"""An event loop whose time jumps: sleeping costs nothing, and every run of a seed is the same run.
+"""Event loop in virtual time: sleeping takes no time, and runs with the same seed are identical.
 
-The real dispatch loop runs on it, an hour of traffic in seconds. Time stands still while anything is ready
-to run and leaps to the next timer when nothing is. It is asyncio's own loop but for what each of a million
-timers costs: a handle is its own place in the order, and no socket is asked between two of them.
+The real dispatch loop runs on it, one hour of traffic in seconds. The time stands still while callbacks are
+ready, and jumps to the next timer when none is. The loop differs from that of asyncio where a million timers
+would be slow: handles are light and sorted by a number, and sockets are polled only when there is nothing
+else to do.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ import msgspec
 T = TypeVar("T")
 
 LEAP_S = 86_400.0
-"""The longest leap; a timer beyond it is reached by several."""
+"""Maximum jump of the time. Timers beyond it are reached by several jumps."""
 LITTER = 100
-"""So many timers are kept though they are cancelled; above that, no more than are waited for."""
+"""Number of timers up to which cancelled ones are kept."""
 
 
 class StuckError(RuntimeError):
-    """Every task waits for something that no timer will bring about."""
+    """Error for tasks that wait for something that no timer and no socket will bring."""
 
 
 class _Due(msgspec.Struct, eq=False):
-    """What is to be called. `callback` is None once it is cancelled."""
+    """Handle of a callback. `callback` is `None` after it was cancelled."""
 
     at: float
     callback: Callable[..., object] | None
@@ -41,6 +42,7 @@ class _Due(msgspec.Struct, eq=False):
         return self.at
 
     def cancel(self) -> None:
+        # Drops the references, so that objects are freed although the handle stays in the heap.
         self.callback = self.args = None
 
     def cancelled(self) -> bool:
@@ -48,16 +50,17 @@ class _Due(msgspec.Struct, eq=False):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at `start` and jumps. The same calls give the same order, of equal times too."""
+    """Event loop whose `time()` starts at `start` and jumps. Callbacks run in the order of their times and,
+    if those are equal, in the order in which they were scheduled."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
         self._next: deque[_Due] = deque()
         self._timers: list[tuple[float, int, _Due]] = []
-        """Of those of the same time the one that was set first goes first."""
+        """Heap of timers. The number keeps timers of the same time in the order of their creation."""
         self._numbers = count(1)
         self._tidy_at = LITTER
-        """So many timers, and those that are cancelled are dropped."""
+        """Number of timers at which cancelled ones are removed."""
         super().__init__()
 
     def time(self) -> float:
@@ -66,10 +69,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[T]:
+        # Skips the task factory, which the simulation does not use.
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def stall(self, seconds: float) -> None:
-        """What runs now takes so long."""
+        """Advance the time, as if the current callback took this long."""
         self._now += seconds
 
     def call_soon(  # type: ignore[override]
@@ -83,6 +87,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Due:
         handle = self.call_soon(callback, *args, context=context)
+        # As in asyncio: wakes a loop that polls its sockets.
         self._write_to_self()  # type: ignore[attr-defined]
         return handle
 
@@ -110,24 +115,28 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._tidy_at = max(LITTER, 2 * len(timers))
 
     def _add_callback(self, handle: asyncio.Handle) -> None:
-        """What asyncio itself adds: a socket is ready."""
+        """Schedule a handle that asyncio itself adds when a socket is ready."""
         self.call_soon(handle._run)
 
     def _run_once(self) -> None:
-        """As many rounds, each as asyncio's has it, as there are until somebody stops the loop: what is due
-        now, after a leap if nothing is."""
+        """Run callbacks until the loop is stopped, in rounds like those of asyncio.
+
+        asyncio calls this method once per round. Staying inside it saves the overhead of each call.
+        """
         due, timers, pop = self._next, self._timers, heapq.heappop
         while True:
             if not due and not self._stopping:  # type: ignore[attr-defined]
                 while timers and timers[0][2].callback is None:
                     pop(timers)
                 if timers:
+                    # The time never goes back, even if a timer was set in the past.
                     self._now = max(self._now, min(timers[0][0], self._now + LEAP_S))
                 else:
                     self._look_at_sockets()
             now = self._now
             while timers and timers[0][0] <= now:
                 due.append(pop(timers)[2])
+            # Callbacks that these callbacks add run in the next round, as in asyncio.
             for _ in range(len(due)):
                 handle = due.popleft()
                 callback = handle.callback
@@ -145,7 +154,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 return
 
     def _look_at_sockets(self) -> None:
-        """They are only looked at where there is nothing else to do."""
+        """Poll the sockets without waiting."""
         ready = self._selector.select(0)  # type: ignore[attr-defined]
         if not ready:
             raise StuckError("nothing is ready and no timer is set: the simulation would wait for ever")
@@ -153,6 +162,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T], *, start: float = 0.0) -> T:
-    """asyncio.run in virtual time."""
+    """Run a coroutine like `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(start)) as runner:
         return runner.run(main)

@@ -1,16 +1,16 @@
-"""An inference pool as a state machine: requests arrive, wait, run, finish; nobody's clock is asked.
+"""Inference pool as a state machine: requests arrive, wait, run and finish. It reads no clock.
 
-    Pods of M slots each. A request that starts as one of `running` in its pod holds its slot for work × f
-    seconds, f = 1 + (running − 1) / (M − 1): a full pod is half as fast as an empty one.
+    Pods have M slots each. A request that starts as the n-th running one of its pod holds its slot for
+    work × f seconds, f = 1 + (n − 1) / (M − 1): a full pod is half as fast as an empty one.
     work = 0.03 + 0.00025 × context tokens + 0.012 × generated tokens.
 
-Who finds no slot waits: in the picker, which lets realtime go before batch, or in the pod that had least to
-do, first come, first served. How many are let into the pods is the picker's matter.
+A request without a free slot waits either in the picker, where realtime requests go first, or in the pod with
+the lowest load, first come, first served. The picker decides how many requests it lets into the pods.
 
-The world does not know who drives it. A driver tells it what arrives (`arrive`), moves it on (`advance`, no
-further than `next_event_at` if it wants to react to everything), and looks at it (`observe`); the world
-calls back when a request leaves. Realtime traffic, changes of capacity and gateway outages are given at the
-start and are its own events. The same input gives the same history, to the last bit.
+A driver passes arrivals (`advance_and_admit`), advances the time (`advance`, not beyond `next_event_at` if it
+reacts to everything) and reads the state (`observe_pool`). The world calls back when a request leaves.
+Realtime requests, changes of the capacity and outages of the gateway are given at the start. The same input
+gives exactly the same history.
 """
 
 from __future__ import annotations
@@ -40,68 +40,70 @@ from dispatcher.lab.standin.trace import Trace
 
 
 class Job(msgspec.Struct, eq=False):
-    """A request as the pool sees it."""
+    """Request in the pool."""
 
     work_s: float
-    """How long it runs in an empty pool."""
+    """Duration in an empty pool."""
     tokens: int
-    """Of each."""
+    """Generated tokens of each of the requests."""
     batch: bool
     grain: int = 1
-    """So many requests that are alike and stay together: they start where one of them has a slot."""
+    """Number of identical requests that this job stands for. They start together, as soon as one slot is
+    free."""
     arrived_at: float = nan
     started_at: float = nan
-    """NaN while it waits."""
+    """Time of the start. NaN while the request waits."""
     finished_at: float = nan
-    """When it left: answered, or gone before."""
+    """Time at which the request left, answered or not."""
     gone: bool = False
-    """It left without an answer: its client or the gateway closed the connection."""
+    """True if the request left without an answer because its client or the gateway closed the connection."""
     pod: Pod | None = None
-    """Where it runs, or waits to; None: in the picker, or not there."""
+    """Pod in which the request runs or waits. `None` if it is in the picker or not in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What batch requests are like."""
+    """Properties of batch requests."""
 
     tokens: float = BATCH_TOKENS
     spread: float = BATCH_SPREAD
-    """0: all are alike."""
+    """Spread of the number of tokens. 0 if all requests are equal."""
     seconds: float | None = None
-    """Each runs so long in an empty pool; None: by its tokens."""
+    """Duration of each request in an empty pool. `None` if it follows from the tokens."""
 
     @property
     def mean_s(self) -> float:
-        """What one takes in an empty pool, on average."""
+        """Average duration of a request in an empty pool."""
         return work_s(BATCH_CONTEXT, self.tokens) if self.seconds is None else self.seconds
 
     def draw(self, draws: Random) -> int:
-        """How many tokens the next one generates."""
+        """Draw the number of tokens of the next request."""
         return generated(draws, self.tokens, self.spread)
 
     def job(self, tokens: int, grain: int = 1) -> Job:
-        """One that generates so many tokens, or a grain of such."""
+        """Make a job that generates this number of tokens, for one request or for several identical ones."""
         work = work_s(BATCH_CONTEXT, tokens) if self.seconds is None else self.seconds
         return Job(work, tokens, True, grain)
 
 
 def jobs_of(trace: Trace) -> Iterator[tuple[float, Job]]:
-    """Realtime requests as a world wants them; new ones each time, for a job remembers its life."""
+    """Yield the realtime requests of a trace with their arrival times. Each world needs new jobs, since jobs
+    have state."""
     return ((each.at, Job(each.work_s, each.tokens, batch=False)) for each in trace.arrivals)
 
 
 class Arrival(Enum):
-    """What the gateway does with a request that reaches it."""
+    """Decision of the gateway about an arriving request."""
 
     ACCEPTED = "accepted"
     REFUSED = "refused"
-    """429 `rejected-saturated`: the EPP's queue is full."""
+    """Answered with 429 `rejected-saturated`: the queue of the picker is full."""
     UNREACHABLE = "unreachable"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """The pool at one moment."""
+    """State of the pool at one moment."""
 
     at: float
     slots: int
@@ -110,10 +112,10 @@ class PoolState:
     batch_running: int
     batch_waiting: int
     inside: int = 0
-    """Of those that wait, how many do so in the pods."""
+    """Number of waiting requests that wait in the pods."""
     pods: int = 1
     inside_seen: int = 0
-    """Requests that waited in the pods when the picker last read the pods' metrics."""
+    """Number of requests that waited in the pods when the picker last read their metrics."""
 
     @property
     def running(self) -> int:
@@ -126,7 +128,7 @@ class PoolState:
 
 @dataclass(slots=True)
 class Overshoot:
-    """Requests in the system above (1 − B) × M, over time."""
+    """Requests in the pool above (1 − B) × M, over time."""
 
     request_seconds: float = 0.0
     worst: float = 0.0
@@ -137,39 +139,43 @@ class Overshoot:
 
 @dataclass(slots=True, eq=False)
 class Pod:
-    """A model server. One that leaves has no slots; what is there runs on to its end."""
+    """Model server. A pod that was removed has no slots, and its running requests run to their end."""
 
     slots: int
     running: int = 0
     queue: deque[Job] = field(default_factory=deque)
     waiting: int = 0
-    """How many the queue holds."""
+    """Number of requests in the queue, which may be more than its jobs."""
     stepped_at: float = nan
-    """When batch requests last ended here together."""
+    """Time at which batch requests last ended at a time step here."""
     ran: int = 0
-    """How many ran just before."""
+    """Number of requests that were running just before that."""
 
     @property
     def load(self) -> float:
-        """By which the picker chooses."""
+        """Load by which the picker chooses a pod."""
         return (self.running + self.waiting) / self.slots if self.slots else inf
 
 
 class World:
-    """The pool and the gateway before it.
+    """Pool and its gateway.
 
-    `realtime`: (arrival time, job), ascending. `slots_at`: (time, slots) changes of capacity; what runs on
-    slots that go away runs on to its end. `pods_at`: (time, pods), each with as many slots as the others.
-    `lets_in`: (slots, pods) → how many requests the picker lets into the pods; without it as many as run at
-    once. `full_at`: pods → the number of requests waiting in the pods from which on the picker holds
-    everybody back; below it the picker lets everybody in, whatever `lets_in` says. `look_s`: the picker
-    reads the metrics of the pods this often, for the first time at `look_phase_s`, and acts on what it read
-    until it reads them again, so that a burst passes before the pods are seen to be full; 0: it sees every
-    change at once. `queue_limit`: so many may wait before the pods, or in them where all are let in.
-    `outages`: (from, until) in which the gateway accepts nobody; at its start it drops every connection,
-    and the pool stops what was running for them. `step_s`: batch requests end in the middle of stretches of
-    that length, nearest to when they would, so that many do so at once; 0: each for itself. `on_start`: a
-    batch request has got a slot, and leaves it at that time unless it is gone before.
+    `realtime` yields (arrival time, job) in ascending order. `slots_at` are changes of the capacity as (time,
+    slots); requests on removed slots run to their end. `pods_at` are changes of the number of pods as (time,
+    pods), all with the same number of slots.
+
+    `get_admission_limit` returns for (slots, pods) how many requests the picker lets into the pods; by
+    default as many as run at once. `full_threshold` returns for a number of pods how many requests must wait
+    in them for the picker to hold all others back; below it the picker lets everything in, whatever
+    `get_admission_limit` returns. The picker reads the metrics of the pods every `metrics_refresh_s`, first
+    at `metrics_refresh_phase_s`, and acts on what it read, so that a burst passes before the pods are seen to
+    be full; 0 lets it see every change at once.
+
+    `queue_limit` bounds the requests that wait in the picker, or in the pods if the picker has no queue.
+    `outages` are periods as (from, until) in which the gateway is down; at the start of one all connections
+    close and their requests stop. With `time_step_s` batch requests end in the middle of time steps, at the
+    one nearest to their end, so that many end together; 0 lets each end at its own time. `on_start` is called
+    with the time at which a batch request that got a slot will end, unless it is cancelled or dropped before.
     """
 
     def __init__(
@@ -199,7 +205,7 @@ class World:
         self.realtime_refused = 0
         self.realtime_unreachable = 0
         self.most = 0
-        """The most requests there ever were, running and waiting."""
+        """Maximum number of requests in the pool so far, running and waiting."""
         self._reserve = reserve
         self._step_s = step_s
         self._queue_limit = inf if queue_limit is None else queue_limit
@@ -209,7 +215,8 @@ class World:
         self._full_at = full_at
         self._look_s, self._look_phase_s = look_s, look_phase_s
         self._looks_at = inf
-        """When the picker next reads the metrics of the pods; infinite while that would change nothing."""
+        """Time at which the picker next reads the metrics of the pods. Infinite while reading them would
+        change nothing."""
         self._inside_seen = 0
         self._realtime = iter(realtime)
         self._next_realtime = next(self._realtime, None)
@@ -221,10 +228,10 @@ class World:
         ]
         self._changes.sort(key=itemgetter(0), reverse=True)
         self.down = False
-        """Whether the gateway is away."""
+        """True while the gateway is down."""
         self.in_system = 0
-        """How many run and wait."""
-        self._running = {False: 0, True: 0}  # by Job.batch
+        """Number of requests in the pool, running and waiting."""
+        self._running = {False: 0, True: 0}  # by whether they are batch requests
         self._inside = {False: 0, True: 0}
         self._outside = {False: 0, True: 0}
         self._queue: dict[bool, deque[Job]] = {False: deque(), True: deque()}
@@ -251,7 +258,7 @@ class World:
         return chain(inside, self._queue[False])
 
     def observe(self) -> PoolState:
-        """The pool as it is at `now`; a driver that wants another moment advances to it first."""
+        """Return the state of the pool at `now`. Advance first to observe another time."""
         return PoolState(
             at=self.now,
             slots=self.slots,
@@ -265,16 +272,16 @@ class World:
         )
 
     def next_event_at(self) -> float:
-        """When the world next changes by itself; infinite when it has nothing to do."""
+        """Return the time of the next event of the world, or infinity."""
         at = self._ends[0][0] if self._ends else inf
         if self._next_realtime is not None and self._next_realtime[0] < at:
             at = self._next_realtime[0]
         if self._changes and self._changes[-1][0] < at:
             at = self._changes[-1][0]
-        return self._looks_at if self._looks_at < at else at  # noqa: FURB136 -- a call less for each event
+        return self._looks_at if self._looks_at < at else at  # noqa: FURB136 -- saves a call per event
 
     def next_change_at(self) -> float:
-        """When its slots, its pods or the gateway next change."""
+        """Return the time of the next change of slots, pods or gateway, or infinity."""
         return self._changes[-1][0] if self._changes else inf
 
     @property
@@ -282,10 +289,10 @@ class World:
         return bool(self._inside[True] or self._outside[True])
 
     def advance(self, to: float) -> None:
-        """Live through everything that happens until `to`, and be there."""
+        """Process all events until `to`, and set the time to it."""
         ends, changes = self._ends, self._changes
         while True:
-            # As `next_event_at`, which would be the dearest of all that is called here.
+            # Inlined `next_event_at`: the call would be the most expensive part of this loop.
             at, realtime = ends[0][0] if ends else inf, self._next_realtime
             if realtime is not None and realtime[0] < at:
                 at = realtime[0]
@@ -297,6 +304,8 @@ class World:
                 break
             if at > self.now:
                 self._pass_time(at)
+            # At equal times: metrics, then changes, then ends, then arrivals. A freed slot is available at
+            # once.
             if self._looks_at == at:
                 self._look()
             elif changes and changes[-1][0] == at:
@@ -310,12 +319,12 @@ class World:
             self._pass_time(to)
 
     def arrive(self, job: Job, now: float) -> Arrival:
-        """A request reaches the gateway."""
+        """Advance to `now` and admit a request that reaches the gateway then."""
         self.advance(now)
         return self.admit(job)
 
     def leave(self, job: Job, now: float) -> None:
-        """The client closes the connection: the request stops running, or waiting. Nothing if it has left."""
+        """Remove a request whose client closed the connection. No effect if it has left already."""
         self.advance(now)
         if job.finished_at == job.finished_at or job.arrived_at != job.arrived_at:  # NaN: not yet
             return
@@ -325,14 +334,14 @@ class World:
             self._queue[job.batch].remove(job)
             self._outside[job.batch] -= job.grain
         elif job.started_at == job.started_at:
-            self._stops(job.pod, job)  # its entry among the ends is skipped when it comes up
+            self._stops(job.pod, job)  # `_finish_job` skips its entry in the heap later
         else:
             job.pod.queue.remove(job)
             self._waits_inside(job.pod, job, -job.grain)
             self._let_in()
 
     def admit(self, job: Job) -> Arrival:
-        """A request reaches the gateway at `now`."""
+        """Admit a request that reaches the gateway now."""
         if self.down:
             return Arrival.UNREACHABLE
         pod = self._next_pod()
@@ -345,7 +354,7 @@ class World:
             and pod.running >= pod.slots
             and self._waiting_inside >= self._queue_limit
         ):
-            return Arrival.REFUSED  # nobody waits before the pods: they refuse themselves
+            return Arrival.REFUSED  # no queue in the picker: the pods refuse
         job.arrived_at = self.now
         self.in_system += job.grain
         if pod is None:
@@ -356,8 +365,8 @@ class World:
         return Arrival.ACCEPTED
 
     def _next_pod(self) -> Pod | None:
-        """Where the picker sends the next request; None: it lets nobody in now."""
-        if len(self._pods) == 1:  # as most worlds have it, and asked for each request
+        """Return the pod to which the picker sends the next request, or `None` if it lets none in."""
+        if len(self._pods) == 1:  # the usual case, and called for each request
             pod = self._pods[0]
             return pod if pod.slots and pod.running + pod.waiting < self._most_in else None
         if sum(pod.running + pod.waiting for pod in self._pods) >= self._most_in:
@@ -376,6 +385,7 @@ class World:
     def _waits_inside(self, pod: Pod, job: Job, by: int) -> None:
         pod.waiting += by
         self._inside[job.batch] += by
+        # The next reading on the fixed grid of readings, as if it had never paused.
         if self._look_s and self._looks_at == inf:
             passed = floor((self.now - self._look_phase_s) / self._look_s)
             self._looks_at = self._look_phase_s + (passed + 1) * self._look_s
@@ -383,9 +393,10 @@ class World:
             self._open_or_hold()
 
     def _look(self) -> None:
-        """The picker reads the metrics of the pods."""
+        """Let the picker read the metrics of the pods."""
         self._inside_seen = self._waiting_inside
         waits = self._inside_seen or self._waiting_outside
+        # Pauses while nothing waits, to save events.
         self._looks_at = self._looks_at + self._look_s if waits else inf
         self._open_or_hold()
         self._let_in()
@@ -416,7 +427,7 @@ class World:
         self._running[job.batch] += job.grain
         pod.running += job.grain
         job.started_at = self.now
-        self._starts += 1  # equal ends leave in the order of their starts
+        self._starts += 1  # breaks ties: equal ends leave in the order of their starts
         if self._step_s and job.batch:
             end = self._at_step(job, pod)
         else:
@@ -426,8 +437,12 @@ class World:
             self.on_start(job, end)
 
     def _at_step(self, job: Job, pod: Pod) -> float:
-        """When it ends: early as often as late. In the middle, for scrapes are at whole seconds: none shall
-        see all those slots free. Whoever takes one of them is as slow as if they had ended one by one."""
+        """Return the time at which a batch request ends with time steps.
+
+        It is early as often as late. It is in the middle of a step because scrapes are at whole seconds, and
+        must not all see the slots that become free at a step. A request that takes one of these slots is as
+        slow as if the others had ended one by one.
+        """
         step_s = self._step_s
         running = max(pod.running, pod.ran) if self.now < pod.stepped_at + step_s else pod.running
         end = self.now + job.work_s * slowdown(min(running, pod.slots), pod.slots)
@@ -447,7 +462,7 @@ class World:
             self._start(pod, job)
 
     def _let_in(self) -> None:
-        """The picker lets in whom it has room for."""
+        """Let requests from the picker into the pods as far as they have room."""
         while queue := self._queue[False] or self._queue[True]:
             pod = self._next_pod()
             if pod is None:
@@ -461,6 +476,7 @@ class World:
             return
         job.finished_at = self.now
         self.in_system -= job.grain
+        # Only the first of the requests that end together saw the full pod.
         if job.batch and job.pod.stepped_at != self.now:
             job.pod.stepped_at, job.pod.ran = self.now, job.pod.running
         self._stops(job.pod, job)
@@ -474,6 +490,7 @@ class World:
             self.realtime_unreachable += 1
 
     def _becomes(self, slots: int) -> None:
+        # A fraction, so that later changes of the number of pods keep the capacity per pod.
         self._per_pod = slots / max(1, len(self._pods))
         self._shape()
 
@@ -482,7 +499,7 @@ class World:
         self._pods = self._pods[:pods] + [Pod(0) for _ in range(pods - len(self._pods))]
         for pod in leaving:
             pod.slots = 0
-            for job in pod.queue:  # the picker sends them elsewhere
+            for job in pod.queue:  # the picker sends them to other pods
                 job.pod = None
                 self._waits_inside(pod, job, -job.grain)
                 self._waits_outside(job)
@@ -491,7 +508,7 @@ class World:
         self._on_pods(pods)
 
     def _shape(self) -> None:
-        """Spread the slots over the pods."""
+        """Distribute the slots over the pods."""
         pods = len(self._pods)
         self.slots = round(self._per_pod * pods)
         for number, pod in enumerate(self._pods):
@@ -506,6 +523,7 @@ class World:
 
     def _goes_down(self) -> None:
         self.down = True
+        # Sorted, since the order of a heap is not the order of the ends.
         lost = [job for _, _, job in sorted(self._ends) if not job.gone]
         lost += [job for pod in self._pods for job in pod.queue]
         lost += [*self._queue[False], *self._queue[True]]

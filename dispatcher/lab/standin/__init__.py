@@ -1,1 +1,1 @@
-"""Stand-ins for a gateway, an endpoint picker and a pool, over HTTP: to try the dispatcher against."""
+"""Stand-in servers over HTTP for tests and demos: a gateway, an endpoint picker and a pool."""

@@ -1,4 +1,4 @@
-"""`python -m dispatcher.lab.standin`."""
+"""Entry point of `python -m dispatcher.lab.standin`."""
 
 from dispatcher.lab.standin.live import main
 

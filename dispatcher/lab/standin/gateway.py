@@ -1,4 +1,4 @@
-"""The inference gateway of the live world: takes requests to the pool, answers, and breaks as told."""
+"""Inference gateway of the live world. It forwards requests to the pool, and can be given faults."""
 
 from __future__ import annotations
 
@@ -31,45 +31,47 @@ from dispatcher.lab.standin.serving import ModelServers, not_found
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is wrong with the gateway: the way it answers, or the listener itself."""
+    """Fault of the gateway: in its answers, or of its listener."""
 
     listener: Literal["", "refuse", "blackhole", "plaintext"] = ""
-    """`refuse`: it stops listening and drops what is connected. `blackhole`: connections neither open nor
-    answer. `plaintext`: it stops speaking TLS."""
+    """Fault of the listener. `refuse`: stop listening and drop all connections. `blackhole`: connections
+    neither open nor answer. `plaintext`: stop speaking TLS."""
     answer: Answer | None = None
     match: str = ""
-    """Only for requests that have this in their body or fairness header."""
+    """Text in the body or in the fairness header of the requests that are affected. Empty for all
+    requests."""
     share: float = 1.0
-    """Only for this share of them (seeded)."""
+    """Share of the requests that are affected (seeded)."""
     times: int | None = None
-    """Only for so many of them."""
+    """Number of requests that are affected, or `None` for any number."""
 
 
 class LogEntry(msgspec.Struct):
-    """One request, as it went. Times are of CLOCK_MONOTONIC, the same for all processes of a machine."""
+    """Log entry of one request. Times are those of CLOCK_MONOTONIC, which all processes of a machine
+    share."""
 
     number: int
     id: str
     batch: bool
     tenant: str
-    """The fairness header."""
+    """Value of the fairness header."""
     arrived_at: float
     started_at: float | None = None
-    """When it got its slot."""
+    """Time at which the request got a slot."""
     ended_at: float | None = None
-    """When its answer was sent, or its client was gone."""
+    """Time at which the answer was sent or the client disconnected."""
     server: str = ""
-    """The model server that it went to, as its session token has it."""
+    """Model server that the request went to, by its session token."""
     model_server: int = -1
-    """The number of that to which it came; -1: any will do, or it came to none."""
+    """Number of the model server that the request went to. -1 if all are equal, or if it went to none."""
     model: str = ""
-    """What it asked that one for."""
+    """Model that the request asked for."""
     cold: bool = False
-    """It was the first that asked for it there, and took so much longer."""
+    """True if this was the first request for the model on that server, which takes longer."""
     direct: bool = False
-    """It came to the server past the gateway."""
+    """True if the request came to the server directly, not through the gateway."""
     status: int | None = None
-    """None: not ended; 0: its client went away; -1: the gateway broke the connection."""
+    """HTTP status. `None`: not ended. 0: the client disconnected. -1: the gateway broke the connection."""
 
 
 class _Payload(msgspec.Struct):
@@ -81,10 +83,10 @@ _HEALTHY = Answer()
 
 
 class Gateway:
-    """What is at the gateway's address.
+    """Server at the address of the gateway.
 
-    A request is batch, unless its objective header says `realtime`. `seconds`: how long every request runs;
-    None: by its tokens and by how full the pool is. `path_s`: the way to the pool, and again the way back.
+    A request is a batch request unless its objective header is `realtime`. `seconds` is the duration of every
+    request; `None` to derive it from tokens and load. `path_s` is the time to the pool, and again back.
     """
 
     def __init__(
@@ -107,15 +109,16 @@ class Gateway:
         self.prefixes = prefixes
         self.servers = servers
         self.endpoints = True
-        """False: the picker knows none, and says so."""
+        """True if the picker knows endpoints. Otherwise requests are answered 503."""
         self.subset_header = ""
-        """By this a request says to which servers it may go; empty: by none."""
+        """Header in which a request lists the servers that it may go to. Empty if there is no such header."""
         self.labels: Callable[[], Mapping[str, int]] = dict
-        """The names by which it may say so, with the server's number."""
+        """Function that returns the names used in that header, with the number of each server."""
         self.log: deque[LogEntry] = deque(maxlen=log_max)
-        """The newest requests in the order of their arrival."""
+        """Newest requests in the order of their arrival."""
         self.levels = {"batch": Level(), "realtime": Level()}
-        """Requests at the gateway, from the last byte of one to its answer: both ways included."""
+        """Number of requests at the gateway, from the last byte of the request to the answer, including both
+        ways."""
         self.server = Server(self._arrive, host, port, tls)
         self._pool = pool
         self._drop_reason = drop_reason
@@ -130,18 +133,19 @@ class Gateway:
         self._served: Counter[str] = Counter()
 
     async def break_(self, fault: Fault | None) -> None:
-        """Be broken in this way from now on; None: whole again."""
+        """Replace the current fault; `None` to remove it."""
         was, self._fault = self._fault, fault or Fault()
         self._fault_left = self._fault.times
         if self._fault.listener == "refuse":
             await self.server.close()
         elif self._fault.listener == "blackhole":
             await self.server.blackhole()
+        # The listener is opened again after any fault of the listener, with TLS or without.
         elif self._fault.listener == "plaintext" or was.listener:
             await self.server.open(plain=self._fault.listener == "plaintext")
 
     def restart(self) -> None:
-        """Begin a new measurement. The log and what is known of ids stay."""
+        """Start a new measurement. The log and the counts by request id stay."""
         for level in self.levels.values():
             level.restart()
         self._counts.clear()
@@ -169,6 +173,7 @@ class Gateway:
         }
 
     def _arrive(self, exchange: Exchange) -> None:
+        # Not a request to the pool: neither logged nor counted.
         if exchange.method == "GET" and exchange.target.partition("?")[0] == "/v1/models" and self.endpoints:
             exchange.answer(200, self.servers.union(), [("content-type", "application/json")])
             return
@@ -180,7 +185,8 @@ class Gateway:
         self._begin(exchange, entry)
 
     def straight(self, exchange: Exchange, number: int) -> None:
-        """A request comes to this server past the gateway: none of its faults, its counts and its ways."""
+        """Handle a request that comes to a server directly, without the faults, counts and delays of the
+        gateway."""
         entry = self._logged(exchange)
         entry.direct, entry.model_server = True, number
         self._counts["direct"] += 1
@@ -197,10 +203,12 @@ class Gateway:
         return entry
 
     def _begin(self, exchange: Exchange, entry: LogEntry) -> None:
+        # `_submit_to_pool` replaces this as soon as the request is in the pool.
         exchange.on_gone = lambda: self._end(entry, 0)
         try:
             payload, how = self._how(exchange, entry)
         except msgspec.MsgspecError as error:
+            # In the format of errors of the real endpoint picker.
             self._answer(exchange, entry, plain_text(400, f"inference error: BadRequest - {error}"))
             return
         if how.kind == "reset":
@@ -216,13 +224,16 @@ class Gateway:
             then(exchange, entry, *what)
 
     def _how(self, exchange: Exchange, entry: LogEntry) -> tuple[_Payload | None, Answer]:
-        """How this request is to be answered: as the gateway's fault has it, or else as it asks itself."""
+        """Return the answer for this request: that of the fault, if it applies, or the one that the payload
+        asks for."""
         fault, tenant, payload = self._fault, entry.tenant, None
+        # Decoded only if the answer depends on it, since benchmarks send many requests.
         if exchange.method == "POST" and (self.seconds is None or b'"sim"' in exchange.body):
             payload = msgspec.json.decode(exchange.body, type=_Payload)
         if (
             not entry.direct
             and fault.answer is not None
+            # `None` stands for any number of requests.
             and self._fault_left != 0
             and (not fault.match or fault.match in tenant or fault.match.encode() in exchange.body)
             and (fault.share >= 1.0 or self._random.random() < fault.share)
@@ -233,12 +244,13 @@ class Gateway:
         return payload, payload.sim if payload is not None else _HEALTHY
 
     def _enter(self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, how: Answer) -> None:
-        """The request has come to the picker."""
+        """Handle a request that has arrived at the picker."""
+        # The client may have disconnected on the way to the pool.
         if not exchange.open:
             return
         if how.kind == "status":
             self._travel(self._answer, exchange, entry, how)
-        elif exchange.method != "POST":  # a model server answers it at once, and runs nothing
+        elif exchange.method != "POST":  # a model server rejects it without running it
             self._travel(self._answer, exchange, entry, plain_text(405, "Method Not Allowed"))
         elif entry.direct:
             self._submit(exchange, entry, payload, how)
@@ -251,7 +263,7 @@ class Gateway:
             self._submit(exchange, entry, payload, how)
 
     def _named(self, exchange: Exchange) -> set[int] | None:
-        """The servers that the request names; None: it may go to any."""
+        """Return the servers that the request lists, or `None` if it may go to any."""
         named = exchange.headers.get(self.subset_header) if self.subset_header else None
         if named is None:
             return None
@@ -282,16 +294,19 @@ class Gateway:
         job = Job(
             batch=entry.batch,
             work_s=work_s(BATCH_CONTEXT, generated) + met.cold_s,
+            # A request that hangs keeps its slot until the client disconnects.
             seconds=86_400.0 if how.kind == "hang" else seconds if seconds is None else seconds + met.cold_s,
             tokens=generated,
             on_finish=finished,
         )
         if not self._pool.submit(job):
+            # Only the gateway sets the header with the drop reason.
             reason = "" if entry.direct else self._drop_reason
             refusal = plain_text(429, "inference error: ResourceExhausted - saturated", reason)
             self._travel(self._answer, exchange, entry, refusal)
             return
 
+        # Only now: a request that was refused has not warmed the model.
         self.servers.warmed(met)
         entry.cold = met.cold_s > 0
         entry.server = self.prefixes.read(exchange.body, exchange.headers.get(SESSION_TOKEN, ""))
@@ -304,18 +319,19 @@ class Gateway:
         exchange.on_gone = gone
 
     def _drawn(self, id_: str) -> int:
-        # By the id and not in turn: a request costs the same whoever came before it.
+        # Seeded by the id: the cost of a request does not depend on the requests before it.
         return drawn(random.Random(f"{self._seed}:{id_}"))
 
     def _answer(self, exchange: Exchange, entry: LogEntry, how: Answer, generated: int = 0) -> None:
         if not exchange.open or (self._fault.listener == "blackhole" and not entry.direct):
-            return  # in the hole the connection stays as it is; it ends when the hole does
+            return  # in a black hole nothing is sent; the connection ends with the fault
         headers, body, stream = content(exchange, entry.id, entry.server, how, generated)
         start = head(how.status, headers, None if stream else len(body))
         if how.kind in ("cut", "slow"):
             half = len(body) // 2
             exchange.send(start + body[:half])
             if how.kind == "cut":
+                # The delay lets the first half reach the client before the connection closes.
                 self._loop.call_later(0.01, self._cut, exchange, entry)
             else:
                 self._loop.call_later(how.slow_s, self._complete, exchange, entry, body[half:], how.status)

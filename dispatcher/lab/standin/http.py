@@ -1,9 +1,9 @@
-"""HTTP/1.1 for a stand-in: as much as clients and proxies send, with a hand on every byte that goes back.
+"""HTTP/1.1 server for the stand-ins, with control over every byte that is sent.
 
-A web framework answers requests; a stand-in must also cut an answer in two, reset a connection, refuse
-connections or swallow them, and cost little enough that it does not become what a benchmark measures. So
-this speaks the protocol itself: no task per request, one callback for a request and one when its client
-goes away.
+A stand-in must be able to cut an answer in two, to reset, refuse or swallow connections, and must cost so
+little that it is not what a benchmark measures. Web frameworks offer neither. This module implements as much
+of the protocol as clients and proxies use. It creates no task per request: one callback receives the request,
+and one is called when the client disconnects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def head(status: int, headers: Iterable[tuple[str, str]], length: int | None) -> bytes:
-    """The head of an answer; `length` None: the body is chunked."""
+    """Build the head of an answer. `length` is `None` for a chunked body."""
     lines = [f"HTTP/1.1 {status} {_PHRASES.get(status, 'Unknown')}"]
     lines += [f"{name}: {value}" for name, value in headers]
     lines.append("transfer-encoding: chunked" if length is None else f"content-length: {length}")
@@ -38,7 +38,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Exchange:
-    """One request, and the means to answer it."""
+    """One HTTP exchange: a request and the methods to answer it."""
 
     __slots__ = ("_connection", "body", "headers", "method", "on_gone", "open", "target")
 
@@ -47,37 +47,37 @@ class Exchange:
         self.method = method
         self.target = target
         self.headers = headers
-        """By lower-case name."""
+        """Headers by lower-case name."""
         self.body = b""
         self.open = True
-        """False once it is answered, reset, or its client has gone."""
+        """False after the exchange was answered or reset, or its client disconnected."""
         self.on_gone: Callable[[], None] | None = None
-        """Called when the client closes the connection before the answer is complete."""
+        """Function that is called when the client disconnects before the answer is complete."""
 
     def answer(self, status: int, body: bytes = b"", headers: Iterable[tuple[str, str]] = ()) -> None:
-        """The whole answer at once; nothing when the client has gone."""
+        """Send a complete answer. No effect if the client has disconnected."""
         self.send(head(status, headers, len(body)) + body)
         self.finish()
 
     def send(self, data: bytes) -> None:
-        """Part of an answer, as it is."""
+        """Send part of an answer, unchanged."""
         if self.open:
             self._connection.transport.write(data)
 
     def finish(self) -> None:
-        """The answer is complete: the connection takes its next request."""
+        """Complete the answer, so that the connection takes its next request."""
         if self.open:
             self.open = False
             self._connection.next()
 
     def reset(self) -> None:
-        """Break the connection (RST); what was sent may be lost."""
+        """Reset the connection (RST). Data that was sent before may be lost."""
         if self.open:
             self.open = False
             self._connection.reset()
 
     def close(self) -> None:
-        """End the connection after what was sent, complete or not."""
+        """Close the connection after the data that was sent, complete or not."""
         if self.open:
             self.open = False
             self._connection.close()
@@ -91,7 +91,7 @@ class _Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._exchange: Exchange | None = None
         self._awaited: Exchange | None = None
-        """The request whose head is here and whose body is not."""
+        """Request whose head was received and whose body is incomplete."""
         self._length: int | None = None
         self._chunks: list[bytes] = []
         self._busy = False
@@ -125,16 +125,17 @@ class _Connection(asyncio.Protocol):
         self._exchange = None
         sock = self.transport.get_extra_info("socket")
         if sock is not None:
-            # Without it the kernel says goodbye politely (FIN), and the client sees an empty answer.
+            # Without this the kernel closes with FIN, and the client sees an empty answer instead of a reset.
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         self.transport.abort()
 
     def _read(self) -> None:
         if self._busy:
-            return  # a request answered at once: the loop below goes on
+            return  # called from `handle` below, which goes on afterwards
         self._busy = True
         try:
+            # One request at a time: a pipelined request waits in the buffer.
             while self._exchange is None and not self.transport.is_closing():
                 exchange = self._parse()
                 if exchange is None:
@@ -148,9 +149,10 @@ class _Connection(asyncio.Protocol):
             self._busy = False
 
     def _parse(self) -> Exchange | None:
-        """The next whole request in the buffer, if it is there."""
+        """Take the next complete request from the buffer, or return `None` if there is none yet."""
         if self._awaited is None:
             if self._buffer and not self._buffer[:1].isupper():
+                # Otherwise a TLS handshake would be buffered until it looks like a head that is too long.
                 raise ValueError("not HTTP: most likely TLS")
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:
@@ -159,6 +161,7 @@ class _Connection(asyncio.Protocol):
                 return None
             lines = self._buffer[:end].decode("latin-1").split("\r\n")
             del self._buffer[: end + 4]
+            # A malformed line raises ValueError, which the caller answers with 400.
             method, target, _ = lines[0].split(" ")
             headers = {}
             for line in lines[1:]:
@@ -168,6 +171,7 @@ class _Connection(asyncio.Protocol):
             chunked = "chunked" in headers.get("transfer-encoding", "")
             self._length = None if chunked else int(headers.get("content-length", 0))
             if headers.get("expect") == "100-continue":
+                # Clients wait for this before they send a large body.
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = self._chunked_body() if self._length is None else self._plain_body(self._length)
         if body is None:
@@ -188,7 +192,9 @@ class _Connection(asyncio.Protocol):
             line = self._buffer.find(b"\r\n")
             if line < 0:
                 return None
+            # Chunk extensions follow a semicolon and are ignored.
             size = int(self._buffer[:line].partition(b";")[0], 16)
+            # The line and the chunk each end with CRLF. Nothing is taken from an incomplete chunk.
             if len(self._buffer) < line + 2 + size + 2:
                 return None
             data = bytes(memoryview(self._buffer)[line + 2 : line + 2 + size])
@@ -201,7 +207,7 @@ class _Connection(asyncio.Protocol):
 
 
 class Server:
-    """A listener on one address that can go away and come back there."""
+    """Listener on one address that can be closed and opened again."""
 
     def __init__(
         self, handle: Callable[[Exchange], None], host: str, port: int = 0, tls: ssl.SSLContext | None = None
@@ -209,40 +215,43 @@ class Server:
         self.handle = handle
         self.host = host
         self.port = port
-        """0 until it is opened for the first time; the same from then on."""
+        """Port; 0 until the listener is opened for the first time, and the same from then on."""
         self.connections: set[_Connection] = set()
         self._tls = tls
         self._listener: asyncio.Server | None = None
         self._hole: list[socket.socket] = []
 
     async def open(self, *, plain: bool = False) -> None:
-        """Listen; `plain`: without TLS, which a client that expects it takes for a broken gateway."""
+        """Start listening. `plain` disables TLS, which looks like a broken gateway to a client that uses
+        TLS."""
         await self.close()
         self._listener = await self._bound(lambda: self._listen(plain))
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stop listening (new connections are refused) and reset all that are there."""
+        """Stop listening, so that new connections are refused, and reset all connections."""
         for each in self._hole:
             each.close()
         self._hole.clear()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        # A copy, since `connection_lost` removes each from the set.
         for connection in list(self.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
 
     async def blackhole(self) -> None:
-        """Take connections and never answer: what is connected hangs, and a new connect() hangs as well.
+        """Keep connections without ever answering, so that new connections hang, too.
 
-        No packet filter is needed: a listener that never accepts, its queue filled by connections of our own,
-        makes the kernel drop further SYNs.
+        No packet filter is needed: the listener never accepts, its backlog is filled by connections of this
+        process, and the kernel drops all further SYN packets.
         """
         if self._listener is not None:
             self._listener.close()
             self._listener = None
             await asyncio.sleep(0)
+        # Only the listener is replaced: open connections stay and get no answer.
         self._hole.append(await self._bound(self._dig))
         for _ in range(_FILLERS):
             filler = socket.socket()
@@ -272,7 +281,8 @@ class Server:
         return hole
 
     async def _bound(self, bind: Callable[[], Awaitable[T]]) -> T:
-        """Bind to our address. The event loop closes a listener in a later turn: it is free in a moment."""
+        """Bind to the address, and retry for a moment: the event loop closes the previous listener only in a
+        later iteration."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _REBIND_S
         while True:

@@ -1,6 +1,6 @@
-"""What models say to list calls: made of a hash of each item, in the form of the real servers' answers.
+"""Models for list calls: answers made from a hash of each item, in the format of the real servers.
 
-It reads bodies for itself, so that what the dispatcher makes of them is judged by one that shares no code.
+The module parses bodies on its own, so that tests compare the dispatcher with code that it does not share.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from typing import Any
 
 CHARS_PER_TOKEN = 4
 SPOILED = 0.5
-"""So much of its neighbour is in each vector of a call that the model gets wrong."""
+"""Share of the neighbouring vector that is mixed into each vector of a call with wrong answers."""
 
 
 class BadCallError(Exception):
-    """The body is none that this API takes."""
+    """Error for a body that the API does not accept."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListCall:
-    """A body as the model reads it, and how its answer is put together."""
+    """Parsed body of a list call, and the function that makes its answer."""
 
     texts: Sequence[str]
-    """Of each item."""
+    """Text of each item."""
     tokens: int
     answer: Callable[[bool], Any]
-    """What is answered; true: wrong, each item by what stands beside it."""
+    """Function that makes the answer. With True the answer is wrong: each item is influenced by its
+    neighbour."""
     pretty: bool = False
 
 
 def tokens_of(text: str) -> int:
-    """How many tokens a text has, here: two that begin and end it, and one for four characters."""
+    """Return the number of tokens of a text: one per four characters, and two that mark begin and end."""
     return 2 + math.ceil(len(text) / CHARS_PER_TOKEN)
 
 
 @lru_cache(maxsize=4096)
 def vector(text: str, dims: int) -> tuple[float, ...]:
-    """Of length 1, always the same for a text; its numbers have 32 bits."""
+    """Return a vector of length 1 that depends only on the text, rounded to 32-bit floats."""
+    # JSON may contain lone surrogates, which UTF-8 cannot encode.
     drawn = struct.unpack(f"<{dims}I", hashlib.shake_128(text.encode("utf-8", "replace")).digest(4 * dims))
     return _unit([number / 2**31 - 1 for number in drawn])
 
@@ -53,6 +55,7 @@ def vector(text: str, dims: int) -> tuple[float, ...]:
 def _unit(numbers: Sequence[float]) -> tuple[float, ...]:
     length = math.sqrt(sum(number * number for number in numbers)) or 1.0
     count = len(numbers)
+    # Rounded to 32 bits, like the numbers of real servers.
     return struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *(number / length for number in numbers)))
 
 
@@ -67,14 +70,14 @@ def vectors(texts: Sequence[str], dims: int, wrong: bool) -> list[tuple[float, .
 
 
 def scores(query: str | Sequence[str], texts: Sequence[str], wrong: bool) -> list[float]:
-    """From 0 to 1, one for each pair."""
+    """Return a score from 0 to 1 for each pair."""
     queries = [query] * len(texts) if isinstance(query, str) else query
     found = [(1.0 + vector(f"{one}\0{text}", 2)[0]) / 2 for one, text in zip(queries, texts, strict=True)]
     return [1.0 - score for score in found] if wrong else found
 
 
 def read(path: str, body: bytes, *, model: str, dims: int, index_last: bool) -> ListCall:
-    """Raises BadCallError."""
+    """Parse a call. Raises BadCallError."""
     path = path.partition("?")[0]
     try:
         asked = json.loads(body)
@@ -91,7 +94,8 @@ def read(path: str, body: bytes, *, model: str, dims: int, index_last: bool) -> 
 
 
 def _texts(value: Any) -> list[str]:
-    """Strings and lists of token ids, or one of either."""
+    """Parse strings or lists of token ids, or a single one of them."""
+    # Not `isinstance`: booleans are integers in Python, but no token ids.
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -130,9 +134,11 @@ def _embeddings(asked: Mapping[str, Any], model: str, dims: int, index_last: boo
         for index, found in enumerate(vectors(texts, size, wrong)):
             embedding: Any = found
             if asked.get("encoding_format") == "base64":
+                # Little-endian 32-bit floats, as in the OpenAI API.
                 embedding = base64.b64encode(struct.pack(f"<{size}f", *found)).decode()
             item = {"object": "embedding", "index": index, "embedding": embedding}
             if index_last:
+                # Moves the key to the end, since some servers write it last.
                 item["index"] = item.pop("index")
             data.append(item)
         return {"object": "list", "data": data, "model": model, "usage": usage}
@@ -246,7 +252,7 @@ def _tensors(asked: Mapping[str, Any], model: str, dims: int, _last: bool) -> Li
 
 
 def _rows(data: Sequence[Any], shape: Sequence[int]) -> list[Any]:
-    """Flat data as they are nested."""
+    """Split the data of a tensor, flat or nested, into the rows of its first dimension."""
     each = math.prod(shape[1:])
     nested = len(shape) > 1 and isinstance(data[0], list)
     if len(data) != (shape[0] if nested else shape[0] * each):

@@ -1,11 +1,11 @@
-"""A model server for list calls: what it takes per call and per item, how many it takes, what it gets wrong.
+"""Model server for list calls with configurable times, limits and faults.
 
     python -m dispatcher.lab.standin.lists --call-s 0.02 --item-s 0.002 --max-items 32
 
 prints one line of JSON with its URL once it listens on loopback, and runs until SIGTERM or SIGINT. Each
 option is a field of `ListConfig`. It has /v1/embeddings, /v1/models/{m}:predict, /v2/models/{m}/infer,
-/rerank, /score, /embed and /predict; `GET /observed` tells what it saw, `POST /control` changes the fields
-that it names. `ListServer.answered` does the same without HTTP, and then in virtual time too.
+/rerank, /score, /embed and /predict; `GET /observed` returns counts of the calls, `POST /control` changes the
+fields that it contains. `ListServer.answer_call` does the same without HTTP, also in virtual time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dispatcher.lab.standin.listmodels import BadCallError, ListCall, read
 
 
 class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a server is, and what is wrong with it; its fields may be changed while it runs."""
+    """Behaviour and faults of a server. The fields may be changed while it runs."""
 
     host: Annotated[str, Meta(description="Where it listens.")] = "127.0.0.1"
     port: Annotated[int, Meta(description="0: any.")] = 0
@@ -51,48 +51,48 @@ class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="Its name, where a call names none.")] = "m"
 
     def seconds(self, items: int) -> float:
-        """What a call of so many items takes."""
+        """Return the duration of a call with this number of items."""
         return self.call_s + self.item_s * items + self.log_s * math.log2(1 + items)
 
 
 @dataclass(slots=True)
 class SeenCall:
-    """One call, as it went; times of the event loop."""
+    """Record of one call. Times are those of the event loop."""
 
     path: str
     texts: Sequence[str]
-    """Of its items; those of a call that was refused, too."""
+    """Text of each item, also for calls that were refused."""
     tokens: int
     came_at: float
     began_at: float = math.nan
-    """When the model began with it; nan: it was refused before that."""
+    """Time at which the model started with the call. NaN if the call was refused before."""
     ended_at: float = math.nan
     status: int = 0
-    """0: it has not ended, or whoever called went away."""
+    """HTTP status. 0 if the call has not ended or its client disconnected."""
 
 
 Answered = tuple[int, bytes]
-"""Status and body."""
+"""Status and body of an answer."""
 
 
 class ListServer:
-    """The server without its port: what it answers, when, and what it saw."""
+    """Server without a port: answers calls in time, and records them."""
 
     def __init__(self, config: ListConfig | None = None) -> None:
         self.config = config or ListConfig()
         self.calls: list[SeenCall] = []
-        """All calls, in the order they came in."""
+        """All calls in the order of their arrival."""
         self.running = 0
         self.most_running = 0
         self._turns: list[asyncio.Future[None]] = []
 
     @property
     def items(self) -> int:
-        """Items that were answered with 200."""
+        """Number of items that were answered with 200."""
         return sum(len(call.texts) for call in self.calls if call.status == 200)
 
     def report(self) -> dict[str, Any]:
-        """Counts of all that it saw."""
+        """Return the counts of all calls."""
         done = [call for call in self.calls if call.status == 200]
         return {
             "calls": len(self.calls),
@@ -106,7 +106,7 @@ class ListServer:
         }
 
     async def answered(self, path: str, body: bytes) -> Answered:
-        """The answer to a call, when it is due."""
+        """Return the answer to a call after the time that the call takes."""
         config = self.config
         seen = SeenCall(path, (), 0, asyncio.get_running_loop().time())
         self.calls.append(seen)
@@ -164,17 +164,20 @@ class ListServer:
     def _ended(self, seen: SeenCall, status: int, answer: Any, *, pretty: bool = False) -> Answered:
         seen.status, seen.ended_at = status, asyncio.get_running_loop().time()
         if pretty:
+            # TensorFlow Serving indents its answers.
             return status, json.dumps(answer, indent=4).encode()
         return status, msgspec.json.encode(answer)
 
     async def _turn(self) -> None:
-        """Until one of the workers is free: first come, first served."""
+        """Wait until a worker is free: first come, first served."""
+        # Calls that wait already go first.
         if self.running >= self.config.workers or self._turns:
             mine = asyncio.get_running_loop().create_future()
             self._turns.append(mine)
             try:
                 await mine
             except asyncio.CancelledError:
+                # Cancelled after its turn came: the worker must go to the next call.
                 if mine in self._turns:
                     self._turns.remove(mine)
                 else:
@@ -186,19 +189,21 @@ class ListServer:
 
     def _leave(self) -> None:
         self.running -= 1
+        # More than one call starts if the number of workers was raised meanwhile.
         while self._turns and self.running < self.config.workers:
             self.running += 1
             self._turns.pop(0).set_result(None)
 
 
 def too_many(words: str, count: int, most: int, *, native: bool = False) -> tuple[int, Any]:
-    """How the real servers refuse a call of so many items."""
+    """Return the answer with which a real server refuses a call with too many items."""
     tei = f"batch size {count} > maximum allowed batch size {most}"
     openai = (
         f"Invalid 'input': array too long. Expected an array with maximum length {most}, but got an array "
         f"with length {count} instead."
     )
     listed = f"List should have at most {most} items after validation, not {count}"
+    # Answers of the real servers, by which the dispatcher learns their limits.
     said: dict[str, tuple[int, Any]] = {
         "tei": (
             413,
@@ -230,7 +235,7 @@ def too_many(words: str, count: int, most: int, *, native: bool = False) -> tupl
 
 
 class ListService:
-    """A `ListServer` behind a port on loopback; an async context manager."""
+    """`ListServer` behind a port on loopback. An async context manager."""
 
     def __init__(self, config: ListConfig | None = None) -> None:
         self.lists = ListServer(config)
@@ -263,7 +268,7 @@ class ListService:
             self._spawn(exchange, self._answer(exchange))
 
     def _control(self, exchange: Exchange) -> None:
-        """Change the fields that it names; the others stay."""
+        """Change the fields that the body contains."""
         try:
             told = msgspec.json.decode(exchange.body, type=dict[str, Any])
             changed = msgspec.convert({**msgspec.structs.asdict(self.lists.config), **told}, ListConfig)
@@ -281,6 +286,7 @@ class ListService:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A call whose client disconnected frees its worker.
         exchange.on_gone = _cancel(task)
 
 
@@ -313,7 +319,7 @@ def _options(arguments: Sequence[str] | None) -> ListConfig:
 
 
 async def serve(config: ListConfig) -> None:
-    """Run until SIGTERM or SIGINT; one line of JSON on stdout says that it listens, and where."""
+    """Run until SIGTERM or SIGINT. One line of JSON on stdout with the URL says that the server listens."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,16 +1,17 @@
 """A gateway, an endpoint picker and a pool in one process, over HTTP on loopback.
 
 For the demo, the scenario tests and the benchmarks: what the dispatcher sees of a cluster, with realtime
-traffic, faults that are switched while it runs, and an observer who knows what really happened.
+traffic, faults that can be switched while it runs, and a report of what really happened.
 
     python -m dispatcher.lab.standin --slots 32 --seconds 0.5 --queue-limit 8
 
 prints one line of JSON with the three URLs once it listens, and runs until SIGTERM or SIGINT. Each option is
-a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` tells what happened,
-`GET <control>/log?after=N` each request. The three listeners fail apart from each other. Beside the picker's
-`/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of `--endpoints`;
-its list of models, `/servers/0/v1/models`; and it takes requests straight, at `/servers/0/v1/completions`,
-`…/v1/chat/completions`, `…/v1/embeddings`. The gateway has the lists of all at `/v1/models`.
+a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` returns what
+happened, `GET <control>/log?after=N` each request. The three listeners fail independently. Beside the
+picker's `/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of
+`--endpoints`; its list of models, `/servers/0/v1/models`; and it takes requests directly, at
+`/servers/0/v1/completions`, `…/v1/chat/completions`, `…/v1/embeddings`. The gateway has the lists of all at
+`/v1/models`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ __all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogE
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a world starts. Where the default is none, the description says what holds then."""
+    """Initial configuration of a world. If the default is empty, the last element of the annotation says what
+    applies."""
 
     host: Annotated[str, Meta(description="Where the three listeners are.")] = "127.0.0.1"
     port: Annotated[int, Meta(description="Of the gateway; 0: any.")] = 0
@@ -160,46 +162,47 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What can change while the world runs; what is absent stays as it is."""
+    """Changes of a running world. Absent fields stay unchanged."""
 
     gateway: Fault | msgspec.UnsetType | None = msgspec.UNSET
-    """null: whole again."""
+    """Fault of the gateway. null removes it."""
     metrics: (
         Literal["ok", "gone", "hang", "garbage", "frozen", "empty", "error", "unauthorized"]
         | msgspec.UnsetType
     ) = msgspec.UNSET
     slots: int | msgspec.UnsetType = msgspec.UNSET
-    """The truth; what the picker believes stays."""
+    """Real capacity. The capacity that the picker assumes stays."""
     declared: int | msgspec.UnsetType = msgspec.UNSET
     endpoints: int | msgspec.UnsetType = msgspec.UNSET
-    """At 0 nothing runs, the gateway answers 503, and the averages freeze."""
+    """Number of model servers. With 0 nothing runs, the gateway answers 503, and the averages freeze."""
     queue_limit: int | msgspec.UnsetType | None = msgspec.UNSET
     seconds: float | msgspec.UnsetType | None = msgspec.UNSET
     path_s: float | msgspec.UnsetType = msgspec.UNSET
     lag_s: float | msgspec.UnsetType = msgspec.UNSET
     flush: bool = False
-    """Rewrite the picker's averages now; one that started cold has them from then on."""
+    """Renew the averages of the picker now, also if it started cold."""
     realtime: int | msgspec.UnsetType = msgspec.UNSET
-    """Realtime requests to hold in the pool from now on."""
+    """Number of realtime requests to keep in the pool from now on."""
     models: list[list[str]] | msgspec.UnsetType | None = msgspec.UNSET
-    """What each server lists, the last for those after it; null: any name is served."""
+    """Models that each server lists; the last entry is for all further servers. null: any name is served."""
     roll: Roll | msgspec.UnsetType = msgspec.UNSET
     adapter: Adapter | msgspec.UnsetType = msgspec.UNSET
     cold_s: float | msgspec.UnsetType = msgspec.UNSET
     subset_header: str | msgspec.UnsetType = msgspec.UNSET
-    """empty: no header says where a request may go."""
+    """Header in which a request lists the servers that it may go to. Empty to ignore such headers."""
     lists: Literal["ok", "hang", "error", "garbage", "unauthorized"] | msgspec.UnsetType = msgspec.UNSET
-    """How each server answers who asks for its list."""
+    """Answer of each server to requests for its list of models."""
     kill_server: str = ""
-    """The model server of this session token ends."""
+    """Session token of a model server that ends."""
     restart: bool = False
-    """Begin a new measurement: peaks, means, counts, quantiles. The log and what is known of ids stay."""
+    """Start a new measurement of peaks, means, counts and quantiles. The log and the counts by request id
+    stay."""
 
 
 class LiveWorld:
-    """`async with LiveWorld(Config(…)) as world`: listens at `gateway_url`, `metrics_url`, `control_url`.
+    """World that listens at `gateway_url`, `metrics_url` and `control_url` inside of `async with`.
 
-    Raises TraceError when it is made, for traffic that makes no sense.
+    The constructor raises TraceError for invalid traffic.
     """
 
     gateway_url: str
@@ -234,7 +237,7 @@ class LiveWorld:
             path_s=config.path_s,
             prefixes=PrefixServers(config.prefix_servers, config.prefix_blocks, config.seed),
             servers=self.servers,
-            # With flow control off it is the model server that refuses, and it knows no such header.
+            # Without flow control the model server refuses, and it does not set this header.
             drop_reason="rejected-saturated" if config.flow_control else "",
             seed=config.seed,
             log_max=config.log_max,
@@ -276,6 +279,7 @@ class LiveWorld:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        # No new realtime requests while the world closes.
         self.realtime.hold(0)
         for task in self._tasks:
             task.cancel()
@@ -284,11 +288,12 @@ class LiveWorld:
             await server.close()
         for result in ended:
             if isinstance(result, Exception):
-                raise result  # a world whose traffic broke off is not the one that was asked for
+                raise result  # a world whose traffic failed is not the one that the test asked for
 
     async def control(self, control: Control) -> None:
-        """Change the world; when this returns it is changed."""
+        """Apply the changes. They are in effect when this returns."""
         unset = msgspec.UNSET
+        # First, since the listeners below follow the servers that are present.
         self._shape(control)
         await self.ports.follow()
         if control.realtime is not unset:
@@ -305,7 +310,7 @@ class LiveWorld:
             self.gateway.restart()
 
     def _shape(self, control: Control) -> None:
-        """How large the pool is, and how slow, in truth and as the picker believes."""
+        """Apply changes of size and speed of the pool, real and as the picker assumes."""
         unset = msgspec.UNSET
         if control.slots is not unset:
             self._slots = control.slots
@@ -325,7 +330,7 @@ class LiveWorld:
         self._resize()
 
     def _serve(self, control: Control) -> None:
-        """Which models are served, now or by and by."""
+        """Apply changes of the models that are served, now or over time."""
         unset = msgspec.UNSET
         if control.cold_s is not unset:
             self.servers.cold_s = control.cold_s
@@ -341,7 +346,7 @@ class LiveWorld:
             self._spawn(self.servers.roll(control.roll))
 
     def observed(self) -> dict[str, Any]:
-        """What happened, by one who saw all of it."""
+        """Return a report of what really happened."""
         return {
             "at": time.monotonic(),
             "gateway": self.gateway.report(),
@@ -354,21 +359,23 @@ class LiveWorld:
         self.epp.watch(self.pool)
 
     def _moved(self) -> None:
-        """Servers have gone or come back."""
+        """Adapt the world to servers that have gone or come back."""
         self._resize()
         self._spawn(self.ports.follow())
 
     def _resize(self) -> None:
         self.epp.endpoints = len(self.servers.present)
+        # A server that is gone takes its share of the slots with it.
         slots = round(self._slots * self.servers.share)
         if self._config.flow_control and self._config.detector == "concurrency":
-            slots = min(slots, self.epp.declared)  # the picker sends no more than it believes in
+            slots = min(slots, self.epp.declared)  # the picker sends no more than it assumes
         self.gateway.endpoints = self.epp.endpoints > 0
+        # Before `resize`, which starts as many waiting requests as these allow.
         self.pool.lets_in, self.pool.held_back = self.epp.lets_in, self.epp.holds_back
         self.pool.resize(slots)
 
     def _let_in(self) -> None:
-        """The picker has read the metrics of its model servers, and lets requests in by what they show."""
+        """Let requests into the pool after the picker has read the metrics of its model servers."""
         if self.pool.lets_in != self.epp.lets_in:
             self._resize()
 
@@ -376,7 +383,7 @@ class LiveWorld:
         self._tasks.add(asyncio.create_task(coroutine))
 
     def _command(self, exchange: Exchange) -> None:
-        """The control side. It must answer whatever is broken elsewhere."""
+        """Handle a request to the control address, which works whatever fault the other listeners have."""
         url = urlsplit(exchange.target)
         if exchange.method == "POST" and url.path == "/control":
             try:
@@ -386,6 +393,7 @@ class LiveWorld:
                 return
             task = asyncio.create_task(self._change(control, exchange))
             self._tasks.add(task)
+            # The task set holds a reference, without which the task could be garbage-collected.
             task.add_done_callback(self._tasks.discard)
         elif url.path == "/observed":
             _json(exchange, self.observed())
@@ -429,13 +437,14 @@ def _options(arguments: Sequence[str] | None) -> Config:
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=told)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
+        # Not strict: options are strings that msgspec converts to the types of the fields.
         return msgspec.convert(given, Config, strict=False)
     except msgspec.ValidationError as error:
         parser.error(str(error))
 
 
 async def serve(config: Config) -> None:
-    """Run a world until SIGTERM or SIGINT; one line of JSON on stdout says that it listens, and where."""
+    """Run a world until SIGTERM or SIGINT. One line of JSON on stdout with the URLs says that it listens."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -453,7 +462,7 @@ async def serve(config: Config) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    import uvloop  # a third of the cost per request
+    import uvloop  # a third of the cost per request on asyncio's own loop
 
     try:
         uvloop.run(serve(_options(arguments)))

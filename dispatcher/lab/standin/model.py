@@ -1,7 +1,7 @@
-"""What requests are like and what they cost a model server: of the stand-ins and of the simulation alike.
+"""Cost of requests on a model server, used by the stand-ins and the simulator.
 
-work = 0.03 + 0.00025 × context tokens + 0.012 × generated tokens, in a pool that is otherwise empty; a full
-pool is half as fast.
+work = 0.03 + 0.00025 × context tokens + 0.012 × generated tokens, in an otherwise empty pool; a full pool is
+half as fast.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ from random import Random
 BATCH_CONTEXT = 500
 """Context tokens of a batch request."""
 BATCH_TOKENS, BATCH_SPREAD = 145.0, 0.6
-"""What it generates: lognormal, its mean and the spread of its logarithm."""
+"""Generated tokens of a batch request are lognormal: their mean, and the standard deviation of their
+logarithm."""
 LEAST_TOKENS = 8
 TOKEN_S = 0.012
-"""What each generated token takes in a pool that is otherwise empty."""
+"""Time for each generated token in an otherwise empty pool."""
 WAITING_AT_FULL = 5
-"""The utilization detector calls a model server full that has so many requests waiting,"""
+"""Number of waiting requests at which the utilization detector considers a model server full."""
 KV_AT_FULL = 0.8
-"""or so much of its KV cache in use."""
+"""Share of the KV cache at which the utilization detector considers a model server full."""
 
 
 def work_s(context: int, generated: float) -> float:
-    """How long a request of so many tokens runs in a pool that is otherwise empty."""
+    """Return the duration of a request with these tokens in an otherwise empty pool."""
     return 0.03 + 0.00025 * context + TOKEN_S * generated
 
 
 def slowdown(running: int, slots: int) -> float:
-    """f: how much slower a request runs that starts as one of `running`; from 1, in an empty pool, to 2."""
+    """Return how much slower a request runs that starts as one of `running`: from 1 in an empty pool to 2 in
+    a full one."""
     return 1.0 + (running - 1) / (slots - 1) if slots > 1 else 1.0
 
 
 def generated(draws: Random, mean: float = BATCH_TOKENS, spread: float = BATCH_SPREAD) -> int:
-    """How many tokens the next request generates."""
+    """Draw the number of tokens that a request generates."""
     mu, least = _lognormal(mean, spread)
     return max(least, round(draws.lognormvariate(mu, spread)))
 
 
 @lru_cache(maxsize=16)
 def _lognormal(mean: float, spread: float) -> tuple[float, int]:
-    """The mean of the logarithm, and the fewest there are."""
+    """Return the mean of the logarithm, and the minimum number of tokens."""
     return math.log(mean) - spread**2 / 2, min(LEAST_TOKENS, round(mean))

@@ -1,4 +1,4 @@
-"""What an endpoint picker shows of a pool on its /metrics page, as late and as blind as the real one."""
+"""Metrics page of an endpoint picker, with the delays and blind spots of the real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TPOT_BOUNDS = (
     *(0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15),
     *(0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 2.0),
 )
-"""Buckets of the real picker's histograms."""
+"""Buckets of the histograms of the real picker."""
 
 
 class Histogram:
@@ -53,28 +53,32 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The pool as the picker knows it at one moment."""
+    """State of the pool at one moment, as the picker knows it."""
 
     at: float
     running: int
     waiting: int
-    """In the model servers."""
+    """Requests that wait in the model servers."""
     queued: int
-    """In the picker."""
+    """Requests that wait in the picker."""
     endpoints: int
     slots: int
 
 
 class Picker:
-    """The picker before a pool, and its page.
+    """Endpoint picker in front of a pool, with its metrics page.
 
-    `declared`: how many requests it believes all endpoints take together (the concurrency detector's
-    maxConcurrency × endpoints). It sends no more than that to the model servers and queues the rest itself;
-    when it believes too much, the surplus waits in the model servers, where its queue does not show it.
+    `declared` is the number of requests that the picker assumes all endpoints can run together
+    (maxConcurrency of the concurrency detector × endpoints). It sends no more than that to the model servers
+    and queues the others. If it assumes too much, the surplus waits in the model servers, where the queue
+    metric of the picker does not show it.
+
     The utilization detector decides by the metrics of the model servers instead, which the picker reads every
-    `look_s`: until they show the servers full, every request of a burst goes to them; from then on none does.
-    `detector_name`: what its operator calls the detector. `cold`: it starts without averages and endpoints.
-    `lag_s`: the page tells the state of so long ago. Averages are rewritten every `flush_s`.
+    `metrics_refresh_s`. Until they show full servers, every request of a burst is sent; after that none is.
+
+    `detector_name` is the name that the operator of the picker gave the detector. With `is_cold` the picker
+    starts without averages and endpoints. `lag_s` is the age of the state that the page shows. Averages are
+    renewed every `flush_s`.
     """
 
     def __init__(
@@ -103,20 +107,21 @@ class Picker:
         self._started_at = time.time()
         self._look_s, self._flush_s = look_s, flush_s
         self._servers: _Snapshot | None = None
-        """The model servers as their metrics were when they were last read."""
+        """State of the model servers when their metrics were last read."""
         self._kv_at_full = kv_at_full
         self._history: deque[_Snapshot] = deque()
         self._averages = (0.0, 0.0, 0.0)
         self._seen_flow = False
         self._ttft: dict[bool, Histogram] = {}
         self._tpot: dict[bool, Histogram] = {}
-        """Of batch requests and of others; made by the first of each, as the picker's are."""
+        """Histograms by whether requests are batch. The first request of each kind creates one, as in the
+        real picker."""
         self.flushed_at: float | None = None
-        """When the averages were last rewritten."""
+        """Time at which the averages were last renewed."""
 
     @property
     def lets_in(self) -> float:
-        """How many requests may be in the model servers at once; the others wait here."""
+        """Number of requests that may be in the model servers at once. The others wait in the picker."""
         if not self._flow_control:
             return inf
         if self._detector == "concurrency":
@@ -126,7 +131,7 @@ class Picker:
 
     @property
     def holds_back(self) -> bool:
-        """Whether it has a queue of its own."""
+        """True if the picker has a queue of its own."""
         return self._flow_control
 
     def look(self) -> None:
@@ -134,18 +139,20 @@ class Picker:
         self._servers = self._view()
 
     async def keep_looking(self, on_look: Callable[[], None]) -> None:
-        """Read the metrics of the model servers every `look_s`, until cancelled."""
+        """Read the metrics of the model servers every `metrics_refresh_s` until cancelled."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
             self.look()
             on_look()
+            # Without the maximum a delayed loop would catch up with a burst of readings.
             due = max(due + self._look_s, loop.time())
             await asyncio.sleep(due - loop.time())
 
     def watch(self, pool: Pool) -> None:
-        """Note the pool's state; called at each change of it."""
+        """Record the state of the pool. Called at each change of it."""
         if self.lag_s <= 0:
+            # Without a delay only the newest state is ever shown.
             self._history.clear()
         now = time.monotonic()
         while len(self._history) > 1 and self._history[1].at <= now - self.lag_s:
@@ -155,8 +162,10 @@ class Picker:
         self._history.append(_Snapshot(now, pool.running, inside, outside, self.endpoints, pool.slots))
 
     def answered(self, job: Job) -> None:
-        """Note an answer's latencies. Realtime is streamed; what is not has its first token with its last."""
+        """Record the latencies of an answer. Realtime answers are streamed; for others the first token comes
+        with the last."""
         took_s, ran_s = job.finished_at - job.arrived_at, job.finished_at - job.started_at
+        # Time per token, slowed down like the whole request.
         token_s = ran_s * TOKEN_S / job.work_s if job.tokens and job.work_s else 0.0
         ttft_s = took_s if job.batch else took_s - token_s * (job.tokens - 1)
         self._ttft.setdefault(job.batch, Histogram(TTFT_BOUNDS)).observe(ttft_s)
@@ -164,9 +173,10 @@ class Picker:
             self._tpot.setdefault(job.batch, Histogram(TPOT_BOUNDS)).observe(token_s)
 
     async def flush_averages(self) -> None:
-        """Rewrite the averages every `flush_s`, until cancelled. With no endpoint left they freeze."""
+        """Renew the averages every `flush_s` until cancelled. They freeze while there are no endpoints."""
         loop = asyncio.get_running_loop()
         due = loop.time()
+        # A cold picker has no averages before its first renewal.
         if self._cold:
             due += self._flush_s
             await asyncio.sleep(self._flush_s)
@@ -180,6 +190,7 @@ class Picker:
         view = self._view()
         self._cold = False
         self.flushed_at = time.monotonic()
+        # The real picker skips the renewal without endpoints, so that old averages stay on the page.
         if view.endpoints > 0:
             self._averages = (
                 view.running / view.endpoints,
@@ -188,7 +199,7 @@ class Picker:
             )
 
     def page(self) -> bytes:
-        """The page as text, under the newest names."""
+        """Return the page as text, with the newest names of the series."""
         view = self._view()
         servers = self._servers or view
         name = f'name="{self._name}"'
@@ -208,9 +219,11 @@ class Picker:
                 name,
                 0 if self._cold else view.endpoints,
             ),
+            # The picker counts requests from sending to answer, including those that wait in servers.
             ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
         ]
         queues = [
+            # The waiting requests are spread evenly; the first servers get the remainder.
             servers.waiting // servers.endpoints + (number < servers.waiting % servers.endpoints)
             for number in range(servers.endpoints)
         ]
@@ -228,12 +241,12 @@ class Picker:
                     self._saturation(view if self._detector == "concurrency" else servers),
                 ),
             ]
-            if self._detector == "utilization":  # the other one does not look at what the endpoints tell
+            if self._detector == "utilization":  # the concurrency detector does not read them
                 plugin = f'detector="{self._detector_name}"'
                 gauges.append(
                     ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0)
                 )
-            if self._seen_flow:  # the picker makes a flow's series with its first request
+            if self._seen_flow:  # the real picker creates the series of a flow with its first request
                 flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
                 gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))
         lines: list[str] = []
@@ -263,8 +276,9 @@ class Picker:
         return "".join(f"{line}\n" for line in lines).encode()
 
     def _view(self) -> _Snapshot:
-        """The newest state that is old enough to be seen."""
+        """Return the newest state that is old enough to be shown."""
         visible_at = time.monotonic() - self.lag_s
+        # Keeps the newest state that is old enough, which may be long ago.
         while len(self._history) > 1 and self._history[1].at <= visible_at:
             self._history.popleft()
         return self._history[0]

@@ -1,7 +1,7 @@
-"""The pool of `world.py` on the real clock, and what an observer who sees everything writes down.
+"""Pool of the simulator on the real clock, with exact statistics for tests.
 
-The arithmetic of service times is the simulator's. What is apart is who moves time on: here the event loop
-does, capacity and limits change while requests run, and clients go away.
+Service times are computed as in the simulator. Here the event loop advances the time, capacity and limits
+change while requests run, and clients disconnect.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from dispatcher.lab.standin.model import slowdown
 
 _KEPT = 20_000
-"""So many of the newest times are kept for quantiles."""
+"""Number of newest times that are kept for quantiles."""
 
 
 class Level:
-    """A number of things over time: now, at most, and on average since the last `restart`."""
+    """Number of things over time: current value, maximum, and mean since the last `restart_measurement`."""
 
     __slots__ = ("_area", "_changed_at", "_since", "now", "peak")
 
@@ -34,6 +34,7 @@ class Level:
         self._since = self._changed_at = time.monotonic()
 
     def add(self, by: int, at: float) -> None:
+        # Integral of the value over time, from which the mean is computed.
         self._area += self.now * (at - self._changed_at)
         self._changed_at = at
         self.now += by
@@ -42,13 +43,14 @@ class Level:
 
     def report(self) -> dict[str, float]:
         at = time.monotonic()
+        # Brings the integral up to date.
         self.add(0, at)
         passed = at - self._since
         return {"now": self.now, "peak": self.peak, "mean": self._area / passed if passed > 0 else self.now}
 
 
 class Job:
-    """A request as the pool sees it."""
+    """Request in the pool."""
 
     __slots__ = (
         "arrived_at",
@@ -67,9 +69,9 @@ class Job:
     ) -> None:
         self.batch = batch
         self.work_s = work_s
-        """How long it runs in an empty pool."""
+        """Duration in an empty pool."""
         self.seconds = seconds
-        """How long it runs, whatever the pool does; None: work_s × slowdown."""
+        """Duration whatever the load is. `None` if it is work_s × slowdown."""
         self.tokens = tokens
         self.on_finish = on_finish
         self.arrived_at = nan
@@ -79,11 +81,12 @@ class Job:
 
 
 class Pool:
-    """M slots, and two queues: in the pods, first come, first served; before them realtime goes before batch.
+    """Pool with M slots and two queues: first come, first served in the pods, and realtime requests first in
+    the picker.
 
-    `lets_in`: the picker lets so many requests into the pods; None: as many as run at once. `held_back`:
-    the picker has a queue of its own. `queue_limit`: so many may wait before the pods, or in them where the
-    picker has no queue.
+    `admission_limit` is the number of requests that the picker lets into the pods; `None` if it lets in as
+    many as run at once. `has_picker_queue` is True if the picker has a queue of its own. `queue_limit` bounds
+    the requests that wait in the picker, or in the pods if the picker has no queue.
     """
 
     def __init__(
@@ -100,17 +103,17 @@ class Pool:
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
         """Requests in the pool, running or waiting."""
         self.busy = Level()
-        """Those that run."""
+        """Requests that run."""
         self.queue = Level()
-        """Those that wait."""
+        """Requests that wait."""
         self.tokens = {"batch": 0, "realtime": 0}
-        """Of finished requests."""
+        """Tokens of finished requests."""
         self.finished = {"batch": 0, "realtime": 0}
         self.refused = {"batch": 0, "realtime": 0}
         self.waits: dict[str, deque[float]] = {"batch": deque(maxlen=_KEPT), "realtime": deque(maxlen=_KEPT)}
-        """How long the finished ones had waited for a slot."""
+        """Time for which finished requests waited for a slot."""
         self.times: dict[str, deque[float]] = {"batch": deque(maxlen=_KEPT), "realtime": deque(maxlen=_KEPT)}
-        """How long they took, waiting included."""
+        """Time from arrival to end of finished requests."""
         self._on_change = on_change
         self._on_answer = on_answer
         self._inside: deque[Job] = deque()
@@ -130,15 +133,16 @@ class Pool:
 
     @property
     def waiting_inside(self) -> int:
-        """Those that wait in the pods."""
+        """Number of requests that wait in the pods."""
         return len(self._inside)
 
     def submit(self, job: Job) -> bool:
-        """Take a request in; False: there is no slot and the queue is full."""
+        """Take in a request. Returns False if there is no free slot and the queue is full."""
         kind = "batch" if job.batch else "realtime"
         let_in = self._lets_in_one
         free = self.running < self.slots and (let_in or self.lets_in is None)
         at_limit = self.queue_limit is not None and self._waiting_there >= self.queue_limit
+        # A request that may enter the pods is not subject to a limit on the queue of the picker.
         if not free and at_limit and not (let_in and self.held_back):
             self.refused[kind] += 1
             return False
@@ -154,7 +158,8 @@ class Pool:
         return True
 
     def leave(self, job: Job) -> None:
-        """The client has gone: the request stops running, or waiting. Nothing when it is not in the pool."""
+        """Remove a request whose client disconnected. No effect if it is not in the pool."""
+        # A client can disconnect before its request arrives at the pool, or after it has ended.
         if isnan(job.arrived_at) or not isnan(job.finished_at):
             return
         now = time.monotonic()
@@ -167,13 +172,13 @@ class Pool:
         self._depart(job, now)
 
     def resize(self, slots: int) -> None:
-        """What runs on slots that go away runs on to its end."""
+        """Change the number of slots. Requests on removed slots run to their end."""
         self.slots = slots
         self._fill(time.monotonic())
         self._on_change()
 
     def restart(self) -> None:
-        """Begin a new measurement."""
+        """Start a new measurement."""
         for level in (*self.levels.values(), self.busy, self.queue):
             level.restart()
         for kind in self.finished:
@@ -197,6 +202,7 @@ class Pool:
     def _start(self, job: Job, now: float) -> None:
         self.busy.add(1, now)
         job.started_at = now
+        # The speed is fixed at the start, as in the simulator: later changes of the load do not count.
         seconds = job.work_s * slowdown(self.running, self.slots) if job.seconds is None else job.seconds
         job.timer = self._loop.call_later(seconds, self._finish, job)
 
@@ -209,6 +215,7 @@ class Pool:
         self.waits[kind].append(job.started_at - job.arrived_at)
         self.times[kind].append(now - job.arrived_at)
         self._depart(job, now)
+        # Statistics are complete before the answer is sent, so that a test that has it can read them.
         self._on_answer(job)
         job.on_finish()
 
@@ -223,7 +230,7 @@ class Pool:
         while True:
             while self._lets_in_one and (queue := self._next_outside):
                 self._inside.append(queue.popleft())
-            # Without a picker that decides, whoever waits outside starts straight away.
+            # Without a limit of the picker, requests in its queue start directly.
             startable = self._inside or (self._next_outside if self.lets_in is None else None)
             if not startable or self.running >= self.slots:
                 return
@@ -240,7 +247,7 @@ class Pool:
 
     @property
     def _waiting_there(self) -> int:
-        """Where the limit holds."""
+        """Number of waiting requests that `queue_limit` bounds."""
         return self.waiting - len(self._inside) if self.held_back else len(self._inside)
 
 

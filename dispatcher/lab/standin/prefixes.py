@@ -1,4 +1,4 @@
-"""What model servers keep of prompts: one that begins like a recent one needs less work."""
+"""Prefix caches of model servers: a prompt that starts like a recent one needs less work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import blake2b
 import msgspec
 
 BLOCK_BYTES = 64
-"""Some sixteen tokens."""
+"""Size of a block, about sixteen tokens."""
 
 
 class _Said(msgspec.Struct):
@@ -25,8 +25,8 @@ _decode = msgspec.json.Decoder(_Prompt).decode
 
 
 class PrefixCache:
-    """So many blocks of prompts, those that were read last. A block is the same where everything before it is
-    the same, too."""
+    """Cache of the most recently used blocks of prompts. A block is the same only if everything before it is
+    the same."""
 
     def __init__(self, blocks: int) -> None:
         self._most = blocks
@@ -34,23 +34,26 @@ class PrefixCache:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new measurement. What is kept stays."""
+        """Start a new measurement. The cache keeps its blocks."""
         self.asked = self.hits = 0
 
     def read(self, body: bytes) -> None:
-        """A request comes in."""
+        """Record the prompt of a request."""
         if not self._most:
             return
         try:
             found = _decode(body)
+        # Not a prompt: it counts nothing.
         except msgspec.MsgspecError:
             return
         prompt = b"".join(bytes(each.content) for each in found.messages) or bytes(found.prompt)
         digest, still = blake2b(digest_size=16), True
         for at in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
             digest.update(prompt[at : at + BLOCK_BYTES])
+            # The digest covers all blocks up to here, so that a block only matches after the same prefix.
             block = digest.digest()
             self.asked += 1
+            # The first missing block ends the reusable prefix, even if later blocks are present.
             still = still and block in self._kept
             self.hits += still
             self._kept[block] = None
@@ -63,8 +66,10 @@ class PrefixCache:
 
 
 class PrefixServers:
-    """Model servers with a cache each, behind a picker that keeps sessions where they are: a request that
-    names a server goes there while it is there, any other one to some server, and each answer says which.
+    """Model servers with a cache each, behind a picker with session affinity.
+
+    A request that names a server goes there while the server exists; other requests go to a random server.
+    Each answer names its server.
     """
 
     def __init__(self, servers: int, blocks: int, seed: int = 0) -> None:
@@ -74,18 +79,18 @@ class PrefixServers:
         self._gone: list[PrefixCache] = []
 
     def read(self, body: bytes, token: str) -> str:
-        """A request comes in; the token of the server that it goes to."""
+        """Record a request and return the token of the server that it goes to."""
         name = token if token in self._caches else self._random.choice(list(self._caches))
         self._caches[name].read(body)
         return name
 
     def kill(self, token: str) -> None:
-        """That server ends, and what it kept; one at least stays."""
+        """Remove a server with its cache. The last server stays."""
         if token in self._caches and len(self._caches) > 1:
             self._gone.append(self._caches.pop(token))
 
     def restart(self) -> None:
-        """Begin a new measurement. What is kept stays."""
+        """Start a new measurement. The caches keep their blocks."""
         self._gone.clear()
         for cache in self._caches.values():
             cache.restart()

@@ -1,4 +1,4 @@
-"""How the live world answers a request, and the bytes of that answer."""
+"""Answers of the live world, and their bytes."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from dispatcher.lab.standin.http import Exchange, chunk
 from dispatcher.lab.standin.listmodels import BadCallError, read
 
 _DIMS = 8
-"""Numbers of a vector."""
+"""Length of a vector."""
 
 
 class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a request is answered; as `"sim": {…}` in a payload, for that request alone."""
+    """Kind of answer to a request. As `"sim": {…}` in a payload it applies to that request only."""
 
     kind: Literal["ok", "status", "reset", "cut", "slow", "hang"] = "ok"
-    """`status`: at once, without the pool. `reset`: the connection ends when the request is there. `cut`: it
-    ends after half of the answer. `slow`: the answer's second half comes slow_s after the first. `hang`: the
-    request holds its slot and is never answered."""
+    """`status`: answer at once, without the pool. `reset`: reset the connection when the request has arrived.
+    `cut`: close it after half of the answer. `slow`: send the second half `slow_s` after the first. `hang`:
+    keep the slot and never answer."""
     status: int = 200
     reason: str = ""
-    """The drop reason's header."""
+    """Value of the header with the drop reason."""
     retry_after: str = ""
     body: str | None = None
     slow_s: float = 1.0
     seconds: float | None = None
-    """How long it runs in the pool."""
+    """Duration in the pool."""
     echo: bool = False
-    """The answer's body is the request's."""
+    """True to return the body of the request."""
     answer_bytes: int = 0
-    """The generated text is so long."""
+    """Length of the generated text."""
     events: int = 0
-    """The answer is a stream of so many server-sent events, chunked."""
+    """Number of server-sent events, for a chunked stream."""
     gzip: bool = False
 
 
 def plain_text(status: int, body: str, reason: str = "") -> Answer:
-    """An answer at once, without the pool."""
+    """Return an answer that is sent at once, without the pool."""
     return Answer(kind="status", status=status, body=body, reason=reason)
 
 
 def content(
     exchange: Exchange, id_: str, server: str, how: Answer, generated: int
 ) -> tuple[list[tuple[str, str]], bytes, bool]:
-    """Headers and body of an answer, and whether the body is chunked."""
+    """Build headers and body of an answer. The third value is True if the body is chunked."""
     headers = [(SESSION_TOKEN, server)] if server else []
     if how.reason:
         headers.append((DROP_REASON, how.reason))
@@ -62,6 +62,7 @@ def content(
         kind = "application/json" if body.startswith(b"{") else "text/plain"
         kind = "text/event-stream" if body.startswith(b"data:") else kind
     elif how.events:
+        # A stream of the OpenAI API ends with [DONE].
         parts = [b"data: " + each + b"\n\n" for each in (*_events(exchange, id_, how.events), b"[DONE]")]
         headers.append(("content-type", "text/event-stream"))
         return headers, b"".join(map(chunk, parts)) + chunk(b""), True
@@ -72,6 +73,7 @@ def content(
         headers.append(("content-type", kind))
     if how.gzip:
         headers.append(("content-encoding", "gzip"))
+        # Without a timestamp the same answer always has the same bytes.
         body = gzip.compress(body, mtime=0)
     return headers, body, False
 
@@ -81,7 +83,8 @@ class _Asked(msgspec.Struct):
 
 
 def _completion(exchange: Exchange, id_: str, text: str, generated: int) -> bytes:
-    """Return the answer to a completion or, by the path of the request, to a chat completion."""
+    """Build the answer to a completion or, depending on the path, to a chat completion."""
+    # About four bytes per token.
     read = len(exchange.body) // 4
     choice = {"message": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
     return msgspec.json.encode(
@@ -121,7 +124,7 @@ def _is_chat(exchange: Exchange) -> bool:
 
 
 def _embeddings(exchange: Exchange) -> bytes:
-    """Vectors of what it asks for; empty: it asks for none."""
+    """Build the answer to a request for embeddings, or return an empty body if the request is none."""
     if not exchange.target.partition("?")[0].endswith("/embeddings"):
         return b""
     try:

@@ -1,12 +1,12 @@
-"""What stands beside the gateway of the live world: the picker's page, and each model server by itself.
+"""Listeners besides the gateway: the page of the picker, and the model servers.
 
-    /metrics                                              the picker's page
-    /servers/N/metrics                                    that of a model server
-    /servers/N/v1/models                                  its list
-    /servers/N/v1/(chat/completions|completions|embeddings)   requests that come straight to it
+    /metrics                                              page of the picker
+    /servers/N/metrics                                    page of a model server
+    /servers/N/v1/models                                  its list of models
+    /servers/N/v1/(chat/completions|completions|embeddings)   requests sent to it directly
 
-`apart`: each model server has an address of its own as well, with the same paths less /servers/N, where
-nobody listens while it is gone.
+With `has_own_addresses` each model server also has its own address, with the same paths without /servers/N,
+which refuses connections while the server is gone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dispatcher.lab.standin.vllm import page as server_page
 
 
 class ServerPorts:
-    """A listener on one address, and with `apart` one for each model server. `token`: the bearer token that
-    pages ask for; empty: none."""
+    """Listener on one address and, with `has_own_addresses`, one more per model server. `token` is the bearer
+    token that the pages require; empty if they require none."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class ServerPorts:
         engine: Engine,
     ) -> None:
         self.scraped_at: deque[float] = deque(maxlen=10_000)
-        """When the newest pages were handed out."""
+        """Times at which the newest pages were served."""
         self.server = Server(self._answer, host, port)
         self.lists = "ok"
-        """How each server answers who asks for its list."""
+        """Answer of each server to requests for its list of models."""
         self._epp, self._pool, self._servers, self._gateway = epp, pool, servers, gateway
         self._kv_at_full = kv_at_full
         self._token = token
         self._apart = apart
         self._engine = engine
         self._own: dict[int, Server] = {}
-        """By the server's number; each keeps its address for as long as the world is there."""
+        """Own server of each model server by number. Each keeps its address even while it is gone."""
         self._listening: set[int] = set()
         self._one_by_one = asyncio.Lock()
         self._kind = "ok"
@@ -72,9 +72,10 @@ class ServerPorts:
             await server.close()
 
     async def follow(self) -> None:
-        """Servers that are there listen at their own addresses, and those that are gone do not."""
+        """Open and close the own addresses, so that exactly the present servers listen."""
         if not self._apart:
             return
+        # Two changes at once could open the same listener twice.
         async with self._one_by_one:
             there = set(self._servers.present)
             for number in self._listening - there:
@@ -83,12 +84,14 @@ class ServerPorts:
                 own = self._own.get(number)
                 if own is None:
                     own = self._own[number] = Server(partial(self._answer_as, number), self.server.host)
+                # Each server reopens on the port it had, so that its address stays valid.
                 await own.open()
             self._listening = there
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Host and port, with the path where several share them, of each server that is there; its number."""
+        """Addresses of each present server (host and port, with a path on the shared address), with its
+        number."""
         host = self.server.host
         there = self._servers.present
         shared = {f"{host}:{self.server.port}/servers/{number}": number for number in there}
@@ -97,12 +100,13 @@ class ServerPorts:
 
     @property
     def urls(self) -> list[str]:
-        """Of the servers' own addresses, in their order."""
+        """URLs of the own addresses, in the order of the servers."""
         return [f"http://{self.server.host}:{own.port}" for _, own in sorted(self._own.items())]
 
     async def break_(self, kind: str) -> None:
-        """The pages are broken in this way from now on; `ok`: whole again."""
+        """Set the fault of the pages; `ok` removes it."""
         if kind == "frozen" and self._kind != "frozen":
+            # Rendered now: the pages stay as they are at this moment.
             self._frozen = {path: make() for path, make in self._pages().items()}
         was, self._kind = self._kind, kind
         if kind == "gone":
@@ -111,7 +115,7 @@ class ServerPorts:
             await self.server.open()
 
     def _pages(self) -> dict[str, Callable[[], bytes]]:
-        """The pages by path; a model server that went away has none."""
+        """Return the functions that render each page, by path. A server that is gone has no page."""
         present = self._servers.present
         own = {
             f"/servers/{number}/metrics": partial(
@@ -128,7 +132,7 @@ class ServerPorts:
         return {"/metrics": self._epp.page, **own}
 
     def _answer_as(self, number: int, exchange: Exchange) -> None:
-        """At a server's own address."""
+        """Handle a request at the own address of a server."""
         self._answer(exchange, f"/servers/{number}")
 
     def _answer(self, exchange: Exchange, at: str = "") -> None:
@@ -143,7 +147,8 @@ class ServerPorts:
             exchange.reset()
 
     def _list(self, exchange: Exchange, number: int) -> None:
-        """A server is asked for its models. One that is gone breaks the connection."""
+        """Answer a request for the list of models of a server. A server that is gone resets the
+        connection."""
         listing = self._servers.listing(number)
         if listing is None:
             exchange.reset()
@@ -162,11 +167,13 @@ class ServerPorts:
         refused = bool(self._token) and not hmac.compare_digest(
             exchange.headers.get("authorization", "").encode(), bearer.encode()
         )
+        # A missing token wins over the fault of the pages.
         kind = "unauthorized" if refused else self._kind
         make = self._pages().get(path)
         if make is None:
             exchange.answer(404, b"404 page not found\n")
             return
+        # The connection stays open without an answer.
         if kind == "hang":
             return
         status, page = {

@@ -1,6 +1,6 @@
-"""Which model server of the live world serves which models, how that changes, and what an unknown one gets.
+"""Models that each model server of the live world serves, how they change, and the answer for unknown models.
 
-As long as nothing is said of models, any name is served by any server, at no cost, and each lists one, `m`.
+Until models are configured, every server serves any name at no extra cost and lists one model, `m`.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from typing import Any
 import msgspec
 
 ANY = "m"
-"""What is listed where any name is served."""
+"""Model that is listed while any name is served."""
 _LISTS = re.compile(r"/servers/([0-9]{1,6})/v1/models")
 _ASKS = re.compile(r"/servers/([0-9]{1,6})/v1/(?:chat/completions|completions|embeddings)")
 
 
 class Roll(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Servers are replaced one by one, the first at once. What runs on one that goes runs to its end."""
+    """Replacement of the servers one by one, the first at once. Requests that run on a server run to their
+    end."""
 
     to: list[str]
-    """What each serves when it is back."""
+    """Models that each server serves afterwards."""
     gone_s: float = 1.0
-    """So long it is away: it answers nothing, and its slots are gone."""
+    """Time for which a server is gone: it answers nothing, and its slots are missing."""
     pause_s: float = 0.0
-    """From its return until the next one goes."""
+    """Time from the return of a server until the next one goes."""
 
 
 class Adapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A LoRA adapter that is loaded while the servers run."""
+    """LoRA adapter that is loaded while the servers run."""
 
     name: str
     after_s: float = 0.0
-    """Loading begins after this,"""
+    """Time until loading starts."""
     takes_s: float = 0.0
-    """and takes so long: meanwhile the server's page has it among those that wait."""
+    """Time that loading takes. The page of the server lists the adapter as waiting meanwhile."""
     servers: list[int] | None = None
-    """None: all."""
+    """Numbers of the servers, or `None` for all."""
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class _ServerState:
     warm: set[str] = field(default_factory=set)
     """Models that had a request since the server began to serve them."""
     picked: int = 0
-    """Which of all picks it was that chose it last."""
+    """Number of the pick that last chose this server."""
 
 
 class _Named(msgspec.Struct):
@@ -62,11 +63,12 @@ _decode = msgspec.json.Decoder(_Named).decode
 
 
 class ModelServers:
-    """So many model servers, behind a picker that takes them in turn, of those that a request names where it
-    names some, and looks at no model.
+    """Model servers behind a picker that uses them in turn, within the servers that a request lists, and
+    ignores models.
 
-    `models`: of each server, the last for those after it; None: any name is served. `cold_s`: so much longer
-    the first request to a model takes on each server. `changed` is called when servers go or come back.
+    `models` are those of each server; the last entry is for all further servers, and `None` serves any name.
+    `cold_s` is the extra time of the first request for a model on each server. `on_change` is called when
+    servers go or come back.
     """
 
     def __init__(
@@ -82,36 +84,36 @@ class ModelServers:
         self._given: Sequence[Sequence[str]] = [[]]
         self._picks = 0
         self.lists = 0
-        """So often any list was asked for."""
+        """Number of requests for a list of models."""
         self.unknown = 0
-        """Requests whose model the server that they came to did not serve."""
+        """Number of requests for a model that their server did not serve."""
         self.serve(models)
         self.resize(servers)
 
     @property
     def present(self) -> list[int]:
-        """The numbers of those that are there."""
+        """Numbers of the servers that are not gone."""
         return [number for number, server in enumerate(self._servers) if not server.gone]
 
     @property
     def share(self) -> float:
-        """What part of all servers that is."""
+        """Share of the servers that are not gone."""
         return len(self.present) / len(self._servers) if self._servers else 0.0
 
     def resize(self, servers: int) -> None:
-        """So many from now on."""
+        """Change the number of servers."""
         del self._servers[max(0, servers) :]
         while len(self._servers) < servers:
             self._servers.append(_ServerState([*self._told(len(self._servers))]))
 
     def serve(self, models: Sequence[Sequence[str]] | None) -> None:
-        """Serve these from now on, and no adapter; None: any name."""
+        """Serve these models from now on, and no adapter; `None` to serve any name."""
         self._by_name, self._given = models is not None, models or [[]]
         for number, server in enumerate(self._servers):
             self._replace(server, self._told(number))
 
     def _told(self, number: int) -> Sequence[str]:
-        """What a server is to serve."""
+        """Return the models that are configured for a server."""
         return self._given[min(number, len(self._given) - 1)]
 
     def _replace(self, server: _ServerState, models: Sequence[str]) -> None:
@@ -121,6 +123,7 @@ class ModelServers:
 
     async def roll(self, roll: Roll) -> None:
         """Replace each server, one after the other."""
+        # A replacement names models, so that from now on unknown ones are rejected.
         if not self._by_name:
             self.serve([[ANY]])
         for server in [*self._servers]:
@@ -131,10 +134,11 @@ class ModelServers:
             server.gone = False
             self._changed()
             await asyncio.sleep(roll.pause_s)
+        # Servers that are added later serve the new models, too.
         self._given = [roll.to]
 
     async def load(self, adapter: Adapter) -> None:
-        """Load an adapter where the server stays what it is."""
+        """Load an adapter on servers that stay otherwise unchanged."""
         await asyncio.sleep(adapter.after_s)
         chosen = range(len(self._servers)) if adapter.servers is None else adapter.servers
         loading = [self._servers[number] for number in chosen if 0 <= number < len(self._servers)]
@@ -142,26 +146,29 @@ class ModelServers:
             server.loading.append(adapter.name)
         await asyncio.sleep(adapter.takes_s)
         for server in loading:
-            if adapter.name in server.loading:  # it was not replaced meanwhile
+            if adapter.name in server.loading:  # the server may have been replaced meanwhile
                 server.loading.remove(adapter.name)
                 server.adapters.append(adapter.name)
 
-    # What a request meets.
+    # Requests.
 
     def pick(self, among: Collection[int] | None = None) -> int | None:
-        """The server whose turn it is, of those; -1: all are alike; None: none of those is there."""
+        """Return the server whose turn it is among the allowed ones, -1 if all servers are equal, or `None`
+        if no allowed one is there."""
+        # Without models and cold starts the choice has no effect.
         if among is None and not (self._by_name or self.cold_s):
             return -1
         there = [number for number in self.present if among is None or number in among]
         if not there:
             return -1 if among is None else None
+        # The least recently picked: round robin even while servers come and go.
         number = min(there, key=lambda each: self._servers[each].picked)
         self._picks += 1
         self._servers[number].picked = self._picks
         return number
 
     def meet(self, number: int, body: bytes) -> _Met:
-        """A request comes to the server with this number; -1: to any."""
+        """Return what a request finds at the server with this number; -1 stands for any server."""
         if not 0 <= number < len(self._servers):
             return _NOTHING
         server = self._servers[number]
@@ -175,34 +182,34 @@ class ModelServers:
         return _Met(number, model, 0.0 if model in server.warm else self.cold_s)
 
     def warmed(self, met: _Met) -> None:
-        """The request was taken in there."""
+        """Record that the server accepted the request, so that its model is warm there."""
         if 0 <= met.number < len(self._servers):
             self._servers[met.number].warm.add(met.model)
 
-    # What is shown.
+    # Lists and reports.
 
     def listed_by(self, path: str) -> int | None:
-        """The number of the server whose list lies at a path."""
+        """Return the number of the server whose list of models is at this path, or `None`."""
         found = _LISTS.fullmatch(path)
         return int(found[1]) if found else None
 
     def asked_at(self, path: str) -> int | None:
-        """The number of the server that takes requests at a path."""
+        """Return the number of the server that takes requests at this path, or `None`."""
         found = _ASKS.fullmatch(path)
         return int(found[1]) if found else None
 
     def listing(self, number: int) -> bytes | None:
-        """The list of a server, as vLLM gives it; None: it is not there."""
+        """Return the list of models of a server in the format of vLLM, or `None` if the server is gone."""
         self.lists += 1
         return _list(self._cards(number)) if number in self.present else None
 
     def union(self) -> bytes:
-        """What a gateway that asks all of them lists."""
+        """Return the list of a gateway that combines the lists of all servers."""
         self.lists += 1
         return _list([card for number in self.present for card in self._cards(number)])
 
     def adapters(self, number: int) -> tuple[list[str], list[str]] | None:
-        """The adapters of a server that run and that wait; None: it has none."""
+        """Return the running and the waiting adapters of a server, or `None` if it has none."""
         server = self._servers[number]
         return (server.adapters, server.loading) if server.adapters or server.loading else None
 
@@ -225,12 +232,12 @@ class ModelServers:
 
 @dataclass(frozen=True, slots=True)
 class _Met:
-    """What a request finds at the server that it comes to."""
+    """Result of a request at a server: whether its model is known there, and warm."""
 
     number: int
     model: str
     cold_s: float
-    """So much longer it takes there."""
+    """Extra time of the request."""
     unknown: bool = False
 
 
@@ -238,7 +245,7 @@ _NOTHING = _Met(-1, "", 0.0)
 
 
 def not_found(model: str) -> str:
-    """The body of vLLM's 404 for a model that it does not serve."""
+    """Return the body of the 404 of vLLM for a model that it does not serve."""
     error = {
         "message": f"The model `{model}` does not exist.",
         "type": "NotFoundError",
@@ -263,12 +270,14 @@ def _card(name: str, parent: str | None) -> dict[str, Any]:
 def _list(cards: Sequence[dict[str, Any]]) -> bytes:
     once: dict[str, dict[str, Any]] = {}
     for card in cards:
+        # A model of several servers is listed once.
         once.setdefault(card["id"], card)
     return msgspec.json.encode({"object": "list", "data": [*once.values()]})
 
 
 def parse_models(text: str) -> list[list[str]] | None:
-    """`a,b;a`: what the first server lists, and what all after it do; empty: nothing is said of models."""
+    """Parse models such as `a,b;a`: those of the first server, and of all others. `None` if the text is
+    empty."""
     if not text:
         return None
     return [[name.strip() for name in each.split(",") if name.strip()] for each in text.split(";")]

@@ -1,4 +1,4 @@
-"""Realtime traffic that is made up, or made of other traffic: nobody, steps, bursts, cuts, copies, echoes."""
+"""Realtime traffic that is generated or derived from a trace: idle, bursts, steps, cuts, copies, echoes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dispatcher.lab.standin.trace import Arrived, Trace, TraceError, of_running
 
 SECONDS = 900.0
 ECHO_S = 1.0
-"""An echo comes up to so long before or after."""
+"""Maximum time between a request and its echo, before or after."""
 BURST_EVERY_S, BURST_OF, BURST_S = 10.0, 45.0, 1.0
 CALM_PER_S = 1.5
 CONTEXT, GENERATED = 2000.0, 28.0
-"""Requests of a coding assistant: long prompts, short answers."""
+"""Tokens of the requests of a coding assistant: long prompts, short answers."""
 
 
 def parse_steps(text: str) -> list[tuple[float, int]]:
-    """`0:0,10:20,30:0` → [(0, 0), (10, 20), (30, 0)], ascending. Raises TraceError."""
+    """Parse steps: `0:0,10:20,30:0` → [(0, 0), (10, 20), (30, 0)], ascending. Raises TraceError."""
     steps = [part.split(":") for part in text.split(",") if part]
     try:
         return sorted((float(at), int(level)) for at, level in steps)
@@ -27,12 +27,13 @@ def parse_steps(text: str) -> list[tuple[float, int]]:
 
 
 def idle(seed: int) -> Trace:
-    """Nobody comes."""
+    """Make a trace without requests."""
     return Trace("idle", [], SECONDS)
 
 
 def bursts(seed: int) -> Trace:
-    """Dozens of requests within a second or two, every ten seconds, and little between them."""
+    """Make a trace with dozens of requests within one or two seconds, every ten seconds, and few between
+    them."""
     draws = random.Random(f"{seed}/bursts")
     times = []
     at = 0.0
@@ -44,6 +45,7 @@ def bursts(seed: int) -> Trace:
         times += [at + draws.expovariate(1 / BURST_S) for _ in range(size)]
     arrivals = []
     for at in sorted(times):
+        # mu = −σ²/2, so that the factors are 1 on average.
         context = round(CONTEXT * draws.lognormvariate(-0.18, 0.6))
         generated = max(4, round(GENERATED * draws.lognormvariate(-0.32, 0.8)))
         arrivals.append(Arrived(at, work_s(context, generated), generated))
@@ -51,11 +53,11 @@ def bursts(seed: int) -> Trace:
 
 
 MADE_UP: Mapping[str, Callable[[int], Trace]] = {"idle": idle, "bursts": bursts}
-"""By the names that stand for a file."""
+"""Functions by the names that can be given instead of a file."""
 
 
 def steps(levels: Sequence[tuple[float, int]], *, slots: int, seed: int = 0) -> Trace:
-    """So many requests at a time, each level from its time on."""
+    """Make a trace with a constant number of requests from each of the given times on."""
     points: list[tuple[float, float]] = [(0.0, 0.0)]
     for at, level in levels:
         points += [(at, points[-1][1]), (at, float(level))]
@@ -64,7 +66,7 @@ def steps(levels: Sequence[tuple[float, int]], *, slots: int, seed: int = 0) -> 
 
 
 def begun_at(trace: Trace, from_s: float) -> Trace:
-    """The rest of it from then on. Raises TraceError where there is none."""
+    """Return the rest of the trace from this time on. Raises TraceError if nothing is left."""
     if from_s >= trace.seconds:
         raise TraceError(
             f"{trace.name} ends after {trace.seconds:g} s: there is nothing from {from_s:g} s on"
@@ -74,7 +76,7 @@ def begun_at(trace: Trace, from_s: float) -> Trace:
 
 
 def copies(trace: Trace, count: int) -> Trace:
-    """So many of it at once, each begun elsewhere: a larger pool's traffic, whose bursts even out."""
+    """Overlay shifted copies of the trace: the traffic of a larger pool, in which bursts even out."""
     if count == 1:
         return trace
     shift = trace.seconds / count
@@ -87,7 +89,7 @@ def copies(trace: Trace, count: int) -> Trace:
 
 
 def echoes(trace: Trace, count: int, *, seed: int = 0) -> Trace:
-    """Each request so many times within ECHO_S: more traffic, and its bursts with it."""
+    """Repeat each request within ECHO_S: more traffic, with larger bursts."""
     if count == 1:
         return trace
     draws = random.Random(f"{seed}/echoes")

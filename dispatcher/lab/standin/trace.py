@@ -1,19 +1,19 @@
-"""Realtime traffic for the simulator, from what operators have at hand.
+"""Realtime traffic for simulator and stand-ins, from files that operators have.
 
 Requests with their tokens:
   - a CSV with TIMESTAMP, ContextTokens, GeneratedTokens (the Azure LLM inference traces)
-  - a CSV with seconds, context_tokens, generated_tokens (the bundled cut of one of those)
+  - a CSV with seconds, context_tokens, generated_tokens (the bundled extract of one of those)
 
-Running requests over time, which any pool's monitoring has:
+Running requests over time, which the monitoring of any pool has:
   - a CSV with time, running (seconds or Unix time; or ISO 8601)
-  - what Grafana downloads of a panel ("Time" and a column for each series); the series are summed
+  - the download of a Grafana panel ("Time" and a column for each series); the series are summed
   - a Prometheus range query as JSON (`/api/v1/query_range`, resultType matrix); series are summed
 
-For the second kind requests are made up such that, with no batch work in the pool, exactly the recorded
-number of slots is taken at any time (between two samples the number moves in a straight line). Each taken
-slot is a chain of requests one after the other, each as long as the chat requests of the bundled trace are
-on average (lognormal around HOLD_S). The recorded load already ran at the recorded fullness, so a request is
-given the work that takes its time there; with batch work beside it, it takes longer, as in life.
+For the second kind requests are generated so that, without batch requests in the pool, exactly the recorded
+number of slots is in use at any time (with linear interpolation between samples). Each slot in use is a chain
+of requests, each as long as the chat requests of the bundled trace are on average (lognormal around
+MEAN_HOLD_S). The recorded requests were already slowed down by the recorded load. A generated request gets
+the work that takes its duration under that load, so that it takes longer when batch requests run beside it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ HOLD_SIGMA = 0.7
 
 
 NO_SAMPLE = {"", "null", "undefined", "NaN"}
-"""What Grafana writes into a cell without a value."""
+"""Contents of cells without a value in downloads of Grafana."""
 UNIX_MS_FROM = 1e11
-"""A time beyond that many seconds is told in milliseconds."""
+"""Number above which a time is in milliseconds instead of seconds."""
 
 
 class TraceError(Exception):
-    """A trace cannot be used: the file, the line, what is wrong with it and what would be right."""
+    """Error for a trace that cannot be used. The message has file, line, problem and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A realtime request: when it comes, and its work in an empty pool."""
+    """Realtime request: its arrival, and its duration in an empty pool."""
 
     at: float
     work_s: float
@@ -58,7 +58,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Realtime requests in the order of their arrival, times from 0."""
+    """Realtime requests in the order of their arrival. Times start at 0."""
 
     name: str
     arrivals: Sequence[Arrived]
@@ -67,13 +67,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What was recorded of realtime: how many requests ran at a time, or single requests. Times from 0."""
+    """Recording of realtime traffic: the number of running requests over time, or single requests. Times
+    start at 0."""
 
     name: str
     points: Sequence[tuple[float, float]] = ()
     requests: Sequence[Arrived] = ()
     begins_s: float = 0.0
-    """Where it was cut out of a longer one."""
+    """Start of the recording within a longer one that it was cut from."""
 
     @property
     def seconds(self) -> float:
@@ -81,11 +82,11 @@ class Recording:
 
     @property
     def peak(self) -> float:
-        """The most that ran at once; 0 where only single requests are known."""
+        """Maximum number of running requests, or 0 if only single requests are known."""
         return max((running for _, running in self.points), default=0.0)
 
     def traffic(self, *, slots: int, seed: int = 0) -> Trace:
-        """As requests; `slots`: of the pool that was recorded."""
+        """Make a trace. `slots` is the capacity of the recorded pool."""
         if self.points:
             made = of_running(self.name, self.points, slots=slots, seed=seed)
         else:
@@ -94,7 +95,8 @@ class Recording:
         return Trace(name, made.arrivals, made.seconds)
 
     def busiest(self, seconds: float) -> Recording:
-        """The stretch of that length in which realtime needed most; all of it where it is no longer."""
+        """Return the period of this length with the highest load, or the whole recording if it is not
+        longer."""
         if self.seconds <= seconds:
             return self
         if self.points:
@@ -107,13 +109,14 @@ class Recording:
         cut = [
             Arrived(each.at - begin, each.work_s, each.tokens)
             for each in self.requests
+            # The tolerance keeps a request at the end in spite of rounding.
             if 0 <= each.at - begin <= seconds + 1e-9
         ]
         return Recording(self.name, requests=cut, begins_s=begin)
 
 
 def load(path: Path, *, slots: int, seed: int = 0) -> Trace:
-    """Read a trace of any known format; `slots`: of the pool that was recorded.
+    """Read a trace in any known format. `slots` is the capacity of the recorded pool.
 
     Raises TraceError.
     """
@@ -121,8 +124,9 @@ def load(path: Path, *, slots: int, seed: int = 0) -> Trace:
 
 
 def read(path: Path) -> Recording:
-    """Raises TraceError."""
+    """Read a file in any known format. Raises TraceError."""
     try:
+        # Files from Windows programs may start with a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror or error}") from error
@@ -133,7 +137,7 @@ def read(path: Path) -> Recording:
     lines = [
         (number, row)
         for number, row in enumerate(csv.reader(text.splitlines()), 1)
-        if row and not row[0].startswith(("#", "sep="))  # Excel's mark, which Grafana writes if asked to
+        if row and not row[0].startswith(("#", "sep="))  # separator line for Excel, which Grafana can write
     ]
     if not lines:
         raise TraceError(f"{path}: no line with data")
@@ -158,7 +162,7 @@ def read(path: Path) -> Recording:
 
 
 def recorded(name: str, series: Sequence[Mapping[str, Any]]) -> Recording:
-    """Of the series of a range query. Raises TraceError."""
+    """Build a recording from the series of a range query. Raises TraceError."""
     return _recorded(name, _series(name, series))
 
 
@@ -168,7 +172,7 @@ def _recorded(name: str, points: Sequence[tuple[float, float]]) -> Recording:
 
 
 def _fullest(points: Sequence[tuple[float, float]], seconds: float) -> float:
-    """Where the stretch begins over which the line through the points has the largest mean."""
+    """Return the start of the period in which the interpolated number of requests has the largest mean."""
     areas = [0.0]
     for (t0, n0), (t1, n1) in itertools.pairwise(points):
         areas.append(areas[-1] + (n0 + n1) / 2 * (t1 - t0))
@@ -180,16 +184,18 @@ def _fullest(points: Sequence[tuple[float, float]], seconds: float) -> float:
         return areas[last] + (running + _at(points, until)) / 2 * (until - at)
 
     last = times[-1] - seconds
+    # Only periods that start or end at a sample are tried.
     begins = [at for at in times if at <= last] + [at - seconds for at in times if at >= seconds]
     return max(sorted(begins), key=lambda begin: area(begin + seconds) - area(begin))
 
 
 def _most_work(requests: Sequence[Arrived], seconds: float) -> float:
-    """Where the stretch begins whose requests have most work in them."""
+    """Return the start of the period whose requests have the most work."""
     best = work = begin = 0.0
     first = 0
     for each in requests:
         work += each.work_s
+        # Sliding window over the requests, which are sorted by time.
         while each.at - requests[first].at >= seconds:
             work -= requests[first].work_s
             first += 1
@@ -199,17 +205,21 @@ def _most_work(requests: Sequence[Arrived], seconds: float) -> float:
 
 
 def of_running(name: str, points: Sequence[tuple[float, float]], *, slots: int, seed: int = 0) -> Trace:
-    """Requests that take as many slots as the points (time, running) say."""
+    """Generate requests that use as many slots as the points (time, running) say."""
     seconds = points[-1][0]
     draws = random.Random(f"{seed}/{name}")
+    # So that the mean of the lognormal distribution is MEAN_HOLD_S.
     mu = math.log(HOLD_S) - HOLD_SIGMA**2 / 2
     arrivals: list[Arrived] = []
     for level in range(1, math.ceil(max(running for _, running in points) - 0.5) + 1):
+        # Each level is one slot in use: a chain of requests fills every period in which it is.
         for start, end in _above(points, level - 0.5):
             at = start
             while at < end:
                 left = min(draws.lognormvariate(mu, HOLD_SIGMA), end - at)
+                # Undoes the slowdown that the recorded load caused.
                 there = min(max(1, round(_at(points, at))), slots)
+                # Tokens follow from the duration, at the speed of an empty pool.
                 arrivals.append(Arrived(at, left / slowdown(there, slots), round(left / 0.012)))
                 at += left
     arrivals.sort(key=lambda arrived: arrived.at)
@@ -217,11 +227,12 @@ def of_running(name: str, points: Sequence[tuple[float, float]], *, slots: int, 
 
 
 def _above(points: Sequence[tuple[float, float]], level: float) -> Iterator[tuple[float, float]]:
-    """The stretches of time in which the line through the points is at or above the level."""
+    """Yield the periods in which the interpolated number of requests is at or above the level."""
     since = points[0][0] if points[0][1] >= level else None
     for (t0, n0), (t1, n1) in itertools.pairwise(points):
         if (n0 >= level) == (n1 >= level):
             continue
+        # Linear interpolation between the two samples.
         crossing = t0 + (t1 - t0) * (level - n0) / (n1 - n0)
         if since is None:
             since = crossing
@@ -248,14 +259,14 @@ def _of_requests(path: Path, lines: Sequence[tuple[int, list[str]]]) -> Recordin
     arrivals: list[Arrived] = []
     for (n, row), (at, _) in zip(lines, times, strict=True):
         context, generated = (int(_number(path, n, row, column)) for column in (1, 2))
-        # Differences of Unix times carry noise below a microsecond: the same trace in seconds shall give
-        # the same bytes.
+        # Differences of Unix times have rounding errors below a microsecond; the same trace in seconds must
+        # give the same bytes.
         arrivals.append(Arrived(round(at - begin, 6), work_s(context, generated), generated))
     return Recording(path.name, requests=arrivals)
 
 
 def _summed(path: Path, line: int, row: Sequence[str]) -> tuple[float, float] | None:
-    """A line of Grafana's: its columns are series, and where a cell is empty the series has no sample."""
+    """Sum a row of a Grafana download, in which an empty cell is a series without a sample."""
     cells = [column for column, cell in enumerate(row) if column and cell.strip() not in NO_SAMPLE]
     if not cells:
         return None
@@ -305,7 +316,7 @@ def _number(path: Path, line: int, row: Sequence[str], column: int) -> float:
 
 
 def _prometheus(path: Path, text: str) -> Sequence[tuple[float, float]]:
-    """Points of a range query, all its series summed; a series counts at the times it has a sample for."""
+    """Parse the points of a range query. Series are summed at each time at which they have a sample."""
     try:
         answer = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -344,5 +355,5 @@ def _samples(where: str, series: int, samples: Iterable[object]) -> Iterator[tup
             raise TraceError(
                 f"{where}: result[{series}].values[{i}] is not [time, value]: {sample!r}"
             ) from None
-        if math.isfinite(at) and math.isfinite(value):  # NaN: the series was stale there
+        if math.isfinite(at) and math.isfinite(value):  # NaN marks a stale series in Prometheus
             yield at, max(0.0, value)

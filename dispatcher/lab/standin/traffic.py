@@ -1,4 +1,4 @@
-"""The realtime traffic of the live world: a trace that is replayed, or a level that is held."""
+"""Realtime traffic of the live world: a replayed trace, or a constant number of requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dispatcher.lab.standin.pool import Job, Pool
 from dispatcher.lab.standin.trace import Trace
 
 _AGAIN_S = 0.05
-"""A held request that was refused comes back after so long."""
+"""Time after which a refused request of a constant level is sent again."""
 
 
 class Realtime:
-    """Interactive users: they come when they come, and do not retry what is refused."""
+    """Interactive users. They do not retry refused requests, except to hold a level."""
 
     def __init__(self, pool: Pool, *, seconds: float | None, seed: int) -> None:
         self._pool = pool
@@ -26,7 +26,8 @@ class Realtime:
         self._held = 0
 
     def hold(self, level: int) -> None:
-        """Keep so many in the pool: at once when there are fewer, as they finish when there are more."""
+        """Keep this number of requests in the pool. More are sent at once; fewer are reached as requests
+        finish."""
         self._level = level
         while self._held < level:
             self._held += 1
@@ -36,11 +37,12 @@ class Realtime:
         """Hold each level from its time on."""
         start = self._loop.time()
         for at, level in steps:
+            # Relative to the start, so that delays do not add up.
             await asyncio.sleep(start + at - self._loop.time())
             self.hold(level)
 
     async def replay(self, trace: Trace, from_s: float, speed: float) -> None:
-        """Send what the trace has from `from_s` on, `speed` times as fast; ends with it."""
+        """Send the requests of the trace from `from_s` on, `speed` times as fast, until its end."""
         start = self._loop.time()
         for arrived in itertools.dropwhile(lambda arrived: arrived.at < from_s, trace.arrivals):
             wait_s = start + (arrived.at - from_s) / speed - self._loop.time()
@@ -49,6 +51,7 @@ class Realtime:
             self._pool.submit(self._job(arrived.work_s, arrived.tokens))
 
     def _hold_one(self) -> None:
+        # The level was lowered while this request was running.
         if self._held > self._level:
             self._held -= 1
             return

@@ -1,4 +1,4 @@
-"""The /metrics page of one model server, as vLLM or SGLang writes it: its values are current."""
+"""Metrics page of one model server in the format of vLLM or SGLang. Its values are always current."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def page(
     engine: Engine = "vllm",
     adapters: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> bytes:
-    """The page of the server with this number, from 0 on; the pool's requests are spread evenly over all.
+    """Render the page of the server with this number, counted from 0. The requests of the pool are spread
+    evenly.
 
-    `adapters`: those that run and those that wait, where it has any.
+    `adapters` are the running and the waiting ones, or `None` if the server has none.
     """
 
     def share(requests: int) -> int:
+        # The first servers get the remainder.
         return requests // servers + (number < requests % servers)
 
     running = share(pool.running)

@@ -1,4 +1,4 @@
-"""A Valkey of our own, where queue.url is empty: `server` starts and finds it, `supervise` keeps it."""
+"""Embedded Valkey for an empty `queue.url`: `server` starts and finds it, `supervise` keeps it running."""
 
 from dispatcher.queue.embedded.server import EmbeddedError, embedded_valkey, find_server, running_url
 

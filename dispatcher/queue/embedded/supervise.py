@@ -1,14 +1,15 @@
-"""Keeps one server process for as long as its parent lives; run as a script, never imported.
+"""Supervisor that keeps one server process for as long as its parent lives. A script that is never imported.
 
     python -I -S supervise.py SERVER ARGUMENT…
 
-The parent holds the other end of standard input. Its end, by whatever cause, is the end of that pipe: the
-server is then told to stop (SIGTERM: it writes and syncs its file), and killed where it does not. A line on
-the pipe says that the server once answered: from then on one that dies is started again.
+The parent holds the other end of standard input. When the parent ends, whatever the cause, that pipe is
+closed: the server is then stopped (by SIGTERM, so that it writes and syncs its file), and killed if it does
+not end. A line on the pipe says that the server has answered once. From then on, a server that dies is
+started again.
 
-A process of its own, because no thread of the parent outlives a SIGKILL, and the kernel's own signal for
-this (PR_SET_PDEATHSIG) is bound to the thread that forked. Here there is one thread only, so the server gets
-that signal as well, should this process be killed.
+This is a process of its own, because no thread of the parent outlives a SIGKILL, and the kernel's signal for
+this purpose (PR_SET_PDEATHSIG) is bound to the thread that forked. This process has one thread only, so the
+server also gets that signal if this process is killed.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ STOP_S = 10.0
 RESTART_S = (0.1, 5.0)
 """First and longest pause before a server that died is started again."""
 STEADY_S = 30.0
-"""One that ran this long begins with the first pause again."""
+"""Seconds of running after which the next restart has the first pause again."""
 _PARENT_POLL_S = 1.0
 
 
 class _Stop(Exception):  # noqa: N818 - a request, not an error
-    """The parent is gone, or somebody wants this to end."""
+    """The parent has ended, or this process was stopped."""
 
 
 def main(command: list[str]) -> int:
-    """Run the server until told to stop; its exit code where it never answered."""
+    """Run the server until the parent stops it. Return the exit code of a server that never answered."""
     parent = os.getppid()
+    # Signals write to this pipe, so that `select` returns at once when the server dies. SIGCHLD needs a
+    # handler of its own, because Python writes nothing for signals without one.
     woken, waker = os.pipe()
     os.set_blocking(waker, False)
     signal.set_wakeup_fd(waker)
@@ -43,13 +46,14 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
 
     def parent_speaks(timeout_s: float) -> bool:
-        """Wait for a word of the parent, a signal, or the time-out. Its end of the pipe closed: _Stop."""
+        """Wait for a line of the parent, a signal, or the timeout. Raises _StopRequested if the parent closed
+        its end of the pipe."""
         readable, _, _ = select.select([0, woken], [], [], timeout_s)
         if woken in readable:
             os.read(woken, 64)
         if 0 in readable and not os.read(0, 64):
             raise _Stop
-        if os.getppid() != parent:  # the pipe may live on in a child of the parent's
+        if os.getppid() != parent:  # another child of the parent may keep the pipe open
             raise _Stop
         return 0 in readable
 
@@ -72,19 +76,20 @@ def main(command: list[str]) -> int:
 
 
 def _start(command: list[str]) -> subprocess.Popen[bytes]:
-    # close_fds: the lock on the data directory is the server's too, so that no second one can start on the
-    # same file while this one still writes it.
+    # close_fds=False: the server inherits the lock on the data directory, so that no second server can start
+    # on the same file while this one still writes it.
     return subprocess.Popen(  # noqa: S603 - the command is our parent's own
         command, stdin=subprocess.DEVNULL, close_fds=False, umask=0o077, preexec_fn=_die_with_parent
     )
 
 
 def _die_with_parent() -> None:
-    """In the server before it is one: SIGKILL when this process dies (Linux; elsewhere there is no such)."""
+    """Let the kernel send SIGKILL to the server when this process dies (on Linux only). Runs in the child
+    before exec."""
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
 
 
 def _on_sigterm(_signum: int, _frame: FrameType | None) -> None:
@@ -92,7 +97,7 @@ def _on_sigterm(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the end of the server
     server.terminate()
     try:
         server.wait(STOP_S)

@@ -1,21 +1,21 @@
--- An operator labels or drains a version, or takes that back.
+-- Label or drain a version for an operator, or undo that.
 -- KEYS   WARM…
--- ARGV   the number of the key (LABELS or DRAINS), what begins the name of the one it is about, and the name (empty: take
---        it back)
--- Returns 1; 0 where there was none to take back; -1 where there are DECIDED_MOST others
--- Keeps: one of each is there at the most, whole or not at all.
-local number, part, name = tonumber(ARGV[1]), ARGV[2], ARGV[3]
-need('TYPE', 'TIME', 'ZADD', 'ZREM', 'ZCARD', 'ZSCORE', 'ZRANGE')
-if not ours(number) then error({err = 'WRONGKEY ' .. problems[1]}) end
-local set, before = KEYS[number], {}
-for _, one in ipairs(call('ZRANGE', set, 0, -1)) do
-  if begins(one, part) and one ~= name then before[#before + 1] = one end
+-- ARGV   the number of the key (LABELS or DRAINS), the beginning of the names that this one replaces, and the name
+--        (empty: only remove the previous one)
+-- Returns 1; 0 if there was none to remove; -1 if there are DECIDED_MOST others
+-- Guarantees: there is at most one label or drain of each name, changed as a whole or not at all.
+local key_number, prefix, name = tonumber(ARGV[1]), ARGV[2], ARGV[3]
+require_commands('TYPE', 'TIME', 'ZADD', 'ZREM', 'ZCARD', 'ZSCORE', 'ZRANGE')
+if not is_own_key(key_number) then error({err = 'WRONGKEY ' .. problems[1]}) end
+local set, previous = KEYS[key_number], {}
+for _, entry in ipairs(call('ZRANGE', set, 0, -1)) do
+  if starts_with(entry, prefix) and entry ~= name then previous[#previous + 1] = entry end
 end
 if name == '' then
-  remove(set, before)
-  return math.min(#before, 1)
+  remove_members(set, previous)
+  return math.min(#previous, 1)
 end
-if #before == 0 and not call('ZSCORE', set, name) and call('ZCARD', set) >= DECIDED_MOST then return -1 end
-call('ZADD', set, text(clock()), name)
-remove(set, before)
+if #previous == 0 and not call('ZSCORE', set, name) and call('ZCARD', set) >= DECIDED_MOST then return -1 end
+call('ZADD', set, format_float(current_time()), name)
+remove_members(set, previous)
 return 1

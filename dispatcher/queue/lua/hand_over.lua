@@ -1,87 +1,94 @@
--- Handing over: of those whose turn has come in this step, its owner leases at once what the next claim would lease first.
--- By the rules of a claim: never past the limit of all owners, and nothing before what is better and may be claimed.
--- `offer`: owner, lease_s, token base, bytes, the bytes of the largest member that is moved, limit, read_at, lost,
---        retry_after_max_s, units of the limit that no lease counts
+-- Claim the next requests of sequences in the step that settles the previous ones. Of the requests whose turn has
+-- come in this step, the owner leases those that the next claim would lease first. The rules are those of a claim:
+-- never above the limit of all owners, and never before a better request that may be claimed.
+--
+-- `offer`: owner, lease_s, token base, max bytes, max bytes of a member that is moved, limit, read_at, lost,
+--          retry_after_max_s, units of the limit that no lease counts
 
-local hand_over
+local claim_next
 do
 
--- The first that may be claimed, of any set.
-local function first_waiting()
+-- Return the first request of all sets that a claim may take from.
+local function find_first_claimable()
   local best
-  for source, set in ipairs(WAITING) do
+  for source, set in ipairs(WAITING_SETS) do
     local lane = LANES[source - 2]
-    local one = not (lane and lane.closed) and head(set, 0)
-    if one and (not best or earlier(one, best)) then best = one end
+    local item = not (lane and lane.closed) and read_head(set, 0)
+    if item and (not best or is_before(item, best)) then best = item end
   end
   return best
 end
 
--- Of these the first that fit, until their members sum to the bytes of the offer. And whether others are left.
-local function fitting(some, free, offer)
+-- Select the first items that fit into the room and the bytes of the offer. Return them, and true if others are left.
+local function select_fitting(items, free, offer)
   local found, size = {}, 0
-  for number, one in ipairs(some) do
-    one.member = one.member or call('HGET', MEMBERS, one.id)
-    free, size = free - units_of(one.state), size + #one.member
-    if free < 0 or size > offer[4] or #one.member > offer[5] then return found, true end
-    found[number] = one
+  for number, item in ipairs(items) do
+    item.member = item.member or call('HGET', MEMBERS, item.id)
+    free, size = free - get_units(item.state), size + #item.member
+    if free < 0 or size > offer[4] or #item.member > offer[5] then return found, true end
+    found[number] = item
   end
   return found
 end
 
--- Those that are handed over. To put them in order costs more than the rest, and where all of them fit they need none.
-local function chosen(offer, shared, now)
-  local limit = #came > 0 and limit_by(shared, now, offer[6], offer[7], offer[8], offer[9])
-  local free = limit and limit - live_units(shared) - offer[10] - kept_for_probe(shared, now, offer[2]) or 0
+-- Select the ready entries that are leased at once. Sorting them costs more than all other work here, so they are
+-- only sorted if not all of them fit.
+local function select_ready(offer, shared, now)
+  local limit = #ready_entries > 0 and share_and_get_limit(shared, now, offer[6], offer[7], offer[8], offer[9])
+  local free = limit
+    and limit - count_live_units(shared) - offer[10] - units_reserved_for_probe(shared, now, offer[2]) or 0
   if free < 1 then return {} end
-  local best, some = first_waiting(), {}
-  for _, one in ipairs(came) do
-    one.number, one.tie = number_of(one.state[SCORE]), one.state[PREFIX]
-    one.apart = lane_of(one.state)
-    if one.apart and (not best or earlier(one, best)) then best = one end
+  local best, items = find_first_claimable(), {}
+  for _, item in ipairs(ready_entries) do
+    item.score_value, item.tie_break = parse_score(item.state[SCORE]), item.state[MEMBER_PREFIX]
+    item.lane = choose_lane(item.state)
+    if item.lane and (not best or is_before(item, best)) then best = item end
   end
-  for _, one in ipairs(came) do
-    if not one.apart and (not best or earlier(one, best)) then some[#some + 1] = one end
+  for _, item in ipairs(ready_entries) do
+    if not item.lane and (not best or is_before(item, best)) then items[#items + 1] = item end
   end
-  local found, more = fitting(some, free, offer)
-  if not more then return found end
-  table.sort(some, earlier)
-  return (fitting(some, free, offer))
+  local found, has_more = select_fitting(items, free, offer)
+  if not has_more then return found end
+  table.sort(items, is_before)
+  return (select_fitting(items, free, offer))
 end
 
--- Returns {facts, waiting, {as a claim tells leases}, {index, token, 1 if it is the first of a life, what it is built on}…},
---         and what the record of a claim would have
-function hand_over(offer, shared, now)
-  local me, lease_s, base = offer[1], offer[2], offer[3]
-  local found = chosen(offer, shared, now)
-  local told, turns, record, names, states, leases, counted = {}, {}, {base}, {}, {}, {}, 0
-  local ends = text(now + lease_s)
-  for number, one in ipairs(found) do
-    local id, state, at = one.id, one.state, #told
-    names[number], record[number + 1] = name_in_order(id, state), id
-    state[WHERE], state[DELIVERIES], state[MOVES] = 'L', state[DELIVERIES] + 1, state[MOVES] + 1
-    state[TOKEN], state[OWNER] = base .. '-' .. id, me
-    counted = counted + units_of(state)
+-- Return {owner reply, number of waiting requests, {leases as in a claim}, {index, sticky token, 1 if it is the first
+-- of a run, conversation}…}, and the record by which a repeated claim finds these leases.
+function claim_next(offer, shared, now)
+  local owner, lease_s, token_base = offer[1], offer[2], offer[3]
+  local found = select_ready(offer, shared, now)
+  local lease_rows, turns, record, names, states, leases, counted = {}, {}, {token_base}, {}, {}, {}, 0
+  local expires_at = format_float(now + lease_s)
+  for number, item in ipairs(found) do
+    local id, state, at = item.id, item.state, #lease_rows
+    names[number], record[number + 1] = ordered_name(id, state), id
+    state[LOCATION], state[DELIVERIES], state[MOVES] = 'L', state[DELIVERIES] + 1, state[MOVES] + 1
+    state[TOKEN], state[OWNER] = token_base .. '-' .. id, owner
+    counted = counted + get_units(state)
     states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
-    leases[#leases + 1], leases[#leases + 2] = ends, lease_name(id, state)
-    told[at + 1], told[at + 2], told[at + 3], told[at + 4] = id, state[TOKEN], one.member, state[SCORE]
-    told[at + 5], told[at + 6], told[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
-    told[at + 8], told[at + 9], told[at + 10] = state[DEATHS], units_of(state), state[REASON] or ''
-    turns[number] = {told_to_go(known(state[TURN][S_ID]), state)}
+    leases[#leases + 1], leases[#leases + 2] = expires_at, lease_name(id, state)
+    lease_rows[at + 1], lease_rows[at + 2], lease_rows[at + 3], lease_rows[at + 4] =
+      id, state[TOKEN], item.member, state[SCORE]
+    lease_rows[at + 5], lease_rows[at + 6], lease_rows[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
+    lease_rows[at + 8], lease_rows[at + 9], lease_rows[at + 10] = state[DEATHS], get_units(state), state[REASON] or ''
+    turns[number] = {granted_turn(load_sequence(state[SLOT][SLOT_SEQUENCE]), state)}
   end
   if #found > 0 then
-    in_bulk('ZREM', SEQUENCED, names)
-    in_bulk('HSET', ENTRIES, states)
-    in_bulk('ZADD', LEASES, leases)
-    hold(me, counted, counted - #found)
-    local stay = {}
-    for _, one in ipairs(came) do
-      if one.state[WHERE] ~= 'L' then stay[#stay + 1] = one end
+    run_in_batches('ZREM', SEQUENCED, names)
+    run_in_batches('HSET', ENTRIES, states)
+    run_in_batches('ZADD', LEASES, leases)
+    add_owner_units(owner, counted, counted - #found)
+    local remaining = {}
+    for _, item in ipairs(ready_entries) do
+      if item.state[LOCATION] ~= 'L' then remaining[#remaining + 1] = item end
     end
-    came = stay
+    ready_entries = remaining
   end
-  keep_turns(now)
-  return {facts(shared, now, me, lease_s), call('ZCARD', PENDING) + call('ZCARD', RETURNED), told, turns}, record
+  write_sequences(now)
+  return {
+    build_owner_reply(shared, now, owner, lease_s), call('ZCARD', PENDING) + call('ZCARD', RETURNED), lease_rows, turns,
+  }, record
 end
 
 end

@@ -1,6 +1,7 @@
--- How long a list lives: one that this push made for ttl_s, one that has a time to live for ttl_s at least. One that
--- has none is kept by somebody, and stays. GT says both in one; Redis before 7 knows no GT, and every list gets it.
-local function keep(list, is_new, ttl_s)
+-- Set the lifetime of a list after a push. A list that the push created gets `ttl_s`; a list with a lifetime gets
+-- `ttl_s` at least; a list without one was made by somebody else and keeps none. EXPIRE with GT does this in one
+-- command. Redis before 7 has no GT (the call fails), and there every list gets `ttl_s`.
+local function set_list_ttl(list, is_new, ttl_s)
   if ttl_s <= 0 then return end
   if is_new or type(redis.pcall('EXPIRE', list, ttl_s, 'GT')) == 'table' then redis.call('EXPIRE', list, ttl_s) end
 end

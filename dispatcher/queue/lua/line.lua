@@ -1,88 +1,98 @@
--- The line: pending, returned and lanes merged, best score first, ties by bytes.
+-- The order of the queue: pending, returned and the lanes merged, lowest score first, equal scores by the bytes of
+-- the member.
 
-local earlier -- of two of the line
+local is_before -- compares two requests by their place in the queue
 do
 
--- Bytes decide, not the server's locale (Lua's own < would ask it).
-local function before(a, b)
-  local same, most = 0, math.min(#a, #b)
-  while same < most do
-    local half = math.floor((same + most + 1) / 2)
-    if string.sub(a, 1, half) == string.sub(b, 1, half) then same = half else most = half - 1 end
+-- Compare two strings byte by byte. The operator `<` of Lua compares by the locale of the server, and Redis does not.
+local function is_bytewise_before(a, b)
+  -- A binary search for the length of the common beginning.
+  local equal_bytes, longest = 0, math.min(#a, #b)
+  while equal_bytes < longest do
+    local half = math.floor((equal_bytes + longest + 1) / 2)
+    if string.sub(a, 1, half) == string.sub(b, 1, half) then equal_bytes = half else longest = half - 1 end
   end
-  if same == #a or same == #b then return #a < #b end
-  return string.byte(a, same + 1) < string.byte(b, same + 1)
+  if equal_bytes == #a or equal_bytes == #b then return #a < #b end
+  return string.byte(a, equal_bytes + 1) < string.byte(b, equal_bytes + 1)
 end
 
-function earlier(a, b)
-  if a.number ~= b.number then return a.number < b.number end
-  if a.tie ~= b.tie then return before(a.tie, b.tie) end
-  -- The same bytes: the one that was claimed before goes first.
+function is_before(a, b)
+  if a.score_value ~= b.score_value then return a.score_value < b.score_value end
+  if a.tie_break ~= b.tie_break then return is_bytewise_before(a.tie_break, b.tie_break) end
+  -- Of two members with the same bytes, the one that was claimed before is first.
   return (a.id or math.huge) < (b.id or math.huge)
 end
 end
 
--- The heads of the sets are read one by one: members may be large, and so at most one is read for nothing.
-local function head(key, at)
-  local found = call('ZRANGE', key, at, at, 'WITHSCORES')
-  if not found[1] then return nil end
-  local name_ = found[1]
-  local one = {name = name_, score = found[2], number = number_of(found[2])}
+-- Read the request at one rank of a set. Requests are read one by one, because members may be large: at most one is
+-- read in vain for each set.
+local function read_head(key, at)
+  local row = call('ZRANGE', key, at, at, 'WITHSCORES')
+  if not row[1] then return nil end
+  local name = row[1]
+  local candidate = {name = name, score = row[2], score_value = parse_score(row[2])}
   if key == PENDING then
-    one.tie = string.sub(name_, 1, PREFIX_BYTES)
-    one.size = #name_
+    candidate.tie_break = string.sub(name, 1, PREFIX_BYTES)
+    candidate.size = #name
   else
-    one.tie = string.sub(name_, 1, -18)
-    one.id = tonumber(string.sub(name_, -16))
-    one.size = call('HSTRLEN', MEMBERS, one.id)
+    -- The name is the beginning of the member, a zero byte and the entry with 16 digits (`ordered_name`).
+    candidate.tie_break = string.sub(name, 1, -18)
+    candidate.id = tonumber(string.sub(name, -16))
+    candidate.size = call('HSTRLEN', MEMBERS, candidate.id)
   end
-  return one
+  return candidate
 end
 
--- One unit is kept for a probe that found none.
-local function kept_for_probe(shared, now, lease_s)
-  local waits_s = (shared.probe_waits or 0) - now
-  return waits_s > 0 and waits_s <= lease_s and 1 or 0
+-- Return 1 while one unit is reserved for a probe that found no room, otherwise 0.
+local function units_reserved_for_probe(shared, now, lease_s)
+  local reserved_s = (shared.probe_waits or 0) - now
+  return reserved_s > 0 and reserved_s <= lease_s and 1 or 0
 end
 
--- Up to `most` from the front of the line, until their members sum to `bytes` (one at least), within `room` units (nil:
--- whatever they weigh), and of each lane as many as `rooms` has (nil: all; none of a closed one); and how many of them
--- are pending.
--- Who never was leased is taken to weigh `units`. One that is heavier than the limit itself is passed over: no end of
--- a lease makes room for it. Before one that is heavier than the room the line ends: it would starve behind others.
--- So it does where no room is left: what weighs nothing will weigh something before it is sent.
-local function first(most, bytes, rooms, room, limit, units)
-  local found, size, passed = {}, 0, 0
-  local at, heads, left = {}, {}, {}
-  for source = 1, #WAITING do
+-- Select the first requests of the queue: up to `max_count`, until their members sum up to `max_bytes` (but at least
+-- one), within `room` units (nil: whatever they need), and from each lane as many as `room_by_lane` allows (nil: all,
+-- but none of a closed lane). Return them, and the number of pending ones among them.
+--
+-- A request that was never leased counts `assumed_units`. A request that needs more than the limit is passed over,
+-- because no end of a lease would make room for it. A request that needs more than the room ends the selection: if
+-- lighter requests behind it were taken, it would starve. The selection also ends when no unit is left, because a
+-- request that counts nothing now will count something before it is sent.
+local function select_first(max_count, max_bytes, room_by_lane, room, limit, assumed_units)
+  local selected, size, passed_over = {}, 0, 0
+  local ranks, heads, remaining = {}, {}, {}
+  for source = 1, #WAITING_SETS do
     local lane = LANES[source - 2]
-    at[source], left[source] = 0, lane and (lane.closed and 0 or rooms and rooms[source - 2]) or math.huge
+    ranks[source], remaining[source] =
+      0, lane and (lane.closed and 0 or room_by_lane and room_by_lane[source - 2]) or math.huge
   end
-  while #found < most and (not room or room >= 1) do
+  while #selected < max_count and (not room or room >= 1) do
     local best
-    for source, set in ipairs(WAITING) do
-      if heads[source] == nil then heads[source] = left[source] > 0 and head(set, at[source]) or false end
-      if heads[source] and (not best or earlier(heads[source], heads[best])) then best = source end
+    for source, set in ipairs(WAITING_SETS) do
+      if heads[source] == nil then
+        heads[source] = remaining[source] > 0 and read_head(set, ranks[source]) or false
+      end
+      if heads[source] and (not best or is_before(heads[source], heads[best])) then best = source end
     end
     if not best then break end
-    local one = heads[best]
-    one.state = one.id and room and load(one.id)
-    local weighs = one.state and units_of(one.state) or units
-    if room and weighs > limit then
-      passed = passed + 1
-      if not one.id or passed > PASSED_MOST then break end
-    elseif room and weighs > room then
+    local candidate = heads[best]
+    candidate.state = candidate.id and room and load_entry(candidate.id)
+    local needed = candidate.state and get_units(candidate.state) or assumed_units
+    if room and needed > limit then
+      passed_over = passed_over + 1
+      -- A pending request cannot be passed over: a claim removes pending ones by rank, from the first on.
+      if not candidate.id or passed_over > PASSED_MOST then break end
+    elseif room and needed > room then
       break
     else
-      size = size + one.size
-      if #found > 0 and size > bytes then break end
-      one.source, one.weighs = WAITING[best], weighs
-      found[#found + 1] = one
-      if room then room = room - weighs end
-      left[best] = left[best] - 1
+      size = size + candidate.size
+      if #selected > 0 and size > max_bytes then break end
+      candidate.source, candidate.units = WAITING_SETS[best], needed
+      selected[#selected + 1] = candidate
+      if room then room = room - needed end
+      remaining[best] = remaining[best] - 1
     end
-    at[best] = at[best] + 1
+    ranks[best] = ranks[best] + 1
     heads[best] = nil
   end
-  return found, at[1]
+  return selected, ranks[1]
 end

@@ -1,105 +1,114 @@
--- Look at requests where they lie, a page at a time.
+-- Read requests where they are stored, a page at a time.
 -- KEYS   own…
--- ARGV   how: "rank" (in the order of one set), "near" (requests with the tokens that are active under the id, looked up by
---        their deadlines; then all leases; then, until each of those tokens is found, all requests with those deadlines),
---        "entries" (all that were claimed once), "pending" (all that were never claimed); the set's name, or the
---        id; where to begin (a rank, a range and a rank, a cursor: two arguments); most, bytes, bytes of the largest
---        member that is told whole; then for each word how many spellings, and these: a member must hold one of each word
--- Returns {next range (-1: at the end), next offset, looked at, bytes of these, 0, or 1: they are too many, ask for fewer,
---         {name of its place, id or 0, score, member, deliveries, attempts, refusals, deaths, units, owner, time or false, reason,
---         the model that it waits for or ''}…}
--- Keeps: reads only, no more than `most` requests. What lies there all the while is found by "entries" and "pending".
-need('ZCOUNT', 'ZSCAN', 'HSCAN')
-local how, which, range, offset = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local most, bytes, largest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local SETS, NAMES, near = {D = DELAYED, L = LEASES, X = DEAD}, {}, {}
-for at, set in ipairs(WAITING) do
+-- ARGV   mode, target, where to begin (two arguments), max count, max bytes, bytes of the largest member that is
+--        returned whole, then for each search term the number of its spellings, and these: a member must contain one
+--        spelling of each term
+--   mode "rank":    one set in its order; the target is the name of the set; begin is 0 and a rank
+--   mode "near":    the target is an id. First the requests with the tokens that are active under it, looked up by their
+--                   deadlines; then all leases; then, until each token is found, all requests with these deadlines; begin
+--                   is a range and a rank
+--   mode "entries": all requests that were claimed at least once; begin is 0 and a cursor
+--   mode "pending": all requests that were never claimed; begin is 0 and a cursor
+-- Returns {next range (-1: at the end), next offset, number of examined requests, their bytes, 0 or 1 (1: the page is
+--         too large, ask for fewer requests), {name of the location, id or 0, score, member, deliveries, attempts,
+--         refusals, deaths, units, owner, time or false, reason, the model that it waits for or ''}…}
+-- Guarantees: only reads, and reads no more than `max_count` requests. A request that stays where it is all the while
+-- is found by "entries" and "pending".
+require_commands('ZCOUNT', 'ZSCAN', 'HSCAN')
+local mode, target, range, offset = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local max_count, max_bytes, max_member_bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local SETS, NAMES, token_sets = {D = DELAYED, L = LEASES, X = DEAD}, {}, {}
+for at, set in ipairs(WAITING_SETS) do
   SETS[WAITING_NAMES[at]], NAMES[WAITING_LETTERS[at]] = set, WAITING_NAMES[at]
-  near[at] = {set, WAITING_LETTERS[at]}
+  token_sets[at] = {set, WAITING_LETTERS[at]}
 end
-near[#near + 1] = {DELAYED_ORDER, 'D'}
-local words, at = {}, 8
+token_sets[#token_sets + 1] = {DELAYED_ORDER, 'D'}
+local terms, at = {}, 8
 while ARGV[at] do
   local count = tonumber(ARGV[at])
-  words[#words + 1] = {unpack(ARGV, at + 1, at + count)}
+  terms[#terms + 1] = {unpack(ARGV, at + 1, at + count)}
   at = at + 1 + count
 end
 
-local function fits(member)
-  for _, word in ipairs(words) do
+local function matches_terms(member)
+  for _, spellings in ipairs(terms) do
     local found = false
-    for _, spelling in ipairs(word) do found = found or string.find(member, spelling, 1, true) ~= nil end
+    for _, spelling in ipairs(spellings) do found = found or string.find(member, spelling, 1, true) ~= nil end
     if not found then return false end
   end
   return true
 end
 
-local rows, looked, size, told = {}, 0, 0, 0
+local rows, examined, examined_bytes, reply_bytes = {}, 0, 0, 0
 
--- False: the page was full before it.
-local function tell(letter, id, score, member, state, time)
-  looked, size = looked + 1, size + #member
-  if not fits(member) then return true end
-  if #rows > 0 and told + math.min(#member, largest) > bytes then
-    looked, size = looked - 1, size - #member
+-- Add a row for a request that matches. Return false if the page was full before it.
+local function add_row(letter, id, score, member, state, time)
+  examined, examined_bytes = examined + 1, examined_bytes + #member
+  if not matches_terms(member) then return true end
+  if #rows > 0 and reply_bytes + math.min(#member, max_member_bytes) > max_bytes then
+    examined, examined_bytes = examined - 1, examined_bytes - #member
     return false
   end
-  told = told + math.min(#member, largest)
-  rows[#rows + 1] = {NAMES[letter] or letter, id, score, shortened(member, largest), state[DELIVERIES] or 0, state[ATTEMPTS] or 0,
-                     state[REFUSALS] or 0, state[DEATHS] or 0, units_of(state), state[OWNER] or '', time,
-                     state[REASON] or '', state[AWAITS] and state[AWAITS][1] or ''}
+  reply_bytes = reply_bytes + math.min(#member, max_member_bytes)
+  rows[#rows + 1] = {
+    NAMES[letter] or letter, id, score, cut_member(member, max_member_bytes), state[DELIVERIES] or 0,
+    state[ATTEMPTS] or 0, state[REFUSALS] or 0, state[DEATHS] or 0, get_units(state), state[OWNER] or '', time,
+    state[REASON] or '', state[MODEL_WAIT] and state[MODEL_WAIT][1] or '',
+  }
   return true
 end
 
-local function time_of(letter, id, state)
+local function get_entry_time(letter, id, state)
   if letter == 'L' then
-    return call('ZSCORE', LEASES, lease_name(id, state)) or call('ZSCORE', LEASES, abandoned_name(id, state[OWNER]))
+    return call('ZSCORE', LEASES, lease_name(id, state)) or call('ZSCORE', LEASES, abandoned_lease_name(id, state[OWNER]))
   end
   if letter == 'D' then return call('ZSCORE', DELAYED, string.format('%016d', id)) end
-  return letter == 'X' and state[DIED]
+  return letter == 'X' and state[DIED_AT]
 end
 
--- An entry that is not of this line (a lease of another one's) is passed over.
-local function tell_entry(id)
-  local state = load(id)
+-- Add a row for an entry. The entry of a lease of another queue is skipped, because its state and member are not
+-- here.
+local function add_entry_row(id)
+  local state = load_entry(id)
   local member = state and call('HGET', MEMBERS, id)
   if not member then return true end
-  return tell(state[WHERE], id, state[SCORE], member, state, time_of(state[WHERE], id, state))
+  return add_row(state[LOCATION], id, state[SCORE], member, state, get_entry_time(state[LOCATION], id, state))
 end
 
-local function tell_named(letter, name, score)
-  if letter == 'P' then return tell('P', 0, score, name, {}, false) end
+local function add_named_row(letter, name, score)
+  if letter == 'P' then return add_row('P', 0, score, name, {}, false) end
   if letter ~= 'L' and letter ~= 'X' then name = string.sub(name, -16) end
-  return tell_entry(tonumber(string.match(name, '^%d+')))
+  return add_entry_row(tonumber(string.match(name, '^%d+')))
 end
 
--- From a rank on; how far it came, and whether that is the end.
-local function walk(key, letter, first, last)
+-- Read a set from one rank on. Return the next rank, and whether the end was reached.
+local function read_ranks(key, letter, first, last)
   for rank = first, last do
-    if looked >= most or size > 8 * bytes then return rank, false end
-    local one = call('ZRANGE', key, rank, rank, 'WITHSCORES')
-    if not one[1] then break end
-    if not tell_named(letter, one[1], one[2]) then return rank, false end
+    if examined >= max_count or examined_bytes > 8 * max_bytes then return rank, false end
+    local row = call('ZRANGE', key, rank, rank, 'WITHSCORES')
+    if not row[1] then break end
+    if not add_named_row(letter, row[1], row[2]) then return rank, false end
   end
   return last + 1, true
 end
 
-local function reply(next_range, next_offset, again)
-  return {next_range, next_offset, looked, size, again or 0, rows}
+local function build_reply(next_range, next_offset, is_too_large)
+  return {next_range, next_offset, examined, examined_bytes, is_too_large or 0, rows}
 end
 
-if how == 'rank' then
-  local rank, ended = walk(SETS[which], which, tonumber(offset), call('ZCARD', SETS[which]) - 1)
-  return reply(ended and -1 or 0, tostring(rank))
+if mode == 'rank' then
+  local rank, ended = read_ranks(SETS[target], target, tonumber(offset), call('ZCARD', SETS[target]) - 1)
+  return build_reply(ended and -1 or 0, tostring(rank))
 end
 
-if how == 'near' then
-  -- Range 0 looks up the tokens, and then reads all leases. Ranges from 1 on are bands of equal deadlines, which may be long.
-  local tokens, count, seen, deadlines = active(which), 0, {}, {}
+if mode == 'near' then
+  -- Range 0 looks up the tokens, and then reads all leases. The ranges from 1 on are the requests with one deadline
+  -- in one set, which may be many.
+  local tokens, count, seen, deadlines = load_active_tokens(target), 0, {}, {}
   for _ in pairs(tokens) do count = count + 1 end
 
-  -- Returns whether this page has a request for each token that is active under the id.
-  local function all_told()
+  -- Return whether this page has a request for each token that is active under the id.
+  local function all_tokens_found()
     for token in pairs(tokens) do
       local found = false
       for _, row in ipairs(rows) do found = found or string.find(row[4], token, 1, true) ~= nil end
@@ -108,41 +117,42 @@ if how == 'near' then
     return count > 0
   end
 
-  -- Compares bytes, because Redis sorts by bytes and `<` compares by the locale.
-  local function is_before(one, text)
+  -- Compare bytes, because Redis sorts by bytes and `<` compares by the locale.
+  local function starts_before(row, text)
     for at = 1, #text do
-      local mine, theirs = string.byte(one, at), string.byte(text, at)
-      if mine ~= theirs then return not mine or mine < theirs end
+      local row_byte, text_byte = string.byte(row, at), string.byte(text, at)
+      if row_byte ~= text_byte then return not row_byte or row_byte < text_byte end
     end
     return false
   end
 
-  -- Requests of one score are sorted by their bytes, and a member begins with its token, in the form of our client
-  -- (core/requests/request.py) or of the queue contract. So a binary search among a million requests takes some twenty reads.
-  local function tell_beginning(key, letter, score, text)
+  -- Add the request that begins with a text, if there is one. Requests with one score are sorted by their bytes, and
+  -- a member begins with its token, in the form of our client (core/requests/request.py) or of the queue contract. So
+  -- a binary search among a million requests takes some twenty reads.
+  local function add_row_with_prefix(key, letter, score, text)
     local first = call('ZCOUNT', key, '-inf', '(' .. score)
     local low, high = first, first + call('ZCOUNT', key, score, score)
     local last = high
     while low < high do
       local middle = math.floor((low + high) / 2)
-      if is_before(call('ZRANGE', key, middle, middle)[1], text) then low = middle + 1 else high = middle end
+      if starts_before(call('ZRANGE', key, middle, middle)[1], text) then low = middle + 1 else high = middle end
     end
-    local one = low < last and call('ZRANGE', key, low, low, 'WITHSCORES')
-    if one and string.sub(one[1], 1, #text) == text then tell_named(letter, one[1], one[2]) end
+    local row = low < last and call('ZRANGE', key, low, low, 'WITHSCORES')
+    if row and string.sub(row[1], 1, #text) == text then add_named_row(letter, row[1], row[2]) end
   end
 
   if range == 0 and offset == '0' and count <= TOKENS_SOUGHT then
     for token, deadline in pairs(tokens) do
       for priority = 0, PRIORITIES - 1 do
         local score = string.format('%.0f', priority * PRIORITY_STEP + math.floor(deadline))
-        for _, place in ipairs(near) do
+        for _, set in ipairs(token_sets) do
           for _, start in ipairs({'{"internal":{"retry_count":0,', '{"internal":{'}) do
-            tell_beginning(place[1], place[2], score, start .. '"request_token":"' .. token .. '"')
+            add_row_with_prefix(set[1], set[2], score, start .. '"request_token":"' .. token .. '"')
           end
         end
       end
     end
-    if all_told() then return reply(-1, '0') end
+    if all_tokens_found() then return build_reply(-1, '0') end
   end
   for _, deadline in pairs(tokens) do
     deadline = math.floor(deadline)
@@ -154,45 +164,46 @@ if how == 'near' then
   table.sort(deadlines)
   local rank = tonumber(offset)
   if range == 0 then
-    local came, ended = walk(LEASES, 'L', rank, call('ZCARD', LEASES) - 1)
-    if not ended then return reply(0, tostring(came)) end
-    if all_told() then return reply(-1, '0') end
+    local next_rank, ended = read_ranks(LEASES, 'L', rank, call('ZCARD', LEASES) - 1)
+    if not ended then return build_reply(0, tostring(next_rank)) end
+    if all_tokens_found() then return build_reply(-1, '0') end
     range, rank = 1, 0
   end
-  local last = #deadlines * PRIORITIES * #near
+  local last = #deadlines * PRIORITIES * #token_sets
   while range <= last do
-    local key, letter = unpack(near[(range - 1) % #near + 1])
-    local band = math.floor((range - 1) / #near)
+    local key, letter = unpack(token_sets[(range - 1) % #token_sets + 1])
+    local band = math.floor((range - 1) / #token_sets)
     local low = (band % PRIORITIES) * PRIORITY_STEP + deadlines[math.floor(band / PRIORITIES) + 1]
     local from, to = string.format('%.0f', low), '(' .. string.format('%.0f', low + 1)
     local count = call('ZCOUNT', key, from, to)
     if rank < count then
       local first = call('ZCOUNT', key, '-inf', '(' .. from)
-      local came, ended = walk(key, letter, first + rank, first + count - 1)
-      if not ended then return reply(range, tostring(came - first)) end
+      local next_rank, ended = read_ranks(key, letter, first + rank, first + count - 1)
+      if not ended then return build_reply(range, tostring(next_rank - first)) end
     end
     range, rank = range + 1, 0
   end
-  return reply(-1, '0')
+  return build_reply(-1, '0')
 end
 
--- A cursor's page cannot be left half way: where it holds too much, the caller asks for fewer from the same one.
-local found
-if how == 'pending' then found = call('ZSCAN', PENDING, offset, 'COUNT', most)
-else found = call('HSCAN', ENTRIES, offset, 'COUNT', most) end
-local items = found[2]
+-- A page of a cursor cannot be cut, because the cursor only points to its end. If a page has too many bytes, the
+-- caller asks for fewer requests from the same cursor.
+local page
+if mode == 'pending' then page = call('ZSCAN', PENDING, offset, 'COUNT', max_count)
+else page = call('HSCAN', ENTRIES, offset, 'COUNT', max_count) end
+local items = page[2]
 for number = 1, #items, 2 do
-  local whole
-  if how == 'pending' then whole = tell_named('P', items[number], items[number + 1])
-  else whole = tell_entry(tonumber(items[number])) end
-  if not whole then
-    if most > 1 then
+  local added
+  if mode == 'pending' then added = add_named_row('P', items[number], items[number + 1])
+  else added = add_entry_row(tonumber(items[number])) end
+  if not added then
+    if max_count > 1 then
       rows = {}
-      return reply(0, offset, 1)
+      return build_reply(0, offset, 1)
     end
-    bytes = math.huge -- one bucket: whatever it holds
-    if how == 'pending' then tell_named('P', items[number], items[number + 1])
-    else tell_entry(tonumber(items[number])) end
+    max_bytes = math.huge -- a page cannot be smaller than one bucket of the hash table, so take it whole
+    if mode == 'pending' then add_named_row('P', items[number], items[number + 1])
+    else add_entry_row(tonumber(items[number])) end
   end
 end
-return reply(found[1] == '0' and -1 or 0, found[1])
+return build_reply(page[1] == '0' and -1 or 0, page[1])

@@ -1,23 +1,27 @@
--- Requests whose model is not served: they wait in a lane of their own (core/requests/lanes.py, ABSENT), at no cost to others.
+-- Requests whose model is not served. They wait in a lane of their own (core/requests/lanes.py), at no cost to other
+-- requests.
 --
--- ABSENT         the lane, by score, as every lane has it
--- ABSENT_ORDER   the same by model, in the order of bytes: '<how long the name is, 3 digits><model>:<score, 16 hex digits>
---                <entry, 16 digits>'. So the best of a model are read without looking at those of others, and no name is
---                the beginning of another one's.
--- ABSENT_COUNTS  models, by how many wait for each
+-- ABSENT         the lane, by score, like every lane
+-- ABSENT_ORDER   the same entries by model, in the order of bytes: '<length of the name, 3 digits><model>:<score, 16
+--                hexadecimal digits><entry, 16 digits>'. The first requests of a model are found without reading those of
+--                other models, and no name is the beginning of another name.
+-- ABSENT_COUNTS  the models, by the number of requests that wait for each
 --
--- AWAITS in the state of an entry: the model, and what cancels it (request id and token, empty: nothing does).
--- (One local of a script, which may have 200.)
-local models = {}
+-- MODEL_WAIT in the state of an entry has the name of the model, and the request id and token by which the request
+-- can be cancelled (empty if it cannot). All functions are in one table, because a script may have 200 locals.
+local waiting_models = {}
 do
-  local A_MODEL, A_REQUEST, A_TOKEN = 1, 2, 3
+  local WAIT_MODEL, WAIT_REQUEST, WAIT_TOKEN = 1, 2, 3
 
-  -- Who may come to write asks for it before any write.
-  function models.checked() check_types(OF_MODELS + 1, OWN) end
+  -- Check the types of the keys. A script that may write here calls this before its first write.
+  function waiting_models.check_types() check_types(OF_MODELS + 1, OWN) end
 
-  -- Doubles as text in the order of their size (digits and a to f, which every locale sorts alike).
-  local function sortable(score)
-    local bytes, hex = struct.pack('>d', number_of(score) + 0), {}
+  -- Return a score as text that sorts as the number does. It consists of digits and a to f, which every locale sorts
+  -- alike.
+  local function sortable_score(score)
+    -- Big-endian doubles sort like their bytes if the sign bit of positive numbers is set and all bits of negative
+    -- numbers are inverted. Adding 0 turns a negative zero into zero.
+    local bytes, hex = struct.pack('>d', parse_score(score) + 0), {}
     local negative = string.byte(bytes) >= 128
     for at = 1, 8 do
       local byte = string.byte(bytes, at)
@@ -26,60 +30,63 @@ do
     return table.concat(hex)
   end
 
-  function models.part_of(model) return string.format('%03d', #model) .. model end
-  local function place_of(id, state)
-    return models.part_of(state[AWAITS][A_MODEL]) .. ':' .. sortable(state[SCORE]) .. string.format('%016d', id)
+  function waiting_models.name_prefix(model) return string.format('%03d', #model) .. model end
+  local function order_name(id, state)
+    return waiting_models.name_prefix(state[MODEL_WAIT][WAIT_MODEL]) .. ':'
+      .. sortable_score(state[SCORE]) .. string.format('%016d', id)
   end
 
-  local function count_awaited(model, by)
-    if tonumber(call('ZADD', ABSENT_COUNTS, 'INCR', by, model)) <= 0 then call('ZREM', ABSENT_COUNTS, model) end
+  local function add_to_count(model, delta)
+    if tonumber(call('ZADD', ABSENT_COUNTS, 'INCR', delta, model)) <= 0 then call('ZREM', ABSENT_COUNTS, model) end
   end
 
-  -- An entry that is no longer leased goes into the lane. (An array without holes: see `weigh`.)
-  function models.wait(id, state, model, request, token)
-    state[REASON], state[DIED], state[UNITS] = state[REASON] or '', state[DIED] or '', units_of(state)
-    state[TURN] = state[TURN] or false
-    state[AWAITS] = {model, request, token}
-    call('ZADD', ABSENT_ORDER, 0, place_of(id, state))
-    count_awaited(model, 1)
-    give_back(id, state)
+  -- Put an entry that is no longer leased into the lane. The array of its state must have no holes (see `set_units`).
+  function waiting_models.add_entry(id, state, model, request_id, token)
+    state[REASON], state[DIED_AT], state[UNITS] = state[REASON] or '', state[DIED_AT] or '', get_units(state)
+    state[SLOT] = state[SLOT] or false
+    state[MODEL_WAIT] = {model, request_id, token}
+    call('ZADD', ABSENT_ORDER, 0, order_name(id, state))
+    add_to_count(model, 1)
+    return_to_queue(id, state)
   end
 
-  -- An entry that leaves the lane, whose set the caller takes it from, is not awaited any more.
-  function models.forget(id, state)
-    call('ZREM', ABSENT_ORDER, place_of(id, state))
-    count_awaited(state[AWAITS][A_MODEL], -1)
-    state[AWAITS] = nil
+  -- Forget that an entry waits for a model. The caller removes it from the set of the lane.
+  function waiting_models.remove_entry(id, state)
+    call('ZREM', ABSENT_ORDER, order_name(id, state))
+    add_to_count(state[MODEL_WAIT][WAIT_MODEL], -1)
+    state[MODEL_WAIT] = nil
   end
 
-  -- Back to where it would wait if its model had been there.
-  function models.call_back(id, state)
-    call('ZREM', ABSENT, name_in_order(id, state))
-    models.forget(id, state)
-    give_back(id, state)
+  -- Return an entry to the place where it would wait if its model had been served.
+  function waiting_models.return_entry(id, state)
+    call('ZREM', ABSENT, ordered_name(id, state))
+    waiting_models.remove_entry(id, state)
+    return_to_queue(id, state)
   end
 
-  -- Those of the lane that were cancelled come back, to be answered: of so many that are looked at, behind those of the last
-  -- look. How many that were. `foreign`: markers of llm-d's producers can be reached from here, too.
-  function models.call_back_cancelled(most, foreign)
+  -- Return cancelled requests to the queue, where they are claimed and answered. Each call checks `max_count`
+  -- requests, from the one after the last request of the previous call on. Returns the number of returned requests.
+  -- `foreign`: also look at the markers of llm-d's producers, which are in the same slot.
+  function waiting_models.return_cancelled(max_count, foreign)
     local field = 'looked:' .. PENDING
-    local from = call('HGET', CONTROL, field)
-    local places = call('ZRANGE', ABSENT_ORDER, from and '(' .. from or '-', '+', 'BYLEX', 'LIMIT', 0, most)
-    if #places == most then call('HSET', CONTROL, field, places[most])
-    elseif from then call('HDEL', CONTROL, field) end
-    if #places == 0 then return 0 end
-    local ids, back = {}, 0
-    for number, place in ipairs(places) do ids[number] = tonumber(string.sub(place, -16)) end
+    local after = call('HGET', CONTROL, field)
+    local names = call('ZRANGE', ABSENT_ORDER, after and '(' .. after or '-', '+', 'BYLEX', 'LIMIT', 0, max_count)
+    if #names == max_count then call('HSET', CONTROL, field, names[max_count])
+    elseif after then call('HDEL', CONTROL, field) end
+    if #names == 0 then return 0 end
+    local ids, returned = {}, 0
+    for number, name in ipairs(names) do ids[number] = tonumber(string.sub(name, -16)) end
     for number, packed in ipairs(call('HMGET', ENTRIES, unpack(ids))) do
       local state = packed and cmsgpack.unpack(packed)
-      if state and state[AWAITS] and state[AWAITS][A_TOKEN] ~= '' then
-        local _, request, token = unpack(state[AWAITS])
-        if holds(cancel_key(request, token), token) or foreign and holds('request-cancel:' .. request, token) then
-          models.call_back(ids[number], state)
-          back = back + 1
+      if state and state[MODEL_WAIT] and state[MODEL_WAIT][WAIT_TOKEN] ~= '' then
+        local _, request_id, token = unpack(state[MODEL_WAIT])
+        if marker_equals(cancel_key(request_id, token), token)
+          or foreign and marker_equals('request-cancel:' .. request_id, token) then
+          waiting_models.return_entry(ids[number], state)
+          returned = returned + 1
         end
       end
     end
-    return back
+    return returned
   end
 end

@@ -1,11 +1,12 @@
--- A right that is missing would end a script half way: a request gone, a result written twice. So each asks for
--- its rights before it writes. Redis before 7 cannot be asked. (It looks for keys where the command would have
--- them, and some versions look behind the last argument: hence a key in each place.)
-local function need(...)
+-- Raise NOPERM if this user may not run one of these commands. A permission that is missing in the middle of a script
+-- would leave a request lost or a result written twice, so each script calls this before its first write. Redis
+-- before 7 cannot be asked. `acl_check_cmd` looks for keys at the positions that they have in the command, and some
+-- versions look beyond the last argument: hence a key at each position.
+local function require_commands(...)
   local missing, key = {}, KEYS[1]
-  for _, name in ipairs({...}) do
-    if redis.acl_check_cmd and not redis.acl_check_cmd(name, key, key, key) then
-      missing[#missing + 1] = string.lower(name)
+  for _, command in ipairs({...}) do
+    if redis.acl_check_cmd and not redis.acl_check_cmd(command, key, key, key) then
+      missing[#missing + 1] = string.lower(command)
     end
   end
   if #missing > 0 then error({err = 'NOPERM this user may not run: ' .. table.concat(missing, ', ')}) end

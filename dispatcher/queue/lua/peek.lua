@@ -1,11 +1,11 @@
--- Look at the front of the line.
+-- Return the first requests of the queue.
 -- KEYS   own…
--- ARGV   most, bytes
+-- ARGV   max count, max bytes
 -- Returns score, member…
--- Keeps: reads only.
+-- Guarantees: only reads.
 local found = {}
-for _, one in ipairs((first(tonumber(ARGV[1]), tonumber(ARGV[2])))) do
-  found[#found + 1] = one.score
-  found[#found + 1] = one.id and call('HGET', MEMBERS, one.id) or one.name
+for _, candidate in ipairs((select_first(tonumber(ARGV[1]), tonumber(ARGV[2])))) do
+  found[#found + 1] = candidate.score
+  found[#found + 1] = candidate.id and call('HGET', MEMBERS, candidate.id) or candidate.name
 end
 return found

@@ -1,53 +1,55 @@
--- Say which version each of these keeps, or gets now.
+-- Return the version that each key keeps, or give it one.
 -- KEYS   WARM…
--- ARGV   most, then for each: key, for_s, how many versions it may be given, and those: the one proposed, and those it keeps
--- Returns for each the number of its version among those (2…: one that it keeps); the first where another program's key
---         stands in the way
--- Keeps: what was given stays given until for_s after it was asked for last, unless it may not be kept. No more than `most`
---        are remembered: those that were asked for last.
-need('TYPE', 'TIME', 'EXPIRE', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZCARD', 'ZRANGE', 'ZRANGEBYSCORE')
-local now, most, at, given = clock(), tonumber(ARGV[1]), 2, {}
-local known, asked = ours(6), ours(7)
-if known and asked then
-  call('ZREM', PINS_ASKED, '') -- as in `lapse`
-  bring_back(PINS_ASKED, now, -AHEAD_S, '+inf', 'LIMIT', 0, 1000)
+-- ARGV   max number of pins, then for each: key, seconds to keep it, number of versions, and these: the proposed
+--        version, then those that the key may keep
+-- Returns for each the number of its version in that list (2 or more: one that it keeps); 1 if another program has
+--         taken the key
+-- Guarantees: a version stays given until its time after it was last asked for, unless it may not be kept any more.
+-- If there are more pins than the maximum, those that were not asked for the longest are forgotten.
+require_commands('TYPE', 'TIME', 'EXPIRE', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZCARD', 'ZRANGE', 'ZRANGEBYSCORE')
+local now, max_pins, at, chosen_numbers = current_time(), tonumber(ARGV[1]), 2, {}
+local has_pins, has_pins_asked = is_own_key(6), is_own_key(7)
+if has_pins and has_pins_asked then
+  call('ZREM', PINS_ASKED, '') -- the first write removes nothing, as in `drop_expired`
+  clamp_times(PINS_ASKED, now, -AHEAD_S, '+inf', 'LIMIT', 0, 1000)
 end
 
-local function pinned(key)
+local function read_pin(key)
   local value = call('HGET', PINS, key) or ''
   local until_at, version = string.match(value, '^(%d+%.%d+) (.*)$')
   return tonumber(until_at or 0), version
 end
 
--- Both keys last as long as what lasts longest of them.
-local longest = known and asked and pinned('') or 0
+-- Both keys live as long as the pin that lasts longest.
+local longest_until = has_pins and has_pins_asked and read_pin('') or 0
 while ARGV[at] do
-  local key, for_s, count, chosen = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), 1
+  local key, keep_s, count, chosen = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), 1
   local versions = at + 2
   at = versions + count + 1
-  if known and asked then
-    local until_at, version = pinned(key)
+  if has_pins and has_pins_asked then
+    local until_at, version = read_pin(key)
     for number = 2, until_at > now and count or 1 do
       if ARGV[versions + number] == version then chosen = number end
     end
-    call('HSET', PINS, key, text(now + for_s) .. ' ' .. ARGV[versions + chosen])
-    call('ZADD', PINS_ASKED, text(now), key)
-    longest = math.max(longest, now + for_s)
+    call('HSET', PINS, key, format_float(now + keep_s) .. ' ' .. ARGV[versions + chosen])
+    call('ZADD', PINS_ASKED, format_float(now), key)
+    longest_until = math.max(longest_until, now + keep_s)
   end
-  given[#given + 1] = chosen
+  chosen_numbers[#chosen_numbers + 1] = chosen
 end
-if not (known and asked) or #given == 0 then return given end
+if not (has_pins and has_pins_asked) or #chosen_numbers == 0 then return chosen_numbers end
 
--- Those that were not asked for the longest: what is too many, and as many more as were asked for, where they are over.
-local first = call('ZRANGE', PINS_ASKED, 0, math.max(0, call('ZCARD', PINS_ASKED) - most) + #given - 1)
-local over = call('ZCARD', PINS_ASKED) - most
-for number, key in ipairs(first) do
-  if number > over and pinned(key) > now then break end
+-- Forget the pins that were not asked for the longest: all above the maximum, and of as many more as were asked for
+-- now, those that have expired. So expired pins go at the rate at which new ones come.
+local oldest = call('ZRANGE', PINS_ASKED, 0, math.max(0, call('ZCARD', PINS_ASKED) - max_pins) + #chosen_numbers - 1)
+local excess = call('ZCARD', PINS_ASKED) - max_pins
+for number, key in ipairs(oldest) do
+  if number > excess and read_pin(key) > now then break end
   call('ZREM', PINS_ASKED, key)
   call('HDEL', PINS, key)
 end
-longest = math.min(longest, now + PIN_MOST_S)
-call('HSET', PINS, '', text(longest) .. ' ')
-call('EXPIRE', PINS, math.ceil(longest - now) + 1)
-call('EXPIRE', PINS_ASKED, math.ceil(longest - now) + 1)
-return given
+longest_until = math.min(longest_until, now + PIN_MOST_S)
+call('HSET', PINS, '', format_float(longest_until) .. ' ')
+call('EXPIRE', PINS, math.ceil(longest_until - now) + 1)
+call('EXPIRE', PINS_ASKED, math.ceil(longest_until - now) + 1)
+return chosen_numbers

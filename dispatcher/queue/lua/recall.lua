@@ -1,33 +1,33 @@
--- Bring back requests that wait for these models, the best first.
+-- Return requests that wait for these models to the queue, lowest score first.
 -- KEYS   own…
--- ARGV   most, then models…
--- Returns {how many came back, how many wait still for one of these}
--- Keeps: each goes to its old place in the order. Those that wait for other models are not looked at.
-local most, heads, names, moved, left = tonumber(ARGV[1]), {}, {}, 0, 0
-models.checked()
+-- ARGV   max count, then models…
+-- Returns {number of returned requests, number of requests that still wait for one of these models}
+-- Guarantees: each request goes to its old place in the queue. Requests that wait for other models are not read.
+local max_count, best_by_model, models_asked, returned, remaining = tonumber(ARGV[1]), {}, {}, 0, 0
+waiting_models.check_types()
 
--- Score and entry of the best that waits for it; nil: none does.
-local function head(model)
-  local part = models.part_of(model)
-  local place = call('ZRANGE', ABSENT_ORDER, '[' .. part .. ':', '(' .. part .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
-  return place and string.sub(place, #part + 2)
+-- Return score and entry of the first request that waits for the model, or nil.
+local function find_best(model)
+  local prefix = waiting_models.name_prefix(model)
+  local name = call('ZRANGE', ABSENT_ORDER, '[' .. prefix .. ':', '(' .. prefix .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
+  return name and string.sub(name, #prefix + 2)
 end
 
 for at = 2, #ARGV do
-  names[#names + 1] = ARGV[at]
-  heads[ARGV[at]] = most > 0 and head(ARGV[at]) or nil
+  models_asked[#models_asked + 1] = ARGV[at]
+  best_by_model[ARGV[at]] = max_count > 0 and find_best(ARGV[at]) or nil
 end
-if next(heads) then open() end
-while moved < most do
+if next(best_by_model) then begin_writes() end
+while returned < max_count do
   local best
-  for model, place in pairs(heads) do
-    if not best or place < heads[best] then best = model end
+  for model, name in pairs(best_by_model) do
+    if not best or name < best_by_model[best] then best = model end
   end
   if not best then break end
-  local id = tonumber(string.sub(heads[best], -16))
-  models.call_back(id, load(id))
-  moved = moved + 1
-  heads[best] = head(best)
+  local id = tonumber(string.sub(best_by_model[best], -16))
+  waiting_models.return_entry(id, load_entry(id))
+  returned = returned + 1
+  best_by_model[best] = find_best(best)
 end
-for _, model in ipairs(names) do left = left + tonumber(call('ZSCORE', ABSENT_COUNTS, model) or 0) end
-return {moved, left}
+for _, model in ipairs(models_asked) do remaining = remaining + tonumber(call('ZSCORE', ABSENT_COUNTS, model) or 0) end
+return {returned, remaining}

@@ -1,3 +1,5 @@
--- All that the steps of a dispatcher run, whichever of them this is.
-need('TYPE', 'TIME', 'EXISTS', 'GET', 'SET', 'DEL', 'EXPIRE', 'LPUSH', 'HGET', 'HMGET', 'HSET', 'HDEL', 'HEXISTS', 'HKEYS',
-     'HINCRBY', 'HSTRLEN', 'GETRANGE', 'ZADD', 'ZREM', 'ZCARD', 'ZSCORE', 'ZRANGE', 'ZRANGEBYSCORE', 'ZREMRANGEBYRANK', 'ZPOPMIN')
+-- Check the permission for all commands that any script of an owner runs, whichever script this is.
+require_commands(
+  'TYPE', 'TIME', 'EXISTS', 'GET', 'SET', 'DEL', 'EXPIRE', 'LPUSH', 'HGET', 'HMGET', 'HSET', 'HDEL', 'HEXISTS', 'HKEYS',
+  'HINCRBY', 'HSTRLEN', 'GETRANGE', 'ZADD', 'ZREM', 'ZCARD', 'ZSCORE', 'ZRANGE', 'ZRANGEBYSCORE', 'ZREMRANGEBYRANK',
+  'ZPOPMIN')

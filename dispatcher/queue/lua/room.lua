@@ -1,10 +1,13 @@
--- Whether the queue takes more requests.
+-- The limit for the number of waiting requests.
 
--- Each sweep of a dispatcher writes queue.max_pending. Producers that call ZADD themselves are not limited.
-local function refuse_if_full(more)
-  local most, there = tonumber(call('HGET', CONTROL, 'max_pending:' .. PENDING) or 0), call('ZCARD', DELAYED)
-  for _, set in ipairs(WAITING) do there = there + call('ZCARD', set) end
-  if most > 0 and there + more > most then
-    error({err = 'QUEUEFULL ' .. there .. ' requests wait, and queue.max_pending is ' .. string.format('%.0f', most)})
+-- Raise QUEUEFULL if `new_count` more requests would exceed `queue.max_pending`, which each sweep of a dispatcher
+-- stores. Producers that call ZADD themselves are not limited.
+local function reject_if_full(new_count)
+  local max_pending, waiting_count =
+    tonumber(call('HGET', CONTROL, 'max_pending:' .. PENDING) or 0), call('ZCARD', DELAYED)
+  for _, set in ipairs(WAITING_SETS) do waiting_count = waiting_count + call('ZCARD', set) end
+  if max_pending > 0 and waiting_count + new_count > max_pending then
+    error({err = 'QUEUEFULL ' .. waiting_count .. ' requests wait, and queue.max_pending is '
+      .. string.format('%.0f', max_pending)})
   end
 end

@@ -1,102 +1,116 @@
--- Show sequences, or decide about one.
+-- Show sequences, or change one.
 -- KEYS   own…
--- ARGV   "list", cursor, most, a status (empty: any); "show", id; "release", id; "abort", id, why, default terms for a queue
---        that has had no sequence yet (packed as for line_up); "cancel", id, Unix time (empty: now), seconds for which earlier
---        requests may wait to be claimed; "forget", id
--- Returns for "list" {cursor, {a `row`…}}; for "show" a row, or false; for "release" and "abort" 1, or 0 if there was nothing
---         to do; for "cancel" the entry of the head or 0, or false if the sequence had ended or was not known; for "forget" 1,
---         0 if a request of the sequence runs or waits, or false if it is not known
--- Keeps: waiting requests are answered or go on, and a head goes on to its end. No request from before a cancel begins.
-need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE', 'GET', 'SET', 'TTL')
-local verb, now = ARGV[1], clock()
-all()
+-- ARGV   "list", cursor, max count, a status (empty: any)
+--        "show", id
+--        "release", id
+--        "abort", id, why, default terms for a queue that has had no sequence yet (packed as for claim_turns)
+--        "cancel", id, Unix time (empty: now), seconds for which earlier requests may wait to be claimed
+--        "forget", id
+-- Returns for "list" {cursor, {a `build_row`…}}; for "show" a row, or false; for "release" and "abort" 1, or 0 if
+--         there was nothing to do; for "cancel" the entry of the next request or 0, or false if the sequence had
+--         ended or is not known; for "forget" 1, 0 if a request of the sequence runs or waits, or false if the
+--         sequence is not known
+-- Guarantees: waiting requests are answered or stay in the sequence, and a running request goes on to its end. No
+-- request from before a cancel begins.
+require_commands('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE', 'GET', 'SET', 'TTL')
+local command, now = ARGV[1], current_time()
+load_shared()
 
-local function row(one, most)
-  local life, line, at = one.lives[1], {}, 0
+local function build_row(sequence, max_count)
+  local run, waiting_rows, at = sequence.runs[1], {}, 0
   repeat
-    local names = most > 0 and page(life[NUMBER], at, most) or {}
+    local names = max_count > 0 and read_run_queue(run[RUN_NUMBER], at, max_count) or {}
     for _, name in ipairs(names) do
-      if entry_in(name) and #line < 2 * most then
-        line[#line + 1], line[#line + 2] = tonumber(string.sub(name, 18, 33)), entry_in(name)
+      if parse_entry(name) and #waiting_rows < 2 * max_count then
+        waiting_rows[#waiting_rows + 1], waiting_rows[#waiting_rows + 2] =
+          tonumber(string.sub(name, 18, 33)), parse_entry(name)
       end
     end
-    at = at + most
-  until #names < most or most == 0 or #line == 2 * most
-  local seats = seats_of(one)
-  return {one.id, one.status, life[NEXT], one.head, seats, #one.lives, one.done, one.failed, one.born and text(one.born),
-          text(one.touched), one.gap and text(one.gap), one.token ~= '' and 1 or 0, one.carried, one.cause, line}
+    at = at + max_count
+  until #names < max_count or max_count == 0 or #waiting_rows == 2 * max_count
+  local waiting_count = count_slots(sequence)
+  return {
+    sequence.id, sequence.status, run[EXPECTED_INDEX], sequence.next_entry, waiting_count, #sequence.runs,
+    sequence.ended_count, sequence.failed_count, sequence.began_at and format_float(sequence.began_at),
+    format_float(sequence.last_active_at), sequence.gap_since and format_float(sequence.gap_since),
+    sequence.sticky_token ~= '' and 1 or 0, sequence.conversation_bytes, sequence.cause, waiting_rows,
+  }
 end
 
-if verb == 'list' then
-  local found, rows = call('HSCAN', SEQUENCES, ARGV[2], 'COUNT', ARGV[3]), {}
-  for at = 1, #found[2], 2 do
-    local one = found[2][at] ~= '' and known(found[2][at])
-    if one and (ARGV[4] == '' or ARGV[4] == one.status) then rows[#rows + 1] = row(one, 0) end
+if command == 'list' then
+  local page, rows = call('HSCAN', SEQUENCES, ARGV[2], 'COUNT', ARGV[3]), {}
+  for at = 1, #page[2], 2 do
+    local sequence = page[2][at] ~= '' and load_sequence(page[2][at])
+    if sequence and (ARGV[4] == '' or ARGV[4] == sequence.status) then rows[#rows + 1] = build_row(sequence, 0) end
   end
-  return {found[1], rows}
+  return {page[1], rows}
 end
 
-local one = known(ARGV[2])
-if verb == 'show' then return one and row(one, LINE_SEEN) end
-if verb == 'release' then
-  if not one or one.status ~= 'held' then return 0 end
-  turn_to(one, 'open')
-  one.cause, one.touched = '', now
-  happened('released')
-  settle_down(one, now)
-  keep_turns(now)
+local sequence = load_sequence(ARGV[2])
+if command == 'show' then return sequence and build_row(sequence, LINE_SEEN) end
+if command == 'release' then
+  if not sequence or sequence.status ~= 'held' then return 0 end
+  set_status(sequence, 'open')
+  sequence.cause, sequence.last_active_at = '', now
+  count_event('released')
+  update_sequence(sequence, now)
+  write_sequences(now)
   return 1
 end
-if verb == 'forget' then
-  local key, mark = mark_key(ARGV[2]), mark_of(ARGV[2])
-  local undated = mark and mark.undated
-  if one and (one.head or seats_of(one) > 0) then return 0 end
-  if undated then call('SET', key, string.format('%.17g dated', mark.at), 'EX', math.max(1, call('TTL', key))) end
-  if not one then return undated and 1 or false end
-  drop(one)
-  settle_down(one, now)
-  keep_turns(now)
+if command == 'forget' then
+  local key, mark = cancel_mark_key(ARGV[2]), get_cancel_mark(ARGV[2])
+  local covers_undated = mark and mark.covers_undated
+  if sequence and (sequence.next_entry or count_slots(sequence) > 0) then return 0 end
+  -- Requests without a time of submission may begin the forgotten sequence anew; dated ones stay cancelled.
+  if covers_undated then
+    call('SET', key, string.format('%.17g dated', mark.cancelled_at), 'EX', math.max(1, call('TTL', key)))
+  end
+  if not sequence then return covers_undated and 1 or false end
+  delete_sequence(sequence)
+  update_sequence(sequence, now)
+  write_sequences(now)
   return 1
 end
--- Returns a sequence of which no request was claimed yet, so that it can end before it begins.
-local function unbegun(id)
-  local unborn = added(id)
-  begin(unborn)
-  unborn.lives = {new_life(0)}
-  return unborn
+-- Add a sequence of which no request was claimed yet, so that it can end before it begins.
+local function add_unbegun(id)
+  local unbegun = add_sequence(id)
+  begin_run(unbegun)
+  unbegun.runs = {new_run(0)}
+  return unbegun
 end
 
-if verb == 'abort' then
-  if one and ENDED[one.status] then return 0 end
-  if not of_all.max_idle_s then
+if command == 'abort' then
+  if sequence and ENDED_STATUSES[sequence.status] then return 0 end
+  if not shared_state.max_idle_s then
     local terms = cmsgpack.unpack(ARGV[4])
-    of_all.max_idle_s, of_all.max_age_s, of_all.max_active = terms[1], terms[2], terms[3]
-    of_all.max_waiting, of_all.on_error, of_all.gap_s, of_all.refuses = terms[4], terms[5], terms[6], terms[7]
+    shared_state.max_idle_s, shared_state.max_age_s, shared_state.max_active = terms[1], terms[2], terms[3]
+    shared_state.max_waiting, shared_state.on_error, shared_state.gap_s, shared_state.refuses =
+      terms[4], terms[5], terms[6], terms[7]
   end
-  one = one or unbegun(ARGV[2])
-  close(one, 'aborted', 'SEQUENCE_ABORTED', ARGV[3], now)
-  settle_down(one, now)
-  keep_turns(now)
+  sequence = sequence or add_unbegun(ARGV[2])
+  close_run(sequence, 'aborted', 'SEQUENCE_ABORTED', ARGV[3], now)
+  update_sequence(sequence, now)
+  write_sequences(now)
   return 1
 end
-local key, before = mark_key(ARGV[2]), mark_of(ARGV[2])
-local at, for_s = tonumber(ARGV[3]) or now, math.ceil(tonumber(ARGV[4]))
-if before then at, for_s = math.max(at, before.at), math.max(for_s, call('TTL', key)) end
-call('SET', key, string.format('%.17g', at), 'EX', math.max(1, for_s))
-if not one and of_all.refuses == 1 then
-  one = unbegun(ARGV[2])
-  close(one, 'ended', 'SEQUENCE_ENDED', 'the sequence was cancelled', now)
-  settle_down(one, now)
-  keep_turns(now)
+local key, previous_mark = cancel_mark_key(ARGV[2]), get_cancel_mark(ARGV[2])
+local at, kept_s = tonumber(ARGV[3]) or now, math.ceil(tonumber(ARGV[4]))
+if previous_mark then at, kept_s = math.max(at, previous_mark.cancelled_at), math.max(kept_s, call('TTL', key)) end
+call('SET', key, string.format('%.17g', at), 'EX', math.max(1, kept_s))
+if not sequence and shared_state.refuses == 1 then
+  sequence = add_unbegun(ARGV[2])
+  close_run(sequence, 'ended', 'SEQUENCE_ENDED', 'the sequence was cancelled', now)
+  update_sequence(sequence, now)
+  write_sequences(now)
   return false
 end
-if not one or ENDED[one.status] then return false end
-happened('cancelled')
-local next_index = one.lives[1][NEXT]
-for _, life in ipairs(one.lives) do doom(life, 'CANCELLED', 'the sequence was cancelled') end
-one.lives = {new_life(next_index)}
-if one.head then one.head_life, one.head_last = one.lives[1][NUMBER], 1
-else end_life(one, 'the sequence was cancelled', now) end
-settle_down(one, now)
-keep_turns(now)
-return one.head or 0
+if not sequence or ENDED_STATUSES[sequence.status] then return false end
+count_event('cancelled')
+local next_index = sequence.runs[1][EXPECTED_INDEX]
+for _, run in ipairs(sequence.runs) do fail_remaining(run, 'CANCELLED', 'the sequence was cancelled') end
+sequence.runs = {new_run(next_index)}
+if sequence.next_entry then sequence.next_run, sequence.next_is_last = sequence.runs[1][RUN_NUMBER], 1
+else end_run(sequence, 'the sequence was cancelled', now) end
+update_sequence(sequence, now)
+write_sequences(now)
+return sequence.next_entry or 0

@@ -1,534 +1,581 @@
--- Sequences (core/sequences/rules.py, which has the rules and their words): requests of one id run in order, one at a time.
+-- Sequences: requests with one sequence id run in order, one at a time. core/sequences/rules.py has the rules and
+-- explains the words: a run of a sequence lasts from its begin to its end; a slot is the place of a request in a run;
+-- the next request is the one whose turn it is.
 --
--- SEQUENCES   by the id of a sequence what is known of it (packed, as `read` has it); under '' what all share
--- TURNS       the lines of all lives, in the order of bytes: '<life>:<index>:<entry>', 16 digits each, of a seat;
---             '<life>:<index>:-<last><failed><then><cause>' of an index whose request ended before its turn
--- SEQUENCED   the lane in which seats wait, by score. PARKED: ids of those that may not begin yet, by the best score
--- OVER        '<life>:<code>:<why>' by life: its seats are to be answered. LOOKS: ids by when the sweep looks at them
+-- SEQUENCES   the record of each sequence by its id (packed, see `unpack_sequence`); under '', what all sequences share
+-- TURNS       the queues of all runs, in the order of bytes. A waiting slot is '<run>:<index>:<entry>', 16 digits each.
+--             An index whose request ended before its turn is '<run>:<index>:-<last><failed><on error>:<cause>'.
+-- SEQUENCED   the lane in which slots wait, by score
+-- PARKED      the ids of sequences that may not begin yet, by their lowest score
+-- OVER        '<run>:<code>:<why>' by run: the remaining requests of a closed run, which are to be answered
+-- LOOKS       the ids of sequences, by the time at which the sweep checks them
 --
--- <prefix>:sequences:cancelled:<id>  the Unix time at which the sequence was cancelled, followed by ' dated' if the cancel does
---             not cover requests without a time of submission; it expires when no earlier request can wait to be claimed
+-- <prefix>:sequences:cancelled:<id>  the Unix time at which the sequence was cancelled, followed by ' dated' if the
+--             cancel does not cover requests without a time of submission; expires when no earlier request can be waiting
 --
--- The seat of an entry (TURN in its state): IN_LINE, then these:
-local S_ID, S_LIFE, S_INDEX, S_LAST, S_THEN = 2, 3, 4, 5, 6
-local ALIVE, ENDED = {open = true, held = true}, {aborted = true, ended = true}
-local SHARED = {'lives', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses',
-                'held', 'aborted', 'ever_held', 'ever_released', 'ever_aborted', 'ever_cancelled', 'ever_idle', 'ever_aged',
-                'ever_gaps', 'last_held', 'last_aborted'}
-local NUMBER, NEXT, BEHIND, SEATS, PASSED = 1, 2, 3, 4, 5 -- of a life
-local leased, of_all, known_ones = {}, nil, {}
-local moved = 0 -- entries that became claimable
+-- A slot of an entry (SLOT in its state) has SLOT_WAITS first, and then:
+local SLOT_SEQUENCE, SLOT_RUN, SLOT_INDEX, SLOT_LAST, SLOT_ON_ERROR = 2, 3, 4, 5, 6
+local ACTIVE_STATUSES, ENDED_STATUSES = {open = true, held = true}, {aborted = true, ended = true}
+local SHARED_FIELDS = {
+  'last_run', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses', 'held',
+  'aborted', 'ever_held', 'ever_released', 'ever_aborted', 'ever_cancelled', 'ever_idle', 'ever_aged', 'ever_gaps',
+  'last_held', 'last_aborted'}
+-- Indexes of a run:
+local RUN_NUMBER, EXPECTED_INDEX, NEXT_FREE_INDEX, WAITING_COUNT, PASSED_COUNT = 1, 2, 3, 4, 5
+local leased_entries, shared_state, sequences_by_id = {}, nil, {}
+local ready_count = 0 -- number of entries that became claimable in this script
 
--- What a script leaves is written at its end (`keep_turns`), for many requests by few commands: sequences that have
--- changed, names in the lines, entries whose turn has come (they lie in the lane), and those that are to wait (they are
--- leased). Whoever reads the line of a life has its names written first.
-local changed, came, leaving = {}, {}, {}
-local lined, unlined, written_of = {}, {}, {} -- names to add and to take, and of which lives
-local nobody_parked = false -- it was looked up, and none was parked since
-local function in_bulk(command, key, args)
+-- Changes are collected here and written at the end of a script (`write_sequences`), so that many requests need few
+-- commands: sequences that have changed, names in the queues of runs, entries whose turn has come (they are in the
+-- lane), and entries that are to wait (they are leased). Before the queue of a run is read, its names are written.
+local changed_sequences, ready_entries, waiting_entries = {}, {}, {}
+local names_to_add, names_to_remove, runs_with_changes = {}, {}, {}
+local none_parked_left = false -- true if a lookup found no parked sequence, and none was parked since
+local function run_in_batches(command, key, args)
   for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
 end
-local function write_lines()
-  in_bulk('ZADD', TURNS, lined)
-  in_bulk('ZREM', TURNS, unlined)
-  lined, unlined, written_of = {}, {}, {}
+local function write_run_queues()
+  run_in_batches('ZADD', TURNS, names_to_add)
+  run_in_batches('ZREM', TURNS, names_to_remove)
+  names_to_add, names_to_remove, runs_with_changes = {}, {}, {}
 end
 
-local function digits(number) return string.format('%016d', number) end
-local function place(number, index) return string.format('%016d:%016.0f:', number, index) end
+local function to_digits(number) return string.format('%016d', number) end
+local function slot_prefix(number, index) return string.format('%016d:%016.0f:', number, index) end
 
--- Terms are those that were told last; before the first time nothing is known of any sequence. Who may come to write
--- asks for it before any write.
-local function all()
-  if of_all then return of_all end
+-- Return what all sequences share. The terms are the newest that a dispatcher sent; before the first, no sequence is
+-- known. A script that may write here calls this before its first write, because it checks the types of the keys.
+local function load_shared()
+  if shared_state then return shared_state end
   check_types(OFTEN + 1, OF_MODELS)
-  of_all = {lives = 0, active = 0, held = 0, aborted = 0, ever_held = 0, ever_released = 0, ever_aborted = 0,
-            ever_cancelled = 0, ever_idle = 0, ever_aged = 0, ever_gaps = 0, last_held = '', last_aborted = ''}
+  shared_state = {
+    last_run = 0, active = 0, held = 0, aborted = 0, ever_held = 0, ever_released = 0, ever_aborted = 0,
+    ever_cancelled = 0, ever_idle = 0, ever_aged = 0, ever_gaps = 0, last_held = '', last_aborted = '',
+  }
   local packed = call('HGET', SEQUENCES, '')
   local values = packed and cmsgpack.unpack(packed) or {}
-  for at, name in ipairs(SHARED) do
-    if values[at] ~= nil then of_all[name] = values[at] end
+  for at, name in ipairs(SHARED_FIELDS) do
+    if values[at] ~= nil then shared_state[name] = values[at] end
   end
-  of_all.told = packed
-  return of_all
+  shared_state.packed = packed
+  return shared_state
 end
 
-local function keep_all()
-  if not of_all.max_idle_s then return end -- nobody has told any terms, so there is nothing to keep
+local function save_shared()
+  if not shared_state.max_idle_s then return end -- no dispatcher has sent terms yet, so nothing has changed
   local values = {}
-  for at, name in ipairs(SHARED) do values[at] = of_all[name] end
+  for at, name in ipairs(SHARED_FIELDS) do values[at] = shared_state[name] end
   local packed = cmsgpack.pack(values)
-  if packed ~= of_all.told then call('HSET', SEQUENCES, '', packed) end
-  of_all.told = packed
+  if packed ~= shared_state.packed then call('HSET', SEQUENCES, '', packed) end
+  shared_state.packed = packed
 end
 
--- What people are told of (core/sequences/decisions.py: SequenceNews).
-local function happened(what) all()['ever_' .. what] = of_all['ever_' .. what] + 1 end
-
--- Written out, for a table that grows field by field takes three times as long.
-local function read(id, packed)
-  local of = cmsgpack.unpack(packed)
-  return {id = id, status = of[1], touched = of[2], head = of[3], head_life = of[4], head_last = of[5], head_then = of[6],
-          born = of[7], gap = of[8], token = of[9], done = of[10], failed = of[11], cause = of[12], carried = of[13],
-          lives = of[14], look = of[15], owner = of[16]}
-end
-local function written(one)
-  return cmsgpack.pack({one.status, one.touched, one.head, one.head_life, one.head_last, one.head_then, one.born, one.gap,
-                        one.token, one.done, one.failed, one.cause, one.carried, one.lives, one.look, one.owner})
+-- Count an event of a sequence for the sequence counters (core/sequences/decisions.py).
+local function count_event(what)
+  load_shared()['ever_' .. what] = shared_state['ever_' .. what] + 1
 end
 
-local function known(id)
-  local one = known_ones[id]
-  if one ~= nil then return one end
+-- Return the record of a sequence. All fields are written in one constructor, because a table that grows field by
+-- field takes three times as long.
+local function unpack_sequence(id, packed)
+  local values = cmsgpack.unpack(packed)
+  return {
+    id = id, status = values[1], last_active_at = values[2], next_entry = values[3], next_run = values[4],
+    next_is_last = values[5], next_on_error = values[6], began_at = values[7], gap_since = values[8],
+    sticky_token = values[9], ended_count = values[10], failed_count = values[11], cause = values[12],
+    conversation_bytes = values[13], runs = values[14], check_at = values[15], owner = values[16],
+  }
+end
+local function pack_sequence(sequence)
+  return cmsgpack.pack({
+    sequence.status, sequence.last_active_at, sequence.next_entry, sequence.next_run, sequence.next_is_last,
+    sequence.next_on_error, sequence.began_at, sequence.gap_since, sequence.sticky_token, sequence.ended_count,
+    sequence.failed_count, sequence.cause, sequence.conversation_bytes, sequence.runs, sequence.check_at,
+    sequence.owner,
+  })
+end
+
+local function load_sequence(id)
+  local sequence = sequences_by_id[id]
+  if sequence ~= nil then return sequence end
   local packed = call('HGET', SEQUENCES, id)
-  one = packed and read(id, packed) or nil
-  known_ones[id] = one or false
-  return one
+  sequence = packed and unpack_sequence(id, packed) or nil
+  sequences_by_id[id] = sequence or false
+  return sequence
 end
 
--- What was read of these by one command, which operators have no right to.
-local function know(ids, found)
-  for number, packed in ipairs(found) do known_ones[ids[number]] = packed and read(ids[number], packed) end
+-- Remember records that were read by one HMGET. Operators have no permission for that command, so this is for owners
+-- only.
+local function cache_sequences(ids, packed_records)
+  for number, packed in ipairs(packed_records) do
+    sequences_by_id[ids[number]] = packed and unpack_sequence(ids[number], packed)
+  end
 end
 
--- Marks of cancelled sequences by id; false for a sequence that was not cancelled.
-local marks = {}
-local function mark_key(id) return string.sub(RETURNED, 1, -1 - #'returned') .. 'sequences:cancelled:' .. id end
-local function mark_of(id)
-  if marks[id] == nil then
-    local at, dated = string.match(call('GET', mark_key(id)) or '', '^(%S+)(.*)$')
+-- The cancel marks of sequences by id; false for a sequence that was not cancelled.
+local cancel_marks = {}
+local function cancel_mark_key(id)
+  return string.sub(RETURNED, 1, -1 - #'returned') .. 'sequences:cancelled:' .. id
+end
+local function get_cancel_mark(id)
+  if cancel_marks[id] == nil then
+    local at, suffix = string.match(call('GET', cancel_mark_key(id)) or '', '^(%S+)(.*)$')
     at = tonumber(at or '')
-    marks[id] = at and {at = at, undated = dated ~= ' dated'} or false
+    cancel_marks[id] = at and {cancelled_at = at, covers_undated = suffix ~= ' dated'} or false
   end
-  return marks[id]
+  return cancel_marks[id]
 end
 
--- Returns the reason why a cancel of its sequence ends a request with this time of submission (0: unknown), or nil.
-local function why_cancelled(id, submitted_at)
-  local mark = mark_of(id)
+-- Return why a cancel of the sequence ends a request that was submitted at this time (0: unknown), or nil.
+local function find_cancel_reason(id, submitted_at)
+  local mark = get_cancel_mark(id)
   if not mark then return nil end
-  if submitted_at > 0 then return submitted_at <= mark.at and 'the sequence was cancelled' or nil end
-  return mark.undated and 'the sequence was cancelled, and no data.created says that the request came later' or nil
+  if submitted_at > 0 then return submitted_at <= mark.cancelled_at and 'the sequence was cancelled' or nil end
+  return mark.covers_undated
+    and 'the sequence was cancelled, and no data.created says that the request came later' or nil
 end
 
-local function new_number()
-  all().lives = all().lives + 1
-  return of_all.lives
+local function next_run_number()
+  load_shared().last_run = load_shared().last_run + 1
+  return shared_state.last_run
 end
-local function new_life(next_index) return {new_number(), next_index, next_index, 0, 0} end
+local function new_run(next_index) return {next_run_number(), next_index, next_index, 0, 0} end
 
-local function seats_of(one)
-  local seats, passed = 0, 0
-  for _, life in ipairs(one.lives) do seats, passed = seats + life[SEATS], passed + life[PASSED] end
-  return seats, passed
+local function count_slots(sequence)
+  local waiting, passed = 0, 0
+  for _, run in ipairs(sequence.runs) do waiting, passed = waiting + run[WAITING_COUNT], passed + run[PASSED_COUNT] end
+  return waiting, passed
 end
 
-local function has_room() return all().max_active < 0 or of_all.active < of_all.max_active end
+local function has_capacity() return load_shared().max_active < 0 or shared_state.active < shared_state.max_active end
 
-local function turn_to(one, status)
-  all().active = of_all.active + (ALIVE[status] and 1 or 0) - (ALIVE[one.status] and 1 or 0)
+local function set_status(sequence, status)
+  load_shared().active = shared_state.active + (ACTIVE_STATUSES[status] and 1 or 0)
+    - (ACTIVE_STATUSES[sequence.status] and 1 or 0)
   for _, counted in ipairs({'held', 'aborted'}) do
-    of_all[counted] = of_all[counted] + (status == counted and 1 or 0) - (one.status == counted and 1 or 0)
+    shared_state[counted] = shared_state[counted] + (status == counted and 1 or 0)
+      - (sequence.status == counted and 1 or 0)
   end
-  if one.status == 'parked' and status ~= 'parked' then call('ZREM', PARKED, one.id) end
-  one.status = status
+  if sequence.status == 'parked' and status ~= 'parked' then call('ZREM', PARKED, sequence.id) end
+  sequence.status = status
 end
 
--- What lies in the line of a life, in order: a page.
-local function page(number, at, most)
-  if written_of[number] then write_lines() end
-  local low = digits(number)
-  return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', at, most)
+-- Return a page of the queue of a run, in order.
+local function read_run_queue(number, at, max_count)
+  if runs_with_changes[number] then write_run_queues() end
+  local low = to_digits(number)
+  return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', at, max_count)
 end
-local function lies_at(number, index)
-  if written_of[number] then write_lines() end
-  local low = place(number, index)
+local function find_at_index(number, index)
+  if runs_with_changes[number] then write_run_queues() end
+  local low = slot_prefix(number, index)
   return call('ZRANGE', TURNS, '[' .. low, '(' .. string.sub(low, 1, -2) .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
 end
-local function seat_name(number, index, id) return place(number, index) .. digits(id) end
-local function entry_in(name) return tonumber(string.sub(name, 35)) end -- nil where it has passed
+local function slot_name(number, index, id) return slot_prefix(number, index) .. to_digits(id) end
+local function parse_entry(name) return tonumber(string.sub(name, 35)) end -- nil for an index that has passed
 
-local function clear(number)
+local function delete_run_queue(number)
   repeat
-    local names = page(number, 0, 500)
+    local names = read_run_queue(number, 0, 500)
     if #names > 0 then call('ZREM', TURNS, unpack(names)) end
   until #names < 500
 end
 
-local function put(life, index, rest)
-  written_of[life[NUMBER]] = true
-  lined[#lined + 1], lined[#lined + 2] = '0', place(life[NUMBER], index) .. rest
-  life[BEHIND] = math.max(life[BEHIND], index + 1)
+local function add_to_run(run, index, rest)
+  runs_with_changes[run[RUN_NUMBER]] = true
+  names_to_add[#names_to_add + 1], names_to_add[#names_to_add + 2] = '0', slot_prefix(run[RUN_NUMBER], index) .. rest
+  run[NEXT_FREE_INDEX] = math.max(run[NEXT_FREE_INDEX], index + 1)
 end
-local function put_passed(life, index, last, failed, on_error, cause)
+local function add_passed_index(run, index, last, failed, on_error, cause)
   local what = (last == 1 and '1' or '0') .. (failed == 1 and '1' or '0') .. (failed == 1 and on_error or 'continue')
-  put(life, index, '-' .. what .. ':' .. cause)
-  life[PASSED] = life[PASSED] + 1
+  add_to_run(run, index, '-' .. what .. ':' .. cause)
+  run[PASSED_COUNT] = run[PASSED_COUNT] + 1
 end
 
-local function carry(one, bytes)
+local function save_conversation(sequence, bytes)
   if bytes == '' then
-    if one.carried > 0 then call('HDEL', CARRIED, one.id) end
+    if sequence.conversation_bytes > 0 then call('HDEL', CARRIED, sequence.id) end
   else
-    call('HSET', CARRIED, one.id, bytes)
+    call('HSET', CARRIED, sequence.id, bytes)
   end
-  one.carried = #bytes
+  sequence.conversation_bytes = #bytes
 end
 
-local function begin(one)
-  one.born, one.token, one.cause, one.done, one.failed = false, '', '', 0, 0
-  carry(one, '')
+local function begin_run(sequence)
+  sequence.began_at, sequence.sticky_token, sequence.cause, sequence.ended_count, sequence.failed_count =
+    false, '', '', 0, 0
+  save_conversation(sequence, '')
 end
 
-local function next_life(one)
-  table.remove(one.lives, 1)
-  begin(one)
-  if one.status == 'held' then turn_to(one, 'open') end
+local function begin_next_run(sequence)
+  table.remove(sequence.runs, 1)
+  begin_run(sequence)
+  if sequence.status == 'held' then set_status(sequence, 'open') end
 end
 
-local function drop(one)
-  for _, life in ipairs(one.lives) do
-    if life[PASSED] > 0 then clear(life[NUMBER]) end
+local function delete_sequence(sequence)
+  for _, run in ipairs(sequence.runs) do
+    if run[PASSED_COUNT] > 0 then delete_run_queue(run[RUN_NUMBER]) end
   end
-  carry(one, '')
-  turn_to(one, 'ended')
-  call('HDEL', SEQUENCES, one.id)
-  call('ZREM', LOOKS, one.id)
-  known_ones[one.id], one.gone = false, true
+  save_conversation(sequence, '')
+  set_status(sequence, 'ended')
+  call('HDEL', SEQUENCES, sequence.id)
+  call('ZREM', LOOKS, sequence.id)
+  sequences_by_id[sequence.id], sequence.is_deleted = false, true
 end
 
-local function doom(life, code, why)
-  if life[SEATS] > 0 then
-    call('ZADD', OVER, life[NUMBER], digits(life[NUMBER]) .. ':' .. code .. ':' .. why)
-  elseif life[PASSED] > 0 then
-    clear(life[NUMBER])
+local function fail_remaining(run, code, why)
+  if run[WAITING_COUNT] > 0 then
+    call('ZADD', OVER, run[RUN_NUMBER], to_digits(run[RUN_NUMBER]) .. ':' .. code .. ':' .. why)
+  elseif run[PASSED_COUNT] > 0 then
+    delete_run_queue(run[RUN_NUMBER])
   end
-  life[SEATS], life[PASSED] = 0, 0
+  run[WAITING_COUNT], run[PASSED_COUNT] = 0, 0
 end
 
-local function close(one, status, code, why, now)
+local function close_run(sequence, status, code, why, now)
   if status == 'aborted' then
-    happened('aborted')
-    of_all.last_aborted = one.id
+    count_event('aborted')
+    shared_state.last_aborted = sequence.id
   end
-  doom(one.lives[1], code, why)
-  if #one.lives > 1 then
-    next_life(one)
+  fail_remaining(sequence.runs[1], code, why)
+  if #sequence.runs > 1 then
+    begin_next_run(sequence)
     return
   end
-  one.lives = {new_life(one.lives[1][NEXT])}
-  turn_to(one, status)
-  one.token, one.cause, one.touched = '', why, now
-  carry(one, '')
+  sequence.runs = {new_run(sequence.runs[1][EXPECTED_INDEX])}
+  set_status(sequence, status)
+  sequence.sticky_token, sequence.cause, sequence.last_active_at = '', why, now
+  save_conversation(sequence, '')
 end
 
-local function end_life(one, why, now)
-  local life = one.lives[1]
-  if all().refuses == 1 then
-    close(one, 'ended', 'SEQUENCE_ENDED', why, now)
-  elseif life[SEATS] > 0 then
-    begin(one)
-    life[NEXT] = tonumber(string.sub(page(life[NUMBER], 0, 1)[1], 18, 33))
-  elseif #one.lives > 1 then
-    if life[PASSED] > 0 then clear(life[NUMBER]) end
-    next_life(one)
+local function end_run(sequence, why, now)
+  local run = sequence.runs[1]
+  if load_shared().refuses == 1 then
+    close_run(sequence, 'ended', 'SEQUENCE_ENDED', why, now)
+  elseif run[WAITING_COUNT] > 0 then
+    begin_run(sequence)
+    run[EXPECTED_INDEX] = tonumber(string.sub(read_run_queue(run[RUN_NUMBER], 0, 1)[1], 18, 33))
+  elseif #sequence.runs > 1 then
+    if run[PASSED_COUNT] > 0 then delete_run_queue(run[RUN_NUMBER]) end
+    begin_next_run(sequence)
   else
-    drop(one)
+    delete_sequence(sequence)
   end
 end
 
-local function end_if_old(one, now)
-  if not one.gone and one.status == 'open' and one.born and now >= one.born + all().max_age_s then
-    happened('aged')
-    end_life(one, 'it had run for max_age_s', now)
+local function end_run_if_old(sequence, now)
+  if not sequence.is_deleted and sequence.status == 'open' and sequence.began_at
+    and now >= sequence.began_at + load_shared().max_age_s then
+    count_event('aged')
+    end_run(sequence, 'it had run for max_age_s', now)
   end
 end
 
-local function follow(one, last, on_error, cause, now)
+local function apply_end(sequence, last, on_error, cause, now)
   if last then
-    end_life(one, 'its last request has ended', now)
+    end_run(sequence, 'its last request has ended', now)
   elseif on_error == 'abort' then
-    close(one, 'aborted', 'SEQUENCE_ABORTED', cause, now)
+    close_run(sequence, 'aborted', 'SEQUENCE_ABORTED', cause, now)
   elseif on_error == 'hold' then
-    turn_to(one, 'held')
-    one.cause = cause
-    happened('held')
-    of_all.last_held = one.id
+    set_status(sequence, 'held')
+    sequence.cause = cause
+    count_event('held')
+    shared_state.last_held = sequence.id
   end
 end
 
--- A seat becomes the head. False: its entry is gone, whoever took it.
-local function promote(one, id, now)
-  local state = leased[id] or leaving[id] or load(id)
-  if not state or not state[TURN] then return false end
-  if not leased[id] then
-    if not leaving[id] then came[#came + 1] = {id = id, state = state, number = 0, tie = '', apart = false, member = false} end
-    moved = moved + 1
+-- Make a slot the next request. Return false if its entry has ended.
+local function promote_slot(sequence, id, now)
+  local state = leased_entries[id] or waiting_entries[id] or load_entry(id)
+  if not state or not state[SLOT] then return false end
+  if not leased_entries[id] then
+    if not waiting_entries[id] then
+      -- The last four fields are set by claim_next.
+      ready_entries[#ready_entries + 1] =
+        {id = id, state = state, score_value = 0, tie_break = '', lane = false, member = false}
+    end
+    ready_count = ready_count + 1
   end
-  state[TURN][IN_LINE] = 0
-  one.head, one.head_life = id, state[TURN][S_LIFE]
-  one.head_last, one.head_then = state[TURN][S_LAST], state[TURN][S_THEN]
-  one.born, one.touched = one.born or now, now
+  state[SLOT][SLOT_WAITS] = 0
+  sequence.next_entry, sequence.next_run = id, state[SLOT][SLOT_RUN]
+  sequence.next_is_last, sequence.next_on_error = state[SLOT][SLOT_LAST], state[SLOT][SLOT_ON_ERROR]
+  sequence.began_at, sequence.last_active_at = sequence.began_at or now, now
   return true
 end
 
--- Make the one that goes next the head, as far as it may go now.
-local function advance(one, now)
-  local gap = one.gap
-  one.gap = false
-  while not one.gone and not one.head and ALIVE[one.status] do
-    local held, life = one.status == 'held', one.lives[1]
-    local name = life[SEATS] + life[PASSED] > 0 and page(life[NUMBER], 0, 1)[1]
+-- Make the first slot the next request if its turn has come.
+local function advance_sequence(sequence, now)
+  local gap = sequence.gap_since
+  sequence.gap_since = false
+  while not sequence.is_deleted and not sequence.next_entry and ACTIVE_STATUSES[sequence.status] do
+    local is_held, run = sequence.status == 'held', sequence.runs[1]
+    local name = run[WAITING_COUNT] + run[PASSED_COUNT] > 0 and read_run_queue(run[RUN_NUMBER], 0, 1)[1]
     if not name then
-      life[SEATS], life[PASSED] = 0, 0
-      if held or #one.lives == 1 then return end
-      next_life(one)
+      run[WAITING_COUNT], run[PASSED_COUNT] = 0, 0
+      if is_held or #sequence.runs == 1 then return end
+      begin_next_run(sequence)
     else
-      local index, id = tonumber(string.sub(name, 18, 33)), entry_in(name)
-      if index > life[NEXT] and held then return end
-      if index > life[NEXT] and #one.lives == 1 then
+      local index, id = tonumber(string.sub(name, 18, 33)), parse_entry(name)
+      if index > run[EXPECTED_INDEX] and is_held then return end
+      if index > run[EXPECTED_INDEX] and #sequence.runs == 1 then
         gap = gap or now
-        if now < gap + all().gap_s then
-          one.gap = gap
+        if now < gap + load_shared().gap_s then
+          sequence.gap_since = gap
           return
         end
-        happened('gaps')
+        count_event('gaps')
       end
       local last, failed, on_error, cause
       if not id then last, failed, on_error, cause = string.match(name, '^%d+:%d+:%-(%d)(%d)(%a+):(.*)$') end
-      if held and (id or last == '1') then return end
-      unlined[#unlined + 1], written_of[life[NUMBER]] = name, true
-      life[NEXT], life[BEHIND], gap = index + 1, math.max(life[BEHIND], index + 1), false
+      if is_held and (id or last == '1') then return end
+      names_to_remove[#names_to_remove + 1], runs_with_changes[run[RUN_NUMBER]] = name, true
+      run[EXPECTED_INDEX], run[NEXT_FREE_INDEX], gap = index + 1, math.max(run[NEXT_FREE_INDEX], index + 1), false
       if id then
-        life[SEATS] = life[SEATS] - 1
-        if promote(one, id, now) then return end
+        run[WAITING_COUNT] = run[WAITING_COUNT] - 1
+        if promote_slot(sequence, id, now) then return end
       else
-        life[PASSED] = life[PASSED] - 1
-        one.done, one.failed = one.done + 1, one.failed + tonumber(failed)
-        if not held then follow(one, last == '1', on_error, cause, now) end
+        run[PASSED_COUNT] = run[PASSED_COUNT] - 1
+        sequence.ended_count, sequence.failed_count = sequence.ended_count + 1, sequence.failed_count + tonumber(failed)
+        if not is_held then apply_end(sequence, last == '1', on_error, cause, now) end
       end
     end
   end
 end
 
-local function keep_one(one) changed[#changed + 1] = one end
+local function mark_changed(sequence) changed_sequences[#changed_sequences + 1] = sequence end
 
-local function unpark(now)
+local function unpark_sequences(now)
   for _ = 1, UNPARK_MOST do
-    local id = has_room() and not nobody_parked and call('ZRANGE', PARKED, 0, 0)[1]
+    local id = has_capacity() and not none_parked_left and call('ZRANGE', PARKED, 0, 0)[1]
     if not id then
-      nobody_parked = nobody_parked or id == nil
+      none_parked_left = none_parked_left or id == nil
       return
     end
-    local one = known(id)
-    if one and one.status == 'parked' then
-      turn_to(one, 'open')
-      advance(one, now)
-      keep_one(one)
+    local sequence = load_sequence(id)
+    if sequence and sequence.status == 'parked' then
+      set_status(sequence, 'open')
+      advance_sequence(sequence, now)
+      mark_changed(sequence)
     else
       call('ZREM', PARKED, id)
     end
   end
 end
 
-local function settle_down(one, now)
-  advance(one, now)
-  keep_one(one)
-  unpark(now)
+local function update_sequence(sequence, now)
+  advance_sequence(sequence, now)
+  mark_changed(sequence)
+  unpark_sequences(now)
 end
 
--- Back to their places in the order.
-local function give_back_all(items)
+-- Return entries to their places in the queue.
+local function return_all_to_queue(items)
   local states, sets = {}, {}
-  for _, one in ipairs(items) do
-    local state = one.state
-    local at = 2 + (lane_of(state) or 0)
+  for _, item in ipairs(items) do
+    local state = item.state
+    local at = 2 + (choose_lane(state) or 0)
     local set = sets[at] or {}
-    state[WHERE], state[MOVES] = WAITING_LETTERS[at], state[MOVES] + 1
-    sets[at], set[#set + 1], set[#set + 2] = set, state[SCORE], name_in_order(one.id, state)
-    states[#states + 1], states[#states + 2] = one.id, cmsgpack.pack(state)
+    state[LOCATION], state[MOVES] = WAITING_LETTERS[at], state[MOVES] + 1
+    sets[at], set[#set + 1], set[#set + 2] = set, state[SCORE], ordered_name(item.id, state)
+    states[#states + 1], states[#states + 2] = item.id, cmsgpack.pack(state)
   end
-  for at, set in pairs(sets) do in_bulk('ZADD', WAITING[at], set) end
-  in_bulk('HSET', ENTRIES, states)
+  for at, set in pairs(sets) do run_in_batches('ZADD', WAITING_SETS[at], set) end
+  run_in_batches('HSET', ENTRIES, states)
 end
 
--- Those whose turn has come wait for a claim.
-local function bring()
+-- Move the entries whose turn has come from the lane to the queue.
+local function return_ready_entries()
   local names = {}
-  for number, one in ipairs(came) do names[number] = name_in_order(one.id, one.state) end
-  in_bulk('ZREM', SEQUENCED, names)
-  give_back_all(came)
-  came = {}
+  for number, item in ipairs(ready_entries) do names[number] = ordered_name(item.id, item.state) end
+  run_in_batches('ZREM', SEQUENCED, names)
+  return_all_to_queue(ready_entries)
+  ready_entries = {}
 end
 
-local keep_turns
+local write_sequences
 do
 
--- When time may change something of it.
-local function wants_a_look_at(one, now)
-  if one.head then return now + LOOK_S end
-  local terms = all()
+-- Return the time at which the passing of time may change the sequence.
+local function compute_check_at(sequence, now)
+  if sequence.next_entry then return now + LOOK_S end
+  local terms = load_shared()
   local due = now + math.max(terms.max_idle_s, LOOK_S)
-  if seats_of(one) == 0 then due = one.touched + terms.max_idle_s end
-  if one.gap then due = math.min(due, one.gap + terms.gap_s) end
-  if one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
+  if count_slots(sequence) == 0 then due = sequence.last_active_at + terms.max_idle_s end
+  if sequence.gap_since then due = math.min(due, sequence.gap_since + terms.gap_s) end
+  if sequence.status == 'open' and sequence.began_at then due = math.min(due, sequence.began_at + terms.max_age_s) end
   return due
 end
 
--- What a script that ends has to write.
-function keep_turns(now)
-  write_lines()
-  bring()
-  local kept, looks = {}, {}
-  for _, one in ipairs(changed) do
-    if not one.gone and not one.kept then
-      one.kept = true
-      local due = wants_a_look_at(one, now)
-      -- A look that comes too soon finds nothing, and sees to the next: most have one ahead, and need no other.
-      if not one.look or one.look <= now or one.look > due then
-        one.look = due
-        looks[#looks + 1], looks[#looks + 2] = text(due), one.id
+-- Write all that this script has changed.
+function write_sequences(now)
+  write_run_queues()
+  return_ready_entries()
+  local packed, checks = {}, {}
+  for _, sequence in ipairs(changed_sequences) do
+    if not sequence.is_deleted and not sequence.is_saved then
+      sequence.is_saved = true
+      local due = compute_check_at(sequence, now)
+      -- A check that comes too early changes nothing and schedules the next one. Most sequences have an earlier check
+      -- scheduled, and need no other.
+      if not sequence.check_at or sequence.check_at <= now or sequence.check_at > due then
+        sequence.check_at = due
+        checks[#checks + 1], checks[#checks + 2] = format_float(due), sequence.id
       end
-      kept[#kept + 1], kept[#kept + 2] = one.id, written(one)
+      packed[#packed + 1], packed[#packed + 2] = sequence.id, pack_sequence(sequence)
     end
   end
-  in_bulk('HSET', SEQUENCES, kept)
-  in_bulk('ZADD', LOOKS, looks)
-  if of_all then keep_all() end
+  run_in_batches('HSET', SEQUENCES, packed)
+  run_in_batches('ZADD', LOOKS, checks)
+  if shared_state then save_shared() end
 end
 end
 
-local function is_full(most) return 'SEQUENCE_FULL', string.format('%.0f requests of its sequence wait already', most) end
+local function sequence_full(max_count)
+  return 'SEQUENCE_FULL', string.format('%.0f requests of its sequence wait already', max_count)
+end
 
--- Returns the code and the message by which a turn is refused, or nil. A turn has .id, .index (nil: behind all), .last, .reset,
--- .owner and .submitted_at.
-local function refused(one, turn, now)
-  local terms = all()
-  local most = terms.max_waiting
-  -- This check comes first, so that the answer to another producer shows nothing but that the sequence is not its own. A
-  -- sequence that a dispatcher of an older version wrote last has no owner; its next request fixes the owner.
-  if one and one.owner and one.owner ~= turn.owner then return 'SEQUENCE_DENIED', 'its sequence belongs to another producer' end
-  local cancelled = why_cancelled(turn.id, turn.submitted_at)
+-- Return the code and the message with which a turn is rejected, or nil. A turn has .id, .index (nil: after all
+-- others), .last, .reset, .owner and .submitted_at.
+local function find_rejection(sequence, turn, now)
+  local terms = load_shared()
+  local max_count = terms.max_waiting
+  -- This check comes first, so that another producer learns nothing but that the sequence is not its own. A sequence
+  -- that an older version wrote last has no owner; its next request sets the owner.
+  if sequence and sequence.owner and sequence.owner ~= turn.owner then
+    return 'SEQUENCE_DENIED', 'its sequence belongs to another producer'
+  end
+  local cancelled = find_cancel_reason(turn.id, turn.submitted_at)
   if cancelled then return 'CANCELLED', cancelled end
-  if one and ENDED[one.status] and not turn.reset then
-    one.touched = now
-    keep_one(one)
-    return one.status == 'aborted' and 'SEQUENCE_ABORTED' or 'SEQUENCE_ENDED', one.cause
+  if sequence and ENDED_STATUSES[sequence.status] and not turn.reset then
+    sequence.last_active_at = now
+    mark_changed(sequence)
+    return sequence.status == 'aborted' and 'SEQUENCE_ABORTED' or 'SEQUENCE_ENDED', sequence.cause
   end
-  if not one or ENDED[one.status] then
-    local goes = has_room() and (turn.reset or (turn.index or 0) == 0)
-    if goes or most > 0 then return nil end
-    return is_full(most)
+  if not sequence or ENDED_STATUSES[sequence.status] then
+    local can_go = has_capacity() and (turn.reset or (turn.index or 0) == 0)
+    if can_go or max_count > 0 then return nil end
+    return sequence_full(max_count)
   end
-  local life = one.lives[#one.lives]
-  local index = turn.index or life[BEHIND]
+  local run = sequence.runs[#sequence.runs]
+  local index = turn.index or run[NEXT_FREE_INDEX]
   if not turn.reset then
-    if index < life[NEXT] then
-      return 'SEQUENCE_INDEX', string.format('index %.0f: %.0f is next', index, life[NEXT])
-    elseif index < life[BEHIND] and lies_at(life[NUMBER], index) then
+    if index < run[EXPECTED_INDEX] then
+      return 'SEQUENCE_INDEX', string.format('index %.0f: %.0f is next', index, run[EXPECTED_INDEX])
+    elseif index < run[NEXT_FREE_INDEX] and find_at_index(run[RUN_NUMBER], index) then
       return 'SEQUENCE_INDEX', string.format('index %.0f was there before', index)
     end
   end
-  local goes = one.status == 'open' and not one.head and #one.lives == 1
-  if turn.reset then goes = goes and life[SEATS] + life[PASSED] == 0 else goes = goes and index == life[NEXT] end
-  if goes then return nil end
-  local seats, passed = seats_of(one)
-  if seats + passed >= most or (turn.reset and #one.lives >= LIVES_MOST) then return is_full(most) end
+  local can_go = sequence.status == 'open' and not sequence.next_entry and #sequence.runs == 1
+  if turn.reset then can_go = can_go and run[WAITING_COUNT] + run[PASSED_COUNT] == 0
+  else can_go = can_go and index == run[EXPECTED_INDEX] end
+  if can_go then return nil end
+  local waiting, passed = count_slots(sequence)
+  if waiting + passed >= max_count or (turn.reset and #sequence.runs >= LIVES_MOST) then
+    return sequence_full(max_count)
+  end
 end
 
--- Of one whose turn it is: its index, the token, 1 if it is the first of a life, what it is built on.
-local function told_to_go(one, state)
-  local carried = one.carried > 0 and call('HGET', CARRIED, one.id) or ''
-  return state[TURN][S_INDEX], one.token, one.done == 0 and 1 or 0, carried
+-- Return the granted turn: index, sticky token, 1 if it is the first of a run, conversation.
+local function granted_turn(sequence, state)
+  local conversation = sequence.conversation_bytes > 0 and call('HGET', CARRIED, sequence.id) or ''
+  return state[SLOT][SLOT_INDEX], sequence.sticky_token, sequence.ended_count == 0 and 1 or 0, conversation
 end
 
-local function added(id)
-  local one = {id = id, status = 'ended', head = false, head_life = 0, head_last = 0, head_then = '', gap = false, carried = 0}
-  known_ones[id] = one
-  return one
+local function add_sequence(id)
+  local sequence = {
+    id = id, status = 'ended', next_entry = false, next_run = 0, next_is_last = 0, next_on_error = '', gap_since = false,
+    conversation_bytes = 0,
+  }
+  sequences_by_id[id] = sequence
+  return sequence
 end
 
--- The sequence with a life that takes the turn, and its index there.
-local function joined(one, turn, score, now)
-  local fresh = not one or ENDED[one.status]
-  one = one or added(turn.id)
-  one.owner = one.owner or turn.owner
+-- Return the sequence with a run that takes the turn, and the index of the turn in that run.
+local function join_run(sequence, turn, score, now)
+  local fresh = not sequence or ENDED_STATUSES[sequence.status]
+  sequence = sequence or add_sequence(turn.id)
+  sequence.owner = sequence.owner or turn.owner
   if fresh then
-    begin(one)
-    one.lives = {}
-    turn_to(one, has_room() and 'open' or 'parked')
+    begin_run(sequence)
+    sequence.runs = {}
+    set_status(sequence, has_capacity() and 'open' or 'parked')
   end
-  if fresh or turn.reset then one.lives[#one.lives + 1] = new_life(turn.reset and turn.index or 0) end
-  one.touched = now
-  -- A score is text, and its order Redis's: the set keeps the lower one.
-  if one.status == 'parked' then
-    call('ZADD', PARKED, 'LT', score, one.id)
-    nobody_parked = false
+  if fresh or turn.reset then sequence.runs[#sequence.runs + 1] = new_run(turn.reset and turn.index or 0) end
+  sequence.last_active_at = now
+  -- A score is text and Redis compares it: LT keeps the lower one.
+  if sequence.status == 'parked' then
+    call('ZADD', PARKED, 'LT', score, sequence.id)
+    none_parked_left = false
   end
-  return one, turn.index or one.lives[#one.lives][BEHIND]
+  return sequence, turn.index or sequence.runs[#sequence.runs][NEXT_FREE_INDEX]
 end
 
--- A request that was never lined up has ended: where others would wait for it, its index has passed.
-local function pass_by(told, now)
-  if not all().gap_s then return end -- no sequence was ever told of here
-  local turn = {id = told[1], index = told[2] >= 0 and told[2] or nil, reset = told[4] == 1, owner = told[10],
-                submitted_at = told[11]}
-  local failed, one = told[6], known(told[1])
-  local on_error = told[5] ~= '' and told[5] or of_all.on_error
+-- Handle the end of a request that never claimed its turn. If later requests would wait for its index, the index has
+-- passed.
+local function pass_index(turn_end, now)
+  if not load_shared().gap_s then return end -- no dispatcher has sent terms, so this queue has no sequences
+  local turn = {
+    id = turn_end[1], index = turn_end[2] >= 0 and turn_end[2] or nil, reset = turn_end[4] == 1, owner = turn_end[10],
+    submitted_at = turn_end[11],
+  }
+  local failed, sequence = turn_end[6], load_sequence(turn_end[1])
+  local on_error = turn_end[5] ~= '' and turn_end[5] or shared_state.on_error
   if not turn.index and (failed == 0 or on_error == 'continue') then return end
-  if (not one or ENDED[one.status]) and not has_room() then return end
-  if refused(one, turn, now) then return end
+  if (not sequence or ENDED_STATUSES[sequence.status]) and not has_capacity() then return end
+  if find_rejection(sequence, turn, now) then return end
   local index
-  one, index = joined(one, turn, '+inf', now)
-  put_passed(one.lives[#one.lives], index, told[3], failed, on_error, told[7])
-  settle_down(one, now)
+  sequence, index = join_run(sequence, turn, '+inf', now)
+  add_passed_index(sequence.runs[#sequence.runs], index, turn_end[3], failed, on_error, turn_end[7])
+  update_sequence(sequence, now)
 end
 
-local function told_of(packed) return packed ~= '' and cmsgpack.unpack(packed) or nil end
+local function unpack_turn_end(packed) return packed ~= '' and cmsgpack.unpack(packed) or nil end
 
--- An entry has ended for good. `told`: nil, or id, index (-1: none), last, reset, on_error ('': as the terms say), failed,
--- cause, token (nil: as before), 1 where `carried` counts, owner, time of submission (0: unknown)
-local function end_turn(id, state, told, carried, now)
-  local turn = state and state[TURN]
+-- Handle the end of an entry. `turn_end` is nil, or a list of sequence id, index (-1: none), last, reset, on_error
+-- ('': as the terms say), failed, cause, sticky token (nil: unchanged), 1 if `conversation` is to be stored, owner,
+-- time of submission (0: unknown).
+local function end_turn(id, state, turn_end, conversation, now)
+  local turn = state and state[SLOT]
   if not turn then
-    if told then pass_by(told, now) end
+    if turn_end then pass_index(turn_end, now) end
     return
   end
-  seat(state, false)
-  local failed, cause = told and told[6] or 0, told and told[7] or ''
-  local one, number, index = known(turn[S_ID]), turn[S_LIFE], turn[S_INDEX]
-  if one and one.head == id then
-    one.head, one.touched = false, now
-    if one.status == 'open' and one.head_life == one.lives[1][NUMBER] then
-      if told and told[8] then one.token = told[8] end
-      if told and told[9] == 1 then carry(one, carried) end
-      one.done, one.failed = one.done + 1, one.failed + failed
-      follow(one, one.head_last == 1, failed == 1 and one.head_then or 'continue', cause, now)
-      end_if_old(one, now)
+  set_slot(state, false)
+  local failed, cause = turn_end and turn_end[6] or 0, turn_end and turn_end[7] or ''
+  local sequence, number, index = load_sequence(turn[SLOT_SEQUENCE]), turn[SLOT_RUN], turn[SLOT_INDEX]
+  if sequence and sequence.next_entry == id then
+    sequence.next_entry, sequence.last_active_at = false, now
+    if sequence.status == 'open' and sequence.next_run == sequence.runs[1][RUN_NUMBER] then
+      if turn_end and turn_end[8] then sequence.sticky_token = turn_end[8] end
+      if turn_end and turn_end[9] == 1 then save_conversation(sequence, conversation) end
+      sequence.ended_count, sequence.failed_count = sequence.ended_count + 1, sequence.failed_count + failed
+      apply_end(sequence, sequence.next_is_last == 1, failed == 1 and sequence.next_on_error or 'continue', cause, now)
+      end_run_if_old(sequence, now)
     end
-    settle_down(one, now)
+    update_sequence(sequence, now)
     return
   end
-  if turn[IN_LINE] ~= 1 then return end -- it was a head that the sweep gave up
-  write_lines()
-  call('ZREM', TURNS, seat_name(number, index, id))
-  for _, life in ipairs(one and one.lives or {}) do
-    if life[NUMBER] == number then
-      life[SEATS] = life[SEATS] - 1
-      put_passed(life, index, turn[S_LAST], failed, turn[S_THEN], cause)
-      one.touched = now
-      settle_down(one, now)
+  if turn[SLOT_WAITS] ~= 1 then return end -- it was the next request of its run until the sweep gave it up
+  write_run_queues()
+  call('ZREM', TURNS, slot_name(number, index, id))
+  for _, run in ipairs(sequence and sequence.runs or {}) do
+    if run[RUN_NUMBER] == number then
+      run[WAITING_COUNT] = run[WAITING_COUNT] - 1
+      add_passed_index(run, index, turn[SLOT_LAST], failed, turn[SLOT_ON_ERROR], cause)
+      sequence.last_active_at = now
+      update_sequence(sequence, now)
       return
     end
   end
-  repeat -- its life is over: the last to be answered takes what has passed with it
-    local names, left = page(number, 0, 100), false
+  repeat -- its run is closed: the last remaining request deletes the indexes that have passed, too
+    local names, left = read_run_queue(number, 0, 100), false
     for _, name in ipairs(names) do
-      left = left or entry_in(name)
+      left = left or parse_entry(name)
       if not left then call('ZREM', TURNS, name) end
     end
   until left or #names < 100
-  if #page(number, 0, 1) == 0 then
+  if #read_run_queue(number, 0, 1) == 0 then
     for _, name in ipairs(call('ZRANGEBYSCORE', OVER, number, number)) do call('ZREM', OVER, name) end
   end
 end

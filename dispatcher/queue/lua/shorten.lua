@@ -1,11 +1,11 @@
--- Keep no more than the head of a member that did not get through to who leased it.
+-- Cut a member that could not be transferred to the owner of its lease to its beginning.
 -- KEYS   own…
 -- ARGV   id, token
--- Returns what is left of it, or false where the lease is not the caller's
--- Keeps: the request stays where it is.
+-- Returns what is left of the member, or false if the lease is not the caller's
+-- Guarantees: the request stays where it is.
 local id = tonumber(ARGV[1])
-need('HSET')
-if not held(id, ARGV[2]) then return false end
-local member = shortened(call('HGET', MEMBERS, id), HEAD_BYTES)
+require_commands('HSET')
+if not load_leased(id, ARGV[2]) then return false end
+local member = cut_member(call('HGET', MEMBERS, id), HEAD_BYTES)
 call('HSET', MEMBERS, id, member)
 return member

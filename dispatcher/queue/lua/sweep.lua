@@ -1,93 +1,98 @@
--- Take back the leases of owners that are gone and leases that ran out, and bring back what is due.
--- Of this line only: what else lies in LEASES is for the sweeps of its own line. Silence and gaps are the pool's.
--- A lease of another line that ran out lease_s ago is abandoned: nobody sweeps that line, or it would be gone. It counts
--- as lost and keeps its request, which that line's next sweep takes back, if there ever is one.
+-- Take back the leases of owners that have ended and leases that ran out, and return what is due to the queue. The
+-- sweep is for this queue only: other leases in LEASES belong to the sweeps of their own queues. Silence and gaps are
+-- states of the pool. A lease of another queue that ran out lease_s ago is abandoned, because a sweep of its queue
+-- would have taken it back. It counts as lost and keeps its request, which the next sweep of its queue returns.
 -- KEYS   own…
--- ARGV   owner, owner_timeout_s, lease_s, most of each kind, foreign (as in settle), queue.max_pending (0: none), then owners
---        that are proven gone…
--- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, units lost so far,
---         owners that hold leases, requests of sequences whose turn has come, cancelled ones that waited for their model}
--- Keeps: a lease is reclaimed when its owner is proven gone, has not shown itself for its own owner_timeout_s, or
--- has not renewed it. Who lives is given time to say so: after a gap between sweeps (the queue was away, all
--- owners were, or its clock jumped forward) longer than lease_s/3 no lease runs out for lease_s/3, and after one
--- longer than owner_timeout_s/2 or 2 s no silence counts for as long as any owner may be silent. When the clock
--- jumps back, every time kept here moves back with it, but for what `rewind` has of now.
-local me, timeout_s, lease_s, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local now, shared = clock(), control()
-all()
-local any_awaited = call('TYPE', ABSENT).ok ~= 'none'
-if any_awaited then models.checked() end
-open()
-rewind(shared, now)
+-- ARGV   owner, owner_timeout_s, lease_s, max number of each kind, foreign (as in settle), queue.max_pending (0: no
+--        limit), then owners that are proven to have ended…
+-- Returns {now, reclaimed leases, due requests, time of the next due request or false, 1 if there is more to do,
+--         units lost so far, owners that hold leases, requests of sequences whose turn has come, cancelled requests
+--         that waited for their model}
+-- Guarantees: a lease is reclaimed only if its owner is proven to have ended, has sent no heartbeat for its own
+-- owner_timeout_s, or has not renewed the lease. Living owners get time to speak first: after a gap between sweeps
+-- (the queue was unreachable, all owners were, or the clock jumped forward) of more than lease_s/3, no lease runs out
+-- for lease_s/3; after one of more than owner_timeout_s/2 or 2 s, no owner counts as silent for as long as any owner
+-- may be silent. If the clock steps back, all times move back with it, except for those that `correct_future_times`
+-- sets.
+local owner, timeout_s, lease_s, max_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local now, shared = current_time(), load_control()
+load_shared()
+local any_waits_for_model = call('TYPE', ABSENT).ok ~= 'none'
+if any_waits_for_model then waiting_models.check_types() end
+begin_writes()
+correct_future_times(shared, now)
 
-local function shift(key, by, beyond)
-  local found = call('ZRANGEBYSCORE', key, beyond, '+inf', 'WITHSCORES', 'LIMIT', 0, 9999)
-  for at = 1, #found, 2 do call('ZADD', key, 'XX', text(tonumber(found[at + 1]) + by), found[at]) end
+local function shift_scores(key, delta, range_start)
+  local rows = call('ZRANGEBYSCORE', key, range_start, '+inf', 'WITHSCORES', 'LIMIT', 0, 9999)
+  for at = 1, #rows, 2 do call('ZADD', key, 'XX', format_float(tonumber(rows[at + 1]) + delta), rows[at]) end
 end
-local function move(fields, by)
+local function shift_fields(fields, delta)
   for _, name in ipairs(fields) do
     if shared[name] then
-      shared[name] = shared[name] + by
-      call('HSET', CONTROL, name, text(shared[name]))
+      shared[name] = shared[name] + delta
+      call('HSET', CONTROL, name, format_float(shared[name]))
     end
   end
 end
 local function stay_quiet(field, quiet_s)
   shared[field] = math.max(now + quiet_s, shared[field] or 0)
-  call('HSET', CONTROL, field, text(shared[field]))
+  call('HSET', CONTROL, field, format_float(shared[field]))
 end
 if shared.tick and now < shared.tick - 1 then
-  local by = now - shared.tick
-  shift(LEASES, by, text(now + lease_s)) -- what is nearer may have been written since the jump
-  move({'quiet_until'}, by)
+  local delta = now - shared.tick
+  shift_scores(LEASES, delta, format_float(now + lease_s)) -- earlier scores may have been written since the step
+  shift_fields({'quiet_until'}, delta)
 elseif shared.tick and now - shared.tick > lease_s / 3 then
   stay_quiet('quiet_until', lease_s / 3)
 end
--- Beats go by a tick of their own: owners of versions that know none move the other one.
+-- The heartbeats have a tick of their own, because owners of versions without heartbeats move the other tick.
 local beats_tick = shared.beats_tick
 if beats_tick and now < beats_tick - 1 then
-  shift(BEATS, now - beats_tick, '-inf')
-  move({'beats_quiet_until'}, now - beats_tick)
+  shift_scores(BEATS, now - beats_tick, '-inf')
+  shift_fields({'beats_quiet_until'}, now - beats_tick)
   stay_quiet('beats_quiet_until', timeout_s)
 elseif shared.tick and now - (beats_tick or 0) > (timeout_s > 0 and math.min(timeout_s / 2, GAP_S) or GAP_S) then
-  -- Others may be silent for longer than we: how long shows the furthest beat, if it is of before the gap. If it is
-  -- of since, that is too much, but nobody's owner_timeout_s is above lease_s.
+  -- Other owners may be silent for longer than this one. The latest heartbeat tells how long, if it is from before
+  -- the gap. If it is from after the gap, the result is too large; no owner_timeout_s is above lease_s, which bounds
+  -- it.
   local furthest = tonumber(call('ZRANGE', BEATS, -1, -1, 'WITHSCORES')[2] or 0)
   local longest_s = math.min(furthest - (beats_tick or now), lease_s)
   stay_quiet('beats_quiet_until', math.max(longest_s, timeout_s))
 end
--- What is delayed goes by a tick of this line: another one's sweep may have been the first since the jump.
-local line_tick = 'tick:' .. PENDING
-local line_swept = tonumber(call('HGET', CONTROL, line_tick) or now)
-if now < line_swept - 1 then
-  shift(DELAYED, now - line_swept, '-inf')
-  shift(LOOKS, now - line_swept, '-inf')
+-- Delayed requests have a tick of this queue, because the sweep of another queue may have been the first after a step
+-- of the clock.
+local tick_field = 'tick:' .. PENDING
+local last_swept_at = tonumber(call('HGET', CONTROL, tick_field) or now)
+if now < last_swept_at - 1 then
+  shift_scores(DELAYED, now - last_swept_at, '-inf')
+  shift_scores(LOOKS, now - last_swept_at, '-inf')
 end
-call('HSET', CONTROL, 'tick', text(now), 'beats_tick', text(now), line_tick, text(now))
-local max_pending = 'max_pending:' .. PENDING
-if ARGV[6] == '0' then call('HDEL', CONTROL, max_pending) else call('HSET', CONTROL, max_pending, ARGV[6]) end
-beat(me, now, timeout_s)
+call('HSET', CONTROL, 'tick', format_float(now), 'beats_tick', format_float(now), tick_field, format_float(now))
+local max_pending_field = 'max_pending:' .. PENDING
+if ARGV[6] == '0' then call('HDEL', CONTROL, max_pending_field) else call('HSET', CONTROL, max_pending_field, ARGV[6]) end
+record_heartbeat(owner, now, timeout_s)
 
--- The lease of that name as an item of `end_leases`; nil where its request is of another line.
-local function ours(name)
+-- Return the lease of that name as an item of `end_leases`, or nil if its request belongs to another queue.
+local function find_own_lease(name)
   local id = tonumber(string.match(name, '^%d+'))
-  local state = load(id)
+  local state = load_entry(id)
   if state then return {id = id, state = state} end
 end
 
-local lost, stray = 0, 0 -- in units: so much less is free, for what they run may run on
+-- In units. Lost units lower the limit, because the requests of these leases may still run.
+local lost, orphaned = 0, 0
 local function reclaim(items)
   end_leases(items, shared.probe)
   for _, item in ipairs(items) do
     lost = lost + item.counted
-    if item.stray then stray = stray + item.counted end
+    if item.is_orphaned then orphaned = orphaned + item.counted end
     item.state[DEATHS] = item.state[DEATHS] + 1
-    give_back(item.id, item.state)
+    return_to_queue(item.id, item.state)
   end
 end
 
--- Whether a lease of another line is one that nobody will take back: its own sweeps would have done so by now, were
--- there any, for they had as long since the last quiet time as since it ran out.
+-- Return whether no sweep will take back this lease of another queue. Its own sweeps would have done so by now: they
+-- had lease_s since it ran out, and since the last time in which no lease ran out.
 local function is_abandoned(name)
   return not string.find(name, '^%d+%*0:') and now >= (shared.quiet_until or 0) + lease_s
     and tonumber(call('ZSCORE', LEASES, name)) <= now - lease_s
@@ -95,46 +100,46 @@ end
 local function abandon(name)
   local id, owner = string.match(name, '^%d+'), string.match(name, ':(.*)$')
   local units = tonumber(string.match(name, '^%d+%*(%d+):')) or 1
-  call('ZADD', LEASES, call('ZSCORE', LEASES, name), abandoned_name(id, owner))
+  call('ZADD', LEASES, call('ZSCORE', LEASES, name), abandoned_lease_name(id, owner))
   call('ZREM', LEASES, name)
-  hold(owner, -units, -units)
+  add_owner_units(owner, -units, -units)
   if shared.probe == id then call('HDEL', CONTROL, 'probe', 'prober') end
-  lost, stray = lost + units, stray + units
+  lost, orphaned = lost + units, orphaned + units
 end
 
--- Who is gone: proven, or silent; of the silent, those without leases are forgotten.
-local gone, silent, any = {}, {}, false
+-- Find owners that have ended: those that are proven to, and silent ones. Silent owners without leases are forgotten.
+local gone, silent, any_owner_gone = {}, {}, false
 for number = 7, #ARGV do
-  if ARGV[number] ~= me then gone[ARGV[number]], any = true, true end
+  if ARGV[number] ~= owner then gone[ARGV[number]], any_owner_gone = true, true end
 end
 if now >= (shared.beats_quiet_until or 0) then
-  for _, owner in ipairs(call('ZRANGEBYSCORE', BEATS, '-inf', text(now), 'LIMIT', 0, most)) do
+  for _, owner in ipairs(call('ZRANGEBYSCORE', BEATS, '-inf', format_float(now), 'LIMIT', 0, max_count)) do
     if call('HEXISTS', OWNERS, owner) == 0 then
       call('ZREM', BEATS, owner)
     elseif not gone[owner] then
-      silent[owner], any = true, true
+      silent[owner], any_owner_gone = true, true
     end
   end
 end
 
-local late, due = {}, 0
-if any then
+local reclaimable, due_count = {}, 0
+if any_owner_gone then
   local elsewhere = {}
   for _, name in ipairs(call('ZRANGE', LEASES, 0, -1)) do
     local owner = string.match(name, ':(.*)$')
     if gone[owner] or silent[owner] then
-      if #late == most then break end
-      local item = ours(name)
+      if #reclaimable == max_count then break end
+      local item = find_own_lease(name)
       if item then
-        late[#late + 1] = item
-        item.stray = silent[owner]
+        reclaimable[#reclaimable + 1] = item
+        item.is_orphaned = silent[owner]
       else
         elsewhere[owner] = true
       end
     end
   end
-  reclaim(late)
-  if #late < most then
+  reclaim(reclaimable)
+  if #reclaimable < max_count then
     for _, owners in ipairs({gone, silent}) do
       for owner in pairs(owners) do
         if not elsewhere[owner] then
@@ -145,84 +150,91 @@ if any then
     end
   end
 end
-local reclaimed = #late
-if now >= (shared.quiet_until or 0) and reclaimed < most then
-  late = {}
-  local abandoned, at, enough = {}, 0, most - reclaimed
+local reclaimed = #reclaimable
+if now >= (shared.quiet_until or 0) and reclaimed < max_count then
+  reclaimable = {}
+  local abandoned, at, enough = {}, 0, max_count - reclaimed
   repeat
-    local names = call('ZRANGEBYSCORE', LEASES, '-inf', text(now), 'LIMIT', at, most)
+    local names = call('ZRANGEBYSCORE', LEASES, '-inf', format_float(now), 'LIMIT', at, max_count)
     for _, name in ipairs(names) do
-      local item = #late < enough and ours(name)
+      local item = #reclaimable < enough and find_own_lease(name)
       if item then
-        item.stray = true
-        late[#late + 1] = item
+        item.is_orphaned = true
+        reclaimable[#reclaimable + 1] = item
       elseif item == nil and is_abandoned(name) then
         abandoned[#abandoned + 1] = name
       end
     end
-    at = at + most
-  until #late == enough or #names < most
-  reclaim(late)
-  reclaimed = reclaimed + #late
+    at = at + max_count
+  until #reclaimable == enough or #names < max_count
+  reclaim(reclaimable)
+  reclaimed = reclaimed + #reclaimable
   for _, name in ipairs(abandoned) do abandon(name) end
 end
 if lost > 0 then
   shared.lost = call('HINCRBY', CONTROL, 'lost', lost)
-  if stray > 0 then call('HINCRBY', CONTROL, 'stray', stray) end
+  if orphaned > 0 then call('HINCRBY', CONTROL, 'stray', orphaned) end
 end
 
--- Look at one whose time has come.
-local function look_at(one, now)
-  one.look = false
-  one.touched = math.min(one.touched, now)
-  one.born, one.gap = one.born and math.min(one.born, now), one.gap and math.min(one.gap, now)
-  if one.head then
-    local state = load(one.head)
-    if not state or state[WHERE] == 'X' then end_turn(one.head, {[TURN] = {0, one.id}}, nil, '', now) end
-  elseif seats_of(one) == 0 and now >= one.touched + all().max_idle_s then
-    if ENDED[one.status] then
-      drop(one)
+-- Check a sequence whose check is due.
+local function check_sequence(sequence, now)
+  sequence.check_at = false
+  sequence.last_active_at = math.min(sequence.last_active_at, now)
+  sequence.began_at, sequence.gap_since =
+    sequence.began_at and math.min(sequence.began_at, now), sequence.gap_since and math.min(sequence.gap_since, now)
+  if sequence.next_entry then
+    local state = load_entry(sequence.next_entry)
+    -- An older version, which knows no sequences, may have ended the entry and left the sequence as it was.
+    if not state or state[LOCATION] == 'X' then
+      end_turn(sequence.next_entry, {[SLOT] = {0, sequence.id}}, nil, '', now)
+    end
+  elseif count_slots(sequence) == 0 and now >= sequence.last_active_at + load_shared().max_idle_s then
+    if ENDED_STATUSES[sequence.status] then
+      delete_sequence(sequence)
     else
-      happened('idle')
-      end_life(one, 'nothing of it ran or waited for max_idle_s', now)
+      count_event('idle')
+      end_run(sequence, 'nothing of it ran or waited for max_idle_s', now)
     end
   else
-    end_if_old(one, now)
+    end_run_if_old(sequence, now)
   end
-  advance(one, now)
-  keep_one(one)
+  advance_sequence(sequence, now)
+  mark_changed(sequence)
 end
 
--- What is due by now, at most so many; how many that were. The oldest life first, and where time ends one, none begins
--- before all were looked at: what comes of it does not depend on which looks came too soon.
-local function sweep_sequences(now, most)
-  local ids, due = call('ZRANGEBYSCORE', LOOKS, '-inf', text(now), 'LIMIT', 0, most), {}
+-- Check the sequences that are due, `max_count` at most, and return their number. The oldest run comes first, and no
+-- parked sequence begins before all were checked, so that the result does not depend on checks that came too early.
+local function sweep_sequences(now, max_count)
+  local ids, due = call('ZRANGEBYSCORE', LOOKS, '-inf', format_float(now), 'LIMIT', 0, max_count), {}
   for _, id in ipairs(ids) do
-    local one = known(id)
-    if one then due[#due + 1] = one else call('ZREM', LOOKS, id) end
+    local sequence = load_sequence(id)
+    if sequence then due[#due + 1] = sequence else call('ZREM', LOOKS, id) end
   end
-  table.sort(due, function(a, b) return a.lives[1][NUMBER] < b.lives[1][NUMBER] end)
-  for _, one in ipairs(due) do
-    -- A sequence that ended while an earlier one was looked at is no longer stored.
-    if not one.gone then look_at(one, now) end
+  table.sort(due, function(a, b) return a.runs[1][RUN_NUMBER] < b.runs[1][RUN_NUMBER] end)
+  for _, sequence in ipairs(due) do
+    -- A sequence that ended while an earlier one was checked is no longer stored.
+    if not sequence.is_deleted then check_sequence(sequence, now) end
   end
   if call('ZCARD', PARKED) > 0 then
-    for _ = 0, #due do unpark(now) end
+    for _ = 0, #due do unpark_sequences(now) end
   end
-  keep_turns(now)
+  write_sequences(now)
   return #ids
 end
 
-for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', text(now), 'LIMIT', 0, most)) do
+for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', format_float(now), 'LIMIT', 0, max_count)) do
   local id = tonumber(name)
-  local state = load(id)
+  local state = load_entry(id)
   call('ZREM', DELAYED, name)
-  call('ZREM', DELAYED_ORDER, name_in_order(id, state))
-  give_back(id, state)
-  due = due + 1
+  call('ZREM', DELAYED_ORDER, ordered_name(id, state))
+  return_to_queue(id, state)
+  due_count = due_count + 1
 end
 local next_due = call('ZRANGE', DELAYED, 0, 0, 'WITHSCORES')[2]
-local looked = sweep_sequences(now, LOOKED_MOST)
-local more = (reclaimed == most or due == most or looked == LOOKED_MOST) and 1 or 0
-local revoked = any_awaited and models.call_back_cancelled(REVOKED_MOST, ARGV[5] == '1') or 0
-return {text(now), reclaimed, due, next_due or false, more, shared.lost, call('HKEYS', OWNERS), moved, revoked}
+local checked_count = sweep_sequences(now, LOOKED_MOST)
+local more = (reclaimed == max_count or due_count == max_count or checked_count == LOOKED_MOST) and 1 or 0
+local cancelled_count = any_waits_for_model and waiting_models.return_cancelled(REVOKED_MOST, ARGV[5] == '1') or 0
+return {
+  format_float(now), reclaimed, due_count, next_due or false, more, shared.lost, call('HKEYS', OWNERS), ready_count,
+  cancelled_count,
+}

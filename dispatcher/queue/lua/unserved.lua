@@ -1,31 +1,31 @@
--- Find requests of sequences that will not go any more and are to be answered.
+-- Find the remaining requests of closed runs of sequences, which are to be answered.
 -- KEYS   own…
--- ARGV   most, bytes, bytes of the largest member that is told whole
--- Returns {place, member, code, why…}; where the first member has more than `bytes`, how many in its place: it wants a call of
---         its own
--- Keeps: reads only. They lie in their lane until `expire` takes them from there.
-local most, bytes, largest = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local found, count, size = {}, 0, 0
-for _, over in ipairs(call('ZRANGE', OVER, 0, most - 1)) do
-  local number, code, why = string.match(over, '^(%d+):([A-Z_]+):(.*)$')
+-- ARGV   max count, max bytes, bytes of the largest member that is returned whole
+-- Returns {location, member, code, why…}. If the first member has more than `bytes`, its length is returned in its
+--         place, because it needs a call of its own.
+-- Guarantees: only reads. The requests stay in their lane until settle_unleased.lua removes them.
+local max_count, max_bytes, max_member_bytes = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local rows, count, size = {}, 0, 0
+for _, closed_run in ipairs(call('ZRANGE', OVER, 0, max_count - 1)) do
+  local number, code, message = string.match(closed_run, '^(%d+):([A-Z_]+):(.*)$')
   local at = 0
   repeat
-    local names = call('ZRANGE', TURNS, '[' .. number .. ':', '(' .. number .. ';', 'BYLEX', 'LIMIT', at, most)
+    local names = call('ZRANGE', TURNS, '[' .. number .. ':', '(' .. number .. ';', 'BYLEX', 'LIMIT', at, max_count)
     for _, name in ipairs(names) do
       local id = tonumber(string.sub(name, 35))
-      local state = id and load(id)
-      if state and state[WHERE] == 'Q' then
-        local own = call('HSTRLEN', MEMBERS, id)
-        size = size + math.min(own, largest)
-        if count > 0 and size > bytes then return found end
-        local member = own
-        if own <= bytes then member = shortened(call('HGET', MEMBERS, id), largest) end
-        for _, value in ipairs({'Q:' .. id .. ':' .. state[MOVES], member, code, why}) do found[#found + 1] = value end
+      local state = id and load_entry(id)
+      if state and state[LOCATION] == 'Q' then
+        local member_bytes = call('HSTRLEN', MEMBERS, id)
+        size = size + math.min(member_bytes, max_member_bytes)
+        if count > 0 and size > max_bytes then return rows end
+        local member = member_bytes
+        if member_bytes <= max_bytes then member = cut_member(call('HGET', MEMBERS, id), max_member_bytes) end
+        for _, value in ipairs({'Q:' .. id .. ':' .. state[MOVES], member, code, message}) do rows[#rows + 1] = value end
         count = count + 1
-        if count == most or size > bytes then return found end
+        if count == max_count or size > max_bytes then return rows end
       end
     end
-    at = at + most
-  until #names < most
+    at = at + max_count
+  until #names < max_count
 end
-return found
+return rows

@@ -1,52 +1,55 @@
--- What is known in a pool of the versions of its models. These keys are not among those of other steps: nobody else looks
--- at them, and none of it costs a claim anything.
+-- The model registry of a pool: what its owners and operators say about versions of models. No other script reads
+-- these keys, so they cost a claim nothing.
 --
--- WARM, WARMING, USED   by the time until which it holds: '["version","endpoint"]', '["version","endpoint","owner"]' and
---                       '["owner","version"]'
--- LABELS, DRAINS        by when it was said: '["family","label","version","who"]' and '["version","who","why"]'
--- PINS, PINS_ASKED      by key '<until> <version>'; keys by when they were asked for last
+-- WARM, WARMING, USED   '["version","endpoint"]', '["version","endpoint","owner"]' and '["owner","version"]', by the time
+--                       until which each of them holds
+-- LABELS, DRAINS        '["family","label","version","who"]' and '["version","who","why"]', by the time when it was set
+-- PINS, PINS_ASKED      '<until> <version>' by key; the same keys by the time when they were last asked for
 --
--- JSON as Python writes it: who looks for what begins with some names finds no other, for each ends with its quote.
+-- The JSON has no spaces, as Python writes it. A search for entries that begin with some names finds no longer name,
+-- because each name ends with its quote.
 
--- Whether the key of that number is ours. Another program's is left alone, and told of.
+-- Return whether the key with that number has the expected type. A key of another program is left alone and reported.
 local problems = {}
-local function ours(number)
-  local found = call('TYPE', KEYS[number]).ok
-  if found == 'none' or found == TYPES[number] then return true end
-  problems[#problems + 1] = KEYS[number] .. ' holds a ' .. found .. ', not a ' .. TYPES[number]
+local function is_own_key(number)
+  local kind = call('TYPE', KEYS[number]).ok
+  if kind == 'none' or kind == TYPES[number] then return true end
+  problems[#problems + 1] = KEYS[number] .. ' holds a ' .. kind .. ', not a ' .. TYPES[number]
   return false
 end
 
-local function begins(name, part) return string.sub(name, 1, #part) == part end
+local function starts_with(name, prefix) return string.sub(name, 1, #prefix) == prefix end
 
-local function remove(set, names)
+local function remove_members(set, names)
   for at = 1, #names, 1000 do call('ZREM', set, unpack(names, at, math.min(at + 999, #names))) end
 end
 
--- What is of later than it may be is of the latest that may be, for the server's clock may have stepped back.
-local function bring_back(set, now, for_s, ...)
-  for _, name in ipairs(call('ZRANGEBYSCORE', set, '(' .. text(now + for_s + AHEAD_S), ...)) do
-    call('ZADD', set, 'XX', text(now + for_s), name)
+-- Move times that are too far in the future to the latest possible one, because the clock of the server may have
+-- stepped back.
+local function clamp_times(set, now, duration_s, ...)
+  for _, name in ipairs(call('ZRANGEBYSCORE', set, '(' .. format_float(now + duration_s + AHEAD_S), ...)) do
+    call('ZADD', set, 'XX', format_float(now + duration_s), name)
   end
 end
 
--- What is over goes, and nothing holds for longer than from now on. The first write removes nothing from nowhere, so that
--- what comes after is whole or not at all (common.lua).
-local function lapse(set, now, for_s)
+-- Remove expired members, and clamp the times of the others. The first write removes nothing: after it, Redis takes
+-- all writes or none (see `begin_writes` in common.lua).
+local function drop_expired(set, now, duration_s)
   call('ZREM', set, '')
-  remove(set, call('ZRANGEBYSCORE', set, '-inf', text(now)))
-  bring_back(set, now, for_s, '+inf')
+  remove_members(set, call('ZRANGEBYSCORE', set, '-inf', format_float(now)))
+  clamp_times(set, now, duration_s, '+inf')
 end
 
--- It holds from now on for so long, and the key with it: a pool that nobody serves leaves nothing.
-local function hold_for(set, now, for_s, names, ...)
+-- Let members hold for `duration_s` from now on. The key expires with the last of them, so that a pool that is no
+-- longer served leaves nothing behind.
+local function set_until(set, now, duration_s, names, ...)
   for at = 1, #names, 1000 do
     local scored = {...}
     for number = at, math.min(at + 999, #names) do
-      scored[#scored + 1] = text(now + for_s)
+      scored[#scored + 1] = format_float(now + duration_s)
       scored[#scored + 1] = names[number]
     end
     call('ZADD', set, unpack(scored))
   end
-  call('EXPIRE', set, for_s + 1)
+  call('EXPIRE', set, duration_s + 1)
 end

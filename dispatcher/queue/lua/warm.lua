@@ -1,21 +1,22 @@
--- Take the right to warm a version at an endpoint, or renew it; or give it back, with or without the mark that it is warm.
+-- Take or renew the warm-up lock of a version at an endpoint, or release it, with or without marking the version
+-- warm.
 -- KEYS   WARM…
--- ARGV   take, warm or back; the version and endpoint as they stand in WARM; as names in WARMING begin with them; and as
---        the owner's own stands there
--- Returns 1, or 0 where another owner has the right, or another program's key stands in the way
--- Keeps: one owner at a time has it, and each for WARMING_S from when it was taken or renewed.
-local what, pair, part, mine = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-need('TYPE', 'TIME', 'EXPIRE', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE')
-local now, free = clock(), ours(2)
-if free then lapse(WARMING, now, WARMING_S) end
-if what == 'take' then
-  if not free then return 0 end
+-- ARGV   take, warm or back; version and endpoint as they are in WARM; the beginning of their names in WARMING; the
+--        name of the owner's lock there
+-- Returns 1, or 0 if another owner has the lock or another program has taken the key
+-- Guarantees: one owner at a time has the lock, for WARMING_S after it was taken or renewed.
+local action, warm_name, prefix, own_name = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+require_commands('TYPE', 'TIME', 'EXPIRE', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE')
+local now, is_free = current_time(), is_own_key(2)
+if is_free then drop_expired(WARMING, now, WARMING_S) end
+if action == 'take' then
+  if not is_free then return 0 end
   for _, name in ipairs(call('ZRANGE', WARMING, 0, -1)) do
-    if name ~= mine and begins(name, part) then return 0 end
+    if name ~= own_name and starts_with(name, prefix) then return 0 end
   end
-  hold_for(WARMING, now, WARMING_S, {mine})
+  set_until(WARMING, now, WARMING_S, {own_name})
   return 1
 end
-if free then call('ZREM', WARMING, mine) end
-if what == 'warm' and ours(1) then hold_for(WARM, now, WARM_S, {pair}) end
+if is_free then call('ZREM', WARMING, own_name) end
+if action == 'warm' and is_own_key(1) then set_until(WARM, now, WARM_S, {warm_name}) end
 return 1

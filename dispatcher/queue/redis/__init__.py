@@ -1,5 +1,6 @@
-"""The queue in Redis or Valkey: scripts, the typed steps over them, and who takes these steps.
+"""Implementation of the queue in Redis or Valkey.
 
-scripts   one server, seen through its scripts           connect   from a URL to a client
-owner     the queue as one dispatcher sees it            desk      as producers and operators see it
+`scripts` runs Lua scripts on one server, `script_calls` has one typed function per script, and `connect`
+turns a URL into a client. `owner` is the queue as one dispatcher uses it, `queue_admin` as producers and
+operators do.
 """

@@ -1,4 +1,4 @@
-"""One queue on one server: its scripts, its keys, and the server's clock."""
+"""One queue on one server: its scripts, its keys, and the clock of the server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from dispatcher.queue.redis.scripts import Argument, Client, Reply, Scripts
 
 
 class Backend:
-    """What every step needs of a connection to a queue. Raises QueueUnavailableError like `Scripts`.
+    """Everything that a call needs to know about a queue and its server. Raises QueueUnavailableError like
+    `ScriptRunner`.
 
-    Times cross it from the loop's clock to Redis TIME and back.
+    Its methods translate times between the clock of the event loop and Redis TIME.
     """
 
     def __init__(self, client: Client, names: Names, *, try_s: float = 3.0) -> None:
@@ -29,31 +30,33 @@ class Backend:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        with suppress(Exception):  # those that broke already say so, and nobody needs to know
+        with suppress(Exception):  # closing a broken connection fails, which is of no interest any more
             await self.scripts.client.aclose()
 
     async def run(
         self, script: str, args: Sequence[Argument], keys: Sequence[Argument] = (), *, size: int = 0
     ) -> Reply:
-        """Run a script on the queue's own keys, and `keys` after them. `size`: as in `Scripts.attempt`."""
+        """Run a script on the queue's own keys, followed by `keys`. `size_bytes`: see
+        `ScriptRunner.call_with_retries`."""
         return await self.scripts.run(script, [*self._keys, *keys], args, size=size)
 
     def new_reply(self) -> str:
-        """Where the reply to a call of its own is kept."""
+        """Return a new key for the reply to one call."""
         return self.names.reply(secrets.token_hex(8))
 
     def elsewhere(self, name: bytes) -> bool:
-        """Whether a list lies in another slot of a Cluster than the queue, out of reach of its scripts."""
+        """Return whether a list is in another slot of a Cluster than the queue. Scripts of the queue cannot
+        reach it there."""
         return self.scripts.is_cluster and key_slot(name) != self._slot
 
     def saw(self, reply: Reply, server_time: bytes) -> None:
-        """The reply says when it was given."""
+        """Adjust the clock by the server time in a reply."""
         self.clock.observe(reply.sent_at, reply.received_at, float(server_time))
 
     def server_time(self, at: float) -> str:
-        """Loop time as an argument of a script."""
+        """Return a loop time as the argument of a script."""
         return f"{at + self.clock.offset(asyncio.get_running_loop().time()):.6f}"
 
     def loop_time(self, server_time: bytes) -> float:
-        """A time in a reply as loop time."""
+        """Return a time in a reply as a loop time."""
         return self.clock.loop(float(server_time), asyncio.get_running_loop().time())

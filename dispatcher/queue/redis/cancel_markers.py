@@ -1,4 +1,4 @@
-"""The markers by which requests are cancelled. Producers write them, so each read has a bound."""
+"""Reads of the markers by which requests are cancelled. Producers write them, so each read has a bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dispatcher.queue.redis.scripts import Argument, Scripts, in_steps
 _MOST = 1000
 """Largest number of requests that one call asks about."""
 Foreign = Literal["", "must", "may"]
-"""Whether a script looks at the markers of llm-d's producers. lua/cancelled.lua explains the values."""
+"""Mode in which a script treats the markers of llm-d's producers. lua/check_cancelled.lua explains the
+values."""
 
 
 async def cancelled(backend: Backend, requests: Sequence[tuple[str, str]], *, foreign: Foreign) -> list[bool]:

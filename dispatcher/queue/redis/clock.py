@@ -1,4 +1,4 @@
-"""The server's clock, as far as its replies prove where it stands against the loop's."""
+"""Clock of the server, as far as its replies show how it differs from the clock of the event loop."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 class ServerClock:
     """Translates between loop time and the server's Unix time.
 
-    A reply that carries the server's time T proves T − received ≤ offset ≤ T − sent. The offset moves only
-    as far as the newest proof demands: so a slow reply disturbs nothing, a tight one corrects at once, drift
-    is followed, and a step of either clock is taken over with the first reply after it.
+    A reply that carries the server's time T proves T − received ≤ offset ≤ T − sent. The offset moves only as
+    far as the newest proof demands. So a slow reply changes nothing, a fast one corrects the offset at once,
+    drift is followed, and a step of either clock is corrected by the first reply after it.
     """
 
     def __init__(self) -> None:
@@ -24,18 +24,20 @@ class ServerClock:
         return self._offset is not None
 
     def observe(self, sent_at: float, received_at: float, server: float) -> None:
+        # The server read its clock between the two loop times, which bounds the offset from both sides.
         low, high = server - received_at, server - sent_at
         offset = (low + high) / 2 if self._offset is None else self._offset
         self._offset = min(max(offset, low), high)
 
     def server(self, at: float) -> float:
-        """Loop time → the server's Unix time."""
+        """Convert a loop time to the server's Unix time."""
         return at + self.offset(at)
 
     def loop(self, at: float, now: float) -> float:
-        """The server's Unix time → loop time; `now`: loop time."""
+        """Convert the server's Unix time to a loop time. `now` is a loop time."""
         return at - self.offset(now)
 
     def offset(self, now: float) -> float:
-        """Before the first reply this machine's own clock has to do."""
+        """Return the server's Unix time minus the loop time. Before the first reply, the clock of this
+        machine is used."""
         return time.time() - now if self._offset is None else self._offset

@@ -1,12 +1,12 @@
-"""From a queue's URL to a client: standalone, Sentinel or Cluster, with or without TLS.
+"""Client for the URL of a queue: standalone, Sentinel or Cluster, with or without TLS.
 
     redis://[user:password@]host[:port][/db]            rediss:// with TLS
     unix:///path/to/socket[?db=0]
     redis+sentinel://[user:password@]h1[:26379],h2,h3/name[/db]     rediss+sentinel:// with TLS
     redis+cluster://[user:password@]h1[:6379],h2,h3     rediss+cluster:// with TLS
 
-Query parameters: those of redis-py (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_cert_reqs` …), and
-`sentinel_username`, `sentinel_password` where the sentinels have their own.
+Query parameters are those of redis-py (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_cert_reqs` …), and
+`sentinel_username` and `sentinel_password` if the sentinels have their own.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from redis.backoff import NoBackoff
 
 
 class QueueUrlError(ValueError):
-    """queue.url cannot be understood; the message says why, without its password."""
+    """Error for an invalid `queue.url`. The message says what is wrong, without the password."""
 
 
 @dataclass(frozen=True)
 class _Target:
-    """A URL, taken apart."""
+    """Parts of a URL with several hosts."""
 
     kind: str
     tls: bool
@@ -51,28 +51,29 @@ _PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
 def connect(
     url: str, *, connect_s: float = 1.5, answer_s: float = 60.0, **options: Any
 ) -> Redis | RedisCluster:
-    """A client for the URL. It connects when it is first used; retries are the caller's, and so is the time
-    of each call (scripts.py): `answer_s` only ends what nobody waits for any more.
+    """Return a client for the URL. The client connects when it is first used. Its callers retry calls and
+    limit their time (scripts.py); `response_timeout_s` only ends abandoned calls.
 
-    Raises QueueUrlError for a URL that names no server, or an option that there is not.
+    Raises QueueUrlError for a URL that names no server, and for an unknown option.
     """
     with _told(url):
         client = _connect(url, connect_s, answer_s, options)
-        if isinstance(client, Redis):  # a Cluster has looked at its options already
+        if isinstance(client, Redis):  # a Cluster has checked its options already
             pool = client.connection_pool
-            pool.connection_class(**pool.connection_kwargs)  # opens nothing: it looks at its options
+            pool.connection_class(**pool.connection_kwargs)  # opens no connection, but checks the options
         return client
 
 
 def place_of(url: str) -> str:
-    """Where a URL leads, without its user and password. Raises QueueUrlError as `connect` does."""
+    """Return the address in a URL, without user and password. Raises QueueUrlError like `connect`."""
     parts = _split(url)
     return parts.netloc.rpartition("@")[2] or parts.path
 
 
 @contextmanager
 def _told(url: str) -> Iterator[None]:
-    """Whatever is wrong with a URL as a QueueUrlError, without what may be its password."""
+    """Translate every error about a URL into a QueueUrlError, without anything that may be part of its
+    password."""
     try:
         yield
     except QueueUrlError:
@@ -88,6 +89,7 @@ def _why(error: Exception, url: str) -> str:
     words = str(error)
     if (found := _UNKNOWN_OPTION.search(words)) is not None:
         return f"{found[1]} is no option of a connection (known are those of redis-py, such as ssl_ca_certs)"
+    # An error that repeats any part of user and password is replaced by a general one.
     userinfo = url.partition("://")[2].rpartition("@")[0]
     parts = [part for part in re.split(r"[:/?#@\[\]]", userinfo) if part]
     if not words or any(part in words for part in parts):
@@ -101,13 +103,13 @@ def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any
         "socket_timeout": answer_s,
         "socket_keepalive": True,
         "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),
+        "retry": Retry(NoBackoff(), 0),  # the callers retry, within a time of their own
         **options,
     }
     parts = _split(url)
     if parts.scheme in ("redis", "rediss", "unix"):
         if parts.scheme == "unix":
-            del settings["socket_keepalive"]  # a word of TCP
+            del settings["socket_keepalive"]  # an option of TCP
         return Redis.from_pool(ConnectionPool.from_url(url, **settings))
     target = _parse(parts)
     settings |= target.options
@@ -119,6 +121,7 @@ def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any
     name, _, db = target.path.partition("/")
     if not name or not (db or "0").isdigit():
         raise QueueUrlError("queue.url: redis+sentinel://hosts/<name of the primary>[/<db number>]")
+    # User and password of the URL are those of the primary. Sentinels have their own, or none.
     watchers = {key: value for key, value in settings.items() if not key.startswith(("username", "password"))}
     sentinel = Sentinel(  # type: ignore[no-untyped-call]
         list(target.hosts),
@@ -131,8 +134,8 @@ def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any
 
 
 def _split(url: str) -> SplitResult:
-    """The URL's parts, where it can be read in one way. What is refused is not repeated: it may be a password
-    that was not encoded."""
+    """Return the parts of a URL, if it can be read in one way only. A refused part is not repeated in the
+    message, because it may be a password that was not encoded."""
     if len(url) > _MOST_CHARS:
         raise QueueUrlError(f"queue.url: longer than {_MOST_CHARS} characters")
     try:
@@ -150,7 +153,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _option(name: str, value: str) -> Any:
-    """As redis-py reads it in a URL of one server."""
+    """Parse an option as redis-py does for the URL of one server."""
     read: Callable[[str], Any] | None = URL_QUERY_ARGUMENT_PARSERS.get(name)
     try:
         return value if read is None else read(value)

@@ -1,4 +1,5 @@
-"""What is said of versions of models: what marks.lua, warm.lua, pin.lua and decide.lua are given and tell."""
+"""Calls of the model registry: refresh_warm_markers.lua, warm_up_lock.lua, pin_versions.lua and
+label_or_drain.lua."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Argument, Reply, in_steps
 
 _LABELS, _DRAINS = 4, 5
-"""The numbers of their keys (queue.keys.BOARD_KEYS)."""
+"""Numbers of these keys in `queue.keys.MODEL_REGISTRY_KEYS`."""
 _KEY_BYTES = 256
-"""A pin whose key is longer stands under its digest."""
+"""Length from which on the digest of a key is used for its pin."""
 Row = TypeVar("Row", bound=tuple[str, ...])
 
 
@@ -45,13 +46,13 @@ async def marks(
 
 
 async def look(backend: Backend) -> ModelMarks:
-    """What holds; nothing is written."""
+    """Return the model registry. Only reads."""
     return await _told(backend, ["", 0, 0])
 
 
 async def warm(backend: Backend, what: str, owner: str, model: str, endpoint: str) -> bool:
-    """`take` or renew the right to warm it, give it `back`, or do that and mark it `warm`. False: the right
-    is another's."""
+    """Update the warm-up lock of a model at an endpoint: `take` takes or renews it, `back` releases it, and
+    `warm` releases it and marks the model as warm. Return False if another owner has the lock."""
     if not fits(model, endpoint):
         return False
     names = _named(model, endpoint), _part(model, endpoint), _named(model, endpoint, owner)
@@ -65,13 +66,14 @@ async def pin(backend: Backend, pins: Sequence[PinAsked], most: int) -> list[str
         for each in some:
             versions = [version.encode(errors="surrogatepass") for version in (each.version, *each.keeps)]
             args += [_pin_key(each.key), max(0.0, min(each.for_s, PIN_MOST_S)), len(versions), *versions]
+        # The script returns the number of the version in the list that it got.
         numbers = (await _run(backend, "pin", args)).value
         given += [(each.version, *each.keeps)[number - 1] for each, number in zip(some, numbers, strict=True)]
     return given
 
 
 async def label(backend: Backend, family: str, name: str, version: str | None, who: str) -> bool:
-    """False: there was none to take back."""
+    """Set a label, or remove it if `version` is `None`. Return False if there was none to remove."""
     check_names(family=family, label=name, version=family if version is None else version)
     said = b"" if version is None else _named(family, name, version, told_who(who))
     return await _decide(backend, _LABELS, "labels", _part(family, name), said)
@@ -83,13 +85,13 @@ async def drain(backend: Backend, model: str, who: str, why: str) -> None:
 
 
 async def undrain(backend: Backend, model: str) -> bool:
-    """False: it was not drained."""
+    """Remove the drain of a version. Return False if it was not drained."""
     return fits(model) and await _decide(backend, _DRAINS, "drains", _part(model), b"")
 
 
 async def _decide(backend: Backend, key: int, what: str, part: bytes, said: bytes) -> bool:
     done = (await _run(backend, "decide", [key, part, said])).value
-    if done < 0:
+    if done < 0:  # the registry is full
         raise too_many(what)
     return bool(done)
 
@@ -116,7 +118,7 @@ async def _told(backend: Backend, args: list[Argument]) -> ModelMarks:
 
 
 def _read(kind: type[Row], entries: Iterable[bytes], odd: list[bytes]) -> Iterator[Row]:
-    """Those that are of that form. What is not ours is collected, and counts for nothing."""
+    """Yield the entries that have the expected form. Others are collected in `unreadable` and ignored."""
     for entry in entries:
         try:
             yield msgspec.json.decode(entry, type=kind)
@@ -138,16 +140,18 @@ async def _run(backend: Backend, script: str, args: Sequence[Argument]) -> Reply
 
 
 def _named(*names: str) -> bytes:
-    """As it stands in the keys. (A lone surrogate is in none that fits; an owner's or a person's is lost.)"""
+    """Encode names as they are in the keys. A lone surrogate, which may be part of the name of an owner or a
+    person, is replaced."""
     return msgspec.json.encode([name.encode(errors="replace").decode() for name in names])
 
 
 def _part(*names: str) -> bytes:
-    """How all begin that have these names first, and more."""
+    """Return how all entries begin that have these names first, and more after them."""
     return _named(*names)[:-1] + b","
 
 
 def _pin_key(key: str) -> bytes:
-    """An empty one would be that of all (pin.lua)."""
+    """Return the field of a pin. The empty field is used for all pins (pin_versions.lua), so an empty key is
+    hashed."""
     text = key.encode(errors="surrogatepass")
     return text if 0 < len(text) <= _KEY_BYTES else f"sha256:{sha256(text).hexdigest()}".encode()

@@ -1,4 +1,5 @@
-"""On a Cluster: results for lists in other slots, carried there from the outbox in the queue's own."""
+"""Delivery of results on a Cluster to lists in other slots. They wait in an outbox in the slot of the
+queue."""
 
 from __future__ import annotations
 
@@ -16,17 +17,20 @@ from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, ForbiddenErro
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
-"""Longer than any result may wait in the outbox after its push, for the marker is what prevents a second."""
+"""Lifetime of a marker in seconds. It is longer than any result may stay in the outbox after its push,
+because the marker prevents a second push."""
 _MOST = 100
 _AWAY_S = 5.0
-"""A list that could not be reached is left alone for so long: trying takes time that its neighbours need."""
+"""Seconds for which a list is skipped after it could not be reached. Each try takes time that other lists
+need."""
 
 
 class Outbox:
-    """Carries each result over exactly once, whoever else carries at the same time.
+    """Delivers each result exactly once, even if several dispatchers deliver at the same time.
 
-    Numbers rise, every carrier goes in their order and removes a result only after its push; so a marker with
-    the newest number pushed, in the list's own slot, tells for each one whether it was.
+    The numbers of results only rise. Every dispatcher delivers in their order and removes a result only after
+    its push. So a marker in the slot of the list, with the newest pushed number, shows for each result
+    whether it was pushed.
     """
 
     def __init__(self, backend: Backend, ttl_s: int) -> None:
@@ -37,18 +41,20 @@ class Outbox:
         self._away: dict[bytes, float] = {}
 
     def reaches(self, name: bytes) -> bool:
-        """Whether there can be a marker in that list's slot: not with a stray brace in its name."""
+        """Return whether a marker can be in the slot of the list. It cannot if there is a stray brace in the
+        name."""
         return key_slot(self._marker(name)) == key_slot(name)
 
     @property
     def waits(self) -> bool:
-        """A list is away, so that carrying means to pass over what waits for it: the sweep does, at times."""
+        """True if a list is unreachable, so that each delivery has to skip the results for it. The sweep does
+        that at times."""
         return bool(self._away)
 
     async def carry(self) -> None:
-        """Carry over what is there. A list whose node is away waits, alone; its results are safe here.
+        """Deliver all results in the outbox. Results for an unreachable list stay here and hold up no others.
 
-        Raises QueueUnavailableError where the outbox itself cannot be read.
+        Raises QueueUnavailableError if the outbox cannot be read.
         """
         now = asyncio.get_running_loop().time()
         self._away = {name: until for name, until in self._away.items() if until > now}
@@ -58,6 +64,8 @@ class Outbox:
             for element in found:
                 number, list_name, result = _parse(element)
                 lists[list_name].append((number, result, element))
+                # Results for an unreachable list stay in the outbox, so the next page begins after this
+                # number.
                 after = f"({number.decode()}"
             reachable = [item for item in lists.items() if item[0] not in self._away]
             await asyncio.gather(*(self._try(name, results) for name, results in reachable))
@@ -65,7 +73,7 @@ class Outbox:
     async def _try(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         try:
             await self._deliver(name, results)
-        except QueueUnavailableError as error:
+        except QueueUnavailableError as error:  # the results are safe in the outbox
             self._away[name] = asyncio.get_running_loop().time() + _AWAY_S
             shown = name.decode(errors="replace")
             emit(Event.RESULT_LIST_AWAY, list=shown, waiting=len(results), why=str(error))
@@ -78,24 +86,27 @@ class Outbox:
         if not await self._push(name, self._marker(name), pushes):
             default = self._names.results.encode()
             pushes = [(number, _refused(name, result)) for number, result, _ in results]
+            # A marker of its own: the numbers of this list may be lower than those that the default list has.
             marker = self._marker(default, b":for:" + name)
             if name == default or not await self._push(default, marker, pushes):
                 raise QueueUnavailableError(f"{self._names.results} is no list: results have no place to go")
         elements = [element for _, _, element in results]
 
+        # Removed only after the push: a crash in between repeats the push, which the marker then ignores.
         async def remove() -> None:
             await self._scripts.client.zrem(self._names.outbox, *elements)
 
         await self._scripts.attempt(remove)
 
     async def _push(self, name: bytes, marker: bytes, pushes: Sequence[tuple[bytes, bytes]]) -> bool:
-        """False where the list cannot have them, ever: it is none, or this user may not touch it."""
+        """Push results. Return False if the list can never take them: it is no list, or this user may not
+        write to it."""
         lives = {"ttl_s": self._ttl_s, "marker_s": _MARKER_TTL_S}
         try:
             return await script_calls.push(self._backend, name, marker, pushes, **lives)
         except ForbiddenError:
             if await self._may_touch(name):
-                raise  # it is the marker, or a command: the operator's to mend
+                raise  # the marker or a command is forbidden, which the operator has to change
             return False
 
     async def _may_touch(self, name: bytes) -> bool:
@@ -107,6 +118,7 @@ class Outbox:
 
     def _marker(self, name: bytes, suffix: bytes = b"") -> bytes:
         own = b":posted:" + self._names.queue.encode().replace(b"{", b"").replace(b"}", b"") + suffix
+        # A name without a hash tag becomes the tag, so that the marker is in the slot of the list.
         tagged = name if key_slot(name + b":") == key_slot(name) else b"{" + name + b"}"
         return tagged + own
 

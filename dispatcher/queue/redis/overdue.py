@@ -1,4 +1,4 @@
-"""Walking the queue for requests past their deadline, when a score may be no deadline at all."""
+"""Search for requests past their deadline, among scores that may contain no deadline."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dispatcher.ports import Expired
 
 FROM_THE_START = "-inf"
 UNSERVED = "u0"
-"""In the place of one that no walk has found."""
+"""Location of a request of a sequence that no search has found (`Queue.find_remaining_requests`)."""
 
 
 @dataclass
 class Walk:
-    """One walk over all scores that tell a deadline in (after, until], in as many calls as it takes.
+    """One pass over all scores with a deadline in (after, until], in as many calls as it takes.
 
-    The position is a rank: what was found and removed makes it fall, what was found and proved no deadline
-    is stepped over.
+    The position is a rank. It falls when a found request is removed, and it steps over found requests whose
+    deadline has not passed.
     """
 
     after: str
     until: str = ""
-    """Empty: as far as the server's clock when the walk starts."""
+    """End of the range. Empty until the server's clock at the start of the pass is known."""
     range: int = 0
     offset: int = 0
     ended: bool = False
@@ -38,21 +38,21 @@ class Walk:
 
 
 class Overdue:
-    """Two walks that take turns, so that neither can starve the other.
+    """Two passes in turn, so that neither can delay the other for ever.
 
-    `fresh` goes over the deadlines that passed since it last ended: a true one is found within seconds, even
-    beside a million scores that are no deadlines. `rest` goes round over all older ones, for what came back
-    or was submitted late.
+    `new_deadlines` covers the deadlines that have passed since it last ended. So an overdue request is found
+    within seconds, even among a million scores that contain no deadline. `older_deadlines` covers all older
+    ones, again and again, because requests are returned to the queue and submitted late.
     """
 
     def __init__(self, now: float) -> None:
-        """`now`: the server's Unix time."""
+        """`now` is the server's Unix time."""
         self.fresh = Walk(f"{now - 1:.6f}")
         self.rest = Walk(FROM_THE_START, f"{now:.6f}")
         self._rests = False
 
     def next(self) -> Walk:
-        """The walk whose turn it is."""
+        """Return the pass whose turn it is."""
         if self.fresh.ended:
             self.fresh = Walk(self.fresh.until)
         if self.rest.ended:
@@ -68,7 +68,7 @@ class Overdue:
         ]
 
     def removed(self, item: Expired) -> None:
-        """The ranks behind a removed request fall by one."""
+        """Adjust the position: the ranks behind a removed request fall by one."""
         side, at = item.place[0], int(item.place[1:].partition("|")[0])
         if side == UNSERVED[0]:
             return
@@ -78,5 +78,5 @@ class Overdue:
 
 
 def place_of(item: Expired) -> str:
-    """What the script calls the place."""
+    """Return the location as the scripts name it."""
     return item.place.partition("|")[2]

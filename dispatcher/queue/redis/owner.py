@@ -1,8 +1,9 @@
-"""The queue in Redis or Valkey, as one dispatcher sees it. docs/queue-contract.md has its keys and scripts.
+"""The queue in Redis or Valkey, as one dispatcher uses it. docs/queue-contract.md describes its keys and
+scripts.
 
-Each method is one step (steps.py), or one per megabyte. Times cross this boundary from the loop's clock to
-Redis TIME and back (backend.py); what the scripts keep is in Redis time alone, so that the owners' clocks
-need not agree.
+Each method calls one script (script_calls.py), or one per megabyte. Times are translated here between the
+clock of the event loop and Redis TIME (backend.py). The scripts store Redis time only, so the clocks of the
+owners need not agree.
 """
 
 from __future__ import annotations
@@ -67,17 +68,18 @@ _SETTLED = {
 
 
 class RedisQueue:
-    """One owner's access to a queue. Implements ports.Queue.
+    """One owner's access to a queue. Implements `ports.Queue`.
 
     `owner` is unique among all dispatchers, including those that died.
     `lease_s` must be the same for all dispatchers.
-    `owner_timeout_s` is the time without a call after which the owner is taken for dead. With 0, only its
-    leases run out.
-    `prover` knows which owners have ended, so that nobody has to wait for a timeout.
+    `owner_timeout_s` is the time without a call after which the owner counts as dead. With 0, only its leases
+    run out.
+    `dead_owner_detector` knows which owners have ended, so that their leases are taken back without a
+    timeout.
     `result_ttl_s` is the lifetime of result lists. 0 keeps them for ever.
     `max_pending` is the largest number of requests that may wait. 0 is no limit.
-    `max_payload_bytes` is the largest payload. Of a member that is too long to have a smaller one, only the
-    head is moved (core/requests/oversize.py).
+    `max_payload_bytes` is the largest payload. A member that is too long for such a payload is cut to its
+    beginning (core/requests/oversize.py).
 
     A call takes a few seconds at most, including retries, except for large values.
     """
@@ -104,7 +106,7 @@ class RedisQueue:
         self._me = OwnerTerms(owner, owner_timeout_s, lease_s)
         self._largest = max_payload_bytes + ENVELOPE_BYTES
         self._unmoved: Counter[int] = Counter()
-        """Number of times that a large member could not be moved, by its entry."""
+        """Number of failed transfers of a large member, by its entry."""
         self._prover = prover
         self._ttl_s = result_ttl_s
         self._dead_max = dead_max
@@ -119,7 +121,7 @@ class RedisQueue:
         return f"<RedisQueue {self.names.queue} for {self.owner}>"
 
     async def aclose(self) -> None:
-        """Close the connections. What is leased runs out unless it was released."""
+        """Close the connections. Leases that were not released run out."""
         await self._wake_ups.aclose()
         await self.backend.aclose()
 
@@ -174,8 +176,8 @@ class RedisQueue:
         return told.claimed.but(leases=await self._with_member(lease, told.untold_bytes))
 
     async def _with_member(self, lease: Lease, size: int) -> list[Lease]:
-        """A lease with its large member; none where it is another's by now. One that did not get through
-        three times is given up: its head says that it is too large."""
+        """Return a lease with its large member, or no lease if it has ended. After three failed transfers,
+        the member is cut to its beginning, which says that it is too large."""
         key, scripts = self.names.members, self.backend.scripts
         try:
             member = await scripts.attempt(lambda: scripts.client.hget(key, lease.entry), size=size)
@@ -190,7 +192,7 @@ class RedisQueue:
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         lost: list[int] = []
         at = 0
-        while True:
+        while True:  # at least one call, because it is also the heartbeat of this owner
             renewed = await script_calls.renew(self.backend, self._me, leases[at : at + SCRIPT_ITEMS])
             lost += renewed.lost
             at += SCRIPT_ITEMS
@@ -242,11 +244,13 @@ class RedisQueue:
 
     async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
         await self._learn_clock()
+        # The results may need several calls, and the offer is for one of them only.
         offers = [sequences.TakeOver(self.owner, self._me.lease_s, nonce, permit, self._largest)]
         told: list[script_calls.SettleReply] = []
 
         async def settle(writes: Sequence[Write]) -> Sequence[int]:
-            """The first call makes the offer; where its reply is lost a claim by the nonce tells."""
+            """Settle some results. The first call makes the offer. If its reply is lost, a claim by the nonce
+            returns the leases."""
             offer = offers.pop() if offers else None
             reply = await self._settled(writes, offer)
             if offer is not None:
@@ -284,6 +288,7 @@ class RedisQueue:
 
     async def recall(self, models: Sequence[str]) -> Recalled:
         moved = left = 0
+        # Models whose names are equal after shortening are one model here.
         for some in in_steps(list(dict.fromkeys(map(awaited_as, models))), lambda _: 0):
             told = await recall(self.backend, some, RECALL_MOST - moved)
             moved, left = moved + told.moved, left + told.left
@@ -319,6 +324,7 @@ class RedisQueue:
         )
         if not scripts.is_cluster:
             return own
+        # The markers of llm-d's producers are in other slots, out of reach of the script.
         theirs = await cancel_markers.cancelled_elsewhere(scripts, requests)
         return [by_own or by_theirs for by_own, by_theirs in zip(own, theirs, strict=True)]
 
@@ -333,8 +339,10 @@ class RedisQueue:
             due += told.due
             turns += told.turns
             revoked += told.revoked
+            # The first sweep reports the owners that hold leases. A second one names those that have ended.
             before, gone = gone, self._gone(told.holders)
-            # Those that were named already hold leases of other lines, unless this sweep had not enough.
+            # Owners that were named before and still hold leases hold those of other queues, unless the sweep
+            # was cut short.
             if not told.more and set(gone) <= set(before):
                 break
         if self.backend.scripts.is_cluster:
@@ -342,20 +350,23 @@ class RedisQueue:
         return Swept(reclaimed, due, told.next_due_at, told.lost, turns, revoked)
 
     def _gone(self, holders: Sequence[str]) -> Sequence[str]:
-        """Those of the owners that hold leases which are proven to have ended."""
+        """Return the owners that hold leases and are proven to have ended."""
         others = [holder for holder in holders if holder != self.owner]
         return self._prover.gone(others) if self._prover is not None else ()
 
     async def expired(self, most: int) -> Sequence[Expired]:
-        """Unleased requests that may be past their deadline; at most 1 MB of them (one at least)."""
+        """Return unleased requests that may be past their deadline: at most 1 MB of them, but at least
+        one."""
         await self._learn_clock()
         overdue = self._overdue = self._overdue or Overdue(self.unix_now())
+        # Both passes, because one of them may have found nothing.
         for _ in range(2):
             walk = overdue.next()
             position = walk.position
             told = await script_calls.overdue(self.backend, position, most, largest=self._largest)
             if size := told.alone_bytes:
-                walk.offset += 1  # should it not get through, it waits for its turn in the line
+                # Before the call, so that a member whose transfer fails does not stop the search.
+                walk.offset += 1
                 told = await script_calls.overdue(
                     self.backend, position, most, largest=self._largest, alone_bytes=size
                 )
@@ -368,7 +379,7 @@ class RedisQueue:
         writes = [Write(settlement, lies=item) for item, settlement in items]
         done = 0
         for (item, _), status in zip(items, await self._writer.write(self._expire, writes), strict=True):
-            if status in (DONE, BAD_LIST, TOO_LARGE):
+            if status in (DONE, BAD_LIST, TOO_LARGE):  # LOST and UNWRITABLE have removed nothing
                 done += 1
                 if self._overdue is not None:
                     self._overdue.removed(item)
@@ -384,6 +395,6 @@ class RedisQueue:
         await self._wake_ups.wait()
 
     async def _learn_clock(self) -> None:
-        """Translating a time needs one reply first."""
+        """Make sure that times can be translated, for which one reply of the server is needed."""
         if not self.backend.clock.known:
             await self.counts()

@@ -1,7 +1,7 @@
-"""The steps of those who submit and await: one function for each script, as in steps.py, and the wait for
+"""Calls of producers and consumers: one function for each script, as in script_calls.py, and the wait for
 results.
 
-Apart from those of the dispatchers, so that a program which only submits loads little.
+They are separate from those of dispatchers, so that a program which only submits loads little.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, Wron
 COLLECTED_MOST = 1000
 _SCANNED_MOST = 100
 UNSERVED_AFTER_S = 30.0
-"""A dispatcher sweeps its queue each few seconds: who has not for so long is gone, or cannot reach Redis."""
+"""Seconds without a sweep after which no dispatcher serves the queue: each of them sweeps every few
+seconds."""
 KEEP_S = 604_800
-"""How long results are kept for a client where their list had no lifetime of its own."""
+"""Seconds for which results are kept for a client if their list has no lifetime of its own."""
 
 
 async def submit(
@@ -34,9 +35,11 @@ async def submit(
     reply_s: int = REPLY_TTL_S,
     done_with: Sequence[str] = (),
 ) -> int:
-    """How many were not pending already. `reply`: where the reply to this call is kept for `reply_s`, so that
-    whoever calls again with it submits nothing twice; empty: a place of its own. `done_with`: the places of
-    calls that nobody will repeat."""
+    """Submit requests. Return how many were not pending already.
+
+    `reply_key` is the key of the reply for `reply_ttl_s`, so that a repeated call with the same key submits
+    nothing twice; empty for a new key. `obsolete_replies` are the keys of calls that will not be repeated.
+    """
     args: list[Argument] = [reply_s, backend.names.wake, len(submissions)]
     for each in submissions:
         args += (repr(float(each.score)), each.member)
@@ -49,7 +52,8 @@ async def submit(
 
 
 def mark(submission: Submission) -> tuple[str | int, ...]:
-    """What makes it one that can be cancelled, where it can be."""
+    """Return the active marker of a submission (id, token, deadline), or nothing if it cannot be
+    cancelled."""
     if not (submission.request_id and submission.request_token and submission.deadline):
         return ()
     if len(submission.request_token.encode(errors="surrogatepass")) > MAX_TOKEN_BYTES:
@@ -58,7 +62,8 @@ def mark(submission: Submission) -> tuple[str | int, ...]:
 
 
 async def cancel(backend: Backend, request_id: str, request_token: str, theirs: bytes | str) -> int:
-    """How many were active. `theirs`: what a producer of llm-d has left under the id, or nothing."""
+    """Mark requests as cancelled. Return how many. `foreign_token` is what a producer of llm-d has left under
+    the id."""
     args: list[Argument] = [backend.names.wake, CANCEL_TTL_S, request_id, request_token, theirs]
     active: int = (await backend.run("cancel", args)).value
     return active
@@ -75,6 +80,8 @@ async def sequence_secret(scripts: Scripts, names: Names) -> str:
     async def agreed() -> bytes:
         found: bytes | None = await scripts.client.get(names.sequence_secret)
         if found is None:
+            # Several programs may do this at the same time. NX lets the first one win, and all read its
+            # secret.
             await scripts.client.set(names.sequence_secret, secrets.token_hex(16), nx=True)
             found = await scripts.client.get(names.sequence_secret)
         return found or b""
@@ -83,14 +90,14 @@ async def sequence_secret(scripts: Scripts, names: Names) -> str:
 
 
 async def is_active(backend: Backend, request_id: str) -> bool:
-    """A request of this id that can be cancelled is in line or at work."""
+    """Return whether a request of this id that can be cancelled waits or runs."""
     scripts = backend.scripts
     return bool(await scripts.attempt(lambda: scripts.client.exists(backend.names.active(request_id))))
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where the results of one client are: the list that dispatchers push to, and what it has taken of it."""
+    """Result list of one client, and its keys for the results that it has taken from the list."""
 
     results: str
 
@@ -105,21 +112,22 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What one step found in a box."""
+    """Reply to one collection of results."""
 
     holder: str = ""
-    """Another client takes its results now; nothing was done."""
+    """Client that takes the results instead, in which case nothing was done. Otherwise empty."""
     other: bool = False
-    """The keep is not the one that was seen: Redis lost it, or its lifetime ended."""
+    """True if the kept results are not those that the client has seen, because Redis lost them or they
+    expired."""
     last: int = 0
-    """The highest number that is seen by now."""
+    """Highest number that was returned so far."""
     results: Sequence[tuple[int, bytes]] = ()
 
 
 async def collect(
     scripts: Scripts, box: Box, *, me: str, owner_s: int, seen: int, given_back: Sequence[int] = ()
 ) -> Collected:
-    """Take what has come, and forget the results of these numbers. `me`: empty where nobody shares the
+    """Take new results, and delete the acknowledged ones. `client_id` is empty if no other client shares the
     list."""
     args: list[Argument] = [me, owner_s, seen, COLLECTED_MOST, SCRIPT_BYTES, KEEP_S, *given_back]
     told = (await scripts.run("collect", [box.results, box.keep, box.owner], args)).value
@@ -134,8 +142,8 @@ async def collect(
 
 
 async def arrival(scripts: Scripts, box: Box, within_s: float) -> bool:
-    """Wait until something lies in the list, at most so long. It is moved from its end to its end: it
-    stays."""
+    """Wait until there is a result in the list, at most `timeout_s`. The result is moved from the end of the
+    list to its end, so it stays there."""
 
     async def wait() -> bool:
         found = await scripts.client.execute_command(
@@ -147,14 +155,14 @@ async def arrival(scripts: Scripts, box: Box, within_s: float) -> bool:
 
 
 async def unserved_s(scripts: Scripts, names: Names) -> float | None:
-    """How long ago a dispatcher last swept the queue, in Redis time; None: none ever has."""
+    """Return the seconds since a dispatcher last swept the queue, in Redis time. `None` if none ever has."""
     line = f"tick:{names.queue}"
 
     async def read() -> float | None:
         client: Any = scripts.client
         if (tick := await client.hget(names.control, line)) is None:
             return None
-        # A Cluster would ask all of its nodes.
+        # Without a target, a Cluster would send TIME to all of its nodes.
         where = {"target_nodes": client.get_default_node()} if scripts.is_cluster else {}
         seconds, micros = await client.execute_command("TIME", **where)
         return max(0.0, int(seconds) + int(micros) / 1e6 - float(tick))
@@ -163,7 +171,8 @@ async def unserved_s(scripts: Scripts, names: Names) -> float | None:
 
 
 async def last_kept(scripts: Scripts, box: Box) -> int:
-    """Return the highest number in the keep. 0 if there is no keep. Raises WrongKeyError if it is no hash."""
+    """Return the highest number of the kept results. 0 if there are none. Raises WrongKeyError if the key is
+    no hash."""
     kind = (await scripts.attempt(lambda: scripts.client.type(box.keep))).decode()
     if kind not in ("none", "hash"):
         raise WrongKeyError(f"{box.keep} holds a {kind}, not a hash")
@@ -171,7 +180,7 @@ async def last_kept(scripts: Scripts, box: Box) -> int:
 
 
 async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
-    """All that is in the keep, some of it perhaps twice."""
+    """Yield all kept results, some of them perhaps twice."""
     cursor, count = 0, 1
     while True:
         scan = partial(scripts.client.hscan, box.keep, cursor, count=count)
@@ -180,14 +189,14 @@ async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
         size = sum(map(len, found.values()))
         count = max(1, min(_SCANNED_MOST, 4 * count, SCRIPT_BYTES * max(1, len(found)) // (size + 1)))
         for name, result in found.items():
-            if name.isdigit():
+            if name.isdigit():  # the hash also has the fields `first` and `last`
                 yield int(name), result
         if not cursor:
             return
 
 
 async def kept_result(scripts: Scripts, box: Box, number: int) -> bytes | None:
-    """One of the keep; None: it is there no longer."""
+    """Return one kept result. `None` if it is there no longer."""
     found: bytes | None = await scripts.attempt(lambda: scripts.client.hget(box.keep, str(number)))
     return found
 
@@ -196,6 +205,7 @@ async def hand_over(scripts: Scripts, box: Box, me: str) -> None:
     """Let another client of the name take the results from now on."""
 
     async def delete() -> None:
+        # One byte more than the name is read, to recognise a longer one.
         if await scripts.client.getrange(box.owner, 0, len(me)) == me.encode():
             await scripts.client.delete(box.owner)
 
@@ -203,5 +213,5 @@ async def hand_over(scripts: Scripts, box: Box, me: str) -> None:
 
 
 async def discard(scripts: Scripts, box: Box) -> None:
-    """Remove the list and its keep: nobody will ask for them."""
+    """Delete the list and the kept results."""
     await scripts.attempt(lambda: scripts.client.delete(box.results, box.keep))

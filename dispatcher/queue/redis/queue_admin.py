@@ -1,4 +1,4 @@
-"""The queue as producers and operators see it: no leases, no owner."""
+"""The queue as producers and operators use it. It has no owner and holds no leases."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ _BATCH = 1000
 _PAUSE_BYTES = 65_536
 """Largest record of who paused the queue and why."""
 _USED_UP = re.compile(r"no answer after (\d{1,9}) attempts?, the last: ")
-"""How core.outcome begins the reason of a request whose attempts are used up."""
+"""Beginning of the reason of a dead request whose attempts are used up (core/gateway/outcome.py)."""
 
 
 class RedisDesk:
-    """Submit, cancel, look and decide; each method is one step, safe to repeat. Implements ports.Desk.
+    """Submits, cancels and inspects requests. Each method is one step that is safe to repeat. Implements
+    `ports.QueueAdmin`.
 
-    Raises QueueUnavailableError for whatever may pass by itself.
+    Raises QueueUnavailableError for every temporary failure.
     """
 
     def __init__(self, client: Client, names: Names, *, try_s: float = 3.0) -> None:
@@ -57,31 +58,35 @@ class RedisDesk:
         await self.backend.aclose()
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
-        """Put them into the queue and wake the dispatchers; how many were not pending already."""
+        """Submit requests and wake the dispatchers. Return how many were not pending already."""
         added = 0
         for batch in in_steps(submissions, lambda each: len(each.member), _BATCH):
             added += await producer.submit(self.backend, batch)
         return added
 
     async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
-        """Set the cancel markers of those that are active under the id, or of the one with that token; False
-        where there is none. `found`: it was seen in the queue with that token, whoever submitted it."""
+        """Mark the requests that are active under the id as cancelled, or the one with the token. Return
+        False if there is none. `is_token_known`: a request with that token was seen in the queue, and may
+        come from any producer."""
         if found:
             return bool(await producer.cancel(self.backend, request_id, request_token, request_token))
         if request_token and await producer.cancel(self.backend, request_id, request_token, ""):
             return True
+        # The queue's own markers do not know the request, so a producer of llm-d may have submitted it.
         theirs = await cancel_markers.active_of(self.backend.scripts, request_id)
         return bool(await producer.cancel(self.backend, request_id, request_token, theirs))
 
     async def being_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        """For each (request id, its token): does a marker say that it is to be cancelled? Reads only; a
-        marker that this user may not read counts as none, and so do those of llm-d's producers on a Cluster,
-        which lie on any of its nodes."""
+        """Return for each (request id, token) whether a marker says that it is to be cancelled.
+
+        Only reads. A marker that this user may not read counts as none, and so do those of llm-d's producers
+        on a Cluster, because they are on any of its nodes.
+        """
         foreign: cancel_markers.Foreign = "" if self.backend.scripts.is_cluster else "may"
         return await cancel_markers.cancelled(self.backend, requests, foreign=foreign)
 
     async def pause(self, by: str, why: str) -> None:
-        """Stop all claims until `resume`; what is leased goes on."""
+        """Stop all claims until `resume`. Leased requests go on."""
         switch = msgspec.json.encode({"by": by, "why": why, "at": int(time.time())})
         scripts = self.backend.scripts
 
@@ -101,16 +106,19 @@ class RedisDesk:
         await scripts.attempt(resume)
 
     async def _wake(self, what: str) -> None:
-        """Who may not publish is noticed at the dispatchers' next look."""
+        """Publish a wake-up. If this user may not publish, the dispatchers notice the change when they next
+        poll."""
         with suppress(errors.NoPermissionError):
             await self.backend.scripts.client.publish(self.names.wake, what)
 
     async def paused(self) -> tuple[str, str] | None:
-        """Who paused it and why; None when nobody did."""
+        """Return who paused the queue and why. `None` if it is not paused."""
         scripts = self.backend.scripts
 
         async def read() -> bytes | None:
             found: bytes = await scripts.client.getrange(self.names.paused, 0, _PAUSE_BYTES - 1)
+            # GETRANGE returns an empty string both for a missing key and for an empty value, which pauses as
+            # well.
             if not found and not await scripts.client.exists(self.names.paused):
                 return None
             return found
@@ -120,42 +128,43 @@ class RedisDesk:
             return None
         try:
             fields = msgspec.json.decode(switch, type=dict[str, Any])
-        except msgspec.DecodeError:  # set by hand
+        except msgspec.DecodeError:  # an operator has set the key by hand
             return "", switch.decode(errors="replace")
         return str(fields.get("by", "")), str(fields.get("why", ""))
 
     async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
-        """Score and member of the first that a claim would take, those of all lanes included, in order.
+        """Return score and member of the next requests in the order of a claim, including those of all lanes.
 
-        At most 1 MB of members (one at least).
+        At most 1 MB of members, but at least one.
         """
         return await script_calls.peek(self.backend, most)
 
     async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
-        """A page of those that lie there, in their order."""
+        """Return a page of the requests at a location, in their order."""
         return _counted(await search.lying(self.backend, state, most, after, whole=whole))
 
     async def near(self, request_id: str, after: str = "") -> Looked:
-        """A page of those that may bear this id, where looking costs little."""
+        """Return a page of the requests that may have this id, as far as they are found at little cost."""
         return _counted(await search.near(self.backend, request_id, after))
 
     async def search(
         self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
     ) -> Looked:
-        """A page of a walk over all requests, or over those that were claimed at least once."""
+        """Return a page of a scan over all requests, or over those that were claimed at least once."""
         return _counted(await search.walk(self.backend, words, after, entries_only=entries_only, whole=whole))
 
     async def ahead(self, found: FoundRequest) -> int | None:
-        """How many lie before it in line; None where it does not wait there (any more)."""
+        """Return the number of requests ahead of a request. `None` if it does not wait (any more)."""
         return await search.ahead(self.backend, found)
 
     async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
-        """Take over requests that were found in that other queue; how many are new."""
+        """Copy requests from another queue. Return how many are new."""
         batches = in_steps(requests, lambda each: len(each.member))
         return sum([await search.restore(self.backend, queue, batch) for batch in batches])
 
     async def is_where(self, other: RedisDesk) -> bool:
-        """Whether both are on one server, whatever their URLs say: what is written here is found there."""
+        """Return whether both queues are on one server, whatever their URLs are. A key written here must be
+        found there."""
         key, here, there = self.backend.new_reply(), self.backend.scripts, other.backend.scripts
         await here.attempt(lambda: here.client.set(key, "here", ex=60))
         found = await there.attempt(lambda: there.client.get(key))
@@ -163,32 +172,34 @@ class RedisDesk:
         return found is not None
 
     async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
-        """What lies in a result list, the oldest first, behind so many; nothing is taken."""
+        """Return results of a list, the oldest first, after the first `after`. None is removed."""
         return await search.results(self.backend, name, most, after)
 
     async def is_list(self, name: str) -> bool:
-        """Whether results can lie under that name: False where something else does."""
+        """Return whether the name can be a result list. False if the key has another type."""
         return await search.is_list(self.backend, name)
 
     async def take_result(self, name: str, result: bytes) -> bool:
-        """Remove it, the oldest that equals it; False where it is gone."""
+        """Remove the oldest result that equals this one. Return False if there is none."""
         return await search.take(self.backend, name, result)
 
     async def unserved_s(self) -> float | None:
-        """How long ago a dispatcher last swept the queue, in Redis time; None: none ever has."""
+        """Return the seconds since a dispatcher last swept the queue, in Redis time. `None` if none
+        ever has."""
         return await producer.unserved_s(self.backend.scripts, self.names)
 
     async def counts(self) -> Counts:
         return await script_calls.counts(self.backend)
 
     async def awaited(self) -> Mapping[str, int]:
-        """How many wait for which model that is not served."""
+        """Return the number of requests that wait for each model that is not served."""
         return await waiting_for_model.awaited(self.backend)
 
     async def sequences(
         self, most: int, after: str = "", status: SequenceStatus | None = None
     ) -> SequencePage:
-        """A page of a walk over about so many, in no order; of those, the ones with that status."""
+        """Return a page of a scan over about `max_count` sequences, in no order. It has those with the
+        status, if one is given."""
         return await sequences.page(self.backend, most, after, status)
 
     async def sequence(self, sequence_id: str) -> SequenceSeen | None:
@@ -196,7 +207,8 @@ class RedisDesk:
         return await sequences.show(self.backend, sequence_id)
 
     async def ids_of(self, entries: Sequence[int]) -> dict[int, str]:
-        """The ids of requests that were claimed once, those that are there and can be read."""
+        """Return the ids of requests that were claimed at least once, as far as they exist and can be
+        read."""
         scripts, key = self.backend.scripts, self.names.members
         found = {}
         for entry in entries:
@@ -220,13 +232,13 @@ class RedisDesk:
     ) -> bool:
         """End a sequence. Its waiting requests are answered CANCELLED, and its running one is cancelled.
 
-        Requests that were submitted until `at` (Unix time; `None` for now, by the clock of Redis) and are
-        claimed within `for_s` are answered CANCELLED, too. Return False if, as far as dispatchers know, the
-        sequence has ended or is not there.
+        Requests that were submitted until `submitted_until` (Unix time; `None` for now, by the clock of
+        Redis) and are claimed within `claimed_within_s` are answered CANCELLED, too. Return False if, as far
+        as dispatchers know, the sequence has ended or is not there.
         """
         told = "" if at is None else repr(at)
         head = await sequences.decide(self.backend, "cancel", sequence_id, told, for_s)
-        if head:
+        if head:  # a request of the sequence runs or waits for its retry: cancel it by its token
             scripts, key = self.backend.scripts, self.names.members
             request = parse(await scripts.attempt(lambda: scripts.client.hget(key, head)) or b"")
             if isinstance(request, Request) and request.token:
@@ -260,35 +272,39 @@ class RedisDesk:
         return done
 
     async def model_marks(self) -> ModelMarks:
-        """What is said of versions of models; reads only."""
+        """Return the model registry. Only reads."""
         return await model_registry.look(self.backend)
 
     async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
-        """Have the label mean that version; None takes it back. False: there was none to take back."""
+        """Let the label mean that version. `None` removes the label. Return False if there was none to
+        remove."""
         return await model_registry.label(self.backend, family, label, version, who)
 
     async def drain(self, model: str, who: str, why: str = "") -> None:
-        """Have this version take nothing new."""
+        """Send no new requests to this version."""
         await model_registry.drain(self.backend, model, who, why)
 
     async def undrain(self, model: str) -> bool:
-        """Take that back; False: it was not drained."""
+        """Remove the drain of a version. Return False if it was not drained."""
         return await model_registry.undrain(self.backend, model)
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
-        """The dead with an entry above `after`, by entry; at most 1 MB of members (one at least)."""
+        """Return the dead requests with an entry above `after`, by entry: at most 1 MB of members, but at
+        least one."""
         found = await script_calls.dead_after(self.backend, after, most)
         return [replace(one, attempts=_attempts(one.attempts, one.reason)) for one in found]
 
     async def dead_newest(self, most: int) -> Sequence[Dead]:
-        """Those with the highest entries, the highest first; at most 1 MB of members (one at least)."""
+        """Return the dead requests with the highest entries, highest first: at most 1 MB of members, but at
+        least one."""
         found = await script_calls.dead_newest(self.backend, most)
         return [replace(one, attempts=_attempts(one.attempts, one.reason)) for one in found]
 
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
-        """Accept them anew with this deadline (in the member and in the score, the priority kept).
+        """Submit dead requests again with this deadline (in the member and in the score). Their priority
+        stays.
 
-        Each is a new acceptance, and so may give a second result for its id. Those whose member cannot be
+        Each is a new submission, so there may be a second result for its id. Requests whose member cannot be
         read stay dead.
         """
         done = 0
@@ -300,7 +316,7 @@ class RedisDesk:
         return done
 
     async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
-        """Forget them; None: all."""
+        """Delete dead requests. `None` for all."""
         gone = 0
         if entries is None:
             while found := await self.dead_list(_BATCH):
@@ -312,8 +328,9 @@ class RedisDesk:
 
 
 def _attempts(counted: int, reason: str) -> int:
-    """All tries of a dead request that failed. The queue counts a try when it is given back for another one;
-    the last, after which it died, stands in the reason alone."""
+    """Return the number of all failed attempts of a dead request. The queue counts an attempt when it
+    is released for another one. The last attempt, after which the request died, is counted in the
+    reason only."""
     said = _USED_UP.match(reason)
     return counted if said is None else max(counted, int(said[1]))
 

@@ -1,4 +1,4 @@
-"""What the scripts reply, as the values that stand for it."""
+"""Decoding of the replies of scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dispatcher.queue.redis.scripts import Reply
 
 
 def line_of(told: Sequence[Any]) -> LineAhead:
-    """Of an outlook."""
+    """Decode the reply of take_snapshot.lua."""
     now, settled, leased, spans, heads, owners, replicas = told
     return LineAhead(
         now=float(now),
@@ -38,7 +38,7 @@ def lease_of(
     units: int,
     last_try: bytes,
 ) -> Lease:
-    """Of a claim; without its member where only the size of that was told."""
+    """Decode a lease. Its member is empty if the script returned only the size of the member."""
     return Lease(
         entry,
         token.decode(),
@@ -93,7 +93,7 @@ def dead_of(
 
 
 def facts_of(backend: Backend, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:
-    """What every step of an owner's tells."""
+    """Decode the part of the reply that all scripts of owners have in common."""
     now, live, own, young, lost, stray, limit, read_at, *rest = facts
     overload_at, until, capacity, in_flight, prober, paused = rest
     backend.saw(reply, now)

@@ -1,4 +1,4 @@
-"""The lists that producers name for their results: which of them take any, asked before the work is done."""
+"""Check of the result lists that producers name, before the work for their requests is done."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.script_calls import key_of
 
 _FIT_S = 60.0
-"""How long a list that was found fit is not asked about again."""
+"""Seconds for which a valid list is not checked again."""
 _MOST = 10_000
 
 
 class Destinations:
-    """What is known of them. On a Cluster only those in the queue's own slot can be asked about."""
+    """Knows which lists are valid. On a Cluster, only lists in the slot of the queue can be checked."""
 
     def __init__(self, backend: Backend, outbox: Outbox) -> None:
         self._backend = backend
         self._outbox = outbox
         self._fit: dict[str, float] = {}
-        """Until when each of them is taken to be."""
+        """Time until which each list counts as valid."""
 
     def refused(self, name: str) -> str | None:
-        """Why no result may go there, as the end of a sentence; None: it may, as far as is known unasked."""
+        """Return why no result may be pushed to a list, as the end of a sentence. `None` if it may, as far as
+        is known without a call to the server."""
         why = self._backend.names.refused_list(name)
         if why is None and self._backend.scripts.is_cluster:
             key = key_of(name)
@@ -36,7 +37,8 @@ class Destinations:
         return why
 
     async def all_refused(self, names: Iterable[str]) -> dict[str, str]:
-        """Those that take none, and why. What cannot be learned now counts as fit: the write will tell."""
+        """Return the invalid lists, each with the reason. A list that cannot be checked now counts as valid:
+        the write will find out."""
         refused: dict[str, str] = {}
         unknown: list[str] = []
         now = asyncio.get_running_loop().time()
@@ -54,7 +56,7 @@ class Destinations:
             unfit = await script_calls.unfit(self._backend, [key_of(name) for name in names])
         except QueueUnavailableError:
             return []
-        if len(self._fit) > _MOST:
+        if len(self._fit) > _MOST:  # producers choose the names, so their number has a bound
             self._fit.clear()
         self._fit.update((name, until) for name, no in zip(names, unfit, strict=True) if not no)
         return [name for name, no in zip(names, unfit, strict=True) if no]

@@ -1,4 +1,4 @@
-"""Results on their way to the lists: what cannot be written costs that request alone."""
+"""Writing of results to their lists. A result that cannot be written affects only its own request."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from dispatcher.queue.redis.scripts import BrokenCallError, in_steps
 
 _WRITTEN = (DONE, BAD_LIST, TOO_LARGE)
 _ALONE_BYTES = 65_536
-"""A larger result that the server does not take, while it answers, is taken to be too large for it."""
+"""Size above which a result counts as too large if the server does not take it but still answers."""
 _WRITES_S = 10.0
-"""A call begins to write no more large results after so long: claims wait for it."""
+"""Seconds after which a call begins to write no more large results, because claims wait for it."""
 
 Step = Callable[[Sequence[Write]], Awaitable[Sequence[int]]]
-"""Settle or expire these; a status for each."""
+"""Call that settles the writes, or settles them unleased. Returns a status for each."""
 
 
 class Writer:
-    """Hands results to settle and expire, so that each is written once and holds up no other."""
+    """Passes results to the scripts so that each is written once and holds up no other."""
 
     def __init__(self, backend: Backend, destinations: Destinations, outbox: Outbox) -> None:
         self._backend = backend
         self._destinations = destinations
         self._outbox = outbox
         self._doubted: set[int] = set()
-        """Large results that the server, which is there, has not taken once: by the hash of what they end."""
+        """Large results that a reachable server did not take once, by the hash of their `identity`."""
 
     async def write(self, step: Step, writes: Sequence[Write]) -> list[int]:
-        """Settle or expire all of them; a status for each, `STUCK` where it stays as it is.
+        """Settle all writes. Return a status for each, `UNWRITABLE` if its request stays as it is.
 
-        A refused list is answered on the default list. Raises where nothing could be written.
+        A result for an invalid list is answered on the default list. Raises if nothing could be written.
         """
         checked = [self._checked(write) for write in writes]
         statuses, failure = await self._write_apart(step, checked)
+        # The script has done nothing for a bad list. Write again, with INVALID_REQUEST to the default list.
         again = [at for at, status in enumerate(statuses) if status == BAD_LIST and not checked[at].instead]
         if again:
             refused, failure = await self._write_apart(step, [_refused(checked[at]) for at in again])
@@ -64,11 +65,13 @@ class Writer:
     async def _write_apart(
         self, step: Step, writes: Sequence[Write]
     ) -> tuple[list[int], QueueUnavailableError | None]:
-        """In steps of a megabyte, large results last, and so that what cannot be written holds up nothing
-        else: a step that fails while the server answers is repeated write by write. And why any failed."""
+        """Write in batches of a megabyte, large results last, so that a result that cannot be written holds
+        up no other: if a batch fails while the server answers, its results are written one by one. Also
+        return why a write failed."""
         clock = asyncio.get_running_loop().time
         enough_at = clock() + _WRITES_S
         statuses = [STUCK] * len(writes)
+        # The sort is stable, so the writes of each half keep their order.
         order = sorted(range(len(writes)), key=lambda at: writes[at].size > _ALONE_BYTES)
         batches = deque(in_steps(order, lambda at: writes[at].size))
         failure: QueueUnavailableError | None = None
@@ -81,19 +84,21 @@ class Writer:
             try:
                 for at, status in zip(batch, await _write_some(step, some), strict=True):
                     statuses[at] = status
-                if self._doubted:
+                if self._doubted:  # written now, so they are not too large
                     self._doubted.difference_update(hash(write.ends) for write in some)
             except BrokenCallError as error:
                 alone, before, failure = len(batch) == 1, failure, error
                 if alone and not large:
+                    # A second small result that fails shows that the cause is not this result.
                     if before is not None:
-                        break  # it is not this one
+                        break
                     continue
                 if not await self._backend.scripts.answers(self._backend.names.queue):
-                    break
+                    break  # the server is unreachable: the rest stays as it is
                 if alone:
                     statuses[batch[0]] = await self._write_less(step, some[0], error)
                 else:
+                    # Something in this batch cannot be written, so try its results one by one.
                     batches.extendleft([at] for at in reversed(batch))
                     failure = None
             except QueueUnavailableError as error:
@@ -102,7 +107,7 @@ class Writer:
         return statuses, failure
 
     async def _write_less(self, step: Step, write: Write, why: QueueUnavailableError) -> int:
-        """A large result that the server did not take, though it is there: when that happens again, say
+        """Handle a large result that a reachable server did not take. When that happens again, write
         TOO_LARGE instead."""
         known = hash(write.ends)
         if known not in self._doubted:
@@ -128,9 +133,9 @@ class Writer:
         return write if why is None else _refused(write, why)
 
     async def _clean_up(self, writes: Sequence[Write], statuses: Sequence[int]) -> None:
-        """On a Cluster: what the script could not reach, in other slots.
+        """Finish on a Cluster what the script could not reach, because it is in other slots.
 
-        Not to be told as a failure, for everything is settled: the sweep carries what stays in the outbox,
+        Failures are not reported, because everything is settled: the sweep delivers what stays in the outbox,
         and markers expire.
         """
         lists = (write.settlement.results or self._backend.names.results for write in writes)
@@ -153,13 +158,13 @@ class Writer:
 async def _write_some(step: Step, writes: Sequence[Write]) -> list[int]:
     statuses = await step(writes)
     return [
-        status or write.instead  # done: what it stands for
+        status or write.instead  # DONE is 0: use the status for which the replacement stands
         for status, write in zip(statuses, writes, strict=True)
     ]
 
 
 def _refused(write: Write, why: str = NO_LIST) -> Write:
-    """The same with INVALID_REQUEST to the default list."""
+    """Return a write of INVALID_REQUEST to the default list."""
     settlement = write.settlement
     told = settlement.request_id or decode_result(settlement.result).id
     result = misdirected(told, settlement.results, why, token=settlement.request_token)

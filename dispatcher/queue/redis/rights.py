@@ -1,7 +1,8 @@
-"""What the user of queue.url must be permitted, and which of it a server refuses.
+"""Permissions that the user of `queue.url` needs, and the check which of them a server refuses.
 
-docs/security.md has it for people. The steps ask for their own rights before they write (lua/need.lua), so
-that nothing is left half done; here all is asked at once, for `batch-dispatcher check`.
+docs/security.md describes them for people. The scripts check their own permissions before they write
+(lua/require_commands.lua), so that nothing is left half done. Here all are checked at once, for
+`batch-dispatcher check`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ _COMMANDS = (
     *("zadd", "zrem", "zcard", "zcount", "zscore", "zrange", "zrangebyscore", "zrevrange"),
     *("zremrangebyrank", "zpopmin"),
 )
-"""All that take a key: each is asked for with the queue's own, whatever it is run on."""
+"""All commands that take a key. Each is checked with the key of the queue, whatever key it is used with."""
 _SUBSCRIBE = "subscribe"
 
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """To run one command on one key, or on none."""
+    """Permission to run one command on one key, or without a key."""
 
     command: str
     key: str = ""
-    """As a person would grant it: a prefix ends with an asterisk."""
+    """Key pattern as in ACL SETUSER: a prefix ends with an asterisk."""
 
     def words(self) -> tuple[str, ...]:
-        """A call that needs it, with a word wherever some version looks for a key."""
+        """Return a call that needs the permission, with a word at every position where some version looks for
+        a key."""
         key = self.key.replace("*", "any")
         if self.command == "eval":
             return self.command, "return 1", "1", key, key
@@ -41,18 +43,18 @@ class Right:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What is not permitted, in the words of ACL SETUSER."""
+    """Missing permissions, in the form of ACL SETUSER."""
 
     rights: tuple[str, ...] = ()
-    """Without these nothing is sent."""
+    """Rules without which nothing can be sent."""
     wakes: bool = True
-    """Whether new work may be heard of."""
+    """True if this user may subscribe to wake-ups."""
     known: bool = True
-    """False: the server cannot be asked."""
+    """False if the server cannot be asked."""
 
 
 def needed(names: Names) -> list[Right]:
-    """All that a dispatcher of this queue does."""
+    """Return all permissions that a dispatcher of this queue needs."""
     own = [
         Right("eval", key)
         for key in (
@@ -77,7 +79,8 @@ def needed(names: Names) -> list[Right]:
 
 
 async def missing(scripts: Scripts, names: Names) -> Missing:
-    """Ask for all of them. Raises QueueUnavailableError where even asking (EVAL) is not permitted."""
+    """Check all permissions. Raises QueueUnavailableError if even the check (EVAL) is not permitted."""
+    # Subscribing comes last and is not required: without it, the dispatcher polls.
     rights = [*needed(names), Right(_SUBSCRIBE, names.wake)]
     told = await permits(scripts, [right.words() for right in rights])
     if not told:
@@ -88,7 +91,8 @@ async def missing(scripts: Scripts, names: Names) -> Missing:
 
 
 def _summed(asked: Iterable[Right], refused: set[Right]) -> list[str]:
-    """Keys on which nothing is permitted, commands that are permitted nowhere else, then what is left."""
+    """Summarize the refused permissions: keys on which nothing is permitted, commands that are permitted on
+    no other key, and the rest."""
     if not refused:
         return []
     asked = list(asked)

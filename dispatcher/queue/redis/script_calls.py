@@ -1,7 +1,7 @@
-"""One function for each script: what it is given by position, and what its reply means, stands here alone.
+"""One function for each script, which encodes its arguments and decodes its reply.
 
-Each is one call, atomic and safe to repeat; its promise stands at the head of its Lua file. Whatever takes
-several calls, or decides between them, is the owner's or the desk's.
+Each call is atomic and safe to repeat. The header of the Lua file says what it guarantees. Everything that
+needs several calls is part of the owner or of the queue admin.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from dispatcher.queue.redis.sequences import TakeOver, counted_of, handed_of, le
 from dispatcher.queue.redis.waiting_for_model import awaits_of
 
 _SPLITS = 200
-"""Of spans in an outlook, at the most."""
+"""Largest number of spans that one snapshot splits."""
 _HEAD_BYTES = 4096
 _NO_RESULT, _PUSH, _POST = range(3)
-"""How a result goes to its list: not at all, in the same step, or by the outbox."""
+"""Delivery of a result to its list: none, in the same step, or by the outbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerTerms:
-    """What each step of an owner's says of it."""
+    """Arguments that the scripts of an owner have in common."""
 
     owner: str
     timeout_s: float
-    """After so long without a call it is taken for dead; 0: only its leases run out."""
+    """Seconds without a call after which the owner counts as dead. With 0, only its leases run out."""
     lease_s: float
     arguments: tuple[Argument, ...] = field(init=False)
-    """The same as the scripts get it."""
+    """These values as arguments of a script."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arguments", (self.owner, self.timeout_s, self.lease_s))
@@ -67,7 +67,8 @@ class OwnerTerms:
 class ClaimReply:
     claimed: Claimed
     untold_bytes: int
-    """The size of the only lease's member where that is too large to come with it; else 0."""
+    """Size of the member if it is too large to be part of the reply, which then has one lease.
+    Otherwise 0."""
 
 
 async def claim(
@@ -82,7 +83,7 @@ async def claim(
     largest: int,
     probing: bool = False,
 ) -> ClaimReply:
-    """`largest`: bytes of the longest member that is moved whole."""
+    """Run claim.lua. `max_member_bytes` is the size of the largest member that is moved whole."""
     args: list[Argument] = [*me.arguments, most, CLAIM_BYTES, secrets.token_hex(16), REPLY_TTL_S]
     args += [int(probing), *_permit(backend, permit), largest, max(0, units), *rooms(lanes).values()]
     reply = await backend.run("claim", args, [backend.names.reply(f"{me.owner}:{nonce}")])
@@ -93,7 +94,7 @@ async def claim(
 
 
 async def shorten(backend: Backend, lease: Lease) -> bytes | None:
-    """What is left of its member; None: the lease is another's by now."""
+    """Cut the member of a lease. Return what is left of it, or `None` if the lease has ended."""
     left: bytes | None = (await backend.run("shorten", [lease.entry, lease.token])).value
     return left
 
@@ -105,12 +106,12 @@ async def renew(
     permit: Permit | None = None,
     overload: Overload | None = None,
 ) -> Renewed:
-    """An overload is told with the permit of who saw it."""
+    """Run renew.lua. An overload is shared with the permit of the owner that saw it."""
     args: list[Argument] = [*me.arguments, len(leases)]
     for lease in leases:
         args += (lease.entry, lease.token)
     if permit is not None:
-        args += _permit(backend, permit)[:-1]
+        args += _permit(backend, permit)[:-1]  # unleased units are of no interest to other owners
         if overload is not None:
             args += [backend.server_time(overload.at), backend.server_time(overload.until)]
             args += [int(overload.capacity), overload.in_flight]
@@ -148,20 +149,20 @@ class SweepReply:
     due: int
     next_due_at: float | None
     more: bool
-    """There is more to take or bring back."""
+    """True if there are more leases to take back, or more requests to return."""
     lost: int
     holders: Sequence[str]
     """Owners that hold leases."""
     turns: int
-    """Of sequences, that have come."""
+    """Number of requests of sequences whose turn has come."""
     revoked: int
-    """Requests that waited for their model, and were cancelled."""
+    """Number of cancelled requests that waited for their model."""
 
 
 async def sweep(
     backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str], *, max_pending: int
 ) -> SweepReply:
-    """`gone`: owners that are proven to have ended."""
+    """Run sweep.lua. `ended_owners` are proven to have ended."""
     reply = await backend.run("sweep", [*me.arguments, most, _foreign(backend), max_pending, *gone])
     now, reclaimed, due, next_due, more, lost, holders, turns, revoked = reply.value
     backend.saw(reply, now)
@@ -182,16 +183,16 @@ async def sweep(
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A result on its way to a list, and what ends with it: a lease, or an unleased request, too late."""
+    """Write of one result, and the lease or the overdue unleased request that ends with it."""
 
     settlement: Settlement
     bury: str | None = None
-    """Its lease ends among the dead, and why."""
+    """Reason for which the request goes to the dead-letter set. `None` if it does not."""
     lies: Expired | None = None
-    """It is not leased: where it was found."""
+    """Location of the request if it is not leased."""
     instead: int = DONE
-    """What it comes to where the result stands for another one: BAD_LIST for the INVALID_REQUEST of one whose
-    list was refused, TOO_LARGE for one that the server does not take."""
+    """Status if this result replaces another one: BAD_LIST for the INVALID_REQUEST of a refused list,
+    TOO_LARGE for a result that the server does not take."""
 
     @property
     def size(self) -> int:
@@ -201,7 +202,7 @@ class Write:
 
     @property
     def ends(self) -> tuple[int, str] | Expired:
-        """What ends with it, to know it by."""
+        """Key that identifies the lease or the request that ends with the write."""
         return (self.settlement.lease.entry, self.settlement.lease.token) if self.lies is None else self.lies
 
 
@@ -209,11 +210,11 @@ class Write:
 class SettleReply:
     statuses: Sequence[int]
     dropped: int
-    """The dead that went because there were more than dead_max."""
+    """Number of dead requests that were dropped for `dead_max`."""
     claimed: Claimed | None = None
-    """What was handed over; None: nothing was offered, or this is not known."""
+    """Claimed next requests. `None` if nothing was offered, or if the reply was lost."""
     goes: Sequence[Goes] = ()
-    """For each of those."""
+    """Granted turns of these requests."""
 
 
 async def settle(
@@ -232,13 +233,13 @@ async def settle(
     reply = await backend.run("settle", args, keys, size=size)
     now, dropped, handed, *statuses = reply.value
     backend.saw(reply, now)
-    if not isinstance(handed, list):
+    if not isinstance(handed, list):  # no offer, or the reply of a repeated call, which has only a number
         return SettleReply(statuses, dropped)
     return SettleReply(statuses, dropped, *handed_of(backend, reply, handed))
 
 
 async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Sequence[int]:
-    """A status for each; of those only that say where they lie."""
+    """Run settle_unleased.lua for the writes of unleased requests. Return a status for each."""
     args: list[Argument] = _results_head(backend, ttl_s)
     for write in writes:
         if write.lies is not None:
@@ -254,20 +255,23 @@ def _results_head(backend: Backend, ttl_s: int) -> list[Argument]:
 
 
 def _foreign(backend: Backend) -> int:
-    """1: the markers of llm-d's producers can be reached from the queue's scripts."""
+    """Return 1 if scripts of the queue can reach the markers of llm-d's producers, otherwise 0."""
     return int(not backend.scripts.is_cluster)
 
 
 def _results_keys(backend: Backend) -> list[Argument]:
-    """A default list in another slot must not be named to a script: the outbox stands in."""
+    """Return the reply key and the default list. A default list in another slot must not be named to a
+    script, so the outbox takes its place."""
     default = key_of(backend.names.results)
     return [backend.new_reply(), backend.names.outbox if backend.elsewhere(default) else default]
 
 
 def _result(backend: Backend, settlement: Settlement) -> tuple[Argument, ...]:
     name = key_of(settlement.results or backend.names.results)
+    # Scripts of a Cluster can only write keys of the queue's slot, so other lists need the outbox.
     how = _NO_RESULT if not settlement.result else _POST if backend.elsewhere(name) else _PUSH
     token = key_of(settlement.request_token)
+    # Without an id, the script leaves the markers alone. A token that is too long is part of no key.
     request = key_of(settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
     return how, name, settlement.result, request, token
 
@@ -276,18 +280,20 @@ def _result(backend: Backend, settlement: Settlement) -> tuple[Argument, ...]:
 class OverdueReply:
     until: bytes
     next_range: int
-    """-1: at the end."""
+    """Range at which to go on. -1 at the end."""
     next_offset: int
     rows: Sequence[tuple[int, bytes, bytes, bytes, int, int]]
-    """Of each: the range it was found in, place, member, what its last try came to, attempts, refusals."""
+    """Range, location, member, last attempt, failed attempts and refusals of each request."""
     alone_bytes: int
-    """The first has so many and wants a call of its own: the only row has no member. Else 0."""
+    """Size of the first member if it needs a call of its own, and then the only row has no member. Otherwise
+    0."""
 
 
 async def overdue(
     backend: Backend, position: Sequence[Argument], most: int, *, largest: int, alone_bytes: int = 0
 ) -> OverdueReply:
-    """The next of a walk. `alone_bytes`: of the first, where it is to be told by a call of its own."""
+    """Run one call of a search. `large_member_bytes` is the size of the first member if it is to be returned
+    alone."""
     args = [*position, most, alone_bytes or SCRIPT_BYTES, largest]
     reply = await backend.run("overdue", args, size=alone_bytes)
     until, next_range, next_offset, *rows = reply.value
@@ -296,7 +302,7 @@ async def overdue(
 
 
 async def unfit(backend: Backend, lists: Sequence[bytes]) -> list[bool]:
-    """Which of these lists take no result. A Cluster finds the node by the queue."""
+    """Return for each list whether it takes no results. A Cluster finds the node by the key of the queue."""
     told = (await backend.scripts.run("unfit", [backend.names.queue], lists)).value
     return [bool(no) for no in told]
 
@@ -313,7 +319,8 @@ async def push(
     ttl_s: int,
     marker_s: int,
 ) -> bool:
-    """Results by their numbers, in rising order. False: no list, or no marker, is under these names."""
+    """Push results by their numbers, in rising order. Return False if the list or the marker has another
+    type."""
     parts = [part for result in results for part in result]
     size = sum(map(len, parts))
     reply = await backend.scripts.run("push", [name, marker], [ttl_s, marker_s, *parts], size=size)
@@ -321,7 +328,7 @@ async def push(
 
 
 async def forget(backend: Backend, marker: bytes, token: bytes) -> None:
-    """A marker of llm-d's producers."""
+    """Delete a marker of llm-d's producers."""
     await backend.scripts.run("forget", [marker], [token])
 
 
@@ -349,8 +356,9 @@ async def peek(backend: Backend, most: int) -> list[tuple[float, bytes]]:
 
 
 async def permits(scripts: Scripts, calls: Sequence[Sequence[str]]) -> list[bool]:
-    """Whether this user may make each of these calls; nothing where the server cannot be asked."""
+    """Return for each call whether this user may make it. Empty if the server cannot be asked."""
     flat = [word for call in calls for word in (str(len(call)), *call)]
+    # By EVAL, because EVALSHA is among the permissions in question.
     text, _ = source("permits")
     told = await scripts.attempt(lambda: scripts.client.execute_command("EVAL", text, 0, *flat))
     return [bool(granted) for granted in told]
@@ -373,7 +381,7 @@ async def _dead(backend: Backend, how: str, after: int, most: int) -> list[Dead]
 
 
 async def purge(backend: Backend, entries: Sequence[int]) -> int:
-    """How many of them were there."""
+    """Delete dead requests. Return how many there were."""
     gone: int = (await backend.run("dead", ["purge", *entries])).value
     return gone
 
@@ -388,7 +396,7 @@ async def requeue(backend: Backend, entry: int, again: Submission) -> int:
 
 
 def key_of(name: str) -> bytes:
-    """A name from a request as a key; a lone surrogate must not raise here."""
+    """Encode a name of a request as a key. A lone surrogate must not raise here."""
     return name.encode(errors="surrogatepass")
 
 

@@ -1,8 +1,9 @@
-"""One server, seen through its scripts: run by SHA, loaded again when forgotten, bounded in time.
+"""Runner of Lua scripts on one server. Scripts are run by SHA, loaded again if the server forgot them, and
+bounded in time.
 
-The only place where Redis errors are translated, and nothing else comes out of here: what is not foreseen,
-be it a reply or a defect of the client library, is a sentence too. Each script's promise stands at the head
-of its file.
+All errors of Redis are translated here, and no others come out of here: unexpected replies and defects of the
+client library become a QueueUnavailableError with a sentence, too. The header of each Lua file says what the
+script guarantees.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 SCRIPT_BYTES = 2**20
 SCRIPT_ITEMS = 256
-"""No script is given more at once."""
+"""Largest number of items that one script gets."""
 _DESK = ("need", "time", "common")
 _STEP = ("need", "rights", "time", "common")
 _BOARD = ("need", "time", "versions")
@@ -73,7 +74,7 @@ _FRAGMENTS = {
 _CAPITALS = re.compile(r"\b[A-Z][A-Z_]+\b")
 _COMMENT = re.compile(r"--.*")
 _PAUSES_S = (0.05, 0.2)
-"""Before the second and the third try. A longer outage is the caller's to wait for."""
+"""Pauses before the second and the third attempt. Callers handle longer outages themselves."""
 
 _REFUSALS = {
     "READONLY": "is a replica that takes no writes",
@@ -98,21 +99,22 @@ _KINDS: dict[type[Exception], str] = {
     errors.AuthenticationError: "WRONGPASS",
     errors.BusyLoadingError: "LOADING",
 }
-"""redis-py keeps the code to itself where it knows it."""
+"""Codes of the errors for which redis-py has a class and removes the code from the message."""
 _CONNECTION = (errors.ConnectionError, errors.RedisClusterException, OSError, RuntimeError)
-"""RuntimeError: a transport that closed while something was written to it."""
+"""Errors of a connection. RuntimeError is raised by a transport that closes during a write."""
 _MOST_CHARS = 300
-"""Of a reply in a sentence: it may repeat what was sent to it."""
+"""Largest number of characters of an error in a message, because it may repeat large arguments."""
 SLOWEST_BYTES_PER_S = 1_000_000
-"""Of a way to Redis that large values can be moved over."""
+"""Rate in bytes per second of the slowest connection over which large values can be moved."""
 _CONNECTING = re.compile(r"connecting to (\S+?)\.(?:\s|$)")
-"""Where to, in an error of the client library."""
+"""Address in an error of the client library."""
 _FORBIDDEN = re.compile(
     r"^(?:Error running script .*: )?The user executing the script can't|^ACL failure in script"
 )
-"""How a right is refused inside a script, where there is no NOPERM: by Redis 6.2, by 7, by Valkey."""
+"""Errors for a missing permission inside a script, where there is no NOPERM, of Redis 6.2, Redis 7 and
+Valkey."""
 _PLACE = re.compile(r"^Error running script .*: (?=The user)| script: (?:[0-9a-f]+, )?on @.*$")
-"""Where in a script, which tells an operator nothing."""
+"""Location in a script, which is of no use to an operator."""
 
 
 _FOLDER = files("dispatcher.queue") / "lua"
@@ -121,12 +123,13 @@ _LUA = {
     for file in _FOLDER.iterdir()
     if file.name.endswith(".lua")
 }
-"""Read at the start: later the process may be short of descriptors, or the files be another version's."""
+"""Text of all Lua files. They are read at import, because the process may lack file descriptors later, and
+the files may be replaced by those of another version."""
 
 
 def _prelude(text: str, all_keys: Mapping[str, tuple[str, str]]) -> str:
-    """What Python and a script both name, as locals: the keys, and the numbers they agree about. Those that
-    it names only: a script may have 200 locals."""
+    """Return the definitions that Python and a script share, as Lua locals: keys and constants. Only those
+    that the script uses, because a script may have 200 locals."""
     named = set(_CAPITALS.findall(_COMMENT.sub("", text)))
     keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(all_keys, 1) if name in named]
     types = ", ".join(f"'{kind}'" for _, kind in all_keys.values())
@@ -139,12 +142,13 @@ def _prelude(text: str, all_keys: Mapping[str, tuple[str, str]]) -> str:
 
 @cache
 def source(name: str) -> tuple[str, str]:
-    """The text of a script with the fragments it stands on, and its SHA.
+    """Return the text of a script with its fragments, and its SHA.
 
-    The script itself is a function in what it stands on: each of the two may have 200 locals. Put together
-    when it is first asked for, for a client runs few of them.
+    The script itself becomes a function after its fragments, so each of the two may have 200 locals. The text
+    is built on first use, because a client runs few of the scripts.
     """
     parts = (*_FRAGMENTS.get(name, _DESK), name)
+    # The order of the parts matters: each uses the local functions of those before it.
     *below, script = (_LUA[part] for part in parts)
     text = "\n".join([*below, f"return (function()\n{script}\nend)()"])
     if "time" in parts:
@@ -153,16 +157,17 @@ def source(name: str) -> tuple[str, str]:
 
 
 class BrokenCallError(QueueUnavailableError):
-    """This call was broken off, not answered in time, or refused in a way that nobody foresaw. The server may
-    be there all the same, and take others."""
+    """This call was interrupted, not answered in time, or refused unexpectedly. The server may be reachable
+    all the same, and take other calls."""
 
 
 class OddReplyError(BrokenCallError, CallRefusedError):
-    """Nobody foresaw what came in reply."""
+    """The reply was unexpected."""
 
 
 class WrongKeyError(QueueUnavailableError):
-    """A key of another program is in the place of one of ours. Retrying does not help."""
+    """Another program has stored a value of another type under one of the queue's keys. A retry does not
+    help."""
 
 
 _ERRORS: Mapping[str, type[QueueUnavailableError]] = {
@@ -173,12 +178,12 @@ _ERRORS: Mapping[str, type[QueueUnavailableError]] = {
 
 
 class ForbiddenError(CallRefusedError):
-    """This user may not do that."""
+    """This user has no permission for the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a script returned, and between which loop times it ran."""
+    """Reply of a script, and the loop times between which the script ran."""
 
     value: Any
     sent_at: float
@@ -186,21 +191,24 @@ class Reply:
 
 
 class Scripts:
-    """Calls to one server or cluster. Raises QueueUnavailableError for all that can go wrong there.
+    """Runs scripts on one server or cluster. Raises QueueUnavailableError for every failure there.
 
-    `try_s`: how long one try may take, beside what large values take to transfer.
+    `attempt_timeout_s` is the timeout of one attempt, in addition to the time that large values take to
+    transfer.
     """
 
     def __init__(self, client: Client, *, try_s: float = 3.0) -> None:
         self.client: Any = client
-        """For single commands, inside `attempt`. Any: redis-py types replies for every protocol at once."""
+        """Client for single commands inside `call_with_retries`. It is Any, because redis-py types replies
+        for every protocol at once."""
         self.is_cluster = isinstance(client, RedisCluster)
         self._try_s = try_s
 
     async def run(
         self, name: str, keys: Sequence[Argument], args: Sequence[Argument], *, size: int = 0
     ) -> Reply:
-        """Run a script. It may run twice when a reply is lost: each bears that. `size`: see `attempt`."""
+        """Run a script. It may run twice if a reply is lost, which every script supports. `size_bytes`: see
+        `call_with_retries`."""
         text, sha = source(name)
         parameters = (len(keys), *keys, *args)
 
@@ -209,7 +217,8 @@ class Scripts:
             sent_at = clock()
             try:
                 value = await self.client.execute_command("EVALSHA", sha, *parameters)
-            except errors.NoScriptError:  # flushed, restarted or failed over: EVAL loads it again
+            except errors.NoScriptError:
+                # The server was flushed, restarted or failed over. EVAL runs the script and loads it again.
                 sent_at = clock()
                 value = await self.client.execute_command("EVAL", text, *parameters)
             return Reply(value, sent_at, clock())
@@ -217,22 +226,23 @@ class Scripts:
         return await self.attempt(once, size=size)
 
     async def attempt(self, act: Callable[[], Awaitable[T]], *, size: int = 0) -> T:
-        """Do what can be repeated, within the time and the tries there are. `size`: how many bytes it moves,
-        where they are many."""
+        """Call a function that can be repeated, with retries and a timeout. `size_bytes` is the number of
+        bytes that it moves, if they are many."""
         for number in range(len(_PAUSES_S) + 1):
             if number:
                 await asyncio.sleep(_PAUSES_S[number - 1])
             try:
                 async with asyncio.timeout(self._try_s + size / SLOWEST_BYTES_PER_S):
                     return await cancellable(act)
-            except Exception as error:  # RuntimeErrors of a transport that has just closed are among them
+            except Exception as error:  # also RuntimeErrors of a transport that has just closed
+                # No retry after a timeout: the attempt has taken all of its time.
                 late = isinstance(error, TimeoutError | errors.TimeoutError)
                 if late or _is_forbidden(error) or number == len(_PAUSES_S):
                     raise _told(error) from error
         raise AssertionError("unreachable")
 
     async def answers(self, key: str) -> bool:
-        """Whether the server answers a small call, after a larger one did not get through."""
+        """Return whether the server answers a small call. Used after a larger call failed."""
         try:
             await self.attempt(lambda: self.client.exists(key))
         except QueueUnavailableError:
@@ -241,10 +251,9 @@ class Scripts:
 
 
 async def cancellable(act: Callable[[], Awaitable[T]]) -> T:
-    """The act's result, unless the task was cancelled meanwhile.
+    """Return the result of a call, and raise CancelledError if the task was cancelled meanwhile.
 
-    redis-py loses some cancellations on its way through connecting, and a task that was told to end would
-    then go on for ever.
+    redis-py loses some cancellations while it connects, and then a cancelled task would go on for ever.
     """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
@@ -260,7 +269,7 @@ def _is_forbidden(error: Exception) -> bool:
 
 
 def _told(error: Exception) -> QueueUnavailableError:
-    """The error as a sentence for an operator."""
+    """Translate an error into one with a sentence for an operator."""
     if isinstance(error, TimeoutError | errors.TimeoutError):
         return BrokenCallError("Redis did not answer in time")
     if isinstance(error, UnicodeEncodeError):
@@ -268,6 +277,7 @@ def _told(error: Exception) -> QueueUnavailableError:
     message = _PLACE.sub("", str(error))
     if _is_forbidden(error):
         return ForbiddenError(f"Redis {_REFUSALS['NOPERM']}: {message}")
+    # The code comes first in an error of a command, and within the text of an error of a script.
     for code, meaning in _REFUSALS.items():
         if message.startswith(code) or f"{code} " in message:
             return _ERRORS.get(code, QueueUnavailableError)(f"Redis {meaning}: {message}")
@@ -278,24 +288,26 @@ def _told(error: Exception) -> QueueUnavailableError:
         return OddReplyError(
             f"Redis refused a call in a way that was not foreseen: {shortened(message, _MOST_CHARS)}"
         )
-    if isinstance(error, MasterNotFoundError):  # what follows its first words are the client's innards
+    if isinstance(error, MasterNotFoundError):  # after " : " come internals of the client
         why = message.partition(" : ")[0]
         return BrokenCallError(
             f"Redis cannot be reached: no sentinel names a primary: {shortened(why, _MOST_CHARS)}"
         )
     if isinstance(error, _CONNECTION):
-        # The client's own words hold numbers of the system, and the address in brackets.
+        # The message of the client has error numbers of the system, so only its address is used.
         place = _CONNECTING.search(message)
         return BrokenCallError(f"Redis cannot be reached: {f'{place[1]}: ' if place else ''}{words(error)}")
     return OddReplyError(f"the answer of Redis was not understood: {shortened(repr(error), _MOST_CHARS)}")
 
 
 def in_steps(items: Sequence[T], size_of: Callable[[T], int], most: int = SCRIPT_ITEMS) -> list[list[T]]:
-    """Steps of at most a megabyte and `most` items, so that no script blocks Redis for long."""
+    """Split items into batches of at most a megabyte and `max_items` items, so that no script blocks Redis
+    for long."""
     steps: list[list[T]] = []
     size = 0
     for item in items:
         size += size_of(item)
+        # An item that is larger than a batch gets a batch of its own.
         if not steps or size > SCRIPT_BYTES or len(steps[-1]) == most:
             steps.append([])
             size = size_of(item)

@@ -1,4 +1,4 @@
-"""Looking at single requests and results, a page at a time: no call keeps Redis from others for long."""
+"""Reads of single requests and results, a page at a time, so that no call blocks Redis for long."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ _PLACES = {
     "L": Whereabouts.LEASED,
     "X": Whereabouts.DEAD,
 }
-"""By the names that the scripts give them."""
+"""Locations by the names that the scripts use."""
 _NAMES = {place: name for name, place in _PLACES.items()}
 _PAGE = 512
-"""Requests that one call reads at the most."""
+"""Largest number of requests that one call reads."""
 _FIRST_PAGE = 8
-"""Nobody knows yet how large they are, and a page of a cursor is read whole."""
+"""Number of requests of the first call. Their sizes are not known yet, and a page of a cursor is read as a
+whole."""
 _WALK = ("entries", "pending", "entries")
-"""A claim moves a request from the second to the first: who looks there again misses none."""
+"""Parts of a scan. A claim moves a request from "pending" to "entries". So a request that is claimed during
+the scan is found when "entries" is scanned again."""
 _WHOLE = 2**62
 _RESULTS = 64
 
@@ -60,7 +62,8 @@ async def near(backend: Backend, request_id: str, after: str) -> Looked:
 
 
 async def walk(backend: Backend, words: Words, after: str, *, entries_only: bool, whole: bool) -> Looked:
-    """`after`: which part of the walk, how many to read, and the cursor."""
+    """Return a page of a scan. `after` is the part of the scan, the number of requests to read, and the
+    cursor."""
     part, most, cursor = (after or f"0:{_FIRST_PAGE}:0").split(":")
     how, count = _WALK[int(part)], int(most)
     while True:
@@ -68,7 +71,9 @@ async def walk(backend: Backend, words: Words, after: str, *, entries_only: bool
         ended, then, looked, size, again, rows = await _look(backend, args, words)
         if not again:
             break
+        # The page has too many bytes for one reply. Ask for fewer requests from the same cursor.
         count = max(1, count // 8)
+    # Adjust the next page, so that it has about a megabyte.
     if size > 2 * SCRIPT_BYTES:
         count = max(1, count // 4)
     elif size < SCRIPT_BYTES // 2:
@@ -101,7 +106,7 @@ async def restore(backend: Backend, queue: str, requests: Sequence[FoundRequest]
 
 
 def _mark(found: FoundRequest) -> tuple[str | int, ...]:
-    """What makes it one that can be cancelled, where it can be."""
+    """Return the active marker of a found request, or an empty one if it cannot be cancelled."""
     read = parse(found.member)
     if isinstance(read, Rejection) or found.state is Whereabouts.DEAD:
         return "", "", 0
@@ -110,7 +115,7 @@ def _mark(found: FoundRequest) -> tuple[str | int, ...]:
 
 
 async def is_list(backend: Backend, name: str) -> bool:
-    """Whether results can lie under that name: False where something else does."""
+    """Return whether the name can be a result list. False if the key has another type."""
     scripts = backend.scripts
 
     async def read() -> bool:
@@ -126,12 +131,14 @@ async def is_list(backend: Backend, name: str) -> bool:
 
 
 async def results(backend: Backend, name: str, most: int, after: int) -> list[bytes]:
-    """One by one where they are large: no more than a megabyte is asked for than was told."""
+    """Return results of a list. Large results are read one by one, so that a call reads little more than a
+    megabyte."""
     scripts = backend.scripts
     found: list[bytes] = []
     size, count = 0, 1
 
     async def read() -> list[bytes]:
+        # Results are pushed on the left, so the oldest one has the index -1.
         last = -1 - after - len(found)
         try:
             page: list[bytes] = await scripts.client.lrange(name, last - count + 1, last)
@@ -156,7 +163,7 @@ async def take(backend: Backend, name: str, result: bytes) -> bool:
     scripts = backend.scripts
 
     async def remove() -> int:
-        gone: int = await scripts.client.lrem(name, -1, result)
+        gone: int = await scripts.client.lrem(name, -1, result)  # -1: one element, from the oldest on
         return gone
 
     return bool(await scripts.attempt(remove, size=len(result)))

@@ -1,4 +1,5 @@
-"""The steps of sequences: what line_up.lua, unserved.lua and sequence.lua are given, and what they reply."""
+"""Calls of sequences: arguments and replies of claim_turns.lua, find_remaining_requests.lua and
+sequence_admin.lua."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ _GOES, _REFUSED = 1, 2
 _WHY_CHARS = 300
 _PAGE = 500
 _NEWS, _NEWS_END = 11, 20
-"""Of what all sequences share."""
+"""Positions of the sequence counters in what all sequences share."""
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
 def left_by(backend: Backend, end: TurnEnd | None) -> tuple[Argument, Argument]:
-    """What a request leaves to its sequence, as settle.lua and expire.lua get it."""
+    """Encode the end of a turn for settle.lua and settle_unleased.lua."""
     if end is None:
         return "", ""
     turn = end.turn
@@ -59,12 +60,12 @@ def left_by(backend: Backend, end: TurnEnd | None) -> tuple[Argument, Argument]:
 
 
 def sentence(why: str) -> str:
-    """A reason as it is kept."""
+    """Return a reason in the form in which it is stored."""
     return shortened(_clean(why), _WHY_CHARS) if why else ""
 
 
 def _clean(text: str) -> str:
-    """Without lone surrogates: no server takes those."""
+    """Replace lone surrogates, because no server accepts them."""
     return text.encode(errors="replace").decode()
 
 
@@ -107,17 +108,17 @@ def _goes(index: int, token: bytes, fresh: int, carry: bytes) -> Goes:
 
 @dataclass(frozen=True, slots=True)
 class TakeOver:
-    """An owner takes what comes next of the sequences of which it settles requests, as a claim would."""
+    """Offer of an owner to claim the next requests of the sequences of which it settles requests."""
 
     owner: str
     lease_s: float
     nonce: str
     permit: Permit
     largest: int
-    """Bytes of the longest member that is moved."""
+    """Size of the largest member that is moved."""
 
     def packed(self, backend: Backend) -> bytes:
-        """As hand_over.lua gets it."""
+        """Encode the offer for claim_next.lua."""
         permit = self.permit
         by = permit.limit, backend.server_time(permit.read_at), permit.lost
         own = self.owner, self.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.largest
@@ -125,7 +126,7 @@ class TakeOver:
 
 
 def handed_of(backend: Backend, reply: Reply, handed: Sequence[Any]) -> tuple[Claimed, Sequence[Goes]]:
-    """What hand_over.lua replies."""
+    """Decode the reply of claim_next.lua."""
     facts, waiting, flat, turns = handed
     leases = [lease_of(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
     return Claimed(leases, *facts_of(backend, reply, facts), waiting), [_goes(*turn) for turn in turns]
@@ -142,11 +143,11 @@ def _verdict(how: int, *told: Any) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class UnservedRow:
-    """A request that will not go any more."""
+    """Remaining request of a sequence, which is to be answered."""
 
     place: str
     member: bytes | int
-    """How many bytes it has, where it wants a call of its own."""
+    """Member, or its size if it needs a call of its own."""
     code: ErrorCode
     why: str
 
@@ -161,16 +162,17 @@ async def unserved(backend: Backend, most: int, largest: int) -> list[UnservedRo
 
 
 def counted_of(shared: bytes, parked: int, waiting: int) -> SequenceCounts:
-    """`shared`: what all sequences share, as sequences.lua packs it (SHARED); empty: there is none yet."""
+    """Decode the counts in what all sequences share (SHARED_FIELDS in sequences.lua). `shared` is empty if
+    there is none yet."""
     told = msgspec.msgpack.decode(shared) if shared else []
     active, held, aborted = (int(told[at]) if at < len(told) else 0 for at in (1, 9, 10))
     return SequenceCounts(active, parked, held, aborted, waiting)
 
 
 def news_of(shared: bytes) -> SequenceNews:
-    """Of the same."""
+    """Decode the sequence counters in what all sequences share."""
     told: list[Any] = msgspec.msgpack.decode(shared) if shared else []
-    if len(told) < _NEWS_END:  # there is none yet, or an older version wrote last
+    if len(told) < _NEWS_END:  # no sequence yet, or an older version without counters wrote last
         return SequenceNews()
     return SequenceNews(*told[_NEWS:_NEWS_END])
 

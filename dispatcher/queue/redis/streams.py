@@ -1,7 +1,8 @@
-"""The steps of named streams: what enlist.lua, consume.lua and stream.lua are given, and what they reply.
+"""Calls of named streams: arguments and replies of submit_to_stream.lua, consume_result.lua and
+read_stream.lua.
 
-A stream notes each request in the step that submits it, and each result in the step that removes it, so that
-a program that begins anew knows which of its items were submitted, and which of them it has consumed.
+A stream records each request in the step that submits it, and each result in the step that removes it. So a
+program that starts again knows which of its items were submitted, and which of them it has consumed.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from dispatcher.queue.redis.producer import KEEP_S, Box
 from dispatcher.queue.redis.scripts import Argument
 
 STREAM_MOST = 1_000_000
-"""Ids that one stream may have."""
+"""Largest number of ids of one stream."""
 PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class NotedRequest:
-    """An unconsumed request, as a stream noted it."""
+    """Unconsumed request in the record of a stream."""
 
     id: str
     token: str
     deadline: int
     digest: str
     queued: bool
-    """The request waits in the queue or is in flight."""
+    """True if the request waits in the queue or is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotedPage:
-    """A page of what is noted of a stream, and the counts of all."""
+    """Page of the record of a stream, and the counts of all its requests."""
 
     unconsumed: int
     consumed: int
@@ -45,14 +46,14 @@ class NotedPage:
 
 
 def box_of(backend: Backend, name: str) -> Box:
-    """Return where the results of a stream are."""
+    """Return the result box of a stream."""
     return Box(backend.names.stream_results(name))
 
 
 async def enlist(
     backend: Backend, name: str, requests: Sequence[tuple[Submission, str]], most: int = STREAM_MOST
 ) -> int:
-    """Submit requests, each with its digest, of ids that the stream does not know; return how many."""
+    """Submit requests, each with its digest, whose ids the stream does not know. Return how many."""
     args: list[Argument] = [backend.names.wake, KEEP_S, most]
     for each, digest in requests:
         args += (repr(float(each.score)), each.member, each.request_id, each.request_token)
@@ -75,7 +76,8 @@ async def known_digests(backend: Backend, name: str, ids: Sequence[str]) -> Sequ
 
 
 async def consume(backend: Backend, name: str, me: str, request_id: str, number: int) -> str:
-    """Note a result as consumed, and remove it. Return who else has the name, or an empty string."""
+    """Record a result as consumed, and remove it. Return the other client that owns the stream, or an empty
+    string."""
     box = box_of(backend, name)
     keys = [*backend.names.stream(name), box.keep, box.owner]
     told: bytes = (await backend.scripts.run("consume", keys, [me, KEEP_S, request_id, number])).value
@@ -89,7 +91,7 @@ async def forget(backend: Backend, name: str, ids: Sequence[str]) -> None:
 
 
 async def forget_all(backend: Backend, name: str) -> None:
-    """Remove all that is noted of a stream, and its results."""
+    """Delete the record of a stream, and its results."""
     box = box_of(backend, name)
     keys = (*backend.names.stream(name), box.results, box.keep)
     await backend.scripts.attempt(lambda: backend.scripts.client.delete(*keys))
@@ -98,7 +100,7 @@ async def forget_all(backend: Backend, name: str) -> None:
 async def noted(
     backend: Backend, name: str, after: str = "", most: int = PAGE, *, consumed: bool = False
 ) -> NotedPage:
-    """Return a page of the unconsumed requests, or of the consumed ones, of which the ids alone are known."""
+    """Return a page of the unconsumed requests, or of the consumed ones, of which only the ids are known."""
     box = box_of(backend, name)
     keys = [*backend.names.stream(name), box.results, box.keep]
     args: list[Argument] = ["consumed" if consumed else "pending", after or "0", most]

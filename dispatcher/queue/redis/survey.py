@@ -1,4 +1,5 @@
-"""What stands behind queue.url, for `batch-dispatcher check`: asked through the dispatcher's own client."""
+"""Report on the server of `queue.url` for `batch-dispatcher check`, made with the client of the
+dispatcher."""
 
 from __future__ import annotations
 
@@ -15,21 +16,21 @@ from dispatcher.queue.redis.rights import missing
 from dispatcher.queue.redis.scripts import Scripts
 
 OLDEST = {"Redis": (6, 2), "Valkey": (8, 0)}
-"""The versions that the scripts are written for."""
+"""Oldest versions that the scripts support."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself; what it does not tell is taken for good."""
+    """Facts that a server reports about itself. A fact that it does not report counts as good."""
 
     name: str
     """`Redis` or `Valkey`."""
     version: str
     replica: bool
     evicts: str
-    """The policy by which it drops keys when its memory is full; empty: it never does."""
+    """Policy by which the server drops keys when its memory is full. Empty if it drops none."""
     durable: bool
-    """It keeps an append-only file."""
+    """True if the server keeps an append-only file."""
 
     @property
     def too_old(self) -> bool:
@@ -40,26 +41,29 @@ class ServerFacts:
 class Survey:
     counts: Counts
     paused: tuple[str, str] | None
-    """Who paused the queue and why."""
+    """The user who paused the queue, and the reason. `None` if the queue is not paused."""
     answer_s: float
-    """How long a PING took."""
+    """Duration of a PING in seconds."""
     server: ServerFacts | None
-    """None: it does not let this user ask."""
+    """Facts about the server. `None` if this user may not ask for them."""
     wakes: bool
-    """Whether this user may hear of new work; else it looks each queue.poll_s."""
+    """True if this user may subscribe to wake-ups. Otherwise, the dispatcher polls each `queue.poll_s`."""
 
 
 async def survey(url: str, names: Names) -> Survey:
-    """Connect, ask, change nothing. Raises QueueUnavailableError, or QueueUrlError for a URL of no server."""
+    """Connect and make the report, without changing anything. Raises QueueUnavailableError, and QueueUrlError
+    for an invalid URL."""
     client = connect(url)
     desk = RedisDesk(client, names)
     scripts = Scripts(client)
     try:
-        lacks = await missing(scripts, names)  # connected, TLS and password included
+        # The first call also checks the connection, TLS and the password.
+        lacks = await missing(scripts, names)
         if lacks.rights:
             told = ", ".join(lacks.rights)
             raise QueueUnavailableError(f"Redis does not permit this user: {told} (docs/security.md)")
-        answer_s = min([await _ping(scripts) for _ in range(3)])  # what else the process does is not its time
+        # The minimum, because other work of this process may delay single replies.
+        answer_s = min([await _ping(scripts) for _ in range(3)])
         return Survey(await desk.counts(), await desk.paused(), answer_s, await _server(scripts), lacks.wakes)
     finally:
         await desk.aclose()
@@ -69,8 +73,11 @@ KEYS_LOOKED_AT = 20_000
 
 
 async def other_queues(desk: RedisDesk) -> tuple[list[str], bool] | None:
-    """Where nothing of this queue is on its server: which queues are, and whether all keys were looked at.
-    None: something of it is there. Raises QueueUnavailableError, also for a user who may not SCAN."""
+    """Return the other queues on the server if there is nothing of this queue on it, and whether all keys
+    were read. `None` if there is something of this queue.
+
+    Raises QueueUnavailableError, also for a user who may not SCAN.
+    """
     scripts, names = desk.backend.scripts, desk.names
     if await scripts.attempt(lambda: scripts.client.exists(*names.keys, *names.board)):
         return None
@@ -79,7 +86,7 @@ async def other_queues(desk: RedisDesk) -> tuple[list[str], bool] | None:
         found: set[str] = set()
         looked_at = 0
         async for key in scripts.client.scan_iter(count=1000):
-            if looked_at == KEYS_LOOKED_AT:
+            if looked_at == KEYS_LOOKED_AT:  # the server may have millions of keys of other programs
                 return found, False
             looked_at += 1
             if (queue := queue_of(key.decode(errors="replace"))) is not None:
@@ -100,7 +107,7 @@ async def _ping(scripts: Scripts) -> float:
 async def _server(scripts: Scripts) -> ServerFacts | None:
     try:
         told = await scripts.attempt(lambda: _info(scripts.client, is_cluster=scripts.is_cluster))
-    except QueueUnavailableError:  # it worked a moment ago: it is this command that is not permitted
+    except QueueUnavailableError:  # the server worked a moment ago, so INFO is not permitted
         return None
     name, version = ("Valkey", told["valkey_version"]) if "valkey_version" in told else ("Redis", "")
     policy = str(told.get("maxmemory_policy", "noeviction"))
@@ -114,7 +121,7 @@ async def _server(scripts: Scripts) -> ServerFacts | None:
 
 
 async def _info(client: Any, *, is_cluster: bool) -> dict[str, Any]:
-    """INFO of the server; of a Cluster, of one node: they are set up alike."""
+    """Return the INFO of the server. On a Cluster, of one node, because all nodes are set up alike."""
     where = {"target_nodes": client.get_default_node()} if is_cluster else {}
     found: dict[str, Any] = await client.execute_command("INFO", **where)
     return found

@@ -1,4 +1,5 @@
-"""The steps of requests that wait for their model: what release.lua, recall.lua and awaited.lua are given."""
+"""Calls of requests that wait for their model: arguments of release.lua, return_waiting_for_models.lua and
+count_waiting_by_model.lua."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from dispatcher.queue.redis.scripts import Argument
 
 
 def awaits_of(release: Release) -> tuple[Argument, Argument, Argument]:
-    """The model that it is to wait for, and what cancels it while it does: id and token, which are kept with
-    its state, and so not where they are too long."""
+    """Return the model for which a released request waits, and the id and token by which it can be cancelled
+    meanwhile. These are stored with its state, so they are left out if they are too long."""
     if not release.awaits:
         return "", "", ""
     request, token = (text.encode(errors="surrogatepass") for text in release.cancelled_by)

@@ -1,4 +1,5 @@
-"""Hearing of new work: wake-ups that producers publish, and a cheap look for those who do not."""
+"""Wait for new work: a subscription to the wake-ups of producers, and a poll for producers that publish
+none."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ _RETRY_S = 1.0
 
 
 class WakeUps:
-    """One subscription per process. What is published between two calls is heard by the second one.
+    """Listens to wake-ups with one subscription per process. A wake-up between two calls ends the second one.
 
-    Whenever the subscription was (re-)established we look before we listen, because a wake-up may have been
-    published in between. Where the server permits no subscription, looking alone has to do.
+    Whenever the subscription was established, the queue is checked before the next message is awaited,
+    because a wake-up may have been published in between. If the server permits no subscription, the queue is
+    only polled.
     """
 
     def __init__(self, scripts: Scripts, names: Names, poll_s: float) -> None:
@@ -30,8 +32,9 @@ class WakeUps:
         self._gone = False
 
     async def wait(self) -> None:
-        """Return when a wake-up was heard, or poll_s passed and there is work."""
+        """Return after a wake-up, or when `poll_s` has passed and there is work."""
         while True:
+            # With a new subscription, check the queue first: a wake-up may have been published before it.
             fresh = await self._subscribe()
             if not fresh and await self._listen():
                 return
@@ -45,13 +48,13 @@ class WakeUps:
                 await heard.aclose()  # type: ignore[no-untyped-call]
 
     async def _subscribe(self) -> bool:
-        """True where a new subscription stands."""
+        """Subscribe if needed. Return True if there is a new subscription."""
         now = asyncio.get_running_loop().time()
         if self._heard is not None or now < self._again_at:
             return False
         try:
             self._heard = await cancellable(self._open)
-        except Exception as error:  # whatever it is, looking alone does
+        except Exception as error:  # whatever the cause is, polling is enough
             self._again_at = now + _RETRY_S
             if not self._gone:
                 emit(Event.WAKE_UPS_GONE, why=str(error) or type(error).__name__, poll_s=self._poll_s)
@@ -63,7 +66,7 @@ class WakeUps:
         return True
 
     async def _open(self) -> PubSub:
-        if self._scripts.is_cluster:  # what is published at one node reaches the subscribers of all
+        if self._scripts.is_cluster:  # a message published at one node reaches subscribers at all nodes
             await self._scripts.attempt(self._scripts.client.initialize)
         heard: PubSub = self._scripts.client.pubsub()
         try:
@@ -79,16 +82,17 @@ class WakeUps:
         return heard
 
     async def _listen(self) -> bool:
-        """True when a wake-up came within poll_s; all that came with it are taken as one."""
+        """Wait for a wake-up. Return True if one came within `poll_s`. All that came with it count as one."""
         heard = self._heard
         if heard is None:
             await asyncio.sleep(self._poll_s)
             return False
         try:
             woken = await cancellable(lambda: _message(heard, self._poll_s))
+            # Drain the messages that came with it, so that they cause no further rounds.
             while woken and await cancellable(lambda: _message(heard, 0.0)):
                 pass
-        except Exception:
+        except Exception:  # the connection is broken: the next call subscribes again
             await self.aclose()
             return False
         return woken

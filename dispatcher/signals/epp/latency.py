@@ -1,9 +1,10 @@
-"""Where the latencies of requests are shown: series, labels, and the query for them.
+"""Read the latencies of requests: names and labels of the series, and the Prometheus query for them.
 
-The picker's newest pages have both histograms with each request's priority and whether it was streamed; what
-was not streamed has its whole duration for a time to the first token, and is left out. Older pickers show
-them where the latency predictor is on, by model alone. Model servers (vLLM) know neither pool nor priority:
-through Prometheus those count that the scrape labels with our pool.
+New endpoint pickers show both histograms with the priority of the requests, and whether they were streamed.
+For a request that was not streamed they take its whole duration as the time to the first token, so such
+requests are left out. Older pickers show the histograms only if the latency predictor is on, and by model
+only. Model servers (vLLM) know neither the pool nor priorities. Through Prometheus, the series count that the
+scrape configuration labels with the name of the pool.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ SERVERS_TPOT = (
     "vllm:inter_token_latency_seconds",
     "vllm:time_per_output_token_seconds",
 )
-"""Of each the newest first."""
+"""Names of the histograms, in each tuple the newest first."""
 NAMES = frozenset(f"{name}_bucket" for name in (*TTFT, *TPOT))
-"""The series of a page."""
+"""Names of all latency series that a picker's page may have."""
 SERIES_MOST = 20_000
-"""Tenants × priorities × buckets: more are not worth their price."""
+"""Largest number of series that are read from a page (tenants × priorities × buckets). More would cost too
+much CPU time."""
 ROW = "dispatcher_latency"
-"""The label that says what a row of `latency_query` is of: kind, whose, and name."""
+"""Label that describes a row of `build_latency_query`: kind, scope and name of the histogram."""
 OWN_QUERIES = ("ttft", "tpot")
 
 
 def histograms(samples: Iterable[Sample], replica: str, *, marked: bool, spoiled: str = "") -> Histograms:
-    """What one page shows. `marked`: our requests carry an objective, which is to say a negative priority.
+    """Return the histograms of one page.
 
-    `spoiled`: why the samples are not all that the page has.
+    `has_objective` is true if batch requests have an objective, whose priority is negative. `problem` says
+    why the samples are incomplete.
     """
     if spoiled:
         return Histograms(replica, why_not=spoiled, flawed=True)
@@ -49,6 +52,7 @@ def histograms(samples: Iterable[Sample], replica: str, *, marked: bool, spoiled
     chosen = [next((name for name in names if name in by_name), "") for names in (TTFT, TPOT)]
     if not any(chosen):
         return Histograms(replica, why_not=f"the endpoint picker shows no {TTFT[0]}")
+    # One series without a priority may include batch requests, and so may the sum.
     realtime = marked and all(
         sample.labels.get("priority") for name in chosen if name for sample in by_name[name]
     )
@@ -58,7 +62,7 @@ def histograms(samples: Iterable[Sample], replica: str, *, marked: bool, spoiled
 
 
 def _sum(samples: Sequence[Sample], realtime: bool) -> Buckets:
-    """A family's histograms, added up."""
+    """Return the sum of all histograms of one name."""
     streams = any(sample.labels.get("streaming") for sample in samples)
     buckets = {math.inf: 0.0}
     for sample in samples:
@@ -73,7 +77,7 @@ def _sum(samples: Sequence[Sample], realtime: bool) -> Buckets:
 
 
 def _bound(labels: Mapping[str, str]) -> float:
-    """NaN where it is no bound; that is refused with its histogram."""
+    """Return the upper bound of a bucket. NaN if it is no number, so that the whole histogram is rejected."""
     try:
         return float(labels.get("le", "").replace("_", "?"))
     except ValueError:
@@ -81,15 +85,17 @@ def _bound(labels: Mapping[str, str]) -> float:
 
 
 def latency_query(pool: str, namespace: str, own: Mapping[str, str], *, marked: bool) -> str:
-    """One PromQL query for what all histograms grew by in the window, by bucket.
+    """Return one PromQL query for the increase of all histograms in the window, by bucket.
 
-    `pool`, `namespace`: as they stand in a regular expression within quotes. `own`: the operator's queries.
+    `pool` and `namespace` are escaped for a regular expression in double quotes. `own_queries` are the
+    operator's queries.
     """
     here = f'namespace=~"{namespace}|"'
     ready = " or ".join(
         f'{name}{{name=~"{pool}|",{here}}}'
         for name in ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
     )
+    # The histograms have no pool label. The join keeps those of targets that show the pool's endpoints.
     target = f" and on (job, instance) ({ready})"
     parts: list[str] = []
     for kind, picker, servers in (("ttft", TTFT, SERVERS_TTFT), ("tpot", TPOT, SERVERS_TPOT)):
@@ -100,7 +106,8 @@ def latency_query(pool: str, namespace: str, own: Mapping[str, str], *, marked: 
             series = f'{name}_bucket{{{here},streaming=~"true|"'
             if marked:
                 parts.append(_row(_grown(f'{series},priority=~"[0-9]+"}}', target), kind, "realtime", name))
-            # With an objective what tells no priority is everybody's; without one everything is.
+            # With an objective, a series without a priority includes all requests. Without an objective,
+            # every series does.
             rest = ',priority=""}' if marked else "}"
             parts.append(_row(_grown(series + rest, target), kind, "all", name))
         for name in servers:
@@ -118,7 +125,10 @@ def _row(query: str, kind: str, of: str, name: str) -> str:
 
 
 def grown(rows: Sequence[Sample]) -> Histograms:
-    """What the answer to `latency_query` says: of each kind the first that has requests, or else series."""
+    """Return the histograms in the answer to `build_latency_query`.
+
+    For each kind, the first row that has requests counts, or else the first row.
+    """
     found: dict[str, dict[str, dict[float, float]]] = {kind: {} for kind in OWN_QUERIES}
     for row in rows:
         kind, _, whose = row.labels.get(ROW, "").partition("/")

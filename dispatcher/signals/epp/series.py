@@ -1,7 +1,7 @@
-"""From the EPP's series to a view: which names, which labels, and what the samples of one replica add up to.
+"""Turn the EPP's series of one replica into a view: names, labels, and how samples are combined.
 
-Both ways to the series (direct scrape, Prometheus) end here, so that one set of rules decides what a value
-means; what the views of all replicas come to is the verdict's. docs/signals.md has the rules for operators.
+The direct scrape and Prometheus both use this module, so that the same rules decide what a value means.
+`readings` combines the views of all replicas. docs/signals.md has the rules for operators.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dispatcher.core.limit.realtime_impact import Histograms
 from dispatcher.signals.exposition import Sample
 
 QUEUE_AT_FULL, KV_AT_FULL = 5.0, 0.8
-"""The utilization detector's thresholds, as they are where nobody set others."""
+"""Default thresholds of the utilization detector."""
 
 
 class Family(Enum):
-    """One quantity under all its names, the newest first."""
+    """A quantity with all names of its series, the newest first."""
 
     SATURATION = (
         "llm_d_epp_flow_control_pool_saturation",
@@ -36,13 +36,13 @@ class Family(Enum):
     READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
     IN_FLIGHT = ("llm_d_epp_request_running", "inference_objective_running_requests")
     STALE = ("llm_d_epp_flow_control_stale_endpoints",)
-    """Written by utilization detectors alone; its label is a name that the operator chose."""
+    """Series that only utilization detectors write. The operator chooses the value of its label."""
     DETECTORS = ("llm_d_epp_flow_control_detector_saturation",)
     """Saturation of each detector, if the pool's saturation is the maximum of several."""
 
     @property
     def pool_label(self) -> str | None:
-        """The label that holds the pool's name; None: the series has none."""
+        """Label with the name of the pool. `None` if the series has no such label."""
         return _POOL_LABEL.get(self)
 
 
@@ -87,7 +87,7 @@ class View:
     in_flight: float | None = None
     """Requests that this replica sent to a model server and that are unanswered."""
     utilization: frozenset[str] = frozenset()
-    """The names of the utilization detectors that it runs."""
+    """Names of the utilization detectors that the replica runs."""
     stale: float = 0.0
     """Number of endpoints whose metrics were too old for a utilization detector when it last read them."""
     detectors: Mapping[str, float] = field(default_factory=dict)
@@ -97,20 +97,21 @@ class View:
     started: float | None = None
     """Unix time at which the process began. `None` if its page does not show it."""
     capacity: float | None = None
-    """max_SYS in requests, if the operator has a query of his own for it."""
+    """max_SYS in requests from the operator's own query."""
     per_endpoint: float | None = None
-    """Requests that a model server runs at once by its own page."""
+    """Requests that a model server runs at once, according to its page."""
     own: bool = False
-    """Whether the saturation is from the operator's own query."""
+    """True if the saturation is from the operator's own query."""
     of_now: bool = False
-    """Whether the averages are of the moment of the sample, and not of the last flush."""
+    """True if the averages are of the time of the sample, and not of the last flush."""
     raw: Mapping[str, float] = field(default_factory=dict)
+    """Values by series name, for `check` and /status."""
     histograms: Histograms | None = None
     """Histograms of the requests' latencies. `None` if they were not read this time."""
 
     @property
     def idle(self) -> bool:
-        """Whether the replica knows of no endpoint and has no requests."""
+        """True if the replica knows no endpoint and has no requests."""
         return not self.ready and not self.in_flight and not self.queued
 
     @property
@@ -119,18 +120,18 @@ class View:
 
     @property
     def average(self) -> float | None:
-        """Requests in the model servers at the last flush."""
+        """Requests in the model servers at the last flush. `None` if the page lacks one of the averages."""
         if self.running is None or self.waiting is None or self.ready is None:
             return None
         return (self.running + self.waiting) * self.ready
 
     @property
     def page(self) -> PickerPage | None:
-        """Values that may show that the saturation is a count. `None` if they cannot.
+        """Values that may show that the saturation is a count of requests. `None` if they cannot show it.
 
-        If there are several detectors, only one of them may be a count: the only one that is no utilization
-        detector. Its own saturation is used then, because the pool's may be that of another detector at any
-        moment.
+        With several detectors, the one that is no utilization detector may be a count, if there is only one
+        such detector. Its own saturation is used, because that of the pool may come from another detector at
+        any moment.
         """
         saturation = self.saturation
         others = [value for name, value in self.detectors.items() if name not in self.utilization]
@@ -141,26 +142,27 @@ class View:
         if self.own or saturation is None or self.ready is None:
             return None
         if self.stale:
-            return None  # the detectors count endpoints that `ready` may leave out
+            return None  # the detectors include endpoints that `ready` may leave out
         pressure = None
         if self.waiting is not None and self.kv_cache is not None:
             pressure = max(self.waiting / QUEUE_AT_FULL, self.kv_cache / KV_AT_FULL)
-        # The series is made with the picker's first request.
+        # The picker creates this series with its first request, so a missing one means 0.
         return PickerPage(saturation, self.ready, self.in_flight or 0.0, pressure)
 
     @property
     def composite(self) -> bool:
-        """Whether the saturation is the maximum of several detectors."""
+        """True if the saturation is the maximum of several detectors."""
         return len(self.detectors) > 1
 
 
 def view(
     samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float, address: str = ""
 ) -> View | Unread:
-    """What one replica's samples say of a pool."""
+    """Return the view of a pool that the samples of one replica show."""
     by_name: dict[str, list[Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append(sample)
+    # Any program's page may have this series, so it must not make a foreign page look like a picker's.
     started = by_name.pop(STARTED, [])
     if not by_name:
         return Unread(
@@ -177,7 +179,8 @@ def view(
             if mine:
                 chosen[family] = mine
                 break
-    # One EPP serves one pool: with only another's series here, nothing on the page is ours.
+    # One EPP serves one pool. If the page has only series of another pool, the address or `pool.name` is
+    # wrong.
     if strangers and not any(family.pool_label for family in chosen):
         names = ", ".join(sorted(strangers))
         return Unread(Reason.UNREADABLE, f"the series are those of pool {names}, not of {pool}", "pool.name")
@@ -215,23 +218,23 @@ def view(
 
 
 def _of_pool(samples: Sequence[Sample], label: str | None, pool: str) -> tuple[list[Sample], set[str]]:
-    """The samples of the pool, and the names of other pools among the rest."""
+    """Return the samples of the pool, and the names of other pools among the samples."""
     if label is None:
         return list(samples), set()
     mine = [sample for sample in samples if sample.labels.get(label) == pool]
-    # Where the EPP runs with an endpoint selector instead of a pool, the label is empty.
+    # The label is empty if the EPP runs with an endpoint selector instead of a pool.
     unnamed = [sample for sample in samples if not sample.labels.get(label)]
     return mine or unnamed, {sample.labels[label] for sample in samples if sample.labels.get(label)} - {pool}
 
 
 def _combine(family: Family, samples: Sequence[Sample]) -> float:
     if family is Family.SATURATION:
-        # `effective` is what the EPP gates by; without it, the fuller stage is.
+        # The EPP admits requests by the stage `effective`. Without this stage, the fullest one counts.
         effective = [sample.value for sample in samples if sample.labels.get("stage") == "effective"]
         return largest(effective or [sample.value for sample in samples])
     if family in (Family.QUEUED, Family.IN_FLIGHT, Family.SERVER_QUEUES):
-        # A flow that was deleted and came back may be counted below zero for a while. Not max(): it would
-        # make a zero of a NaN, and NaN must reach the limiter, which refuses it.
+        # A flow that was deleted and came back may be counted below zero for a while. max(0, value) would
+        # turn NaN into 0, but NaN must reach the limiter, which rejects it.
         return total(0.0 if sample.value < 0 else sample.value for sample in samples)
     if family is Family.READY:
         return smallest(sample.value for sample in samples)
@@ -239,7 +242,7 @@ def _combine(family: Family, samples: Sequence[Sample]) -> float:
 
 
 def _count_of(samples: Sequence[Sample]) -> float:
-    """Return the largest of the samples. NaN if it is no count, so that the limiter refuses it."""
+    """Return the largest of the samples. NaN if it is negative or NaN, so that the limiter rejects it."""
     most = largest([sample.value for sample in samples] or [0.0])
     return most if most >= 0 else math.nan
 
@@ -257,7 +260,7 @@ def _detectors(samples: Sequence[Sample], raw: dict[str, float]) -> Mapping[str,
 
 
 def total(values: Iterable[float]) -> float:
-    """A sum that is infinite or NaN, and no exception, where the values are beyond all numbers."""
+    """Return the sum. Values that are too large give infinity or NaN, and no exception."""
     values = list(values)
     try:
         return math.fsum(values)
@@ -266,11 +269,11 @@ def total(values: Iterable[float]) -> float:
 
 
 def largest(values: Iterable[float]) -> float:
-    """max() that answers NaN when one of the values is."""
+    """Return the largest value, or NaN if one of the values is NaN."""
     values = list(values)
     return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
 def smallest(values: Iterable[float]) -> float:
-    """min() that answers NaN when one of the values is."""
+    """Return the smallest value, or NaN if one of the values is NaN."""
     return -largest(-value for value in values)

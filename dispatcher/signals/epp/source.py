@@ -1,7 +1,7 @@
-"""Direct scrape: the freshest way to the EPP's series, one page per replica and poll.
+"""Scrape the EPP directly, which gives the newest values: one page per replica and poll.
 
-Flow control is a matter of each replica, so every one is asked, and one that does not answer hides its queue:
-then nothing is known, until it answers or leaves the list of endpoints.
+Each replica has its own flow control, so every replica is scraped. If one does not answer, its queue is
+hidden, and the poll fails until the replica answers or leaves the list of endpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dispatcher.signals.exposition import Page
 from dispatcher.signals.scrape import PAGE_MAX_BYTES, Scraper, ScrapeTarget, Sought, Targets, unread
 
 LATENCIES_EACH_S = 15.0
-"""Histograms of latencies are thousands of lines where there are many tenants: not read on each page."""
+"""Interval at which the latency histograms are read. With many tenants they have thousands of lines, too many
+to parse them with each poll."""
 SERVICE_ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105 -- a path
 _RIGHTS = "the token's service account needs a ClusterRole with nonResourceURLs: [/metrics], verbs: [get]"
 _PAGE = Sought(NAMES)
@@ -26,7 +27,7 @@ _WITH_LATENCIES = Sought(NAMES, latency.NAMES, latency.SERIES_MOST)
 
 
 class EppSource:
-    """Scrapes every EPP replica of a pool. Start nothing twice: one poll at a time."""
+    """Scrapes every EPP replica of a pool. Only one poll may run at a time."""
 
     name: Final = "epp"
     interval_least_s: Final = 0.0
@@ -45,7 +46,7 @@ class EppSource:
     ) -> None:
         self._pool = pool
         self._marked = marked
-        """Our requests carry an objective, by which the picker's series may tell them from others."""
+        """True if batch requests have an objective, so that the picker's series may separate them."""
         self._latencies_each_s = latencies_each_s
         self._latencies_at = float("-inf")
         self._scraper = Scraper(
@@ -60,11 +61,11 @@ class EppSource:
         )
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
-        """What the Kubernetes watch found: the replicas' addresses, with or without a port."""
+        """Set the addresses of the replicas from the Kubernetes watch, with or without a port."""
         self._scraper.found = addresses
 
     async def poll(self) -> tuple[View, ...] | Unread:
-        """Ask every replica now. What can go wrong with a network is an Unread, never an exception."""
+        """Scrape every replica now. A network error is an Unread, never an exception."""
         now = asyncio.get_running_loop().time()
         latencies = now - self._latencies_at >= self._latencies_each_s
 
@@ -83,7 +84,7 @@ class EppSource:
         return views if isinstance(views, Unread) else tuple(views)
 
     async def latency(self) -> None:
-        """The pages have the histograms."""
+        """Return `None`, because the views have the histograms."""
 
     async def close(self) -> None:
         await self._scraper.close()

@@ -1,1 +1,1 @@
-"""What the Kubernetes API tells of a pool: endpoints, pickers and model rewrites."""
+"""Watch the Kubernetes objects of a pool: endpoints, endpoint pickers and model rewrites."""

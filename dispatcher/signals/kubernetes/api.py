@@ -1,7 +1,8 @@
-"""The way to the Kubernetes API: credentials, requests, and every failure in one form.
+"""Send requests to the Kubernetes API: credentials, connections, and errors in one form.
 
-The client is `kubernetes.aio`, used at the level of requests. Its models and its Watch are left out: a model
-of each pod costs a hundred times what is kept of it, and the Watch hides when it lost its place.
+The client is `kubernetes.aio`, which is used only to send requests. Its models and its Watch are not used: a
+model of each pod costs a hundred times as much as the values that are kept of it, and the Watch hides that it
+has lost its position.
 """
 
 from __future__ import annotations
@@ -24,24 +25,25 @@ from dispatcher.settings.watched_files import looks
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
 _HEAD_S = 10.0
-"""An answer must begin within this; a watch's head comes at once, too."""
+"""Time until the head of an answer. The head of a watch also comes at once."""
 _LOOK_S = 1.0
-"""So often a pause looks whether the credentials have changed."""
+"""Interval at which a pause checks whether the credential files have changed."""
 _AGAIN_S = 10.0
-"""Credentials that are refused are read again so often: a plugin may have new ones, files tell themselves."""
+"""Interval at which refused credentials are read again. An exec plugin may have new ones, which no change of
+a file shows."""
 _CLIENT, _CONFIG = "kubernetes.aio.client", "kubernetes.aio.config"
 _IN_CLUSTER = "kubernetes.aio.config.incluster_config"
 
 
 def prepare() -> None:
-    """Import what speaks to the API: about a second, for who would rather not spend it in an event loop."""
+    """Import the client library. It takes about a second, so callers do it outside of the event loop."""
     for name in (_CLIENT, _CONFIG, _IN_CLUSTER):
         importlib.import_module(name)
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterProblem:
-    """What is wrong, in one sentence, and what to look at."""
+    """Problem in one sentence, and a hint what to look at."""
 
     what: str
     hint: str = ""
@@ -51,7 +53,7 @@ class ClusterProblem:
 
 
 class ApiError(Exception):
-    """The API did not answer, or not with what was asked for."""
+    """The API did not answer, or did not return what was asked for."""
 
     def __init__(
         self, what: str, hint: str = "", *, status: int | None = None, retry_after_s: float = 0.0
@@ -59,32 +61,32 @@ class ApiError(Exception):
         super().__init__(what)
         self.problem = ClusterProblem(what, hint)
         self.status = status
-        """None: no HTTP answer at all, or none that can be read."""
+        """HTTP status. `None` if there was no HTTP answer, or an unreadable one."""
         self.retry_after_s = retry_after_s
 
     @property
     def standing(self) -> bool:
-        """Only a change of configuration or of rights mends it."""
+        """True if only a change of the configuration or of the rights can solve the problem."""
         return self.status in (401, 403, 404)
 
     @property
     def throttled(self) -> bool:
-        """The API server is there, and asks to wait."""
+        """True if the API server asks to wait (429)."""
         return self.status == 429
 
     @property
     def slow(self) -> bool:
-        """It took its whole time: no cut that the next try mends."""
+        """True if the request used up its whole time limit."""
         return isinstance(self.__cause__, TimeoutError)
 
     @property
     def garbled(self) -> bool:
-        """It came, and cannot be read."""
+        """True if an answer came and cannot be parsed."""
         return isinstance(self.__cause__, ValueError)
 
 
 class Api:
-    """The API server. Every failure comes out as an ApiError."""
+    """Client of the API server. Every failure is an ApiError."""
 
     def __init__(self, access: ClusterAccess) -> None:
         self._access = access
@@ -101,7 +103,10 @@ class Api:
     async def get(
         self, path: str, query: Sequence[tuple[str, str]], total_s: float
     ) -> AsyncIterator[aiohttp.StreamReader]:
-        """The body of a 200, to be read inside the block. `total_s`: until the block must be done."""
+        """Send a GET request, and yield the body of the answer if its status is 200.
+
+        The body must be read inside the block. `total_s` is the time limit for the block.
+        """
         hint = str(self._access)
         try:
             async with self._connected() as client, await _request(client, path, query, total_s) as response:
@@ -119,7 +124,7 @@ class Api:
             raise ApiError(f"the Kubernetes API's answer cannot be read: {words(error)}", hint) from error
 
     async def pause(self, seconds: float, wake: asyncio.Event) -> None:
-        """Wait, until `wake` is set or the files with the credentials change at the longest."""
+        """Wait for some seconds. `wake`, or a change of the credential files, ends the wait early."""
         loop = asyncio.get_running_loop()
         until, read_from = loop.time() + seconds, self._read_from
         while (left_s := until - loop.time()) > 0 and not wake.is_set():
@@ -130,11 +135,11 @@ class Api:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
-        """A client with the credentials of now, that the server has not refused so far."""
+        """Yield a client with the current credentials, which the server has not refused yet."""
         async with self._connecting:
             session = self._session
             if session is not None and self._read_from.changed():
-                # A new token would be read by and by, a new authority or address never.
+                # The client library reads a new token after a while, but never a new CA or server address.
                 self._session = None
                 if session.users == 0:
                     await session.client.close()
@@ -147,18 +152,22 @@ class Api:
             yield session.client
         finally:
             session.users -= 1
-            # The watches that began with the old credentials go on with them to their end.
+            # Watches that began with the old credentials go on to their end. The last one closes the client.
             if session is not self._session and session.users == 0:
                 await session.client.close()
 
     async def _connect(self) -> Any:
-        """Read the credentials: at first, and again when they change or the server refuses those we have."""
+        """Read the credentials and return a client.
+
+        This happens for the first request, and again if the files change or the server refuses the
+        credentials.
+        """
         self._read_from = _Files(_read_by(self._access))
         if self._access.missing:
             what = f"{self._access} cannot be used: no such file"
             raise ApiError(what, "the environment variable KUBECONFIG, which names it")
         if not {_CLIENT, _CONFIG, _IN_CLUSTER} <= sys.modules.keys():
-            await asyncio.to_thread(prepare)  # not in the event loop's time
+            await asyncio.to_thread(prepare)  # the import would block the event loop for about a second
         client = importlib.import_module(_CLIENT)
         configuration = client.Configuration()
         try:
@@ -174,7 +183,7 @@ class Api:
                     self._access.kubeconfig, client_configuration=configuration, persist_config=False
                 )
             made = client.ApiClient(configuration)
-        except Exception as error:  # whatever a file, a plugin or a certificate makes of it
+        except Exception as error:  # files, exec plugins and certificates can raise anything here
             raise ApiError(f"{self._access} cannot be used: {words(error)}") from error
         made.user_agent = USER_AGENT
         return made
@@ -192,7 +201,9 @@ class Api:
         if response.status == 401:
             session = self._session
             if session is not None and asyncio.get_running_loop().time() - session.made_at >= _AGAIN_S:
-                self._session = None  # rotated or expired: the next request reads the credentials again
+                # The credentials may have been rotated: the next request reads them again. Not at once, so
+                # that refused credentials do not run an exec plugin for each request.
+                self._session = None
             hint = f"the credentials of {self._access}: they are expired, or not yet valid"
         elif response.status == 400:
             hint = f"{self._access}: the server's address, http or https"
@@ -203,7 +214,7 @@ class Api:
 
 
 class ApiStatus(msgspec.Struct):
-    """The object by which the API says that it will not."""
+    """Status object, with which the API describes an error."""
 
     message: str = ""
     reason: str = ""
@@ -218,7 +229,10 @@ class _SharedSession:
 
 
 class _Files:
-    """Files as they were when this was made. Looked at, not read: it is done each second."""
+    """States of files at one time, for detecting changes.
+
+    The files are not read, because the check runs every second.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -232,7 +246,7 @@ class _Files:
 
 
 class _NamedFiles(msgspec.Struct):
-    """What a cluster or a user of a kubeconfig names files by."""
+    """The fields of a cluster or a user in a kubeconfig that name files."""
 
     authority: str = msgspec.field(default="", name="certificate-authority")
     token: str = msgspec.field(default="", name="tokenFile")
@@ -251,7 +265,7 @@ class _Kubeconfig(msgspec.Struct):
 
 
 def _read_by(access: ClusterAccess) -> tuple[Path, ...]:
-    """The files that the credentials are read from, those that a kubeconfig names included."""
+    """Return the files that have the credentials, including those that a kubeconfig names."""
     if access.in_cluster:
         return (access.service_account / "token", access.service_account / "ca.crt")
     configs = access.kubeconfigs
@@ -259,7 +273,7 @@ def _read_by(access: ClusterAccess) -> tuple[Path, ...]:
 
 
 def _named_in(kubeconfig: Path) -> list[Path]:
-    """The files that a kubeconfig names. Where it cannot be read, the client says so."""
+    """Return the files that a kubeconfig names. If it cannot be read, the client reports the error later."""
     try:
         read = msgspec.yaml.decode(kubeconfig.read_bytes(), type=_Kubeconfig)
     except (OSError, ValueError):
@@ -285,7 +299,7 @@ async def _request(
                 header_params={"Accept": "application/json"},
                 auth_settings=["BearerToken"],
             )
-        except Exception as error:  # it reads the token's file now and then
+        except Exception as error:  # the library reads the token file again from time to time
             raise ApiError(f"the token cannot be read: {words(error)}") from error
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=5.0)
         answer = await client.call_api(method, url, headers, _request_timeout=timeout)

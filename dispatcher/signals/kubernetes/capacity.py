@@ -1,10 +1,10 @@
-"""What Kubernetes knows of the pool: how many endpoints are ready, and where the endpoint picker runs.
+"""Watch the pool in Kubernetes: the number of ready endpoints, and the addresses of the endpoint picker.
 
     InferencePool ──selector──────────▶ pods, ready and not being deleted × target ports = ready endpoints
                   ──endpointPickerRef──▶ EndpointSlices of that Service ──▶ the picker's addresses
 
-The number only ever lowers the capacity that the picker's own series tell: the watch knows within a second
-that a pod goes, the series some seconds later.
+The number of endpoints can only lower the capacity that the picker's series give. The watch sees within a
+second that a pod goes; the series show it some seconds later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GROUP = "inference.networking.k8s.io"
 _OLD_GROUP = "inference.networking.x-k8s.io"
 _CRDS = f"the CRDs of the Gateway API Inference Extension (inferencepools.{_GROUP})"
 _NOBODY = "batch-dispatcher,!batch-dispatcher"
-"""A selector that nothing can match: what is asked with it tells whether we may ask."""
+"""Label selector that no object can match. A list with it only shows whether the dispatcher may list."""
 _NOT_THERE: Final = "not there"
 
 V = TypeVar("V")
@@ -45,25 +45,25 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """What the watch sees."""
+    """State of the pool, as the watch sees it."""
 
     ready: int | None = None
-    """Ready endpoints (pods × target ports); None: not known, and then no bound on the capacity."""
+    """Number of ready endpoints (pods × target ports). `None` if it is not known; it then bounds nothing."""
     epp_addresses: tuple[str, ...] | None = None
-    """IP addresses of the endpoint picker's ready replicas; None: not known."""
+    """IP addresses of the endpoint picker's ready replicas. `None` if they are not known."""
     addresses: tuple[str, ...] | None = None
-    """Host and port of each ready endpoint; None: not known."""
+    """Host and port of each ready endpoint. `None` if they are not known."""
     problems: tuple[ClusterProblem, ...] = ()
-    """All that keeps something from being known, or makes it 0."""
+    """Problems because of which a value is not known, or is 0."""
     notices: tuple[ClusterProblem, ...] = ()
-    """Requests of the API server to wait, while what was seen still counts."""
+    """Requests of the API server to wait, while the objects still count."""
     unsure_since: float | None = None
-    """When the API was last heard of something that `ready` is counted from and cannot be asked now, on the
-    loop's clock; None: all of it is followed."""
+    """Loop time of the last contact with the API about an object that `ready` depends on and that cannot be
+    read now. `None` if all of these objects are followed."""
     whole: bool = False
-    """Whether each thing that is watched was seen, or has its problem among `problems`."""
+    """True if each watched object was seen, or has a problem in `problems`."""
     watched: bool = True
-    """False: there is no Kubernetes here."""
+    """False if there is no Kubernetes cluster."""
 
 
 ABSENT = Endpoints(whole=True, watched=False)
@@ -71,31 +71,31 @@ ABSENT = Endpoints(whole=True, watched=False)
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is known of the InferencePool."""
+    """Result of a lookup of the InferencePool."""
 
     pool: InferencePool | None
     problems: tuple[ClusterProblem, ...] = ()
     ready: int | None = None
-    """Without a pool: 0 where it surely is not there."""
+    """0 if the pool certainly does not exist. Only used without a pool."""
     answered: bool = True
-    """Whether the API has said all of it, so that it can be asked for other things."""
+    """True if the API has answered about the pool, so that it can be asked for pods and slices."""
 
 
 class CapacityWatch:
-    """Watches the pool and calls `on_change`, in the event loop, with each new state of what is known.
+    """Watches the pool, and calls `on_change` in the event loop with each new state.
 
-    When it can no longer be asked for something, by whatever cause, `ready` stays as it was seen last until
-    `hold_s` after the API was last heard of that: most such outages are short. After that it is None, not 0.
-    A bound that nobody refreshes is wrong in one direction or the other; without it the dispatcher knows as
-    much as one outside Kubernetes does, and the picker's series, which fail closed, decide alone. To close
-    the gate instead would make the API server a part of every request's path.
+    If an object can no longer be read, for whatever reason, `ready` keeps its last value until `hold_s` after
+    the last contact with the API, because most outages are short. After that it is None, and not 0. A bound
+    that is not refreshed may be too high or too low. Without it the dispatcher knows as much as one outside
+    Kubernetes, and the picker's series, which fail closed, decide alone. Closing the gate instead would make
+    every request depend on the API server.
 
-    A pool that was deleted, or does not exist, is known: 0.
+    A pool that was deleted or does not exist has 0 endpoints.
 
-    The addresses stay as they were. What has gone does not answer: a replica of the picker fails its scrape,
-    and that closes the gate; an endpoint tells of no model.
+    The addresses keep their last values. An address that is gone does not answer: the scrape of the picker's
+    replica fails, which closes the gate, and the endpoint lists no model.
 
-    The older version of the API is asked only while the newer does not have the pool.
+    The older version of the API is asked only while the newer one does not have the pool.
     """
 
     def __init__(
@@ -116,16 +116,16 @@ class CapacityWatch:
         self._running = False
         self._known = Endpoints()
         self._counted = False
-        """Whether the number of endpoints was ever known."""
+        """True if the number of endpoints was known at least once."""
         self._has_older = False
-        """Whether the pool is known by the older version of the API."""
+        """True if the pool comes from the older version of the API."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<CapacityWatch of {self._namespace}/{self._name}: {self._known}>"
 
     async def run(self) -> None:
-        """Watch until cancelled; returns at once where there is no Kubernetes."""
+        """Watch until cancelled. Returns at once if there is no cluster."""
         if not self._access:
             emit(Event.KUBERNETES_ABSENT)
             self._known = ABSENT
@@ -142,7 +142,7 @@ class CapacityWatch:
             await api.close()
 
     def reconfigure(self, epp: EppSettings) -> None:
-        """Find the endpoint picker from now on, or leave it, as the settings say."""
+        """Start or stop looking for the endpoint picker, as the settings say."""
         if finds_epp(epp) != self._find_epp:
             self._find_epp = finds_epp(epp)
             if self._running:
@@ -162,7 +162,7 @@ class CapacityWatch:
         self._pool.point(self._pools_of(_GROUP, "v1"))
 
     def _look(self) -> None:
-        """Something changed: point the watches where they belong, and tell what is known now."""
+        """Retarget the watches after a change, and report the new state."""
         found = self._find_pool()
         if found is not None:
             self._point(found)
@@ -170,9 +170,9 @@ class CapacityWatch:
         self._set_timer()
 
     def _point(self, found: _Found) -> None:
-        """Point the watches of pods and slices to what the pool says.
+        """Let the watches of pods and slices follow the pool.
 
-        Without a pool they ask for nothing, to learn at once whether they may ask.
+        Without a pool they use a selector that matches nothing, so that missing rights are reported at once.
         """
         if found.pool is not None and found.pool.selector:
             self._pods.point(self._pods_by(found.pool.selector))
@@ -185,6 +185,8 @@ class CapacityWatch:
                 self._slices.point(self._slices_by(_NOBODY))
 
     def _endpoints(self, found: _Found) -> Endpoints:
+        # Without a pool the picker's addresses stay as they are. Those of the endpoints also stay, unless the
+        # pool certainly does not exist.
         ready, replicas = found.ready, self._known.epp_addresses
         served_at = () if ready == 0 else self._known.addresses
         problems = [*found.problems, *self._problems(self._pods), *self._problems(self._slices)]
@@ -221,9 +223,10 @@ class CapacityWatch:
     # The pool.
 
     def _find_pool(self) -> _Found | None:
-        """The pool as it is known, or why it is not; None: wait.
+        """Return the pool, or why it is not known. `None` if an answer is still missing.
 
-        Both versions of the API may be served, and the pool be in the older. The newer wins where it has it.
+        The cluster may serve both versions of the API and have the pool in the older one only. If both have
+        the pool, the newer version counts.
         """
         newer = self._seen(self._pool)
         if newer is None:
@@ -241,7 +244,7 @@ class CapacityWatch:
             self._pool.mirror.retry()  # the pool may have moved to the newer version
         if isinstance(newer, ApiError) and newer.status not in (403, 404):
             return _Found(None, self._problems(self._pool), answered=False)
-        # It was deleted, or its CRD was and it with that.
+        # The pool was deleted, or its CRD was, which deletes all pools.
         unserved = newer != _NOT_THERE and newer.status == 404
         gone = newer == _NOT_THERE or (unserved and self._had(self._pool))
         if older is None:
@@ -260,7 +263,7 @@ class CapacityWatch:
     def _seen(
         self, place: _MovableMirror[InferencePool]
     ) -> InferencePool | ApiError | Literal["not there"] | None:
-        """What one version of the API says of the pool; None: nothing yet."""
+        """Return the answer of one version of the API about the pool. `None` if there is none yet."""
         mirror = place.mirror
         if mirror is None:
             return None
@@ -271,9 +274,10 @@ class CapacityWatch:
     def _missing(
         self, newer: ApiError | Literal["not there"], older: ApiError | Literal["not there"]
     ) -> ClusterProblem:
-        """Why neither version of the API shows the pool: each says that it has none, 403 or 404.
+        """Return why neither version of the API shows the pool.
 
-        An API server looks at rights before it looks whether it serves what is asked for.
+        Each version has no such pool, or answered 403 or 404. An API server checks rights before it checks
+        whether it serves a group, so a 403 may mean a missing right or a missing CRD.
         """
         name = f"InferencePool {self._namespace}/{self._name}"
         answers = {_GROUP: newer, _OLD_GROUP: older}
@@ -297,7 +301,7 @@ class CapacityWatch:
             needed += f"; or, if the cluster serves no InferencePools, install {_CRDS}"
         return ClusterProblem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
 
-    # What is seen of the rest.
+    # Pods and slices.
 
     @property
     def _mirrors(self) -> list[Mirror[Any]]:
@@ -309,7 +313,7 @@ class CapacityWatch:
         if mirror is None:
             return None
         if not mirror.synced:
-            # Another selector than before: what was known stands until the new pods are counted.
+            # The selector has changed. The last number stays until the new pods are counted.
             return self._known.ready if mirror.failure is None else None
         if mirror.given_up:
             return None
@@ -330,26 +334,26 @@ class CapacityWatch:
         return addresses(each for replicas in mirror.items.values() for each in replicas)
 
     def _problems(self, place: _MovableMirror[Any]) -> tuple[ClusterProblem, ...]:
-        """What is wrong with a watch: nothing or one thing."""
+        """Return the problem of a watch, as a tuple of one or none."""
         mirror = place.mirror
         problem = mirror.problem if mirror is not None else None
         return () if problem is None else (problem,)
 
     def _unsure_since(self, found: _Found) -> float | None:
-        """Of the watches that the number of endpoints comes from."""
+        """Return the oldest last contact of the failing watches that the number of endpoints comes from."""
         if found.pool is None and found.ready == 0:
             return None
         mirrors = [place.mirror for place in (self._pool, self._old_pool, self._pods)]
         if found.pool is not None and self._old_pool.mirror is not None:
-            del mirrors[0]  # the older version has it
+            del mirrors[0]  # the pool comes from the older version of the API
         return min((each.heard_at for each in mirrors if each is not None and each.failure), default=None)
 
     def _had(self, place: _MovableMirror[Any]) -> bool:
-        """Whether it was seen once."""
+        """Return True if the collection was listed at least once."""
         return place.mirror is not None and place.mirror.synced
 
     def _set_timer(self) -> None:
-        """Look again when something that fails ceases to count."""
+        """Schedule an update for the time at which the objects of a failing watch cease to count."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -361,7 +365,7 @@ class CapacityWatch:
         if ends:
             self._timer = self._loop.call_at(min(ends), self._look)
 
-    # What is asked for.
+    # Collections.
 
     def _pools_of(self, group: str, version: str) -> Resource:
         return Resource(group, version, "inferencepools", self._namespace, "", f"metadata.name={self._name}")
@@ -391,7 +395,7 @@ class CapacityWatch:
 
 
 class _MovableMirror(Generic[V]):
-    """A mirror that can be pointed at another collection; only one runs at a time."""
+    """A mirror that can switch to another collection. Only one mirror runs at a time."""
 
     def __init__(self, tasks: asyncio.TaskGroup, make: Callable[[Resource], Mirror[V]]) -> None:
         self.mirror: Mirror[V] | None = None
@@ -411,12 +415,12 @@ class _MovableMirror(Generic[V]):
 
 
 def finds_epp(epp: EppSettings) -> bool:
-    """Whether the settings leave it to the watch to find the endpoint picker."""
+    """Return True if the settings do not name the endpoint picker, so that the watch has to find it."""
     return not epp.urls and not epp.service
 
 
 def prepare() -> None:
-    """Import what the watch needs where there is a cluster: a second that no event loop has to spend."""
+    """Import the client library if there is a cluster. The import takes a second and blocks an event loop."""
     if ClusterAccess():
         kubernetes_api.prepare()
 
@@ -424,9 +428,9 @@ def prepare() -> None:
 async def look(
     pool: PoolSettings, epp: EppSettings, *, access: ClusterAccess | None = None, timeout_s: float = 5.0
 ) -> Endpoints:
-    """What the watch knows once it has looked around, and all that it complains of; within `timeout_s`.
+    """Run the watch until its state is complete, for at most `timeout_s`, and return the state.
 
-    Nothing is logged: it is the caller's to tell.
+    Nothing is logged, because the caller reports the problems.
     """
     found = Endpoints()
     whole = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Where the way into a Kubernetes cluster is looked for. Imports nothing that takes time."""
+"""Find the credentials for a Kubernetes cluster. This module imports nothing that is slow to import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass(frozen=True, slots=True)
 class ClusterAccess:
-    """The pod's service account, else a kubeconfig. False: there is neither."""
+    """Credentials for a cluster: the pod's service account, else a kubeconfig. False if there is neither."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     service_account: Path = SERVICE_ACCOUNT
@@ -23,7 +23,7 @@ class ClusterAccess:
 
     @property
     def kubeconfig(self) -> str:
-        """A path, or several with colons between; empty: none is there."""
+        """Path of the kubeconfig, or several paths separated by colons. Empty if there is none."""
         named = self.environ.get("KUBECONFIG", "")
         if named:
             return named
@@ -36,7 +36,7 @@ class ClusterAccess:
 
     @property
     def missing(self) -> bool:
-        """Whether KUBECONFIG is what counts, and nothing that it names is there."""
+        """True if KUBECONFIG is used and none of the files that it names exists."""
         return not self.in_cluster and not any(path.exists() for path in self.kubeconfigs)
 
     def __bool__(self) -> bool:
@@ -47,4 +47,4 @@ class ClusterAccess:
 
 
 NO_CLUSTER = ClusterAccess({}, Path())
-"""For whoever needs none."""
+"""Access without any cluster."""

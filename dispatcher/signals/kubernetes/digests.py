@@ -1,4 +1,4 @@
-"""What is kept of Kubernetes objects: of each as little as the watch needs."""
+"""Parse Kubernetes objects into the few values that the watches need."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class InferencePool:
-    """What matters of the object, by whichever version of the API it came."""
+    """The used parts of an InferencePool, in either version of the API."""
 
     selector: str
-    """As the API takes it: `app=vllm,tier=x`."""
+    """Label selector in the form of the API, such as `app=vllm,tier=x`."""
     ports: tuple[int, ...]
-    """Of each pod: as many endpoints are at its address."""
+    """Target ports. Each pod has one endpoint per port."""
     service: str
-    """The endpoint picker's."""
+    """Name of the endpoint picker's Service."""
 
 
 class PoolPod(NamedTuple):
     """A pod that the pool selects."""
 
     ready: bool
-    """Whether it takes requests: Ready, and not on its way out."""
+    """True if the pod accepts requests: it is Ready and not being deleted."""
     address: str = ""
-    """Where it does; empty where it takes none, or its object does not say."""
+    """IP address. Empty if the pod is not ready or its address is not known."""
 
 
 class PickerReplica(NamedTuple):
-    """One of the endpoint picker's, in one slice."""
+    """A replica of the endpoint picker in one EndpointSlice."""
 
     pod: str
-    """Empty: the slice does not say."""
+    """UID or name of the pod. Empty if the slice does not have it."""
     family: str
     """`IPv4` or `IPv6`."""
     address: str
 
 
 class RewriteRule(NamedTuple):
-    """Requests for some names go to models of other names."""
+    """Rule that sends requests for some model names to other models."""
 
     names: tuple[str, ...]
-    """Empty: requests for any name."""
+    """Names that the rule matches. Empty if it matches any name."""
     targets: tuple[str, ...]
 
 
@@ -53,9 +53,9 @@ class ModelRewrite(NamedTuple):
 
     pool: str
     created: str
-    """RFC 3339: where two say something of a name, the older counts."""
+    """Creation time (RFC 3339). If two objects have rules for a name, the older object counts."""
     rules: tuple[RewriteRule, ...]
-    """The first that fits counts."""
+    """Rules, of which the first one that matches counts."""
 
 
 class _Metadata(msgspec.Struct):
@@ -176,15 +176,15 @@ def digest_pool(pool: msgspec.Raw) -> InferencePool:
 
 
 def digest_old_pool(pool: msgspec.Raw) -> InferencePool:
-    """v1alpha2: a plain map as selector, one port, another name for the picker."""
+    """Parse a pool of v1alpha2: its selector is a plain map, and it has one port and an `extensionRef`."""
     spec = msgspec.json.decode(pool, type=_OldPool).spec
     return InferencePool(_selector(spec.selector), (spec.port,), spec.picker.name)
 
 
 def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:
-    """What takes traffic in a slice; a condition that is not given means ready.
+    """Return the ready endpoints of a slice. A missing `ready` condition means ready.
 
-    An endpoint's addresses all lead to the same place: the first stands for it.
+    All addresses of an endpoint lead to the same pod, so only the first one is used.
     """
     read = msgspec.json.decode(endpoint_slice, type=_Slice)
     return tuple(
@@ -211,8 +211,11 @@ def digest_rewrite(rewrite: msgspec.Raw) -> ModelRewrite:
 
 
 def addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:
-    """One address of each replica, IPv4 where it has several: a Service of two families has slices of both.
-    What names no pod is told apart by its address."""
+    """Return one address of each replica, IPv4 if it has several.
+
+    A dual-stack Service has slices of both families. Endpoints without a pod are distinguished by their
+    address.
+    """
     found: dict[str, PickerReplica] = {}
     for replica in sorted(replicas, key=lambda each: (each.family, each.address)):  # IPv4 comes before IPv6
         found.setdefault(replica.pod or replica.address, replica)
@@ -220,7 +223,7 @@ def addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:
 
 
 def endpoint_addresses(pods: Iterable[PoolPod], ports: Sequence[int]) -> tuple[str, ...]:
-    """Host and port of each endpoint whose address is known, in order."""
+    """Return host and port of each endpoint whose address is known, in sorted order."""
     hosts = [f"[{pod.address}]" if ":" in pod.address else pod.address for pod in pods if pod.address]
     return tuple(sorted({f"{host}:{port}" for host in hosts for port in ports if port}))
 

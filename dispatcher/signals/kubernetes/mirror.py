@@ -5,21 +5,20 @@
       │                       └─▶ 410 Gone, as a status or as an event, or what cannot be read: list again
       └── any other failure: again after a pause that grows, with jitter
 
-The API was **heard** when a list was complete, a watch began, an event or a bookmark came, or the stream of a
-watch was ended or cut: until then its server would have sent what changed. A server goes on with a watch that
-runs when the token behind it expires or its right is taken away, and sends what changes; it refuses the next
-watch.
+A **contact** with the API is a complete list, the start of a watch, an event, a bookmark, or the end of a
+watch, cut or as agreed: until then the server would have sent any change. A server continues a running watch,
+with all changes, when its token expires or its right is removed. It refuses the next watch.
 
-A watch lasts 5 to 10 minutes, as those of client-go do, so it has to be noticed when it is dead: its
-connection is half open, something on the way keeps its bytes back, or its server hangs while the kernel goes
-on to answer TCP keep-alive. kube-apiserver sends a bookmark about once a minute. A watch without a line for
-longer than that is left and the collection listed, which is right in each of these cases, and also where a
-server sends no bookmarks.
+A watch lasts 5 to 10 minutes, like those of client-go, so a dead watch must be noticed. Its connection may be
+half open, a proxy may hold its bytes back, or its server may hang while the kernel answers TCP keep-alive.
+kube-apiserver sends a bookmark about once a minute. If a watch brings no line for longer than that, it is
+closed and the collection is listed again. This is right in all of these cases, and also if a server sends no
+bookmarks. docs/decisions/0024-long-watches-and-bookmarks.md has the measurements and the alternatives.
 
-The pause after a failure stays short for some minutes, for most are short themselves. After that it grows:
-an audit log should not fill with refusals that nobody mends. A collection that the server does not serve
-(404) is no failure that passes, and most clusters lack one that is asked for: its pause grows at once, and
-further. New credentials end any pause.
+The pause after a failure stays short for some minutes, because most failures are short. After that it grows,
+so that an audit log does not fill with refusals. A collection that the server does not serve (404) is no
+temporary failure, and most clusters lack one of the collections. Its pause grows at once, and further. New
+credentials end any pause.
 """
 
 from __future__ import annotations
@@ -35,34 +34,34 @@ import msgspec
 from dispatcher.signals.kubernetes.api import Api, ApiError, ApiStatus, ClusterProblem
 
 HOLD_S = 60.0
-"""Time for which objects count after the API was last heard of them."""
+"""Time after the last contact with the API for which the objects count."""
 WATCH_LEAST_S, WATCH_MOST_S = 300.0, 600.0
-"""Range of the time that a watch asks for; a random one, so that replicas do not come back together."""
+"""Range of the random duration of a watch. It is random so that replicas do not reconnect together."""
 SILENCE_S = 75.0
-"""A watch without a line for this long is dead. kube-apiserver sends a bookmark each 60 to 62 s."""
+"""Time without a line after which a watch is dead. kube-apiserver sends a bookmark every 60 to 62 s."""
 SOON_S, SOON_FOR_S, LATE_S = 4.0, 300.0, 30.0
-"""The longest pause in the first SOON_FOR_S of a failure, and after that."""
+"""Longest pause in the first EARLY_FOR_S of a failure, that time, and longest pause after it."""
 UNSERVED_S = 300.0
-"""The longest pause while a collection is not served (404); each is four times the one before."""
+"""Longest pause while a collection is not served (404). Each pause is four times the previous one."""
 RETRY_AFTER_MOST_S = 60.0
-"""The longest Retry-After that is honoured. API Priority and Fairness asks for 32 s at most."""
+"""Longest Retry-After that is honoured. API Priority and Fairness asks for 32 s at most."""
 _PAGE = 500
 _LIST_S = 60.0
 _OVERDUE_S = 5.0
-"""So much longer than agreed a watch may take to end."""
+"""Time that a watch may take to end after its duration is over."""
 _PAUSE_LEAST_S, _PAUSE_CUT_S, _PAUSE_UNSERVED_S = 0.1, 0.5, 1.0
 _ALIVE_S = 1.0
-"""A watch that lived so long was one; its end is no failure."""
+"""Duration after which the end of a watch is no failure."""
 
 V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A collection of objects in a namespace, whole or by selector."""
+    """A collection of objects in a namespace, complete or by selector."""
 
     group: str
-    """Empty: the core group."""
+    """API group. Empty for the core group."""
     version: str
     plural: str
     namespace: str
@@ -81,16 +80,16 @@ class Resource:
 
 
 def rule(groups: Sequence[str], plural: str) -> str:
-    """The rule of a Role by which the dispatcher may read a collection."""
+    """Return the rule of a Role that allows the dispatcher to read a collection."""
     quoted = ", ".join(f'"{group}"' for group in groups)
     return f'apiGroups: [{quoted}], resources: ["{plural}"], verbs: ["list", "watch"]'
 
 
 class Mirror(Generic[V]):
-    """What is kept of each object of a collection, by name, as the API server tells it.
+    """Keeps the parsed objects of a collection by name, up to date with the API server.
 
-    `digest` makes it of an object's JSON. `changed` is called after each change, of the objects or of what is
-    wrong, and when the first watch begins. Only what `digest` returns is kept.
+    `parse` converts the JSON of an object to the value that is kept. `on_change` is called after each change
+    of the objects or of the problem, and when the first watch begins.
     """
 
     def __init__(
@@ -105,27 +104,27 @@ class Mirror(Generic[V]):
         self.resource = resource
         self.items: dict[str, V] = {}
         self.synced = False
-        """Whether the whole collection was seen once."""
+        """True if the collection was listed completely at least once."""
         self.watched = False
-        """Whether a watch has begun once."""
+        """True if a watch has begun at least once."""
         self.failure: ApiError | None = None
-        """What is wrong now; a single cut is nothing."""
+        """Current failure. A single cut of a watch is none."""
         self.verb: Literal["list", "watch"] = "list"
-        """What was tried last."""
+        """Verb of the last request."""
         self._api = api
         self._digest = digest
         self._changed = changed
         self._hold_s = hold_s
         self._wake = asyncio.Event()
-        """Set to end the pause that lasts, or the next one."""
+        """Event that ends the current pause, or the next one."""
         self._version = ""
         self._fruitful = False
-        """Whether the last round brought anything, or lasted."""
+        """True if the last round received something, or its watch lasted for a while."""
         self._opened = False
-        """Whether it came as far as a watch."""
+        """True if a watch was opened in the last round."""
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()
-        """When the API was surely heard last, on the loop's clock; before the first time: when we began."""
+        """Loop time of the last contact with the API. Before the first contact: time of the start."""
 
     def __repr__(self) -> str:
         state = "synced" if self.synced else "not synced"
@@ -133,33 +132,32 @@ class Mirror(Generic[V]):
 
     @property
     def settled(self) -> bool:
-        """Whether it is known what the collection holds and that it can be watched, or why not."""
+        """True if the collection is known and watched, or the reason why it is not."""
         return self.watched or self.failure is not None
 
     @property
     def holds_until(self) -> float | None:
-        """Time at which the objects seen cease to count, on the loop's clock. `None` while the collection is
-        followed."""
+        """Loop time at which the objects cease to count. `None` while the collection is followed."""
         return None if self.failure is None else self.heard_at + self._hold_s
 
     @property
     def given_up(self) -> bool:
-        """Whether what was seen no longer counts."""
+        """True if the objects no longer count."""
         return self.holds_until is not None and self._loop.time() >= self.holds_until
 
     @property
     def unserved(self) -> bool:
-        """Whether the API server does not serve the collection."""
+        """True if the API server does not serve the collection."""
         return self.failure is not None and self.failure.status == 404
 
     @property
     def problem(self) -> ClusterProblem | None:
-        """What is wrong now, with what mends it."""
+        """Current problem with a hint how to solve it. `None` if there is none."""
         return None if self._throttled else self._complaint
 
     @property
     def notice(self) -> ClusterProblem | None:
-        """Request of the API server to wait. It is no problem yet while the objects seen still count."""
+        """Request of the API server to wait. It is no problem while the objects still count."""
         return self._complaint if self._throttled else None
 
     @property
@@ -179,7 +177,7 @@ class Mirror(Generic[V]):
         )
 
     def retry(self) -> None:
-        """Ask at once, because the collection may be served by now."""
+        """Ask the API server at once, because it may serve the collection by now."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -195,14 +193,19 @@ class Mirror(Generic[V]):
                 await self._watch()
             except ApiError as error:
                 failure = error
+            # An open watch ends in a time-out if it was silent for SILENCE_S, or did not end when it should.
+            # That proves nothing about the time since its last line. Any other end is a contact: the server
+            # would have sent all changes until then.
             dead = self._opened and failure is not None and failure.slow
             if self._opened and not dead:
                 self._hear()
+            # In these cases the last version is of no use, and the next round begins with a list.
             if failure is not None and (failure.status == 410 or failure.garbled or dead):
                 self._version = ""
             unserved = unserved + 1 if failure is not None and failure.status == 404 else 0
             failures = 0 if self._fruitful else failures + 1
             if failures == 0:
+                # The watch brought changes or ended as agreed: the next one starts without a pause.
                 await asyncio.sleep(random.uniform(0.0, 0.05))
                 continue
             if failures == 1:
@@ -212,16 +215,18 @@ class Mirror(Generic[V]):
             if unserved:
                 pause_s = min(UNSERVED_S, _PAUSE_UNSERVED_S * 4.0 ** min(unserved - 1, 8))
             else:
-                # A stream that begins and is cut is a nuisance on the way: the next brings what it missed.
+                # If a stream begins and is cut, the cause is on the network path. The next watch returns what
+                # was missed, so the pause stays short.
                 soon = self._loop.time() - failing_since < SOON_FOR_S
                 most_s = _PAUSE_CUT_S if self._opened else SOON_S if soon else LATE_S
                 pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures - 1, 16))
+            # The jitter only shortens the own pause. A Retry-After is never undercut.
             asked_s = min(RETRY_AFTER_MOST_S, failure.retry_after_s) if failure is not None else 0.0
             await self._api.pause(max(pause_s * random.uniform(0.5, 1.0), asked_s), self._wake)
             self._wake.clear()
 
     async def _list(self) -> None:
-        """Read the whole collection, page by page; the mirror changes when all of it is here."""
+        """List the collection page by page. The mirror changes only when all pages have arrived."""
         self.verb = "list"
         items: dict[str, V] = {}
         more = ""
@@ -244,7 +249,7 @@ class Mirror(Generic[V]):
             self._changed()
 
     async def _watch(self) -> None:
-        """Follow the collection from the last version on; returns when the server ends the stream."""
+        """Watch the collection from the last version on. Returns when the server ends the stream."""
         self.verb = "watch"
         lasts_s = random.uniform(WATCH_LEAST_S, WATCH_MOST_S)
         query = [
@@ -261,6 +266,7 @@ class Mirror(Generic[V]):
             try:
                 async with asyncio.timeout(SILENCE_S) as silence:
                     async for line in body:
+                        # Any line proves that the watch is alive, also an empty one.
                         silence.reschedule(self._loop.time() + SILENCE_S)
                         if line.strip():
                             self._apply(msgspec.json.decode(line, type=_WatchEvent))
@@ -271,7 +277,8 @@ class Mirror(Generic[V]):
     def _apply(self, event: _WatchEvent) -> None:
         if event.type == "ERROR":
             status = msgspec.json.decode(event.object, type=ApiStatus)
-            self._version = ""  # 410 or not: where we stood, the server cannot go on from
+            # With 410 and with any other code, the server cannot continue from the last version.
+            self._version = ""
             why = f"the Kubernetes API ended the watch ({status.message or status.reason})"
             raise ApiError(why, status=status.code)
         metadata = msgspec.json.decode(event.object, type=_NamedObject).metadata
@@ -292,7 +299,7 @@ class Mirror(Generic[V]):
         self.heard_at = self._loop.time()
 
     def _up(self) -> None:
-        """A watch has begun: it works (again)."""
+        """Record that a watch has begun, which ends any failure."""
         self._hear()
         news = self.failure is not None or not self.watched
         self.failure, self.watched = None, True
@@ -300,6 +307,7 @@ class Mirror(Generic[V]):
             self._changed()
 
     def _failed(self, failure: ApiError, times: int) -> None:
+        # A single failure that the next request may solve is not reported.
         if times > 1 or failure.standing or failure.slow or failure.throttled:
             self.failure = failure
             self._changed()

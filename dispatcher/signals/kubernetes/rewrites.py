@@ -1,9 +1,10 @@
-"""Names that the endpoint picker turns into others: the InferenceModelRewrites of the pool.
+"""Watch the InferenceModelRewrites of the pool: model names that the endpoint picker turns into others.
 
     rule: requests for `chat` ──▶ chat-v1 (90), chat-v2 (10)        rule without a name: all other requests
 
-Servers list the targets, requests carry the names. So a name counts as served where one of its targets is
-listed; one that is listed itself stays, whatever a rule makes of it: that is only known when it is answered.
+Servers list the targets, and requests have the names. Therefore a name counts as served if one of its targets
+is listed. A name that is listed itself stays served whatever a rule does with it, because only an answer
+shows the result of the rule.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from dispatcher.signals.kubernetes.mirror import Mirror, Resource
 from dispatcher.telemetry.events import Event, emit
 
 GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
-"""Of llm-d, and of the Gateway API Inference Extension before it. A cluster serves both, one or neither."""
+"""API groups of llm-d, and of the Gateway API Inference Extension before it. A cluster may serve both, one or
+none of them."""
 _VERSION, _PLURAL = "v1alpha2", "inferencemodelrewrites"
 NAMES_MOST = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """What all rewrites of a pool come to."""
+    """Result of all rewrites of a pool together."""
 
     exact: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name → targets."""
+    """Targets by model name."""
     any_other: tuple[str, ...] = ()
-    """Targets of every other name; empty: it stays what it is."""
+    """Targets of every other name. Empty if other names are not rewritten."""
 
     def served(self, listed: Sequence[str], wanted: Set[str]) -> tuple[str, ...]:
-        """The names that requests may use where these models are listed. `wanted`: names that the settings
-        have, among which a rule for any name finds its own."""
+        """Return the names that requests may use if these models are listed.
+
+        A rule for any name adds only those in `configured_names`, which are the names in the settings.
+        """
         there = set(listed)
         more = [name for name, targets in self.exact.items() if not there.isdisjoint(targets)]
         if not there.isdisjoint(self.any_other):
@@ -46,8 +50,11 @@ class Aliases:
 
 
 def aliases(rewrites: Iterable[tuple[str, ModelRewrite]], pool: str) -> Aliases:
-    """What objects of these names come to: a rule with the name counts before one for all, then the older
-    object, then the first rule."""
+    """Return the result of these rewrites, given by object name.
+
+    A rule that has the name counts before a rule for any name. Among several, the older object counts, and
+    then the first rule.
+    """
     exact: dict[str, tuple[str, ...]] = {}
     any_other: tuple[str, ...] | None = None
     for _, rewrite in sorted(rewrites, key=lambda each: (each[1].created, each[0])):
@@ -63,9 +70,10 @@ def aliases(rewrites: Iterable[tuple[str, ModelRewrite]], pool: str) -> Aliases:
 
 
 class RewriteWatch:
-    """Watches the rewrites in the pool's namespace and calls `on_change`, in the event loop, when what they
-    come to has changed. A group that the cluster does not serve has none. What was seen last stands while the
-    API cannot be asked.
+    """Watches the rewrites in the pool's namespace, and calls `on_change` in the event loop after a change.
+
+    A group that the cluster does not serve has no rewrites. While the API cannot be asked, the rewrites that
+    were seen last stay in force.
     """
 
     def __init__(
@@ -81,12 +89,12 @@ class RewriteWatch:
         self._mirrors: list[Mirror[ModelRewrite]] = []
         self.aliases = Aliases()
         self.problems: tuple[ClusterProblem, ...] = ()
-        """What keeps rewrites from being seen."""
+        """Problems with reading the rewrites."""
         self.settled = not access
-        """Whether it is known what there is, or why not."""
+        """True if the rewrites are known, or the reason why they are not."""
 
     async def run(self) -> None:
-        """Watch until cancelled; returns at once where there is no Kubernetes."""
+        """Watch until cancelled. Returns at once if there is no cluster."""
         if not self._access:
             return
         api = Api(self._access)
@@ -110,7 +118,8 @@ class RewriteWatch:
         problems = [mirror.problem for mirror in served]
         self._complain(tuple(dict.fromkeys(problem for problem in problems if problem is not None)))
         if before[0] != self.aliases:
-            # Rewrites that go from one group may have come in the other.
+            # Rewrites that disappear from one group may have moved to the other one. A group that is not
+            # served is otherwise asked only every few minutes.
             for mirror in self._mirrors:
                 if mirror.unserved:
                     mirror.retry()

@@ -1,1 +1,1 @@
-"""Which models the endpoints of a pool serve."""
+"""Observe which models the endpoints of a pool serve."""

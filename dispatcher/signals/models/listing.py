@@ -1,10 +1,11 @@
-"""One question to one endpoint: which models do you list? And, where that can tell more, which do you load?
+"""Ask one endpoint which models it lists, and if necessary which adapters it is loading.
 
-    GET /v1/models ──▶ OpenAI's list, as vLLM, SGLang, TensorRT-LLM, TGI and gateways give it
-    GET /metrics   ──▶ of vLLM alone: the adapters that requests wait for
+    GET /v1/models ──▶ OpenAI's list of models, from vLLM, SGLang, TensorRT-LLM, TGI and gateways
+    GET /metrics   ──▶ only from vLLM: the adapters that requests wait for
 
-The list decides what is served. The page is asked only while a model that the settings name is missing in the
-list of a vLLM, and once a minute where it does not show adapters: it is a hundred times longer than the list.
+The list decides which models are served. The metrics page is a hundred times longer than the list. It is only
+read while the list of a vLLM lacks a model that the settings name, and only once a minute if the page shows
+no adapters.
 """
 
 from __future__ import annotations
@@ -27,41 +28,43 @@ from dispatcher.signals.exposition import Page, Sample
 
 LIST_MAX_BYTES = 8 * 1024 * 1024
 NAMES_MOST = 10_000
-"""So many of a list are kept, those that the settings name before all others."""
+"""Largest number of names that are kept of a list. Names in the settings come before all others."""
 OBJECTS_MOST = 50_000
-"""In a list that is read at all: vLLM has two for each model. Millions would hold up the event loop."""
+"""Largest number of JSON objects in a list. vLLM has two for each model. Parsing millions of them would block
+the event loop."""
 NO_ADAPTERS_S = 60.0
-"""A page that shows no adapters, or that cannot be read, is asked again after this."""
+"""Time after which a page that shows no adapters, or that cannot be read, is read again."""
 _ADAPTERS = "vllm:lora_requests_info"
 _SLICE_BYTES = 64 * 1024
-"""Of a page, parsed before the event loop has its turn again."""
+"""Number of bytes of a page that are parsed before other tasks run."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListTarget:
-    """Whom to ask, and how."""
+    """Address and credentials of an endpoint's list of models."""
 
     endpoint: str
-    """For people: host and port, or `gateway`."""
+    """Name of the endpoint in messages: host and port, or `gateway`."""
     url: str
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     page: str = ""
-    """URL of its metrics; empty: they are not asked for."""
+    """URL of the metrics page. Empty if it is not read."""
     token: str = "serving.token_file"  # noqa: S105 -- the name of a setting
-    """The setting by which it is given a token."""
+    """Key of the setting that has the token file."""
     with_token: bool = False
+    """True if the headers have credentials."""
 
 
 class Listed(NamedTuple):
-    """What a list says."""
+    """Content of a list of models."""
 
     names: tuple[str, ...]
     vllm: bool
-    """Whether it is vLLM's."""
+    """True if the list is from vLLM."""
 
 
 class UnreadableListError(Exception):
-    """What an endpoint answers is no list of models; the message is a sentence without the endpoint."""
+    """The answer is no list of models. The message is a sentence without the name of the endpoint."""
 
 
 class _ModelCard(msgspec.Struct, gc=False):
@@ -77,18 +80,19 @@ _decode = msgspec.json.Decoder(_ModelList).decode
 
 
 class Inquirer:
-    """Asks endpoints, each with the same patience. One client for as long as it lives; `aclose` ends it.
+    """Client that reads the lists of models, with one time limit for all endpoints. `aclose` closes it.
 
-    Connections are not kept: servers close idle ones after seconds, about when the next question comes.
+    Connections are not kept alive: servers close idle ones after a few seconds, which is about the interval
+    between two requests.
     """
 
     def __init__(self, tls: ssl.SSLContext | bool, *, timeout_s: float) -> None:
-        """`tls`: how a server's certificate is verified; True: by the system's authorities."""
+        """Create the client. If `tls` is True, the system's authorities verify the certificates."""
         self._tls = tls
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._page_again_at: dict[str, float] = {}
-        """When a page that showed no adapters is asked again, by its URL."""
+        """Time at which a page that showed no adapters is read again, by its URL."""
 
     async def aclose(self) -> None:
         session, self._session = self._session, None
@@ -96,12 +100,12 @@ class Inquirer:
             await session.close()
 
     def forget(self, still: Iterable[str]) -> None:
-        """Of endpoints other than those with these pages nothing is remembered."""
+        """Forget all metrics pages except those with these URLs."""
         kept = set(still)
         self._page_again_at = {url: at for url, at in self._page_again_at.items() if url in kept}
 
     async def ask(self, target: ListTarget, wanted: Set[str]) -> Listing:
-        """What the endpoint says, within the time-out; whatever goes wrong is the listing's `problem`."""
+        """Return the listing of an endpoint, within the time limit. An error is the listing's `problem`."""
         asked_at, down = asyncio.get_running_loop().time(), False
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -111,7 +115,7 @@ class Inquirer:
             problem = f"no whole answer within {self._timeout_s:g} s"
         except UnreadableListError as error:
             problem = str(error)
-        except Exception as error:  # whatever a network, or a hostile body, makes of the client
+        except Exception as error:  # errors of the network, and of the client with a hostile body
             problem, down = words(error), nobody_listens(error)
         else:
             loading = await self._loading(target, listed, wanted)
@@ -119,14 +123,16 @@ class Inquirer:
         return Listing(target.endpoint, asked_at, None, problem=problem, down=down)
 
     async def _loading(self, target: ListTarget, listed: Listed, wanted: Set[str]) -> tuple[str, ...]:
-        """Adapters that the page shows and the list does not. Where it cannot be read there are none: it is
-        only shown."""
+        """Return the adapters that the metrics page shows as loading and the list lacks.
+
+        Empty if the page cannot be read. Loading adapters are only shown, and no decision depends on them.
+        """
         missing = wanted - set(listed.names)
         now = asyncio.get_running_loop().time()
         if not (target.page and listed.vllm and missing) or now < self._page_again_at.get(target.page, now):
             return ()
         samples: list[Sample] = []
-        with contextlib.suppress(Exception):  # as above
+        with contextlib.suppress(Exception):  # errors of the network or of the page: see `_page_retry_at`
             async with asyncio.timeout(self._timeout_s):
                 kind, body = await self._get(target, target.page, "text/plain;version=0.0.4")
                 page = Page([_ADAPTERS], open_metrics=kind.startswith("application/openmetrics-text"))
@@ -139,7 +145,7 @@ class Inquirer:
         return tuple(name for name in waiting_adapters(samples) if name in missing)
 
     async def _get(self, target: ListTarget, url: str, accept: str) -> tuple[str, bytes]:
-        """Kind and body of a 200."""
+        """Return content type and body of an answer with status 200."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(ssl=self._tls, limit=0, force_close=True),
@@ -167,15 +173,18 @@ class Inquirer:
 
 
 def read_list(body: bytes, wanted: Set[str] = frozenset()) -> Listed:
-    """The names of OpenAI's list of models, each once, those in `wanted` before what is too much. Raises
-    UnreadableListError."""
+    """Return the names in OpenAI's list of models, each once.
+
+    If there are too many, names in `configured_names` are kept first. Raises UnreadableListError.
+    """
+    # Counting braces is much faster than parsing, and bounds the time that parsing blocks the event loop.
     if body.count(b"{") > OBJECTS_MOST:
         raise UnreadableListError(f"the list of models has more than {OBJECTS_MOST} objects")
     try:
         cards = _decode(body).data
     except RecursionError:
         raise UnreadableListError("the list of models is malformed: it nests too deep") from None
-    except ValueError as error:  # msgspec's is one, and UnicodeDecodeError
+    except ValueError as error:  # includes msgspec's errors and UnicodeDecodeError
         raise UnreadableListError(f"the list of models is malformed: {words(error)}") from None
     names = list(dict.fromkeys(card.id for card in cards if _may_be_named(card.id)))
     if len(names) > NAMES_MOST:
@@ -184,9 +193,10 @@ def read_list(body: bytes, wanted: Set[str] = frozenset()) -> Listed:
 
 
 def waiting_adapters(samples: Iterable[Sample]) -> tuple[str, ...]:
-    """Adapters of vLLM that requests wait for and none runs with.
+    """Return the adapters of vLLM for which requests wait and none runs.
 
-    Each state that ever was has a sample, whose value is the time when it was so: the newest counts.
+    The series has one sample for each state that ever occurred, whose value is the time of that state. Only
+    the newest sample counts.
     """
     newest = max(samples, key=lambda sample: sample.value, default=None)
     if newest is None:
@@ -199,7 +209,7 @@ def waiting_adapters(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def _may_be_named(name: str) -> bool:
-    """Whether a request could name it, and people may be shown it."""
+    """Return True if a request can use the name and the name can be shown to people."""
     return bool(name) and name.isprintable() and len(name.encode()) <= MODEL_BYTES
 
 

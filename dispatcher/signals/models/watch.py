@@ -1,13 +1,12 @@
-"""Which models the pool serves: each endpoint is asked at an interval, and each round is told whole.
+"""Watch which models the pool serves. Every endpoint is asked at an interval, in rounds.
 
-    serving.urls, else those of signals.vllm.urls,
-    else the pool's ready endpoints as the Kubernetes watch sees them ──▶ each of them
-    where none is known, or serving.observe is gateway                ──▶ the gateway, for all
+    serving.urls, else signals.vllm.urls,
+    else the pool's ready endpoints from the Kubernetes watch ──▶ each of them is asked
+    no endpoint is known, or serving.observe is gateway       ──▶ the gateway is asked, for all
 
-Names that the cluster's InferenceModelRewrites turn into a model that is listed are told beside it.
-
-An endpoint that cannot be read is told with its reason, one that has left the list is not in the next round:
-what that means for the models is the core's matter.
+A round also has the names that the cluster's InferenceModelRewrites turn into a listed model. An endpoint
+that cannot be read is in the round with the reason. An endpoint that has left the list is not in the next
+round. `core.models.availability` decides what both mean for the models.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from dispatcher.signals.models.listing import Inquirer, ListTarget
 AT_ONCE = 16
 """Largest number of endpoints that are asked at the same time."""
 PATIENCE_S, PATIENCE_LEAST_S, PATIENCE_SHARE = 5.0, 1.0, 0.9
-"""An endpoint has nine tenths of the interval, never more nor less than these seconds."""
+"""Bounds of the time limit for one endpoint, and the share of the interval that it is between them."""
 FOUND_WITHIN_S = 10.0
-"""So long the Kubernetes watch may take to find the endpoints before the gateway is asked in their place."""
+"""Time for the Kubernetes watch to find the endpoints, before the gateway is asked in their place."""
 GAP_S = 0.5
-"""Between two rounds, however often the endpoints change."""
+"""Shortest time between two rounds, however often the endpoints change."""
 _MATCHED_AT_ONCE = 256
 """Number of new names that are matched before other tasks may run. It takes 4 ms."""
 _NOT_ASKED = "no model server was asked for its models yet"
@@ -48,19 +47,19 @@ _BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
 
 @dataclass(frozen=True, slots=True)
 class ServerAccess:
-    """How to speak to one model server about other things than its list."""
+    """Address and credentials of one model server, for requests other than its list of models."""
 
     base: str
-    """Its URL, to which a path is appended; without user and password."""
+    """URL of the server without user and password. The path of a request is appended to it."""
     headers: Mapping[str, str] = field(repr=False)
-    """With its credentials."""
+    """Headers with the credentials."""
     tls: ssl.SSLContext | None
-    """None: no server of the round was asked by https."""
+    """TLS context. `None` if no server of the round was asked by https."""
 
 
 _Known = Mapping[str, ServerAccess | str] | str
-"""The model servers by the endpoint that listings name, each with why not where it is not known how to speak
-to it; or why none is known."""
+"""Access to the model servers by the name of the endpoint, or the reason why a server, or all of them, cannot
+be accessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,11 @@ class _Round:
 
 
 class ModelWatch:
-    """Asks while the settings say so, and calls `on_round`, in the event loop, with each whole round.
+    """Asks the endpoints for their models, and calls `on_round` in the event loop with each complete round.
 
-    A round has one listing for each endpoint, in the order in which they are known; none where it is known
-    that no endpoint is ready. A new one begins each `serving.interval_s`, and at once when the endpoints or
-    the settings change. What was asked under other settings than those of now is not told.
+    A round has one listing for each endpoint, in a fixed order. It is empty if no endpoint is ready. A round
+    begins every `serving.interval_s`, and at once when the endpoints or the settings change. A round that
+    began under previous settings is dropped.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class ModelWatch:
         self._generation = 0
         self._inquirer: Inquirer | None = None
         self._made_of: object = None
-        """Settings and state of the files from which the inquirer was made."""
+        """Settings and states of the files from which the client was made."""
         self._tls: ssl.SSLContext | None = None
         self._known: _Known = _NOT_ASKED
         self._matched: Set[str] = frozenset()
@@ -106,45 +105,46 @@ class ModelWatch:
         return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
 
     def discovered(self, endpoints: Endpoints) -> None:
-        """What the Kubernetes watch knows now."""
+        """Take the endpoints that the Kubernetes watch knows now. A change starts a new round."""
         before, self._endpoints = self._endpoints, endpoints
         if _found(before) != _found(endpoints):
             self._wake()
 
     def reconfigure(self, settings: Settings, access: ClusterAccess) -> None:
-        """Ask by these settings from now on; or nobody, where they say so. With another way into the cluster
-        rewrites are watched anew."""
+        """Use these settings from now on. They may end the observation.
+
+        If `access` has changed, the rewrites are watched anew.
+        """
         before, self._settings, self._serving = self._settings, settings, settings.asks
         elsewhere, self._access = access != self._access, access
         if elsewhere:
             self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
         if elsewhere or _asked_by(before) != _asked_by(settings):
-            self._generation += 1
+            self._generation += 1  # drops the round that runs now
             self._known = _NOT_ASKED
             self._wake()
 
     def server(self, endpoint: str) -> ServerAccess | str:
-        """How to speak to the endpoint that the newest round named so, or a sentence that says why that is
-        not known."""
+        """Return the access to an endpoint of the newest round, or a sentence that says why there is none."""
         if isinstance(self._known, str):
             return self._known
         return self._known.get(endpoint, "no model server of that name is known")
 
     @property
     def problems(self) -> tuple[ClusterProblem, ...]:
-        """What keeps InferenceModelRewrites from being seen; a model that only they name is absent then."""
+        """Problems with reading the InferenceModelRewrites. Names that only they have are not served then."""
         return self._rewrites.problems
 
     async def ask_once(self) -> Sequence[Listing]:
-        """Ask each endpoint once, and return what each answered. Names that the cluster rewrites are known
-        only to `run`."""
+        """Ask each endpoint once and return the listings. Rewritten names are missing, because only `run`
+        watches the rewrites."""
         try:
             return (await self._round()).listings
         finally:
             await self._close()
 
     async def run(self) -> None:
-        """Ask until cancelled. Costs nothing while the settings ask for nothing."""
+        """Run rounds until cancelled. While the settings do not observe models, nothing is asked."""
         try:
             while True:
                 while not self._settings.observes_models:
@@ -160,7 +160,7 @@ class ModelWatch:
             await self._close()
 
     async def _observe(self, rewrites: RewriteWatch) -> None:
-        """Ask in rounds for as long as the settings have it so, by these rewrites."""
+        """Run rounds while the settings observe models, and until there is another watch of rewrites."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._found_within_s
         while self._settings.observes_models and self._rewrites is rewrites:
@@ -173,8 +173,10 @@ class ModelWatch:
             if generation == self._generation:
                 self._known = found.servers
                 self._on_round(found.listings)
+            # The event of a change is not awaited here, so that endpoints that change all the time do not
+            # start a round each.
             await asyncio.sleep(began_at + min(GAP_S, self._serving.interval_s) - loop.time())
-            # The times differ, so that replicas that were started together do not ask together.
+            # The intervals vary, so that replicas that were started together do not ask at the same time.
             await self._wait(began_at + self._serving.interval_s * random.uniform(0.9, 1.1))
         self._known = _NOT_ASKED
 
@@ -183,15 +185,14 @@ class ModelWatch:
 
     @property
     def _unheard(self) -> bool:
-        """Whether Kubernetes may yet say where the endpoints are, and nothing else does, or how names are
-        rewritten."""
+        """True if the endpoints or the rewrites are still unknown, and Kubernetes may still report them."""
         serving, found = self._serving, self._endpoints
         asks = serving.observe in ("auto", "endpoints") and not serving.urls
         unknown = asks and found.addresses is None and found.watched and not found.whole
         return unknown or not self._rewrites.settled
 
     async def _wait(self, until: float) -> None:
-        """Until the endpoints or the settings change, at the longest."""
+        """Wait until the given time, or until the endpoints or the settings change."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
@@ -211,16 +212,18 @@ class ModelWatch:
             return _Round((Listing("endpoints", now, None, problem=problem),), problem)
         try:
             inquirer = await self._ready(settings.gateway.tls if gateway else self._serving.tls, targets)
-        except (OSError, ValueError) as error:  # ssl.SSLError is the former
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             return self._unread(now, f"{'gateway' if gateway else 'serving'}.tls: {error}")
         wanted = frozenset(model.name for model in settings.models)
+        # No server lists a name that is rewritten, so it must not cause a look at the metrics page.
         listable = wanted - self._rewrites.aliases.exact.keys()
         places = asyncio.Semaphore(AT_ONCE)
 
         async def ask(target: ListTarget) -> Listing:
             async with places:
                 found = await inquirer.ask(target, listable)
-            if found.models is None:  # a gateway that is away says nothing of the servers behind it
+            if found.models is None:
+                # An unreachable gateway does not mean that the servers behind it are down.
                 return replace(found, down=found.down and not gateway)
             return replace(found, models=self._rewrites.aliases.served(found.models, wanted))
 
@@ -244,11 +247,11 @@ class ModelWatch:
             return
         membership = Membership(families)
         for at, name in enumerate(names.keys() - before):
-            membership.of(name)  # core.versions remembers what it finds
+            membership.of(name)  # `core.models.versions` caches the result for the callbacks
             if at % _MATCHED_AT_ONCE == _MATCHED_AT_ONCE - 1:
                 await asyncio.sleep(0)
 
-    # Whom to ask.
+    # Targets.
 
     def _asks_gateway(self) -> bool:
         serving = self._serving
@@ -275,12 +278,12 @@ class ModelWatch:
 
     @property
     def _token_setting(self) -> str:
-        """Which setting names the servers' token."""
+        """Key of the setting that has the token file of the servers."""
         taken = self._serving.token_file and not self._settings.serving.token_file
         return "signals.vllm.token_file" if taken else "serving.token_file"
 
     def _unread(self, now: float, problem: str) -> _Round:
-        """A round in which nobody could be asked."""
+        """Return a round in which no endpoint could be asked."""
         if self._asks_gateway():
             names = [GATEWAY]
         elif urls := self._serving.urls:
@@ -289,16 +292,19 @@ class ModelWatch:
             names = list(self._endpoints.addresses or ())
         return _Round(tuple(Listing(name, now, None, problem=problem) for name in names), problem)
 
-    # By what means.
+    # Client.
 
     async def _ready(self, tls: TlsSettings, targets: Sequence[ListTarget]) -> Inquirer:
-        """The inquirer of these settings, anew where they or their files have changed. Raises OSError."""
+        """Return the client for these settings. It is made again if the settings or their files have changed.
+
+        Raises OSError.
+        """
         secure = any(target.url.startswith("https:") for target in targets)
         files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
         made_of = (tls, secure, self._patience_s, [looks(path) for path in files if path])
         if self._inquirer is None or made_of != self._made_of:
             await self._close()
-            # Not in the event loop's time: the system's certificates take a while to read.
+            # Read in a thread, because reading the system's certificates would block the event loop.
             self._tls = await BackgroundRead(tls.context)() if secure else None
             self._inquirer, self._made_of = Inquirer(self._tls or True, timeout_s=self._patience_s), made_of
         self._inquirer.forget(target.page for target in targets)
@@ -315,12 +321,12 @@ class ModelWatch:
 
 
 def _found(endpoints: Endpoints) -> tuple[object, ...]:
-    """What of the Kubernetes watch decides whom to ask."""
+    """Return the parts of the Kubernetes watch's state that decide which endpoints are asked."""
     return endpoints.addresses, endpoints.watched, endpoints.whole
 
 
 def _asked_by(settings: Settings) -> tuple[object, ...]:
-    """What of the settings decides what a round asks and tells."""
+    """Return the settings that decide what a round asks and returns."""
     gateway = settings.gateway
     to_gateway = gateway.url, gateway.headers, gateway.token_file, gateway.tls
     return settings.asks, settings.models, to_gateway
@@ -350,7 +356,7 @@ def _access_to(target: ListTarget, tls: ssl.SSLContext | None) -> ServerAccess |
 
 
 def _label(url: SecretUrl) -> str:
-    """Host and port, and what of the path tells servers of the same address apart."""
+    """Return host and port, and the part of the path that distinguishes servers of the same address."""
     parts = urlsplit(url.bare)
     return parts.netloc + parts.path.rstrip("/").removesuffix(LIST_PATH)
 

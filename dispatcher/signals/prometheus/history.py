@@ -1,4 +1,4 @@
-"""How a pool's load was over hours, from Prometheus: what an operator would export by hand."""
+"""Export the history of a pool's load from Prometheus, for recordings."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ RUNNING = (
     "sum(sglang:num_running_reqs)",
     "sum(trtllm_num_requests_running)",
 )
-"""Running requests, by model server."""
+"""Queries for the number of running requests, one for each kind of model server."""
 STEP_LEAST_S = 15
 POINTS_MOST = 10_000
-"""Prometheus refuses more than 11,000 points of a series at once."""
+"""Largest number of points per series. Prometheus rejects a query for more than 11,000."""
 TIMEOUT_S = 60.0
 
 
 def running(
     address: PrometheusAddress, queries: Sequence[str], end: float, last_s: float
 ) -> Sequence[Mapping[str, Any]]:
-    """The series of the first query that has any, over so many seconds until `end` (Unix time). Raises
-    QueryError."""
+    """Return the series of the first query that has any, over the last `last_s` seconds before `end_at`.
+
+    `end_at` is a Unix time. Raises QueryError.
+    """
     session = QuerySession(address, TIMEOUT_S, result="matrix")
     try:
         client = connected(address, session)

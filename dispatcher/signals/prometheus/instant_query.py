@@ -1,4 +1,4 @@
-"""What Prometheus answers to a query, read by its types: any other shape is a sentence."""
+"""Parse the answers of Prometheus' query API. An answer of another shape is a QueryError."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dispatcher.signals.exposition import Sample
 
 
 class QueryError(Exception):
-    """The server refused a query or gave no usable answer; the message is a sentence."""
+    """The server rejected a query or gave no usable answer. The message is a sentence."""
 
     def __init__(self, why: str, hint: str = "") -> None:
         super().__init__(why)
@@ -33,7 +33,7 @@ class _QueryData(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """An answer of the API, as far as it matters here."""
+    """The parts of an API answer that are used here."""
 
     status: str = ""
     error: str = ""
@@ -47,23 +47,26 @@ _decode_series = msgspec.json.Decoder(list[_MatrixRow]).decode
 
 
 def vector(result: msgspec.Raw) -> list[Sample]:
-    """The samples of an instant vector. Raises QueryError for any other shape."""
+    """Return the samples of an instant vector. Raises QueryError for any other shape."""
     if not bytes(result).lstrip().startswith(b"["):
         raise QueryError("the answer is not a list of samples")
     try:
-        # As on a page, and not as Python has it, 1_0 is no number.
+        # Python accepts 1_0 as a number; Prometheus' format does not.
         return [
             Sample(row.metric.get("__name__", ""), row.metric, float(row.value[1].replace("_", "?")))
             for row in _decode_rows(result)
         ]
-    except (ValueError, RecursionError) as error:  # of which msgspec's own, which say what is where
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors and name the place
         why = f"not an instant vector: {str(error)[:200]}"
         raise QueryError(why, "signals.prometheus.queries") from None
 
 
 def document(status: int, redirect: bool, body: bytes, result: str = "vector") -> dict[str, Any]:
-    """The answer's document, where it is a whole and good one of that type: raw of an instant query, and
-    read of a range query (a matrix). Raises QueryError where not."""
+    """Return the document of an answer in the form that the client library reads.
+
+    The result of an instant query stays raw; that of a range query (a matrix) is parsed. Raises QueryError if
+    the answer is incomplete, reports an error or has another type.
+    """
     if redirect:
         raise QueryError(f"HTTP {status}: a redirect, which is not followed", "signals.prometheus.url")
     try:
@@ -74,6 +77,7 @@ def document(status: int, redirect: bool, body: bytes, result: str = "vector") -
         raise QueryError(f"HTTP {status}" + (f": {said.error[:300]}" if said.error else ""), _hint(status))
     if said.status != "success":
         raise QueryError(f"the answer is not Prometheus' JSON{shape}", "signals.prometheus.url")
+    # A partial answer may lack replicas, and would make the pool look less loaded than it is.
     if said.warnings:
         raise QueryError(f"the answer may be partial: {said.warnings[0][:300]}")
     data = said.data or _QueryData()

@@ -1,4 +1,7 @@
-"""How Prometheus is asked: the client library over a session of ours, with a bound on time and size."""
+"""Connect to Prometheus: the client library, over a session that bounds the time and the size of answers.
+
+docs/decisions/0015-libraries-that-we-carry.md says why the library gets a session of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ ANSWER_MAX_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class PrometheusAddress:
-    """How to reach Prometheus, or what speaks its API (Thanos, Mimir)."""
+    """Address and credentials of Prometheus, or of a server with the same API (Thanos, Mimir)."""
 
     url: str
     token_file: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Such as X-Scope-OrgID."""
+    """Additional headers, such as X-Scope-OrgID."""
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
@@ -29,8 +32,9 @@ class PrometheusAddress:
 
 
 def connected(address: PrometheusAddress, session: QuerySession) -> Any:
-    """The client library, over such a session."""
-    from prometheus_api_client import PrometheusConnect  # whoever runs it in a thread has imported it before
+    """Return the client of the library, over the session."""
+    # A caller that runs this in a thread has imported the library before (see PrometheusSource).
+    from prometheus_api_client import PrometheusConnect
     from urllib3.util.retry import Retry
 
     return PrometheusConnect(
@@ -42,7 +46,7 @@ def connected(address: PrometheusAddress, session: QuerySession) -> Any:
 
 
 def headers_of(address: PrometheusAddress) -> dict[str, str]:
-    """With the token as the file has it now. Raises QueryError."""
+    """Return the headers of a query, with the token that the file has now. Raises QueryError."""
     headers = dict(address.headers)
     if address.token_file:
         try:
@@ -53,14 +57,14 @@ def headers_of(address: PrometheusAddress) -> dict[str, str]:
 
 
 class QuerySession:
-    """What the client library needs of a requests.Session, with a bound on time and size.
+    """The part of requests.Session that the client library uses, with a bound on time and size.
 
-    requests bounds the wait for each piece of an answer, not the answer; and it would follow a redirect and
-    take the tenant's headers along.
+    requests bounds only the wait for each piece of an answer, and not the whole answer. It would also follow
+    a redirect and send the tenant's headers along.
     """
 
     def __init__(self, access: PrometheusAddress, timeout_s: float, *, result: str = "vector") -> None:
-        """`result`: the type of what is asked for."""
+        """Create a session for queries whose result has the type `result_type`."""
         self._timeout_s = timeout_s
         self._result = result
         self._session: Any = None
@@ -88,9 +92,8 @@ class QuerySession:
                 status, redirect = response.status_code, response.is_redirect
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
-                raise QueryError(
-                    "not a URL", "signals.prometheus.url"
-                ) from None  # its words hold the secrets
+                # The message of the original error has the whole URL, with its secrets.
+                raise QueryError("not a URL", "signals.prometheus.url") from None
             raise QueryError(words(error)) from None
         return _QueryAnswer(status, document(status, redirect, body, self._result))
 
@@ -101,7 +104,7 @@ class QuerySession:
 
 @dataclass(frozen=True, slots=True)
 class _QueryAnswer:
-    """What the client library needs of a requests.Response."""
+    """The part of requests.Response that the client library uses."""
 
     status_code: int
     document: Any

@@ -1,11 +1,12 @@
-"""The EPP's series by way of Prometheus: older by a scrape interval, but there when the EPP cannot be asked.
+"""Read the EPP's series through Prometheus: older by a scrape interval, but available without the EPP.
 
-One instant query brings every series and the age of each sample: `time() - timestamp(selector)` is reckoned
-by the server alone, so that its clock and ours need not agree. A reading's window is the moment of asking
-less that age, and as long as the scrape took: Prometheus dates a sample by the scrape's start.
+One instant query returns every series and the age of each sample. The server alone computes the age, as
+`time() - timestamp(selector)`, so that its clock and the one of this process need not agree. The window of a
+reading begins at the time of the query less this age, because Prometheus dates a sample by the start of the
+scrape. The window is as long as the scrape took.
 
-The client library is a blocking one. It works in a thread that may hang for good without holding up anything
-but its own next query.
+The client library is blocking. It runs in a thread that may hang without delaying anything but its own next
+query.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dispatcher.signals.prometheus.session import PrometheusAddress, QuerySessio
 
 LATENCY_TIMEOUT_S = 10.0
 WINDOW_S = 10.0
-"""How long ago an own query's sample may have been taken, where no `age` query tells."""
+"""Largest age that is assumed for the samples of an own query, unless there is an `age` query."""
 
 _VALUE, _AGE, _OWN = "dispatcher_value", "dispatcher_age", "dispatcher_own"
 _TOOK = "dispatcher_took"
@@ -41,18 +42,18 @@ _SUMMED = {
     Family.IN_FLIGHT: _FLOW_LABELS,
     Family.SERVER_QUEUES: _SERVER_LABELS,
 }
-"""A pool has as many of these as it has flows, models or servers, told apart by these labels. Only their sum
-travels."""
+"""Families with one series for each flow, model or server, and the labels that separate them. Prometheus
+returns only their sum."""
 _GONE_SHARE = 0.5
-"""A series that is older than the newest one of its target by more than this share of the largest age that is
-acted upon has left the page: a source that is late shows all of its series late."""
+"""Share of the largest age of a reading. A series that is older than the newest one of its target by more
+than that has left the page. A target that is late shows all of its series late."""
 _SERIES_LABELS = frozenset(
     {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE, _TOOK}
     | {label.strip() for labels in _SUMMED.values() for label in labels.split(",")}
 )
-"""Labels that the EPP gives; all others are the scrape's and tell the replicas apart."""
+"""Labels that the EPP sets. All other labels come from the scrape and identify the replica."""
 _ONE_EACH = ("cluster", "namespace", "job")
-"""Scrape labels that the replicas of one pool share."""
+"""Labels of the scrape that are the same for all replicas of one pool."""
 
 
 class PrometheusSource:
@@ -60,7 +61,7 @@ class PrometheusSource:
 
     name: Final = "prometheus"
     interval_least_s: Final = 1.0
-    """No scrape interval is shorter."""
+    """Shortest interval between polls, because no scrape interval is shorter."""
 
     def __init__(
         self,
@@ -82,24 +83,26 @@ class PrometheusSource:
         self._own = {name: query for name, query in given.items() if name not in latency.OWN_QUERIES}
         self._own_query = own_query(self._own)
         self._query = pool_query(pool, namespace, max_age_s)
-        # Nobody sees the age of a sample within a query; Prometheus before 2.43 ignores the option.
+        # The age of a sample inside an own query is not visible, so the server is told to ignore old samples.
+        # Prometheus before 2.43 ignores the option.
         self._own_options = {"lookback_delta": str(math.ceil(max_age_s))}
-        # Not in the thread of blocking calls: two threads that import parts of one package see it unfinished.
+        # Imported here and not in the threads of the blocking calls: two threads that import parts of one
+        # package at the same time may see it incomplete.
         importlib.import_module("prometheus_api_client.prometheus_connect")
         self._calls = BlockingCalls("prometheus")
         self._session = QuerySession(access, timeout_s)
         self._client: Any = None
-        # Apart, for it may take its time and fail as it likes.
+        # The latency query has its own thread and session, so that it cannot delay the query for readings.
         self._latency_query = latency.latency_query(_literal(pool), _literal(namespace), given, marked=marked)
         self._latency_calls = BlockingCalls("prometheus-latency")
         self._latency_session = QuerySession(access, LATENCY_TIMEOUT_S)
         self._latency_client: Any = None
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
-        """Prometheus finds the EPP's pods by itself."""
+        """Ignore the addresses, because Prometheus finds the EPP's pods by itself."""
 
     async def poll(self) -> tuple[View, ...] | Unread:
-        """The newest samples that Prometheus has. What can go wrong is an Unread, never an exception."""
+        """Return the newest samples that Prometheus has. An error is an Unread, never an exception."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         try:
@@ -115,7 +118,7 @@ class PrometheusSource:
         return self._views(rows, own_rows, asked_at, loop.time())
 
     async def latency(self) -> Histograms:
-        """What the latencies of the last minutes are; whatever goes wrong is told in it."""
+        """Return the latencies of the last minutes. An error is reported in `why_not`."""
         try:
             return await self._latency_calls.run(self._ask_latency, LATENCY_TIMEOUT_S)
         except StillRunningError as error:
@@ -130,15 +133,16 @@ class PrometheusSource:
         self._latency_session.close()
 
     def _ask_latency(self) -> Histograms:
-        """In the thread of blocking calls."""
+        """Run the latency query. This method runs in the thread of a blocking call."""
         if self._latency_client is None:
             self._latency_client = connected(self._access, self._latency_session)
+        # The token file may have been replaced since the last query.
         self._latency_client.headers = headers_of(self._access)
         params = {"timeout": f"{LATENCY_TIMEOUT_S:g}", "partial_response": "false"}
         return latency.grown(vector(self._latency_client.custom_query(self._latency_query, params=params)))
 
     def _ask(self) -> tuple[list[Sample], list[Sample]]:
-        """Run the queries; in the thread of blocking calls."""
+        """Run the queries. This method runs in the thread of a blocking call."""
         if self._client is None:
             self._client = connected(self._access, self._session)
         self._client.headers = headers_of(self._access)
@@ -147,7 +151,7 @@ class PrometheusSource:
         return rows, self._rows(self._own_query, self._own_options) if self._own else []
 
     def _rows(self, query: str, options: Mapping[str, str]) -> list[Sample]:
-        # Thanos answers with what it could get unless told that a part is no use.
+        # Thanos returns partial answers by default.
         params = {"timeout": f"{self._timeout_s:g}", "partial_response": "false", **options}
         return vector(self._client.custom_query(query, params=params))
 
@@ -172,7 +176,7 @@ class PrometheusSource:
         return tuple(views)
 
     def _replicas(self, rows: Sequence[Sample]) -> list[_ScrapedReplica | Unread]:
-        """The rows by the target they were scraped from, those of our pool."""
+        """Group the rows by the target that they were scraped from, and return the targets of the pool."""
         named = any(row.labels.get("name") == self._pool for row in rows) or any(
             row.labels.get("inference_pool") == self._pool for row in rows
         )
@@ -181,13 +185,17 @@ class PrometheusSource:
             target = frozenset(item for item in row.labels.items() if item[0] not in _SERIES_LABELS)
             replicas.setdefault(target, _ScrapedReplica(dict(target))).rows.append(row)
         found = [replica for replica in replicas.values() if replica.holds(self._pool if named else "")]
-        # A scrape job that is taken out of the configuration leaves its last samples behind for minutes.
+        # A scrape job that was removed from the configuration leaves its last samples behind for minutes. If
+        # all targets are old they are kept, so that the poll is reported as stale.
         found = [each for each in found if not each.age_s > self._max_age_s] or found
         problem = self._collision([replica.target for replica in found])
         return [problem] if problem is not None else list(found)
 
     def _collision(self, targets: Sequence[Mapping[str, str]]) -> Unread | None:
-        """Why the targets cannot all be replicas of one EPP: two pools of one name, or one scraped twice."""
+        """Return why the targets cannot all be replicas of one EPP. `None` if they can.
+
+        There may be two pools of one name, or one pool may be scraped twice.
+        """
         for label in _ONE_EACH:
             values = sorted({target.get(label, "") for target in targets})
             if len(values) > 1:
@@ -207,7 +215,7 @@ class PrometheusSource:
     def _with_own(
         self, views: Sequence[View], rows: Sequence[Sample], asked_at: float, answered_at: float
     ) -> tuple[View, ...] | Unread:
-        """The views with what the operator's own queries say put in the place of the EPP's series."""
+        """Return the views with the values of the operator's own queries in place of the EPP's series."""
         values: dict[str, float] = {}
         for name in self._own:
             mine = [row.value for row in rows if row.labels.get(_OWN) == name]
@@ -229,7 +237,7 @@ class PrometheusSource:
             replace(
                 each,
                 saturation=values.get("saturation", each.saturation),
-                # The queue adds up over the replicas, and this is the whole of it.
+                # Queues of replicas are added up later, and the own query has the whole queue already.
                 queued=(values["queued"] if number == 0 else 0.0) if "queued" in values else each.queued,
                 capacity=values.get("capacity"),
                 own="saturation" in values,
@@ -246,13 +254,13 @@ class PrometheusSource:
 
 @dataclass(slots=True)
 class _ScrapedReplica:
-    """What was scraped from one target."""
+    """Rows that were scraped from one target."""
 
     target: dict[str, str]
     rows: list[Sample] = field(default_factory=list)
 
     def holds(self, pool: str) -> bool:
-        """Whether something here is of the pool (``""``: of a pool without a name)."""
+        """Return True if one of the rows is of the pool. An empty string means a pool without a name."""
         return any(
             row.labels.get(label, "") == pool
             for row in self.rows
@@ -261,7 +269,7 @@ class _ScrapedReplica:
 
     @property
     def age_s(self) -> float:
-        """Of its newest sample."""
+        """Age of the newest sample. NaN if no age is known."""
         ages = [row.value for row in self.rows if _AGE in row.labels]
         return smallest(ages) if ages else math.nan
 
@@ -270,20 +278,22 @@ class _ScrapedReplica:
         if not age_of or not all(math.isfinite(age) for age in age_of.values()):
             return Unread(Reason.UNREADABLE, "the age of the samples is not known")
         newest = min(age_of.values())
-        # Prometheus goes on to answer with series that left the page, where it does not notice that they did.
+        # Prometheus may go on to return series that have left the page.
         gone = {series for series, age in age_of.items() if age > newest + gone_after_s}
         ages = [age for series, age in age_of.items() if series not in gone]
         samples = [
-            # An aggregation has dropped the name; the family's newest one stands for it.
+            # An aggregation drops the name of the series; the newest name of the family replaces it.
             Sample(row.name or family.value[0], row.labels, row.value)
             for row in self.rows
             if (family := _family(row)) is not None and _series(row) not in gone
         ]
-        # Ages are by the server's clock, and one below 0 is a rounding error. A duration that is no positive
-        # number is ignored.
+        # The ages come from the server's clock, so an age below 0 is a rounding error. A duration that is no
+        # positive number is ignored.
         about = [row for row in self.rows if _TOOK in row.labels]
         took_s = max((row.value for row in about if row.name != STARTED and row.value > 0), default=0.0)
         samples += [row for row in about if row.name == STARTED]
+        # The window is as wide as the uncertainty: the query was answered at some time between `asked_at` and
+        # `answered_at`.
         opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages) - took_s)
         address = self.target.get("instance") or self.target.get("pod") or ""
         return view(samples, pool, opened_at, closed_at, address)
@@ -297,15 +307,15 @@ def _series(row: Sample) -> frozenset[tuple[str, str]]:
 
 
 def _family(row: Sample) -> Family | None:
-    """What the row is a value of; None: of nothing that was asked for."""
+    """Return the family of the row's value. `None` if the row is no value of a family."""
     return Family.__members__.get(row.labels.get(_VALUE, ""))
 
 
 def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
     """Return one PromQL query for every series of a pool, their ages, and facts about their targets.
 
-    A label of each sample says what it is: dispatcher_value names the family of a value, and dispatcher_age
-    that of an age. dispatcher_took marks the duration of a scrape and the start time of a target's process.
+    One label of each sample describes it: dispatcher_value has the family of a value, and dispatcher_age that
+    of an age. dispatcher_took marks the duration of a scrape and the start time of a target's process.
     """
     here = f'namespace=~"{_literal(namespace)}|"'
     parts: list[str] = []
@@ -321,7 +331,8 @@ def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
             alive = [_recent(each, max_age_s) for each in selectors]
             values = " or ".join(f"sum without ({summed}) (clamp_min({each}, 0))" for each in alive)
         parts.append(f'label_replace({values}, "{_VALUE}", "{family.name}", "", "")')
-        if label is not None and family is not Family.SERVER_QUEUES:  # as old as the pool's other series
+        # The other families have the same age as the pool's series, because they come from the same scrape.
+        if label is not None and family is not Family.SERVER_QUEUES:
             wrap = f"min without ({summed}) " if summed else ""
             ages = " or ".join(f"{wrap}(time() - timestamp({each}))" for each in selectors)
             parts.append(f'label_replace({ages}, "{_AGE}", "{family.name}", "", "")')
@@ -332,19 +343,24 @@ def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
 
 
 def _recent(selector: str, max_age_s: float) -> str:
-    """The series of the selector that are young enough to be acted upon. Prometheus may answer with those of
-    flows and servers that are gone for as long as its lookback. Without spaces: servers bound the length of
-    an address."""
+    """Return a query for the series of the selector that are recent enough to be used.
+
+    For the time of its lookback, Prometheus may return series of flows and servers that are gone. The query
+    has no spaces, because servers limit the length of a URL.
+    """
     return f"({selector} and time()-timestamp({selector})<{max_age_s:g})"
 
 
 def own_query(queries: Mapping[str, str]) -> str:
-    """The operator's own queries as one; the line ends keep a comment at a query's end from eating more."""
+    """Return the operator's own queries as one query.
+
+    The line ends keep a comment at the end of a query from commenting out the rest.
+    """
     parts = [f'label_replace((\n{query}\n), "{_OWN}", "{name}", "", "")' for name, query in queries.items()]
     return " or ".join(parts)
 
 
 def _literal(text: str) -> str:
-    """A text as it stands within a PromQL regular expression in double quotes."""
+    """Escape a text for a PromQL regular expression in double quotes."""
     escaped = "".join(f"\\{char}" if char in r"\.+*?()|[]{}^$" else char for char in text)
     return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,7 +1,8 @@
-"""Shapes of list calls: bodies are merged into one call, its answer split; long lists cut, and joined. Pure.
+"""Shapes of list calls: bodies are merged into one call and its answer is split; long lists are cut and the
+answers joined.
 
-`table.py` has a row for each shape. Nothing here raises for what others wrote: what is not understood is
-`Unfit`, with the reason.
+`table.py` has a row for each shape. No function here raises for bytes that producers or servers wrote: if
+they are not understood, the result is an `Unfit` with the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _why(error: Exception) -> str:
 
 
 def read(shape: Shape, payload: bytes) -> Part | Unfit:
-    """The body of a request, or why it must go alone."""
+    """Return the list call in the body of a request, or why the request must be sent alone."""
     try:
         return tensors.read(shape, payload) if shape.items is Items.TENSORS else bodies.read(shape, payload)
     except _AMISS as error:
@@ -54,20 +55,22 @@ def read(shape: Shape, payload: bytes) -> Part | Unfit:
 
 
 def merge(parts: Sequence[Part]) -> bytes:
-    """The body of one call for parts of one key; of one part alone the body as it came.
+    """Return the body of one call for parts with one merge key. The body of a single part is unchanged.
 
-    Raises ValueError for parts of several keys, or for none.
+    Raise `ValueError` for parts with several keys, or for none.
     """
     if len({part.key for part in parts}) != 1:
         raise ValueError("only parts of one key can be merged")
     first = parts[0]
+    # A piece that was cut has no payload of its own.
     if len(parts) == 1 and first.payload:
         return first.payload
     return tensors.merge(parts) if first.shape.items is Items.TENSORS else bodies.merge(parts)
 
 
 def split(parts: Sequence[Part], body: bytes) -> list[bytes] | Unfit:
-    """To each part the answer that it would have got alone; to one part the answer as it came."""
+    """Return for each part the answer that it would have got alone. The answer to a single part is
+    unchanged."""
     if len(parts) == 1:
         return [body]
     try:
@@ -79,9 +82,10 @@ def split(parts: Sequence[Part], body: bytes) -> list[bytes] | Unfit:
 
 
 def cut(part: Part, most: int, most_tokens: float = inf) -> list[Part]:
-    """An over-long list in several pieces, in order, each as long as it may be; `[part]` where it is not.
+    """Return a list that is too long as several pieces, in order, each as long as it may be; otherwise
+    `[part]`.
 
-    An item that has more tokens than `most_tokens` makes a piece of its own.
+    An item with more tokens than `max_tokens` becomes a piece of its own.
     """
     if part.size <= 1 or (part.size <= most and part.tokens <= most_tokens):
         return [part]
@@ -91,7 +95,8 @@ def cut(part: Part, most: int, most_tokens: float = inf) -> list[Part]:
 
 
 def join(part: Part, pieces: Sequence[Part], answered: Sequence[bytes]) -> bytes | Unfit:
-    """The answers to what a part was cut into, as one call would have had them; usage summed up."""
+    """Return the joined answers to the pieces of a part, as one call would have had them, with the usage
+    added up."""
     if len(pieces) == 1:
         return answered[0]
     try:
@@ -103,9 +108,10 @@ def join(part: Part, pieces: Sequence[Part], answered: Sequence[bytes]) -> bytes
 
 
 def differs(part: Part, merged: bytes, single: bytes) -> str | None:
-    """What the answer out of a merged call has otherwise than that to the part alone; None: nothing.
+    """Return how the answer from a merged call differs from the answer to the part alone. `None` if it does
+    not.
 
-    `parity.py` says what counts.
+    `parity.py` says what is compared.
     """
     try:
         return parity.differs(part, merged, single)

@@ -1,6 +1,6 @@
-"""Answers with one list: split among those who were in the call, and joined again of several calls. Pure.
+"""Answers with one list: split among the parts of a call, and joined again from several calls.
 
-The bytes of an item's fields stay those that the server wrote, but for its index.
+The bytes of an item's fields stay as the server wrote them, except for its index.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _encode = msgspec.json.Encoder().encode
 _INDEX_DIGITS = 9
 
 Fields = dict[str, Any]
-"""Of an object; the values as they are written (`msgspec.Raw`), or what they are replaced by."""
+"""Fields of an object. Values are as written (`msgspec.Raw`), or what replaces them."""
 
 
 def split(parts: Sequence[Part], body: bytes) -> list[bytes]:
-    """Raises NotUnderstoodError, or what the decoder raises."""
+    """Return the answers to the parts. Raise NotUnderstoodError, or an error of the decoder."""
     shape = parts[0].shape
     sizes = [part.size for part in parts]
     if shape.numbered:
@@ -43,6 +43,7 @@ def split(parts: Sequence[Part], body: bytes) -> list[bytes]:
     usages = shared(found["usage"], [part.tokens for part in parts]) if "usage" in found else None
     answers = []
     for number, share in enumerate(shares):
+        # The fields are reused: each answer is encoded before the next share replaces the list.
         found[shape.answer] = share
         if usages is not None:
             found["usage"] = usages[number]
@@ -51,7 +52,7 @@ def split(parts: Sequence[Part], body: bytes) -> list[bytes]:
 
 
 def numbered(shape: Shape, body: bytes) -> tuple[Fields | None, list[Fields]]:
-    """The fields of the answer (None: it is a list), and those of each of its items."""
+    """Return the fields of the answer (`None` if it is a list), and the fields of each of its items."""
     found, listed = opened(body, shape.answer) if shape.answer else (None, objects(body))
     for item in listed:
         if item.get(shape.needs, _NULL) == _NULL:
@@ -63,7 +64,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 def in_order(shape: Shape, body: bytes) -> tuple[Fields | None, list[msgspec.Raw]]:
-    """The fields of the answer (None: it is a list), and its items."""
+    """Return the fields of the answer (`None` if it is a list), and its items."""
     if not shape.answer:
         listed = items(body)
         if shape.vectors and any(bytes(item)[:1] != b"[" for item in listed):
@@ -76,7 +77,7 @@ def in_order(shape: Shape, body: bytes) -> tuple[Fields | None, list[msgspec.Raw
 
 
 def indices(listed: Sequence[Fields], size: int) -> list[int]:
-    """What each item says its index is: different numbers below `size`."""
+    """Return the index that each item states: different numbers below `size`."""
     found = []
     for item in listed:
         text = bytes(item.get("index", b""))
@@ -89,7 +90,7 @@ def indices(listed: Sequence[Fields], size: int) -> list[int]:
 
 
 def _placed(listed: Sequence[Fields], size: int) -> list[Fields]:
-    """All items, by their index."""
+    """Return all items in the order of their indexes."""
     if len(listed) != size:
         raise NotUnderstoodError(f"{len(listed)} items in the answer to {size}")
     order = indices(listed, size)
@@ -105,6 +106,7 @@ def _rows(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[li
     start = 0
     for part in parts:
         share = placed[start : start + part.size]
+        # Each part must see indexes from 0, as in a call of its own.
         for at, item in enumerate(share):
             item["index"] = at
         shares.append(share)
@@ -113,7 +115,7 @@ def _rows(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[li
 
 
 def _ranks(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[list[Fields]]:
-    """To each the items of its own, ranked as they were among all."""
+    """Return for each part its own items, in the order of their ranks among all."""
     if len(listed) != size:
         raise NotUnderstoodError(f"{len(listed)} items in the answer to {size}")
     owner = [(number, at) for number, part in enumerate(parts) for at in range(part.size)]
@@ -121,11 +123,12 @@ def _ranks(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[l
     for item, index in zip(listed, indices(listed, size), strict=True):
         number, item["index"] = owner[index]
         shares[number].append(item)
+    # `top` is 0 if the request wants all items.
     return [share[: part.top or None] for part, share in zip(parts, shares, strict=True)]
 
 
 def join(part: Part, pieces: Sequence[Part], bodies: Sequence[bytes]) -> bytes:
-    """Raises NotUnderstoodError, or what the decoder raises."""
+    """Return the joined answer. Raise NotUnderstoodError, or an error of the decoder."""
     shape = part.shape
     answers: list[tuple[Fields | None, Sequence[Any]]] = []
     start = 0
@@ -146,7 +149,7 @@ def join(part: Part, pieces: Sequence[Part], bodies: Sequence[bytes]) -> bytes:
 
 
 def _answer_of(shape: Shape, piece: Part, body: bytes, start: int) -> tuple[Fields | None, Sequence[Any]]:
-    """The answer to a piece, its items numbered from `start` on."""
+    """Return the answer to a piece, with its items numbered from `start` on."""
     if not shape.numbered:
         found, plain = in_order(shape, body)
         if len(plain) != piece.size:
@@ -167,8 +170,10 @@ def _answer_of(shape: Shape, piece: Part, body: bytes, start: int) -> tuple[Fiel
 
 
 def _ranked(shape: Shape, lists: Sequence[Sequence[Fields]]) -> list[Fields]:
-    """One list in descending order of rank, and of rising index where it is equal; where the lists are not in
-    such an order, in that of the index."""
+    """Return one list in descending order of rank, and in ascending order of index for equal ranks.
+
+    If the lists are not in such an order, the result is in the order of the index.
+    """
     ranks = [[rank_of(shape, item) for item in listed] for listed in lists]
     if all(listed == sorted(listed, reverse=True) for listed in ranks):
         order = [
@@ -182,7 +187,7 @@ def _ranked(shape: Shape, lists: Sequence[Sequence[Fields]]) -> list[Fields]:
 
 
 def rank_of(shape: Shape, item: Fields) -> float:
-    """By what an item of a ranked answer is ranked."""
+    """Return the value by which an item of a ranked answer is ranked."""
     try:
         rank = float(bytes(item[shape.needs]))
     except ValueError:

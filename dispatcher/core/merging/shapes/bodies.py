@@ -1,4 +1,4 @@
-"""Bodies with one list: read, merged, cut. Pure."""
+"""Bodies with one list: parse, merge and cut them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dispatcher.core.merging.shapes.fields import canonical_fields, fields, insi
 from dispatcher.core.merging.shapes.part import Items, NotUnderstoodError, Part, Shape
 
 REST_BYTES_MOST = 65_536
-"""A body that says more than this beside its list is not made canonical, and goes alone."""
+"""Largest size of a body without its list. A larger one is not made canonical, and is sent alone."""
 TOKEN_BYTES = 4
-"""So many bytes of text are taken for a token: English; other scripts have up to twice as many tokens."""
+"""Estimated bytes of text per token, for English. Other scripts have up to twice as many tokens."""
 
 _strings = msgspec.json.Decoder(list[str]).decode
 _id_lists = msgspec.json.Decoder(list[list[int]]).decode
@@ -25,14 +25,17 @@ _COUNT = re.compile(rb"[1-9][0-9]{0,8}")
 
 
 def estimated(size: int, text_bytes: int) -> int:
-    """Tokens of so many items whose text has so many bytes as it is written: one each, and one per
-    TOKEN_BYTES of what is left without quotes and commas."""
+    """Estimate the tokens of items from the number of items and the bytes of their text as written.
+
+    Each item counts one token, plus one per BYTES_PER_TOKEN of what is left without quotes and commas.
+    """
     return size + max(0, text_bytes - 3 * size) // TOKEN_BYTES
 
 
 def read(shape: Shape, payload: bytes) -> Part:
-    """Raises NotUnderstoodError, or what the decoder raises."""
+    """Return the list call in a body. Raise NotUnderstoodError, or an error of the decoder."""
     found = fields(text_of(payload))
+    # Some paths have several formats, told apart by the field that holds the list.
     while shape.listed not in found:
         if shape.otherwise is None:
             raise NotUnderstoodError(f"no {shape.listed} in the body")
@@ -80,7 +83,7 @@ def read(shape: Shape, payload: bytes) -> Part:
 
 
 def model_of(found: dict[str, msgspec.Raw]) -> str:
-    """The model that the body names, where that is a string."""
+    """Return the model that the body names. Empty if the value is not a string."""
     named = found.get("model")
     if named is None or bytes(named)[:1] != b'"':
         return ""
@@ -88,8 +91,9 @@ def model_of(found: dict[str, msgspec.Raw]) -> str:
 
 
 _Read = tuple[bytes, int, int, bool, bytes | memoryview]
-"""What kind of items (bodies of several kinds are not merged), how many, their tokens, whether it is one in
-place of a list, and what stands between the brackets of the list."""
+"""Result of parsing a list: the kind of the items (bodies with different kinds are not merged), their number,
+their tokens, whether it is a single item in place of a list, and the text between the brackets of the
+list."""
 
 
 def _texts(listed: msgspec.Raw) -> _Read:
@@ -103,6 +107,7 @@ def _texts(listed: msgspec.Raw) -> _Read:
         kind = b"ids"
         try:
             lists = _id_lists(listed)
+            # Lists of token ids; an empty one among them makes the whole list invalid.
             size, tokens, alone = len(lists) if all(lists) else 0, sum(map(len, lists)), False
         except msgspec.ValidationError:
             try:
@@ -145,10 +150,12 @@ _READERS = {Items.TEXTS: _texts, Items.PAIRS: _pairs, Items.ANY: _anything}
 
 
 def merge(parts: Sequence[Part]) -> bytes:
-    """One body with the lists of all behind each other; of one part it says how many are wanted."""
+    """Return one body with the lists of all parts in sequence. A single part keeps its number of
+    requested items."""
     first = parts[0]
     shape = first.shape
     text: list[bytes | memoryview] = [b"{", first.rest, b"," if first.rest else b""]
+    # The parts of a merged call may want different numbers, so the server returns all items.
     if first.top and len(parts) == 1:
         text.append(b'"%b":%d,' % (shape.top.encode(), first.top))
     for number, name in enumerate((shape.listed, shape.beside)[: len(first.lists)]):
@@ -160,7 +167,8 @@ def merge(parts: Sequence[Part]) -> bytes:
 
 
 def cut(part: Part, most: int, most_tokens: float) -> list[Part]:
-    """The pieces, in order, each as long as it may be; an item that has too many tokens makes one alone."""
+    """Return the pieces in order, each as long as it may be. An item with too many tokens becomes a piece of
+    its own."""
     columns = [inside(text) for text in part.lists]
     ids = part.key.startswith(b"%b ids " % part.shape.name.encode())
 
@@ -171,7 +179,9 @@ def cut(part: Part, most: int, most_tokens: float) -> list[Part]:
 
     weights = None
     if most_tokens < inf:
-        rounded = 0 if ids else len(columns)  # what is estimated of many is no more than the sum for each
+        rounded = (
+            0 if ids else len(columns)
+        )  # so that the estimate of a group never exceeds the sum of its items
         weights = [tokens(row, 1) + rounded for row in zip(*columns, strict=True)]
     pieces = []
     for start, end in spans(part.size, most, weights, most_tokens):
@@ -186,7 +196,7 @@ def cut(part: Part, most: int, most_tokens: float) -> list[Part]:
 def spans(
     size: int, most: int, weights: Sequence[float] | None, most_weight: float
 ) -> Iterator[tuple[int, int]]:
-    """From where to where each piece goes, so that it has at most so many items and so much weight."""
+    """Yield start and end of each piece, so that it has at most this many items and this much weight."""
     if weights is None:
         yield from ((at, min(at + most, size)) for at in range(0, size, most))
         return

@@ -1,4 +1,4 @@
-"""How much a server takes in one call: what is known of some, and what a refusal says. Pure."""
+"""Largest calls that servers accept: known caps of some servers, and caps that a refusal states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class KnownCap:
-    """What a call may hold at the most, where nobody configured the server otherwise."""
+    """Largest call that a server accepts, if the operator configured nothing else."""
 
     items: int
     tokens: float = inf
@@ -32,14 +32,16 @@ KNOWN_CAPS: Mapping[str, KnownCap] = MappingProxyType(
         "dashscope": KnownCap(10),
     }
 )
-"""Of embeddings, by who serves them."""
+"""Known caps for embeddings, by server."""
 
 STATUSES = (400, 413, 422)
-"""With these a server says that a call is too large."""
+"""Statuses with which servers refuse a call that is too large."""
 MESSAGE_CHARS = 500
-"""What a server has to say stands at the beginning; behind it may come what the call was."""
+"""Number of characters of a message that are searched. The server's reason comes first, and the request may
+follow."""
 COUNT_MOST = 10_000_000
 
+# Messages of several model servers and APIs; tests/core/merging has examples.
 _ITEMS = re.compile(
     r"""
     > \s* maximum \s allowed \s batch \s size \s (\d+)
@@ -79,18 +81,22 @@ _decode = msgspec.json.Decoder().decode
 
 
 def too_many(status: int, body: bytes) -> int | None:
-    """The most items that an answer says the server takes in a call; 0: fewer than there were, it says not
-    how many; None: it says nothing of the kind."""
+    """Return the largest number of items that the server accepts in a call, as its answer states.
+
+    0 if there were too many and the answer states no number. `None` if the answer is not about the number of
+    items.
+    """
     said = _said(status, body)
     if said is None or _found(said, _TOKENS, _TOKENS_UNCOUNTED) is not None:
         return None
+    # An empty 413 gives no reason, so the number of items is assumed to be it.
     if status == 413 and not said.strip():
         return 0
     return _found(said, _ITEMS, _ITEMS_UNCOUNTED)
 
 
 def too_many_tokens(status: int, body: bytes) -> int | None:
-    """The same of the tokens of all items together. (One item that is too long is another matter.)"""
+    """Return the same for the tokens of all items together. (One item that is too long is another error.)"""
     said = _said(status, body)
     return None if said is None else _found(said, _TOKENS, _TOKENS_UNCOUNTED)
 
@@ -99,13 +105,15 @@ def _found(said: str, counted: re.Pattern[str], uncounted: re.Pattern[str]) -> i
     match = counted.search(said)
     if match is not None and match.lastindex is not None:
         digits = match[match.lastindex]
+        # Avoids converting very long digit strings.
         most = int(digits) if len(digits) < 10 else COUNT_MOST
         return min(most, COUNT_MOST)
     return 0 if uncounted.search(said) is not None else None
 
 
 def _said(status: int, body: bytes) -> str | None:
-    """The words of a refusal: of JSON its messages, for the rest of it may repeat what was asked."""
+    """Return the text of a refusal. Only the messages of a JSON body count, because its other fields may
+    repeat the request."""
     if status not in STATUSES:
         return None
     try:

@@ -1,6 +1,6 @@
-"""JSON taken apart and left as it is written: the fields of an object, the items of a list, a canonical text.
+"""Parse JSON without changing how it is written: fields of an object, items of a list, a canonical text.
 
-Nothing is decoded to a value and encoded again: numbers keep their digits, strings their escapes.
+No value is decoded and encoded again: numbers keep their digits, and strings their escapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from dispatcher.core.merging.shapes.part import NotUnderstoodError
 
 DEPTH_MOST = 16
-"""Of objects and lists in each other, in what is made canonical: each level is read once more."""
+"""Largest nesting of objects and lists that are made canonical. Each level is parsed once more."""
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -21,22 +21,23 @@ objects = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 _NAME = re.compile(rb'\s*[{,]\s*"[^"\\]*"\s*:\s*')
 _END = re.compile(rb"\s*\}\s*")
 PLACE = b"-0e-0"
-"""A number that nobody writes."""
+"""A number that no program writes."""
 
 
 def text_of(body: bytes) -> bytes:
-    """The body, if it is UTF-8 throughout: what is not read as a string is not checked by the decoder."""
+    """Return the body if all of it is valid UTF-8. The decoder does not check values that it does not
+    decode."""
     if not body.isascii():
         body.decode()
     return body
 
 
 def fields(text: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of an object in their order, each once and without escapes in its name.
+    """Return the fields of an object in order. Each name occurs once and has no escapes.
 
-    The decoder keeps the last of two fields of one name and says nothing; so the text is walked along the
-    values that were found. Each step is one field of the text, and the last one its last, only where none is
-    given twice.
+    The decoder silently keeps the last of two fields with one name. Therefore the text is compared with the
+    values that were found: each step is one field of the text, and the last step reaches the end of the
+    object only if no field is given twice.
     """
     found = _object(text)
     at = 0
@@ -53,7 +54,7 @@ def fields(text: bytes) -> dict[str, msgspec.Raw]:
 
 
 def place_of(text: bytes, name: str) -> int:
-    """Where the value of a field begins, in a text that `fields` understands."""
+    """Return the position of a field's value in a text that `parse_fields` accepts."""
     at = 0
     for field, value in fields(text).items():
         head = _NAME.match(text, at)
@@ -65,22 +66,22 @@ def place_of(text: bytes, name: str) -> int:
 
 
 def loose_fields(text: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of an object; the last of one name."""
+    """Return the fields of an object. Of two fields with one name the last counts."""
     return _object(text)
 
 
 def items(text: bytes | memoryview) -> list[msgspec.Raw]:
-    """The items of a list."""
+    """Return the items of a list."""
     return _list(text)
 
 
 def inside(text: bytes | memoryview) -> list[msgspec.Raw]:
-    """The same of what stands between its brackets."""
+    """Return the items of a list, given the text between its brackets."""
     return _list(b"".join((b"[", text, b"]")))
 
 
 def canonical(text: bytes, depth: int = 0) -> bytes:
-    """The same for texts that differ in the order of fields and in whitespace, and in nothing else."""
+    """Return a text that is equal for inputs that differ only in the order of fields and in whitespace."""
     if text[:1] not in (b"{", b"["):
         return text
     if depth == DEPTH_MOST:
@@ -91,18 +92,18 @@ def canonical(text: bytes, depth: int = 0) -> bytes:
 
 
 def canonical_fields(found: Iterable[tuple[str, msgspec.Raw]], depth: int = 0) -> bytes:
-    """What stands between the braces of an object with these fields."""
+    """Return the canonical text between the braces of an object with these fields."""
     return b",".join(
         [b'"%b":%b' % (name.encode(), canonical(bytes(raw), depth)) for name, raw in sorted(found)]
     )
 
 
 def opened(body: bytes, name: str) -> tuple[dict[str, msgspec.Raw], list[dict[str, msgspec.Raw]]]:
-    """An object's fields, and of the one that is a list of objects those of each; the last of one name.
+    """Return the fields of an object, and the fields of each item of the one field that is a list of objects.
 
-    The list is most of the body, and to read it with the rest and then alone would take twice as long. So its
-    place is guessed: if what is there is a list, and the body with a number in its place an object, then that
-    is how it reads.
+    Of two fields with one name the last counts. The list is most of the body, and parsing it twice would take
+    twice as long. So its position is guessed: if the text there is a list, and the body with a number in its
+    place is an object, then the guess is right.
     """
     start = body.find(b"[", body.find(b'"%b"' % name.encode()))
     end = body.rfind(b"]") + 1
@@ -111,6 +112,7 @@ def opened(body: bytes, name: str) -> tuple[dict[str, msgspec.Raw], list[dict[st
             found = _object(body[:start] + PLACE + body[end:])
             if found.get(name) == msgspec.Raw(PLACE):
                 return found, objects(memoryview(body)[start:end])
+        # The guess was wrong, so the whole body is parsed.
         except msgspec.DecodeError:
             pass
     found = _object(body)

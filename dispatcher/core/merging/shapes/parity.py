@@ -1,10 +1,11 @@
-"""Is the answer to a part out of a merged call the one that it would have got alone? Pure.
+"""Compare the answer to a part from a merged call with the answer that it gets alone.
 
-A model need not give the same bits twice: what else is in a call changes how its sums are added up. So
-vectors are the same where they point the same way (COSINE), and other numbers where they differ by less than
-NEAR of the largest number in their list (a number on its own: of itself), for half precision has eight or
-eleven bits; scores, which lie between 0 and 1, may differ by 0.001 besides. Whole numbers, texts, labels, and
-how many there are of anything, are equal or not. Not compared: usage, ids, times, the order of near ranks.
+A model need not return identical bits twice, because the other items of a call change the order in which sums
+are computed. Therefore vectors are equal if they have the same direction (MIN_COSINE). Other numbers are
+equal if they differ by less than RELATIVE_TOLERANCE of the largest number in their list (a single number: of
+itself), because half precision has eight or eleven bits. Scores, which are between 0 and 1, may differ by a
+further 0.001. Whole numbers, texts, labels and lengths must be equal. Usage, ids, times and the order of
+nearly equal ranks are not compared.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from dispatcher.core.merging.shapes.part import Items, NotUnderstoodError, Part,
 COSINE = 0.999
 NEAR = 0.01
 NORM_NEAR = 0.05
-"""A vector may be so much longer than the other, as a share of it."""
+"""Relative tolerance for the length of a vector."""
 DEPTH_MOST = 32
 
 _decode = msgspec.json.Decoder().decode
 
 
 def differs(part: Part, merged: bytes, single: bytes) -> str | None:
-    """Raises NotUnderstoodError, or what the decoder raises, where the answers cannot be read."""
+    """Return how the answers differ. `None` if they do not. Raise NotUnderstoodError, or an error of the
+    decoder."""
     shape = part.shape
     if shape.items is Items.TENSORS:
         return _outputs(shape, merged, single)
@@ -54,7 +56,7 @@ def differs(part: Part, merged: bytes, single: bytes) -> str | None:
 
 
 def _listed(part: Part, body: bytes) -> dict[int, Any]:
-    """Each item of an answer by its index."""
+    """Return the items of an answer by index."""
     shape = part.shape
     if not shape.numbered:
         plain = in_order(shape, body)[1]
@@ -72,7 +74,7 @@ def _listed(part: Part, body: bytes) -> dict[int, Any]:
 
 
 def _vectors(one: Any, other: Any) -> str | None:
-    """Vectors as lists of numbers, as base64 of 32-bit floats, or several of them in lists."""
+    """Compare vectors: lists of numbers, base64 of 32-bit floats, or lists of these."""
     if isinstance(one, str) and isinstance(other, str):
         one, other = _floats(one), _floats(other)
     if _nested(one) and _nested(other):
@@ -87,6 +89,7 @@ def _vectors(one: Any, other: Any) -> str | None:
     square, other_square = _dot(one, one), _dot(other, other)
     if square == other_square == 0:
         return None
+    # The last condition is also true for NaN.
     if square == 0 or other_square == 0 or not square + other_square < float("inf"):
         return "a vector without a length"
     cosine = _dot(one, other) / sqrt(square) / sqrt(other_square)
@@ -114,7 +117,8 @@ def _nested(value: Any) -> bool:
 
 
 def _numeric(value: Any) -> bool:
-    """A list of numbers."""
+    """Return whether the value is a list of numbers."""
+    # isinstance() would accept bool.
     return isinstance(value, list | tuple) and all(type(each) in (int, float) for each in value)
 
 
@@ -147,13 +151,15 @@ def _first(pairs: Sequence[tuple[str, Any, Any]], near: float, depth: int) -> st
 def _numbers(where: str, one: Sequence[float], other: Sequence[float], near: float) -> str | None:
     most = near + NEAR * max(map(abs, chain(one, other)), default=0.0)
     for mine, theirs in zip(one, other, strict=True):
+        # Negated, so that NaN counts as a difference.
         if not abs(mine - theirs) <= most:
             return f"{where}: {mine:.6g}, {theirs:.6g} alone"
     return None
 
 
 def _ranks(shape: Shape, ones: dict[int, Any], others: dict[int, Any]) -> str | None:
-    """By index; where only the first few were wanted, which they are may differ where their ranks do not."""
+    """Compare ranked items by index. If only the first few items were requested, the answers may contain
+    different items, as long as their ranks are equal."""
     if len(ones) != len(others):
         return f"{len(ones)} items, {len(others)} alone"
     both = ones.keys() & others.keys()

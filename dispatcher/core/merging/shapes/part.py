@@ -1,4 +1,4 @@
-"""What a shape is, and one request's body read by it. Pure."""
+"""The shape of a list call, and the parsed body of one request."""
 
 from __future__ import annotations
 
@@ -10,90 +10,93 @@ import msgspec
 
 
 class Items(StrEnum):
-    """What may stand in a shape's list."""
+    """Kind of the items in the list of a shape."""
 
     TEXTS = "texts"
-    """Strings, or lists of token ids; one of either may stand in place of the list."""
+    """Strings, or lists of token ids. A single item may replace the list."""
     PAIRS = "pairs"
-    """Lists of one or two strings; one string or one pair may stand in place of the list, and is then
-    answered without a list."""
+    """Lists of one or two strings. A single string or pair may replace the list, and is then answered without
+    a list."""
     ANY = "any"
-    """Whatever JSON has; always in a list."""
+    """Any JSON values, always in a list."""
     TENSORS = "tensors"
-    """Arrays that go together along their first axis, each with its shape."""
+    """Arrays that are concatenated along their first axis, each with its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A row of the table: where the list of a body lies, and where the list of its answer."""
+    """A row of the table: position of the list in a body, and in its answer."""
 
     name: str
     paths: str
-    """A regular expression that the path of a request matches whole, without its query."""
+    """Regular expression that matches the whole path of a request, without its query."""
     listed: str
-    """The field of the body that has the items."""
+    """Field of the body that contains the items."""
     items: Items = Items.ANY
     beside: str = ""
-    """Another field, which may be a list as long: then both go together item by item."""
+    """Second field, which may be a list of the same length. Both lists are then merged item by item."""
     each: str = ""
-    """A field whose text goes with each item, and counts with each."""
+    """Field whose text belongs to each item, and counts for each."""
     answer: str = ""
-    """The field of the answer that has an item for each; empty: the answer is the list itself."""
+    """Field of the answer that contains a result for each item. Empty if the answer is itself the list."""
     needs: str = ""
-    """A field that each item of the answer has."""
+    """Field that each item of the answer has."""
     numbered: bool = False
-    """Items of the answer say their index."""
+    """True if items of the answer state their index."""
     ranked: bool = False
-    """They stand in descending order of what they need, and not in that of their index."""
+    """True if items of the answer are in descending order of `item_field` instead of the order of their
+    index."""
     top: str = ""
-    """The field of the body that says how many of the ranked items are wanted."""
+    """Field of the body with the number of ranked items that are requested."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Fields that no body has (but as null or false) that can be merged or cut, and why."""
+    """Fields whose presence (except as null or false) prevents merging and cutting, and why."""
     vectors: bool = False
-    """Each item of the answer is a vector, or has one where it needs a field: compared by direction."""
+    """True if each item of the answer is a vector, or contains one in `item_field`. Vectors are compared by
+    direction."""
     near: float = 0.0
-    """So much may numbers of two answers differ, however small they are."""
+    """Absolute difference that numbers of two answers may have, however small they are."""
     otherwise: Shape | None = None
-    """The row for a body without this list."""
+    """Row for a body without this list."""
 
 
 class Unfit(msgspec.Struct, frozen=True):
-    """Not to be merged, or an answer that cannot be split."""
+    """The body cannot be merged, or the answer cannot be split."""
 
     why: str
 
 
 class NotUnderstoodError(Exception):
-    """Bytes of others are not what the shape says. It stays in this package: its callers get an `Unfit`."""
+    """A body or an answer does not match its shape. The exception stays in this package: callers get an
+    `Unfit`."""
 
 
 class Part(msgspec.Struct, frozen=True, eq=False):
-    """One request's body, read; or a piece that was cut of one."""
+    """The parsed body of one request, or a piece that was cut from it."""
 
     shape: Shape
     key: bytes
-    """Bodies of equal keys may travel together: all that they say beside their lists, canonical."""
+    """Canonical text of the body without its lists. Only bodies with equal keys may be merged."""
     model: str
-    """Empty where the body names none."""
+    """Model that the body names. Empty if it names none."""
     size: int
-    """Items in its list; one that stands in place of a list counts one."""
+    """Number of items in its list. A single item in place of a list counts one."""
     tokens: int
-    """Of all its items: exact where they are token ids, else estimated (`bodies.estimated`)."""
+    """Number of tokens of all items: exact for token ids, else estimated (`bodies.estimate_tokens`)."""
     payload: bytes
-    """The body as it came; empty: a piece."""
+    """The original body. Empty for a piece."""
     rest: bytes
-    """Its other fields, canonical: `"a":1,"b":2`."""
+    """Other fields of the body, canonical: `"a":1,"b":2`."""
     lists: tuple[bytes | memoryview, ...]
-    """What stands between the brackets: of the list and of what goes beside it, or of each tensor's data."""
+    """Text between the brackets of the list and of the second list, or of the data of each tensor."""
     top: int = 0
-    """So many of the ranked items are wanted; 0: all."""
+    """Number of ranked items that are requested. 0 for all."""
     alone: bool = False
-    """One item in place of a list."""
+    """True if the body has one item in place of a list."""
     each_tokens: int = 0
-    """Tokens of each item that do not stand in the list."""
+    """Number of tokens of each item that are not part of the list."""
     id: bytes = b""
-    """The id that its answer must have, as it is written; empty: whatever the server gives."""
+    """Id that the answer must have, as it is written. Empty for the id that the server chooses."""
     heads: tuple[tuple[bytes, bytes], ...] = ()
-    """Of each tensor, what goes before its size and what between that and its data."""
+    """Text before the number of rows of each tensor, and text from there to its data."""
     rows: tuple[int, ...] = ()
-    """Of each tensor, how many elements of its data are one item; 0: one each, which is a list itself."""
+    """Number of elements of the data of each tensor that make one row. 0 if each row is a list of its own."""

@@ -1,4 +1,4 @@
-"""`usage` of one call shared out among those who were in it, and that of several calls summed up. Pure."""
+"""Divide the `usage` of one call among its parts, and add up the usage of several calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 COUNT_MOST = 1 << 53
-"""A number above is no count, and is copied."""
+"""Numbers above this are not counts, and are copied."""
 DEPTH_MOST = 8
 
 _decode = msgspec.json.Decoder().decode
@@ -19,20 +19,22 @@ def is_count(value: object) -> bool:
 
 
 def apportioned(count: int, weights: Sequence[int]) -> list[int]:
-    """A count in as many parts as there are weights, in proportion to them, by the largest remainder (the
-    first of equal ones): they sum up to it."""
+    """Divide a count into shares in proportion to the weights, by the largest remainder (the first of equal
+    ones). The shares add up to the count."""
     total = sum(weights)
     shares = [count * weight // total for weight in weights]
     left = count - sum(shares)
     if left:
+        # sorted() is stable, so of equal remainders the first comes first.
         by_remainder = sorted(range(len(weights)), key=lambda at: -(count * weights[at] % total))
         for at in by_remainder[:left]:
+            # `left` is less than the number of shares, so each gets at most one more.
             shares[at] += 1
     return shares
 
 
 def shared(usage: msgspec.Raw, weights: Sequence[int]) -> list[Any]:
-    """For each weight its share of every count in there, however deep; what is no count is copied."""
+    """Return the share of each weight, at any depth. Counts are divided, and other values copied."""
     return _shared(_decode(usage), weights, 0)
 
 
@@ -52,7 +54,8 @@ def _shared(value: Any, weights: Sequence[int], depth: int) -> list[Any]:
 
 
 def summed(usages: Sequence[msgspec.Raw]) -> Any:
-    """Every number that is in there, added up; what is none, and what only some have, as the first has it."""
+    """Return the sum of all numbers. Other values, and fields that only some have, are those of the first
+    usage that has them."""
     total = _decode(usages[0])
     for usage in usages[1:]:
         total = _sum(total, _decode(usage), 0)

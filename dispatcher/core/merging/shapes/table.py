@@ -1,4 +1,4 @@
-"""The table of shapes. Pure."""
+"""The table of shapes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEI_RERANK = Shape(
 
 
 def _score(one: str, many: str, otherwise: Shape | None = None) -> Shape:
-    """One text beside many, or many pairs."""
+    """Return a shape with one text that is scored against many, or with many pairs."""
     return Shape(
         name="score",
         paths=r".*/score",
@@ -86,12 +86,13 @@ _ROWS = (
     Shape(name="predict", paths=r".*/predict", listed="inputs", items=Items.PAIRS, near=1e-3),
 )
 SHAPES: Mapping[str, Shape] = MappingProxyType({row.name: row for row in _ROWS})
-"""By name."""
+"""All shapes by name."""
 
 _PATHS = tuple((re.compile(row.paths), row) for row in _ROWS)
 
 
 def shape_at(path: str) -> Shape | None:
-    """The shape that bodies have at this path, its query apart; None: no list calls that are known."""
+    """Return the shape of bodies at this path, without its query. `None` if the path has no known list
+    calls."""
     path = path.partition("?")[0]
     return next((row for pattern, row in _PATHS if pattern.fullmatch(path)), None)

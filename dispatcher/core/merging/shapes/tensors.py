@@ -1,7 +1,8 @@
-"""Bodies and answers of tensors, KServe's and Triton's v2 protocol in JSON: along the first axis. Pure.
+"""Bodies and answers with tensors (JSON of the v2 protocol of KServe and Triton), merged along the first
+axis.
 
-A body has several tensors, each with its shape; its data stand flat, or nested as the shape says. All
-tensors of a body have as many rows: that is the size of the batch.
+A body has several tensors, each with a shape. Their data are flat, or nested as the shape says. All tensors
+of a body have the same number of rows, which is the size of the batch.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _BEYOND_JSON = re.compile(
     rb'"(binary_data|binary_data_output|binary_data_size|shared_memory_\w+|sequence_id|sequence_start|sequence_end)":'
     rb'(?!false|null|0[,}]|""[,}])'
 )
-"""Bytes behind the JSON, data that lie elsewhere, requests that belong to a sequence; in a canonical text."""
+"""Fields that refer to bytes after the JSON, to data elsewhere, or to a sequence. The text is canonical."""
 
 
 def read(shape: Shape, payload: bytes) -> Part:
-    """Raises NotUnderstoodError, or what the decoder raises."""
+    """Return the list call in a body. Raise NotUnderstoodError, or an error of the decoder."""
     found = fields(text_of(payload))
     if shape.listed not in found:
         raise NotUnderstoodError(f"no {shape.listed} in the body")
@@ -55,6 +56,7 @@ def read(shape: Shape, payload: bytes) -> Part:
     heads = tuple(_head(tensor, dims[1:]) for tensor, dims in zip(tensors, shapes, strict=True))
     rest = canonical_fields(found.items())
     said = b" ".join(
+        # Flat and nested data cannot be concatenated, so the key says which of both each tensor has.
         [b"kserve", rest, *(b"%b%b%d" % (*head, row > 0) for head, row in zip(heads, rows, strict=True))]
     )
     if _BEYOND_JSON.search(said):
@@ -76,7 +78,7 @@ def read(shape: Shape, payload: bytes) -> Part:
 
 
 def dimensions(text: msgspec.Raw | None) -> list[int]:
-    """A tensor's shape."""
+    """Return the shape of a tensor."""
     found = _dimensions(text) if text is not None else []
     if not found or min(found) < 1 or prod(found) > ELEMENTS_MOST:
         raise NotUnderstoodError("a tensor without a shape, or without rows")
@@ -84,13 +86,17 @@ def dimensions(text: msgspec.Raw | None) -> list[int]:
 
 
 def checked(data: msgspec.Raw, dims: Sequence[int]) -> int:
-    """How many elements of the data make a row, 0 where each row is a list of its own. They are as many as
-    the shape says, as far as can be seen without decoding each."""
+    """Return how many elements of the data make a row. 0 if each row is a list of its own.
+
+    Check that the number of elements matches the shape, as far as that is possible without decoding each
+    element.
+    """
     text = bytes(data)
     if text[:1] != b"[" or not text[1:-1].strip():
         raise NotUnderstoodError("a tensor whose data are no list, or an empty one")
     nested = len(dims) > 1 and text[1:].lstrip()[:1] == b"["
     plain = b'"' not in text and b"{" not in text
+    # Commas inside strings or objects would be counted as well.
     counted = text.count(b",") + 1 if plain else len(items(data))
     if counted != (prod(dims) if plain or not nested else dims[0]) or (
         nested and len(items(data)) != dims[0]
@@ -110,7 +116,7 @@ def _head(tensor: dict[str, msgspec.Raw], tail: Sequence[int]) -> tuple[bytes, b
 
 
 def merge(parts: Sequence[Part]) -> bytes:
-    """One body with the rows of all behind each other; an id only where it is one part."""
+    """Return one body with the rows of all parts in sequence. Only a single part keeps its id."""
     first = parts[0]
     size = b"%d" % sum(part.size for part in parts)
     text: list[bytes | memoryview] = [b"{", first.rest, b"," if first.rest else b""]
@@ -126,7 +132,8 @@ def merge(parts: Sequence[Part]) -> bytes:
 
 
 def rows_of(text: bytes | memoryview, size: int, elements: int) -> list[bytes]:
-    """The text of each row; `text` is what stands between the brackets, with so many elements to a row."""
+    """Return the text of each row. `text` is the text between the brackets, with this many elements per
+    row."""
     plain = bytes(text)
     if elements and b'"' not in plain and b"{" not in plain and b"[" not in plain:
         found: Sequence[bytes] = plain.split(b",")
@@ -138,7 +145,7 @@ def rows_of(text: bytes | memoryview, size: int, elements: int) -> list[bytes]:
 
 
 def cut(part: Part, most: int, most_tokens: float) -> list[Part]:
-    """The pieces, in order, each as long as it may be."""
+    """Return the pieces in order, each as long as it may be."""
     columns = [
         rows_of(text, part.size, elements) for text, elements in zip(part.lists, part.rows, strict=True)
     ]
@@ -155,11 +162,11 @@ def cut(part: Part, most: int, most_tokens: float) -> list[Part]:
 
 
 Output = tuple[dict[str, Any], list[int], int]
-"""Its fields, its shape, and how many elements make a row."""
+"""Fields of an output, its shape, and the number of elements per row."""
 
 
 def outputs(body: bytes, name: str, size: int) -> tuple[dict[str, Any], list[Output]]:
-    """The fields of an answer, and its tensors, each of so many rows."""
+    """Return the fields of an answer, and its tensors, each with `size` rows."""
     found, listed = opened(body, name)
     tensors: list[Output] = []
     for output in listed:
@@ -175,7 +182,7 @@ def outputs(body: bytes, name: str, size: int) -> tuple[dict[str, Any], list[Out
 
 
 def split(parts: Sequence[Part], body: bytes) -> list[bytes]:
-    """Raises NotUnderstoodError, or what the decoder raises."""
+    """Return the answers to the parts. Raise NotUnderstoodError, or an error of the decoder."""
     size = sum(part.size for part in parts)
     found, tensors = outputs(body, parts[0].shape.answer, size)
     texts = [rows_of(memoryview(output["data"])[1:-1], size, row) for output, _, row in tensors]
@@ -204,7 +211,7 @@ def _answer(part: Part, found: dict[str, Any], mine: list[dict[str, Any]]) -> di
 
 
 def join(part: Part, pieces: Sequence[Part], bodies: Sequence[bytes]) -> bytes:
-    """Raises NotUnderstoodError, or what the decoder raises."""
+    """Return the joined answer. Raise NotUnderstoodError, or an error of the decoder."""
     answers = [
         outputs(body, part.shape.answer, piece.size) for piece, body in zip(pieces, bodies, strict=True)
     ]
@@ -224,7 +231,7 @@ def join(part: Part, pieces: Sequence[Part], bodies: Sequence[bytes]) -> bytes:
 
 
 def _said(tensors: Sequence[Output]) -> list[tuple[bytes, bytes, list[int], int]]:
-    """What outputs of several answers have in common if they are of one tensor."""
+    """Return what the outputs of several answers must have in common to belong to one tensor."""
     return [
         (
             canonical(bytes(output.get("name", b""))),
