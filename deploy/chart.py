@@ -23,7 +23,7 @@ from dispatcher import __version__
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART, key_paths
 from dispatcher.settings.queue import QueueUrl
-from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, Spelled, UrlPath
+from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, UrlPath, ValueNotation
 
 CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
 
@@ -60,7 +60,7 @@ def _field(info: FieldInfo, path: str) -> dict[str, Any]:
     kind = info.annotation
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return section(kind, f"{path}.")
-    spelled = next((dict(each.schema) for each in info.metadata if isinstance(each, Spelled)), None)
+    spelled = next((dict(each.schema) for each in info.metadata if isinstance(each, ValueNotation)), None)
     found = _kind(kind, path) if spelled is None else spelled
     found |= _bounds(info.metadata)
     found |= _pattern(info.metadata)

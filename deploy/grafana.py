@@ -282,7 +282,7 @@ def _variables() -> Iterator[dict[str, Any]]:
 
 
 def _annotations() -> Iterator[dict[str, Any]]:
-    closed = "|".join(reason for reason in Reason if reason.closed)
+    closed = "|".join(reason for reason in Reason if reason.is_closed)
     told = (
         (
             "Gate closed",

@@ -19,11 +19,11 @@ from pydantic.fields import FieldInfo
 from dispatcher.core.limit.budget import Reason
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART
-from dispatcher.settings.values import AUTO, Spelled
-from dispatcher.settings.yaml_source import MAX_BYTES, MAX_EVENTS, PREFIX
+from dispatcher.settings.values import AUTO, ValueNotation
+from dispatcher.settings.yaml_source import ENV_PREFIX, MAX_BYTES, MAX_EVENTS
 from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.events import Event
-from dispatcher.telemetry.status import CAPACITIES
+from dispatcher.telemetry.status import CAPACITY_SOURCES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -38,8 +38,8 @@ once, and prints what it sets (`--all`: the defaults too); then it tries every c
 found. With `--offline` it only validates. It exits with 2 when the configuration is wrong, with 1 when a file
 that it names cannot be read or, with `--strict`, when a connection failed.
 
-Every key can also be set in the environment, which wins over the file: `{PREFIX}` and the key's
-path in capitals with `__` between its parts, such as `{PREFIX}BUDGET__RESERVE=0.1`. Lists and
+Every key can also be set in the environment, which wins over the file: `{ENV_PREFIX}` and the key's
+path in capitals with `__` between its parts, such as `{ENV_PREFIX}BUDGET__RESERVE=0.1`. Lists and
 maps are given as JSON. Unknown keys and variables are errors.
 
 Every verb finds the file by itself: `--config FILE`, else `$BATCH_DISPATCHER_CONFIG`, else `./config.yaml`,
@@ -47,7 +47,7 @@ else `$XDG_CONFIG_HOME/batch-dispatcher/config.yaml` (`~/.config` where that is 
 none, the environment alone is the configuration. Relative paths in a file are relative to the file, those in
 the environment to the working directory.
 
-Secrets belong in files (`token_file`) or in the environment (`{PREFIX}QUEUE__URL`), not in a
+Secrets belong in files (`token_file`) or in the environment (`{ENV_PREFIX}QUEUE__URL`), not in a
 ConfigMap. They are never logged or printed.
 
 The YAML is plain: no anchors, no tags, no duplicate keys, one document, at most {MAX_BYTES // 1024} KiB and
@@ -115,9 +115,9 @@ _NAMES = {str: "text", SecretUrl: "URL", int: "whole number", float: "number", b
 def _kind(info: FieldInfo) -> str:
     kind: Any = info.annotation
     choices = get_args(kind)
-    spelled = next((each for each in info.metadata if isinstance(each, Spelled)), None)
+    spelled = next((each for each in info.metadata if isinstance(each, ValueNotation)), None)
     if spelled is not None:
-        text = spelled.words
+        text = spelled.text
     elif kind in _NAMES:
         text = _NAMES[kind]
     elif AUTO in info.metadata:
@@ -201,7 +201,7 @@ def metrics() -> str:
     lines = [_METRICS.rstrip("\n")]
     for series in CATALOGUE:
         labels = ", ".join(f"`{label}`" for label in series.labels)
-        lines.append(f"| `{series.page_name}` | {series.kind} | {labels} | {series.meaning} |")
+        lines.append(f"| `{series.page_name}` | {series.kind} | {labels} | {series.description} |")
     lines += ["", "## Label values", "", "| label | of | values |", "|---|---|---|"]
     by_values: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for series in CATALOGUE:
@@ -248,7 +248,9 @@ that something has changed (most of that has a counterpart that says the opposit
 
 def logs() -> str:
     """docs/reference/logs.md, from the events."""
-    rows = [f"| `{each.event}` | {getLevelName(each.level).lower()} | {each.meaning} |" for each in Event]
+    rows = [
+        f"| `{each.event_name}` | {getLevelName(each.level).lower()} | {each.description} |" for each in Event
+    ]
     return _LOGS + "\n".join(rows) + "\n"
 
 
@@ -366,8 +368,8 @@ def page() -> str:
     """The page's script, with the words in it that are the program's own."""
     words: dict[str, Any] = {
         "MEANINGS": {str(reason): reason.meaning for reason in Reason},
-        "OPEN": [str(reason) for reason in Reason if not reason.closed],
-        "BY": dict(CAPACITIES),
+        "OPEN": [str(reason) for reason in Reason if not reason.is_closed],
+        "BY": dict(CAPACITY_SOURCES),
     }
     made = "".join(
         f"const {name} = {json.dumps(value, indent=2, ensure_ascii=False)};\n"

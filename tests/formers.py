@@ -6,7 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from dispatcher.core.merging.grouping import Form, FormedBy, Forming, Waiting, form
+from dispatcher.core.merging.grouping import (
+    GroupingRule,
+    GroupReady,
+    GroupTrigger,
+    WaitingItem,
+    group_requests,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +22,12 @@ class Sent:
     at: float
     items: tuple[int, ...]
     sizes: tuple[int, ...]
-    by: FormedBy
+    by: GroupTrigger
 
 
 def play(
-    arrivals: Iterable[Waiting],
-    rule: Forming,
+    arrivals: Iterable[WaitingItem],
+    rule: GroupingRule,
     *,
     takes_s: float = 0.0,
     calls: float = inf,
@@ -29,30 +35,30 @@ def play(
 ) -> list[Sent]:
     """What goes when. `calls`: so many at once, each of which takes `takes_s`. `alone_known`: the former is
     told when no further item can come."""
-    coming = sorted(enumerate(arrivals), key=lambda each: each[1].since)
-    waiting: list[tuple[int, Waiting]] = []
+    coming = sorted(enumerate(arrivals), key=lambda each: each[1].arrived_at)
+    waiting: list[tuple[int, WaitingItem]] = []
     ends: list[float] = []
     sent: list[Sent] = []
-    now = coming[0][1].since if coming else 0.0
+    now = coming[0][1].arrived_at if coming else 0.0
     while coming or waiting:
-        while coming and coming[0][1].since <= now:
+        while coming and coming[0][1].arrived_at <= now:
             waiting.append(coming.pop(0))
         ends = [end for end in ends if end > now]
-        answer = form(
+        answer = group_requests(
             (item for _, item in waiting),
             rule,
             now,
-            room=len(ends) < calls,
-            alone=alone_known and not coming,
+            has_room=len(ends) < calls,
+            is_idle=alone_known and not coming,
         )
-        if isinstance(answer, Form):
+        if isinstance(answer, GroupReady):
             going, waiting = waiting[: answer.count], waiting[answer.count :]
             numbers, sizes = tuple(n for n, _ in going), tuple(item.size for _, item in going)
-            sent.append(Sent(now, numbers, sizes, answer.by))
+            sent.append(Sent(now, numbers, sizes, answer.trigger))
             if takes_s:
                 ends.append(now + takes_s)
             continue
         before = now
-        now = min(answer.until, *(item.since for _, item in coming[:1]), *ends, inf)
+        now = min(answer.until, *(item.arrived_at for _, item in coming[:1]), *ends, inf)
         assert before < now < inf, "it waits for something that comes, and later"
     return sent

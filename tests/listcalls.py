@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from dispatcher.core.merging.shapes import SHAPES, Part, Shape, read
-from dispatcher.lab.standin.listmodels import read as asked
+from dispatcher.core.merging.shapes import SHAPES, Part, Shape, parse_part
+from dispatcher.lab.standin.listmodels import parse_call as asked
 
 PATHS = {
     "embeddings": "/v1/embeddings",
@@ -31,7 +31,7 @@ def text_of(body: Any) -> bytes:
 
 def part(name: str, body: Any) -> Part:
     """What is read of a body that is good."""
-    found = read(SHAPES[name], body if isinstance(body, bytes) else text_of(body))
+    found = parse_part(SHAPES[name], body if isinstance(body, bytes) else text_of(body))
     assert isinstance(found, Part), found
     return found
 
@@ -39,7 +39,7 @@ def part(name: str, body: Any) -> Part:
 def model(name: str, body: bytes, *, wrong: bool = False) -> bytes:
     """What a server answers that does nothing wrong, or gets all its numbers wrong."""
     call = asked(PATHS[name], body, model="m", dims=4, index_last=False)
-    return msgspec.json.encode(call.answer(wrong))
+    return msgspec.json.encode(call.make_answer(wrong))
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,7 @@ def programs() -> Mapping[str, Callable[[], Any]]:
     from dispatcher.signals.kubernetes import api
     from tests.chaos import worker
 
-    api.prepare()
+    api.import_client()
     return dict(zip(PROGRAMS, (cli.main, live.main, worker.run), strict=True))
 
 

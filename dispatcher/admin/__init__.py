@@ -1,5 +1,5 @@
 """The admin port: probes, metrics, status and the live page."""
 
-from dispatcher.admin.server import AdminServer, Limits, Views
+from dispatcher.admin.server import AdminLimits, AdminServer, AdminViews
 
-__all__ = ["AdminServer", "Limits", "Views"]
+__all__ = ["AdminServer", "AdminLimits", "AdminViews"]

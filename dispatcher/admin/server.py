@@ -19,8 +19,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from dispatcher.admin.stream import STREAMS_MOST, Feed
-from dispatcher.ports import Dead
+from dispatcher.admin.stream import MAX_STREAMS, LiveFeed
+from dispatcher.ports import DeadRequest
 from dispatcher.settings.watched_files import TokenFileError, TokenReader
 from dispatcher.telemetry.status import Status
 
@@ -35,8 +35,8 @@ _ASSETS = {
     "/page.js": ("page.js", "text/javascript"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-_OPEN = {"/livez", "/readyz", *_ASSETS}
-_HEADERS = {
+_OPEN_PATHS = {"/livez", "/readyz", *_ASSETS}
+_SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'",
@@ -50,28 +50,28 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdminLimits:
     """Limits of connections and times."""
 
-    connections: int = 64
+    max_connections: int = 64
     """Maximum number of connections. One more closes the one that has waited longest for a request, or the
     new one if none waits."""
-    head_s: float = 10.0
+    request_timeout_s: float = 10.0
     """Time after which a connection that has not sent a complete request is closed, also an idle one."""
-    spare: int = 64
+    reserved_descriptors: int = 64
     """File descriptors that are reserved for Redis, the gateway and files. If no more are free, each new
     connection closes another one."""
     heartbeat_s: float = 5.0
     """Interval of comments in a stream without messages. The token is checked again at the same interval."""
-    write_s: float = 10.0
+    write_timeout_s: float = 10.0
     """Time after which a reader that takes nothing is disconnected."""
 
 
-_LIMITS = Limits()
+_DEFAULT_LIMITS = AdminLimits()
 
 
 @dataclass(frozen=True, slots=True)
-class Views:
+class AdminViews:
     """Sources of the content. A probe returns a problem, or `None` if there is none."""
 
     live: Callable[[], str | None]
@@ -84,12 +84,12 @@ class Views:
     were not set."""
     results: Callable[[], Mapping[str, float]]
     """Returns the number of results so far, by code."""
-    dead: Callable[[int], Awaitable[Sequence[Dead]]]
+    dead: Callable[[int], Awaitable[Sequence[DeadRequest]]]
     """Returns so many of the newest dead requests, newest first."""
 
-    def feed(self, clock: Callable[[], float]) -> Feed:
-        return Feed(
-            lambda: self.status().json(),
+    def make_feed(self, clock: Callable[[], float]) -> LiveFeed:
+        return LiveFeed(
+            lambda: self.status().to_dict(),
             settings=self.settings,
             results=self.results,
             dead=self.dead,
@@ -103,13 +103,13 @@ class AdminServer:
 
     def __init__(
         self,
-        views: Views,
-        feed: Feed,
+        views: AdminViews,
+        feed: LiveFeed,
         *,
         host: str,
         port: int,
         token_file: str = "",
-        limits: Limits = _LIMITS,
+        limits: AdminLimits = _DEFAULT_LIMITS,
     ) -> None:
         self.port = port
         self._views = views
@@ -119,80 +119,83 @@ class AdminServer:
         self._token_file = token_file
         self._tokens = TokenReader()
         self._server: web.Server | None = None
-        self._busy: set[object] = set()
+        self._busy_connections: set[object] = set()
         """Connections whose request is being answered."""
         self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        self._listener: asyncio.Server | None = None
 
     async def __aenter__(self) -> AdminServer:
-        app = web.Application(middlewares=[self._guard])
-        app.on_response_prepare.append(_secure)
+        app = web.Application(middlewares=[self._guard_request])
+        app.on_response_prepare.append(_add_security_headers)
         for path, handler in (
-            ("/livez", self._livez),
-            ("/readyz", self._readyz),
-            ("/metrics", self._metrics),
-            ("/status", self._status),
-            *((path, _asset(name, kind)) for path, (name, kind) in _ASSETS.items()),
+            ("/livez", self._handle_livez),
+            ("/readyz", self._handle_readyz),
+            ("/metrics", self._handle_metrics),
+            ("/status", self._handle_status),
+            *((path, _make_asset_handler(name, kind)) for path, (name, kind) in _ASSETS.items()),
         ):
             app.router.add_get(path, handler)
-        app.router.add_get("/events", self._events, allow_head=False)
+        app.router.add_get("/events", self._handle_events, allow_head=False)
         self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         self._server = self._runner.server
         loop = asyncio.get_running_loop()
         try:
-            self._listening = await loop.create_server(self._connection, self._host, self.port)
+            self._listener = await loop.create_server(self._make_connection, self._host, self.port)
         except OSError:
             await self._runner.cleanup()
             raise
-        self.port = self._listening.sockets[0].getsockname()[1]
+        self.port = self._listener.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._listening is not None:
-            self._listening.close()
+        if self._listener is not None:
+            self._listener.close()
         self._feed.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     # Connections.
 
-    def _connection(self) -> asyncio.Protocol:
+    def _make_connection(self) -> asyncio.Protocol:
         assert self._server is not None  # noqa: S101 -- set before the port is opened
-        return _AdminConnection(self._server, self._limits.head_s, self._make_room)
+        return _AdminConnection(self._server, self._limits.request_timeout_s, self._make_room)
 
     def _make_room(self, new: web.RequestHandler) -> None:
         assert self._server is not None  # noqa: S101
         alive = [each for each in self._server.connections if each.transport is not None]
-        if len(alive) > self._limits.connections or _descriptor(new) >= self._highest():
+        if (
+            len(alive) > self._limits.max_connections
+            or _get_descriptor(new) >= self._compute_max_descriptor()
+        ):
             # `connections` is ordered by the time of opening, so the oldest idle connection is closed.
-            next((each for each in alive if each not in self._busy), new).force_close()
+            next((each for each in alive if each not in self._busy_connections), new).force_close()
 
-    def _highest(self) -> float:
+    def _compute_max_descriptor(self) -> float:
         """Return the number below which the descriptor of a connection has to stay. A new descriptor gets the
         lowest free number, so a higher one means that all lower ones are in use."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return float("inf") if soft == resource.RLIM_INFINITY else soft - self._limits.spare
+        return float("inf") if soft == resource.RLIM_INFINITY else soft - self._limits.reserved_descriptors
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._busy.add(request.protocol)
+    async def _guard_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._busy_connections.add(request.protocol)
         try:
-            return await self._refusal(request) or await handler(request)
+            return await self._check_token(request) or await handler(request)
         finally:
-            self._busy.discard(request.protocol)
+            self._busy_connections.discard(request.protocol)
 
-    async def _refusal(self, request: web.Request) -> web.Response | None:
+    async def _check_token(self, request: web.Request) -> web.Response | None:
         """Return the response that rejects the request. `None` if it may be answered."""
-        if not self._token_file or request.path in _OPEN:
+        if not self._token_file or request.path in _OPEN_PATHS:
             return None
         try:
-            token = await self._tokens.read(self._token_file)
+            token = await self._tokens.read_token(self._token_file)
         except TokenFileError as error:
-            if not error.readable:
+            if not error.is_readable:
                 # The token is unknown, so no request can be authorized. That is a fault of the server and not
                 # of the request.
-                return web.Response(status=503, text=f"admin.token_file {error.why}\n")
+                return web.Response(status=503, text=f"admin.token_file {error.problem}\n")
             token = ""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         # `hmac.compare_digest` takes the same time wherever the tokens differ, so that timing reveals
@@ -205,26 +208,26 @@ class AdminServer:
 
     # Handlers.
 
-    async def _livez(self, _: web.Request) -> web.Response:
-        return _probe(self._views.live())
+    async def _handle_livez(self, _: web.Request) -> web.Response:
+        return _make_probe_response(self._views.live())
 
-    async def _readyz(self, _: web.Request) -> web.Response:
-        return _probe(self._views.ready())
+    async def _handle_readyz(self, _: web.Request) -> web.Response:
+        return _make_probe_response(self._views.ready())
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _handle_metrics(self, request: web.Request) -> web.Response:
         body, kind = self._views.metrics(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": kind})
 
-    async def _status(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(self._views.status().json())
+    async def _handle_status(self, _: web.Request) -> web.Response:
+        body = msgspec.json.encode(self._views.status().to_dict())
         return web.Response(body=body, content_type="application/json")
 
-    async def _events(self, request: web.Request) -> web.StreamResponse:
+    async def _handle_events(self, request: web.Request) -> web.StreamResponse:
         """Stream the live feed while the client reads it and its token is valid."""
         stream = self._feed.subscribe(request.headers.get("Last-Event-ID", ""))
         if stream is None:
             return web.Response(
-                status=503, text=f"{STREAMS_MOST} pages are connected already: close one of them\n"
+                status=503, text=f"{MAX_STREAMS} pages are connected already: close one of them\n"
             )
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
@@ -233,21 +236,21 @@ class AdminServer:
         checked_at = clock()
         try:
             await response.prepare(request)
-            while (frames := await stream.take(self._limits.heartbeat_s)) is not None:
-                async with asyncio.timeout(self._limits.write_s):
+            while (frames := await stream.take_frames(self._limits.heartbeat_s)) is not None:
+                async with asyncio.timeout(self._limits.write_timeout_s):
                     await response.write(frames or b": still here\n\n")
                 if clock() - checked_at >= self._limits.heartbeat_s:
                     checked_at = clock()
-                    if await self._refusal(request) is not None:
+                    if await self._check_token(request) is not None:
                         break
-            if not stream.dropped:
+            if not stream.is_dropped:
                 async with asyncio.timeout(SHUTDOWN_S):
                     await response.write_eof()
         except (TimeoutError, ConnectionError):
-            stream.dropped = True
+            stream.is_dropped = True
         finally:
             self._feed.unsubscribe(stream)
-            if stream.dropped and request.transport is not None:
+            if stream.is_dropped and request.transport is not None:
                 request.transport.abort()  # do not wait for the client to read the rest
         return response
 
@@ -276,7 +279,7 @@ class _AdminConnection(web.RequestHandler):
         """Answer a request that is not valid HTTP, which reaches no handler, with the same headers as any
         other."""
         response = super().handle_error(*args, **more)
-        response.headers.update(_HEADERS)
+        response.headers.update(_SECURITY_HEADERS)
         return response
 
     def log_exception(self, *args: Any, **more: Any) -> None:
@@ -285,14 +288,14 @@ class _AdminConnection(web.RequestHandler):
             super().log_exception(*args, **more)
 
 
-def _descriptor(connection: web.RequestHandler) -> int:
+def _get_descriptor(connection: web.RequestHandler) -> int:
     """Return the descriptor of the connection's socket. -1 if it is closed already."""
     transport = connection.transport
     sock = transport.get_extra_info("socket") if transport is not None else None
     return int(sock.fileno()) if sock is not None else -1
 
 
-def _asset(name: str, kind: str) -> Handler:
+def _make_asset_handler(name: str, kind: str) -> Handler:
     body = (_PAGE / name).read_bytes()
 
     async def answer(_: web.Request) -> web.Response:
@@ -301,9 +304,9 @@ def _asset(name: str, kind: str) -> Handler:
     return answer
 
 
-async def _secure(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(_HEADERS)
+async def _add_security_headers(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_SECURITY_HEADERS)
 
 
-def _probe(problem: str | None) -> web.Response:
+def _make_probe_response(problem: str | None) -> web.Response:
     return web.Response(text="ok\n") if problem is None else web.Response(status=503, text=f"{problem}\n")

@@ -24,53 +24,59 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from pathlib import Path
 
 from dispatcher import __version__
-from dispatcher.admin import AdminServer, Views
-from dispatcher.app.loop_options import options_of
-from dispatcher.app.status_builder import overview
+from dispatcher.admin import AdminServer, AdminViews
+from dispatcher.app.loop_options import build_options
+from dispatcher.app.status_builder import build_status
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.utilization import Work
+from dispatcher.core.limit.utilization import WorkState
 from dispatcher.dispatch import Dispatcher, Journal
 from dispatcher.forward import DirectServers, HttpGateway
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import embedded_valkey
-from dispatcher.queue.keys import Names
-from dispatcher.queue.owners import presence
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.owners import register_owner
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.settings import Settings, effective
-from dispatcher.settings.load import Refusal, directory_of, name_of, read, reload
+from dispatcher.settings.load import (
+    ReloadRejection,
+    config_directory,
+    config_name,
+    read_config,
+    reload_settings,
+)
 from dispatcher.settings.warmups import WarmupFiles
-from dispatcher.settings.watch import prepare as prepare_watch
-from dispatcher.settings.watch import watch
+from dispatcher.settings.watch import preload_watcher as prepare_watch
+from dispatcher.settings.watch import watch_config
 from dispatcher.settings.yaml_source import Problem
 from dispatcher.signals.kubernetes import capacity
 from dispatcher.signals.kubernetes.capacity import CapacityWatch, Endpoints
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER, ClusterAccess
 from dispatcher.signals.models.watch import ModelWatch
 from dispatcher.signals.poller import Poller, SourcePoll
-from dispatcher.signals.readings import at_most
-from dispatcher.signals.sources import sources
+from dispatcher.signals.readings import list_possible_signals
+from dispatcher.signals.sources import build_sources
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry import logs, otlp
-from dispatcher.telemetry.events import Event, emit, heard_by
-from dispatcher.telemetry.loop_lag import PaceWatch
-from dispatcher.telemetry.metrics import PAGE_KEPT_S, Metrics
+from dispatcher.telemetry.events import Event, add_sink, emit
+from dispatcher.telemetry.loop_lag import LoopLagWatch
+from dispatcher.telemetry.metrics import PAGE_MAX_AGE_S, Metrics
 from dispatcher.telemetry.status import ProcessStatus, Status
 
-LIVE_WITHIN_S = 30.0
+MAX_TURN_AGE_S = 30.0
 """Longest time since the last turn of a live process. The loop turns each second; a call to Redis may delay a
 turn by a few seconds."""
-LARGE_BYTES = 262_144
+MMAP_THRESHOLD_BYTES = 262_144
 """Size from which memory is returned to the system when it is freed."""
-DESCRIPTORS_MOST = 1 << 20
+MAX_DESCRIPTORS = 1 << 20
 """Default limit of Linux for the file descriptors of one process."""
 _M_MMAP_THRESHOLD = -3
 """Constant of malloc.h of glibc."""
 
 
-def _seconds_since_boot() -> float:
+def _get_seconds_since_boot() -> float:
     """Return the seconds since boot, including sleep if the system counts it."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
@@ -83,30 +89,30 @@ class Service:
         settings: Settings,
         text: str,
         queue: RedisQueue,
-        desk: RedisDesk,
+        queue_admin: RedisQueueAdmin,
         gateway: HttpGateway,
         *,
         observe: bool,
     ) -> None:
         self.settings = settings
-        self.warmups = WarmupFiles.usable(settings)
-        self.generation = 1
-        self._config_hash = _digest(text)
-        self.problem: str | None = None
+        self.warmups = WarmupFiles.load_usable(settings)
+        self.config_generation = 1
+        self._config_hash = _hash_text(text)
+        self.config_problem: str | None = None
         """Error of the newest configuration. `None` if it is in use."""
         self._observe = observe
         self._started_at = time.time()
         self._queue = queue
-        self._desk = desk
+        self._queue_admin = queue_admin
         self._gateway = gateway
-        self.metrics = Metrics(settings.pool.name, kept_s=PAGE_KEPT_S)
+        self.metrics = Metrics(settings.pool.name, page_max_age_s=PAGE_MAX_AGE_S)
         self.journal = Journal(self.metrics)
         self._poll: SourcePoll | None = None
-        self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
-        options = options_of(settings, self.warmups, observe=observe)
+        self.limiter = Limiter(settings.limit_policy(), list_possible_signals(settings.signals.use))
+        options = build_options(settings, self.warmups, observe=observe)
         self.servers = DirectServers(
             # Created below; a reload replaces the settings, so both are looked up at each call.
-            lambda endpoint: self.model_watch.server(endpoint),
+            lambda endpoint: self.model_watch.find_server(endpoint),
             lambda: self.settings.gateway.max_response_bytes,
         )
         self.dispatcher = Dispatcher(
@@ -115,56 +121,60 @@ class Service:
             self.limiter,
             options,
             self.journal,
-            clock=_seconds_since_boot,
+            clock=_get_seconds_since_boot,
             servers=self.servers,
         )
         self.poller = Poller(
-            sources(settings),
+            build_sources(settings),
             settings.signals,
-            settings.policy(),
-            self._polled,
-            batch_share=self._batch_share,
+            settings.limit_policy(),
+            self._handle_poll,
+            batch_share=self._compute_batch_share,
         )
-        self.watch = self._watch_of(settings)
+        self.watch = self._build_watch(settings)
         self._watch_changed = asyncio.Event()
-        self.model_watch = ModelWatch(settings, self.dispatcher.models.heard, access=_access(settings))
-        self.pace = PaceWatch(self._slow)
-        self.metrics.show(self.status)
-        self._watched = Endpoints()
+        self.model_watch = ModelWatch(
+            settings, self.dispatcher.model_router.update_listings, access=_get_cluster_access(settings)
+        )
+        self.loop_lag = LoopLagWatch(self._report_slow_loop)
+        self.metrics.set_status_source(self.get_status)
+        self._known_endpoints = Endpoints()
 
-    def views(self) -> Views:
-        return Views(
-            self._live,
-            self._ready,
-            self.status,
-            self.metrics.page,
-            settings=lambda: effective.as_json(self.settings),
-            results=self._results,
-            dead=self._desk.dead_newest,
+    def build_views(self) -> AdminViews:
+        return AdminViews(
+            self._check_liveness,
+            self._check_readiness,
+            self.get_status,
+            self.metrics.render_page,
+            settings=lambda: effective.settings_as_json(self.settings),
+            results=self._count_results,
+            dead=self._queue_admin.list_newest_dead,
         )
 
-    def _results(self) -> dict[str, float]:
-        return {code: self.metrics.value(series.RESULTS, code) for code in series.CODES}
+    def _count_results(self) -> dict[str, float]:
+        return {code: self.metrics.get_value(series.RESULTS, code) for code in series.RESULT_CODES}
 
     async def run(self) -> None:
         """Work until drained."""
         async with asyncio.TaskGroup() as tasks:
-            beside = [
+            background_tasks = [
                 tasks.create_task(self.poller.run(), name="signals"),
-                tasks.create_task(self._watching(), name="capacity"),
+                tasks.create_task(self._run_watch(), name="capacity"),
                 tasks.create_task(self.model_watch.run(), name="models"),
-                tasks.create_task(self.pace.run(), name="pace"),
+                tasks.create_task(self.loop_lag.watch_loop(), name="pace"),
             ]
             try:
                 await self.dispatcher.run()
             finally:
-                for task in beside:
+                for task in background_tasks:
                     task.cancel()
 
-    def _watch_of(self, settings: Settings) -> CapacityWatch:
-        return CapacityWatch(settings.pool, settings.signals.epp, self._endpoints, access=_access(settings))
+    def _build_watch(self, settings: Settings) -> CapacityWatch:
+        return CapacityWatch(
+            settings.pool, settings.signals.epp, self._handle_endpoints, access=_get_cluster_access(settings)
+        )
 
-    async def _watching(self) -> None:
+    async def _run_watch(self) -> None:
         """Watch the endpoints of the pool, and start again when the watch is replaced."""
         while True:
             self._watch_changed.clear()
@@ -173,108 +183,110 @@ class Service:
                 await self._watch_changed.wait()
                 watching.cancel()
 
-    def apply(self, settings: Settings, text: str) -> None:
+    def apply_settings(self, settings: Settings, text: str) -> None:
         """Use a new configuration that was read from `text`, without losing a request. Raises OSError and
         changes nothing if a file that it names cannot be used."""
         # First everything that can raise, so that a bad file changes nothing.
-        asked, self.warmups = sources(settings), WarmupFiles.usable(settings)
+        new_sources, self.warmups = build_sources(settings), WarmupFiles.load_usable(settings)
         before, self.settings = self.settings, settings
-        self.generation += 1
-        self._config_hash = _digest(text)
-        self.problem = None
-        now = _now()
-        self.limiter.settings(settings.policy(), now)
-        self._tell_capacity(now)
-        self.dispatcher.reconfigure(options_of(settings, self.warmups, observe=self._observe))
-        self.model_watch.reconfigure(settings, _access(settings))
+        self.config_generation += 1
+        self._config_hash = _hash_text(text)
+        self.config_problem = None
+        now = _get_loop_time()
+        self.limiter.set_policy(settings.limit_policy(), now)
+        self._update_capacity(now)
+        self.dispatcher.reconfigure(build_options(settings, self.warmups, observe=self._observe))
+        self.model_watch.reconfigure(settings, _get_cluster_access(settings))
         subset_header = settings.serving.subset_header
         if settings.gateway != before.gateway or subset_header != before.serving.subset_header:
             self._gateway.reconfigure(settings.gateway, subset_header=subset_header)
         if settings.signals != before.signals or settings.budget != before.budget:
-            self.poller.reconfigure(asked, settings.signals, settings.policy())
+            self.poller.reconfigure(new_sources, settings.signals, settings.limit_policy())
         # A pool that is watched needs another watch than one whose endpoints are not watched.
         if settings.signals.watches_pool == before.signals.watches_pool:
             self.watch.reconfigure(settings.signals.epp)
         else:
-            self.watch = self._watch_of(settings)
-            self._endpoints(Endpoints())  # known endpoints belong to the old kind of pool
+            self.watch = self._build_watch(settings)
+            self._handle_endpoints(Endpoints())  # known endpoints belong to the old kind of pool
             self._watch_changed.set()
         if settings.log != before.log:
-            logs.configure(settings.log.level, settings.log.format)
-        self.metrics.count(series.RELOADS, "applied")
-        self.dispatcher.poke()
+            logs.configure_logging(settings.log.level, settings.log.format)
+        self.metrics.count(series.CONFIG_RELOADS, "applied")
+        self.dispatcher.wake_up()
 
-    def refuse(self, why: Refusal) -> None:
+    def reject_settings(self, refusal: ReloadRejection) -> None:
         """Keep the configuration that is in use, because the changed file is invalid."""
-        self.problem = str(why)
-        self.metrics.count(series.RELOADS, "refused")
+        self.config_problem = str(refusal)
+        self.metrics.count(series.CONFIG_RELOADS, "refused")
 
     def drain(self) -> None:
         """Let running requests finish. A second call stops them now."""
-        emit(Event.DRAINING, running=self.dispatcher.running)
-        again = self.limiter.allowance(_now()).reason is Reason.DRAINING
-        self.dispatcher.drain(0.0 if again else self.settings.shutdown.drain_s)
+        emit(Event.DRAINING, running=self.dispatcher.running_count)
+        is_draining = self.limiter.get_allowance(_get_loop_time()).reason is Reason.DRAINING
+        self.dispatcher.drain(0.0 if is_draining else self.settings.shutdown.drain_s)
 
     # ── called by the parts ──────────────────────────────────────────────────────────────────────────────
 
-    def _polled(self, poll: SourcePoll) -> None:
+    def _handle_poll(self, poll: SourcePoll) -> None:
         self._poll = poll
-        self.metrics.count(series.READ, poll.source, str(poll.worst.reason) if poll.worst else "ok")
-        self._tell_capacity(_now())
-        self.limiter.looped(self.pace.pace.longest_s)
-        self.dispatcher.read(poll)
+        self.metrics.count(
+            series.POLLS, poll.source, str(poll.worst_failure.reason) if poll.worst_failure else "ok"
+        )
+        self._update_capacity(_get_loop_time())
+        self.limiter.set_loop_delay(self.loop_lag.lag.longest_lag_s)
+        self.dispatcher.apply_poll(poll)
 
-    def _batch_share(self) -> float | None:
+    def _compute_batch_share(self) -> float | None:
         """Return the batch requests in flight of all replicas, as a share of the capacity."""
-        budget = self.limiter.allowance(_now()).budget
+        budget = self.limiter.get_allowance(_get_loop_time()).budget
         return self.limiter.in_flight / budget.max_sys if budget is not None and budget.max_sys > 0 else None
 
-    def _endpoints(self, endpoints: Endpoints) -> None:
-        self._watched = endpoints
-        self._tell_capacity(_now())
-        self.poller.discovered(endpoints.epp_addresses, endpoints.ready)
-        self.model_watch.discovered(endpoints)
-        self.dispatcher.poke()
+    def _handle_endpoints(self, endpoints: Endpoints) -> None:
+        self._known_endpoints = endpoints
+        self._update_capacity(_get_loop_time())
+        self.poller.update_from_watch(endpoints.epp_addresses, endpoints.ready)
+        self.model_watch.update_endpoints(endpoints)
+        self.dispatcher.wake_up()
 
-    def _slow(self) -> None:
-        share, cores = self.pace.throttled
+    def _report_slow_loop(self) -> None:
+        share, cores = self.loop_lag.throttling
         emit(
-            Event.SLOW,
-            why=self.pace.problem,
-            behind_share=round(self.pace.pace.share, 2),
-            longest_s=round(self.pace.pace.longest_s, 2),
+            Event.EVENT_LOOP_SLOW,
+            why=self.loop_lag.problem,
+            behind_share=round(self.loop_lag.lag.lag_share, 2),
+            longest_s=round(self.loop_lag.lag.longest_lag_s, 2),
             throttled_share=share,
             limit_cores=cores,
         )
 
-    def _tell_capacity(self, now: float) -> None:
+    def _update_capacity(self, now: float) -> None:
         """Set the capacity bound of the endpoint watch: 0 if no endpoint is ready, else only if the capacity
         of one endpoint is known."""
-        ready, per_endpoint = self._watched.ready, self.settings.budget.per_endpoint
+        ready, per_endpoint = self._known_endpoints.ready, self.settings.budget.per_endpoint
         if per_endpoint is None and self._poll is not None:
             per_endpoint = self._poll.per_endpoint or self._poll.picker_k
-        known = ready is not None and (not ready or per_endpoint is not None)
-        self.limiter.capacity((ready or 0) * (per_endpoint or 0.0) if known else None, now)
+        is_known = ready is not None and (not ready or per_endpoint is not None)
+        self.limiter.set_capacity_bound((ready or 0) * (per_endpoint or 0.0) if is_known else None, now)
 
     # ── status ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _live(self) -> str | None:
-        late = _now() - self.dispatcher.turned_at
-        return None if late < LIVE_WITHIN_S else f"the loop has not turned for {late:.0f} s"
+    def _check_liveness(self) -> str | None:
+        late = _get_loop_time() - self.dispatcher.last_turn_at
+        return None if late < MAX_TURN_AGE_S else f"the loop has not turned for {late:.0f} s"
 
-    def _ready(self) -> str | None:
+    def _check_readiness(self) -> str | None:
         if self.dispatcher.view.problem is not None:
             return f"queue: {self.dispatcher.view.problem}"
-        allowance = self.dispatcher.allowance()
+        allowance = self.dispatcher.get_allowance()
         if self.dispatcher.view.counts is None:
             return "queue: not asked yet"
-        return allowance.because if allowance.reason is Reason.STARTING else None
+        return allowance.detail if allowance.reason is Reason.STARTING else None
 
-    def status(self) -> Status:
-        now = _now()
-        self._count()
-        self.dispatcher.health.assess(now)
-        return overview(
+    def get_status(self) -> Status:
+        now = _get_loop_time()
+        self._update_series()
+        self.dispatcher.health.assess_health(now)
+        return build_status(
             now,
             process=ProcessStatus(
                 version=__version__,
@@ -284,45 +296,45 @@ class Service:
                 owner=self._queue.owner,
                 observe=self._observe,
                 started_at=self._started_at,
-                config_generation=self.generation,
+                config_generation=self.config_generation,
                 config_hash=self._config_hash,
-                config_problem=self.problem,
-                loop_lag_s=round(self.pace.pace.longest_s, 3),
+                config_problem=self.config_problem,
+                loop_lag_s=round(self.loop_lag.lag.longest_lag_s, 3),
             ),
             settings=self.settings,
             limiter=self.limiter,
-            running=self.dispatcher.running,
+            running_count=self.dispatcher.running_count,
             queue=self.dispatcher.view,
             poll=self._poll,
-            watched=self._watched,
-            slow=self.pace.problem,
-            recent=self.journal.recent,
-            batching=self.dispatcher.batching,
-            lineup=self.dispatcher.lineup,
-            models=self.dispatcher.models,
+            endpoints=self._known_endpoints,
+            loop_problem=self.loop_lag.problem,
+            recent_attempts=self.journal.recent_attempts,
+            merger=self.dispatcher.merger,
+            turn_checker=self.dispatcher.turn_checker,
+            model_router=self.dispatcher.model_router,
             health=self.dispatcher.health.record,
         )
 
-    def _count(self) -> None:
+    def _update_series(self) -> None:
         """Copy the counters of the loop to the metrics."""
-        meter = self.dispatcher.measure()
+        meter = self.dispatcher.measure_utilization()
         for reason, seconds in meter.reason_s.items():
-            self.metrics.set_total(series.GATE_SECONDS, str(reason), to=seconds)
-        for work in Work:
-            self.metrics.set_total(series.USED_SECONDS, str(work), to=meter.used_s[work])
-            self.metrics.set_total(series.FREE_SECONDS, str(work), to=meter.free_s[work])
-        batching, lineup = self.dispatcher.batching, self.dispatcher.lineup
-        self.metrics.set_total(series.MERGED_REQUESTS, to=batching.requests)
-        for counted, by in (
-            (series.MERGED_CALLS, batching.calls),
-            (series.MERGE_CHECKS, batching.checks),
-            (series.SEQUENCE_TURNS, lineup.turns),
-            (series.SEQUENCE_SERVERS, lineup.servers),
-            (series.MODEL_REQUESTS, self.dispatcher.models.requests),
-            (series.WARM_UPS, self.dispatcher.warming.done),
+            self.metrics.set_total(series.GATE_SECONDS, str(reason), total=seconds)
+        for work in WorkState:
+            self.metrics.set_total(series.USED_SECONDS, str(work), total=meter.used_unit_s[work])
+            self.metrics.set_total(series.FREE_SECONDS, str(work), total=meter.free_unit_s[work])
+        merger, turn_checker = self.dispatcher.merger, self.dispatcher.turn_checker
+        self.metrics.set_total(series.MERGED_REQUESTS, total=merger.merged_request_count)
+        for metric, counts in (
+            (series.MERGED_CALLS, merger.call_counts),
+            (series.MERGE_CHECKS, merger.check_counts),
+            (series.SEQUENCE_TURNS, turn_checker.turn_counts),
+            (series.SEQUENCE_SERVERS, turn_checker.server_counts),
+            (series.MODEL_REQUESTS, self.dispatcher.model_router.request_counts),
+            (series.WARM_UPS, self.dispatcher.warm_ups.result_counts),
         ):
-            for result, times in by.items():
-                self.metrics.set_total(counted, result, to=times)
+            for result, times in counts.items():
+                self.metrics.set_total(metric, result, total=times)
 
 
 async def serve(
@@ -333,24 +345,24 @@ async def serve(
     `text` is the content of the file at `path` from which `settings` were read. Without a file, the settings
     come from the environment alone.
     """
-    logs.configure(settings.log.level, settings.log.format)
-    _take_descriptors()
-    await _prepare(path, settings)
+    logs.configure_logging(settings.log.level, settings.log.format)
+    _raise_descriptor_limit()
+    await _import_early(path, settings)
     async with AsyncExitStack() as stack:
-        queue, desk = await stack.enter_async_context(open_queue(settings))
+        queue, queue_admin = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway, subset_header=settings.serving.subset_header)
         await gateway.prepare()
         # Callbacks run in reverse order: the gateway closes after the service, the queue last.
         stack.push_async_callback(gateway.aclose)
-        service = Service(settings, text, queue, desk, gateway, observe=observe)
+        service = Service(settings, text, queue, queue_admin, gateway, observe=observe)
         stack.push_async_callback(service.servers.aclose)
-        stack.enter_context(heard_by(service.metrics.heard))
+        stack.enter_context(add_sink(service.metrics.count_event))
         admin = settings.admin
-        views = service.views()
-        feed = views.feed(time.time)
-        stack.enter_context(heard_by(feed.heard))
+        views = service.build_views()
+        feed = views.make_feed(time.time)
+        stack.enter_context(add_sink(feed.record_event))
         # After the event sinks, so that they receive the events about lost spans.
-        service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
+        service.journal.tracing = await stack.enter_async_context(otlp.start_tracing(settings, queue.owner))
         server = AdminServer(views, feed, host=admin.host, port=admin.port, token_file=admin.token_file)
         try:
             await stack.enter_async_context(server)
@@ -360,9 +372,9 @@ async def serve(
             why = "is taken: another dispatcher on this machine? Each needs an admin.port of its own"
             raise OSError(f"admin.port: {admin.port} {why}") from error
         reloader = _Reloader(service, text, path, environ)
-        _settle_memory()
-        with _signals(
-            {signal.SIGTERM: service.drain, signal.SIGINT: service.drain, signal.SIGHUP: reloader.now}
+        _tune_memory()
+        with _handle_signals(
+            {signal.SIGTERM: service.drain, signal.SIGINT: service.drain, signal.SIGHUP: reloader.reload_now}
         ):
             emit(
                 Event.STARTED,
@@ -370,40 +382,40 @@ async def serve(
                 pool=settings.pool.name,
                 gateway=str(settings.gateway.url),
                 config="the environment alone" if path is None else str(path.absolute()),  # noqa: ASYNC240
-                queue=str(settings.queue.url) or await _embedded(settings, desk),
+                queue=str(settings.queue.url) or await _describe_embedded_queue(settings, queue_admin),
                 owner=queue.owner,
                 admin_port=server.port,
                 observe=observe,
             )
             async with asyncio.TaskGroup() as tasks:
-                beside = [
+                background_tasks = [
                     tasks.create_task(reloader.run(), name="configuration"),
                     tasks.create_task(feed.run(), name="feed"),
                 ]
                 await service.run()
-                for task in beside:
+                for task in background_tasks:
                     task.cancel()
         emit(Event.STOPPED)
-    logs.finish()
+    logs.log_remaining_repeats()
 
 
-async def _embedded(settings: Settings, desk: RedisDesk) -> str:
+async def _describe_embedded_queue(settings: Settings, queue_admin: RedisQueueAdmin) -> str:
     """Describe where the embedded queue is stored and what it contains: an empty queue may be in the wrong
     directory."""
-    place = f"embedded in {Path(settings.queue.data_dir).absolute()}"  # noqa: ASYNC240 - does not access the disk
+    location = f"embedded in {Path(settings.queue.data_dir).absolute()}"  # noqa: ASYNC240 - does not access the disk
     try:
-        counts = await desk.counts()
+        counts = await queue_admin.count_requests()
     except QueueUnavailableError as error:
-        return f"{place}: {error}"
+        return f"{location}: {error}"
     if not any((counts.pending, counts.leased, counts.delayed, counts.dead)):
-        return f"{place}: empty"
+        return f"{location}: empty"
     return (
-        f"{place}: {counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, "
+        f"{location}: {counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, "
         f"{counts.dead} dead"
     )
 
 
-async def _prepare(path: Path | None, settings: Settings) -> None:
+async def _import_early(path: Path | None, settings: Settings) -> None:
     """Import modules now that are otherwise imported at first use.
 
     Under a CPU limit, such imports take seconds, and time limits would blame the peers that are called
@@ -411,37 +423,42 @@ async def _prepare(path: Path | None, settings: Settings) -> None:
     """
     # The first use of this codec imports its tables.
     "localhost".encode("idna")
-    capacity.prepare()
-    otlp.prepare(settings)
+    capacity.import_cluster_client()
+    otlp.import_opentelemetry(settings)
     if path is not None:
         await prepare_watch(path.parent)
 
 
 @asynccontextmanager
-async def open_queue(settings: Settings) -> AsyncIterator[tuple[RedisQueue, RedisDesk]]:
+async def open_queue(settings: Settings) -> AsyncIterator[tuple[RedisQueue, RedisQueueAdmin]]:
     """Open the queue of the settings. With an empty queue.url, run a Valkey server during the block."""
-    wanted = settings.queue
+    queue_settings = settings.queue
     async with AsyncExitStack() as stack:
-        url = wanted.url.reveal() if wanted.url else ""
-        present = stack.enter_context(presence(alone=not url))
+        url = queue_settings.url.reveal() if queue_settings.url else ""
+        owner_presence = stack.enter_context(register_owner(is_embedded=not url))
         if not url:
-            url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir), fsync=wanted.fsync))
-        client, names = connect(url), Names(wanted.name, wanted.results, wanted.result_lists)
+            url = await stack.enter_async_context(
+                embedded_valkey(Path(queue_settings.data_dir), fsync=queue_settings.fsync)
+            )
+        client, names = (
+            connect(url),
+            QueueNames(queue_settings.name, queue_settings.results, queue_settings.result_lists),
+        )
         queue = RedisQueue(
             client,
             names,
-            present.owner,
-            lease_s=wanted.lease_s,
-            owner_timeout_s=wanted.timeout_s(),
-            prover=present,
-            poll_s=wanted.poll_s,
-            result_ttl_s=round(wanted.result_ttl_s),
-            dead_max=wanted.dead_max,
-            max_pending=wanted.max_pending,
-            max_payload_bytes=wanted.max_payload_bytes,
+            owner_presence.owner,
+            lease_s=queue_settings.lease_s,
+            owner_timeout_s=queue_settings.effective_owner_timeout_s(),
+            dead_owner_detector=owner_presence,
+            poll_s=queue_settings.poll_s,
+            result_ttl_s=round(queue_settings.result_ttl_s),
+            dead_max=queue_settings.dead_max,
+            max_pending=queue_settings.max_pending,
+            max_payload_bytes=queue_settings.max_payload_bytes,
         )
         stack.push_async_callback(queue.aclose)
-        yield queue, RedisDesk(client, names)
+        yield queue, RedisQueueAdmin(client, names)
 
 
 class _Reloader:
@@ -455,46 +472,46 @@ class _Reloader:
 
     async def run(self) -> None:
         if self._path is not None:
-            async for found in watch(self._path, self._text):
-                self._take(found)
+            async for found in watch_config(self._path, self._text):
+                self._handle_file(found)
 
-    def now(self) -> None:
-        self._take(read(self._path))
+    def reload_now(self) -> None:
+        self._handle_file(read_config(self._path))
 
-    def _take(self, found: str | Problem) -> None:
+    def _handle_file(self, found: str | Problem) -> None:
         service = self._service
         before = service.settings
-        why = Refusal((str(found),)) if isinstance(found, Problem) else self._refused(found)
-        if why is None:
-            changed = effective.changes(before, service.settings)
-            emit(Event.RELOADED, generation=service.generation, changed=changed)
+        refusal = ReloadRejection((str(found),)) if isinstance(found, Problem) else self._apply_text(found)
+        if refusal is None:
+            changed = effective.describe_changes(before, service.settings)
+            emit(Event.CONFIG_RELOADED, generation=service.config_generation, changed=changed)
         else:
-            service.refuse(why)
-            emit(Event.RELOAD_REFUSED, reasons=list(why.reasons))
+            service.reject_settings(refusal)
+            emit(Event.CONFIG_REFUSED, reasons=list(refusal.reasons))
 
-    def _refused(self, text: str) -> Refusal | None:
+    def _apply_text(self, text: str) -> ReloadRejection | None:
         """Apply new content of the file. Return why that is impossible."""
-        name, directory = name_of(self._path), directory_of(self._path)
-        new = reload(self._service.settings, text, self._environ, name=name, directory=directory)
-        if isinstance(new, Refusal):
+        name, directory = config_name(self._path), config_directory(self._path)
+        new = reload_settings(self._service.settings, text, self._environ, name=name, directory=directory)
+        if isinstance(new, ReloadRejection):
             return new
         try:
-            self._service.apply(new, text)
+            self._service.apply_settings(new, text)
         except OSError as error:
-            return Refusal((f"{name}: {error}",))
+            return ReloadRejection((f"{name}: {error}",))
         return None
 
 
-def _take_descriptors() -> None:
+def _raise_descriptor_limit() -> None:
     """Raise the limit of file descriptors as far as the system allows, because each request in flight has a
     connection."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = DESCRIPTORS_MOST if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MOST)
+    limit = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     with suppress(OSError, ValueError):  # some systems allow less than their limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def _settle_memory() -> None:
+def _tune_memory() -> None:
     """Tune garbage collector and allocator.
 
     Objects that exist now live as long as the process: scanning them again and again costs a tenth of each
@@ -505,11 +522,11 @@ def _settle_memory() -> None:
     gc.freeze()
     gc.set_threshold(5_000, 20, 50)
     with suppress(AttributeError, OSError):  # not glibc
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 @contextmanager
-def _signals(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+def _handle_signals(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
     """Handle signals on the running loop during the block."""
     loop = asyncio.get_running_loop()
     for number, handler in handlers.items():
@@ -521,14 +538,14 @@ def _signals(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
             loop.remove_signal_handler(number)
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     """Return the start of the SHA-256 of a configuration file."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _access(settings: Settings) -> ClusterAccess:
+def _get_cluster_access(settings: Settings) -> ClusterAccess:
     return ClusterAccess() if settings.signals.watches_pool else NO_CLUSTER
 
 
-def _now() -> float:
+def _get_loop_time() -> float:
     return asyncio.get_running_loop().time()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from dispatcher.core.gateway.recent_attempts import RecentTries
-from dispatcher.core.health import COUNTED_WITHIN_S, Health, HealthRecord
-from dispatcher.core.limit.allowance import Allowance, explain
+from dispatcher.core.gateway.recent_attempts import RecentAttempts
+from dispatcher.core.health import MAX_COUNTS_AGE_S, Health, HealthRecord
+from dispatcher.core.limit.allowance import Allowance, explain_allowance
 from dispatcher.core.limit.budget import Budget, Reason
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.realtime_impact import Price
-from dispatcher.core.limit.reserve_check import little_reserve
+from dispatcher.core.limit.realtime_impact import RealtimeImpact
+from dispatcher.core.limit.reserve_check import explain_small_reserve
 from dispatcher.core.models.rollover import ModelFamily
-from dispatcher.dispatch.merging.merging import Batching
-from dispatcher.dispatch.models.model_requests import Models
+from dispatcher.dispatch.merging.merging import RequestMerger
+from dispatcher.dispatch.models.model_requests import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView
-from dispatcher.dispatch.sequences.turns import LineUp
-from dispatcher.ports import Counts, ModelMarks
+from dispatcher.dispatch.sequences.turns import TurnChecker
+from dispatcher.ports import ModelRegistryState, QueueCounts
 from dispatcher.settings import Settings
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
@@ -24,21 +24,21 @@ from dispatcher.telemetry import status as show
 from dispatcher.telemetry.status import Status
 
 
-def overview(
+def build_status(
     now: float,
     *,
     process: show.ProcessStatus,
     settings: Settings,
     limiter: Limiter,
-    running: int,
+    running_count: int,
     queue: QueueView,
     poll: SourcePoll | None,
-    watched: Endpoints,
-    slow: str | None,
-    recent: RecentTries | None = None,
-    batching: Batching | None = None,
-    lineup: LineUp | None = None,
-    models: Models | None = None,
+    endpoints: Endpoints,
+    loop_problem: str | None,
+    recent_attempts: RecentAttempts | None = None,
+    merger: RequestMerger | None = None,
+    turn_checker: TurnChecker | None = None,
+    model_router: ModelRouter | None = None,
     health: HealthRecord | None = None,
 ) -> Status:
     """Build the status at `now`.
@@ -46,103 +46,113 @@ def overview(
     `running_count` is the number of requests of this process at the gateway, `loop_problem` why its event
     loop is slow, and `recent_attempts` the outcomes of its last attempts.
     """
-    allowance = limiter.allowance(now)
-    known = limiter.knows_pool(now)
-    signals = _signals(limiter, poll, now, known=known)
-    little = _little_reserve(allowance, limiter, settings, queue)
+    allowance = limiter.get_allowance(now)
+    is_pool_known = limiter.knows_pool(now)
+    signals = _build_signals(limiter, poll, now, is_pool_known=is_pool_known)
+    reserve_problem = _check_reserve(allowance, limiter, settings, queue)
     budget = (
-        _budget(allowance, limiter, settings, poll, watched, little)
-        if known
+        _build_budget(allowance, limiter, settings, poll, endpoints, reserve_problem)
+        if is_pool_known
         else show.BudgetStatus(reserve=settings.budget.reserve)
     )
-    failing = None if recent is None else _tries_failing(recent, limiter, now)
-    counts = _current_counts(queue, now)
-    told = [
-        _explained(allowance, limiter.in_flight, observe=process.observe),
-        *([f"{failing}."] if failing else []),
-        *_failing(allowance, signals),
-        *_fitted(budget, settings),
-        *(_awaited(models) if models and counts else ()),
-        *(f"Kubernetes: {each}." for each in (*watched.problems, *watched.notices)),
-        *_in_turn(counts, settings),
-        *_counted_as_calls(limiter, now),
-        *(f"Beware: {each}." for each in (slow, little) if each),
+    attempts_problem = (
+        None if recent_attempts is None else _find_attempts_problem(recent_attempts, limiter, now)
+    )
+    counts = _get_current_counts(queue, now)
+    sentences = [
+        _explain_allowance(allowance, limiter.in_flight, observe=process.observe),
+        *([f"{attempts_problem}."] if attempts_problem else []),
+        *_explain_signals_failure(allowance, signals),
+        *_explain_learned_capacity(budget, settings),
+        *(_explain_waiting_for_models(model_router) if model_router and counts else ()),
+        *(f"Kubernetes: {each}." for each in (*endpoints.problems, *endpoints.notices)),
+        *_explain_sequences(counts, settings),
+        *_explain_call_counting(limiter, now),
+        *(f"Beware: {each}." for each in (loop_problem, reserve_problem) if each),
     ]
-    line = _line(queue, counts, now)
+    queue_status = _build_queue(queue, counts, now)
     return Status(
-        health=_health(health or HealthRecord(), line, now),
+        health=_build_health(health or HealthRecord(), queue_status, now),
         process=process,
         gate=show.GateStatus(
             reason=str(allowance.reason),
-            open=not allowance.reason.closed,
-            explanation=" ".join(told),
+            open=not allowance.reason.is_closed,
+            explanation=" ".join(sentences),
             limit=allowance.limit,
             in_flight=limiter.in_flight,
-            running=running,
-            free=limiter.free(now),
+            running=running_count,
+            free_share=limiter.estimate_free_units(now),
             gateway_problem=limiter.gateway_problem,
-            gateway_prober=queue.shared.prober if queue.shared else None,
-            tries_problem=failing,
+            probing_owner=queue.shared.probing_owner if queue.shared else None,
+            attempts_problem=attempts_problem,
         ),
         budget=budget,
         signals=signals,
-        watch=show.Watch(
-            watch_endpoints=watched.ready,
-            watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
-            watch_problems=[str(problem) for problem in watched.problems],
+        watch=show.WatchStatus(
+            watch_endpoints=endpoints.ready,
+            watch_stale_s=None
+            if endpoints.outdated_since is None
+            else round(now - endpoints.outdated_since, 3),
+            watch_problems=[str(problem) for problem in endpoints.problems],
         ),
-        line=line,
-        price=_price(poll.price) if poll else show.PriceStatus(),
-        batching=_batching(batching) if batching else show.BatchingStatus(),
+        queue=queue_status,
+        impact=_build_realtime_impact(poll.realtime_impact) if poll else show.ImpactStatus(),
+        batching=_build_merging(merger) if merger else show.BatchingStatus(),
         sequences=show.SequencesStatus(
             sequences=asdict(counts.sequences) if counts else None,
-            sequence_turns=dict(lineup.turns) if lineup else {},
-            sequence_servers=dict(lineup.servers) if lineup else {},
+            sequence_turns=dict(turn_checker.turn_counts) if turn_checker else {},
+            sequence_servers=dict(turn_checker.server_counts) if turn_checker else {},
         ),
-        models=_models(models, now, counted=counts is not None) if models else show.ModelsStatus(),
+        models=_build_models(model_router, now, has_counts=counts is not None)
+        if model_router
+        else show.ModelsStatus(),
     )
 
 
-def _health(record: HealthRecord, line: show.LineStatus, now: float) -> show.HealthStatus:
-    newest, rate = record.newest, line.service_rate
+def _build_health(record: HealthRecord, queue_status: show.QueueStatus, now: float) -> show.HealthStatus:
+    newest, rate = record.current, queue_status.service_rate
     return show.HealthStatus(
         health=newest.health,
         health_cause=newest.cause,
         health_sentence=newest.sentence,
         health_since_s=None if record.since is None else round(now - record.since, 1),
-        health_look_at=newest.cause.look_at,
+        health_hint=newest.cause.hint,
         # When a fault stops all requests, the rate falls slowly and would promise an end that does not come.
-        done_in_s=round(line.pending / rate, 1)
-        if rate and line.pending and newest.health is not Health.FAILING
+        done_in_s=round(queue_status.pending / rate, 1)
+        if rate and queue_status.pending and newest.health is not Health.FAILING
         else None,
     )
 
 
-def _current_counts(queue: QueueView, now: float) -> Counts | None:
+def _get_current_counts(queue: QueueView, now: float) -> QueueCounts | None:
     """Return the counts of the queue. `None` if they are too old or the queue cannot be used."""
-    old = queue.counted_at is not None and now - queue.counted_at > COUNTED_WITHIN_S
+    old = queue.counted_at is not None and now - queue.counted_at > MAX_COUNTS_AGE_S
     return None if old or queue.problem is not None else queue.counts
 
 
-def _in_turn(counts: Counts | None, settings: Settings) -> list[str]:
+def _explain_sequences(counts: QueueCounts | None, settings: Settings) -> list[str]:
     """Explain which requests sequences hold back, whatever the gate says."""
     if counts is None:
         return []
-    told, some = counts.sequences, []
-    if told.waiting:
-        some.append(f"{told.waiting} {'request waits' if told.waiting == 1 else 'requests wait'} for a turn")
-    if told.held:
-        held = "sequence is held" if told.held == 1 else "sequences are held"
-        some.append(f"{told.held} {held} until an operator decides (`sequences list --status held`)")
-    if told.parked:
-        most = settings.sequences.max_active
-        some.append(f"{told.parked} not begun, for sequences.max_active ({most}) are alive")
-    return [f"Sequences: {', '.join(some)}."] if some else []
+    sequence_counts, parts = counts.sequences, []
+    if sequence_counts.waiting:
+        parts.append(
+            f"{sequence_counts.waiting} {'request waits' if sequence_counts.waiting == 1 else 'requests wait'} for a turn"
+        )
+    if sequence_counts.held:
+        entry = "sequence is held" if sequence_counts.held == 1 else "sequences are held"
+        parts.append(
+            f"{sequence_counts.held} {entry} until an operator decides (`sequences list --status held`)"
+        )
+    if sequence_counts.parked:
+        max_active = settings.sequences.max_active
+        parts.append(f"{sequence_counts.parked} not begun, for sequences.max_active ({max_active}) are alive")
+    return [f"Sequences: {', '.join(parts)}."] if parts else []
 
 
-def _counted_as_calls(limiter: Limiter, now: float) -> list[str]:
+def _explain_call_counting(limiter: Limiter, now: float) -> list[str]:
     """Return advice if readings count calls but a batching rule counts items."""
-    counted = limiter.counted_as_calls(now)
+    counted = limiter.count_units_as_calls(now)
     if counted is None:
         return []
     units, calls = counted
@@ -150,52 +160,56 @@ def _counted_as_calls(limiter: Limiter, now: float) -> list[str]:
     return [f"{fewer}. Set `unit: call` in batching.rules, and as many calls are sent as fit."]
 
 
-def _explained(allowance: Allowance, in_flight: int, *, observe: bool) -> str:
-    told = explain(allowance, in_flight)
-    return f"Observing only, nothing is claimed by this process. It would be: {told}" if observe else told
+def _explain_allowance(allowance: Allowance, in_flight: int, *, observe: bool) -> str:
+    explanation = explain_allowance(allowance, in_flight)
+    return (
+        f"Observing only, nothing is claimed by this process. It would be: {explanation}"
+        if observe
+        else explanation
+    )
 
 
-def _tries_failing(recent: RecentTries, limiter: Limiter, now: float) -> str | None:
+def _find_attempts_problem(recent_attempts: RecentAttempts, limiter: Limiter, now: float) -> str | None:
     """Return the problem of the last attempts. `None` if the gateway is unreachable, which the gate
     explains."""
-    return None if limiter.gateway_problem else recent.problem(now)
+    return None if limiter.gateway_problem else recent_attempts.describe_problem(now)
 
 
-def _failing(allowance: Allowance, signals: show.SignalsStatus) -> list[str]:
+def _explain_signals_failure(allowance: Allowance, signals: show.SignalsStatus) -> list[str]:
     """Explain how long an open gate stays open while the signals cannot be read."""
-    if allowance.reason.closed or not signals.signals_problem:
+    if allowance.reason.is_closed or not signals.signals_problem:
         return []
     failing = f"The signals cannot be read for {signals.signals_failing_s:.1f} s now"
     standing = f"the readings before stand for another {signals.signals_close_in_s:.1f} s"
     return [f"{failing} ({signals.signals_problem}): {standing}."]
 
 
-def _little_reserve(
+def _check_reserve(
     allowance: Allowance, limiter: Limiter, settings: Settings, queue: QueueView
 ) -> str | None:
     budget = allowance.budget
-    if budget is None or budget.fault is not None or queue.outlook is None:
+    if budget is None or budget.fault is not None or queue.forecast is None:
         return None
-    return little_reserve(
-        queue.outlook.service_s,
+    return explain_small_reserve(
+        queue.forecast.service_s,
         reserve=settings.budget.reserve,
-        ours=limiter.in_flight,
-        everybody=(budget.f_sys + budget.f_epp) * budget.max_sys,
+        batch_requests=limiter.in_flight,
+        all_requests=(budget.f_sys + budget.f_epp) * budget.max_sys,
         max_sys=budget.max_sys,
     )
 
 
-def _fitted(budget: show.BudgetStatus, settings: Settings) -> list[str]:
+def _explain_learned_capacity(budget: show.BudgetStatus, settings: Settings) -> list[str]:
     """Explain a learned capacity below the configured one, and which setting to change."""
-    fits, configured = budget.max_sys, budget.configured_max_sys
-    if budget.max_sys_by != "learned" or fits is None or configured is None:
+    learned, configured = budget.max_sys, budget.configured_max_sys
+    if budget.max_sys_source != "learned" or learned is None or configured is None:
         return []
     each = budget.per_endpoint
     if each is None:
         name = "signals.prometheus.queries.capacity" if settings.budget.max_sys is None else "budget.max_sys"
-        return [f"{fits:.3g} fitted where {name} says {configured:g}: lower it."]
-    fitted = f"{each * fits / configured:.3g} an endpoint fitted where"
-    match budget.per_endpoint_from:
+        return [f"{learned:.3g} fitted where {name} says {configured:g}: lower it."]
+    fitted = f"{each * learned / configured:.3g} an endpoint fitted where"
+    match budget.per_endpoint_source:
         case "setting":
             return [f"{fitted} budget.per_endpoint says {each:g}: lower it."]
         case "picker":
@@ -206,89 +220,93 @@ def _fitted(budget: show.BudgetStatus, settings: Settings) -> list[str]:
             return []
 
 
-def _budget(
+def _build_budget(
     allowance: Allowance,
     limiter: Limiter,
     settings: Settings,
     poll: SourcePoll | None,
-    watched: Endpoints,
-    little: str | None,
+    endpoints: Endpoints,
+    reserve_problem: str | None,
 ) -> show.BudgetStatus:
     budget = allowance.budget
-    max_sys, max_sys_by = _max_sys(budget, limiter, settings, poll, watched)
-    believed = budget is not None and budget.fault is None
+    max_sys, max_sys_by = _find_max_sys(budget, limiter, settings, poll, endpoints)
+    is_usable = budget is not None and budget.fault is None
     per_endpoint, per_endpoint_from = (poll.per_endpoint, poll.per_endpoint_from) if poll else (None, None)
     if per_endpoint is None and max_sys_by in ("setting", "learned") and settings.budget.max_sys is None:
         # The newest poll failed: the capacity and its source are those of the reading before.
         per_endpoint, per_endpoint_from = settings.budget.per_endpoint, "setting"
     return show.BudgetStatus(
-        reserve=settings.policy().reserve,
+        reserve=settings.limit_policy().reserve,
         signal=str(allowance.signal) if allowance.signal else None,
         f_sys=budget.f_sys if budget else None,
         f_epp=budget.f_epp if budget else None,
-        budget=budget.d if budget and believed else None,
-        headroom=budget.headroom if budget and believed else None,
+        budget=budget.d if budget and is_usable else None,
+        headroom=budget.headroom if budget and is_usable else None,
         max_sys=max_sys,
-        max_sys_by=max_sys_by,
-        max_sys_confirmed=limiter.learned.confirmed if max_sys_by == "learned" else 0,
-        configured_max_sys=budget.configured if budget and budget.known and max_sys is not None else None,
+        max_sys_source=max_sys_by,
+        max_sys_confirmed=limiter.capacity_estimate.confirmations if max_sys_by == "learned" else 0,
+        configured_max_sys=budget.configured_max_sys
+        if budget and budget.is_capacity_known and max_sys is not None
+        else None,
         per_endpoint=per_endpoint,
-        per_endpoint_from=per_endpoint_from,
+        per_endpoint_source=per_endpoint_from,
         picker_max_concurrency=poll.picker_k if poll else None,
-        reserve_problem=little,
-        terms=[_terms(each) for each in limiter.budgets],
+        reserve_problem=reserve_problem,
+        terms=[_build_terms(each) for each in limiter.budgets],
     )
 
 
-def _terms(budget: Budget) -> show.Terms:
-    believed = budget.fault is None
+def _build_terms(budget: Budget) -> show.Terms:
+    is_usable = budget.fault is None
     return show.Terms(
         signal=str(budget.signal),
         f_sys=budget.f_sys,
         f_epp=budget.f_epp,
-        budget=budget.d if believed else None,
-        headroom=budget.headroom if believed else None,
+        budget=budget.d if is_usable else None,
+        headroom=budget.headroom if is_usable else None,
         max_sys=budget.max_sys,
     )
 
 
-def _max_sys(
+def _find_max_sys(
     budget: Budget | None,
     limiter: Limiter,
     settings: Settings,
     poll: SourcePoll | None,
-    watched: Endpoints,
+    endpoints: Endpoints,
 ) -> tuple[float | None, str | None]:
     """Return the capacity that counts, and its source."""
     if budget is None:
         return None, None
     # The order of the checks matters: each excludes the causes before it.
-    if budget.fault is Reason.NO_ENDPOINTS and watched.ready == 0:
+    if budget.fault is Reason.NO_ENDPOINTS and endpoints.ready == 0:
         return 0.0, "watch"
-    if budget.learned:
+    if budget.is_capacity_learned:
         return budget.max_sys, "learned"
-    if not budget.known:
-        return budget.max_sys, "search" if limiter.learned.ceiling is None else "learned"
-    setting = settings.policy().max_sys
+    if not budget.is_capacity_known:
+        return budget.max_sys, "search" if limiter.capacity_estimate.ceiling is None else "learned"
+    setting = settings.limit_policy().max_sys
     if setting is not None and budget.max_sys >= setting:
         return budget.max_sys, "setting"
-    reading = next(each for each in limiter.readings if each.signal is budget.signal)
+    reading = next(each for each in limiter.newest_readings if each.signal is budget.signal)
     if budget.max_sys < reading.max_sys:
         return budget.max_sys, "watch"
-    if "queries.capacity" in reading.raw:
+    if "queries.capacity" in reading.raw_values:
         return budget.max_sys, "query"
     if settings.budget.per_endpoint is not None:
         return budget.max_sys, "setting"
     return budget.max_sys, "server" if poll and poll.per_endpoint_from == "server" else "picker"
 
 
-def _signals(limiter: Limiter, poll: SourcePoll | None, now: float, *, known: bool) -> show.SignalsStatus:
-    readings = limiter.readings
+def _build_signals(
+    limiter: Limiter, poll: SourcePoll | None, now: float, *, is_pool_known: bool
+) -> show.SignalsStatus:
+    readings = limiter.newest_readings
     # A fixed limit reads nothing, so realtime requests are unknown.
-    counted = known and (poll is None or poll.source != "fixed")
-    realtime, waiting = limiter.not_ours if counted else (None, None)
-    failing = poll if poll and poll.unread else None
-    unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
+    counted = is_pool_known and (poll is None or poll.source != "fixed")
+    realtime, waiting = limiter.realtime_requests if counted else (None, None)
+    failing = poll if poll and poll.failures else None
+    unread = min(failing.failures, key=lambda each: each.reason.rank) if failing else None
     since = failing.failing_since if failing else None
     return show.SignalsStatus(
         source=poll.source if poll else None,
@@ -308,128 +326,136 @@ def _signals(limiter: Limiter, poll: SourcePoll | None, now: float, *, known: bo
                 "f_epp": reading.f_epp,
                 "max_sys": reading.max_sys,
                 "source": reading.source,
-                "raw": dict(reading.raw),
+                "raw": dict(reading.raw_values),
             }
             for reading in readings
         ],
     )
 
 
-def _line(queue: QueueView, counts: Counts | None, now: float) -> show.LineStatus:
-    ahead = queue.outlook if counts else None
-    replicas = ahead.replicas if ahead else ()
-    return show.LineStatus(
+def _build_queue(queue: QueueView, counts: QueueCounts | None, now: float) -> show.QueueStatus:
+    forecast = queue.forecast if counts else None
+    replicas = forecast.replicas if forecast else ()
+    return show.QueueStatus(
         pending=counts.pending if counts else None,
         leased=counts.leased if counts else None,
         delayed=counts.delayed if counts else None,
         dead=counts.dead if counts else None,
-        paused=queue.shared.paused if queue.shared else False,
+        paused=queue.shared.is_paused if queue.shared else False,
         queue_problem=queue.problem,
-        oldest_pending_age_s=ahead.oldest_pending_age_s if ahead else None,
-        earliest_deadline_s=ahead.earliest_deadline_s if ahead else None,
-        at_risk=ahead.at_risk if ahead else None,
-        service_rate=ahead.service_rate if ahead else None,
-        service_s=round(ahead.service_s, 3) if ahead and ahead.service_s else None,
-        replica_count=ahead.owners if ahead else None,
+        oldest_pending_age_s=forecast.oldest_pending_age_s if forecast else None,
+        earliest_deadline_s=forecast.earliest_deadline_s if forecast else None,
+        at_risk=forecast.at_risk if forecast else None,
+        service_rate=forecast.service_rate if forecast else None,
+        service_s=round(forecast.service_s, 3) if forecast and forecast.service_s else None,
+        replica_count=forecast.owner_count if forecast else None,
         replicas=[asdict(replica) for replica in replicas],
     )
 
 
-def _price(price: Price) -> show.PriceStatus:
-    return show.PriceStatus(
-        ttft_p50_s=price.ttft_p50_s,
-        ttft_p95_s=price.ttft_p95_s,
-        tpot_p50_s=price.tpot_p50_s,
-        tpot_p95_s=price.tpot_p95_s,
-        price_of=price.of,
-        price_requests=price.requests,
-        price_source=price.source or None,
-        price_why_not=price.why_not or None,
-        batch_share=price.batch_share,
+def _build_realtime_impact(impact: RealtimeImpact) -> show.ImpactStatus:
+    return show.ImpactStatus(
+        ttft_p50_s=impact.ttft_p50_s,
+        ttft_p95_s=impact.ttft_p95_s,
+        tpot_p50_s=impact.tpot_p50_s,
+        tpot_p95_s=impact.tpot_p95_s,
+        impact_scope=impact.scope,
+        impact_requests=impact.request_count,
+        impact_source=impact.source or None,
+        impact_problem=impact.why_not or None,
+        batch_share=impact.batch_share,
     )
 
 
-_TOLD_MOST = 3
-_VERSIONS_MOST = 20
+_MAX_EXPLAINED = 3
+_MAX_VERSIONS = 20
 
 
-def _awaited(models: Models) -> list[str]:
+def _explain_waiting_for_models(model_router: ModelRouter) -> list[str]:
     """Explain which models hold requests back."""
-    held_back = models.held_back()
-    told = [
+    held_back = model_router.list_held_back()
+    sentences = [
         f"{count:,} {'request waits' if count == 1 else 'requests wait'}: {why}."
-        for _, count, why in held_back[:_TOLD_MOST]
+        for _, count, why in held_back[:_MAX_EXPLAINED]
     ]
-    more = len(held_back) - _TOLD_MOST
-    return [*told, f"And {more} more such models."] if more > 0 else told
+    more = len(held_back) - _MAX_EXPLAINED
+    return [*sentences, f"And {more} more such models."] if more > 0 else sentences
 
 
-def _models(models: Models, now: float, *, counted: bool) -> show.ModelsStatus:
+def _build_models(model_router: ModelRouter, now: float, *, has_counts: bool) -> show.ModelsStatus:
     return show.ModelsStatus(
         models=[
             {
-                "name": seen.name,
-                "state": str(seen.state),
-                "serving": seen.serving,
-                "endpoints": seen.endpoints,
-                "unread": seen.unread,
-                "waiting": waiting if counted else None,
-                "since_s": round(now - seen.since, 1),
-                "named": seen.named,
-                "denied": seen.denied,
-                "drained_by": models.versions.drained(seen.name) or None,
-                "sentence": models.sentence(seen.name),
-                **_family(models, seen.name, now),
+                "name": model.name,
+                "state": str(model.state),
+                "serving": model.serving_count,
+                "endpoints": model.endpoint_count,
+                "unread": model.unread_count,
+                "waiting": waiting_count if has_counts else None,
+                "since_s": round(now - model.state_since, 1),
+                "named": model.is_named,
+                "denied": model.is_denied,
+                "drained_by": model_router.versions.get_drain_note(model.name) or None,
+                "sentence": model_router.describe_model(model.name),
+                **_build_family(model_router, model.name, now),
             }
-            for seen, waiting in models.seen()
+            for model, waiting_count in model_router.list_states()
         ],
-        model_count=len(models.names()),
-        model_requests=dict(models.requests),
-        model_problems=[f"{endpoint}: {problem}" for endpoint, problem in models.problems.items()],
-        model_marks_problem=models.marks_problem or None,
+        model_count=len(model_router.list_names()),
+        model_requests=dict(model_router.request_counts),
+        model_problems=[
+            f"{endpoint}: {problem}" for endpoint, problem in model_router.endpoint_problems.items()
+        ],
+        model_registry_problem=model_router.registry_problem or None,
     )
 
 
-def _family(models: Models, name: str, now: float) -> dict[str, object]:
+def _build_family(model_router: ModelRouter, name: str, now: float) -> dict[str, object]:
     """Return the state of a model with versions. Empty values if the settings give it none."""
-    family, marks = models.versions.family(name), models.versions.marks or ModelMarks()
+    family, registry = (
+        model_router.versions.get_family(name),
+        model_router.versions.registry or ModelRegistryState(),
+    )
     if family is None:
         return {"policy": None, "labels": {}, "versions": []}
     labels = {label: {"version": version, "by": None} for label, version in family.terms.labels.items()}
     labels |= {
-        label: {"version": version, "by": marks.labelled.get((of, label))}
-        for (of, label), version in marks.labels.items()
-        if of == name
+        label: {"version": version, "by": registry.label_origins.get((family_name, label))}
+        for (family_name, label), version in registry.labels.items()
+        if family_name == name
     }
     policy = str(family.terms.policy)
-    return {"policy": policy, "labels": labels, "versions": _versions(family, marks, now)}
+    return {"policy": policy, "labels": labels, "versions": _build_versions(family, registry, now)}
 
 
-def _versions(family: ModelFamily, marks: ModelMarks, now: float) -> list[dict[str, object]]:
+def _build_versions(family: ModelFamily, registry: ModelRegistryState, now: float) -> list[dict[str, object]]:
     """Return the newest versions first."""
     return [
         {
             "name": each.name,
             "label": each.label,
             "state": str(each.state),
-            "since_s": round(now - each.since, 1),
-            "serving": len(each.serving),
-            "warm": len(each.warm) if family.terms.warms else None,
-            "wanted": each.wanted,
-            "drained": each.drained,
-            "drained_by": next((marks.drained[word] for word in each.words if word in marks.drained), None),
+            "since_s": round(now - each.state_since, 1),
+            "serving": len(each.endpoints),
+            "warm": len(each.warm_endpoints) if family.terms.has_warm_up else None,
+            "wanted": each.is_desired,
+            "drained": each.is_drained,
+            "drained_by": next(
+                (registry.drained_models[name] for name in each.aliases if name in registry.drained_models),
+                None,
+            ),
             "share": round(each.weight, 4),
             "labels": list(each.labels),
         }
-        for each in family.versions()[:_VERSIONS_MOST]
+        for each in family.make_snapshots()[:_MAX_VERSIONS]
     ]
 
 
-def _batching(batching: Batching) -> show.BatchingStatus:
+def _build_merging(merger: RequestMerger) -> show.BatchingStatus:
     return show.BatchingStatus(
-        batching=[served.told() for served in batching.models],
-        batching_waiting=len(batching.company),
-        batching_calls=dict(batching.calls),
-        batching_requests=batching.requests,
-        batching_checks=dict(batching.checks),
+        batching=[target.build_status() for target in merger.targets],
+        batching_waiting=len(merger.groups),
+        batching_calls=dict(merger.call_counts),
+        batching_requests=merger.merged_request_count,
+        batching_checks=dict(merger.check_counts),
     )

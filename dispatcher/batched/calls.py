@@ -31,7 +31,7 @@ class Raised:
     error: Exception
 
 
-def raised(name: str, error: BaseException) -> Raised:
+def wrap_error(name: str, error: BaseException) -> Raised:
     """Return the outcome for callers: the error itself if a future can carry it, otherwise a BatchError.
 
     Never raises, even if the methods of the error do.
@@ -39,12 +39,12 @@ def raised(name: str, error: BaseException) -> Raised:
     # A StopIteration would end the loop of a caller that iterates, and asyncio's futures refuse it.
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return Raised(error)
-    told = BatchError(f"{name} raised {described(error)}")
-    told.__cause__ = error
-    return Raised(told)
+    wrapped = BatchError(f"{name} raised {describe_error(error)}")
+    wrapped.__cause__ = error
+    return Raised(wrapped)
 
 
-def is_error(value: object) -> TypeGuard[BaseException]:
+def is_exception(value: object) -> TypeGuard[BaseException]:
     """Return whether a value is an exception that can be raised.
 
     `isinstance` would believe the `__class__` of a mock, and no future takes a mock as its error.
@@ -52,7 +52,7 @@ def is_error(value: object) -> TypeGuard[BaseException]:
     return issubclass(type(value), BaseException)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the error's type and message; only the type if its own `__str__` fails."""
     kind = type(error).__name__
     try:
@@ -61,13 +61,13 @@ def described(error: BaseException) -> str:
         return kind
 
 
-def answers(name: str, returned: Any, count: int) -> list[Any]:
+def collect_results(name: str, returned: Any, count: int) -> list[Any]:
     """Return the results of `count` items as a list. An exception among them becomes a `Raised`.
 
     Raises WrongLengthError unless `returned` has one result for each item, and any error of its iterator.
     """
     kind = type(returned).__name__
-    wanted = f"it must return a list with one result for each of {count} items, in their order"
+    expected = f"it must return a list with one result for each of {count} items, in their order"
     if hasattr(type(returned), "columns"):
         # The length of a table of pandas, polars or Arrow counts rows or is missing, and iteration yields
         # columns.
@@ -77,65 +77,65 @@ def answers(name: str, returned: Any, count: int) -> list[Any]:
     if isinstance(returned, str | bytes | bytearray | Mapping | Set) or not hasattr(returned, "__len__"):
         if hasattr(returned, "close"):
             returned.close()  # a coroutine that would never be awaited, or a generator
-        raise WrongLengthError(f"{name} returned a {kind}: {wanted}")
+        raise WrongLengthError(f"{name} returned a {kind}: {expected}")
     try:
         results = iter(returned)
     except TypeError as error:  # a zero-dimensional array has `__len__`, but neither length nor iterator
-        raise WrongLengthError(f"{name} returned a {kind}: {wanted}") from error
+        raise WrongLengthError(f"{name} returned a {kind}: {expected}") from error
     # The length of an object may differ from its iteration, and the iteration may never end.
-    found = list(islice(results, count + 1))
-    if len(found) != count:
-        many = len(found) if len(found) < count else f"more than {count}"
-        raise WrongLengthError(f"{name} returned {many} results: {wanted}")
-    return [raised(name, each) if is_error(each) else each for each in found]
+    collected = list(islice(results, count + 1))
+    if len(collected) != count:
+        many = len(collected) if len(collected) < count else f"more than {count}"
+        raise WrongLengthError(f"{name} returned {many} results: {expected}")
+    return [wrap_error(name, each) if is_exception(each) else each for each in collected]
 
 
 @dataclass(slots=True)
-class _Share:
+class _Part:
     start: int
     stop: int
-    known: Exception | None = None
+    known_error: Exception | None = None
     """Error that this part is known to raise. `None` if it has not been run."""
-    other: Exception | None = None
+    whole_error: Exception | None = None
     """Error that the whole raised, if this part is the first half of it."""
 
 
 _NOT_RUN = Raised(BatchError("it was not run"))
 
 
-class Attempt(Generic[T, R]):
+class BatchRun(Generic[T, R]):
     """Run of a batch until each item has its outcome: run the items of `next_part()` and pass the result to
     `record_part()` until there is no further part."""
 
     def __init__(self, items: Sequence[T], *, isolate: bool = True) -> None:
         self._items = items
         self._isolate = isolate
-        self._parts = [_Share(0, len(items))]
+        self._parts = [_Part(0, len(items))]
         self.outcomes: list[R | Raised] = [_NOT_RUN] * len(items)
 
-    def part(self) -> list[T]:
+    def next_part(self) -> list[T]:
         """Return the items to run next. Empty if all items have their outcome."""
         while self._parts:
             part = self._parts[-1]
-            if part.known is None or part.stop - part.start == 1:
+            if part.known_error is None or part.stop - part.start == 1:
                 return list(self._items[part.start : part.stop])
             self._parts.pop()
-            self._halve(part, part.known)
+            self._split_part(part, part.known_error)
         return []
 
-    def ran(self, came: Iterable[R | Raised] | Raised) -> None:
+    def record_part(self, result: Iterable[R | Raised] | Raised) -> None:
         """Record the result of the last part: an outcome for each item, or the error of the call."""
         part = self._parts.pop()
-        if not isinstance(came, Raised):
-            self.outcomes[part.start : part.stop] = came
-            if part.other is not None:
+        if not isinstance(result, Raised):
+            self.outcomes[part.start : part.stop] = result
+            if part.whole_error is not None:
                 # The first half passed although the whole raised, so the second half must be the cause.
-                self._parts[-1].known = part.other
+                self._parts[-1].known_error = part.whole_error
         # A wrong length is a defect of the function and not of an item, so halving would not help.
-        elif not self._isolate or part.stop - part.start == 1 or isinstance(came.error, WrongLengthError):
-            self.outcomes[part.start : part.stop] = [came] * (part.stop - part.start)
+        elif not self._isolate or part.stop - part.start == 1 or isinstance(result.error, WrongLengthError):
+            self.outcomes[part.start : part.stop] = [result] * (part.stop - part.start)
         else:
-            self._halve(part, came.error)
+            self._split_part(part, result.error)
 
     def give_up(self, outcome: Raised) -> None:
         """Set this outcome for all items that have none, and run no further part."""
@@ -143,7 +143,7 @@ class Attempt(Generic[T, R]):
             part = self._parts.pop()
             self.outcomes[part.start : part.stop] = [outcome] * (part.stop - part.start)
 
-    def _halve(self, part: _Share, error: Exception) -> None:
+    def _split_part(self, part: _Part, error: Exception) -> None:
         middle = (part.start + part.stop) // 2
         # The list is a stack: the first half runs first.
-        self._parts += [_Share(middle, part.stop), _Share(part.start, middle, other=error)]
+        self._parts += [_Part(middle, part.stop), _Part(part.start, middle, whole_error=error)]

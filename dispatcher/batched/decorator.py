@@ -18,10 +18,10 @@ from functools import update_wrapper
 from math import inf
 from typing import Any, Generic, Literal, Never, ParamSpec, Protocol, TypeVar, overload
 
-from dispatcher.batched.async_functions import Loops
+from dispatcher.batched.async_functions import AsyncWaiters
 from dispatcher.batched.sync_functions import FunctionWorker, ThreadWaiters
 from dispatcher.batched.waiting import CallTerms
-from dispatcher.core.merging.grouping import Forming
+from dispatcher.core.merging.grouping import GroupingRule
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -62,12 +62,12 @@ class Batched(Generic[T, R]):
     def __init__(
         self,
         name: str,
-        waiters: Loops[Any, R] | ThreadWaiters[Any, R],
+        waiters: AsyncWaiters[Any, R] | ThreadWaiters[Any, R],
         pack: Callable[[T], Any] = lambda item: item,
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self._waiters = waiters
-        self._pack = pack
+        self._pack_item = pack
 
     def __repr__(self) -> str:
         return f"<Batched {self.__qualname__}: {self.waiting} wait, {self.running} calls run>"
@@ -80,42 +80,42 @@ class Batched(Generic[T, R]):
     @property
     def running(self) -> int:
         """Number of calls that run."""
-        return self._waiters.running
+        return self._waiters.running_calls
 
     async def __call__(self, item: T) -> R:
         """Return the result of this item, or raise the exception that it has instead."""
-        return await self._waiters.answer(self._pack(item))
+        return await self._waiters.wait_for_result(self._pack_item(item))
 
     def sync(self, item: T, *, timeout: float | None = None) -> R:
         """Block until this item has a result, and return it. For threads. Raises TimeoutError after `timeout`
         seconds."""
-        if _loop_runs():
+        if _is_loop_running():
             raise RuntimeError(
                 f"an event loop runs here, which this would block: await {self.__name__}(item)"
             )
-        return self._waiters.answer_in_thread(self._pack(item), timeout)
+        return self._waiters.wait_for_result_in_thread(self._pack_item(item), timeout)
 
     async def aclose(self) -> None:
         """Accept no further item, wait until all waiting items have been answered, and end threads and
         processes."""
         self._waiters.close()
-        if isinstance(self._waiters, Loops):
-            await self._waiters.ended()
+        if isinstance(self._waiters, AsyncWaiters):
+            await self._waiters.wait_until_ended()
         else:
-            await asyncio.to_thread(self._waiters.ended)
+            await asyncio.to_thread(self._waiters.wait_until_ended)
 
     def close(self) -> None:
         """Close like `aclose`, but block. For threads."""
         self._waiters.close()
-        if isinstance(self._waiters, Loops):
-            self._waiters.ended_in_thread()
+        if isinstance(self._waiters, AsyncWaiters):
+            self._waiters.wait_until_ended_in_thread()
         else:
-            self._waiters.ended()
+            self._waiters.wait_until_ended()
 
     async def __aenter__(self) -> Batched[T, R]:
         if isinstance(self._waiters, ThreadWaiters):
             try:
-                await asyncio.gather(*map(asyncio.wrap_future, self._waiters.start()))
+                await asyncio.gather(*map(asyncio.wrap_future, self._waiters.start_threads()))
             except BaseException:
                 await self.aclose()
                 raise
@@ -127,7 +127,7 @@ class Batched(Generic[T, R]):
     def __enter__(self) -> Batched[T, R]:
         if isinstance(self._waiters, ThreadWaiters):
             try:
-                for each in self._waiters.start():
+                for each in self._waiters.start_threads():
                     each.result()
             except BaseException:
                 self.close()
@@ -138,7 +138,7 @@ class Batched(Generic[T, R]):
         self.close()
 
 
-def _loop_runs() -> bool:
+def _is_loop_running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -146,7 +146,7 @@ def _loop_runs() -> bool:
     return True
 
 
-class _Kept:
+class _InstanceEntry:
     """The `Batched` of one instance, stored in the instance's `__dict__`. A copy of the instance does not get
     it."""
 
@@ -154,8 +154,8 @@ class _Kept:
         self.instance = instance
         self.made = made
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[None, None]]:
-        return _Kept, (None, None)
+    def __reduce__(self) -> tuple[type[_InstanceEntry], tuple[None, None]]:
+        return _InstanceEntry, (None, None)
 
 
 class BatchedMethod(Generic[S, T, R]):
@@ -181,10 +181,12 @@ class BatchedMethod(Generic[S, T, R]):
             raise TypeError(
                 f"{owner.__qualname__} has __slots__: {self._name} needs a __dict__ to be kept in"
             )
-        kept: _Kept | None = instance.__dict__.get(self._name)
+        kept: _InstanceEntry | None = instance.__dict__.get(self._name)
         # A copied instance has the entry of its original in its `__dict__`, which must not be used.
         if kept is None or kept.instance is not instance:
-            fresh = _Kept(instance, self._options.function(self._function.__get__(instance, owner)))
+            fresh = _InstanceEntry(
+                instance, self._options.wrap_function(self._function.__get__(instance, owner))
+            )
             if kept is None:
                 # If two threads come first at the same time, `setdefault` gives both the same object.
                 kept = instance.__dict__.setdefault(self._name, fresh)
@@ -217,7 +219,7 @@ class BatchedClass(Generic[P, T, R]):
                 f"{cls.__qualname__} is defined within a function, where its worker process cannot find it: "
                 "define it at the top of a module"
             )
-        terms = self._options.terms(cls.__qualname__)
+        terms = self._options.make_terms(cls.__qualname__)
         target = pickle.dumps(WorkerTarget(cls.__module__, cls.__qualname__, args, kwargs, terms.isolate))
         waiters = ThreadWaiters[bytes, R](lambda: ProcessWorker(target, terms.name), terms, idle_s=inf)
         made = Batched(terms.name, waiters, pickle.dumps)
@@ -229,23 +231,23 @@ class BatchedClass(Generic[P, T, R]):
 class _BatchedOptions:
     """Arguments of a decorator."""
 
-    rule: Forming
-    most: float
+    rule: GroupingRule
+    max_waiting: float
     concurrency: int
     isolate: bool
 
-    def terms(self, name: str) -> CallTerms:
-        return CallTerms(name, self.rule, self.most, self.concurrency, self.isolate, copy_context())
+    def make_terms(self, name: str) -> CallTerms:
+        return CallTerms(name, self.rule, self.max_waiting, self.concurrency, self.isolate, copy_context())
 
-    def function(self, function: Callable[[list[T]], Any]) -> Batched[T, Any]:
-        terms = self.terms(getattr(function, "__qualname__", type(function).__qualname__))
+    def wrap_function(self, function: Callable[[list[T]], Any]) -> Batched[T, Any]:
+        terms = self.make_terms(getattr(function, "__qualname__", type(function).__qualname__))
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 -- the attribute itself is examined
         ):
-            return Batched(terms.name, Loops[T, Any](function, terms))
+            return Batched(terms.name, AsyncWaiters[T, Any](function, terms))
         return Batched(terms.name, ThreadWaiters[T, Any](lambda: FunctionWorker(function, terms), terms))
 
-    def made(self, decorated: Any) -> Any:
+    def decorate_object(self, decorated: Any) -> Any:
         """Return the batched form of a class, a function or a method."""
         if inspect.isclass(decorated):
             if not callable(getattr(decorated, "transform", None)):
@@ -260,7 +262,7 @@ class _BatchedOptions:
         ]
         match len(required):
             case 1:
-                made = self.function(decorated)
+                made = self.wrap_function(decorated)
                 update_wrapper(made, decorated)
                 return made
             case 2:
@@ -326,6 +328,6 @@ def batched(
         raise ValueError(f"max_queue and concurrency: at least 1, not {max_queue} and {concurrency}")
     if when_full not in ("wait", "raise"):
         raise ValueError(f"when_full: 'wait' or 'raise', not {when_full!r}")
-    rule = Forming(max_size, tuple(preferred_sizes), timeout_s, idle_flush)
-    most = max_queue * max_size if when_full == "raise" else inf
-    return _BatchedOptions(rule, most, concurrency, isolate).made
+    rule = GroupingRule(max_size, tuple(preferred_sizes), timeout_s, idle_flush)
+    max_waiting = max_queue * max_size if when_full == "raise" else inf
+    return _BatchedOptions(rule, max_waiting, concurrency, isolate).decorate_object

@@ -18,10 +18,10 @@ from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from dispatcher.batched.calls import Attempt, Raised, answers, raised
+from dispatcher.batched.calls import BatchRun, Raised, collect_results, wrap_error
 from dispatcher.batched.errors import ClosedError
-from dispatcher.batched.waiting import CallTerms, Gathering, Waiter, tell
-from dispatcher.core.merging.grouping import Waiting
+from dispatcher.batched.waiting import CallerQueue, CallTerms, Waiter, deliver_outcomes
+from dispatcher.core.merging.grouping import WaitingItem
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,7 +31,7 @@ QUIET_S = 0.0005
 other: with 0, half of ten callers were late, and there were twice as many calls."""
 IDLE_S = 10.0
 """Time after which an idle thread ends. A thread costs little to start."""
-EXIT_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 """Time that a worker process may take to end when the interpreter exits."""
 
 
@@ -41,7 +41,7 @@ class Worker(Protocol[T, R]):
     def start(self) -> None:
         """Get ready. Raises what prevents that. A later `run_batch` gets ready in any case."""
 
-    def run(self, items: list[T]) -> list[R | Raised]:
+    def run_batch(self, items: list[T]) -> list[R | Raised]:
         """Return an outcome for each item."""
 
     def end(self) -> None:
@@ -50,7 +50,7 @@ class Worker(Protocol[T, R]):
     def kill(self) -> None:
         """End at once, even during `run_batch`."""
 
-    def forget(self) -> None:
+    def forget_after_fork(self) -> None:
         """Forget the worker, because this process was forked from the one that owns it."""
 
 
@@ -64,16 +64,16 @@ class FunctionWorker(Generic[T, R]):
     def start(self) -> None:
         """Do nothing: the worker is always ready."""
 
-    def run(self, items: list[T]) -> list[R | Raised]:
+    def run_batch(self, items: list[T]) -> list[R | Raised]:
         """Return an outcome for each item."""
-        attempt = Attempt[T, R](items, isolate=self._terms.isolate)
-        while part := attempt.part():
+        attempt = BatchRun[T, R](items, isolate=self._terms.isolate)
+        while part := attempt.next_part():
             count = len(part)  # the function may change the list
             try:
                 returned = self._terms.context.copy().run(self._function, part)
-                attempt.ran(answers(self._terms.name, returned, count))
+                attempt.record_part(collect_results(self._terms.name, returned, count))
             except BaseException as error:  # SystemExit would end the thread; it fails the call instead
-                attempt.ran(raised(self._terms.name, error))
+                attempt.record_part(wrap_error(self._terms.name, error))
         return attempt.outcomes
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ class FunctionWorker(Generic[T, R]):
     def kill(self) -> None:
         """Do nothing: a thread cannot be ended from outside."""
 
-    def forget(self) -> None:
+    def forget_after_fork(self) -> None:
         """Do nothing: there is nothing to release."""
 
 
@@ -94,207 +94,211 @@ class ThreadWaiters(Generic[T, R]):
     """
 
     def __init__(
-        self, worker: Callable[[], Worker[T, R]], terms: CallTerms, *, idle_s: float = IDLE_S
+        self, make_worker: Callable[[], Worker[T, R]], terms: CallTerms, *, idle_s: float = IDLE_S
     ) -> None:
-        self._worker = worker
+        self._make_worker = make_worker
         self._terms = terms
         self._idle_s = idle_s
-        self._begin_anew()
-        _made.add(self)
+        self._reset_state()
+        _instances.add(self)
 
-    def forked(self) -> None:
+    def reset_after_fork(self) -> None:
         """Start with an empty state in a forked process: the threads and their callers are those of the
         parent."""
         for worker in self._threads.values():
-            worker.forget()
-        self._begin_anew()
+            worker.forget_after_fork()
+        self._reset_state()
 
-    def _begin_anew(self) -> None:
+    def _reset_state(self) -> None:
         self._changed = threading.Condition()
-        self._gathering = Gathering[T, R](self._terms)
+        self._queue = CallerQueue[T, R](self._terms)
         self._threads: dict[threading.Thread, Worker[T, R]] = {}
-        self._taking = 0
+        self._active_threads = 0
         """Number of threads that take from the queue. Other threads are about to end."""
-        self._idle = 0
+        self._idle_threads = 0
         """Number of threads that wait for something to do."""
         self._quiet_at = 0.0
 
     def __len__(self) -> int:
-        return len(self._gathering)
+        return len(self._queue)
 
     @property
-    def running(self) -> int:
+    def running_calls(self) -> int:
         """Number of calls that run."""
-        return self._gathering.running
+        return self._queue.running_calls
 
-    async def answer(self, item: T) -> R:
+    async def wait_for_result(self, item: T) -> R:
         """Wait for this item's result on the running loop, and return it."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
-        waiter = self._join(item, future, loop)
+        waiter = self._add_waiter(item, future, loop)
         try:
             return await future
         except asyncio.CancelledError:
-            self._leave(waiter)
+            self._remove_waiter(waiter)
             raise
 
-    def answer_in_thread(self, item: T, timeout_s: float | None) -> R:
+    def wait_for_result_in_thread(self, item: T, timeout_s: float | None) -> R:
         """Wait for this item's result in a thread, and return it. Raises TimeoutError."""
         # The thread that runs the call would wait for itself forever.
         if threading.current_thread() in self._threads:
             raise RuntimeError(f"{self._terms.name} waits for itself: it was called from within its own call")
         future: Future[R] = Future()
-        waiter = self._join(item, future, None)
+        waiter = self._add_waiter(item, future, None)
         try:
             return future.result(timeout_s)
         except BaseException:
             if future.cancel():
-                self._leave(waiter)
+                self._remove_waiter(waiter)
             raise
 
-    def start(self) -> list[Future[None]]:
+    def start_threads(self) -> list[Future[None]]:
         """Start all threads. Each future is done when its worker is ready or has failed to start."""
         ready = []
         with self._changed:
-            if self._gathering.closed:
+            if self._queue.is_closed:
                 raise ClosedError(f"{self._terms.name} was closed")
-            while self._taking < self._terms.concurrency:
+            while self._active_threads < self._terms.concurrency:
                 ready.append(Future[None]())
-                self._begin(ready[-1])
+                self._start_thread(ready[-1])
         return ready
 
     def close(self) -> None:
         """Accept no further item. The waiting ones go at once."""
         with self._changed:
-            self._gathering.closed = True
+            self._queue.is_closed = True
             self._changed.notify_all()
 
-    def ended(self, timeout_s: float | None = None) -> None:
+    def wait_until_ended(self, timeout_s: float | None = None) -> None:
         """Wait until all waiting items have been answered and no thread or worker is left. Call `close()`
         first."""
         for thread in list(self._threads):
             thread.join(timeout_s)
 
-    def exit(self) -> None:
+    def shut_down(self) -> None:
         """Drop the waiting items at the exit of the interpreter, when no caller waits for an answer any
         more."""
         self.close()
         with self._changed:
-            dropped, workers = self._gathering.drop(), list(self._threads.values())
-            if self._gathering.running:
+            dropped, workers = self._queue.drop_all(), list(self._threads.values())
+            if self._queue.running_calls:
                 for worker in workers:
                     worker.kill()
-        self._tell(dropped, [Raised(ClosedError(f"{self._terms.name} was closed"))] * len(dropped))
+        self._deliver_outcomes(
+            dropped, [Raised(ClosedError(f"{self._terms.name} was closed"))] * len(dropped)
+        )
         if self._idle_s == inf:
-            self.ended(EXIT_S)
+            self.wait_until_ended(EXIT_TIMEOUT_S)
 
-    def _join(
+    def _add_waiter(
         self, item: T, future: asyncio.Future[R] | Future[R], loop: asyncio.AbstractEventLoop | None
     ) -> Waiter[T, R]:
         now = time.monotonic()
-        waiter = Waiter(item, Waiting(1, now), future, loop)
+        waiter = Waiter(item, WaitingItem(1, now), future, loop)
         with self._changed:
-            self._gathering.join(waiter)
+            self._queue.add_waiter(waiter)
             self._quiet_at = now + QUIET_S
-            if not self._idle and self._taking < self._terms.concurrency:
+            if not self._idle_threads and self._active_threads < self._terms.concurrency:
                 try:
-                    self._begin()
+                    self._start_thread()
                 except RuntimeError:  # no further thread can be started
                     # With another thread running, the item waits for that one.
-                    if not self._taking:
+                    if not self._active_threads:
                         future.cancel()
-                        self._gathering.leave(waiter)
+                        self._queue.remove_waiter(waiter)
                         raise
             self._changed.notify()
         return waiter
 
-    def _leave(self, waiter: Waiter[T, R]) -> None:
+    def _remove_waiter(self, waiter: Waiter[T, R]) -> None:
         with self._changed:
-            self._gathering.leave(waiter)
+            self._queue.remove_waiter(waiter)
 
-    def _begin(self, ready: Future[None] | None = None) -> None:
-        worker = self._worker()
-        thread = threading.Thread(target=self._work, args=(worker, ready), name=self._terms.name, daemon=True)
+    def _start_thread(self, ready: Future[None] | None = None) -> None:
+        worker = self._make_worker()
+        thread = threading.Thread(
+            target=self._run_thread, args=(worker, ready), name=self._terms.name, daemon=True
+        )
         thread.start()
         self._threads[thread] = worker
-        self._taking += 1
+        self._active_threads += 1
 
-    def _work(self, worker: Worker[T, R], ready: Future[None] | None) -> None:
+    def _run_thread(self, worker: Worker[T, R], ready: Future[None] | None) -> None:
         try:
             # If the caller that waited for the start was cancelled, the worker starts with the first item.
             if ready is not None and ready.set_running_or_notify_cancel():
                 try:
                     worker.start()
                 except BaseException as error:
-                    ready.set_exception(raised(self._terms.name, error).error)
+                    ready.set_exception(wrap_error(self._terms.name, error).error)
                 else:
                     ready.set_result(None)
-            while taken := self._next():
+            while taken := self._take_batch():
                 try:
-                    outcomes = worker.run([each.item for each in taken])
+                    outcomes = worker.run_batch([each.item for each in taken])
                 except BaseException as error:
-                    outcomes = [raised(self._terms.name, error)] * len(taken)
-                self._tell(taken, outcomes)
+                    outcomes = [wrap_error(self._terms.name, error)] * len(taken)
+                self._deliver_outcomes(taken, outcomes)
                 # The next batch may take long to come, so nothing of this one is kept until then.
                 del taken, outcomes
                 with self._changed:
-                    self._gathering.running -= 1
+                    self._queue.running_calls -= 1
                     self._quiet_at = time.monotonic() + QUIET_S
         finally:
             worker.end()
             with self._changed:
                 del self._threads[threading.current_thread()]
 
-    def _next(self) -> list[Waiter[T, R]]:
+    def _take_batch(self) -> list[Waiter[T, R]]:
         """Return the waiters of the next call. Empty if this thread is not needed any more."""
         with self._changed:
             since = time.monotonic()
             while True:
                 now = time.monotonic()
-                taken = self._gathering.take(now, quiet=now >= self._quiet_at)
+                taken = self._queue.take_batch(now, is_quiet=now >= self._quiet_at)
                 if not isinstance(taken, float):
                     return taken
-                idle = not len(self._gathering)
+                is_idle = not len(self._queue)
                 # Counted down under the lock, so that no new item relies on a thread that is about to end.
-                if idle and (self._gathering.closed or now >= since + self._idle_s):
-                    self._taking -= 1
+                if is_idle and (self._queue.is_closed or now >= since + self._idle_s):
+                    self._active_threads -= 1
                     return []
                 until = taken
-                if self._gathering.hastens:
+                if self._queue.flushes_when_quiet:
                     until = min(until, self._quiet_at)
-                if idle:
+                if is_idle:
                     until = since + self._idle_s
-                self._idle += 1
+                self._idle_threads += 1
                 self._changed.wait(min(max(0.0, until - now), threading.TIMEOUT_MAX))
-                self._idle -= 1
+                self._idle_threads -= 1
 
-    def _tell(self, waiters: list[Waiter[T, R]], outcomes: list[R | Raised]) -> None:
+    def _deliver_outcomes(self, waiters: list[Waiter[T, R]], outcomes: list[R | Raised]) -> None:
         """Deliver the outcomes, to each loop in one call."""
         by_loop: dict[asyncio.AbstractEventLoop | None, tuple[list[Any], list[Any]]] = {}
         for waiter, outcome in zip(waiters, outcomes, strict=True):
-            those = by_loop.setdefault(waiter.loop, ([], []))
-            those[0].append(waiter)
-            those[1].append(outcome)
-        for loop, those in by_loop.items():
+            group = by_loop.setdefault(waiter.loop, ([], []))
+            group[0].append(waiter)
+            group[1].append(outcome)
+        for loop, group in by_loop.items():
             if loop is None:
-                tell(*those)
+                deliver_outcomes(*group)
                 continue
             with contextlib.suppress(RuntimeError):  # that loop is closed, and its callers are gone
-                loop.call_soon_threadsafe(tell, *those)
+                loop.call_soon_threadsafe(deliver_outcomes, *group)
 
 
-_made: WeakSet[ThreadWaiters[Any, Any]] = WeakSet()
+_instances: WeakSet[ThreadWaiters[Any, Any]] = WeakSet()
 
 
-def _exit() -> None:
-    for each in list(_made):
-        each.exit()
+def _shut_down_all() -> None:
+    for each in list(_instances):
+        each.shut_down()
 
 
-def _forked() -> None:
-    for each in list(_made):
-        each.forked()
+def _reset_all_after_fork() -> None:
+    for each in list(_instances):
+        each.reset_after_fork()
 
 
-atexit.register(_exit)
-os.register_at_fork(after_in_child=_forked)
+atexit.register(_shut_down_all)
+os.register_at_fork(after_in_child=_reset_all_after_fork)

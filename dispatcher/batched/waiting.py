@@ -18,7 +18,7 @@ from typing import Generic, TypeVar, cast
 
 from dispatcher.batched.calls import Raised
 from dispatcher.batched.errors import ClosedError, TooManyPendingError
-from dispatcher.core.merging.grouping import Form, Forming, Waiting, form
+from dispatcher.core.merging.grouping import GroupingRule, GroupReady, WaitingItem, group_requests
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -29,8 +29,8 @@ class CallTerms:
     """Name of a batched function, and the rules for its calls."""
 
     name: str
-    rule: Forming
-    most: float
+    rule: GroupingRule
+    max_waiting: float
     """Maximum number of items that may wait. Infinite for any number."""
     concurrency: int
     isolate: bool
@@ -44,91 +44,91 @@ class Waiter(Generic[T, R]):
     """A caller and its item."""
 
     item: T
-    place: Waiting
+    entry: WaitingItem
     future: asyncio.Future[R] | Future[R]
     loop: asyncio.AbstractEventLoop | None
     """Event loop of the caller. `None` if the caller waits in a thread."""
-    taken: bool = False
+    is_taken: bool = False
     """True if the waiter has left the queue: its item runs, has run, or its result is not needed any more."""
 
 
-class Gathering(Generic[T, R]):
+class CallerQueue(Generic[T, R]):
     """Waiters in the order in which they came."""
 
     def __init__(self, terms: CallTerms) -> None:
         self._terms = terms
-        self._at_once = replace(terms.rule, max_delay_s=0.0)
+        self._closing_rule = replace(terms.rule, max_delay_s=0.0)
         self._waiters: deque[Waiter[T, R]] = deque()
-        self._gone = 0
+        self._gone_count = 0
         """Number of these waiters that gave up."""
-        self.running = 0
+        self.running_calls = 0
         """Number of calls that run."""
-        self.closed = False
+        self.is_closed = False
 
     def __len__(self) -> int:
-        return len(self._waiters) - self._gone
+        return len(self._waiters) - self._gone_count
 
-    def join(self, waiter: Waiter[T, R]) -> None:
+    def add_waiter(self, waiter: Waiter[T, R]) -> None:
         """Add a waiter. Raises ClosedError or TooManyPendingError."""
-        if self.closed:
+        if self.is_closed:
             raise ClosedError(f"{self._terms.name} was closed")
-        if len(self) >= self._terms.most:
+        if len(self) >= self._terms.max_waiting:
             raise TooManyPendingError(f"{len(self)} items wait for {self._terms.name}, as many as may")
         self._waiters.append(waiter)
 
-    def leave(self, waiter: Waiter[T, R]) -> None:
+    def remove_waiter(self, waiter: Waiter[T, R]) -> None:
         """Count a waiter as gone. Its future is done."""
-        if not waiter.taken:
-            self._gone += 1
+        if not waiter.is_taken:
+            self._gone_count += 1
 
-    def take(self, now: float, *, quiet: bool) -> list[Waiter[T, R]] | float:
+    def take_batch(self, now: float, *, is_quiet: bool) -> list[Waiter[T, R]] | float:
         """Return the waiters of the next call, or the time until which there is nothing to do (infinite until
         something happens)."""
         # `remove_waiter` only counts waiters that gave up. They are removed here, all at once.
-        if self._gone:
-            self._take_out_the_gone()
-        answer = form(
-            (each.place for each in self._waiters),
-            self._at_once if self.closed else self._terms.rule,
+        if self._gone_count:
+            self._remove_gone()
+        answer = group_requests(
+            (each.entry for each in self._waiters),
+            self._closing_rule if self.is_closed else self._terms.rule,
             now,
-            room=self.running < self._terms.concurrency,
-            alone=quiet and not self.running,
+            has_room=self.running_calls < self._terms.concurrency,
+            is_idle=is_quiet and not self.running_calls,
         )
-        if isinstance(answer, Form):
-            self.running += 1
+        if isinstance(answer, GroupReady):
+            self.running_calls += 1
             taken = [self._waiters.popleft() for _ in range(answer.count)]
             for each in taken:
-                each.taken = True
+                each.is_taken = True
             return taken
         return answer.until
 
-    def _take_out_the_gone(self) -> None:
+    def _remove_gone(self) -> None:
         """Remove waiters whose future is done. A caller that gave up but has not called `remove_waiter` yet
         is removed as well, and is not counted again when it does."""
         staying = deque[Waiter[T, R]]()
         for each in self._waiters:
             if each.future.done():
-                each.taken = True
+                each.is_taken = True
             else:
                 staying.append(each)
-        self._waiters, self._gone = staying, 0
+        self._waiters, self._gone_count = staying, 0
 
     @property
-    def hastens(self) -> bool:
+    def flushes_when_quiet(self) -> bool:
         """True if the waiting items go as soon as it is quiet."""
-        return self._terms.rule.idle_flush and not self.running and len(self) > 0
+        return self._terms.rule.idle_flush and not self.running_calls and len(self) > 0
 
-    def drop(self) -> list[Waiter[T, R]]:
+    def drop_all(self) -> list[Waiter[T, R]]:
         """Remove and return all waiters. None of them gets a result."""
         dropped = list(self._waiters)
         for each in dropped:
-            each.taken = True
+            each.is_taken = True
         self._waiters.clear()
-        self._gone = 0
+        self._gone_count = 0
         return dropped
 
 
-def tell(waiters: Iterable[Waiter[T, R]], outcomes: Iterable[R | Raised]) -> None:
+def deliver_outcomes(waiters: Iterable[Waiter[T, R]], outcomes: Iterable[R | Raised]) -> None:
     """Give each waiter its outcome, in the thread of its future. Skip waiters that have given up."""
     for waiter, outcome in zip(waiters, outcomes, strict=True):
         if waiter.future.done():

@@ -35,10 +35,17 @@ from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
-from dispatcher.batched.calls import Attempt, Raised, answers, described, is_error, raised
+from dispatcher.batched.calls import (
+    BatchRun,
+    Raised,
+    collect_results,
+    describe_error,
+    is_exception,
+    wrap_error,
+)
 from dispatcher.batched.errors import BatchError, WorkerCrashedError
 
-END_S = 5.0
+END_TIMEOUT_S = 5.0
 """Time that a process may take to end once its pipe is closed. After that it is terminated, and later
 killed."""
 STARTER = """
@@ -56,8 +63,8 @@ serve(pipe)
 """Program of the worker process. `prepare` sets the path, so it runs before any import of this package, and
 imports the program. During that import the program must not start a worker, which would import the program
 again; multiprocessing recognises this by the attribute `_inheriting`."""
-BEGUN = b"begun"
-NOTE = "In the worker process:\n"
+BATCH_STARTED = b"begun"
+TRACEBACK_HEADING = "In the worker process:\n"
 
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 _load = pickle.loads
@@ -75,10 +82,10 @@ class WorkerTarget:
     kwargs: Mapping[str, Any]
     isolate: bool
 
-    def found(self) -> type[Any]:
+    def resolve_class(self) -> type[Any]:
         """Return the class itself, also if its name refers to the `BatchedClass` made of it."""
-        there = attrgetter(self.qualname)(import_module(self.module))
-        return there if isinstance(there, type) else there.__wrapped__
+        target = attrgetter(self.qualname)(import_module(self.module))
+        return target if isinstance(target, type) else target.__wrapped__
 
 
 class ProcessWorker:
@@ -92,32 +99,32 @@ class ProcessWorker:
 
     def start(self) -> None:
         """Return when the object is created. Raises the exception of its creation, or WorkerCrashedError."""
-        self._started()
+        self._ensure_started()
 
-    def run(self, items: list[bytes]) -> list[Any]:
+    def run_batch(self, items: list[bytes]) -> list[Any]:
         """Return an outcome for each item. If a worker dies before it started the batch, another one runs
         it."""
-        batch, again = pickle.dumps(items), True
+        batch, can_retry = pickle.dumps(items), True
         while True:
             try:
-                pipe = self._started()
+                pipe = self._ensure_started()
             except Exception as error:
-                return [raised(self._name, error)] * len(items)
-            begun = False
+                return [wrap_error(self._name, error)] * len(items)
+            is_started = False
             try:
                 pipe.send_bytes(batch)
-                begun = pipe.recv_bytes() == BEGUN
-                return [unpacked(each) for each in _load(pipe.recv_bytes())]
+                is_started = pipe.recv_bytes() == BATCH_STARTED
+                return [unpack_outcome(each) for each in _load(pipe.recv_bytes())]
             except (EOFError, OSError):
-                crashed = self._crashed(f"while it held {len(items)} items")
+                crashed = self._make_crash_error(f"while it held {len(items)} items")
             # A started batch may have had effects, so it is not run again.
-            if begun or not again:
+            if is_started or not can_retry:
                 return [Raised(crashed)] * len(items)
-            again = False  # it was dying already, which could not be known
+            can_retry = False  # it was dying already, which could not be known
 
     def end(self) -> None:
         """Close the pipe, and wait until the process has ended."""
-        self._give_up()
+        self._close_process()
 
     def kill(self) -> None:
         """Kill the process, even during `run_batch`. Called from another thread."""
@@ -125,7 +132,7 @@ class ProcessWorker:
         if process is not None:
             process.kill()
 
-    def forget(self) -> None:
+    def forget_after_fork(self) -> None:
         """Forget the worker after a fork: it belongs to the parent process, which alone holds its pipe."""
         if self._pipe is not None:
             self._pipe.close()
@@ -133,39 +140,41 @@ class ProcessWorker:
             self._process.returncode = 0  # not a child of this process, so it must not be waited for
         self._process = self._pipe = None
 
-    def _started(self) -> Connection[Any, Any]:
+    def _ensure_started(self) -> Connection[Any, Any]:
         """Return the pipe to a worker whose object is created, and start one if needed."""
         if self._pipe is not None and self._process is not None:
             if self._process.poll() is None:
                 return self._pipe
-            self._give_up()  # it ended between two batches
-        told = spawn.get_preparation_data(self._name)
-        told.pop("authkey", None)  # only for children of multiprocessing, and it refuses to be pickled
-        ours, theirs = Pipe()
-        with theirs:
-            code = STARTER.format(theirs.fileno())
+            self._close_process()  # it ended between two batches
+        preparation = spawn.get_preparation_data(self._name)
+        preparation.pop("authkey", None)  # only for children of multiprocessing, and it refuses to be pickled
+        own_end, worker_end = Pipe()
+        with worker_end:
+            code = STARTER.format(worker_end.fileno())
             command = [spawn.get_executable(), "-c", code]
             self._process = subprocess.Popen(  # noqa: S603 -- starts this interpreter
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                command, stdin=subprocess.DEVNULL, pass_fds=[worker_end.fileno()]
             )
-        self._pipe = ours
+        self._pipe = own_end
         try:
-            ours.send_bytes(pickle.dumps(told))
-            ours.send_bytes(self._target)
-            ready = _load(ours.recv_bytes())
+            own_end.send_bytes(pickle.dumps(preparation))
+            own_end.send_bytes(self._target)
+            ready = _load(own_end.recv_bytes())
         except (EOFError, OSError):
-            raise self._crashed("before it was ready: what it wrote on standard error tells why") from None
+            raise self._make_crash_error(
+                "before it was ready: what it wrote on standard error tells why"
+            ) from None
         if ready is not None:
-            self._give_up()
-            raise unpacked(ready).error
-        return ours
+            self._close_process()
+            raise unpack_outcome(ready).error
+        return own_end
 
-    def _crashed(self, when: str) -> WorkerCrashedError:
-        code = self._give_up()
+    def _make_crash_error(self, when: str) -> WorkerCrashedError:
+        code = self._close_process()
         how = _SIGNALS.get(-code, f"signal {-code}") if code < 0 else f"exit code {code}"
         return WorkerCrashedError(f"the worker process of {self._name} ended by {how} {when}")
 
-    def _give_up(self) -> int:
+    def _close_process(self) -> int:
         """Close the pipe, wait until the process has ended, and return its exit code."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
@@ -176,68 +185,68 @@ class ProcessWorker:
         # A closed pipe ends the process. One that does not notice is terminated, then killed.
         for end in (process.terminate, process.kill):
             try:
-                return process.wait(END_S)
+                return process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 end()
         return process.wait()
 
 
-def packed(outcome: Any) -> tuple[bool, bytes, str]:
+def pack_outcome(outcome: Any) -> tuple[bool, bytes, str]:
     """Return whether the outcome is an answer, its pickle, and the traceback of an error. An outcome that
     cannot be pickled becomes an error."""
     if type(outcome) is Raised:
-        return _packed_error(outcome.error)
+        return _pack_error(outcome.error)
     try:
         return True, pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL), ""
     except BaseException as error:  # pickling runs code of the result, which may even call `sys.exit`
-        told = TypeError(f"the result cannot be pickled: {described(error)}")
-        told.__cause__ = error
-        return _packed_error(told)
+        type_error = TypeError(f"the result cannot be pickled: {describe_error(error)}")
+        type_error.__cause__ = error
+        return _pack_error(type_error)
 
 
-def _packed_error(error: Exception) -> tuple[bool, bytes, str]:
+def _pack_error(error: Exception) -> tuple[bool, bytes, str]:
     try:
         trace = "".join(traceback.format_exception(error))
     except BaseException:  # notes and causes may be of any type
-        trace = described(error)
+        trace = describe_error(error)
     try:
         return False, pickle.dumps(error, pickle.HIGHEST_PROTOCOL), trace
     except BaseException:
         return False, b"", trace
 
 
-def unpacked(sent: tuple[bool, bytes, str]) -> Any:
+def unpack_outcome(message: tuple[bool, bytes, str]) -> Any:
     """Return the outcome that was packed. An error has the traceback as a note."""
-    is_answer, data, trace = sent
+    is_answer, data, trace = message
     try:
-        found = _load(data) if data else None
+        value = _load(data) if data else None
     except BaseException as error:  # unpickling runs code of the class
         if is_answer:
-            return raised("unpickling the result", error)
-        found = None
+            return wrap_error("unpickling the result", error)
+        value = None
     if is_answer:
-        return found
+        return value
     # The class of an exception may be missing here, or take other arguments than it stores.
-    told = found if is_error(found) else BatchError(trace.strip().rpartition("\n")[2])
+    worker_error = value if is_exception(value) else BatchError(trace.strip().rpartition("\n")[2])
     with suppress(BaseException):  # `__notes__` may be something else than a list
-        told.add_note(NOTE + trace)
-    return raised("the worker", told)
+        worker_error.add_note(TRACEBACK_HEADING + trace)
+    return wrap_error("the worker", worker_error)
 
 
-def serve(pipe: Connection[Any, Any]) -> None:
+def serve_batches(pipe: Connection[Any, Any]) -> None:
     """Run the worker process until its pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process at the other end
     try:
         target: WorkerTarget = _load(pipe.recv_bytes())
-        made = target.found()(*target.args, **target.kwargs)
-        run = _steps(made, target.isolate)
+        made = target.resolve_class()(*target.args, **target.kwargs)
+        run = _make_batch_function(made, target.isolate)
     except BaseException as error:
-        pipe.send_bytes(pickle.dumps(packed(raised("making the worker", error))))
+        pipe.send_bytes(pickle.dumps(pack_outcome(wrap_error("making the worker", error))))
         return
     batches: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     busy = threading.Event()
 
-    def read() -> None:
+    def read_batches() -> None:
         """Read batches from the pipe. If it closes during a batch, end the process at once, because no caller
         waits."""
         try:
@@ -248,13 +257,13 @@ def serve(pipe: Connection[Any, Any]) -> None:
             if busy.is_set():
                 os._exit(1)
 
-    threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=read_batches, daemon=True).start()
     pipe.send_bytes(pickle.dumps(None))
     try:
         while (batch := batches.get()) is not None:
             busy.set()
-            pipe.send_bytes(BEGUN)
-            pipe.send_bytes(pickle.dumps([packed(each) for each in run(_load(batch))]))
+            pipe.send_bytes(BATCH_STARTED)
+            pipe.send_bytes(pickle.dumps([pack_outcome(each) for each in run(_load(batch))]))
             busy.clear()
     finally:
         # Threads of the class may keep the process alive after a SystemExit. The shutdown ends the pipe for
@@ -265,34 +274,34 @@ def serve(pipe: Connection[Any, Any]) -> None:
     sys.stdout.flush()
 
 
-def _steps(made: Any, isolate: bool) -> Callable[[list[bytes]], list[Any]]:
+def _make_batch_function(made: Any, isolate: bool) -> Callable[[list[bytes]], list[Any]]:
     """Return the function that runs a batch through the object. Missing steps pass their input on."""
     name = type(made).__qualname__
     before = [_load, *([made.preprocess] if hasattr(made, "preprocess") else ())]
     after = [made.postprocess] if hasattr(made, "postprocess") else []
 
-    def run(items: list[bytes]) -> list[Any]:
-        outcomes = [_stepped(name, before, each) for each in items]
+    def run_batch(items: list[bytes]) -> list[Any]:
+        outcomes = [_run_steps(name, before, each) for each in items]
         places = [n for n, each in enumerate(outcomes) if type(each) is not Raised]
-        attempt = Attempt[Any, Any]([outcomes[place] for place in places], isolate=isolate)
-        while part := attempt.part():
+        attempt = BatchRun[Any, Any]([outcomes[place] for place in places], isolate=isolate)
+        while part := attempt.next_part():
             count = len(part)  # the class may change the list
             try:
-                attempt.ran(answers(f"{name}.transform", made.transform(part), count))
+                attempt.record_part(collect_results(f"{name}.transform", made.transform(part), count))
             except Exception as error:
-                attempt.ran(raised(name, error))
+                attempt.record_part(wrap_error(name, error))
         for place, outcome in zip(places, attempt.outcomes, strict=True):
-            outcomes[place] = outcome if type(outcome) is Raised else _stepped(name, after, outcome)
+            outcomes[place] = outcome if type(outcome) is Raised else _run_steps(name, after, outcome)
         return outcomes
 
-    return run
+    return run_batch
 
 
-def _stepped(name: str, steps: Sequence[Callable[[Any], Any]], value: Any) -> Any:
+def _run_steps(name: str, steps: Sequence[Callable[[Any], Any]], value: Any) -> Any:
     """Return the result of one item after these steps."""
     try:
         for step in steps:
             value = step(value)
     except Exception as error:
-        return raised(name, error)
-    return raised(name, value) if is_error(value) else value
+        return wrap_error(name, error)
+    return wrap_error(name, value) if is_exception(value) else value

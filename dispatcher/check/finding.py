@@ -19,7 +19,7 @@ class Finding:
     what: str
     hint: str = ""
     """Setting or place to look at, or action to take."""
-    certain: bool = field(default=False, compare=False)
+    is_certain: bool = field(default=False, compare=False)
     """True if no time limit was involved. A refused connection, for example, does not depend on how late the
     event loop of this process is."""
 
@@ -27,7 +27,7 @@ class Finding:
         return f"{self.level}: {self.where}: {self.what}" + (f" (look at: {self.hint})" if self.hint else "")
 
 
-class Slow(Finding):
+class SlowFinding(Finding):
     """Finding about a server that accepted the connection and took too long to answer."""
 
 
@@ -35,10 +35,10 @@ Findings = list[Finding]
 Probe = Callable[[], Awaitable[Findings]]
 
 
-def known(*findings: Finding) -> Probe:
+def make_known_probe(*findings: Finding) -> Probe:
     """Return a probe with findings that are known already."""
 
-    async def told() -> Findings:
-        return [replace(finding, certain=True) for finding in findings]
+    async def return_findings() -> Findings:
+        return [replace(finding, is_certain=True) for finding in findings]
 
-    return told
+    return return_findings

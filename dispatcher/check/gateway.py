@@ -14,12 +14,12 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
-from dispatcher.check.addresses import CONNECT_S, Address, addresses
-from dispatcher.check.finding import Finding, Findings, Level, Probe, Slow, known
-from dispatcher.check.plain_http import RawAnswer, get
-from dispatcher.core.gateway.outcome import Failed, classify
-from dispatcher.core.gateway.unverified_gateway import Stranger
-from dispatcher.ports.network_errors import words
+from dispatcher.check.addresses import CONNECT_S, Address, list_addresses
+from dispatcher.check.finding import Finding, Findings, Level, Probe, SlowFinding, make_known_probe
+from dispatcher.check.plain_http import RawResponse, send_get
+from dispatcher.core.gateway.outcome import Failed, classify_answer
+from dispatcher.core.gateway.unverified_gateway import UnverifiedGateway
+from dispatcher.ports.network_errors import describe_error
 from dispatcher.settings import Settings
 from dispatcher.settings.watched_files import TokenFileError, read_token
 
@@ -34,21 +34,21 @@ _HINTS = {
 }
 
 
-def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
+def build_probe(settings: Settings, unreachable: Mapping[Address, str]) -> Probe:
     """Return the probe of the gateway. The probe of an unreachable gateway only reports that."""
     gateway = settings.gateway
-    [address] = addresses([gateway.url])
-    if address in away:
-        return known(Finding("failed", _WHERE, away[address]))
+    [address] = list_addresses([gateway.url])
+    if address in unreachable:
+        return make_known_probe(Finding("failed", _WHERE, unreachable[address]))
     try:
-        tls = gateway.tls.context() if gateway.url.scheme == "https" else None
+        tls = gateway.tls.build_context() if gateway.url.scheme == "https" else None
     except OSError as error:
-        return known(Finding("failed", "gateway.tls", f"cannot be used: {error}"))
+        return make_known_probe(Finding("failed", "gateway.tls", f"cannot be used: {error}"))
     return lambda: _get_once(settings, address, tls)
 
 
 async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | None) -> Findings:
-    parts = urlsplit(settings.gateway.url.bare)
+    parts = urlsplit(settings.gateway.url.without_credentials)
     host, port = address
     try:
         async with asyncio.timeout(CONNECT_S):
@@ -57,38 +57,44 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
         hint = "gateway.tls" if isinstance(error, ssl.SSLError) else ""
         # A refusal is independent of time. A time-out may also come from a late event loop.
         refused = isinstance(error, ConnectionRefusedError)
-        return [Finding("failed", _WHERE, f"{host}:{port}: {words(error)}", hint, certain=refused)]
+        return [
+            Finding("failed", _WHERE, f"{host}:{port}: {describe_error(error)}", hint, is_certain=refused)
+        ]
     path = parts.path.rstrip("/") + settings.gateway.path
     try:
         async with asyncio.timeout(ANSWER_S):
-            headers = _headers(settings, f"{host}:{port}" if parts.port else host)
-            answer = await get(reader, writer, path, headers, most=BEGINNING_BYTES, whole=False)
+            headers = _build_headers(settings, f"{host}:{port}" if parts.port else host)
+            answer = await send_get(
+                reader, writer, path, headers, body_max_bytes=BEGINNING_BYTES, requires_whole_body=False
+            )
     except TimeoutError:
         what = f"{host}:{port} accepted the connection; GET {path} was not answered within {ANSWER_S:g} s"
-        return [Slow("warning", _WHERE, what, "gateway.url: its port, and http or https; else it is slow")]
+        return [
+            SlowFinding("warning", _WHERE, what, "gateway.url: its port, and http or https; else it is slow")
+        ]
     except (OSError, ValueError) as error:
-        what = f"{host}:{port} accepts connections, but does not answer HTTP: {words(error)}"
+        what = f"{host}:{port} accepts connections, but does not answer HTTP: {describe_error(error)}"
         return [Finding("failed", _WHERE, what, "gateway.url: its port, and http or https")]
     finally:
         writer.transport.abort()
     asked = f"connected ({'TCP' if tls is None else 'TLS'}); GET {path}"
-    return [replace(judged(answer, asked, plain=tls is None), certain=True)]
+    return [replace(judge_answer(answer, asked, without_tls=tls is None), is_certain=True)]
 
 
-def judged(answer: RawAnswer, asked: str, *, plain: bool) -> Finding:
+def judge_answer(answer: RawResponse, request_text: str, *, without_tls: bool) -> Finding:
     """Return what the dispatcher would conclude from this answer to its first request.
 
     Two answers have a meaning of their own here. A gateway that accepts POST may answer a GET with 405. A 400
     to a request without TLS (`without_tls`) may say that the port expects TLS.
     """
     status = answer.status
-    what = f"{asked} was answered {status}"
-    if status == 400 and plain and b"HTTPS" in answer.body.upper():  # as nginx and Go's servers put it
+    what = f"{request_text} was answered {status}"
+    if status == 400 and without_tls and b"HTTPS" in answer.body.upper():  # as nginx and Go's servers put it
         return Finding("failed", _WHERE, f"{what}: that port speaks TLS", "gateway.url: https")
-    if status == 405 and _takes_post(answer):
+    if status == 405 and _accepts_post(answer):
         return Finding("ok", _WHERE, what)
-    itself = classify(status, answer.headers, answer.body, time.time())
-    counted = Stranger().judged(itself)
+    itself = classify_answer(status, answer.headers, answer.body, time.time())
+    counted = UnverifiedGateway().judge_outcome(itself)
     if not isinstance(counted, Failed):
         hint = "gateway.url, gateway.path and gateway.headers, if requests are answered so too"
         return Finding("ok", _WHERE, what, hint if status == 400 else "")
@@ -96,8 +102,8 @@ def judged(answer: RawAnswer, asked: str, *, plain: bool) -> Finding:
         hint = "the gateway's endpoint picker and model servers"
         return Finding("warning", _WHERE, what + ("" if answer.body else " with an empty body"), hint)
     if isinstance(itself, Failed):
-        level: Level = "failed" if itself.bare else "warning"
-        return Finding(level, _WHERE, f"{asked}: {itself.why}", _HINTS.get(status, _WHERE))
+        level: Level = "failed" if itself.is_intermediary_error else "warning"
+        return Finding(level, _WHERE, f"{request_text}: {itself.why}", _HINTS.get(status, _WHERE))
     # A running dispatcher returns such answers to the submitter once a request was answered with 2xx. Until
     # then the address may belong to something that is no gateway (`UnverifiedGateway`).
     if status == 403:
@@ -112,13 +118,13 @@ def judged(answer: RawAnswer, asked: str, *, plain: bool) -> Finding:
     return Finding("failed", _WHERE, f"{what}: it {took}, and may be no inference gateway", hint)
 
 
-def _takes_post(answer: RawAnswer) -> bool:
+def _accepts_post(answer: RawResponse) -> bool:
     """Return False if the answer names the allowed methods and POST is not among them."""
     allow = answer.headers.get("allow", "")
     return not allow or "POST" in allow.upper()
 
 
-def _headers(settings: Settings, host: str) -> dict[str, str]:
+def _build_headers(settings: Settings, host: str) -> dict[str, str]:
     gateway = settings.gateway
     headers = {"host": host, "user-agent": USER_AGENT, "accept": "*/*"}
     headers |= {name.lower(): value for name, value in gateway.headers.items()} | {"connection": "close"}
@@ -126,5 +132,5 @@ def _headers(settings: Settings, host: str) -> dict[str, str]:
         with suppress(TokenFileError):  # `check.settings` reports it
             headers["authorization"] = f"Bearer {read_token(gateway.token_file)}"
     elif gateway.url.credentials:
-        headers["authorization"] = gateway.url.authorization
+        headers["authorization"] = gateway.url.authorization_header
     return headers

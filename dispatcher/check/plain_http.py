@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class RawAnswer:
+class RawResponse:
     """Answer to a GET request. The body may be incomplete."""
 
     status: int
@@ -21,15 +21,15 @@ class RawAnswer:
     body: bytes
 
 
-async def get(
+async def send_get(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     path: str,
     headers: Mapping[str, str],
     *,
-    most: int,
-    whole: bool = True,
-) -> RawAnswer:
+    body_max_bytes: int,
+    requires_whole_body: bool = True,
+) -> RawResponse:
     """Send one GET request on a connection that cannot be used again. The caller sets the time limit.
 
     `body_max_bytes` bounds the body. If `requires_whole_body` is true, a longer body is an error; otherwise
@@ -37,7 +37,7 @@ async def get(
     HTTP.
     """
     # A server must not answer an HTTP/1.0 request with a chunked body, which this module cannot decode.
-    version = "1.0" if whole else "1.1"
+    version = "1.0" if requires_whole_body else "1.1"
     lines = [f"GET {path} HTTP/{version}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     writer.write("\r\n".join(lines).encode("latin-1"))
     try:
@@ -50,26 +50,26 @@ async def get(
     if match is None:
         raise ValueError("its first line is none of HTTP/1")
     pairs = (line.partition(":") for line in head.split("\r\n")[1:])
-    told = {name.strip().lower(): value.strip() for name, colon, value in pairs if colon}
-    length = told.get("content-length", "")
+    response_headers = {name.strip().lower(): value.strip() for name, colon, value in pairs if colon}
+    length = response_headers.get("content-length", "")
     size = int(length) if length.isdecimal() and len(length) < 10 else None
-    if whole:
-        body = await _all_of(reader, most, size)
+    if requires_whole_body:
+        body = await _read_whole_body(reader, body_max_bytes, size)
     else:
-        body = await reader.read(most if size is None else min(size, most))
+        body = await reader.read(body_max_bytes if size is None else min(size, body_max_bytes))
     # The last chunk of an empty chunked body must not be taken for content.
     chunks_end = size is None and body.startswith(b"0\r\n")
-    return RawAnswer(int(match[1]), told, b"" if chunks_end else body)
+    return RawResponse(int(match[1]), response_headers, b"" if chunks_end else body)
 
 
-async def _all_of(reader: asyncio.StreamReader, most: int, size: int | None) -> bytes:
+async def _read_whole_body(reader: asyncio.StreamReader, max_bytes: int, size: int | None) -> bytes:
     try:
         # One byte more than allowed is read, so that a body that is too long shows.
-        body = await reader.readexactly(most + 1 if size is None else min(size, most + 1))
+        body = await reader.readexactly(max_bytes + 1 if size is None else min(size, max_bytes + 1))
     except asyncio.IncompleteReadError as error:
         if size is not None:
             raise ValueError("it ended before its length was reached") from error
         body = error.partial
-    if len(body) > most:
+    if len(body) > max_bytes:
         raise ValueError("it is too long")
     return body

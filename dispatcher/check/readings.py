@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Sequence
 
 from dispatcher.check.finding import Finding, Findings
-from dispatcher.core.limit.budget import Policy, Reading, Reason, assess
-from dispatcher.core.limit.picker_inference import fitting
-from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.budget import Policy, Reading, Reason, compute_budget
+from dispatcher.core.limit.picker_inference import find_fitting_k
+from dispatcher.core.limit.poll import ReadFailure
 from dispatcher.settings import Settings
-from dispatcher.signals.epp.series import Family, View
-from dispatcher.signals.poller import Source
-from dispatcher.signals.readings import Verdict, judge
+from dispatcher.signals.epp.series import Family, PoolView
+from dispatcher.signals.poller import SignalSource
+from dispatcher.signals.readings import PollReadings, derive_readings
 
 
-async def ask(
-    settings: Settings, sources: Sequence[Source], epp_addresses: tuple[str, ...] | None = None
+async def check_sources(
+    settings: Settings, sources: Sequence[SignalSource], epp_addresses: tuple[str, ...] | None = None
 ) -> Findings:
     """Poll every source once and report what it shows.
 
@@ -25,46 +25,54 @@ async def ask(
     """
     findings: Findings = []
     for source in sources:
-        source.discovered(epp_addresses)
+        source.set_replicas(epp_addresses)
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            seen = await source.poll()
+            result = await source.poll()
         finally:
             await source.close()
         now = loop.time()
         name = f"signals.{source.name}"
-        if isinstance(seen, Unread):
-            findings.append(Finding("failed", name, seen.why, seen.hint))
+        if isinstance(result, ReadFailure):
+            findings.append(Finding("failed", name, result.why, result.hint))
             continue
-        replicas = _count(int(seen[0].raw["servers"]), "model server") if source.name == "vllm" else ""
-        replicas = replicas or f"{_count(len(seen), 'replica')} of the endpoint picker"
+        replicas = (
+            _format_count(int(result[0].raw["servers"]), "model server") if source.name == "vllm" else ""
+        )
+        replicas = replicas or f"{_format_count(len(result), 'replica')} of the endpoint picker"
         findings.append(Finding("ok", name, f"{replicas}, read in {(now - began) * 1000:.0f} ms"))
-        for number, view in enumerate(seen):
-            part = name if len(seen) == 1 else f"{name}[{number}]"
-            findings += _series(part, view, now)
-        policy = settings.policy(source.name)
-        verdict = judge(seen, settings.signals.use, policy, source.name)
-        findings += _verdict(name, verdict, policy, now)
+        for number, view in enumerate(result):
+            part = name if len(result) == 1 else f"{name}[{number}]"
+            findings += _report_series(part, view, now)
+        policy = settings.limit_policy(source.name)
+        poll_readings = derive_readings(result, settings.signals.use, policy, source.name)
+        findings += _report_readings(name, poll_readings, policy, now)
         if policy.max_sys is None:
-            findings += _per_endpoint(seen, policy.per_endpoint, verdict)
+            findings += _report_per_endpoint(result, policy.per_endpoint, poll_readings)
     return findings
 
 
-def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict) -> Findings:
+def _report_per_endpoint(
+    views: Sequence[PoolView], configured: float | None, poll_readings: PollReadings
+) -> Findings:
     """Report where the number of requests per endpoint comes from.
 
     One sample gives only a hint. A running dispatcher confirms it with further samples.
     """
-    each, source = verdict.per_endpoint, verdict.per_endpoint_from
+    each, source = poll_readings.per_endpoint, poll_readings.per_endpoint_from
     name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
     # A page without requests in flight fits every number.
-    fits = {fitting(page) for view in views if (page := view.page) is not None and page.in_flight > 0}
+    fits = {
+        find_fitting_k(page)
+        for view in views
+        if (page := view.picker_page) is not None and page.in_flight > 0
+    }
     k = fits.pop() if len(fits) == 1 else None
     suggested = f"the picker's page suggests {k} requests per endpoint; not proven yet"
     match source:
-        case "setting" if k is not None and wanted != k:
-            return [Finding("warning", name, f"{wanted:g}, but {suggested}", f"{hint}; or auto")]
+        case "setting" if k is not None and configured != k:
+            return [Finding("warning", name, f"{configured:g}, but {suggested}", f"{hint}; or auto")]
         case "server":
             return [Finding("ok", name, f"auto: {each:g}, by the model servers' own pages")]
         case "suggestion":
@@ -77,12 +85,14 @@ def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict)
             return []
 
 
-def _series(part: str, view: View, now: float) -> Findings:
+def _report_series(part: str, view: PoolView, now: float) -> Findings:
     """Report every series that was found, with its value and age, and the missing ones."""
-    if view.of_now:  # the sums over the pages of the model servers, which are no series of a picker
+    if (
+        view.has_current_averages
+    ):  # the sums over the pages of the model servers, which are no series of a picker
         age_s = max(0.0, now - view.closed_at)
-        told = ", ".join(f"{what} {value:g}" for what, value in view.raw.items())
-        return [Finding("ok", part, f"{told}, {age_s:.1f} s old")]
+        values = ", ".join(f"{what} {value:g}" for what, value in view.raw.items())
+        return [Finding("ok", part, f"{values}, {age_s:.1f} s old")]
     shown = {family: [name for name in view.raw if name in family.value] for family in Family}
     age_s = max(0.0, now - view.closed_at)
     found = [
@@ -95,26 +105,30 @@ def _series(part: str, view: View, now: float) -> Findings:
         for name, value in view.raw.items()
         if name.startswith("queries.")
     ]
-    if view.utilization:  # the label names the detector; the value of the series says nothing about it
-        names = ", ".join(sorted(filter(None, view.utilization))) or "(without a name)"
+    if (
+        view.utilization_detectors
+    ):  # the label names the detector; the value of the series says nothing about it
+        names = ", ".join(sorted(filter(None, view.utilization_detectors))) or "(without a name)"
         what = f"utilization detector {names}: its saturation is no count"
         found.append(Finding("ok", f"{part} {Family.STALE.value[0]}", what))
     absent = [
-        Finding("ok", f"{part} {family.value[0]}", f"not there: {_ABSENT[family]}")
+        Finding("ok", f"{part} {family.value[0]}", f"not there: {_MISSING_REASONS[family]}")
         for family, names in shown.items()
-        if not names and family in _ABSENT
+        if not names and family in _MISSING_REASONS
     ]
     shown_latencies = [
-        Finding("ok", f"{part} latencies", told.why_not or f"{told.name}, of {_OF[told.of]}")
-        for told in (view.histograms,)
-        if told is not None
+        Finding(
+            "ok", f"{part} latencies", values.why_not or f"{values.series_name}, of {_SCOPES[values.scope]}"
+        )
+        for values in (view.histograms,)
+        if values is not None
     ]
     return found + own + absent + shown_latencies
 
 
-_OF = {"realtime": "realtime alone", "all": "all requests"}
+_SCOPES = {"realtime": "realtime alone", "all": "all requests"}
 
-_ABSENT = {
+_MISSING_REASONS = {
     Family.SATURATION: "flow control is off, or a saturation query of your own stands for it",
     Family.QUEUED: "nothing waits in the endpoint picker, or flow control is off",
     Family.RUNNING: "an endpoint picker older than GIE 1.5, or one that has just started",
@@ -123,31 +137,31 @@ _ABSENT = {
 }
 
 
-def _verdict(name: str, verdict: Verdict, policy: Policy, now: float) -> Findings:
+def _report_readings(name: str, poll_readings: PollReadings, policy: Policy, now: float) -> Findings:
     """Report the signals in use, each with its budget, and the signals that cannot be read."""
-    findings = [_budget(name, reading, policy) for reading in verdict.readings]
-    for unread in verdict.unread:
+    findings = [_report_budget(name, reading, policy) for reading in poll_readings.readings]
+    for unread in poll_readings.unread:
         signal = f"{name} {unread.signal}" if unread.signal is not None else f"{name} {unread.reason}"
         findings.append(Finding("failed", signal, unread.why, unread.hint))
-    oldest = min((reading.closed_at for reading in verdict.readings), default=now)
+    oldest = min((reading.closed_at for reading in poll_readings.readings), default=now)
     if now - oldest > policy.max_age_s:
         why = f"the sample is {now - oldest:.1f} s old, more than {policy.max_age_s:g} s"
         findings.append(Finding("failed", f"{name} {Reason.STALE}", why, "signals.max_age_s"))
     return findings
 
 
-def _budget(name: str, reading: Reading, policy: Policy) -> Finding:
-    budget = assess(reading, policy)
+def _report_budget(name: str, reading: Reading, policy: Policy) -> Finding:
+    budget = compute_budget(reading, policy)
     detail = (
         f"F_SYS {reading.f_sys:.3f} + F_EPP {reading.f_epp:.3f} + reserve {policy.reserve:g} of "
         f"{reading.max_sys:g} requests"
     )
     if budget.fault is not None:
         hint = "budget.per_endpoint, budget.max_sys" if budget.fault is Reason.IMPLAUSIBLE else ""
-        return Finding("failed", f"{name} {reading.signal}", f"{detail}: {budget.because}", hint)
+        return Finding("failed", f"{name} {reading.signal}", f"{detail}: {budget.fault_detail}", hint)
     room = f"room for {budget.headroom} more" if budget.headroom > 0 else "no room now"
     return Finding("ok", f"{name} {reading.signal}", f"{detail}: D {budget.d:.3f}, {room}")
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

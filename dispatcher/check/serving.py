@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dispatcher.check.addresses import Address, addresses, all_away
-from dispatcher.check.finding import Finding, Findings, Probe, known
-from dispatcher.core.printable import shortened
+from dispatcher.check.addresses import Address, explain_all_unreachable, list_addresses
+from dispatcher.check.finding import Finding, Findings, Probe, make_known_probe
+from dispatcher.core.printable import truncate_text
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
 
@@ -19,28 +19,28 @@ _HINT = "serving.urls, which names the list of each model server: http://HOST:PO
 _NAMES_CHARS = 100
 
 
-def urls(settings: Settings) -> tuple[SecretUrl, ...]:
+def list_urls(settings: Settings) -> tuple[SecretUrl, ...]:
     """Return the URLs of the model servers that the dispatcher asks for their models."""
-    return settings.asks.urls if settings.observes_models else ()
+    return settings.serving_with_servers.urls if settings.observes_models else ()
 
 
-def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
+def build_probe(settings: Settings, unreachable: Mapping[Address, str]) -> Probe:
     """Return the probe of all these model servers. If all are unreachable, the probe only reports that."""
-    why = all_away(addresses(urls(settings)), away)
+    why = explain_all_unreachable(list_addresses(list_urls(settings)), unreachable)
     if why is not None:
-        return known(Finding("failed", _WHERE, why, _HINT))
+        return make_known_probe(Finding("failed", _WHERE, why, _HINT))
     from dispatcher.signals.models.watch import ModelWatch  # its client library is slow to import
 
     watch = ModelWatch(settings, lambda _: None, access=NO_CLUSTER)
 
-    async def ask() -> Findings:
-        return [_judged(listing) for listing in await watch.ask_once()]
+    async def ask_servers() -> Findings:
+        return [_report_listing(listing) for listing in await watch.ask_once()]
 
-    return ask
+    return ask_servers
 
 
-def _judged(listing: Listing) -> Finding:
+def _report_listing(listing: Listing) -> Finding:
     if listing.models is None:
         return Finding("failed", _WHERE, f"{listing.endpoint}: {listing.problem}", _HINT)
-    names = shortened(", ".join(listing.models), _NAMES_CHARS)
+    names = truncate_text(", ".join(listing.models), _NAMES_CHARS)
     return Finding("ok", _WHERE, f"{listing.endpoint}: serves {names or 'no model'}")

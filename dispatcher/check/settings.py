@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher.check.finding import Finding
-from dispatcher.core.patterns import fits, meet
+from dispatcher.core.patterns import matches_pattern, patterns_overlap
 from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths
-from dispatcher.settings.small_files import read_regular
+from dispatcher.settings.small_files import read_regular_file
 from dispatcher.settings.watched_files import TokenFileError, read_token
 from dispatcher.settings.yaml_source import Problem
 
@@ -19,7 +19,7 @@ FILE_ENDINGS = ("_file", ".warmup")
 """Endings of the keys of settings that name a file."""
 
 
-def doubts(settings: Settings) -> Iterator[Finding]:
+def find_doubts(settings: Settings) -> Iterator[Finding]:
     """Report settings that are valid but probably not intended, or that cannot work on this machine."""
     for where in key_paths(Settings):
         if where.endswith(".insecure_skip_verify") and attrgetter(where)(settings):
@@ -31,7 +31,7 @@ def doubts(settings: Settings) -> Iterator[Finding]:
         from dispatcher.telemetry import otlp  # the import also loads the logging module
 
         try:
-            otlp.prepare(settings)
+            otlp.import_opentelemetry(settings)
         except OSError as error:
             yield Finding("failed", "tracing.endpoint", str(error))
     if settings.signals.use == "saturation":
@@ -40,24 +40,24 @@ def doubts(settings: Settings) -> Iterator[Finding]:
         )
         yield Finding("warning", "signals.use", what + "the concurrency detector")
     if settings.batching.mode != "off" and "rules" in settings.batching.model_fields_set:
-        yield from _rules_in_vain(settings)
-    yield from _versions_in_vain(settings)
+        yield from _find_unused_rules(settings)
+    yield from _find_useless_version_settings(settings)
 
 
-def taken(settings: Settings) -> Iterator[Finding]:
+def report_derived_settings(settings: Settings) -> Iterator[Finding]:
     """Report settings whose value is derived from another setting."""
-    if settings.observes_models and settings.asks.urls != settings.serving.urls:
-        many = len(settings.asks.urls)
+    if settings.observes_models and settings.serving_with_servers.urls != settings.serving.urls:
+        many = len(settings.serving_with_servers.urls)
         servers = "model server is" if many == 1 else "model servers are"
         what = f"names none, so the {many} {servers} asked that signals.vllm.urls names"
         yield Finding("ok", "serving.urls", what)
 
 
-def _versions_in_vain(settings: Settings) -> Iterator[Finding]:
+def _find_useless_version_settings(settings: Settings) -> Iterator[Finding]:
     """Report settings of versions and warm-ups that have no effect."""
     for at, model in enumerate(settings.models):
         where = f"models[{at}]"
-        if model.weights and model.policy.most == 1:
+        if model.weights and model.policy.max_count == 1:
             what = (
                 f"the policy {model.policy} opens one version, which gets all: for shares of several set "
                 "policy to all, or to these versions"
@@ -74,15 +74,15 @@ def _versions_in_vain(settings: Settings) -> Iterator[Finding]:
         yield Finding("warning", "serving.subset_header", what)
 
 
-def _rules_in_vain(settings: Settings) -> Iterator[Finding]:
+def _find_unused_rules(settings: Settings) -> Iterator[Finding]:
     """Report paths of batching rules that no request can match."""
     allowed = (*settings.gateway.allowed_paths, settings.gateway.path)
     before: list[tuple[int, str]] = []
     for number, rule in enumerate(settings.batching.rules):
         where = f"batching.rules[{number}].paths"
         for path in rule.paths:
-            taken = next((by for by, pattern in before if fits(pattern, path)), None)
-            if not any(meet(each, path) for each in allowed):
+            taken = next((by for by, pattern in before if matches_pattern(pattern, path)), None)
+            if not any(patterns_overlap(each, path) for each in allowed):
                 what = f"{path}: no request may go there: gateway.allowed_paths does not have it"
                 yield Finding("warning", where, what)
             elif taken is not None:
@@ -91,42 +91,42 @@ def _rules_in_vain(settings: Settings) -> Iterator[Finding]:
         before += [(number, path) for path in rule.paths]
 
 
-def files(settings: Settings) -> Iterator[Finding]:
+def check_files(settings: Settings) -> Iterator[Finding]:
     """Check every file that a setting names. The keys of these settings end in FILE_ENDINGS."""
     for where in key_paths(Settings):
         if where.endswith("_file"):
             name = attrgetter(where)(settings)
             if name:
-                yield _file(where, Path(name))
+                yield _check_file(where, Path(name))
     if any(model.warmup for model in settings.models):
-        yield from _warmups(settings)
+        yield from _check_warmups(settings)
 
 
-def _warmups(settings: Settings) -> Iterator[Finding]:
+def _check_warmups(settings: Settings) -> Iterator[Finding]:
     # Imported here because few configurations have warm-ups, and the import is slow.
     from dispatcher.settings.warmups import WarmupFiles
 
     warmups = WarmupFiles(settings)
     for model in warmups.paths:
-        found = warmups.read(model)
+        found = warmups.read_requests(model)
         if isinstance(found, Problem):
             yield Finding("failed", found.where, found.what)
         else:
             calls = sum(each.repeat for each in found)
             what = f"{warmups.paths[model]}: {len(found):,} requests, {calls:,} calls for each server"
-            yield Finding("ok", warmups.where(model), what)
+            yield Finding("ok", warmups.setting_path(model), what)
 
 
-def of_running(status: Mapping[str, Any] | None) -> Iterator[Finding]:
+def report_running_problems(status: Mapping[str, Any] | None) -> Iterator[Finding]:
     """Report problems that a running dispatcher with this configuration shows in its /status."""
-    little = status.get("reserve_problem") if status else None
-    if little:
-        yield Finding("warning", "budget.reserve", str(little))
+    reserve_problem = status.get("reserve_problem") if status else None
+    if reserve_problem:
+        yield Finding("warning", "budget.reserve", str(reserve_problem))
 
 
-def _file(where: str, path: Path) -> Finding:
+def _check_file(where: str, path: Path) -> Finding:
     try:
-        empty = not read_regular(path, 1)
+        empty = not read_regular_file(path, 1)
     except OSError as error:
         return Finding("failed", where, f"{path}: {error.strerror or error}")
     if empty:
@@ -135,5 +135,5 @@ def _file(where: str, path: Path) -> Finding:
         try:
             read_token(path)
         except TokenFileError as error:
-            return Finding("failed", where, f"{path}: {error.why}")
+            return Finding("failed", where, f"{path}: {error.problem}")
     return Finding("ok", where, f"{path} is readable")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 
 from dispatcher.check import kubernetes
-from dispatcher.check.addresses import Address, addresses, all_away
-from dispatcher.check.finding import Finding, Findings, Probe, known
+from dispatcher.check.addresses import Address, explain_all_unreachable, list_addresses
+from dispatcher.check.finding import Finding, Findings, Probe, make_known_probe
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
 _WHERE = "signals.epp.urls, signals.epp.service, signals.prometheus.url or signals.vllm"
 
 
-def urls(settings: Settings) -> list[SecretUrl]:
+def list_urls(settings: Settings) -> list[SecretUrl]:
     """Return the URLs that the settings have for the signals."""
     signals = settings.signals
     if signals.source == "fixed":
@@ -25,55 +25,59 @@ def urls(settings: Settings) -> list[SecretUrl]:
     return [*direct, *([signals.prometheus.url] if through else [])]
 
 
-def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
+def build_probe(settings: Settings, unreachable: Mapping[Address, str]) -> Probe:
     """Return the probe that asks Kubernetes, if there is a cluster, and then each source.
 
     Unreachable servers are not asked.
     """
-    signals, given = settings.signals, urls(settings)
+    signals, given = settings.signals, list_urls(settings)
     if signals.source == "fixed":
         limit = settings.budget.max_in_flight
         what = f"nothing is measured: up to {limit} requests are in flight whatever other users send"
-        return known(Finding("warning", "signals.source", what))
-    direct, watched = signals.direct, bool(ClusterAccess()) and signals.watches_pool
+        return make_known_probe(Finding("warning", "signals.source", what))
+    direct, watched = signals.scrape_settings, bool(ClusterAccess()) and signals.watches_pool
     by_watch = direct is not None and not direct.urls and not direct.service
     if by_watch and not watched and not given:
         what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"
-        return known(Finding("failed", "signals", what, _WHERE))
+        return make_known_probe(Finding("failed", "signals", what, _WHERE))
     # With a service name the addresses are not known here, because the source resolves the name itself.
-    why = all_away(addresses(given), away) if given and not (direct and direct.service) else None
-    look_around = kubernetes.look_around(settings) if watched else None
-    ask_sources = _sources(settings) if why is None or (by_watch and watched) else None
+    why = (
+        explain_all_unreachable(list_addresses(given), unreachable)
+        if given and not (direct and direct.service)
+        else None
+    )
+    look_around = kubernetes.build_lookup(settings) if watched else None
+    ask_sources = _build_source_check(settings) if why is None or (by_watch and watched) else None
 
-    async def asked() -> Findings:
+    async def check_signals() -> Findings:
         findings, replicas = await look_around() if look_around is not None else ([], None)
         if by_watch and replicas is None and not given:
             what = "nothing says where the endpoint picker is: no URL, no service, and Kubernetes does not"
             return [*findings, Finding("failed", "signals", what, _WHERE)]
         if ask_sources is None or (why is not None and replicas is None):
-            return [*findings, Finding("failed", "signals", why or "", _WHERE, certain=True)]
+            return [*findings, Finding("failed", "signals", why or "", _WHERE, is_certain=True)]
         return [*findings, *await ask_sources(replicas)]
 
-    return asked
+    return check_signals
 
 
-def _sources(settings: Settings) -> Callable[[tuple[str, ...] | None], Awaitable[Findings]]:
+def _build_source_check(settings: Settings) -> Callable[[tuple[str, ...] | None], Awaitable[Findings]]:
     """Return a function that polls the sources, given the endpoint picker's addresses from Kubernetes."""
     from dispatcher.check import readings
-    from dispatcher.signals.sources import sources
+    from dispatcher.signals.sources import build_sources
 
     try:
-        made = sources(settings)
+        built = build_sources(settings)
     except OSError as error:
         where = "signals.vllm.tls" if settings.signals.vllm else "signals.epp.tls"
         refused = Finding("failed", where, f"cannot be used: {error}")
 
-        async def refuse(_: tuple[str, ...] | None) -> Findings:
+        async def report_tls_problem(_: tuple[str, ...] | None) -> Findings:
             return [refused]
 
-        return refuse
+        return report_tls_problem
 
-    async def asked(replicas: tuple[str, ...] | None) -> Findings:
-        return await readings.ask(settings, made, replicas)
+    async def ask_built_sources(replicas: tuple[str, ...] | None) -> Findings:
+        return await readings.check_sources(settings, built, replicas)
 
-    return asked
+    return ask_built_sources

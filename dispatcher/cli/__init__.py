@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dispatcher.cli.options import unfolded
-from dispatcher.cli.terminal import complain, for_programs
+from dispatcher.cli.options import unfold_options
+from dispatcher.cli.terminal import is_json_output, print_error
 
 VERBS = {
     "run": "dispatcher.cli.run",
@@ -90,13 +90,13 @@ USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """Base class of the errors for wrong usage (`UsageError`), which typer does not export."""
 
 
-class _Verbs(TyperGroup):
+class VerbGroup(TyperGroup):
     """Group of all verbs that imports only the module of the verb that is used.
 
     The list of all verbs imports no module: it is made of `SUMMARIES`.
     """
 
-    _summing_up = False
+    _is_listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [verb for verb, module in VERBS.items() if importlib.util.find_spec(module) is not None]
@@ -104,7 +104,7 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
             return None
-        if self._summing_up:
+        if self._is_listing:
             return TyperCommand(cmd_name, help=SUMMARIES[cmd_name])
         module = importlib.import_module(VERBS[cmd_name])
         verb = getattr(module, cmd_name)
@@ -114,38 +114,40 @@ class _Verbs(TyperGroup):
             # A Typer with one command is built as that command, without a group.
             verb = family
         for info in verb.registered_commands:
-            info.callback = info.callback and unfolded(info.callback)
+            info.callback = info.callback and unfold_options(info.callback)
         command: Any = typer.main.get_command(verb)
         command.name = cmd_name
         examples = getattr(module, "EXAMPLES", {})
-        for each, found in ((cmd_name, command), *_inner(command, cmd_name)):
+        for name, subcommand in ((cmd_name, command), *_list_subcommands(command, cmd_name)):
             # The line breaks of a docstring mean nothing on a terminal: keep the paragraphs, join the lines.
-            found.help = "\n\n".join(" ".join(part.split()) for part in (found.help or "").split("\n\n"))
-            for option in (*found.params, found.get_help_option(ctx)):
+            subcommand.help = "\n\n".join(
+                " ".join(part.split()) for part in (subcommand.help or "").split("\n\n")
+            )
+            for option in (*subcommand.params, subcommand.get_help_option(ctx)):
                 if getattr(option, "is_flag", False):
                     option.metavar = ""  # "<bool>" says nothing, and its column would narrow the help text
-            if each in examples:
-                found.epilog = "Examples:\n\n" + "\n".join(examples[each])
+            if name in examples:
+                subcommand.epilog = "Examples:\n\n" + "\n".join(examples[name])
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         # get_command() returns stubs with the summary while this is set.
-        self._summing_up = True
+        self._is_listing = True
         try:
             super().format_help(ctx, formatter)
         finally:
-            self._summing_up = False
+            self._is_listing = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Set before anything is parsed, so that the error of a wrong option is printed as JSON, too.
         # A "--json" behind "--" is an argument, not an option.
-        given = args[: args.index("--")] if "--" in args else args
-        for_programs.set("--json" in given)
-        with _wrong_usage_as_json():
+        verb_args = args[: args.index("--")] if "--" in args else args
+        is_json_output.set("--json" in verb_args)
+        with _print_usage_errors_as_json():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _wrong_usage_as_json():
+        with _print_usage_errors_as_json():
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -154,25 +156,28 @@ class _Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-def _inner(family: Any, name: str) -> list[tuple[str, Any]]:
-    return [(f"{name} {each}", found) for each, found in getattr(family, "commands", {}).items()]
+def _list_subcommands(family: Any, name: str) -> list[tuple[str, Any]]:
+    return [
+        (f"{name} {inner_name}", subcommand)
+        for inner_name, subcommand in getattr(family, "commands", {}).items()
+    ]
 
 
 @contextmanager
-def _wrong_usage_as_json() -> Iterator[None]:
+def _print_usage_errors_as_json() -> Iterator[None]:
     """Print wrong usage as JSON if the command line has --json."""
     try:
         yield
     except USAGE_ERROR as error:
-        if not for_programs.get():
+        if not is_json_output.get():
             raise  # typer prints it for people
-        told: Any = error
-        complain(told.format_message())
+        usage_error: Any = error
+        print_error(usage_error.format_message())
         raise typer.Exit(2) from error
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from dispatcher.cli.version import version
 
         version()
@@ -181,7 +186,7 @@ def _version(wanted: bool) -> None:
 
 app = typer.Typer(
     name="batch-dispatcher",
-    cls=_Verbs,
+    cls=VerbGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # its tracebacks show local variables: secrets among them
@@ -190,10 +195,10 @@ app = typer.Typer(
 
 
 @app.callback()
-def _root(
+def _define_global_options(
     version: Annotated[
         bool,
-        typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version."),
+        typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Fills the free capacity of LLM inference pools with batch requests.

@@ -9,17 +9,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
-from dispatcher.check.plain_http import RawAnswer, get
-from dispatcher.ports.network_errors import words
+from dispatcher.check.plain_http import RawResponse, send_get
+from dispatcher.ports.network_errors import describe_error
 from dispatcher.settings import AdminSettings
 from dispatcher.settings.watched_files import TokenFileError, read_token
 
-WAIT_S = 2.0
-LONGEST = 1 << 20
+TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 1 << 20
 """Largest answer in bytes that is read."""
-_LISTENED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what is listened on
+_LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what is listened on
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
-PORT = 8080
+DEFAULT_PORT = 8080
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class AdminAddress:
     def __str__(self) -> str:
         if self.url:
             return self.url
-        at = f"{self.host}:{self.port}"
-        return f"admin.port {self.port} of this machine" if self.host in _LOOPBACK else at
+        host_and_port = f"{self.host}:{self.port}"
+        return f"admin.port {self.port} of this machine" if self.host in _LOOPBACK else host_and_port
 
 
-def address_of(admin: AdminSettings | None, url: str = "") -> AdminAddress | None:
+def parse_admin_address(admin: AdminSettings | None, url: str = "") -> AdminAddress | None:
     """Return the admin address from a URL or, if there is none, from the settings.
 
     Return `None` if there are neither. Raises ValueError if the URL is not `http://host:port`.
@@ -49,50 +49,53 @@ def address_of(admin: AdminSettings | None, url: str = "") -> AdminAddress | Non
         if admin is None:
             return None
         # A dispatcher that listens on all interfaces is asked on the loopback one.
-        return AdminAddress(_LISTENED.get(admin.host, admin.host), admin.port, token_file)
+        return AdminAddress(_LOOPBACK_OF_WILDCARD.get(admin.host, admin.host), admin.port, token_file)
     parts = urlsplit(url if "://" in url else f"http://{url}")
     # A path, a query or a user would be ignored without a word, so they are refused.
     if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError("give http://host:port of a dispatcher's admin port")
     return AdminAddress(
-        parts.hostname, parts.port or PORT, token_file, f"{parts.hostname}:{parts.port or PORT}"
+        parts.hostname,
+        parts.port or DEFAULT_PORT,
+        token_file,
+        f"{parts.hostname}:{parts.port or DEFAULT_PORT}",
     )
 
 
-async def running(address: AdminAddress) -> tuple[dict[str, Any] | None, str | None]:
+async def fetch_status(address: AdminAddress) -> tuple[dict[str, Any] | None, str | None]:
     """Return the /status of the dispatcher, or `None` and the reason why it is not known."""
-    answer = await _asked(address, "/status")
+    answer = await _fetch_page(address, "/status")
     if isinstance(answer, str):
         return None, answer
     if answer.status == 401:
-        other = "another token than admin.token_file has"
-        wanted = other if address.token_file else "a token; admin.token_file names none"
-        return None, f"{address} wants {wanted}"
+        wrong_token = "another token than admin.token_file has"
+        requirement = wrong_token if address.token_file else "a token; admin.token_file names none"
+        return None, f"{address} wants {requirement}"
     try:
-        found = json.loads(answer.body) if answer.status == 200 else None
+        status = json.loads(answer.body) if answer.status == 200 else None
     except ValueError:
-        found = None
+        status = None
     # Another program on that port may answer JSON, too; every dispatcher sends an explanation.
-    if isinstance(found, dict) and "explanation" in found:
-        return found, None
-    return None, _stranger(address)
+    if isinstance(status, dict) and "explanation" in status:
+        return status, None
+    return None, _format_not_a_dispatcher(address)
 
 
-async def ready(address: AdminAddress) -> str | None:
+async def find_readiness_problem(address: AdminAddress) -> str | None:
     """Return why the dispatcher is not ready or does not answer. `None` if it is ready."""
-    answer = await _asked(address, "/readyz")
+    answer = await _fetch_page(address, "/readyz")
     if isinstance(answer, str):
         return answer
     if answer.status == 503:
         return answer.body.decode(errors="replace").strip() or "it is not ready"
-    return None if answer.status == 200 else _stranger(address)
+    return None if answer.status == 200 else _format_not_a_dispatcher(address)
 
 
-def _stranger(address: AdminAddress) -> str:
+def _format_not_a_dispatcher(address: AdminAddress) -> str:
     return f"what answers on {address} is no dispatcher"
 
 
-async def _asked(address: AdminAddress, path: str) -> RawAnswer | str:
+async def _fetch_page(address: AdminAddress, path: str) -> RawResponse | str:
     """Return the answer of the admin port, or a sentence that says why there is none."""
     token = ""
     if address.token_file:
@@ -101,22 +104,22 @@ async def _asked(address: AdminAddress, path: str) -> RawAnswer | str:
         except TokenFileError as error:
             return f"admin.token_file: {error}"
     try:
-        async with asyncio.timeout(WAIT_S):
-            return await _get(address, path, token)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await _send_request(address, path, token)
     except ConnectionRefusedError:
         return f"nobody on {address}"
     except (ConnectionResetError, ValueError):  # something listens there, but does not speak HTTP
-        return _stranger(address)
+        return _format_not_a_dispatcher(address)
     except OSError as error:
-        return f"{address}: {words(error)}"
+        return f"{address}: {describe_error(error)}"
 
 
-async def _get(address: AdminAddress, path: str, token: str) -> RawAnswer:
-    reader, writer = await asyncio.open_connection(address.host, address.port, limit=LONGEST)
+async def _send_request(address: AdminAddress, path: str, token: str) -> RawResponse:
+    reader, writer = await asyncio.open_connection(address.host, address.port, limit=MAX_ANSWER_BYTES)
     headers = {"host": f"{address.host}:{address.port}", "user-agent": USER_AGENT, "connection": "close"}
     if token:
         headers["authorization"] = f"Bearer {token}"
     try:
-        return await get(reader, writer, path, headers, most=LONGEST)
+        return await send_get(reader, writer, path, headers, body_max_bytes=MAX_ANSWER_BYTES)
     finally:
         writer.close()

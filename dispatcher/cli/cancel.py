@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.connection import Json, Labels, QueueOptions, QueueTarget, ask, find, pairs_of
-from dispatcher.cli.find_requests import by_id, labelled, matching, unserved
-from dispatcher.cli.terminal import complain, fail, say, warn
-from dispatcher.core.requests.found_request import Whereabouts
+from dispatcher.cli.connection import (
+    Json,
+    Labels,
+    QueueOptions,
+    QueueTarget,
+    find_queue,
+    parse_pairs,
+    run_with_admin,
+)
+from dispatcher.cli.find_requests import explain_no_dispatcher, find_by_id, find_matching, match_labels
+from dispatcher.cli.terminal import exit_error, print_error, print_lines, print_warning
+from dispatcher.core.requests.found_request import RequestLocation
 
 if TYPE_CHECKING:
     from dispatcher.core.requests.found_request import FoundRequest
     from dispatcher.core.requests.request import Rejection, Request
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
     "cancel": [
@@ -26,7 +34,7 @@ EXAMPLES = {
     ]
 }
 _CANCELLED = "cancelled"
-_GONE = "neither in line nor running: it has ended, or the id is of another queue"
+_NOT_FOUND = "neither in line nor running: it has ended, or the id is of another queue"
 
 
 def cancel(
@@ -48,89 +56,112 @@ def cancel(
     request or the sequence has ended, is not known or was submitted without a token, if no request has the
     label, or if the queue is empty.
     """
-    labels = pairs_of("--label", label)
+    labels = parse_pairs("--label", label)
     if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:
-        raise fail("give ids, or --label name=value, or --sequence ID", 2)
-    target = find(where)
+        raise exit_error("give ids, or --label name=value, or --sequence ID", 2)
+    target = find_queue(where)
     if sequence:
         _cancel_sequence(target, sequence, as_json=json_output)
         return
 
-    async def act(desk: RedisDesk) -> tuple[dict[str, str], str]:
-        return await _cancel(desk, request_ids or (), labels), await unserved(desk)
+    async def cancel_at_queue(admin: RedisQueueAdmin) -> tuple[dict[str, str], str]:
+        return await _cancel_requests(admin, request_ids or (), labels), await explain_no_dispatcher(admin)
 
-    told, nobody = ask(target, act)
-    done = [each for each, what in told.items() if what == _CANCELLED]
+    outcomes, no_dispatcher = run_with_admin(target, cancel_at_queue)
+    cancelled_ids = [request_id for request_id, outcome in outcomes.items() if outcome == _CANCELLED]
     if json_output:
         typer.echo(
             json.dumps(
-                {"cancelled": done, "not_cancelled": {k: v for k, v in told.items() if v != _CANCELLED}}
+                {
+                    "cancelled": cancelled_ids,
+                    "not_cancelled": {k: v for k, v in outcomes.items() if v != _CANCELLED},
+                }
             )
         )
-    elif labels and not told:
-        complain(f"no request in {target.names.queue} has {' and '.join(label or ())}")
+    elif labels and not outcomes:
+        print_error(f"no request in {target.names.queue} has {' and '.join(label or ())}")
     elif labels:
-        say(f"{len(done)} {'is' if len(done) == 1 else 'are'} being cancelled")
+        print_lines(f"{len(cancelled_ids)} {'is' if len(cancelled_ids) == 1 else 'are'} being cancelled")
     else:
-        say(*(f"{each} is being cancelled" for each in done))
+        print_lines(*(f"{request_id} is being cancelled" for request_id in cancelled_ids))
     if not json_output:
-        complain(*(f"{each}: {what}" for each, what in told.items() if what != _CANCELLED))
+        print_error(
+            *(f"{request_id}: {outcome}" for request_id, outcome in outcomes.items() if outcome != _CANCELLED)
+        )
     # The cancel marker is only acted on by a dispatcher; without one the requests stay where they are.
-    if done and nobody:
-        warn(f"their results come when a dispatcher works on the queue: {nobody}")
-    if len(done) < len(told) or not done:
+    if cancelled_ids and no_dispatcher:
+        print_warning(f"their results come when a dispatcher works on the queue: {no_dispatcher}")
+    if len(cancelled_ids) < len(outcomes) or not cancelled_ids:
         raise typer.Exit(1)
 
 
-async def _cancel(
-    desk: RedisDesk, request_ids: Sequence[str], labels: Sequence[tuple[str, str]]
+async def _cancel_requests(
+    admin: RedisQueueAdmin, request_ids: Sequence[str], labels: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
     """Cancel requests. Return for each id `cancelled`, or why the request was not cancelled."""
     if not labels:
         # dict.fromkeys: an id that was given twice is cancelled once, in the order given.
-        return {each: await _by_id(desk, each) for each in dict.fromkeys(request_ids)}
-    told = {}
-    async for found, read in matching(desk, *labelled(labels)):
-        if found.state is not Whereabouts.DEAD and read.id:
-            told[read.id] = await _found(desk, found, read)
-    return told
+        return {each: await _cancel_by_id(admin, each) for each in dict.fromkeys(request_ids)}
+    outcomes = {}
+    async for found_request, parsed in find_matching(admin, *match_labels(labels)):
+        if found_request.location is not RequestLocation.DEAD and parsed.id:
+            outcomes[parsed.id] = await _cancel_found(admin, found_request, parsed)
+    return outcomes
 
 
 def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> None:
-    async def act(desk: RedisDesk) -> int | None:
-        seen = await desk.sequence(sequence)
-        if await desk.cancel_sequence(sequence) and seen is not None:
-            return seen.waiting + (seen.head is not None)
+    async def cancel_at_queue(admin: RedisQueueAdmin) -> int | None:
+        state = await admin.get_sequence(sequence)
+        if await admin.cancel_sequence(sequence) and state is not None:
+            return state.waiting_count + (state.next_entry is not None)
         # Unclaimed requests may still belong to the sequence: the queue learns it when they are claimed.
-        counts = await desk.counts()
+        counts = await admin.count_requests()
         return 0 if counts.pending or counts.leased or counts.delayed else None
 
-    count = ask(target, act)
+    count = run_with_admin(target, cancel_at_queue)
     if as_json:
-        told = {"sequence": sequence, "cancelled": count is not None, "requests": count or 0}
-        typer.echo(json.dumps(told))
+        summary = {"sequence": sequence, "cancelled": count is not None, "requests": count or 0}
+        typer.echo(json.dumps(summary))
     elif count is None:
-        complain(f"{sequence}: nothing waits in {target.names.queue}")
+        print_error(f"{sequence}: nothing waits in {target.names.queue}")
     else:
-        say(f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'} so far")
-        complain("what of it waits to be claimed is cancelled as well, when a dispatcher claims it", fg=None)
+        print_lines(
+            f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'} so far"
+        )
+        print_error(
+            "what of it waits to be claimed is cancelled as well, when a dispatcher claims it", fg=None
+        )
     if count is None:
         raise typer.Exit(1)
 
 
-async def _by_id(desk: RedisDesk, request_id: str) -> str:
+async def _cancel_by_id(admin: RedisQueueAdmin, request_id: str) -> str:
     """Cancel a request. Return `cancelled`, or why it was not cancelled."""
-    if await desk.cancel(request_id):
+    if await admin.cancel_request(request_id):
         return _CANCELLED
     # No request is marked as active under this id: search the queue, and cancel by the token of what is
     # found.
-    there = [each for each in (await by_id(desk, request_id))[0] if each[0].state is not Whereabouts.DEAD]
-    told = [await _found(desk, *each) for each in there]
-    return next((what for what in told if what != _CANCELLED), _CANCELLED) if told else _GONE
+    cancellable = [
+        each
+        for each in (await find_by_id(admin, request_id))[0]
+        if each[0].location is not RequestLocation.DEAD
+    ]
+    outcomes = [await _cancel_found(admin, *each) for each in cancellable]
+    return (
+        next((outcome for outcome in outcomes if outcome != _CANCELLED), _CANCELLED)
+        if outcomes
+        else _NOT_FOUND
+    )
 
 
-async def _found(desk: RedisDesk, found: FoundRequest, read: Request | Rejection) -> str:
+async def _cancel_found(
+    admin: RedisQueueAdmin, found_request: FoundRequest, parsed: Request | Rejection
+) -> str:
     """Cancel a request that was found in the queue, no matter which client submitted it."""
-    if not read.token:
-        return f"is {found.state}, and carries no token: it cannot be cancelled"
-    return _CANCELLED if await desk.cancel(read.id or "", read.token, found=True) else _GONE
+    if not parsed.token:
+        return f"is {found_request.location}, and carries no token: it cannot be cancelled"
+    return (
+        _CANCELLED
+        if await admin.cancel_request(parsed.id or "", parsed.token, is_token_known=True)
+        else _NOT_FOUND
+    )

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dispatcher.check import settings as of_settings
-from dispatcher.check.connections import connections
+from dispatcher.check.connections import check_connections
 from dispatcher.check.finding import Finding
-from dispatcher.cli.admin_client import address_of, running
-from dispatcher.cli.connection import Config, Json, config_path
-from dispatcher.cli.terminal import answer, complain, remark, say
-from dispatcher.settings import Problem, Settings, load
-from dispatcher.settings.effective import as_json as settings_as_json
-from dispatcher.settings.effective import lines, set_by_hand
+from dispatcher.cli.admin_client import fetch_status, parse_admin_address
+from dispatcher.cli.connection import Config, Json, find_config_path
+from dispatcher.cli.terminal import print_error, print_json, print_lines, print_note
+from dispatcher.settings import Problem, Settings, load_settings
+from dispatcher.settings.effective import render_lines, select_explicit
+from dispatcher.settings.effective import settings_as_json as settings_as_json
 
 if TYPE_CHECKING:
     from dispatcher.check.probe import ProbePlan
 
-PROBE_LEAST_S, PROBE_MOST_S = 10.0, 300.0
+PROBE_MIN_S, PROBE_MAX_S = 10.0, 300.0
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
 EXAMPLES = {
@@ -90,108 +90,119 @@ def check(
         raise typer.BadParameter(
             "--probe sends requests, and --offline tries no connection: give one of them"
         )
-    path = config_path(config)
-    found = load(path, os.environ)
-    if isinstance(found, list):
-        _refuse(found, json_output)
+    path = find_config_path(config)
+    settings = load_settings(path, os.environ)
+    if isinstance(settings, list):
+        _print_problems(settings, json_output)
         raise typer.Exit(2)
-    plan = _probe_plan(found, probe_model, probe_seconds, probe_most) if probe else None
+    plan = _make_probe_plan(settings, probe_model, probe_seconds, probe_most) if probe else None
     if not json_output:
-        _show(found, "the environment alone" if path is None else str(path), everything=everything)
-    told: list[Finding] = []
+        _print_settings(
+            settings, "the environment alone" if path is None else str(path), everything=everything
+        )
+    findings: list[Finding] = []
 
     # Findings are printed as they come, because a connection may take seconds to fail.
-    def tell(finding: Finding) -> None:
-        told.append(finding)
+    def report(finding: Finding) -> None:
+        findings.append(finding)
         if not json_output:
-            say(str(finding), err=finding.level != "ok", fg=_COLOURS[finding.level])
+            print_lines(str(finding), err=finding.level != "ok", fg=_COLOURS[finding.level])
 
-    for finding in (*of_settings.doubts(found), *of_settings.taken(found), *of_settings.files(found)):
-        tell(finding)
+    for finding in (
+        *of_settings.find_doubts(settings),
+        *of_settings.report_derived_settings(settings),
+        *of_settings.check_files(settings),
+    ):
+        report(finding)
     if not offline:
-        asyncio.run(connections(found, tell))
-        dispatcher_runs = _ask_running(found, tell)
+        asyncio.run(check_connections(settings, report))
+        dispatcher_runs = _report_running_dispatcher(settings, report)
         if plan is not None:
-            tell(_probed(found, plan, dispatcher_runs=dispatcher_runs))
+            report(_run_probe(settings, plan, dispatcher_runs=dispatcher_runs))
     # Without --strict only files count: the servers may be out of reach from where the check runs.
-    failed = [finding.where for finding in told if finding.level == "failed"]
+    failed = [finding.where for finding in findings if finding.level == "failed"]
     ok = not failed if strict else not any(where.endswith(of_settings.FILE_ENDINGS) for where in failed)
     if json_output:
-        shown = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in told]}
-        answer(shown, indent=2)
+        summary = {
+            "ok": ok,
+            **settings_as_json(settings),
+            "problems": [],
+            "findings": [asdict(f) for f in findings],
+        }
+        print_json(summary, indent=2)
     else:
-        _conclude(told, ok=ok, offline=offline)
+        _print_verdict(findings, ok=ok, offline=offline)
     if not ok:
         raise typer.Exit(1)
 
 
-def _ask_running(settings: Settings, tell: Callable[[Finding], None]) -> bool:
+def _report_running_dispatcher(settings: Settings, report: Callable[[Finding], None]) -> bool:
     """Report what a dispatcher that runs on this configuration has seen. Return whether there is one."""
-    address = address_of(settings.admin)
+    address = parse_admin_address(settings.admin)
     if address is None:
         return False
-    status, _ = asyncio.run(running(address))
-    for finding in of_settings.of_running(status):
-        tell(finding)
+    status, _ = asyncio.run(fetch_status(address))
+    for finding in of_settings.report_running_problems(status):
+        report(finding)
     return status is not None
 
 
-def _probe_plan(settings: Settings, named: str, seconds: float, most: int) -> ProbePlan:
+def _make_probe_plan(settings: Settings, model_name: str, seconds: float, max_in_flight: int) -> ProbePlan:
     """Return the plan of --probe. Raises BadParameter if the options do not define one."""
     from dispatcher.check.probe import ProbePlan  # the gateway's client is slow to import
 
-    if not PROBE_LEAST_S <= seconds <= PROBE_MOST_S:
-        raise typer.BadParameter(f"--probe-seconds must be from {PROBE_LEAST_S:g} to {PROBE_MOST_S:g}")
+    if not PROBE_MIN_S <= seconds <= PROBE_MAX_S:
+        raise typer.BadParameter(f"--probe-seconds must be from {PROBE_MIN_S:g} to {PROBE_MAX_S:g}")
     # A model with `match` is a family: producers use its name, but servers know only its versions.
-    known = [model.name for model in settings.models if not model.match]
-    if not named and not (len(known) == len(settings.models) == 1):
-        what = "--probe needs --probe-model NAME, because the settings do not name exactly one model"
-        raise typer.BadParameter(what)
-    return ProbePlan(named or known[0], seconds, most)
+    model_names = [model.name for model in settings.models if not model.match]
+    if not model_name and not (len(model_names) == len(settings.models) == 1):
+        message = "--probe needs --probe-model NAME, because the settings do not name exactly one model"
+        raise typer.BadParameter(message)
+    return ProbePlan(model_name or model_names[0], seconds, max_in_flight)
 
 
-def _probed(settings: Settings, plan: ProbePlan, *, dispatcher_runs: bool) -> Finding:
+def _run_probe(settings: Settings, plan: ProbePlan, *, dispatcher_runs: bool) -> Finding:
     """Run the probe. Return what it measured, or why it sent nothing."""
-    from dispatcher.check.probe import measure
+    from dispatcher.check.probe import measure_capacity
     from dispatcher.check.ramp import WHERE
 
     if dispatcher_runs:
-        what = (
+        message = (
             "a dispatcher runs on this configuration, and the two would measure each other: nothing was sent"
         )
-        return Finding("warning", WHERE, what, "stop the dispatcher for the time of the probe")
-    remark(f"--probe: sending real requests to the model {plan.model} for up to {plan.seconds:g} s")
-    return asyncio.run(measure(settings, plan))
+        return Finding("warning", WHERE, message, "stop the dispatcher for the time of the probe")
+    print_note(f"--probe: sending real requests to the model {plan.model} for up to {plan.duration_s:g} s")
+    return asyncio.run(measure_capacity(settings, plan))
 
 
-def _show(settings: Settings, source: str, *, everything: bool) -> None:
+def _print_settings(settings: Settings, source: str, *, everything: bool) -> None:
     """Print the settings as YAML.
 
     Without `everything`, print only the settings that differ from the defaults, with their sections.
     """
-    shown = [*lines(settings, os.environ)]
+    setting_lines = [*render_lines(settings, os.environ)]
     if not everything:
-        say(f"# {source}; all else is at its default: --all shows it", dim=True)
-        shown = set_by_hand(shown)
-    for line in shown:
-        say(str(line), whole=True, dim=line.default or None)
+        print_lines(f"# {source}; all else is at its default: --all shows it", dim=True)
+        setting_lines = select_explicit(setting_lines)
+    for line in setting_lines:
+        print_lines(str(line), no_wrap=True, dim=line.is_default or None)
 
 
-def _conclude(told: list[Finding], *, ok: bool, offline: bool) -> None:
+def _print_verdict(findings: list[Finding], *, ok: bool, offline: bool) -> None:
     """Print the verdict in one line. `ok`: true if the exit code is 0."""
-    levels = Counter(finding.level for finding in told)
-    found = [f"{levels['failed']} failed"] if levels["failed"] else []
+    levels = Counter(finding.level for finding in findings)
+    counts = [f"{levels['failed']} failed"] if levels["failed"] else []
     if warnings := levels["warning"]:
-        found.append(f"{warnings} warning{'s' if warnings > 1 else ''}")
-    verdict = ", ".join(found) or "all well"
+        counts.append(f"{warnings} warning{'s' if warnings > 1 else ''}")
+    verdict = ", ".join(counts) or "all well"
     tried = "; no connection was tried (--offline)" if offline else ""
     worst = "failed" if levels["failed"] else "warning" if levels["warning"] else "ok"
     lenient = " (exit code 0 all the same; with --strict: 1)" if levels["failed"] and ok else ""
-    say(f"{verdict}{tried}{lenient}", fg=_COLOURS[worst], bold=True)
+    print_lines(f"{verdict}{tried}{lenient}", fg=_COLOURS[worst], bold=True)
 
 
-def _refuse(problems: list[Problem], json_output: bool) -> None:
+def _print_problems(problems: list[Problem], json_output: bool) -> None:
     if json_output:
-        answer({"ok": False, "problems": [asdict(problem) for problem in problems]}, indent=2)
+        print_json({"ok": False, "problems": [asdict(problem) for problem in problems]}, indent=2)
     else:
-        complain(*map(str, problems))
+        print_error(*map(str, problems))

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, Within, ask, find
-from dispatcher.cli.terminal import answer, complain, fail, say, table
-from dispatcher.core.duration import seconds_of
-from dispatcher.core.requests.request import parse
+from dispatcher.cli.connection import Deadline, Json, QueueOptions, QueueTarget, find_queue, run_with_admin
+from dispatcher.cli.terminal import exit_error, format_table, print_error, print_json, print_lines
+from dispatcher.core.duration import parse_duration
+from dispatcher.core.requests.request import parse_member
 
 if TYPE_CHECKING:
-    from dispatcher.ports import Dead
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.ports import DeadRequest
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
     "dead list": ["batch-dispatcher dead list --reason 'out of memory'"],
@@ -35,23 +35,23 @@ dead = typer.Typer(
     help="Dead requests: requests in the dead-letter set, and why they are there.",
 )
 
-Which = Annotated[
+DeadName = Annotated[
     str, typer.Argument(metavar="ID", help="The request's id, or the number that `dead list` shows.")
 ]
-Several = Annotated[
+DeadNames = Annotated[
     list[str] | None,
     typer.Argument(metavar="[ID]...", help="Ids of requests, or the numbers that `dead list` shows."),
 ]
-Everything = Annotated[bool, typer.Option("--all", help="All dead requests.")]
-Because = Annotated[str, typer.Option("--reason", help="Only requests whose reason contains this text.")]
-Older = Annotated[
+AllOption = Annotated[bool, typer.Option("--all", help="All dead requests.")]
+ReasonFilter = Annotated[str, typer.Option("--reason", help="Only requests whose reason contains this text.")]
+AgeFilter = Annotated[
     str, typer.Option("--older", help="Only requests that died longer ago than this: 30m, 2h, 7d.")
 ]
-_PAGE = 500
+_PAGE_SIZE = 500
 """Number of dead requests that are read with one call."""
-_NAMED_MOST = 5
+_MAX_NAMES_SHOWN = 5
 """Number of names in a message about requests that are not dead."""
-_DIGITS_MOST = 16
+_MAX_NUMBER_DIGITS = 16
 """Most digits of an entry number. Longer numbers are taken for ids."""
 
 
@@ -62,56 +62,67 @@ class _Selection:
     names: frozenset[str] = frozenset()
     """Numbers of dead requests, or ids. A name is an id if no dead request has that number."""
     reason: str = ""
-    older_s: float = 0.0
+    min_age_s: float = 0.0
 
-    async def of(self, desk: RedisDesk, after: int = 0) -> AsyncIterator[Dead]:
-        numbered = {name: one for name in self.names if (one := await _numbered(desk, name)) is not None}
+    async def select_dead(self, admin: RedisQueueAdmin, after: int = 0) -> AsyncIterator[DeadRequest]:
+        numbered = {
+            name: dead_request
+            for name in self.names
+            if (dead_request := await _find_by_number(admin, name)) is not None
+        }
         ids = self.names - numbered.keys()
-        entries = {one.entry for one in numbered.values()}
+        entries = {dead_request.entry_id for dead_request in numbered.values()}
         if numbered and not ids:  # numbers alone are found by direct lookups, without reading all requests
-            for one in numbered.values():
-                if self._fits(one):
-                    yield one
+            for dead_request in numbered.values():
+                if self._matches_filters(dead_request):
+                    yield dead_request
             return
-        while found := await desk.dead_list(_PAGE, after):
-            for one in found:
-                named = not self.names or one.entry in entries or parse(one.member).id in ids
-                if named and self._fits(one):
-                    yield one
-            after = found[-1].entry
+        while page := await admin.list_dead(_PAGE_SIZE, after):
+            for dead_request in page:
+                is_named = (
+                    not self.names
+                    or dead_request.entry_id in entries
+                    or parse_member(dead_request.member).id in ids
+                )
+                if is_named and self._matches_filters(dead_request):
+                    yield dead_request
+            after = page[-1].entry_id
 
-    def missed(self, found: Mapping[int, str | None]) -> frozenset[str]:
+    def find_missing_names(self, selected: Mapping[int, str | None]) -> frozenset[str]:
         """Return the names that match none of the selected requests, which are given as ids by number."""
-        return self.names - {name for number, id_ in found.items() for name in (str(number), id_)}
+        return self.names - {name for number, id_ in selected.items() for name in (str(number), id_)}
 
-    def without(self, found: Mapping[int, str | None]) -> str:
+    def explain_missing(self, selected: Mapping[int, str | None]) -> str:
         """Return a message about requests that were named and are not dead. Empty if all were found."""
-        if missed := sorted(self.missed(found)):
-            more = ", …" if len(missed) > _NAMED_MOST else ""
-            return f"not among the dead: {', '.join(missed[:_NAMED_MOST])}{more}"
-        if found:
+        if missing := sorted(self.find_missing_names(selected)):
+            more = ", …" if len(missing) > _MAX_NAMES_SHOWN else ""
+            return f"not among the dead: {', '.join(missing[:_MAX_NAMES_SHOWN])}{more}"
+        if selected:
             return ""
-        return "no dead request fits" if self.reason or self.older_s else "no dead"
+        return "no dead request fits" if self.reason or self.min_age_s else "no dead"
 
-    def _fits(self, one: Dead) -> bool:
+    def _matches_filters(self, dead_request: DeadRequest) -> bool:
         # An empty reason is contained in all reasons, and an age of 0 is reached by all requests.
-        return self.reason.lower() in one.reason.lower() and one.died_at <= time.time() - self.older_s
+        return (
+            self.reason.lower() in dead_request.reason.lower()
+            and dead_request.died_at <= time.time() - self.min_age_s
+        )
 
 
-async def _numbered(desk: RedisDesk, name: str) -> Dead | None:
+async def _find_by_number(admin: RedisQueueAdmin, name: str) -> DeadRequest | None:
     """Return the dead request with this entry number, or `None` if there is none."""
-    if not name.isdecimal() or len(name) > _DIGITS_MOST:
+    if not name.isdecimal() or len(name) > _MAX_NUMBER_DIGITS:
         return None
     # The list begins behind the given number.
-    found = await desk.dead_list(1, int(name) - 1)
-    return found[0] if found and found[0].entry == int(name) else None
+    page = await admin.list_dead(1, int(name) - 1)
+    return page[0] if page and page[0].entry_id == int(name) else None
 
 
 @dead.command("list")
-def list_(
-    reason: Because = "",
-    older: Older = "",
-    most: Annotated[
+def list_dead(
+    reason: ReasonFilter = "",
+    older: AgeFilter = "",
+    max_count: Annotated[
         int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests to show.")
     ] = 100,
     after: Annotated[int, typer.Option(help="Only requests with a higher number.")] = 0,
@@ -120,64 +131,75 @@ def list_(
     json_output: Json = False,
 ) -> None:
     """List dead requests: number, time, id and reason."""
-    choice = _choice(None, reason, older)
-    target = find(where)
+    selection = _make_selection(None, reason, older)
+    target = find_queue(where)
 
-    async def act(desk: RedisDesk) -> tuple[list[Dead], int]:
-        found: list[Dead] = []
-        async for one in choice.of(desk, after):
-            found.append(one)
-            if len(found) == most:
+    async def read_dead(admin: RedisQueueAdmin) -> tuple[list[DeadRequest], int]:
+        dead_requests: list[DeadRequest] = []
+        async for dead_request in selection.select_dead(admin, after):
+            dead_requests.append(dead_request)
+            if len(dead_requests) == max_count:
                 break
-        return found, (await desk.counts()).dead
+        return dead_requests, (await admin.count_requests()).dead
 
-    found, count = ask(target, act)
-    shown = [_shown(one) for one in found]
+    dead_requests, count = run_with_admin(target, read_dead)
+    json_rows = [_dead_as_json(dead_request) for dead_request in dead_requests]
     if json_output:
-        answer(shown)
-    elif shown:
+        print_json(json_rows)
+    elif json_rows:
         rows = [
-            [str(one["entry"]), one["died_at"], one["id"] or "(unreadable)", one["reason"]] for one in shown
+            [
+                str(dead_request["entry"]),
+                dead_request["died_at"],
+                dead_request["id"] or "(unreadable)",
+                dead_request["reason"],
+            ]
+            for dead_request in json_rows
         ]
-        say(*table(["NUMBER", "DIED", "ID", "REASON"], rows))
+        print_lines(*format_table(["NUMBER", "DIED", "ID", "REASON"], rows))
     else:
-        complain(
+        print_error(
             f"{target.names.queue}: none of {count} dead" if count else f"{target.names.queue}: no dead",
             fg=None,
         )
-    if not json_output and len(found) == most and count > most:
-        complain(f"{most:,} of {count:,}; --most or --after {found[-1].entry} shows more", fg=None)
+    if not json_output and len(dead_requests) == max_count and count > max_count:
+        print_error(
+            f"{max_count:,} of {count:,}; --most or --after {dead_requests[-1].entry_id} shows more", fg=None
+        )
 
 
 @dead.command()
-def show(which: Which, where: QueueOptions, json_output: Json = False) -> None:
+def show(which: DeadName, where: QueueOptions, json_output: Json = False) -> None:
     """Show one dead request in full as JSON, with the results that are stored under its id.
 
     With --json it is printed on one line. Exit code 1: the request is not dead.
     """
-    from dispatcher.cli.find_requests import answers_anywhere, shown_result
+    from dispatcher.cli.find_requests import find_results, result_as_json
     from dispatcher.core.requests.result import decode_result
 
-    async def act(desk: RedisDesk) -> dict[str, Any] | None:
-        async for one in _Selection(frozenset({which})).of(desk):
-            told = {**_shown(one), "member": one.member.decode(errors="replace")}
-            results = await answers_anywhere(desk, told["id"]) if told["id"] else []
-            return {**told, "results": [shown_result(decode_result(each)) for each in results]}
+    async def read_dead_request(admin: RedisQueueAdmin) -> dict[str, Any] | None:
+        async for dead_request in _Selection(frozenset({which})).select_dead(admin):
+            description = {
+                **_dead_as_json(dead_request),
+                "member": dead_request.member.decode(errors="replace"),
+            }
+            results = await find_results(admin, description["id"]) if description["id"] else []
+            return {**description, "results": [result_as_json(decode_result(encoded)) for encoded in results]}
         return None
 
-    found = ask(find(where), act)
-    if found is None:
-        raise fail(f"{which}: not among the dead")
-    answer(found, indent=None if json_output else 2)
+    description = run_with_admin(find_queue(where), read_dead_request)
+    if description is None:
+        raise exit_error(f"{which}: not among the dead")
+    print_json(description, indent=None if json_output else 2)
 
 
 @dead.command()
 def requeue(
-    which: Several = None,
-    everything: Everything = False,
-    reason: Because = "",
-    older: Older = "",
-    deadline: Within = 3600.0,
+    which: DeadNames = None,
+    everything: AllOption = False,
+    reason: ReasonFilter = "",
+    older: AgeFilter = "",
+    deadline: Deadline = 3600.0,
     *,
     where: QueueOptions,
     json_output: Json = False,
@@ -188,39 +210,46 @@ def requeue(
     client that has ended, the result is stored where `result ID` finds it. Exit code 1: some requests could
     not be requeued (an unreadable one stays dead), or no request matches.
     """
-    choice = _choice(which, reason, older, everything=everything)
-    target = find(where)
+    selection = _make_selection(which, reason, older, everything=everything)
+    target = find_queue(where)
 
-    async def act(desk: RedisDesk) -> tuple[int, dict[int, str | None], int]:
-        named, moved = {}, 0
-        async for one in choice.of(desk):
-            read = parse(one.member)
-            named[one.entry] = read.id
+    async def requeue_selected(admin: RedisQueueAdmin) -> tuple[int, dict[int, str | None], int]:
+        selected, redirected = {}, 0
+        async for dead_request in selection.select_dead(admin):
+            parsed = parse_member(dead_request.member)
+            selected[dead_request.entry_id] = parsed.id
             # Nobody reads the own list of a client any more; the queue stores the result by id instead.
-            moved += desk.names.is_clients_own(read.results)
-        return await desk.dead_requeue(list(named), int(time.time() + deadline)), named, moved
+            redirected += admin.names.is_anonymous_client_list(parsed.results)
+        return await admin.requeue_dead(list(selected), int(time.time() + deadline)), selected, redirected
 
-    done, named, moved = ask(target, act)
-    asked = len(named) + len(choice.missed(named))
+    requeued_count, selected, redirected = run_with_admin(target, requeue_selected)
+    asked_count = len(selected) + len(selection.find_missing_names(selected))
     if json_output:
-        answer({"requeued": done, "asked": asked, "results_by_id": moved})
-    elif done:
-        say(f"{done} of {asked} are pending again; a second result may come for each")
-        if moved:
-            say(f"the clients of {moved} have ended: `batch-dispatcher result ID` finds what comes of them")
+        print_json({"requeued": requeued_count, "asked": asked_count, "results_by_id": redirected})
+    elif requeued_count:
+        print_lines(f"{requeued_count} of {asked_count} are pending again; a second result may come for each")
+        if redirected:
+            print_lines(
+                f"the clients of {redirected} have ended: `batch-dispatcher result ID` finds what comes of them"
+            )
     if not json_output:
-        refused = len(named) - done
-        _say_less(target, choice.without(named), refused, "not accepted: unreadable, or not dead any more")
-    if done < asked or not (asked or everything):
+        refused_count = len(selected) - requeued_count
+        _print_shortfall(
+            target,
+            selection.explain_missing(selected),
+            refused_count,
+            "not accepted: unreadable, or not dead any more",
+        )
+    if requeued_count < asked_count or not (asked_count or everything):
         raise typer.Exit(1)
 
 
 @dead.command()
 def purge(
-    which: Several = None,
-    everything: Everything = False,
-    reason: Because = "",
-    older: Older = "",
+    which: DeadNames = None,
+    everything: AllOption = False,
+    reason: ReasonFilter = "",
+    older: AgeFilter = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     *,
     where: QueueOptions,
@@ -231,74 +260,77 @@ def purge(
     The command asks first; without a terminal it demands --yes. Exit code 1: a named request is not dead, no
     request matches, or the answer was no.
     """
-    choice = _choice(which, reason, older, everything=everything)
-    target = find(where)
+    selection = _make_selection(which, reason, older, everything=everything)
+    target = find_queue(where)
 
-    async def meant(desk: RedisDesk) -> dict[int, str | None]:
-        return {one.entry: parse(one.member).id async for one in choice.of(desk)}
+    async def find_selected(admin: RedisQueueAdmin) -> dict[int, str | None]:
+        return {
+            dead_request.entry_id: parse_member(dead_request.member).id
+            async for dead_request in selection.select_dead(admin)
+        }
 
-    async def act(desk: RedisDesk) -> tuple[int, int]:
-        done = await desk.dead_purge(list(named)) if named else 0
-        return done, (await desk.counts()).dead
+    async def purge_selected(admin: RedisQueueAdmin) -> tuple[int, int]:
+        purged_count = await admin.purge_dead(list(selected)) if selected else 0
+        return purged_count, (await admin.count_requests()).dead
 
     # Two steps: the question says how many requests will be deleted, and only those are deleted.
-    named = ask(target, meant)
-    if named and not yes:
-        _confirm(f"Forget {len(named):,} dead requests of {target.names.queue} for good?")
-    done, left = ask(target, act)
-    asked = len(named) + len(choice.missed(named))
+    selected = run_with_admin(target, find_selected)
+    if selected and not yes:
+        _confirm_purge(f"Forget {len(selected):,} dead requests of {target.names.queue} for good?")
+    purged_count, dead_count = run_with_admin(target, purge_selected)
+    asked_count = len(selected) + len(selection.find_missing_names(selected))
     if json_output:
-        answer({"purged": done, "asked": asked, "dead": left})
+        print_json({"purged": purged_count, "asked": asked_count, "dead": dead_count})
     else:
-        rest = f"{left:,} dead left" if left else "no dead left"
-        if done:
-            say(f"{done:,} forgotten, {rest}")
-        missing = choice.without(named)
-        missing = f"{missing}; {rest}" if missing and left and not done else missing
+        rest = f"{dead_count:,} dead left" if dead_count else "no dead left"
+        if purged_count:
+            print_lines(f"{purged_count:,} forgotten, {rest}")
+        missing = selection.explain_missing(selected)
+        missing = f"{missing}; {rest}" if missing and dead_count and not purged_count else missing
         gone = "gone before: requeued or purged meanwhile, or the call was made twice"
-        _say_less(target, missing, len(named) - done, gone)
+        _print_shortfall(target, missing, len(selected) - purged_count, gone)
     # With --all an empty dead-letter set is a success.
-    if done < max(1, asked) and not everything:
+    if purged_count < max(1, asked_count) and not everything:
         raise typer.Exit(1)
 
 
-def _say_less(target: QueueTarget, missing: str, others: int, why: str) -> None:
+def _print_shortfall(target: QueueTarget, missing: str, other_count: int, why: str) -> None:
     """Print why fewer requests were changed than were selected."""
-    less = f"{others:,} {'was' if others == 1 else 'were'} {why}" if others else ""
-    complain(*(f"{target.names.queue}: {each}" for each in (missing, less) if each), fg=None)
+    shortfall = f"{other_count:,} {'was' if other_count == 1 else 'were'} {why}" if other_count else ""
+    print_error(*(f"{target.names.queue}: {each}" for each in (missing, shortfall) if each), fg=None)
 
 
-def _confirm(question: str) -> None:
+def _confirm_purge(question: str) -> None:
     if not sys.stdin.isatty():
-        raise fail("this cannot be undone: give --yes", 2)
+        raise exit_error("this cannot be undone: give --yes", 2)
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
 
 
-def _shown(one: Dead) -> dict[str, Any]:
+def _dead_as_json(dead_request: DeadRequest) -> dict[str, Any]:
     return {
-        "entry": one.entry,
-        "id": parse(one.member).id,
-        "reason": one.reason,
-        "died_at": datetime.fromtimestamp(one.died_at, UTC).isoformat(timespec="seconds"),
-        "deliveries": one.deliveries,
-        "attempts": one.attempts,
-        "refusals": one.refusals,
+        "entry": dead_request.entry_id,
+        "id": parse_member(dead_request.member).id,
+        "reason": dead_request.reason,
+        "died_at": datetime.fromtimestamp(dead_request.died_at, UTC).isoformat(timespec="seconds"),
+        "deliveries": dead_request.deliveries,
+        "attempts": dead_request.failed_attempts,
+        "refusals": dead_request.refusals,
     }
 
 
-def _choice(
+def _make_selection(
     which: list[str] | None, reason: str, older: str, *, everything: bool | None = None
 ) -> _Selection:
     """Return the selection that the options describe. Exits with 2 if they are contradictory.
 
     `everything`: value of --all, or `None` if the verb does not require a selection.
     """
-    chosen = [bool(which), bool(reason or older), bool(everything)]
-    if everything is not None and (sum(chosen) != 1):
-        raise fail("give ids or numbers, or --reason or --older, or --all", 2)
+    given_options = [bool(which), bool(reason or older), bool(everything)]
+    if everything is not None and (sum(given_options) != 1):
+        raise exit_error("give ids or numbers, or --reason or --older, or --all", 2)
     try:
-        return _Selection(frozenset(which or ()), reason, seconds_of(older) if older else 0.0)
+        return _Selection(frozenset(which or ()), reason, parse_duration(older) if older else 0.0)
     except ValueError as error:
-        complain(f"--older: {error}")
+        print_error(f"--older: {error}")
         raise typer.Exit(2) from error

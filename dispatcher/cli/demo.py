@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli.connection import Json
-from dispatcher.cli.terminal import answer, fail, paint, say
+from dispatcher.cli.terminal import colour_bar, exit_error, print_json, print_lines
 
 EXAMPLES = {"demo": ["batch-dispatcher demo", "batch-dispatcher demo --requests 100"]}
 
@@ -28,27 +28,27 @@ def demo(
     """
     import asyncio
 
-    from dispatcher.cli.demo_run import play
-    from dispatcher.cli.terminal import fold
+    from dispatcher.cli.demo_run import run_demo
+    from dispatcher.cli.terminal import wrap_lines
     from dispatcher.queue.embedded import EmbeddedError
 
-    def tell(line: str) -> None:
+    def print_progress(line: str) -> None:
         # With --json standard output is left to the verdict.
-        typer.echo(paint(line), err=json_output)
+        typer.echo(colour_bar(line), err=json_output)
 
     width = shutil.get_terminal_size((140, 24)).columns - 1
     with tempfile.TemporaryDirectory(prefix="batch-dispatcher-demo-") as directory:
         try:
-            verdict = asyncio.run(play(Path(directory), requests, tell, width=width))
+            verdict = asyncio.run(run_demo(Path(directory), requests, print_progress, width=width))
         except (RuntimeError, EmbeddedError) as error:
-            raise fail(str(error)) from error
-    checks = verdict.checks()
+            raise exit_error(str(error)) from error
+    checks = verdict.make_checks()
     if json_output:
-        answer({"ok": all(check.ok for check in checks), "checks": [asdict(check) for check in checks]})
+        print_json({"ok": all(check.ok for check in checks), "checks": [asdict(check) for check in checks]})
     else:
-        say("", f"Measured in this run ({verdict.seconds:.0f} s of batch work):", bold=True)
+        print_lines("", f"Measured in this run ({verdict.duration_s:.0f} s of batch work):", bold=True)
         for check in checks:
-            told = fold([f"{'✓' if check.ok else '✗'} {check.what}"], width)
-            say(*told, fg=typer.colors.GREEN if check.ok else typer.colors.RED)
+            wrapped = wrap_lines([f"{'✓' if check.ok else '✗'} {check.what}"], width)
+            print_lines(*wrapped, fg=typer.colors.GREEN if check.ok else typer.colors.RED)
     if not all(check.ok for check in checks):
         raise typer.Exit(1)

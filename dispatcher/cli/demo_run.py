@@ -27,19 +27,19 @@ from dispatcher.client import BatchClient, Item
 from dispatcher.core.requests.result import decode_result
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import running_url
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
-NAMES = Names("batch:{demo}:requests", "batch:{demo}:results")
+QUEUE_NAMES = QueueNames("batch:{demo}:requests", "batch:{demo}:results")
 SLOTS = 64
 RESERVE = 0.05
-WARM_UP_S = 8.0
+TRAFFIC_WARM_UP_S = 8.0
 """Time until as many realtime requests leave the pool as arrive."""
-ALONE_S = 8.0
+REALTIME_ONLY_S = 8.0
 """Duration of the baseline measurement with realtime traffic alone."""
-TELL_S = 1.5
-GIVE_UP_S = 180.0
+REPORT_INTERVAL_S = 1.5
+TIMEOUT_S = 180.0
 TRACE_FROM_S = 525.0
 """Start in the trace, in seconds. The trace begins with little traffic."""
 LEASE_S = 3.0
@@ -56,16 +56,16 @@ admin: {{host: 127.0.0.1, port: {port}}}
 log: {{level: warning, format: json}}
 """
 
-LABEL = len("1234 served")
-BESIDE = len("  realtime 64  batch 64  limit 64  nothing waits")
+LABEL_WIDTH = len("1234 served")
+TEXT_WIDTH = len("  realtime 64  batch 64  limit 64  nothing waits")
 """Largest width of the text beside the bar, so that all bars of a run have the same length."""
-BAR_LEAST = 10
+BAR_MIN_WIDTH = 10
 LEGEND = (
-    f"{bar.REALTIME} realtime  {bar.OURS} batch  {bar.FREE} free; limit: what batch work may hold at most"
+    f"{bar.REALTIME} realtime  {bar.BATCH} batch  {bar.FREE} free; limit: what batch work may hold at most"
 )
-WORDS = {"idle": "nothing waits"}
+REASON_WORDS = {"idle": "nothing waits"}
 """Plain words for reasons of the gate that are misleading without an explanation."""
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,81 +77,95 @@ class Check:
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurements:
     """Measurements of one run of the demonstration."""
 
-    submitted: int
-    answers: Counter[int] = field(default_factory=Counter)
+    submitted_count: int
+    results_by_status: Counter[int] = field(default_factory=Counter)
     """Number of results by HTTP status. 0 stands for errors of the dispatcher."""
-    twice: int = 0
-    peak: int = 0
-    alone: dict[str, Any] = field(default_factory=dict)
-    together: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
+    duplicate_count: int = 0
+    peak_in_flight: int = 0
+    realtime_only: dict[str, Any] = field(default_factory=dict)
+    with_batch: dict[str, Any] = field(default_factory=dict)
+    duration_s: float = 0.0
 
-    def checks(self) -> Sequence[Check]:
-        results = sum(self.answers.values())
+    def make_checks(self) -> Sequence[Check]:
+        result_count = sum(self.results_by_status.values())
         # The observer counts from its last restart on, so these are the answers while batch work ran.
-        refused = self.together["gateway"]["answers"].get("429", 0)
-        use = [shown["pool"]["running"]["mean"] / SLOTS for shown in (self.alone, self.together)]
-        wait = [shown["pool"]["wait_s"]["realtime"]["p99"] or 0.0 for shown in (self.alone, self.together)]
-        times = [shown["pool"]["time_s"]["realtime"]["p50"] or 0.0 for shown in (self.alone, self.together)]
+        refused = self.with_batch["gateway"]["answers"].get("429", 0)
+        utilization = [
+            observed["pool"]["running"]["mean"] / SLOTS for observed in (self.realtime_only, self.with_batch)
+        ]
+        p99_waits_s = [
+            observed["pool"]["wait_s"]["realtime"]["p99"] or 0.0
+            for observed in (self.realtime_only, self.with_batch)
+        ]
+        p50_times_s = [
+            observed["pool"]["time_s"]["realtime"]["p50"] or 0.0
+            for observed in (self.realtime_only, self.with_batch)
+        ]
         return (
             Check(
-                results == self.submitted and not self.twice,
-                f"{results} of {self.submitted} requests have a result, {self.twice} have two, "
+                result_count == self.submitted_count and not self.duplicate_count,
+                f"{result_count} of {self.submitted_count} requests have a result, {self.duplicate_count} have two, "
                 f"though the dispatcher was killed",
             ),
-            Check(self.answers[200] == self.submitted, f"{self.answers[200]} of them are answers (200)"),
             Check(
-                self.peak <= SLOTS * (1 - RESERVE) + 1,
-                f"at most {self.peak} batch requests at the gateway, in a pool of {SLOTS} less {RESERVE:.0%}",
+                self.results_by_status[200] == self.submitted_count,
+                f"{self.results_by_status[200]} of them are answers (200)",
             ),
-            Check(use[1] > use[0], f"the pool was {use[1]:.0%} in use; {use[0]:.0%} with realtime alone"),
             Check(
-                wait[1] <= wait[0] + 1.0,
-                f"realtime waited {wait[1] * 1000:.0f} ms for a slot (p99), alone {wait[0] * 1000:.0f} ms: "
-                f"1 s more may be; a fuller pool answers slower: median {times[1]:.2f} s, alone "
-                f"{times[0]:.2f} s",
+                self.peak_in_flight <= SLOTS * (1 - RESERVE) + 1,
+                f"at most {self.peak_in_flight} batch requests at the gateway, in a pool of {SLOTS} less {RESERVE:.0%}",
             ),
-            Check(refused <= self.submitted * 0.025, f"{refused} answers were 429"),
+            Check(
+                utilization[1] > utilization[0],
+                f"the pool was {utilization[1]:.0%} in use; {utilization[0]:.0%} with realtime alone",
+            ),
+            Check(
+                p99_waits_s[1] <= p99_waits_s[0] + 1.0,
+                f"realtime waited {p99_waits_s[1] * 1000:.0f} ms for a slot (p99), alone {p99_waits_s[0] * 1000:.0f} ms: "
+                f"1 s more may be; a fuller pool answers slower: median {p50_times_s[1]:.2f} s, alone "
+                f"{p50_times_s[0]:.2f} s",
+            ),
+            Check(refused <= self.submitted_count * 0.025, f"{refused} answers were 429"),
         )
 
 
-async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) -> Measured:
+async def run_demo(directory: Path, requests: int, report: Report, *, width: int = 140) -> Measurements:
     """Run the demonstration in a directory of its own, and report its progress.
 
     `width`: largest number of characters in a line.
     """
-    measured = Measured(requests)
+    measured = Measurements(requests)
     with as_file(files("dispatcher.lab.standin") / "data" / "azure-conv-900s.csv") as trace:
-        world = await _start_world(trace)
-        async with _ending(world.process), aiohttp.ClientSession() as http:
-            tell(f"A pool of {SLOTS} slots serves a chat service's traffic (a real hour, replayed).")
-            tell(LEGEND)
-            await asyncio.sleep(WARM_UP_S)
-            await world.restart(http)  # the warm-up does not count
-            await asyncio.sleep(ALONE_S)
-            measured.alone = await world.observed(http)
-            tell(line("alone", measured.alone, None, width))
-            await world.restart(http)
-            await _with_batch(directory, requests, world, http, measured, tell, width)
+        standin = await _start_standin(trace)
+        async with _terminate_on_exit(standin.process), aiohttp.ClientSession() as http:
+            report(f"A pool of {SLOTS} slots serves a chat service's traffic (a real hour, replayed).")
+            report(LEGEND)
+            await asyncio.sleep(TRAFFIC_WARM_UP_S)
+            await standin.restart_measurement(http)  # the warm-up does not count
+            await asyncio.sleep(REALTIME_ONLY_S)
+            measured.realtime_only = await standin.fetch_observed(http)
+            report(format_line("alone", measured.realtime_only, None, width))
+            await standin.restart_measurement(http)
+            await _run_with_batch(directory, requests, standin, http, measured, report, width)
     return measured
 
 
-async def _with_batch(
+async def _run_with_batch(
     directory: Path,
     requests: int,
-    world: _StandinProcess,
+    standin: _StandinProcess,
     http: aiohttp.ClientSession,
-    measured: Measured,
-    tell: Tell,
+    measured: Measurements,
+    report: Report,
     width: int,
 ) -> None:
     config, data, port = directory / "config.yaml", directory / "data", _free_port()
     text = CONFIG.format(
-        gateway=world.gateway,
-        metrics=world.metrics,
+        gateway=standin.gateway,
+        metrics=standin.metrics,
         data=data,
         lease_s=LEASE_S,
         reserve=RESERVE,
@@ -159,41 +173,41 @@ async def _with_batch(
         port=port,
     )
     config.write_text(text)
-    tell(f"batch-dispatcher run --config {config}")
-    dispatcher = await _run(config, data)
-    async with _ending_last() as last:
-        last.append(dispatcher)
-        desk = await _desk(data)
-        began = time.monotonic()
-        await _submit(data, requests)
-        tell(f"{requests} batch requests are submitted.")
-        killed = False
+    report(f"batch-dispatcher run --config {config}")
+    dispatcher = await _start_dispatcher(config, data)
+    async with _terminate_last_on_exit() as dispatchers:
+        dispatchers.append(dispatcher)
+        admin = await _connect_admin(data)
+        started_at = time.monotonic()
+        await _submit_requests(data, requests)
+        report(f"{requests} batch requests are submitted.")
+        is_killed = False
         # After the timeout the verdict fails: it counts the results that are missing.
-        while time.monotonic() - began < GIVE_UP_S:
-            await asyncio.sleep(TELL_S)
-            shown = await world.observed(http)
-            status = await _status(http, port)
-            served = shown["gateway"]["ids"]["served"]
-            tell(line(f"{served:4d} served", shown, status, width))
-            if served >= requests / 2 and not killed:
-                killed = True
+        while time.monotonic() - started_at < TIMEOUT_S:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            observed = await standin.fetch_observed(http)
+            status = await _fetch_status(http, port)
+            served_count = observed["gateway"]["ids"]["served"]
+            report(format_line(f"{served_count:4d} served", observed, status, width))
+            if served_count >= requests / 2 and not is_killed:
+                is_killed = True
                 # SIGKILL, so that the dispatcher cannot return its leases: they have to expire.
                 dispatcher.send_signal(signal.SIGKILL)
                 await dispatcher.wait()
-                await desk.aclose()
-                tell("SIGKILL: the dispatcher is gone, with what it held. It is started again.")
-                dispatcher = await _run(config, data)
-                last.append(dispatcher)
+                await admin.aclose()
+                report("SIGKILL: the dispatcher is gone, with what it held. It is started again.")
+                dispatcher = await _start_dispatcher(config, data)
+                dispatchers.append(dispatcher)
                 # The embedded server ended with the killed dispatcher: connect to the new one.
-                desk = await _desk(data)
-            if served >= requests and await _finished(desk, requests):
+                admin = await _connect_admin(data)
+            if served_count >= requests and await _has_all_results(admin, requests):
                 break
-        measured.seconds = time.monotonic() - began
-        measured.together = await world.observed(http)
-        measured.peak = measured.together["gateway"]["batch"]["peak"]
-        await _read_results(desk, measured)
-        await desk.aclose()
-        tell("SIGTERM: the dispatcher hands in what it has and ends.")
+        measured.duration_s = time.monotonic() - started_at
+        measured.with_batch = await standin.fetch_observed(http)
+        measured.peak_in_flight = measured.with_batch["gateway"]["batch"]["peak"]
+        await _count_results(admin, measured)
+        await admin.aclose()
+        report("SIGTERM: the dispatcher hands in what it has and ends.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +217,18 @@ class _StandinProcess:
     metrics: str
     control: str
 
-    async def observed(self, http: aiohttp.ClientSession) -> dict[str, Any]:
+    async def fetch_observed(self, http: aiohttp.ClientSession) -> dict[str, Any]:
         async with http.get(f"{self.control}/observed") as answer:
-            shown: dict[str, Any] = await answer.json()
-        return shown
+            observed: dict[str, Any] = await answer.json()
+        return observed
 
-    async def restart(self, http: aiohttp.ClientSession) -> None:
+    async def restart_measurement(self, http: aiohttp.ClientSession) -> None:
         """Start a new measurement."""
         async with http.post(f"{self.control}/control", json={"restart": True}) as answer:
             answer.raise_for_status()
 
 
-async def _start_world(trace: Path) -> _StandinProcess:
+async def _start_standin(trace: Path) -> _StandinProcess:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dispatcher.lab.standin"),
         *("--slots", str(SLOTS), "--queue-limit", str(SLOTS // 2), "--pool", "demo"),
@@ -228,66 +242,68 @@ async def _start_world(trace: Path) -> _StandinProcess:
     return _StandinProcess(process, urls["gateway"], urls["metrics"], urls["control"])
 
 
-async def _run(config: Path, data: Path) -> asyncio.subprocess.Process:
+async def _start_dispatcher(config: Path, data: Path) -> asyncio.subprocess.Process:
     """Start a dispatcher and wait until its embedded queue is available."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dispatcher", "run", "--config", str(config))
     )
-    until = time.monotonic() + 30.0
+    give_up_at = time.monotonic() + 30.0
     while running_url(data) is None:
-        if process.returncode is not None or time.monotonic() > until:
+        if process.returncode is not None or time.monotonic() > give_up_at:
             raise RuntimeError("the dispatcher did not start")
         await asyncio.sleep(0.05)
     return process
 
 
-async def _desk(data: Path) -> RedisDesk:
+async def _connect_admin(data: Path) -> RedisQueueAdmin:
     """Connect to the queue of the dispatcher as an operator, and wait until the queue answers."""
-    until = time.monotonic() + 30.0
+    give_up_at = time.monotonic() + 30.0
     while True:
         url = running_url(data)
         if url is not None:
-            desk = RedisDesk(connect(url), NAMES)
+            admin = RedisQueueAdmin(connect(url), QUEUE_NAMES)
             with suppress(QueueUnavailableError):
-                await desk.counts()
-                return desk
-            await desk.aclose()
-        if time.monotonic() > until:
+                await admin.count_requests()
+                return admin
+            await admin.aclose()
+        if time.monotonic() > give_up_at:
             raise RuntimeError("the queue does not answer")
         await asyncio.sleep(0.1)
 
 
-async def _submit(data: Path, requests: int) -> None:
+async def _submit_requests(data: Path, requests: int) -> None:
     """Submit the requests with the Python client. The results go to the default list of the queue."""
     bodies = ({"model": "demo", "prompt": f"request {n}"} for n in range(requests))
     async with BatchClient(running_url(data) or "", pool="demo") as client:
         await client.enqueue_many([Item(body, results="") for body in bodies])
 
 
-async def _results(desk: RedisDesk) -> list[bytes]:
+async def _read_result_list(admin: RedisQueueAdmin) -> list[bytes]:
     """Return all results in the default list of the queue."""
-    scripts = desk.backend.scripts
-    found: list[bytes] = await scripts.attempt(lambda: scripts.client.lrange(NAMES.results, 0, -1))
-    return found
+    scripts = admin.backend.scripts
+    results: list[bytes] = await scripts.call_with_retries(
+        lambda: scripts.client.lrange(QUEUE_NAMES.result_list, 0, -1)
+    )
+    return results
 
 
-async def _finished(desk: RedisDesk, requests: int) -> bool:
+async def _has_all_results(admin: RedisQueueAdmin, requests: int) -> bool:
     with suppress(QueueUnavailableError):
-        return len(await _results(desk)) >= requests
+        return len(await _read_result_list(admin)) >= requests
     return False
 
 
-async def _read_results(desk: RedisDesk, measured: Measured) -> None:
-    seen: Counter[str] = Counter()
-    for raw in await _results(desk):
+async def _count_results(admin: RedisQueueAdmin, measured: Measurements) -> None:
+    counts: Counter[str] = Counter()
+    for raw in await _read_result_list(admin):
         result = decode_result(raw)
-        seen[result.id] += 1
-        if seen[result.id] == 1:  # a second result of a request is counted as a duplicate, below
-            measured.answers[result.status_code or 0] += 1
-    measured.twice = sum(count > 1 for count in seen.values())
+        counts[result.id] += 1
+        if counts[result.id] == 1:  # a second result of a request is counted as a duplicate, below
+            measured.results_by_status[result.status_code or 0] += 1
+    measured.duplicate_count = sum(count > 1 for count in counts.values())
 
 
-async def _status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | None:
+async def _fetch_status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | None:
     try:
         async with http.get(f"http://127.0.0.1:{port}/status") as answer:
             status: dict[str, Any] = await answer.json()
@@ -296,29 +312,31 @@ async def _status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | No
     return status
 
 
-def line(label: str, shown: dict[str, Any], status: dict[str, Any] | None, width: int) -> str:
+def format_line(label: str, observed: dict[str, Any], status: dict[str, Any] | None, width: int) -> str:
     """Format the state of the pool at one moment, as wide as the terminal."""
-    running = shown["pool"]
+    running = observed["pool"]
     realtime, batch = running["realtime"]["now"], running["batch"]["now"]
-    told = f"  realtime {realtime:2d}  batch {batch:2d}"
+    text = f"  realtime {realtime:2d}  batch {batch:2d}"
     if status:
-        told += f"  limit {status['limit']:2d}  {WORDS.get(status['reason'], status['reason'])}"
-    room = max(BAR_LEAST, min(SLOTS, width - BESIDE - LABEL - 2))
-    drawn = bar.pool(realtime=realtime, waiting=0, ours=batch, reserve=0, capacity=SLOTS, width=room)
-    return f"{label:>{LABEL}}  {drawn}{told}"[:width]
+        text += f"  limit {status['limit']:2d}  {REASON_WORDS.get(status['reason'], status['reason'])}"
+    bar_width = max(BAR_MIN_WIDTH, min(SLOTS, width - TEXT_WIDTH - LABEL_WIDTH - 2))
+    drawn = bar.draw_pool(
+        realtime=realtime, waiting=0, batch=batch, reserve=0, capacity=SLOTS, width=bar_width
+    )
+    return f"{label:>{LABEL_WIDTH}}  {drawn}{text}"[:width]
 
 
 @asynccontextmanager
-async def _ending(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+async def _terminate_on_exit(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
     """Terminate the process at the end of the block: with SIGTERM, then with SIGKILL."""
     try:
         yield
     finally:
-        await _end(process)
+        await _terminate_process(process)
 
 
 @asynccontextmanager
-async def _ending_last() -> AsyncIterator[list[asyncio.subprocess.Process]]:
+async def _terminate_last_on_exit() -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """Terminate the last process of the list at the end of the block.
 
     The processes before it have already ended.
@@ -328,10 +346,10 @@ async def _ending_last() -> AsyncIterator[list[asyncio.subprocess.Process]]:
         yield processes
     finally:
         if processes:
-            await _end(processes[-1])
+            await _terminate_process(processes[-1])
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _terminate_process(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with suppress(ProcessLookupError):  # it may end between the check and the signal
             process.terminate()

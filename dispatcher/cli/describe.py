@@ -8,33 +8,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, ask, find
+from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, find_queue, run_with_admin
 from dispatcher.cli.find_requests import (
-    LOOKED_MOST,
-    alive,
-    answers_anywhere,
-    being_cancelled,
-    by_id,
-    details,
-    gate_of,
-    shown,
-    shown_result,
-    turn_of,
-    why,
-    why_not_cancelled,
+    MAX_SEARCHED,
+    check_being_cancelled,
+    describe_gate,
+    describe_turn,
+    exclude_dead,
+    explain_cancelling,
+    explain_wait,
+    find_by_id,
+    find_results,
+    list_details,
+    request_as_json,
+    result_as_json,
 )
-from dispatcher.cli.terminal import answer, complain, say
+from dispatcher.cli.terminal import print_error, print_json, print_lines
 from dispatcher.core.requests.result import decode_result
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {"describe": ["batch-dispatcher describe r-1", "batch-dispatcher describe r-1 --json"]}
-All = Annotated[bool, typer.Option("--all", help="Read all requests, no matter how many there are.")]
-Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Read all requests, no matter how many there are.")]
+RequestId = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 
 
-def describe(request_id: Id, where: QueueOptions, json_output: Json = False, everything: All = False) -> None:
+def describe(
+    request_id: RequestId, where: QueueOptions, json_output: Json = False, everything: AllOption = False
+) -> None:
     """Describe one request: its state, its place in the queue, its attempts, and why it is not sent yet.
 
     If the request was answered, the command says so. A request that was submitted by the client of this
@@ -42,44 +44,57 @@ def describe(request_id: Id, where: QueueOptions, json_output: Json = False, eve
 
     Exit code 1 if the request is not in the part of the queue that was read, and no result has its id.
     """
-    target = find(where)
-    most = math.inf if everything else LOOKED_MOST
-    told = ask(target, lambda desk: _look(target, desk, request_id, most))
+    target = find_queue(where)
+    max_searched = math.inf if everything else MAX_SEARCHED
+    description = run_with_admin(
+        target, lambda desk: _describe_request(target, desk, request_id, max_searched)
+    )
     if json_output:
-        answer({name: value for name, value in told.items() if name != "lines"})
+        print_json({name: value for name, value in description.items() if name != "lines"})
     else:
-        for at, lines in enumerate(told["lines"]):
-            say(*([""] if at else []), *lines)
-    if not told["requests"] and not told["results"]:
+        for number, lines in enumerate(description["lines"]):
+            print_lines(*([""] if number else []), *lines)
+    if not description["requests"] and not description["results"]:
         if not json_output:
-            seen = f"{told['looked_at']:,} requests looked at"
-            if not told["looked_at_all"]:
-                seen += ", and there are more: --all looks at all"
-            complain(
-                f"{request_id}: not in {target.names.queue} ({seen}), and "
+            searched = f"{description['looked_at']:,} requests looked at"
+            if not description["looked_at_all"]:
+                searched += ", and there are more: --all looks at all"
+            print_error(
+                f"{request_id}: not in {target.names.queue} ({searched}), and "
                 "no result under its id; one that went to a list of its producer's is not looked for"
             )
         raise typer.Exit(1)
 
 
-async def _look(target: QueueTarget, desk: RedisDesk, request_id: str, most: float) -> dict[str, Any]:
-    came = await answers_anywhere(desk, request_id)
-    found, looked_at = await by_id(desk, request_id, most)
-    again = alive(found)
-    if not again:  # the request may have ended after the results were read: read them again
-        came = await answers_anywhere(desk, request_id, came)
-    gate = await gate_of(target, desk) if found else ""
+async def _describe_request(
+    target: QueueTarget, admin: RedisQueueAdmin, request_id: str, max_searched: float
+) -> dict[str, Any]:
+    encoded_results = await find_results(admin, request_id)
+    found_requests, looked_at = await find_by_id(admin, request_id, max_searched)
+    alive_requests = exclude_dead(found_requests)
+    if not alive_requests:  # the request may have ended after the results were read: read them again
+        encoded_results = await find_results(admin, request_id, encoded_results)
+    gate = await describe_gate(target, admin) if found_requests else ""
     now, requests, lines = time.time(), [], []
-    for (one, read), cancelled in zip(found, await being_cancelled(desk, found), strict=True):
-        ahead = await desk.ahead(one)
-        sentence = why(one, read, ahead, gate, now, await turn_of(desk, one, read))
-        sentence = why_not_cancelled(one, sentence) if cancelled else sentence
-        requests.append({**shown(one, read, ahead, cancelled=cancelled), "why": sentence})
-        rows = details(one, read, ahead, sentence, cancelled=cancelled)
+    for (found_request, parsed), cancelled in zip(
+        found_requests, await check_being_cancelled(admin, found_requests), strict=True
+    ):
+        ahead = await admin.count_ahead(found_request)
+        explanation = explain_wait(
+            found_request, parsed, ahead, gate, now, await describe_turn(admin, found_request, parsed)
+        )
+        explanation = explain_cancelling(found_request, explanation) if cancelled else explanation
+        requests.append(
+            {
+                **request_as_json(found_request, parsed, ahead, is_being_cancelled=cancelled),
+                "why": explanation,
+            }
+        )
+        rows = list_details(found_request, parsed, ahead, explanation, is_being_cancelled=cancelled)
         lines.append([request_id, *(f"  {name:<17} {value}" for name, value in rows)])
-    results = [decode_result(each) for each in came]
+    results = [decode_result(encoded) for encoded in encoded_results]
     # A request that is in the queue again keeps its earlier result.
-    how, ready = ("was answered before", "that") if again else ("answered", "the")
+    how, which = ("was answered before", "that") if alive_requests else ("answered", "the")
     for result in results:
         status = (
             f"status {result.status_code}" if result.status_code is not None else "no answer of the gateway"
@@ -88,15 +103,15 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str, most: flo
         lines.append(
             [
                 f"{request_id}: {how}, {status}{error}".rstrip(": "),
-                f"  {ready} result lies ready: batch-dispatcher result {request_id}",
+                f"  {which} result lies ready: batch-dispatcher result {request_id}",
             ]
         )
     return {
         "id": request_id,
         "queue": target.names.queue,
         "requests": requests,
-        "results": [shown_result(result) for result in results],
+        "results": [result_as_json(result) for result in results],
         "looked_at": looked_at,
-        "looked_at_all": bool(found) or looked_at < most,
+        "looked_at_all": bool(found_requests) or looked_at < max_searched,
         "lines": lines,
     }

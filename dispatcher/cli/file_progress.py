@@ -7,8 +7,8 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.cli.terminal import complain, remark, warn
-from dispatcher.core.printable import plain
+from dispatcher.cli.terminal import print_error, print_note, print_warning
+from dispatcher.core.printable import escape_unprintable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
     from dispatcher.client.files import FileProgress, FileStart
 
-LINE_EVERY_S = 5.0
+LINE_INTERVAL_S = 5.0
 """Time between two lines if the progress changes."""
-STILL_EVERY_S = 60.0
+UNCHANGED_LINE_INTERVAL_S = 60.0
 """Time between two lines if nothing changes."""
-FAULTS_SHOWN = 20
+MAX_FAULTS_SHOWN = 20
 """Number of bad lines that are listed; the errors file has all of them."""
 
 
-class FileScreen:
+class FileProgressDisplay:
     """Display of one run of a batch file, as a context manager.
 
     `show_start` and `show_progress` are callbacks of `run_file`.
@@ -32,94 +32,100 @@ class FileScreen:
 
     def __init__(self, name: str) -> None:
         self.start: FileStart | None = None
-        self.last: FileProgress | None = None
+        self.last_progress: FileProgress | None = None
         self.gate = ""
         """State of the gate of the dispatcher, with its reason. Empty if it is not known."""
-        self._name = plain(name)
+        self._name = escape_unprintable(name)
         self._stack = ExitStack()
         self._live: Live | None = None
-        self._said_at = 0.0
-        self._said = ("", "")
+        self._printed_at = 0.0
+        self._printed = ("", "")
 
-    def __enter__(self) -> FileScreen:
+    def __enter__(self) -> FileProgressDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def begun(self, start: FileStart) -> None:
+    def show_start(self, start: FileStart) -> None:
         """Print what the check of the input found, and start the display."""
         self.start = start
-        for line in start.faulty[:FAULTS_SHOWN]:
-            complain(f"{self._name}:{line.n}: {line.message}", fg=None)
-        if (more := len(start.faulty) - FAULTS_SHOWN) > 0:
-            complain(f"… and {more:,} more bad lines, which the errors file names", fg=None)
-        if start.unknown:
-            counted = [f"{field} ({lines:,})" for field, lines in start.unknown.items()]
-            warn(
+        for line in start.faulty[:MAX_FAULTS_SHOWN]:
+            print_error(f"{self._name}:{line.line_number}: {line.message}", fg=None)
+        if (more := len(start.faulty) - MAX_FAULTS_SHOWN) > 0:
+            print_error(f"… and {more:,} more bad lines, which the errors file names", fg=None)
+        if start.unknown_fields:
+            counted = [f"{field} ({lines:,})" for field, lines in start.unknown_fields.items()]
+            print_warning(
                 f"{self._name}: fields that no line of a batch file has, and how many lines do: "
                 f"{', '.join(counted)}. They are not sent."
             )
-        if start.resumed and not start.finished:
-            remark(f"{self._name}: goes on: {start.done:,} of {start.lines:,} were done")
-        if not start.finished:
-            remark(
+        if start.is_resumed and not start.is_finished:
+            print_note(f"{self._name}: goes on: {start.done:,} of {start.lines:,} were done")
+        if not start.is_finished:
+            print_note(
                 f"{self._name}: {start.lines:,} lines; in the queue line N has the id {start.name}-N, "
                 f"and all have the label file={start.name}"
             )
-        if not start.finished and sys.stderr.isatty():
+        if not start.is_finished and sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
 
             # On standard error: standard output may be the output file. transient: nothing of it stays.
             self._live = Live(
-                get_renderable=self._drawn, console=Console(stderr=True), refresh_per_second=4, transient=True
+                get_renderable=self._render_progress,
+                console=Console(stderr=True),
+                refresh_per_second=4,
+                transient=True,
             )
             self._stack.enter_context(self._live)
 
-    def show(self, progress: FileProgress) -> None:
+    def show_progress(self, progress: FileProgress) -> None:
         """Show the progress. Called about once per second."""
-        self.last = progress
+        self.last_progress = progress
         if self._live is not None:  # it draws from `last_progress` by itself
             return
-        from dispatcher.client.files import told
+        from dispatcher.client.files import progress_line
 
-        what = told(progress)
-        passed = time.monotonic() - self._said_at
-        changed = (what, self._why) != self._said
+        summary = progress_line(progress)
+        elapsed_s = time.monotonic() - self._printed_at
+        has_changed = (summary, self._reason) != self._printed
         # Not in the first second: a small file is done before its first line.
-        if passed >= (LINE_EVERY_S if changed else STILL_EVERY_S) and progress.seconds >= 1:
-            self._said_at, self._said = time.monotonic(), (what, self._why)
-            remark(f"{self._name}: {what}{self._why and f'; {self._why}'}")
+        if (
+            elapsed_s >= (LINE_INTERVAL_S if has_changed else UNCHANGED_LINE_INTERVAL_S)
+            and progress.seconds >= 1
+        ):
+            self._printed_at, self._printed = time.monotonic(), (summary, self._reason)
+            print_note(f"{self._name}: {summary}{self._reason and f'; {self._reason}'}")
 
     @property
-    def _why(self) -> str:
+    def _reason(self) -> str:
         """Reason for the current speed: a problem of the queue, or else the state of the gate."""
-        if self.last is not None and self.last.trouble:
-            return f"the queue: {self.last.trouble}"
+        if self.last_progress is not None and self.last_progress.connection_error:
+            return f"the queue: {self.last_progress.connection_error}"
         return f"gate: {self.gate}" if self.gate else ""
 
-    def _drawn(self) -> Any:
+    def _render_progress(self) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        from dispatcher.client.files import facts_of
+        from dispatcher.client.files import progress_facts
 
-        progress = self.last
+        progress = self.last_progress
         if progress is None:
             return Text(f"{self._name}: begins")
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True, overflow="ellipsis", max_width=24)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True, justify="right")
-        share = 100 * progress.done // max(1, progress.lines)
-        counts = f"{progress.done:,} of {progress.lines:,}  {share} %"
+        percent = 100 * progress.done // max(1, progress.lines)
+        counts = f"{progress.done:,} of {progress.lines:,}  {percent} %"
         bar.add_row(self._name, ProgressBar(total=max(1, progress.lines), completed=progress.done), counts)
-        facts = Text(", ".join(facts_of(progress)), no_wrap=True, overflow="ellipsis")
+        facts = Text(", ".join(progress_facts(progress)), no_wrap=True, overflow="ellipsis")
         lines: list[RenderableType] = [bar, facts]
-        if self._why:
+        if self._reason:
             # `plain` and Text: the sentence may hold text of others, which must not be taken for markup.
-            lines.append(Text(plain(self._why), style="dim", overflow="fold"))
+            lines.append(Text(escape_unprintable(self._reason), style="dim", overflow="fold"))
         return Group(*lines)

@@ -11,210 +11,231 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.cli.admin_client import address_of, running
-from dispatcher.core.duration import told, until
+from dispatcher.cli.admin_client import fetch_status, parse_admin_address
+from dispatcher.core.duration import format_duration, format_time_until
 from dispatcher.core.requests.found_request import (
-    IN_LINE,
+    QUEUED_LOCATIONS,
     FoundRequest,
-    Looked,
-    Whereabouts,
-    Words,
-    spellings,
+    LookupPage,
+    RequestLocation,
+    SearchTerms,
+    encode_spellings,
 )
-from dispatcher.core.requests.oversize import bytes_before_cut
-from dispatcher.core.requests.request import Rejection, Request, parse
+from dispatcher.core.requests.oversize import parse_cut_size
+from dispatcher.core.requests.request import Rejection, Request, parse_member
 from dispatcher.core.requests.result import PoppedResult, decode_result
 from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP
 from dispatcher.core.sequences.turns import SequenceStatus, Turn
 
 if TYPE_CHECKING:
     from dispatcher.cli.connection import QueueTarget
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
-LOOKED_MOST = 200_000
+MAX_SEARCHED = 200_000
 """Largest number of requests that are read to find an id without an index: about one second of Redis time."""
-RESULTS_MOST = 20_000
+MAX_RESULTS_SEARCHED = 20_000
 """Largest number of results of the shared list that are searched for one id."""
-_PAGE = 500
-_NOT_SENT = "not sent, for "
+_PAGE_SIZE = 500
+_NOT_SENT_PREFIX = "not sent, for "
 """Beginning of the reason that a dispatcher records for a request that waits for its model."""
-_HINDERED = {
+_BLOCKED_SEQUENCES = {
     SequenceStatus.HELD: "held until an operator releases or aborts it",
     SequenceStatus.PARKED: "parked: it begins when one of the sequences.max_active that are alive has ended",
 }
-Read = Request | Rejection
+ParsedRequest = Request | Rejection
 
 
-async def each(look: Callable[[str], Any]) -> AsyncIterator[Looked]:
+async def iterate_pages(read_page: Callable[[str], Any]) -> AsyncIterator[LookupPage]:
     """Yield all pages of a paged read, in order."""
     after = ""
     while True:
-        page: Looked = await look(after)
+        page: LookupPage = await read_page(after)
         yield page
         if not (after := page.after):  # empty: this was the last page
             return
 
 
-async def matching(
-    desk: RedisDesk, words: Words, fits: Callable[[Read], bool]
-) -> AsyncIterator[tuple[FoundRequest, Read]]:
+async def find_matching(
+    admin: RedisQueueAdmin, words: SearchTerms, is_match: Callable[[ParsedRequest], bool]
+) -> AsyncIterator[tuple[FoundRequest, ParsedRequest]]:
     """Yield all requests in the queue for which `is_match` is true, each once.
 
     `words` lets Redis skip requests that cannot match, so that they are not transferred.
     """
     entries: set[int] = set()
-    async for page in each(lambda after: desk.search(words, after)):
-        for found in page.found:
-            if found.entry not in entries and fits(read := parse(found.member)):
+    async for page in iterate_pages(lambda after: admin.search_requests(words, after)):
+        for found_request in page.requests:
+            if found_request.entry not in entries and is_match(parsed := parse_member(found_request.member)):
                 # A walk may return a request twice. Entry 0 means that it was never claimed.
-                entries |= {found.entry} - {0}
-                yield found, read
+                entries |= {found_request.entry} - {0}
+                yield found_request, parsed
 
 
-async def by_id(
-    desk: RedisDesk, request_id: str, most: float = math.inf
-) -> tuple[list[tuple[FoundRequest, Read]], int]:
+async def find_by_id(
+    admin: RedisQueueAdmin, request_id: str, max_searched: float = math.inf
+) -> tuple[list[tuple[FoundRequest, ParsedRequest]], int]:
     """Return all requests in the queue with the id, and the number of requests that were read to find them.
 
     A request that is leased, or that was submitted by the client of this project, is found at little cost,
     and ends the search. Any other request is searched for in the whole queue, until `max_searched` requests
     have been read.
     """
-    words, looked_at = [spellings(request_id)], 0
+    words, searched = [encode_spellings(request_id)], 0
     # From cheap to expensive: the index of ids, the requests that were claimed once, then all requests.
-    looks = (
-        lambda after: desk.near(request_id, after),
-        lambda after: desk.search(words, after, entries_only=True),
-        lambda after: desk.search(words, after),
+    page_readers = (
+        lambda after: admin.find_by_id(request_id, after),
+        lambda after: admin.search_requests(words, after, entries_only=True),
+        lambda after: admin.search_requests(words, after),
     )
-    for number, look in enumerate(looks):
-        if number and looked_at >= most:  # the first search is always made: it costs little
+    for number, read_page in enumerate(page_readers):
+        if number and searched >= max_searched:  # the first search is always made: it costs little
             break
-        found: dict[int | bytes, tuple[FoundRequest, Read]] = {}
-        async for page in each(look):
-            looked_at += page.looked_at
-            for one in page.found:
-                if (read := parse(one.member)).id == request_id:
-                    if one.entry:  # it was claimed after it had been read as pending: keep only this one
-                        found.pop(one.member, None)
-                    found[one.entry or one.member] = one, read
-            if number and looked_at >= most:
+        found: dict[int | bytes, tuple[FoundRequest, ParsedRequest]] = {}
+        async for page in iterate_pages(read_page):
+            searched += page.examined_count
+            for found_request in page.requests:
+                if (parsed := parse_member(found_request.member)).id == request_id:
+                    if (
+                        found_request.entry
+                    ):  # it was claimed after it had been read as pending: keep only this one
+                        found.pop(found_request.member, None)
+                    found[found_request.entry or found_request.member] = found_request, parsed
+            if number and searched >= max_searched:
                 break
         if found:
-            return list(found.values()), looked_at
-    return [], looked_at
+            return list(found.values()), searched
+    return [], searched
 
 
-async def answers(desk: RedisDesk, request_id: str) -> list[bytes]:
+async def read_results_by_id(admin: RedisQueueAdmin, request_id: str) -> list[bytes]:
     """Return the results in the result list of an id, the oldest first."""
     # Anybody who knows the id can write to this list, so check the id of each result.
-    found = await desk.read_results(desk.names.answers(request_id), 100)
-    return [result for result in found if _id_of(result) == request_id]
+    results = await admin.read_results(admin.names.result_list_for_id(request_id), 100)
+    return [result for result in results if _parse_result_id(result) == request_id]
 
 
-async def answers_anywhere(desk: RedisDesk, request_id: str, known: Sequence[bytes] = ()) -> list[bytes]:
+async def find_results(
+    admin: RedisQueueAdmin, request_id: str, known_results: Sequence[bytes] = ()
+) -> list[bytes]:
     """Return the results of a request from the list of its id, or else from the default list of the queue.
 
     `known_results` are results of an earlier search, which are returned if the list of the id is empty now.
     Only the oldest MAX_RESULTS_SEARCHED results of the default list are searched.
     """
-    if found := await answers(desk, request_id) or [*known]:
-        return found
-    words, at = spellings(request_id), 0
-    while at < RESULTS_MOST and (page := await desk.read_results(desk.names.results, _PAGE, at)):
-        at += len(page)
-        found += [
+    if results := await read_results_by_id(admin, request_id) or [*known_results]:
+        return results
+    words, position = encode_spellings(request_id), 0
+    while position < MAX_RESULTS_SEARCHED and (
+        page := await admin.read_results(admin.names.result_list, _PAGE_SIZE, position)
+    ):
+        position += len(page)
+        results += [
             result
             for result in page
             # Search the bytes first: decoding thousands of results takes longer.
-            if any(word in result for word in words) and _id_of(result) == request_id
+            if any(word in result for word in words) and _parse_result_id(result) == request_id
         ]
-    return found
+    return results
 
 
-async def again(
-    desk: RedisDesk, request_id: str, results: Sequence[bytes]
-) -> list[tuple[FoundRequest, Read]]:
+async def find_alive_again(
+    admin: RedisQueueAdmin, request_id: str, results: Sequence[bytes]
+) -> list[tuple[FoundRequest, ParsedRequest]]:
     """Return the requests with the id that are in the queue although they have results, except for dead ones.
 
     Such requests were requeued from the dead-letter set or submitted again, and the results are older.
     Requests with a token are found at little cost. For others, up to MAX_RESULTS_SEARCHED requests are read.
     """
-    marked = all(decode_result(result).request_token for result in results)
-    there, _ = await by_id(desk, request_id, 0 if marked else RESULTS_MOST)
-    return alive(there)
+    have_tokens = all(decode_result(result).request_token for result in results)
+    rows, _ = await find_by_id(admin, request_id, 0 if have_tokens else MAX_RESULTS_SEARCHED)
+    return exclude_dead(rows)
 
 
-def alive(there: Sequence[tuple[FoundRequest, Read]]) -> list[tuple[FoundRequest, Read]]:
-    return [(found, read) for found, read in there if found.state is not Whereabouts.DEAD]
+def exclude_dead(
+    rows: Sequence[tuple[FoundRequest, ParsedRequest]],
+) -> list[tuple[FoundRequest, ParsedRequest]]:
+    return [
+        (found_request, parsed)
+        for found_request, parsed in rows
+        if found_request.location is not RequestLocation.DEAD
+    ]
 
 
-def _id_of(result: bytes) -> str:
+def _parse_result_id(result: bytes) -> str:
     try:
         return decode_result(result).id
     except ValueError:
         return ""
 
 
-async def being_cancelled(desk: RedisDesk, rows: Sequence[tuple[FoundRequest, Read]]) -> Sequence[bool]:
+async def check_being_cancelled(
+    admin: RedisQueueAdmin, rows: Sequence[tuple[FoundRequest, ParsedRequest]]
+) -> Sequence[bool]:
     """Return for each request whether it is marked as cancelled and no dispatcher has acted on it yet.
 
     All markers are read with one call.
     """
     # A dead request cannot be cancelled. An empty id keeps its place in the answer.
-    return await desk.being_cancelled(
-        [("", "") if found.state is Whereabouts.DEAD else (read.id or "", read.token) for found, read in rows]
+    return await admin.check_cancelled(
+        [
+            ("", "") if found_request.location is RequestLocation.DEAD else (parsed.id or "", parsed.token)
+            for found_request, parsed in rows
+        ]
     )
 
 
-def shown(
-    found: FoundRequest, read: Read, ahead: int | None = None, *, cancelled: bool = False
+def request_as_json(
+    found_request: FoundRequest,
+    parsed: ParsedRequest,
+    ahead: int | None = None,
+    *,
+    is_being_cancelled: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON fields of a request. All fields are always there; null means that there is no value."""
-    request = read if isinstance(read, Request) else None
-    band = found.score // PRIORITY_STEP
+    request = parsed if isinstance(parsed, Request) else None
+    band = found_request.score // PRIORITY_STEP
     return {
-        "id": read.id,
-        "state": str(found.state),
+        "id": parsed.id,
+        "state": str(found_request.location),
         "place": None if ahead is None else ahead + 1,
-        "entry": found.entry or None,
+        "entry": found_request.entry or None,
         # Beyond 64 bits many JSON readers lose digits or fail.
-        "score": found.score if abs(found.score) < 2**63 else str(found.score),
+        "score": found_request.score if abs(found_request.score) < 2**63 else str(found_request.score),
         "priority": int(band) if band in PRIORITIES else None,
         "deadline": None if request is None else request.deadline,
         "created": (request.created or None) if request else None,
-        "deliveries": found.deliveries,
-        "attempts": found.attempts,
-        "refusals": found.refusals,
-        "deaths": found.deaths,
-        "owner": found.owner or None,
-        "due_at": found.at if found.state is Whereabouts.DELAYED else None,
-        "leased_until": found.at if found.state is Whereabouts.LEASED else None,
-        "died_at": found.at if found.state is Whereabouts.DEAD else None,
-        "reason": (found.reason or None) if found.state is Whereabouts.DEAD else None,
-        "last_try": last_try_of(found) or None,
+        "deliveries": found_request.deliveries,
+        "attempts": found_request.attempts,
+        "refusals": found_request.refusals,
+        "deaths": found_request.deaths,
+        "owner": found_request.owner or None,
+        "due_at": found_request.at if found_request.location is RequestLocation.DELAYED else None,
+        "leased_until": found_request.at if found_request.location is RequestLocation.LEASED else None,
+        "died_at": found_request.at if found_request.location is RequestLocation.DEAD else None,
+        "reason": (found_request.reason or None) if found_request.location is RequestLocation.DEAD else None,
+        "last_try": last_attempt_outcome(found_request) or None,
         "endpoint": (request.endpoint or None) if request else None,
-        "results": read.results or None,
+        "results": parsed.results or None,
         "labels": dict(request.labels) if request else {},
-        "sequence": None if read.sequence is None else read.sequence.id,
-        "awaits": found.awaits or None,
-        "cancellable": bool(read.token) and found.state is not Whereabouts.DEAD,
-        "being_cancelled": cancelled,
-        "bytes": size_of(found),
-        "problem": read.message if isinstance(read, Rejection) else None,
+        "sequence": None if parsed.sequence is None else parsed.sequence.id,
+        "awaits": found_request.missing_model or None,
+        "cancellable": bool(parsed.token) and found_request.location is not RequestLocation.DEAD,
+        "being_cancelled": is_being_cancelled,
+        "bytes": count_member_bytes(found_request),
+        "problem": parsed.message if isinstance(parsed, Rejection) else None,
     }
 
 
-def last_try_of(found: FoundRequest) -> str:
+def last_attempt_outcome(found_request: FoundRequest) -> str:
     """Return the outcome of the last attempt. Empty if there was none, or if the request is dead."""
-    return "" if found.state is Whereabouts.DEAD else found.reason
+    return "" if found_request.location is RequestLocation.DEAD else found_request.reason
 
 
-def size_of(found: FoundRequest) -> int:
-    return bytes_before_cut(found.member) or len(found.member)
+def count_member_bytes(found_request: FoundRequest) -> int:
+    return parse_cut_size(found_request.member) or len(found_request.member)
 
 
-def shown_result(result: PoppedResult) -> dict[str, Any]:
+def result_as_json(result: PoppedResult) -> dict[str, Any]:
     return {
         "id": result.id,
         "status_code": result.status_code,
@@ -226,221 +247,255 @@ def shown_result(result: PoppedResult) -> dict[str, Any]:
     }
 
 
-async def unserved(desk: RedisDesk) -> str:
+async def explain_no_dispatcher(admin: RedisQueueAdmin) -> str:
     """Return a sentence that says that no dispatcher works on the queue.
 
     Empty if one does, as far as Redis knows.
     """
-    from dispatcher.queue.redis.producer import UNSERVED_AFTER_S
+    from dispatcher.queue.redis.producer import NOT_SERVED_AFTER_S
 
-    last_s = await desk.unserved_s()
-    if last_s is not None and last_s < UNSERVED_AFTER_S:
+    last_s = await admin.get_sweep_age_s()
+    if last_s is not None and last_s < NOT_SERVED_AFTER_S:
         return ""
-    since = "ever has" if last_s is None else f"has for {told(last_s)}"
+    since = "ever has" if last_s is None else f"has for {format_duration(last_s)}"
     # A dispatcher with --observe writes nothing to Redis, so it does not count here.
     ask = "is the pool's name right, does one run (without --observe)?"
-    return f"no dispatcher works on {desk.names.queue}, none {since}: {ask}"
+    return f"no dispatcher works on {admin.names.queue}, none {since}: {ask}"
 
 
-async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
+async def describe_gate(target: QueueTarget, admin: RedisQueueAdmin) -> str:
     """Return one sentence about the gate: what holds back all requests, or what the dispatcher does."""
     # A pause is stored in the queue and holds whether a dispatcher answers or not.
-    if (paused := await desk.paused()) is not None:
-        by, why = paused
-        return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
-    if (address := address_of(target.admin)) is None:
+    if (paused := await admin.read_pause()) is not None:
+        who, why = paused
+        return f"paused{f' by {who}' if who else ''}{f': {why}' if why else ''}"
+    if (address := parse_admin_address(target.admin)) is None:
         unknown = "not known: only a configuration says where a dispatcher can be asked"
-        return await unserved(desk) or unknown
-    told_, problem = await running(address)
-    if told_ is None:
+        return await explain_no_dispatcher(admin) or unknown
+    status, problem = await fetch_status(address)
+    if status is None:
         return f"no dispatcher answers: {problem}"
-    if told_.get("pool") and told_.get("queue") != target.names.queue:
-        return f"the dispatcher that answers works on another queue, {told_.get('queue')}"
-    return sentence_of(told_)
+    if status.get("pool") and status.get("queue") != target.names.queue:
+        return f"the dispatcher that answers works on another queue, {status.get('queue')}"
+    return format_gate(status)
 
 
-def sentence_of(gate: Mapping[str, Any]) -> str:
+def format_gate(status: Mapping[str, Any]) -> str:
     """Return the reason and the explanation of the gate of a dispatcher.
 
     The explanation may begin with the reason, which is then not repeated.
     """
-    reason, explanation = str(gate.get("reason")), str(gate.get("explanation"))
+    reason, explanation = str(status.get("reason")), str(status.get("explanation"))
     if explanation.startswith(reason):
         return explanation
     because = explanation.removeprefix(f"Nothing is sent: {reason}, ")
     return f"{reason}: {explanation}" if because == explanation else f"{reason}, nothing is sent: {because}"
 
 
-def under_way(found: FoundRequest) -> str:
+def describe_progress(found_request: FoundRequest) -> str:
     """Return what happens to a request now.
 
     Empty if the request is in the queue, where only the gate holds it.
     """
-    before = f", after {tries_of(found)}" if found.attempts or found.refusals else ""
+    earlier_attempts = (
+        f", after {format_attempts(found_request)}"
+        if found_request.attempts or found_request.refusals
+        else ""
+    )
     # For a request that waits for its model and was never sent, `_explain_missing_model` says the same.
-    if (last := last_try_of(found)) and (before or found.state is not Whereabouts.AWAITING):
-        before += f", the last: {last}" if before else f", the last try: {last}"
-    match found.state:
-        case Whereabouts.LEASED:
-            return f"a dispatcher has sent it, the answer is not there yet{before}"
-        case Whereabouts.DELAYED:
-            return f"its next try, due {until(found.at or 0.0, time.time())}{before}"
-        case Whereabouts.AWAITING:
-            return f"{_missed(found)}{before}"
+    if (last := last_attempt_outcome(found_request)) and (
+        earlier_attempts or found_request.location is not RequestLocation.WAITING_FOR_MODEL
+    ):
+        earlier_attempts += f", the last: {last}" if earlier_attempts else f", the last try: {last}"
+    match found_request.location:
+        case RequestLocation.LEASED:
+            return f"a dispatcher has sent it, the answer is not there yet{earlier_attempts}"
+        case RequestLocation.DELAYED:
+            return f"its next try, due {format_time_until(found_request.at or 0.0, time.time())}{earlier_attempts}"
+        case RequestLocation.WAITING_FOR_MODEL:
+            return f"{_explain_missing_model(found_request)}{earlier_attempts}"
         case _:
             return ""
 
 
-def _missed(found: FoundRequest) -> str:
+def _explain_missing_model(found_request: FoundRequest) -> str:
     """Return why the model that a request waits for is not available.
 
     This is the reason that a dispatcher recorded, or else that the model is not served.
     """
-    said = last_try_of(found)
-    because = said.removeprefix(_NOT_SENT)
-    return f"its model {found.awaits!r} is not served" if because == said else because
+    last_outcome = last_attempt_outcome(found_request)
+    because = last_outcome.removeprefix(_NOT_SENT_PREFIX)
+    return f"its model {found_request.missing_model!r} is not served" if because == last_outcome else because
 
 
-async def turn_of(desk: RedisDesk, found: FoundRequest, read: Read) -> str:
+async def describe_turn(admin: RedisQueueAdmin, found_request: FoundRequest, parsed: ParsedRequest) -> str:
     """Return what a request waits for before its turn in its sequence.
 
     Empty if it does not wait for a turn.
     """
-    if found.state is not Whereabouts.SEQUENCED or read.sequence is None:
+    if found_request.location is not RequestLocation.SEQUENCED or parsed.sequence is None:
         return ""
-    of = f"its turn in the sequence {read.sequence.id}"
-    if (seen := await desk.sequence(read.sequence.id)) is None:
-        return of
+    base = f"its turn in the sequence {parsed.sequence.id}"
+    if (sequence := await admin.get_sequence(parsed.sequence.id)) is None:
+        return base
     # Only the first waiting requests of a sequence are listed.
-    index = next((index for index, entry in seen.line if entry == found.entry), None)
-    told_ = of if index is None else f"{of}, where it has index {index}"
-    if seen.status in (SequenceStatus.HELD, SequenceStatus.PARKED):
-        return f"{told_}; that is {_HINDERED[seen.status]}" + (f": {seen.cause}" if seen.cause else "")
-    if seen.head is not None:
-        ids = await desk.ids_of([seen.head])
-        return f"{told_}, behind {ids.get(seen.head, f'entry {seen.head}')}, which has it now"
-    if seen.gap_since is not None:
-        return f"{told_}; index {seen.next} is missing for {told(time.time() - seen.gap_since)}"
-    return told_
+    index = next((index for index, entry in sequence.waiting_requests if entry == found_request.entry), None)
+    sentence = base if index is None else f"{base}, where it has index {index}"
+    if sequence.status in (SequenceStatus.HELD, SequenceStatus.PARKED):
+        return f"{sentence}; that is {_BLOCKED_SEQUENCES[sequence.status]}" + (
+            f": {sequence.cause}" if sequence.cause else ""
+        )
+    if sequence.next_entry is not None:
+        ids = await admin.read_request_ids([sequence.next_entry])
+        return f"{sentence}, behind {ids.get(sequence.next_entry, f'entry {sequence.next_entry}')}, which has it now"
+    if sequence.gap_since is not None:
+        return f"{sentence}; index {sequence.expected_index} is missing for {format_duration(time.time() - sequence.gap_since)}"
+    return sentence
 
 
-def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float, turn: str = "") -> str:
+def explain_wait(
+    found_request: FoundRequest,
+    parsed: ParsedRequest,
+    ahead: int | None,
+    gate: str,
+    now: float,
+    turn: str = "",
+) -> str:
     """Return in one sentence why a request is not answered yet. `turn`: result of `describe_turn`."""
-    if found.state is Whereabouts.DEAD:
-        return f"it was set aside: {found.reason}"
+    if found_request.location is RequestLocation.DEAD:
+        return f"it was set aside: {found_request.reason}"
     # Before the states below: a request past its deadline is not sent any more, whatever it waits for.
-    if isinstance(read, Request) and read.deadline <= now and found.state is not Whereabouts.LEASED:
+    if (
+        isinstance(parsed, Request)
+        and parsed.deadline <= now
+        and found_request.location is not RequestLocation.LEASED
+    ):
         return f"its deadline has passed: a dispatcher ends it as DEADLINE_EXCEEDED; the gate: {gate}"
-    if found.state is Whereabouts.LEASED:
-        runs_out = until(found.at or now, now)
-        return f"it is with {found.owner}, whose lease runs out {runs_out} unless it is renewed"
-    if found.state is Whereabouts.DELAYED:
-        return f"it waits for its next try, which is due {until(found.at or now, now)}; the gate: {gate}"
+    if found_request.location is RequestLocation.LEASED:
+        lease_end = format_time_until(found_request.at or now, now)
+        return f"it is with {found_request.owner}, whose lease runs out {lease_end} unless it is renewed"
+    if found_request.location is RequestLocation.DELAYED:
+        return f"it waits for its next try, which is due {format_time_until(found_request.at or now, now)}; the gate: {gate}"
     if turn:
         return f"it waits for {turn}; the gate: {gate}"
-    if found.state is Whereabouts.AWAITING:
-        return f"it waits, for {_missed(found)}; the gate: {gate}"
-    others = ahead_of_it(ahead)
+    if found_request.location is RequestLocation.WAITING_FOR_MODEL:
+        return f"it waits, for {_explain_missing_model(found_request)}; the gate: {gate}"
+    position = format_ahead(ahead)
     # A suspect runs apart from other suspects, because it may be what ended the dispatchers.
-    apart = (
-        f"{found.deaths} dispatchers died holding it, so it runs apart from others like it; "
-        if found.state is Whereabouts.SUSPECT
+    suspect_note = (
+        f"{found_request.deaths} dispatchers died holding it, so it runs apart from others like it; "
+        if found_request.location is RequestLocation.SUSPECT
         else ""
     )
-    return f"{apart}{others}; the gate: {gate}"
+    return f"{suspect_note}{position}; the gate: {gate}"
 
 
-def ahead_of_it(ahead: int | None) -> str:
+def format_ahead(ahead: int | None) -> str:
     return "it is next in line" if not ahead else f"{ahead:,} {'go' if ahead > 1 else 'goes'} before it"
 
 
-def time_of(at: float) -> str:
+def format_time(unix_s: float) -> str:
     """Format Unix seconds as UTC. A time beyond the calendar is formatted as a number."""
     try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
-        return f"{at:g}"
+        return f"{unix_s:g}"
 
 
-def deadline_of(read: Read, now: float) -> str:
-    return until(read.deadline, now) if isinstance(read, Request) else "-"
+def format_deadline(parsed: ParsedRequest, now: float) -> str:
+    return format_time_until(parsed.deadline, now) if isinstance(parsed, Request) else "-"
 
 
-def why_not_cancelled(found: FoundRequest, because: str) -> str:
+def explain_cancelling(found_request: FoundRequest, because: str) -> str:
     """Return why a request that is being cancelled is still there. `because`: result of `explain_wait`."""
-    then = "" if found.state is Whereabouts.LEASED else ", and answered CANCELLED when it is claimed"
+    then = (
+        ""
+        if found_request.location is RequestLocation.LEASED
+        else ", and answered CANCELLED when it is claimed"
+    )
     return f"it is being cancelled{then}; {because}"
 
 
-def note_of(found: FoundRequest, now: float, sequence: Turn | None = None, *, cancelled: bool = False) -> str:
+def format_note(
+    found_request: FoundRequest, now: float, sequence: Turn | None = None, *, is_being_cancelled: bool = False
+) -> str:
     """Return the note on a request in a table."""
-    if cancelled:
-        return ", ".join(filter(None, ("is being cancelled", note_of(found, now, sequence))))
-    match found.state:
-        case Whereabouts.LEASED:
-            return f"at {found.owner}"
-        case Whereabouts.DELAYED:
-            return f"due {until(found.at or now, now)}"
-        case Whereabouts.DEAD:
-            return found.reason
-        case Whereabouts.SUSPECT:
-            return f"{found.deaths} owners died holding it"
-        case Whereabouts.SEQUENCED:
+    if is_being_cancelled:
+        return ", ".join(filter(None, ("is being cancelled", format_note(found_request, now, sequence))))
+    match found_request.location:
+        case RequestLocation.LEASED:
+            return f"at {found_request.owner}"
+        case RequestLocation.DELAYED:
+            return f"due {format_time_until(found_request.at or now, now)}"
+        case RequestLocation.DEAD:
+            return found_request.reason
+        case RequestLocation.SUSPECT:
+            return f"{found_request.deaths} owners died holding it"
+        case RequestLocation.SEQUENCED:
             return "waits for its turn" + ("" if sequence is None else f" in {sequence.id}")
-        case Whereabouts.AWAITING:
-            return f"waits for its model {found.awaits!r}"
+        case RequestLocation.WAITING_FOR_MODEL:
+            return f"waits for its model {found_request.missing_model!r}"
         case _:
-            return "was given back" if found.state is Whereabouts.RETURNED else ""
+            return "was given back" if found_request.location is RequestLocation.RETURNED else ""
 
 
-def tries_of(found: FoundRequest) -> str:
-    parts = [(found.attempts, "failed"), (found.refusals, "refused")]
-    said = [f"{count} {word}" for count, word in parts if count]
-    return ", ".join(said) or ("-" if not found.deliveries else f"sent {found.deliveries} ×")
+def format_attempts(found_request: FoundRequest) -> str:
+    parts = [(found_request.attempts, "failed"), (found_request.refusals, "refused")]
+    texts = [f"{count} {word}" for count, word in parts if count]
+    return ", ".join(texts) or ("-" if not found_request.deliveries else f"sent {found_request.deliveries} ×")
 
 
-def details(
-    found: FoundRequest, read: Read, ahead: int | None, sentence: str, *, cancelled: bool = False
+def list_details(
+    found_request: FoundRequest,
+    parsed: ParsedRequest,
+    ahead: int | None,
+    explanation: str,
+    *,
+    is_being_cancelled: bool = False,
 ) -> list[tuple[str, str]]:
     """Return name and value of each line that describes a request."""
     now = time.time()
-    rows = [("state", str(found.state))]
-    if found.state in IN_LINE and ahead is not None:
+    rows = [("state", str(found_request.location))]
+    if found_request.location in QUEUED_LOCATIONS and ahead is not None:
         rows.append(("place in line", f"{ahead + 1:,}"))
-    if found.entry:
-        rows.append(("entry", str(found.entry)))
-    rows.append(("tries", tries_of(found)))
-    rows += [("last try", last)] if (last := last_try_of(found)) else []
-    if isinstance(read, Request):
-        rows.append(("deadline", f"{time_of(read.deadline)}, {until(read.deadline, now)}"))
-        if read.created:
-            rows.append(("submitted", f"{time_of(read.created)}, {told(now - read.created)} ago"))
-        rows += [("sequence", read.sequence.id)] if read.sequence else []
-        rows += [("endpoint", read.endpoint)] if read.endpoint else []
-        rows += [("labels", ", ".join(f"{k}={v}" for k, v in read.labels.items()))] if read.labels else []
+    if found_request.entry:
+        rows.append(("entry", str(found_request.entry)))
+    rows.append(("tries", format_attempts(found_request)))
+    rows += [("last try", last)] if (last := last_attempt_outcome(found_request)) else []
+    if isinstance(parsed, Request):
+        rows.append(
+            ("deadline", f"{format_time(parsed.deadline)}, {format_time_until(parsed.deadline, now)}")
+        )
+        if parsed.created:
+            rows.append(
+                ("submitted", f"{format_time(parsed.created)}, {format_duration(now - parsed.created)} ago")
+            )
+        rows += [("sequence", parsed.sequence.id)] if parsed.sequence else []
+        rows += [("endpoint", parsed.endpoint)] if parsed.endpoint else []
+        rows += [("labels", ", ".join(f"{k}={v}" for k, v in parsed.labels.items()))] if parsed.labels else []
     else:
-        rows.append(("cannot be read", read.message))
-    rows.append(("result goes to", read.results or "the queue's default list"))
-    if cancelled:
+        rows.append(("cannot be read", parsed.message))
+    rows.append(("result goes to", parsed.results or "the queue's default list"))
+    if is_being_cancelled:
         rows.append(("being cancelled", "yes"))
     else:
-        rows.append(("can be cancelled", "yes" if read.token else "no: it carries no token"))
-    if found.state is Whereabouts.DEAD and found.at is not None:
-        rows.append(("died", f"{time_of(found.at)}, {until(found.at, now)}"))
-    rows.append(("bytes", f"{size_of(found):,}"))
-    return [*rows, ("why", sentence)]
+        rows.append(("can be cancelled", "yes" if parsed.token else "no: it carries no token"))
+    if found_request.location is RequestLocation.DEAD and found_request.at is not None:
+        rows.append(("died", f"{format_time(found_request.at)}, {format_time_until(found_request.at, now)}"))
+    rows.append(("bytes", f"{count_member_bytes(found_request):,}"))
+    return [*rows, ("why", explanation)]
 
 
-def labelled(labels: Sequence[tuple[str, str]]) -> tuple[Words, Callable[[Read], bool]]:
+def match_labels(labels: Sequence[tuple[str, str]]) -> tuple[SearchTerms, Callable[[ParsedRequest], bool]]:
     """Return the words and the filter of a search for requests with all of these labels.
 
     The words exclude most other requests in Redis; only the filter is exact.
     """
     # An empty value has no bytes to search for.
-    words = [spellings(text) for pair in labels for text in pair if text]
+    words = [encode_spellings(text) for pair in labels for text in pair if text]
 
-    def fits(read: Read) -> bool:
-        has = read.labels if isinstance(read, Request) else {}
-        return all(has.get(name) == value for name, value in labels)
+    def has_labels(parsed: ParsedRequest) -> bool:
+        request_labels = parsed.labels if isinstance(parsed, Request) else {}
+        return all(request_labels.get(name) == value for name, value in labels)
 
-    return words, fits
+    return words, has_labels

@@ -13,8 +13,8 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from dispatcher.cli.connection import Json
-from dispatcher.cli.terminal import answer, complain, fail, say, warn
-from dispatcher.settings import Settings, parse
+from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines, print_warning
+from dispatcher.settings import Settings, parse_settings
 
 EXAMPLES = {
     "init": [
@@ -27,14 +27,14 @@ EXAMPLES = {
 }
 Way = Literal["epp", "servers", "prometheus", "fixed"]
 """Source from which the dispatcher learns how full the pool is."""
-_WAYS = (
+_WAYS_HELP = (
     "How full the pool is can be read from:",
     "  epp         the endpoint picker of llm-d or of the Gateway API Inference Extension",
     "  servers     plain model servers: vLLM, SGLang, TensorRT-LLM",
     "  prometheus  a Prometheus that has the endpoint picker's series",
     "  fixed       nothing: a fixed limit, which does not follow other users' load",
 )
-_OPTIONS = {
+_OPTION_OF_SETTING = {
     "gateway.url": "--gateway (gateway.url)",
     "signals.epp.urls[0]": "--epp (signals.epp.urls[0])",
     "signals.prometheus.url": "--prometheus (signals.prometheus.url)",
@@ -45,7 +45,7 @@ _OPTIONS = {
 }
 """Option of `init` for each setting, to name the option in error messages."""
 # Plain YAML scalars. Anything else is quoted as JSON, which is also valid YAML.
-_BARE = re.compile(r"[A-Za-z][\w./:-]*\w|\w")
+_BARE_SCALAR = re.compile(r"[A-Za-z][\w./:-]*\w|\w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Answers:
     fixed_limit: int | None = None
 
     @property
-    def in_pool(self) -> bool:
+    def has_inference_pool(self) -> bool:
         """True if the model servers are in an InferencePool."""
         return self.way in ("epp", "prometheus")
 
@@ -135,19 +135,19 @@ def init(
     answer is wrong or missing.
     """
     if output.exists():
-        raise fail(f"{output} exists and is not overwritten: name another with --output")
-    named: dict[Way, object] = {
+        raise exit_error(f"{output} exists and is not overwritten: name another with --output")
+    values_by_way: dict[Way, object] = {
         "epp": epp or from_cluster,
         "servers": server,
         "prometheus": prometheus,
         "fixed": fixed_limit,
     }
-    ways = [way for way, value in named.items() if value]
+    ways = [way for way, value in values_by_way.items() if value]
     if len(ways) > 1:
-        raise fail("give one of --epp (or --from-cluster), --server, --prometheus and --fixed-limit", 2)
+        raise exit_error("give one of --epp (or --from-cluster), --server, --prometheus and --fixed-limit", 2)
     # Before the questions: what the cluster answers is not asked.
     if from_cluster:
-        pool, namespace, gateway, objective = _in_cluster(pool, namespace, gateway, objective)
+        pool, namespace, gateway, objective = _find_in_cluster(pool, namespace, gateway, objective)
     answers = Answers(
         gateway,
         pool,
@@ -163,177 +163,195 @@ def init(
         fixed_limit,
     )
     if sys.stdin.isatty() and not json_output:
-        answers = _asked(answers, way_known=bool(ways), from_cluster=from_cluster)
+        answers = _ask_missing(answers, is_way_known=bool(ways), from_cluster=from_cluster)
     if not answers.gateway and len(answers.servers) == 1:
         answers = replace(answers, gateway=answers.servers[0])
     if not answers.gateway:
-        raise fail("no gateway is named: give --gateway URL", 2)
+        raise exit_error("no gateway is named: give --gateway URL", 2)
     # A password does not go into the file: it belongs in the environment.
-    secret = "@" in answers.queue
-    answers = replace(answers, pool=answers.pool or "default", queue="" if secret else answers.queue)
-    text = written(answers, secret=secret)
-    found = parse(text, {}, name=str(output))
-    if not isinstance(found, Settings):
+    has_password = "@" in answers.queue
+    answers = replace(answers, pool=answers.pool or "default", queue="" if has_password else answers.queue)
+    text = format_config(answers, has_password=has_password)
+    parsed = parse_settings(text, {}, name=str(output))
+    if not isinstance(parsed, Settings):
         # No file was written, so drop its name and line numbers, and name the options instead of the
         # settings.
-        bare = (
-            replace(each, source="", line=None, where=_OPTIONS.get(each.where, each.where)) for each in found
+        problems = (
+            replace(problem, source="", line=None, where=_OPTION_OF_SETTING.get(problem.where, problem.where))
+            for problem in parsed
         )
-        complain(*map(str, bare))
+        print_error(*map(str, problems))
         raise typer.Exit(2)
     try:
         # "x" fails if the file has appeared since the first check.
         with output.open("x") as file:
             file.write(text)
     except OSError as error:
-        raise fail(f"{output}: {error.strerror or error}") from error
-    if secret:
-        warn("the queue's URL holds a password and is not in the file: export BATCH_DISPATCHER__QUEUE__URL")
+        raise exit_error(f"{output}: {error.strerror or error}") from error
+    if has_password:
+        print_warning(
+            "the queue's URL holds a password and is not in the file: export BATCH_DISPATCHER__QUEUE__URL"
+        )
     if json_output:
-        told = {"pool": answers.pool, "gateway": answers.gateway, "way": answers.way}
-        answer({"written": str(output), **told})
+        summary = {"pool": answers.pool, "gateway": answers.gateway, "way": answers.way}
+        print_json({"written": str(output), **summary})
     else:
         option = "" if output == Path("config.yaml") else f" --config {output}"
-        say(f"{output} is written. Next: batch-dispatcher check{option}")
+        print_lines(f"{output} is written. Next: batch-dispatcher check{option}")
 
 
-def _asked(given: Answers, *, way_known: bool, from_cluster: bool) -> Answers:
+def _ask_missing(answers: Answers, *, is_way_known: bool, from_cluster: bool) -> Answers:
     """Ask on the terminal for the values that were not given by options, and return all answers."""
-    if not way_known:
-        say(*_WAYS)
-        given = replace(given, way=typer.prompt("Which", "epp", value_proc=_one_way))
-    if not from_cluster and not given.pool:
-        what = "Name of the InferencePool" if given.in_pool else "Name of the pool (it names the queue)"
-        given = replace(given, pool=typer.prompt(what, "default"))
-    if given.way == "servers" and not given.servers:
+    if not is_way_known:
+        print_lines(*_WAYS_HELP)
+        answers = replace(answers, way=typer.prompt("Which", "epp", value_proc=_parse_way))
+    if not from_cluster and not answers.pool:
+        what = (
+            "Name of the InferencePool"
+            if answers.has_inference_pool
+            else "Name of the pool (it names the queue)"
+        )
+        answers = replace(answers, pool=typer.prompt(what, "default"))
+    if answers.way == "servers" and not answers.servers:
         what = "URLs of the model servers, with spaces between"
-        given = replace(given, servers=typer.prompt(what, value_proc=_several_http))
-    if not given.gateway and len(given.servers) != 1:
-        what = "inference gateway" if given.in_pool else "server, or of the load balancer before them"
-        given = replace(given, gateway=typer.prompt(f"URL of the {what}", value_proc=_http))
+        answers = replace(answers, servers=typer.prompt(what, value_proc=_parse_urls))
+    if not answers.gateway and len(answers.servers) != 1:
+        what = (
+            "inference gateway"
+            if answers.has_inference_pool
+            else "server, or of the load balancer before them"
+        )
+        answers = replace(answers, gateway=typer.prompt(f"URL of the {what}", value_proc=_parse_url))
     if from_cluster:
-        return given
-    if given.in_pool and not given.objective:
-        given = replace(given, objective=_optional("InferenceObjective with a negative priority"))
-    if not given.queue:
-        given = replace(given, queue=_optional("redis://… of the queue (none: a Valkey of our own)"))
-    match given.way:
-        case "epp" if not given.epp:
+        return answers
+    if answers.has_inference_pool and not answers.objective:
+        answers = replace(answers, objective=_ask_optional("InferenceObjective with a negative priority"))
+    if not answers.queue:
+        answers = replace(answers, queue=_ask_optional("redis://… of the queue (none: a Valkey of our own)"))
+    match answers.way:
+        case "epp" if not answers.epp:
             what = "URL of the endpoint picker's metrics (none: found through the pool)"
-            return replace(given, epp=_optional(what, _http))
-        case "servers" if given.per_endpoint is None:
+            return replace(answers, epp=_ask_optional(what, _parse_url))
+        case "servers" if answers.per_endpoint is None:
             what = "Requests that one server runs at once, --max-num-seqs of vLLM (none: searched for)"
-            number = _optional(what, _number)
-            return replace(given, per_endpoint=int(number) if number else None)
-        case "prometheus" if not given.prometheus:
-            return replace(given, prometheus=typer.prompt("URL of Prometheus", value_proc=_http))
-        case "fixed" if given.fixed_limit is None:
+            number = _ask_optional(what, _parse_number)
+            return replace(answers, per_endpoint=int(number) if number else None)
+        case "prometheus" if not answers.prometheus:
+            return replace(answers, prometheus=typer.prompt("URL of Prometheus", value_proc=_parse_url))
+        case "fixed" if answers.fixed_limit is None:
             return replace(
-                given, fixed_limit=int(typer.prompt("Requests in flight at most", value_proc=_number))
+                answers, fixed_limit=int(typer.prompt("Requests in flight at most", value_proc=_parse_number))
             )
-    return given
+    return answers
 
 
-def _one_way(given: str) -> str:
+def _parse_way(text: str) -> str:
     """Return a source (`Way`). Raises BadParameter, on which typer asks again."""
-    if given.strip() not in get_args(Way):
+    if text.strip() not in get_args(Way):
         raise typer.BadParameter(f"it must be one of {', '.join(get_args(Way))}")
-    return given.strip()
+    return text.strip()
 
 
-def _several_http(given: str) -> tuple[str, ...]:
+def _parse_urls(text: str) -> tuple[str, ...]:
     """Return the URLs of an answer. Raises BadParameter, on which typer asks again."""
-    if not given.split():
+    if not text.split():
         raise typer.BadParameter("it must be at least one URL")
-    return tuple(_http(each) for each in given.split())
+    return tuple(_parse_url(url) for url in text.split())
 
 
-def _number(given: str) -> str:
+def _parse_number(text: str) -> str:
     """Return a number of requests, as text. Raises BadParameter, on which typer asks again."""
-    if not given.strip().isdecimal() or not int(given):
+    if not text.strip().isdecimal() or not int(text):
         raise typer.BadParameter("it must be a whole number above 0")
-    return given.strip()
+    return text.strip()
 
 
-def _optional(question: str, checked: Callable[[str], str] = str.strip) -> str:
-    told: str = typer.prompt(
-        question, "", show_default=False, value_proc=lambda given: given and checked(given)
+def _ask_optional(question: str, parse_text: Callable[[str], str] = str.strip) -> str:
+    text: str = typer.prompt(
+        question, "", show_default=False, value_proc=lambda given: given and parse_text(given)
     )
-    return told
+    return text
 
 
-def _http(given: str) -> str:
+def _parse_url(text: str) -> str:
     """Return a URL. Raises BadParameter, on which typer asks again."""
-    if not given.strip().startswith(("http://", "https://")):
+    if not text.strip().startswith(("http://", "https://")):
         raise typer.BadParameter("it must begin with http:// or https://")
-    return given.strip()
+    return text.strip()
 
 
-def _in_cluster(pool: str, namespace: str, gateway: str, objective: str) -> tuple[str, str, str, str]:
-    from dispatcher.cli.kubectl import KubectlError, pools
+def _find_in_cluster(pool: str, namespace: str, gateway: str, objective: str) -> tuple[str, str, str, str]:
+    from dispatcher.cli.kubectl import KubectlError, list_pools
 
     try:
-        there = [each for each in pools(namespace) if pool in ("", each.name)]
+        found_pools = [each for each in list_pools(namespace) if pool in ("", each.name)]
     except KubectlError as error:
-        raise fail(str(error)) from error
-    if not there:
-        raise fail(f"no InferencePool {pool or 'at all'} in {namespace or 'any namespace'}")
-    if len(there) > 1:
-        names = ", ".join(f"{each.namespace}/{each.name}" for each in there)
-        raise fail(f"there are several: {names}. Choose by --pool and --namespace", 2)
-    one = there[0]
-    if not one.gateway and not gateway:
-        warn(f"no gateway was found whose HTTPRoute leads to {one.name}")
-    return one.name, one.namespace, gateway or one.gateway, objective or one.objective
+        raise exit_error(str(error)) from error
+    if not found_pools:
+        raise exit_error(f"no InferencePool {pool or 'at all'} in {namespace or 'any namespace'}")
+    if len(found_pools) > 1:
+        names = ", ".join(f"{each.namespace}/{each.name}" for each in found_pools)
+        raise exit_error(f"there are several: {names}. Choose by --pool and --namespace", 2)
+    found_pool = found_pools[0]
+    if not found_pool.gateway and not gateway:
+        print_warning(f"no gateway was found whose HTTPRoute leads to {found_pool.name}")
+    return (
+        found_pool.name,
+        found_pool.namespace,
+        gateway or found_pool.gateway,
+        objective or found_pool.objective,
+    )
 
 
-def written(answers: Answers, *, secret: bool = False) -> str:
+def format_config(answers: Answers, *, has_password: bool = False) -> str:
     """Return the text of the configuration file."""
     queue = "  # url: is in $BATCH_DISPATCHER__QUEUE__URL, for it holds a password"
-    if not secret:
-        queue = f"  url: {_scalar(answers.queue)}" if answers.queue else "  # url: redis://redis:6379"
+    if not has_password:
+        queue = f"  url: {_format_scalar(answers.queue)}" if answers.queue else "  # url: redis://redis:6379"
     return f"""\
 # The batch dispatcher's configuration. Every setting: docs/configuration.md.
 # Check it: batch-dispatcher check. Watch it before you trust it: batch-dispatcher run --observe.
 
-{_pool(answers)}
+{_format_pool(answers)}
 queue:
   # Without a URL: a Valkey of our own beside the dispatcher, for one dispatcher. Passwords belong in
   # the environment: BATCH_DISPATCHER__QUEUE__URL=redis://:secret@redis
 {queue}
   # data_dir: ./batch-dispatcher-data    # of that Valkey, relative to this file
 
-{_signals(answers)}
-{_budget(answers)}
+{_format_signals(answers)}
+{_format_budget(answers)}
 # admin:
 #   port: 8080    # health, metrics, status and the page, on this machine alone
 """
 
 
-def _pool(answers: Answers) -> str:
+def _format_pool(answers: Answers) -> str:
     """Return the sections `pool` and `gateway`."""
-    if not answers.in_pool:
+    if not answers.has_inference_pool:
         return f"""\
 pool:
-  name: {_scalar(answers.pool)}    # it names the queue
+  name: {_format_scalar(answers.pool)}    # it names the queue
 
 gateway:
-  url: {_scalar(answers.gateway)}    # the model server, or a load balancer before several
+  url: {_format_scalar(answers.gateway)}    # the model server, or a load balancer before several
 """
-    objective = f"objective: {_scalar(answers.objective)}" if answers.objective else "# objective: batch"
+    objective = (
+        f"objective: {_format_scalar(answers.objective)}" if answers.objective else "# objective: batch"
+    )
     return f"""\
 pool:
-  name: {_scalar(answers.pool)}    # your InferencePool; it names the queue, too
-  namespace: {_scalar(answers.namespace)}
+  name: {_format_scalar(answers.pool)}    # your InferencePool; it names the queue, too
+  namespace: {_format_scalar(answers.namespace)}
 
 gateway:
-  url: {_scalar(answers.gateway)}
+  url: {_format_scalar(answers.gateway)}
   # An InferenceObjective with a negative priority: without one batch work competes with everybody.
   {objective}
 """
 
 
-def _signals(answers: Answers) -> str:
+def _format_signals(answers: Answers) -> str:
     """Return the section `signals`."""
     match answers.way:
         case "servers":
@@ -349,7 +367,7 @@ signals:
   # How full the pool is, by the endpoint picker's series. Without a picker: docs/signals.md, own queries.
   source: prometheus
   prometheus:
-    url: {_scalar(answers.prometheus)}
+    url: {_format_scalar(answers.prometheus)}
 """
         case "fixed":
             return """\
@@ -369,16 +387,16 @@ signals:
 """
 
 
-def _budget(answers: Answers) -> str:
+def _format_budget(answers: Answers) -> str:
     """Return the section `budget`."""
     if answers.way == "fixed":
         return f"""\
 budget:
   max_in_flight: {answers.fixed_limit}    # requests in flight at most, of all dispatchers together
 """
-    each = answers.per_endpoint
-    per_endpoint = f"per_endpoint: {each}" if each is not None else "# per_endpoint: 256"
-    default = "what the picker shows" if answers.in_pool else "it is searched for"
+    limit = answers.per_endpoint
+    per_endpoint = f"per_endpoint: {limit}" if limit is not None else "# per_endpoint: 256"
+    default = "what the picker shows" if answers.has_inference_pool else "it is searched for"
     return f"""\
 budget:
   reserve: {answers.reserve:g}    # share of the capacity that batch work never takes; takes effect at once
@@ -387,8 +405,10 @@ budget:
 """
 
 
-def _scalar(text: str) -> str:
+def _format_scalar(text: str) -> str:
     # Unquoted, these words would not be read as text.
     return (
-        text if _BARE.fullmatch(text) and text.lower() not in ("null", "true", "false") else json.dumps(text)
+        text
+        if _BARE_SCALAR.fullmatch(text) and text.lower() not in ("null", "true", "false")
+        else json.dumps(text)
     )

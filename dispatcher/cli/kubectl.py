@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WITHIN_S = 10
+TIMEOUT_S = 10
 POOLS = ("inferencepools.inference.networking.k8s.io", "inferencepools.inference.networking.x-k8s.io")
 OBJECTIVES = "inferenceobjectives.inference.networking.x-k8s.io"
 Json = Mapping[str, Any]
@@ -33,32 +33,35 @@ class FoundPool:
     """InferenceObjective of the pool with the lowest negative priority."""
 
 
-def pools(namespace: str = "") -> list[FoundPool]:
+def list_pools(namespace: str = "") -> list[FoundPool]:
     """Return the pools of a namespace, or of all namespaces. Raises KubectlError.
 
     Related resources that the user may not list are left out.
     """
     where = ("--namespace", namespace) if namespace else ("--all-namespaces",)
-    found: list[Json] = []
-    refused = None
+    resources: list[Json] = []
+    first_error = None
     # A cluster may have the CRD of the current API group, of the one before it, or both.
     for kind in POOLS:
         try:
-            found += _items(kind, *where)
+            resources += _list_resources(kind, *where)
         except KubectlError as error:
-            refused = refused or error
-    if not found and refused is not None:
-        raise refused
-    beside = {kind: _allowed(kind, *where) for kind in ("httproutes", "gateways", OBJECTIVES)}
+            first_error = first_error or error
+    if not resources and first_error is not None:
+        raise first_error
+    related = {kind: _list_if_allowed(kind, *where) for kind in ("httproutes", "gateways", OBJECTIVES)}
     # Reversed, so that of a pool in both API groups the first one counts.
-    seen = {(each["metadata"]["namespace"], each["metadata"]["name"]): each for each in reversed(found)}
+    resources_by_name = {
+        (resource["metadata"]["namespace"], resource["metadata"]["name"]): resource
+        for resource in reversed(resources)
+    }
     return [
-        pool_of(each, beside["httproutes"], beside["gateways"], beside[OBJECTIVES])
-        for _, each in sorted(seen.items())
+        build_pool(resource, related["httproutes"], related["gateways"], related[OBJECTIVES])
+        for _, resource in sorted(resources_by_name.items())
     ]
 
 
-def pool_of(
+def build_pool(
     pool: Json, routes: Sequence[Json], gateways: Sequence[Json], objectives: Sequence[Json]
 ) -> FoundPool:
     """Return a pool with its picker, its gateway and its objective."""
@@ -66,40 +69,45 @@ def pool_of(
     spec = pool.get("spec") or {}
     # extensionRef is the field of the older API group.
     picker = spec.get("endpointPickerRef") or spec.get("extensionRef") or {}
-    parents = [parent for route in routes if _leads_to(route, name, namespace) for parent in _parents(route)]
-    urls = [url for each in gateways if _key(each) in parents for url in _urls(each)]
+    parents = [
+        parent
+        for route in routes
+        if _routes_to_pool(route, name, namespace)
+        for parent in _list_parents(route)
+    ]
+    urls = [url for resource in gateways if _get_key(resource) in parents for url in _list_urls(resource)]
     ranked = sorted(
-        (int((each.get("spec") or {}).get("priority") or 0), each["metadata"]["name"])
-        for each in objectives
-        if each["metadata"]["namespace"] == namespace
-        and ((each.get("spec") or {}).get("poolRef") or {}).get("name") == name
+        (int((resource.get("spec") or {}).get("priority") or 0), resource["metadata"]["name"])
+        for resource in objectives
+        if resource["metadata"]["namespace"] == namespace
+        and ((resource.get("spec") or {}).get("poolRef") or {}).get("name") == name
     )
     objective = ranked[0][1] if ranked and ranked[0][0] < 0 else ""
     return FoundPool(name, namespace, str(picker.get("name") or ""), urls[0] if urls else "", objective)
 
 
-def _key(thing: Json) -> tuple[str, str]:
-    return thing["metadata"]["namespace"], thing["metadata"]["name"]
+def _get_key(resource: Json) -> tuple[str, str]:
+    return resource["metadata"]["namespace"], resource["metadata"]["name"]
 
 
-def _leads_to(route: Json, name: str, namespace: str) -> bool:
-    here = route["metadata"]["namespace"]
+def _routes_to_pool(route: Json, name: str, namespace: str) -> bool:
+    route_namespace = route["metadata"]["namespace"]
     return any(
-        each.get("kind") == "InferencePool"
-        and each.get("name") == name
+        backend.get("kind") == "InferencePool"
+        and backend.get("name") == name
         # A backend without a namespace is in the namespace of its route.
-        and (each.get("namespace") or here) == namespace
+        and (backend.get("namespace") or route_namespace) == namespace
         for rule in (route.get("spec") or {}).get("rules") or ()
-        for each in rule.get("backendRefs") or ()
+        for backend in rule.get("backendRefs") or ()
     )
 
 
-def _parents(route: Json) -> Iterator[tuple[str, str]]:
+def _list_parents(route: Json) -> Iterator[tuple[str, str]]:
     for parent in (route.get("spec") or {}).get("parentRefs") or ():
         yield parent.get("namespace") or route["metadata"]["namespace"], parent["name"]
 
 
-def _urls(gateway: Json) -> Iterator[str]:
+def _list_urls(gateway: Json) -> Iterator[str]:
     addresses = [each.get("value") for each in (gateway.get("status") or {}).get("addresses") or ()]
     for listener in (gateway.get("spec") or {}).get("listeners") or ():
         scheme = str(listener.get("protocol", "")).lower()
@@ -110,32 +118,34 @@ def _urls(gateway: Json) -> Iterator[str]:
             yield from (f"{scheme}://{address}{end}" for address in addresses if address)
 
 
-def _allowed(kind: str, *where: str) -> list[Json]:
+def _list_if_allowed(kind: str, *where: str) -> list[Json]:
     try:
-        return _items(kind, *where)
+        return _list_resources(kind, *where)
     except KubectlError:  # the CRD is not installed, or listing it is not allowed: the user names it instead
         return []
 
 
-def _items(kind: str, *where: str) -> list[Json]:
+def _list_resources(kind: str, *where: str) -> list[Json]:
     program = shutil.which("kubectl")
     if program is None:
         raise KubectlError("kubectl is not installed")
     try:
-        done = subprocess.run(  # noqa: S603 - no shell; what the user named is one argument
-            [program, "get", kind, *where, "--output", "json", f"--request-timeout={WITHIN_S}s"],
+        process = subprocess.run(  # noqa: S603 - no shell; what the user named is one argument
+            [program, "get", kind, *where, "--output", "json", f"--request-timeout={TIMEOUT_S}s"],
             capture_output=True,
-            timeout=WITHIN_S + 5,  # bounds kubectl itself, too: a login before the request, for example
+            timeout=TIMEOUT_S + 5,  # bounds kubectl itself, too: a login before the request, for example
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KubectlError(f"kubectl: {error}") from error
-    if done.returncode:
+    if process.returncode:
         # kubectl may print warnings first; the last line is the error.
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise KubectlError(f"kubectl: {said[-1] if said else f'exit code {done.returncode}'}")
+        error_lines = process.stderr.decode(errors="replace").strip().splitlines()
+        raise KubectlError(
+            f"kubectl: {error_lines[-1] if error_lines else f'exit code {process.returncode}'}"
+        )
     try:
-        items = json.loads(done.stdout)["items"]
+        items = json.loads(process.stdout)["items"]
         return [each for each in items if each["metadata"]["name"] and each["metadata"]["namespace"]]
     except (ValueError, KeyError, TypeError) as error:
         raise KubectlError(f"kubectl: its answer on {kind} is not understood") from error

@@ -9,28 +9,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.connection import Json, Labels, QueueOptions, ask, find, pairs_of
+from dispatcher.cli.connection import Json, Labels, QueueOptions, find_queue, parse_pairs, run_with_admin
 from dispatcher.cli.find_requests import (
-    being_cancelled,
-    deadline_of,
-    gate_of,
-    labelled,
-    matching,
-    note_of,
-    shown,
-    tries_of,
-    unserved,
+    check_being_cancelled,
+    describe_gate,
+    explain_no_dispatcher,
+    find_matching,
+    format_attempts,
+    format_deadline,
+    format_note,
+    match_labels,
+    request_as_json,
 )
-from dispatcher.cli.terminal import answer, complain, say, table, warn
-from dispatcher.core.requests.found_request import IN_LINE, OF_LANE, FoundRequest, Whereabouts
-from dispatcher.core.requests.lanes import CLOSED
-from dispatcher.core.requests.request import parse
+from dispatcher.cli.terminal import format_table, print_error, print_json, print_lines, print_warning
+from dispatcher.core.requests.found_request import (
+    LOCATION_BY_LANE,
+    QUEUED_LOCATIONS,
+    FoundRequest,
+    RequestLocation,
+)
+from dispatcher.core.requests.lanes import CLOSED_LANES
+from dispatcher.core.requests.request import parse_member
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dispatcher.core.requests.request import Rejection, Request
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
     "list": [
@@ -42,11 +47,13 @@ EXAMPLES = {
 }
 
 
-_GO = tuple(place for place in IN_LINE if place not in {OF_LANE[lane] for lane in CLOSED})
+_CLAIMABLE = tuple(
+    place for place in QUEUED_LOCATIONS if place not in {LOCATION_BY_LANE[lane] for lane in CLOSED_LANES}
+)
 """States in which a request can be claimed. Requests that wait for their turn or model cannot."""
 
 
-class Shown(StrEnum):
+class ListedState(StrEnum):
     """State of the requests to list, in the words of `status`."""
 
     PENDING = "pending"
@@ -55,31 +62,31 @@ class Shown(StrEnum):
     DEAD = "dead"
 
     @property
-    def places(self) -> tuple[Whereabouts, ...]:
+    def states(self) -> tuple[RequestLocation, ...]:
         match self:
-            case Shown.PENDING:
-                return IN_LINE
-            case Shown.RUNNING:
-                return (Whereabouts.LEASED,)
-            case Shown.DELAYED:
-                return (Whereabouts.DELAYED,)
-            case Shown.DEAD:
-                return (Whereabouts.DEAD,)
+            case ListedState.PENDING:
+                return QUEUED_LOCATIONS
+            case ListedState.RUNNING:
+                return (RequestLocation.LEASED,)
+            case ListedState.DELAYED:
+                return (RequestLocation.DELAYED,)
+            case ListedState.DEAD:
+                return (RequestLocation.DEAD,)
 
 
-State = Annotated[
-    Shown | None,
+StateOption = Annotated[
+    ListedState | None,
     typer.Option(
         "--state", metavar="STATE", help="pending, running, delayed or dead; default: all but the dead."
     ),
 ]
-Most = Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests per state.")]
+MaxCount = Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="Most requests per state.")]
 
 
 def list(  # noqa: A001 - the verb's name
-    state: State = None,
+    state: StateOption = None,
     label: Labels = None,
-    most: Most = 50,
+    max_count: MaxCount = 50,
     *,
     where: QueueOptions,
     json_output: Json = False,
@@ -89,120 +96,149 @@ def list(  # noqa: A001 - the verb's name
     Dead requests are listed only with --state dead. With --label all requests are read, and the list has no
     order.
     """
-    labels = pairs_of("--label", label)
-    target = find(where)
-    states = [Shown.RUNNING, Shown.PENDING, Shown.DELAYED] if state is None else [state]
+    labels = parse_pairs("--label", label)
+    target = find_queue(where)
+    states = [ListedState.RUNNING, ListedState.PENDING, ListedState.DELAYED] if state is None else [state]
 
-    async def read(desk: RedisDesk) -> tuple[Any, int]:
+    async def read_requests(admin: RedisQueueAdmin) -> tuple[Any, int]:
         if labels:
-            return await _labelled(desk, labels, states, most)
-        counts = await desk.counts()
-        of = {
-            Shown.PENDING: counts.pending,
-            Shown.RUNNING: counts.leased,
-            Shown.DELAYED: counts.delayed,
-            Shown.DEAD: counts.dead,
+            return await _find_labelled(admin, labels, states, max_count)
+        counts = await admin.count_requests()
+        counts_by_state = {
+            ListedState.PENDING: counts.pending,
+            ListedState.RUNNING: counts.leased,
+            ListedState.DELAYED: counts.delayed,
+            ListedState.DEAD: counts.dead,
         }
-        found = [each for one in states for each in await _first(desk, one.places, most)]
-        return found, sum(of[one] for one in states)
+        found_requests = [
+            found_request
+            for listed_state in states
+            for found_request in await _read_first(admin, listed_state.states, max_count)
+        ]
+        return found_requests, sum(counts_by_state[listed_state] for listed_state in states)
 
-    async def act(desk: RedisDesk) -> tuple[Any, int, str]:
-        found, total = await read(desk)
-        return await _with_marks(desk, found), total, "" if found else await unserved(desk)
+    async def read_rows(admin: RedisQueueAdmin) -> tuple[Any, int, str]:
+        found_requests, total = await read_requests(admin)
+        return (
+            await _add_cancel_marks(admin, found_requests),
+            total,
+            "" if found_requests else await explain_no_dispatcher(admin),
+        )
 
-    rows, total, nobody = ask(target, act)
+    rows, total, no_dispatcher = run_with_admin(target, read_rows)
     if json_output:
-        answer([shown(one, read, cancelled=cancelled) for one, read, cancelled in rows])
+        print_json(
+            [
+                request_as_json(found_request, read_requests, is_being_cancelled=cancelled)
+                for found_request, read_requests, cancelled in rows
+            ]
+        )
         return
     now = time.time()
     if rows:
-        say(*table(["ID", "STATE", "DEADLINE", "TRIES", "NOTE"], [_row(now, *row) for row in rows]))
+        print_lines(
+            *format_table(
+                ["ID", "STATE", "DEADLINE", "TRIES", "NOTE"], [_format_row(now, *row) for row in rows]
+            )
+        )
     else:
-        complain(f"{target.names.queue}: none", fg=None)
-        if nobody:  # an empty list is misleading if the name of the pool is wrong
-            warn(nobody)
+        print_error(f"{target.names.queue}: none", fg=None)
+        if no_dispatcher:  # an empty list is misleading if the name of the pool is wrong
+            print_warning(no_dispatcher)
     if len(rows) < total:
-        complain(f"{len(rows):,} of {total:,}; --most shows more", fg=None)
+        print_error(f"{len(rows):,} of {total:,}; --most shows more", fg=None)
 
 
-async def _with_marks(
-    desk: RedisDesk, found: Sequence[FoundRequest]
+async def _add_cancel_marks(
+    admin: RedisQueueAdmin, found_requests: Sequence[FoundRequest]
 ) -> Sequence[tuple[FoundRequest, Request | Rejection, bool]]:
     """Return each request with its parsed content and true if it is being cancelled."""
-    rows = [(one, parse(one.member)) for one in found]
-    marked = await being_cancelled(desk, rows)
-    return [(*row, cancelled) for row, cancelled in zip(rows, marked, strict=True)]
+    rows = [(found_request, parse_member(found_request.member)) for found_request in found_requests]
+    are_cancelled = await check_being_cancelled(admin, rows)
+    return [(*row, is_cancelled) for row, is_cancelled in zip(rows, are_cancelled, strict=True)]
 
 
-def _row(now: float, one: FoundRequest, read: Request | Rejection, cancelled: bool) -> Sequence[str]:
+def _format_row(
+    now: float, found_request: FoundRequest, parsed: Request | Rejection, is_being_cancelled: bool
+) -> Sequence[str]:
     return [
-        read.id or "(unreadable)",
-        str(one.state),
-        deadline_of(read, now),
-        tries_of(one),
-        note_of(one, now, read.sequence, cancelled=cancelled),
+        parsed.id or "(unreadable)",
+        str(found_request.location),
+        format_deadline(parsed, now),
+        format_attempts(found_request),
+        format_note(found_request, now, parsed.sequence, is_being_cancelled=is_being_cancelled),
     ]
 
 
-async def _first(desk: RedisDesk, places: Sequence[Whereabouts], most: int) -> Sequence[FoundRequest]:
+async def _read_first(
+    admin: RedisQueueAdmin, states: Sequence[RequestLocation], max_count: int
+) -> Sequence[FoundRequest]:
     """Return the first requests in these states, in queue order if there are several states."""
     parts = []
-    for place in places:
+    for state in states:
         part: Any = []
         after = ""
         # Each state is read as if it had all the rows; merging takes the first ones.
-        while len(part) < most:
-            page = await desk.lying(place, most - len(part), after)
-            part += page.found
+        while len(part) < max_count:
+            page = await admin.list_requests(state, max_count - len(part), after)
+            part += page.requests
             if not (after := page.after):
                 break
         parts.append(part)
     if len(parts) == 1:
-        return parts[0][:most]  # type: ignore[no-any-return]
+        return parts[0][:max_count]  # type: ignore[no-any-return]
     # All states of the queue are sorted by score.
     merged: Any = heapq.merge(*parts, key=lambda one: one.score)
-    return [one for _, one in zip(range(most), merged, strict=False)]
+    return [one for _, one in zip(range(max_count), merged, strict=False)]
 
 
-async def _labelled(
-    desk: RedisDesk, labels: Sequence[tuple[str, str]], states: Sequence[Shown], most: int
+async def _find_labelled(
+    admin: RedisQueueAdmin,
+    labels: Sequence[tuple[str, str]],
+    listed_states: Sequence[ListedState],
+    max_count: int,
 ) -> tuple[Any, int]:
-    wanted = {place for state in states for place in state.places}
-    found: Any = []
+    selected_states = {state for listed_state in listed_states for state in listed_state.states}
+    found_requests: Any = []
     total = 0
-    async for one, _ in matching(desk, *labelled(labels)):
-        if one.state in wanted:
+    async for found_request, _ in find_matching(admin, *match_labels(labels)):
+        if found_request.location in selected_states:
             total += 1  # goes on counting behind the limit, to say how many there are
-            if len(found) < most:
-                found.append(one)
-    return found, total
+            if len(found_requests) < max_count:
+                found_requests.append(found_request)
+    return found_requests, total
 
 
-def peek(most: Most = 10, *, where: QueueOptions, json_output: Json = False) -> None:
+def peek(max_count: MaxCount = 10, *, where: QueueOptions, json_output: Json = False) -> None:
     """Show the next requests, in order, and what holds them back."""
-    target = find(where)
+    target = find_queue(where)
 
-    async def act(desk: RedisDesk) -> tuple[Any, int, str]:
-        rows = await _with_marks(desk, await _first(desk, _GO, most))
-        return rows, (await desk.counts()).pending, await gate_of(target, desk)
+    async def read_next(admin: RedisQueueAdmin) -> tuple[Any, int, str]:
+        rows = await _add_cancel_marks(admin, await _read_first(admin, _CLAIMABLE, max_count))
+        return rows, (await admin.count_requests()).pending, await describe_gate(target, admin)
 
-    rows, total, gate = ask(target, act)
+    rows, total, gate = run_with_admin(target, read_next)
     if json_output:
-        told = [shown(one, read, at, cancelled=cancelled) for at, (one, read, cancelled) in enumerate(rows)]
-        answer({"gate": gate, "pending": total, "next": told})
+        json_rows = [
+            request_as_json(found_request, parsed, position, is_being_cancelled=cancelled)
+            for position, (found_request, parsed, cancelled) in enumerate(rows)
+        ]
+        print_json({"gate": gate, "pending": total, "next": json_rows})
         return
     now = time.time()
-    say(f"{total:,} wait; the gate: {gate}")
+    print_lines(f"{total:,} wait; the gate: {gate}")
     if rows:
-        lines = [[str(at), *_next(now, *row)] for at, row in enumerate(rows, start=1)]
-        say(*table(["PLACE", "ID", "PRIORITY", "DEADLINE", "NOTE"], lines))
+        lines = [[str(position), *_format_next_row(now, *row)] for position, row in enumerate(rows, start=1)]
+        print_lines(*format_table(["PLACE", "ID", "PRIORITY", "DEADLINE", "NOTE"], lines))
 
 
-def _next(now: float, one: FoundRequest, read: Request | Rejection, cancelled: bool) -> Sequence[str]:
-    priority = shown(one, read)["priority"]
+def _format_next_row(
+    now: float, found_request: FoundRequest, parsed: Request | Rejection, is_being_cancelled: bool
+) -> Sequence[str]:
+    priority = request_as_json(found_request, parsed)["priority"]
     return [
-        read.id or "(unreadable)",
+        parsed.id or "(unreadable)",
         "-" if priority is None else str(priority),
-        deadline_of(read, now),
-        note_of(one, now, read.sequence, cancelled=cancelled),
+        format_deadline(parsed, now),
+        format_note(found_request, now, parsed.sequence, is_being_cancelled=is_being_cancelled),
     ]

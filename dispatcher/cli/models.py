@@ -12,23 +12,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dispatcher.cli import rollout
-from dispatcher.cli.admin_client import running
-from dispatcher.cli.connection import Json, ask, find, warn_of
-from dispatcher.cli.record import EXAMPLE, record
-from dispatcher.cli.status import DispatcherOptions, meant
-from dispatcher.cli.terminal import answer, complain, fail, say, table, warn
-from dispatcher.core.duration import told
+from dispatcher.cli.admin_client import fetch_status
+from dispatcher.cli.connection import Json, find_queue, print_config_problems, run_with_admin
+from dispatcher.cli.record import RECORD_EXAMPLES, record
+from dispatcher.cli.status import DispatcherOptions, locate_targets
+from dispatcher.cli.terminal import (
+    exit_error,
+    format_table,
+    print_error,
+    print_json,
+    print_lines,
+    print_warning,
+)
+from dispatcher.core.duration import format_duration
 
 if TYPE_CHECKING:
-    from dispatcher.ports import ModelMarks
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.ports import ModelRegistryState
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
     "models list": ["batch-dispatcher models list", "batch-dispatcher models list --waiting"],
     "models show": ["batch-dispatcher models show qwen"],
     "models label": rollout.LABEL_EXAMPLES,
     "models drain": rollout.DRAIN_EXAMPLES,
-    "models record": EXAMPLE,
+    "models record": RECORD_EXAMPLES,
 }
 models = typer.Typer(
     add_completion=False,
@@ -37,12 +44,12 @@ models = typer.Typer(
 )
 
 
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model in requests.")]
-Models = Sequence[Mapping[str, Any]]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model in requests.")]
+ModelRows = Sequence[Mapping[str, Any]]
 
 
 @models.command("list")
-def list_(
+def list_models(
     waiting: Annotated[bool, typer.Option("--waiting", help="Only models that requests wait for.")] = False,
     *,
     where: DispatcherOptions,
@@ -54,154 +61,184 @@ def list_(
     answers, the list comes from the queue: models that requests wait for, and models that were labelled or
     drained. Exit code 1: neither dispatcher nor queue answers.
     """
-    found, watched = _found(where)
-    chosen = [each for each in found if each["waiting"] != 0 or not waiting]
+    model_rows, is_watched = _read_models(where)
+    chosen_rows = [model for model in model_rows if model["waiting"] != 0 or not waiting]
     if json_output:
-        answer(chosen)
-    elif chosen:
-        say(
-            *table(
+        print_json(chosen_rows)
+    elif chosen_rows:
+        print_lines(
+            *format_table(
                 ["MODEL", "STATE", "ENDPOINTS", "WAITING", "FOR", "NOTE"],
-                [row for each in chosen for row in _rows(each)],
+                [row for model in chosen_rows for row in _format_rows(model)],
             )
         )
-    elif waiting or not watched:
-        complain(
+    elif waiting or not is_watched:
+        print_error(
             "no request waits for its model" + ("" if waiting else ", none is labelled or drained"), fg=None
         )
     else:
-        complain("no model is known: `models` names none, and none is served", fg=None)
+        print_error("no model is known: `models` names none, and none is served", fg=None)
 
 
 @models.command()
-def show(name: Name, where: DispatcherOptions, json_output: Json = False) -> None:
+def show(name: ModelName, where: DispatcherOptions, json_output: Json = False) -> None:
     """Show one model: its state, its endpoints, its versions and labels, and the requests that wait for it.
 
     Exit code 1: the model is not known.
     """
-    found, _ = _found(where)
-    for each in found:
-        if each["name"] == name:
+    model_rows, _ = _read_models(where)
+    for model in model_rows:
+        if model["name"] == name:
             if json_output:
-                answer(each)
+                print_json(model)
             else:
-                say(name, *(f"  {field:<11} {value}" for field, value in _details(each)))
+                print_lines(name, *(f"  {field:<11} {value}" for field, value in _list_details(model)))
             return
-        if name in [version["name"] for version in each["versions"]]:
-            raise fail(f"{name} is a version of {each['name']}: batch-dispatcher models show {each['name']}")
-    names = ", ".join(str(each["name"]) for each in found[:10])
-    raise fail(f"{name}: no model that is known here{f'; there are {names}' if names else ''}")
+        if name in [version["name"] for version in model["versions"]]:
+            raise exit_error(
+                f"{name} is a version of {model['name']}: batch-dispatcher models show {model['name']}"
+            )
+    names = ", ".join(str(model["name"]) for model in model_rows[:10])
+    raise exit_error(f"{name}: no model that is known here{f'; there are {names}' if names else ''}")
 
 
-def _found(where: DispatcherOptions) -> tuple[Models, bool]:
+def _read_models(where: DispatcherOptions) -> tuple[ModelRows, bool]:
     """Return the models, and true if they come from a dispatcher that watches them."""
-    place, address = meant(where)
-    dispatcher, problem = asyncio.run(running(address)) if address else (None, "nothing says where one is")
+    location, address = locate_targets(where)
+    dispatcher, problem = (
+        asyncio.run(fetch_status(address)) if address else (None, "nothing says where one is")
+    )
     if dispatcher is not None and dispatcher.get("models"):
-        warn_of(place)
+        print_config_problems(location)
         # Defaults for fields that a dispatcher of an older version does not send. `model` comes first for
         # the order of the fields, and last for their values.
-        older: dict[str, Any] = {"drained_by": None, "policy": None, "labels": {}, "versions": []}
-        return [{**each, **older, **each} for each in dispatcher["models"]], True
+        defaults: dict[str, Any] = {"drained_by": None, "policy": None, "labels": {}, "versions": []}
+        return [{**model, **defaults, **model} for model in dispatcher["models"]], True
 
-    async def act(desk: RedisDesk) -> tuple[Mapping[str, int], ModelMarks]:
-        return await desk.awaited(), await desk.model_marks()
+    async def read_queue(admin: RedisQueueAdmin) -> tuple[Mapping[str, int], ModelRegistryState]:
+        return await admin.count_waiting_by_model(), await admin.read_model_registry()
 
-    awaited, marks = ask(find(where), act)
+    waiting_by_model, marks = run_with_admin(find_queue(where), read_queue)
     if dispatcher is None:
-        complain(f"no dispatcher tells which are served: {problem}", fg=None)
+        print_error(f"no dispatcher tells which are served: {problem}", fg=None)
     if marks.problem:
-        warn(marks.problem)
-    names = {*awaited, *marks.drained, *(family for family, _ in marks.labels)}
+        print_warning(marks.problem)
+    names = {*waiting_by_model, *marks.drained_models, *(family for family, _ in marks.labels)}
     # Models that most requests wait for come first.
-    ordered = sorted(names, key=lambda name: (-awaited.get(name, 0), name))
-    return [_unwatched(name, awaited.get(name, 0), marks) for name in ordered], False
+    ordered = sorted(names, key=lambda name: (-waiting_by_model.get(name, 0), name))
+    return [_make_unwatched_row(name, waiting_by_model.get(name, 0), marks) for name in ordered], False
 
 
-def _unwatched(name: str, waiting: int, marks: ModelMarks) -> Mapping[str, Any]:
+def _make_unwatched_row(name: str, waiting: int, marks: ModelRegistryState) -> Mapping[str, Any]:
     """Return the row of a model of which only the queue knows."""
     unknown = dict.fromkeys(("serving", "endpoints", "unread", "since_s", "named", "denied", "policy"))
-    drained = marks.drained.get(name)
+    drained = marks.drained_models.get(name)
     labels = {
-        label: {"version": version, "by": marks.labelled.get((family, label))}
+        label: {"version": version, "by": marks.label_origins.get((family, label))}
         for (family, label), version in marks.labels.items()
         if family == name
     }
-    said: dict[str, Any] = {"drained_by": drained, "labels": labels, "versions": []}
+    operator_fields: dict[str, Any] = {"drained_by": drained, "labels": labels, "versions": []}
     sentence = f"drained {drained}; nobody watches it" if drained else "nobody watches it"
-    return {"name": name, "state": "unknown", **unknown, **said, "waiting": waiting, "sentence": sentence}
+    return {
+        "name": name,
+        "state": "unknown",
+        **unknown,
+        **operator_fields,
+        "waiting": waiting,
+        "sentence": sentence,
+    }
 
 
-def _rows(each: Mapping[str, Any]) -> list[Sequence[str]]:
+def _format_rows(model: Mapping[str, Any]) -> list[Sequence[str]]:
     """Return the row of a model, and the rows of its versions that are served or expected."""
     row = [
-        str(each["name"]),
-        str(each["state"]),
-        _endpoints(each),
-        _waiting(each),
-        "" if each["since_s"] is None else told(each["since_s"]),
-        str(each["sentence"]),
+        str(model["name"]),
+        str(model["state"]),
+        _format_endpoints(model),
+        _format_waiting(model),
+        "" if model["since_s"] is None else format_duration(model["since_s"]),
+        str(model["sentence"]),
     ]
-    there = [one for one in each["versions"] if one["state"] not in ("gone", "absent")]
-    return [row, *(_version_row(one, each["labels"]) for one in there)]
+    present_versions = [
+        version for version in model["versions"] if version["state"] not in ("gone", "absent")
+    ]
+    return [row, *(_format_version_row(version, model["labels"]) for version in present_versions)]
 
 
-def _waiting(each: Mapping[str, Any]) -> str:
+def _format_waiting(model: Mapping[str, Any]) -> str:
     """Return how many requests wait for a model. It is unknown until the queue was counted."""
-    return "unknown" if each["waiting"] is None else f"{each['waiting']:,}"
+    return "unknown" if model["waiting"] is None else f"{model['waiting']:,}"
 
 
-def _version_row(one: Mapping[str, Any], labels: Mapping[str, Any]) -> Sequence[str]:
-    note = _version(one, labels)
-    return [f"  {one['name']}", one["state"], str(one["serving"]), "", told(one["since_s"]), note]
+def _format_version_row(version: Mapping[str, Any], labels: Mapping[str, Any]) -> Sequence[str]:
+    note = _format_version_note(version, labels)
+    return [
+        f"  {version['name']}",
+        version["state"],
+        str(version["serving"]),
+        "",
+        format_duration(version["since_s"]),
+        note,
+    ]
 
 
-def _version(one: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
+def _format_version_note(version: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
     """Return the note on a version. `labels`: labels of its model."""
-    parts = [f"{one['share']:.1%} of the requests"] if one["share"] else []
-    if one["warm"] is not None:
-        parts.append(f"warm at {one['warm']} of {one['serving']}")
+    parts = [f"{version['share']:.1%} of the requests"] if version["share"] else []
+    if version["warm"] is not None:
+        parts.append(f"warm at {version['warm']} of {version['serving']}")
     parts += (
-        [f"labelled {', '.join(_label(name, labels) for name in one['labels'])}"] if one["labels"] else []
+        [f"labelled {', '.join(_format_label(name, labels) for name in version['labels'])}"]
+        if version["labels"]
+        else []
     )
-    parts += [f"drained {one.get('drained_by') or ''}".rstrip()] if one["drained"] else []
+    parts += [f"drained {version.get('drained_by') or ''}".rstrip()] if version["drained"] else []
     return "; ".join(parts)
 
 
-def _endpoints(each: Mapping[str, Any]) -> str:
-    return "" if each["serving"] is None else f"{each['serving']} of {each['endpoints']}"
+def _format_endpoints(model: Mapping[str, Any]) -> str:
+    return "" if model["serving"] is None else f"{model['serving']} of {model['endpoints']}"
 
 
-def _details(each: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("state", f"{each['state']}: {each['sentence']}")]
-    if each["serving"] is not None:
-        unread = f", {each['unread']} cannot be read" if each["unread"] else ""
-        rows.append(("endpoints", f"{_endpoints(each)} serve it{unread}"))
-        rows.append(("since", f"{told(each['since_s'])}"))
-        rows.append(("named", "in the settings" if each["named"] else "no: it was served before"))
-    if each["policy"] is not None:
-        rows.append(("policy", str(each["policy"])))
-    for label, said in each["labels"].items():
-        rows.append(("label", f"{label} is {said['version']}, {_by(said)}"))
-    for one in each["versions"]:
-        endpoints = "1 endpoint" if one["serving"] == 1 else f"{one['serving']} endpoints"
-        stands = f"{one['state']} for {told(one['since_s'])}, at {endpoints}"
+def _list_details(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [("state", f"{model['state']}: {model['sentence']}")]
+    if model["serving"] is not None:
+        unread = f", {model['unread']} cannot be read" if model["unread"] else ""
+        rows.append(("endpoints", f"{_format_endpoints(model)} serve it{unread}"))
+        rows.append(("since", f"{format_duration(model['since_s'])}"))
+        rows.append(("named", "in the settings" if model["named"] else "no: it was served before"))
+    if model["policy"] is not None:
+        rows.append(("policy", str(model["policy"])))
+    for label, label_value in model["labels"].items():
+        rows.append(("label", f"{label} is {label_value['version']}, {_format_setter(label_value)}"))
+    for version in model["versions"]:
+        endpoints = "1 endpoint" if version["serving"] == 1 else f"{version['serving']} endpoints"
+        stands = f"{version['state']} for {format_duration(version['since_s'])}, at {endpoints}"
         rows.append(
             (
                 "version",
-                "; ".join(filter(None, [f"{one['name']} ({one['label']}): {stands}", _version(one, {})])),
+                "; ".join(
+                    filter(
+                        None,
+                        [
+                            f"{version['name']} ({version['label']}): {stands}",
+                            _format_version_note(version, {}),
+                        ],
+                    )
+                ),
             )
         )
-    return [*rows, ("waiting", _waiting(each))]
+    return [*rows, ("waiting", _format_waiting(model))]
 
 
-def _label(name: str, labels: Mapping[str, Any]) -> str:
+def _format_label(name: str, labels: Mapping[str, Any]) -> str:
     """Return the name of a label, with the operator who set it if one did."""
-    by = labels.get(name, {}).get("by")
-    return f"{name} ({by})" if by else name
+    setter = labels.get(name, {}).get("by")
+    return f"{name} ({setter})" if setter else name
 
 
-def _by(label: Mapping[str, Any]) -> str:
+def _format_setter(label: Mapping[str, Any]) -> str:
     return f"set {label['by']}" if label["by"] else "by the settings"
 
 

@@ -15,42 +15,44 @@ from inspect import Parameter, signature
 from typing import Any, TypeGuard, get_type_hints
 
 
-def unfolded(verb: Callable[..., Any]) -> Callable[..., Any]:
+def unfold_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper of the verb in which each group of options is replaced by the single options.
 
     The options take the place of their parameter, in the order of the fields. A verb without groups is
     returned as it is.
     """
     written = signature(verb, eval_str=True)
-    kinds: dict[str, Any] = {each.name: each.annotation for each in written.parameters.values()}
-    folded = {name: kind for name, kind in kinds.items() if _is_folded(kind)}
-    if not folded:
+    kinds: dict[str, Any] = {
+        parameter.name: parameter.annotation for parameter in written.parameters.values()
+    }
+    groups = {name: kind for name, kind in kinds.items() if _is_option_group(kind)}
+    if not groups:
         return verb
 
     @wraps(verb)
-    def called(**given: Any) -> Any:
-        for name, kind in folded.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        return verb(**given)
+    def call_verb(**values: Any) -> Any:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        return verb(**values)
 
-    shown = [
+    parameters = [
         option
-        for each in written.parameters.values()
-        for option in (_options(folded[each.name]) if each.name in folded else [each])
+        for parameter in written.parameters.values()
+        for option in (_list_options(groups[parameter.name]) if parameter.name in groups else [parameter])
     ]
     # Keyword-only: options without a default may then stand behind others that have one.
-    by_name = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in shown]
+    by_name = [parameter.replace(kind=Parameter.KEYWORD_ONLY) for parameter in parameters]
     # Typer reads both the signature and the annotations.
-    vars(called)["__signature__"] = written.replace(parameters=by_name)
-    called.__annotations__ = {each.name: each.annotation for each in shown}
-    return called
+    vars(call_verb)["__signature__"] = written.replace(parameters=by_name)
+    call_verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call_verb
 
 
-def _is_folded(kind: object) -> TypeGuard[type[Any]]:
+def _is_option_group(kind: object) -> TypeGuard[type[Any]]:
     return is_dataclass(kind) and isinstance(kind, type)
 
 
-def _options(kind: type[Any]) -> list[Parameter]:
+def _list_options(kind: type[Any]) -> list[Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     return [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.connection import Json, QueueOptions, ask, find
-from dispatcher.cli.terminal import answer, remark, say
+from dispatcher.cli.connection import Json, QueueOptions, find_queue, run_with_admin
+from dispatcher.cli.terminal import print_json, print_lines, print_note
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
     "pause": [
@@ -22,7 +22,7 @@ EXAMPLES = {
     ],
     "resume": ["batch-dispatcher resume"],
 }
-By = Annotated[
+OperatorName = Annotated[
     str, typer.Option("--by", metavar="NAME", help="Name of the operator. Default: user and host name.")
 ]
 
@@ -32,40 +32,40 @@ def pause(
     why: Annotated[
         str, typer.Option(help="Reason, which is shown when somebody asks why nothing is sent.")
     ] = "",
-    by: By = "",
+    operator: OperatorName = "",
     json_output: Json = False,
 ) -> None:
     """Stop all dispatchers of the queue from sending new requests, until `resume`. Requests that run go on.
 
     An invalid configuration will do if it names the queue.
     """
-    target = find(where)
-    who = who_asks(by)
+    target = find_queue(where)
+    operator_name = get_operator_name(operator)
 
-    async def act(desk: RedisDesk) -> tuple[str, str] | None:
-        before = await desk.paused()
-        await desk.pause(who, why)
+    async def pause_queue(admin: RedisQueueAdmin) -> tuple[str, str] | None:
+        before = await admin.read_pause()
+        await admin.pause(operator_name, why)
         return before
 
-    before = ask(target, act)
+    before = run_with_admin(target, pause_queue)
     # The new name and reason replace the old ones, so print those once more.
-    if before is not None and before != (who, why):
-        remark(
+    if before is not None and before != (operator_name, why):
+        print_note(
             f"it was paused already{f' by {before[0]}' if before[0] else ''}"
             f"{f': {before[1]}' if before[1] else ''}; that is no longer shown"
         )
     if json_output:
-        answer({"queue": target.names.queue, "paused": {"by": who, "why": why}})
+        print_json({"queue": target.names.queue, "paused": {"by": operator_name, "why": why}})
     else:
-        say(f"{target.names.queue} is paused; go on with: batch-dispatcher resume")
+        print_lines(f"{target.names.queue} is paused; go on with: batch-dispatcher resume")
 
 
-def who_asks(by: str) -> str:
+def get_operator_name(given_name: str) -> str:
     """Return the name of the operator: the given name, or else user and host name."""
-    return by or f"{_user()}@{socket.gethostname()}"
+    return given_name or f"{_get_user_name()}@{socket.gethostname()}"
 
 
-def _user() -> str:
+def _get_user_name() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container whose uid has no name
@@ -74,9 +74,9 @@ def _user() -> str:
 
 def resume(where: QueueOptions, json_output: Json = False) -> None:
     """Let the dispatchers send again."""
-    target = find(where)
-    ask(target, lambda desk: desk.resume())
+    target = find_queue(where)
+    run_with_admin(target, lambda desk: desk.resume())
     if json_output:
-        answer({"queue": target.names.queue, "paused": None})
+        print_json({"queue": target.names.queue, "paused": None})
     else:
-        say(f"{target.names.queue}: the dispatchers may send")
+        print_lines(f"{target.names.queue}: the dispatchers may send")

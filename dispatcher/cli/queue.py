@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.connection import Config, Json, PoolName, QueueName, QueueTarget, ask, locate
-from dispatcher.cli.find_requests import each
-from dispatcher.cli.terminal import answer, complain, fail, say
-from dispatcher.core.requests.found_request import IN_LINE, Whereabouts
+from dispatcher.cli.connection import (
+    Config,
+    Json,
+    PoolName,
+    QueueName,
+    QueueTarget,
+    locate_queue,
+    run_with_admin,
+)
+from dispatcher.cli.find_requests import iterate_pages
+from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
+from dispatcher.core.requests.found_request import QUEUED_LOCATIONS, RequestLocation
 from dispatcher.queue.embedded import running_url
 
 if TYPE_CHECKING:
-    from dispatcher.queue.keys import Names
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.keys import QueueNames
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 queue = typer.Typer(add_completion=False, no_args_is_help=True, help="The queue as a whole.")
 
@@ -27,14 +35,14 @@ EXAMPLES = {
     ]
 }
 EMBEDDED = "embedded"
-_PLACES = (Whereabouts.DEAD, Whereabouts.DELAYED, *reversed(IN_LINE))
-_PAGE = 256
-_TELL_EACH = 10_000
+_STATES = (RequestLocation.DEAD, RequestLocation.DELAYED, *reversed(QUEUED_LOCATIONS))
+_PAGE_SIZE = 256
+_REPORT_EVERY = 10_000
 
 
 # With a callback, Typer keeps `queue` a group even though it has only one verb.
 @queue.callback()
-def _family() -> None:
+def _define_family() -> None:
     """The queue as a whole."""
 
 
@@ -55,45 +63,47 @@ def copy(
     taken over only once. Results are not copied, and nothing is removed from the source. Exit code 1: the
     source is not paused, or one of the servers cannot be reached.
     """
-    url, names = _source(source, config, queue_name, pool)
+    url, names = _resolve_source(source, config, queue_name, pool)
     if url.rstrip("/") == to.rstrip("/"):
-        raise fail("--from and --to are the same", 2)
-    found = ask(QueueTarget(url, names), lambda desk: copy_requests(desk, QueueTarget(to, names), live=live))
-    if found is None:
-        raise fail(
+        raise exit_error("--from and --to are the same", 2)
+    outcome = run_with_admin(
+        QueueTarget(url, names), lambda desk: copy_requests(desk, QueueTarget(to, names), live=live)
+    )
+    if outcome is None:
+        raise exit_error(
             f"{names.queue} is not paused there: batch-dispatcher pause first "
             "(or --live: what runs meanwhile may be done twice)"
         )
-    counts, added, leased = found
+    counts, added, leased = outcome
     if json_output:
-        told = {str(place): counts[place] for place in _PLACES}
-        answer({"queue": names.queue, "copied": added, "read": told, "left_leased": leased})
+        read_counts = {str(state): counts[state] for state in _STATES}
+        print_json({"queue": names.queue, "copied": added, "read": read_counts, "left_leased": leased})
         return
-    read = ", ".join(f"{counts[place]:,} {place}" for place in _PLACES if counts[place]) or "nothing"
-    say(f"{names.queue}: read {read}; {added:,} of them were new at {_shown(to)}")
+    read = ", ".join(f"{counts[state]:,} {state}" for state in _STATES if counts[state]) or "nothing"
+    print_lines(f"{names.queue}: read {read}; {added:,} of them were new at {_hide_password(to)}")
     if leased:
-        complain(f"{leased:,} are leased and were left: copy again when they have ended", fg=None)
+        print_error(f"{leased:,} are leased and were left: copy again when they have ended", fg=None)
 
 
-def _source(source: str, config: Config, queue_name: str, pool: str) -> tuple[str, Names]:
+def _resolve_source(source: str, config: Config, queue_name: str, pool: str) -> tuple[str, QueueNames]:
     """Return the URL of the source and the names of the queue."""
-    place = locate(config, "" if source == EMBEDDED else source, queue_name, pool)
-    if place.names is None:
-        raise fail("the queue is not known: name it by --pool or --queue", 2)
+    location = locate_queue(config, "" if source == EMBEDDED else source, queue_name, pool)
+    if location.names is None:
+        raise exit_error("the queue is not known: name it by --pool or --queue", 2)
     if source != EMBEDDED:
-        return source, place.names
-    url = running_url(place.data_dir) if place.data_dir else None
+        return source, location.names
+    url = running_url(location.data_dir) if location.data_dir else None
     if url is None:
-        raise fail(
-            f"no dispatcher is running on {place.data_dir}: an embedded queue is only there while one runs; "
+        raise exit_error(
+            f"no dispatcher is running on {location.data_dir}: an embedded queue is only there while one runs; "
             "start it, and pause it"
         )
-    return url, place.names
+    return url, location.names
 
 
 async def copy_requests(
-    source: RedisDesk, target: QueueTarget, *, live: bool
-) -> tuple[Counter[Whereabouts], int, int] | None:
+    source: RedisQueueAdmin, target: QueueTarget, *, live: bool
+) -> tuple[Counter[RequestLocation], int, int] | None:
     """Copy requests. Return the numbers read by state, the number of new ones, and the number of leased ones.
 
     Return `None`, without copying, if the source is not paused.
@@ -103,39 +113,43 @@ async def copy_requests(
     walk that misses none.
     """
     from dispatcher.queue.redis.connect import connect
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
-    counts: Counter[Whereabouts] = Counter()
+    counts: Counter[RequestLocation] = Counter()
     added = 0
-    destination = RedisDesk(connect(target.url), target.names)
+    destination = RedisQueueAdmin(connect(target.url), target.names)
     try:
-        if await destination.is_where(source):
+        if await destination.is_on_same_server(source):
             # Two different URLs may lead to one server, where requests that were claimed once would be
             # doubled.
-            raise fail("--from and --to are the same Redis: all that was tried once would be there twice", 2)
-        if not live and await source.paused() is None:
+            raise exit_error(
+                "--from and --to are the same Redis: all that was tried once would be there twice", 2
+            )
+        if not live and await source.read_pause() is None:
             return None
         # Without the secret, clients could not go on with the sequences that they began.
-        await destination.take_over_secret(source)
-        for place in _PLACES:
-            async for page in each(lambda after: source.lying(place, _PAGE, after, whole=True)):  # noqa: B023
-                added += await destination.restore(target.names.queue, page.found)
+        await destination.copy_sequence_secret(source)
+        for state in _STATES:
+            async for page in iterate_pages(
+                lambda after: source.list_requests(state, _PAGE_SIZE, after, full_members=True)
+            ):  # noqa: B023
+                added += await destination.restore_requests(target.names.queue, page.requests)
                 before = counts.total()
-                counts[place] += len(page.found)
-                if sys.stderr.isatty() and before // _TELL_EACH < counts.total() // _TELL_EACH:
-                    complain(f"{counts.total():,} read", fg=None)
-        async for page in each(lambda after: source.search((), after, whole=True)):
+                counts[state] += len(page.requests)
+                if sys.stderr.isatty() and before // _REPORT_EVERY < counts.total() // _REPORT_EVERY:
+                    print_error(f"{counts.total():,} read", fg=None)
+        async for page in iterate_pages(lambda after: source.search_requests((), after, full_members=True)):
             # Requests of the first pass are not taken over again, so `new` counts those that it missed.
-            for place in _PLACES:
-                missed = [one for one in page.found if one.state is place]
-                new = await destination.restore(target.names.queue, missed) if missed else 0
-                counts[place] += new
+            for state in _STATES:
+                missed = [found_request for found_request in page.requests if found_request.location is state]
+                new = await destination.restore_requests(target.names.queue, missed) if missed else 0
+                counts[state] += new
                 added += new
-        return counts, added, (await source.counts()).leased
+        return counts, added, (await source.count_requests()).leased
     finally:
         await destination.aclose()
 
 
-def _shown(url: str) -> str:
+def _hide_password(url: str) -> str:
     """Return the URL without user and password."""
     return url.rpartition("@")[2] if "@" in url else url

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.connection import Json, QueueOptions, ask, find
-from dispatcher.cli.find_requests import each
-from dispatcher.cli.terminal import answer, complain, fail, say
-from dispatcher.core.models.names import model_of
-from dispatcher.core.models.warmup import LINES_MOST, WarmupSample, line_of
-from dispatcher.core.requests.found_request import Whereabouts
-from dispatcher.core.requests.request import Request, parse
+from dispatcher.cli.connection import Json, QueueOptions, find_queue, run_with_admin
+from dispatcher.cli.find_requests import iterate_pages
+from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
+from dispatcher.core.models.names import parse_model
+from dispatcher.core.models.warmup import MAX_LINES, WarmupSample, encode_line
+from dispatcher.core.requests.found_request import RequestLocation
+from dispatcher.core.requests.request import Request, parse_member
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
     from dispatcher.settings import Settings
 
-LOOKED_MOST = 100_000
+MAX_SEARCHED = 100_000
 """Largest number of requests that are read. More requests do not make a better warm-up."""
-EXAMPLE = [
+RECORD_EXAMPLES = [
     "batch-dispatcher models record --model qwen",
     "batch-dispatcher models record --model qwen --path /v1/embeddings --output -",
 ]
@@ -35,9 +35,9 @@ _STDOUT = Path("-")
 
 def record(
     model: Annotated[str, typer.Option("--model", metavar="MODEL", help="Name of the model in requests.")],
-    most: Annotated[
+    max_requests: Annotated[
         int,
-        typer.Option("--most", "-n", metavar="N", min=1, max=LINES_MOST, help="Most requests in the file."),
+        typer.Option("--most", "-n", metavar="N", min=1, max=MAX_LINES, help="Most requests in the file."),
     ] = 100,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="File to write; `-`: standard output.")
@@ -61,99 +61,107 @@ def record(
     """
     to_stdout = output == _STDOUT
     if to_stdout and json_output:
-        raise fail("--json and --output - both go to standard output: give one of them", 2)
+        raise exit_error("--json and --output - both go to standard output: give one of them", 2)
     # lexists: a dangling link is not overwritten, either.
     if not to_stdout and os.path.lexists(output):
-        raise fail(f"{output} exists and is not overwritten: name another with --output")
-    target = find(where)
-    sample, paths = WarmupSample(most), frozenset(path or ())
-    wanted = _wanted(model, target.settings, paths, dead=dead)
-    looked_at = ask(target, lambda desk: _look(desk, wanted, sample))
-    requests = sample.requests()
+        raise exit_error(f"{output} exists and is not overwritten: name another with --output")
+    target = find_queue(where)
+    sample, paths = WarmupSample(max_requests), frozenset(path or ())
+    request_filter = _make_request_filter(model, target.settings, paths, include_dead=dead)
+    searched = run_with_admin(target, lambda desk: _sample_requests(desk, request_filter, sample))
+    requests = sample.list_requests()
     if not requests:
-        at = f" to {', '.join(sorted(paths))}" if paths else ""
-        raise fail(
-            f"{target.names.queue}: none of {looked_at:,} requests is for {model}{at}; nothing is written"
+        path_note = f" to {', '.join(sorted(paths))}" if paths else ""
+        raise exit_error(
+            f"{target.names.queue}: none of {searched:,} requests is for {model}{path_note}; nothing is written"
         )
-    text = b"".join(map(line_of, requests))
+    text = b"".join(map(encode_line, requests))
     if to_stdout:
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     else:
-        _write(output, text)
-    calls = sum(one.repeat for one in requests)
+        _write_new_file(output, text)
+    call_count = sum(warm_up_request.repeat for warm_up_request in requests)
     if json_output:
-        told = {"written": str(output), "model": model, "requests": len(requests), "calls": calls}
-        answer({**told, "bytes": len(text), "of_model": sample.seen, "looked_at": looked_at})
+        counts = {"written": str(output), "model": model, "requests": len(requests), "calls": call_count}
+        print_json({**counts, "bytes": len(text), "of_model": sample.offered_count, "looked_at": searched})
         return
-    to = "" if to_stdout else f"{output}: "
-    of = f"of {sample.seen:,} for {model} among {looked_at:,}"
-    summary = f"{to}written {len(requests):,} requests, {calls:,} calls, {of}"
+    destination = "" if to_stdout else f"{output}: "
+    sources = f"of {sample.offered_count:,} for {model} among {searched:,}"
+    summary = f"{destination}written {len(requests):,} requests, {call_count:,} calls, {sources}"
     if to_stdout:
-        complain(summary, fg=None)
+        print_error(summary, fg=None)
     else:
-        say(summary, "Its bodies are the data of users; only you can read the file.")
+        print_lines(summary, "Its bodies are the data of users; only you can read the file.")
 
 
 @dataclass(frozen=True, slots=True)
-class _OfModel:
+class _RequestFilter:
     """Filter for the requests that may be in the sample."""
 
     model: str
     versions: re.Pattern[str] | None
     """Pattern of the versions if the model is a family. Bodies may name a version instead of the model."""
-    default: str
+    default_path: str
     """Path of requests that do not name one."""
     paths: Collection[str]
     """Paths to use. Empty: all paths."""
-    dead: bool
+    include_dead: bool
 
-    def named(self, name: str) -> bool:
+    def matches_model(self, name: str) -> bool:
         return name == self.model or (self.versions is not None and self.versions.fullmatch(name) is not None)
 
 
-async def _look(desk: RedisDesk, wanted: _OfModel, sample: WarmupSample) -> int:
+async def _sample_requests(
+    admin: RedisQueueAdmin, request_filter: _RequestFilter, sample: WarmupSample
+) -> int:
     """Add the matching requests of the queue to the sample. Return the number of requests that were read."""
-    looked_at = 0
-    met: set[int] = set()
-    async for page in each(lambda after: desk.search((), after, whole=True)):
-        for found in page.found:
-            if found.entry in met or (found.state is Whereabouts.DEAD and not wanted.dead):
+    searched = 0
+    seen_entries: set[int] = set()
+    async for page in iterate_pages(lambda after: admin.search_requests((), after, full_members=True)):
+        for found_request in page.requests:
+            if found_request.entry in seen_entries or (
+                found_request.location is RequestLocation.DEAD and not request_filter.include_dead
+            ):
                 continue
             # A walk may return a request twice. Entry 0 means that it was never claimed.
-            met |= {found.entry} - {0}
-            looked_at += 1
-            read = parse(found.member)
+            seen_entries |= {found_request.entry} - {0}
+            searched += 1
+            parsed = parse_member(found_request.member)
             # Requests that cannot be read are counted as read, but not used.
-            if not isinstance(read, Request) or not wanted.named(model_of(read.payload)):
+            if not isinstance(parsed, Request) or not request_filter.matches_model(
+                parse_model(parsed.payload)
+            ):
                 continue
-            url = read.endpoint or wanted.default
-            if not wanted.paths or url in wanted.paths:
-                sample.add(url, read.payload)
-        if looked_at >= LOOKED_MOST:
+            url = parsed.endpoint or request_filter.default_path
+            if not request_filter.paths or url in request_filter.paths:
+                sample.add_request(url, parsed.payload)
+        if searched >= MAX_SEARCHED:
             break
-    return looked_at
+    return searched
 
 
-def _wanted(model: str, settings: Settings | None, paths: Collection[str], *, dead: bool) -> _OfModel:
+def _make_request_filter(
+    model: str, settings: Settings | None, paths: Collection[str], *, include_dead: bool
+) -> _RequestFilter:
     """Return the filter. `settings`: `None` if only the queue is known, without a configuration."""
     if settings is None:
-        return _OfModel(model, None, "", paths, dead)
-    versions = next((each.pattern for each in settings.models if each.name == model), None)
-    return _OfModel(model, versions, settings.gateway.path, paths, dead)
+        return _RequestFilter(model, None, "", paths, include_dead)
+    versions = next((each.version_pattern for each in settings.models if each.name == model), None)
+    return _RequestFilter(model, versions, settings.gateway.path, paths, include_dead)
 
 
-def _write(output: Path, text: bytes) -> None:
+def _write_new_file(output: Path, text: bytes) -> None:
     """Write a new file that only its owner can read. A file that cannot be written completely is removed."""
     try:
         # O_EXCL: the file may have appeared since the check. The mode is set when the file is created, so
         # that nobody else can open it before.
-        number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise fail(f"{output}: {error.strerror or error}") from error
+        raise exit_error(f"{output}: {error.strerror or error}") from error
     try:
-        with os.fdopen(number, "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(text)
     except OSError as error:
         output.unlink(missing_ok=True)
-        raise fail(f"{output}: {error.strerror or error}") from error
+        raise exit_error(f"{output}: {error.strerror or error}") from error

@@ -13,30 +13,37 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, ask, find
-from dispatcher.cli.describe import Id
+from dispatcher.cli.connection import Json, QueueOptions, QueueTarget, find_queue, run_with_admin
+from dispatcher.cli.describe import RequestId
 from dispatcher.cli.find_requests import (
-    again,
-    ahead_of_it,
-    alive,
-    answers,
-    answers_anywhere,
-    by_id,
-    gate_of,
-    shown_result,
-    under_way,
-    unserved,
+    describe_gate,
+    describe_progress,
+    exclude_dead,
+    explain_no_dispatcher,
+    find_alive_again,
+    find_by_id,
+    find_results,
+    format_ahead,
+    read_results_by_id,
+    result_as_json,
 )
-from dispatcher.cli.terminal import complain, fail, remark, say, table, warn
-from dispatcher.core.duration import seconds_of, told
-from dispatcher.core.printable import plain
-from dispatcher.core.requests.found_request import spellings
-from dispatcher.core.requests.request import parse
+from dispatcher.cli.terminal import (
+    exit_error,
+    format_table,
+    print_error,
+    print_lines,
+    print_note,
+    print_warning,
+)
+from dispatcher.core.duration import format_duration, parse_duration
+from dispatcher.core.printable import escape_unprintable
+from dispatcher.core.requests.found_request import encode_spellings
+from dispatcher.core.requests.request import parse_member
 from dispatcher.core.requests.result import PoppedResult, decode_result
 
 if TYPE_CHECKING:
     from dispatcher.core.requests.found_request import FoundRequest
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
     "result": ["batch-dispatcher result r-1", "batch-dispatcher result r-1 --wait 30s"],
@@ -44,12 +51,12 @@ EXAMPLES = {
 }
 SENTENCE_AFTER_S = 2.0
 """Time after which the reason for the wait is printed."""
-_LOOK_S, _LOOK_MOST_S = 0.02, 0.25
-_AGAIN_S = 5.0
+_MIN_POLL_S, _MAX_POLL_S = 0.02, 0.25
+_SEARCH_INTERVAL_S = 5.0
 """Time between two searches of all result lists, which cost more than a read of the list of the id."""
-FORGOTTEN_S = 300.0
+REPEAT_AFTER_S = 300.0
 """Time after which a sentence counts as new again if it did not hold meanwhile."""
-_FIGURES = re.compile(r"\d[\d.,]*")
+_NUMBERS = re.compile(r"\d[\d.,]*")
 
 
 class WaitingSentences:
@@ -60,18 +67,18 @@ class WaitingSentences:
     """
 
     def __init__(self) -> None:
-        self._held_at: dict[str, float] = {}
+        self._last_held_at: dict[str, float] = {}
 
     def is_new(self, sentence: str, now: float) -> bool:
         """Return true if a sentence that holds now must be printed."""
-        kind = _FIGURES.sub("#", sentence)
-        before = self._held_at.get(kind)
-        self._held_at[kind] = now
-        return before is None or now - before > FORGOTTEN_S
+        kind = _NUMBERS.sub("#", sentence)
+        before = self._last_held_at.get(kind)
+        self._last_held_at[kind] = now
+        return before is None or now - before > REPEAT_AFTER_S
 
 
 def result(
-    request_id: Id,
+    request_id: RequestId,
     within: Annotated[str, typer.Argument(metavar="[30s]", help="With --wait: longest time to wait.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the result is there.")] = False,
     *,
@@ -84,28 +91,30 @@ def result(
     --wait waits for its next result. Exit code 1: the result is an error, or there is none.
     """
     if within and not wait:
-        raise fail("give a time only with --wait", 2)
+        raise exit_error("give a time only with --wait", 2)
     try:
-        seconds = seconds_of(within) if within else None
+        seconds = parse_duration(within) if within else None
     except ValueError as error:
         # `result 30s --wait r-1`: the optional value of --wait is an argument, so it must follow the id.
-        hint = f"; the id goes first: result {within} --wait {request_id}" if _is_span(request_id) else ""
-        raise fail(f"{error}{hint}", 2) from error
-    target = find(where)
+        hint = f"; the id goes first: result {within} --wait {request_id}" if _is_duration(request_id) else ""
+        raise exit_error(f"{error}{hint}", 2) from error
+    target = find_queue(where)
     try:
-        found, why = ask(target, lambda desk: _result(target, desk, request_id, wait, seconds))
+        popped_result, why = run_with_admin(
+            target, lambda desk: _find_result(target, desk, request_id, wait, seconds)
+        )
     except KeyboardInterrupt:
-        raise still_queued(request_id) from None
-    if found is None:
-        raise fail(why)
+        raise exit_still_queued(request_id) from None
+    if popped_result is None:
+        raise exit_error(why)
     if why:
-        warn(why)
-    print_result(found, json_output=json_output)
+        print_warning(why)
+    print_result(popped_result, json_output=json_output)
 
 
-def _is_span(text: str) -> bool:
+def _is_duration(text: str) -> bool:
     try:
-        seconds_of(text)
+        parse_duration(text)
     except ValueError:
         return False
     return True
@@ -115,112 +124,121 @@ class _EndedElsewhereError(Exception):
     """Raised if a request has left the queue and no new result is found."""
 
 
-async def _result(
-    target: QueueTarget, desk: RedisDesk, request_id: str, wait: bool, within_s: float | None
+async def _find_result(
+    target: QueueTarget, admin: RedisQueueAdmin, request_id: str, wait: bool, within_s: float | None
 ) -> tuple[PoppedResult | None, str]:
     """Return the result of a request and a note on it, or `None` and the reason why there is none.
 
     The search is repeated while the request moves: a request that was in the queue a moment ago may have
     ended.
     """
-    before = await answers_anywhere(desk, request_id)
-    if before:
-        there, looked_at = await again(desk, request_id, before), 0
+    earlier_results = await find_results(admin, request_id)
+    if earlier_results:
+        rows, searched = await find_alive_again(admin, request_id, earlier_results), 0
     else:
-        there, looked_at = await by_id(desk, request_id)
+        rows, searched = await find_by_id(admin, request_id)
     none = f"{request_id}: no result under its id, and it is not in {target.names.queue}"
-    if not there:  # the request may have ended after the results were read: read them again
-        if found := await answers_anywhere(desk, request_id, before):
+    if not rows:  # the request may have ended after the results were read: read them again
+        if found := await find_results(admin, request_id, earlier_results):
             return decode_result(found[-1]), ""
-        return None, f"{none} ({looked_at:,} requests looked at)"
-    states = ", ".join(dict.fromkeys(str(one.state) for one, _ in there))
-    lists = {read.results for _, read in there} - {"", desk.names.answers(request_id)}
+        return None, f"{none} ({searched:,} requests looked at)"
+    states = ", ".join(dict.fromkeys(str(found_request.location) for found_request, _ in rows))
+    lists = {parsed.results for _, parsed in rows} - {"", admin.names.result_list_for_id(request_id)}
     elsewhere = f"its result goes to {min(lists)}: see results --list {min(lists)}" if lists else ""
-    if before and not wait:
+    if earlier_results and not wait:
         then = elsewhere or f"result {request_id} --wait waits for the next, describe {request_id} says why"
-        said = f"of before: {request_id} is in the queue again, it is {states}; {then}"
-        return decode_result(before[-1]), said
+        note = f"of before: {request_id} is in the queue again, it is {states}; {then}"
+        return decode_result(earlier_results[-1]), note
     if elsewhere:
         return None, f"{request_id} is {states}; {elsewhere}"
     if not wait:
-        yet = "has no result yet, it" if alive(there) else "has no result under its id (any more), and"
+        yet = "has no result yet, it" if exclude_dead(rows) else "has no result under its id (any more), and"
         return None, f"{request_id} {yet} is {states}: describe {request_id} says why"
     # The result is expected in the list of the id, which is cheap to poll. Now and then check everything: the
     # result may be in the default list, or somebody else may have taken it.
-    again_at = time.monotonic() + _AGAIN_S
+    next_search_at = time.monotonic() + _SEARCH_INTERVAL_S
 
-    async def look() -> PoppedResult | None:
-        nonlocal again_at
-        came = _newer(await answers(desk, request_id), before)
-        if not came and time.monotonic() >= again_at:
+    async def read_new_result() -> PoppedResult | None:
+        nonlocal next_search_at
+        new_results = _exclude_earlier(await read_results_by_id(admin, request_id), earlier_results)
+        if not new_results and time.monotonic() >= next_search_at:
             # Look for the request first, then for results: in the reverse order, a request that ends in
             # between would seem to have no result.
-            gone = not alive((await by_id(desk, request_id))[0])
-            came = _newer(await answers_anywhere(desk, request_id), before)
-            if gone and not came:
+            is_gone = not exclude_dead((await find_by_id(admin, request_id))[0])
+            new_results = _exclude_earlier(await find_results(admin, request_id), earlier_results)
+            if is_gone and not new_results:
                 raise _EndedElsewhereError
-            again_at = time.monotonic() + _AGAIN_S
-        return decode_result(came[-1]) if came else None
+            next_search_at = time.monotonic() + _SEARCH_INTERVAL_S
+        return decode_result(new_results[-1]) if new_results else None
 
     try:
-        came = await awaited(target, desk, request_id, look, within_s)
+        popped_result = await wait_for_result(target, admin, request_id, read_new_result, within_s)
     except _EndedElsewhereError:
         ended = f"{request_id} has ended, and there is no"
-        if before:
+        if earlier_results:
             return None, f"{ended} other result than that of before: somebody else took it"
         return None, f"{ended} result under its id: somebody else took it"
-    which = "other result" if before else "result"
-    return came, "" if came is not None else f"{request_id}: no {which} within {told(within_s or 0.0)}"
+    which = "other result" if earlier_results else "result"
+    return (
+        popped_result,
+        ""
+        if popped_result is not None
+        else f"{request_id}: no {which} within {format_duration(within_s or 0.0)}",
+    )
 
 
-def _newer(came: Sequence[bytes], before: Sequence[bytes]) -> Sequence[bytes]:
+def _exclude_earlier(encoded_results: Sequence[bytes], earlier_results: Sequence[bytes]) -> Sequence[bytes]:
     """Return the results that are new. Results are counted, because two of them may be equal."""
-    left = Counter(before)
+    left = Counter(earlier_results)
     newer = []
-    for one in came:
-        if left[one]:
-            left[one] -= 1
+    for encoded in encoded_results:
+        if left[encoded]:
+            left[encoded] -= 1
         else:
-            newer.append(one)
+            newer.append(encoded)
     return newer
 
 
-async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
+async def describe_wait(target: QueueTarget, admin: RedisQueueAdmin, request_id: str) -> str:
     """Return what a request waits for.
 
     This is its own state if it runs or waits for a retry, or else the state of the gate. If only the queue
     can be asked, it is the position in the queue.
     """
-    there, sure = await _glimpse(desk, request_id)
-    if there is not None and (own := under_way(there)):
-        return own
-    if target.admin is not None or await desk.paused() is not None:
-        return await gate_of(target, desk)
-    if nobody := await unserved(desk):
-        return nobody
-    if there is None:
-        return "not in line" if sure else "in line, behind many of the same deadline"
-    ahead = await desk.ahead(there)
-    return f"{there.state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
+    found_request, is_certain = await _find_quickly(admin, request_id)
+    if found_request is not None and (progress_text := describe_progress(found_request)):
+        return progress_text
+    if target.admin is not None or await admin.read_pause() is not None:
+        return await describe_gate(target, admin)
+    if no_dispatcher := await explain_no_dispatcher(admin):
+        return no_dispatcher
+    if found_request is None:
+        return "not in line" if is_certain else "in line, behind many of the same deadline"
+    ahead = await admin.count_ahead(found_request)
+    return f"{found_request.location}" + ("" if ahead is None else f", {format_ahead(ahead)}")
 
 
-async def _glimpse(desk: RedisDesk, request_id: str) -> tuple[FoundRequest | None, bool]:
+async def _find_quickly(admin: RedisQueueAdmin, request_id: str) -> tuple[FoundRequest | None, bool]:
     """Return a request, or `None` if it was not found, and true if all candidates were read.
 
     Called every second, so it reads no more than one page of each index.
     """
     # Pending first: a request that is claimed between both reads is then found twice and not missed.
-    line = await desk.near(request_id)
-    claimed = await desk.search([spellings(request_id)], entries_only=True)
-    there = [one for one in (*claimed.found, *line.found) if parse(one.member).id == request_id]
-    return there[0] if there else None, not line.after
+    pending_page = await admin.find_by_id(request_id)
+    claimed_page = await admin.search_requests([encode_spellings(request_id)], entries_only=True)
+    matches = [
+        found_request
+        for found_request in (*claimed_page.requests, *pending_page.requests)
+        if parse_member(found_request.member).id == request_id
+    ]
+    return matches[0] if matches else None, not pending_page.after
 
 
-async def awaited(
+async def wait_for_result(
     target: QueueTarget,
-    desk: RedisDesk,
+    admin: RedisQueueAdmin,
     request_id: str,
-    look: Callable[[], Awaitable[PoppedResult | None]],
+    read_result: Callable[[], Awaitable[PoppedResult | None]],
     within_s: float | None,
 ) -> PoppedResult | None:
     """Poll until there is a result, and return it. Return `None` after the timeout.
@@ -228,16 +246,16 @@ async def awaited(
     Meanwhile, changes of what the request waits for are printed on standard error.
     """
     started = time.monotonic()
-    pause_s, sentences = _LOOK_S, WaitingSentences()
+    pause_s, sentences = _MIN_POLL_S, WaitingSentences()
     next_sentence = started + SENTENCE_AFTER_S
     while True:
-        if (found := await look()) is not None:
-            return found
+        if (popped_result := await read_result()) is not None:
+            return popped_result
         now = time.monotonic()
         if now >= next_sentence:
-            sentence = await progress(target, desk, request_id)
+            sentence = await describe_wait(target, admin, request_id)
             if sentences.is_new(sentence, now):
-                remark(f"waiting: {sentence}")
+                print_note(f"waiting: {sentence}")
             next_sentence = now + 1.0
         if within_s is not None and now - started >= within_s:
             return None
@@ -245,26 +263,30 @@ async def awaited(
             pause_s if within_s is None else min(pause_s, max(0.001, started + within_s - now))
         )
         # Short requests are answered within milliseconds; long ones need not be polled that often.
-        pause_s = min(_LOOK_MOST_S, pause_s * 1.3)
+        pause_s = min(_MAX_POLL_S, pause_s * 1.3)
 
 
-def still_queued(request_id: str) -> typer.Exit:
+def exit_still_queued(request_id: str) -> typer.Exit:
     """Print how to go on with a request after Ctrl-C, and return the exit with status 130."""
-    remark(
+    print_note(
         f"{request_id} is still queued: batch-dispatcher result {request_id} --wait, or cancel {request_id}"
     )
     return typer.Exit(130)
 
 
-def print_result(found: PoppedResult, *, json_output: bool) -> None:
+def print_result(popped_result: PoppedResult, *, json_output: bool) -> None:
     """Print the payload of a result, or the whole result as JSON. Exits with 1 if the result is an error."""
-    whole = {**shown_result(found), "request_token": found.request_token}
-    text = json.dumps(whole) if json_output else found.payload
+    fields = {**result_as_json(popped_result), "request_token": popped_result.request_token}
+    text = json.dumps(fields) if json_output else popped_result.payload
     # A program gets the exact bytes. On a terminal, control characters are escaped.
-    typer.echo(plain(text, keep="\n\t") if sys.stdout.isatty() else text)
-    if found.status_code is None or found.status_code >= 400 or found.error_code is not None:
-        why = found.error_code or f"status {found.status_code}"
-        complain(f"{found.id}: {why}: {found.error_message or ''}".rstrip(": "), fg=None)
+    typer.echo(escape_unprintable(text, keep="\n\t") if sys.stdout.isatty() else text)
+    if (
+        popped_result.status_code is None
+        or popped_result.status_code >= 400
+        or popped_result.error_code is not None
+    ):
+        why = popped_result.error_code or f"status {popped_result.status_code}"
+        print_error(f"{popped_result.id}: {why}: {popped_result.error_message or ''}".rstrip(": "), fg=None)
         raise typer.Exit(1)
 
 
@@ -283,45 +305,53 @@ def results(
     With --take each result is removed after it was printed: a consumer that dies loses no result, and two
     consumers that run at once may both print the same one.
     """
-    target = find(where)
+    target = find_queue(where)
 
-    async def act(desk: RedisDesk) -> int:
-        where, count = name or target.names.results, 0
+    async def print_results(admin: RedisQueueAdmin) -> int:
+        list_name, count = name or target.names.result_list, 0
         rows: list[list[str]] = []
         # With --take the results that were printed are gone, so the next page begins at 0 again.
-        while count < most and (page := await desk.read_results(where, most - count, 0 if take else count)):
+        while count < most and (
+            page := await admin.read_results(list_name, most - count, 0 if take else count)
+        ):
             count += len(page)
-            for one in page:
+            for encoded in page:
                 if json_output or take:
-                    typer.echo(_line(one))
+                    typer.echo(_format_json_line(encoded))
                 else:
-                    rows.append(_row(one))
+                    rows.append(_format_row(encoded))
             sys.stdout.flush()  # before anything is removed
-            for one in page if take else ():
-                await desk.take_result(where, one)
+            for encoded in page if take else ():
+                await admin.take_result(list_name, encoded)
         if rows:
-            say(*table(["ID", "STATUS", "ERROR", "BYTES", "PAYLOAD"], rows))
-        if not count and not await desk.is_list(where):
-            raise fail(f"{where} is no list: no results lie there")
+            print_lines(*format_table(["ID", "STATUS", "ERROR", "BYTES", "PAYLOAD"], rows))
+        if not count and not await admin.is_list(list_name):
+            raise exit_error(f"{list_name} is no list: no results lie there")
         if not count:
-            complain(f"{where} is empty", fg=None)
+            print_error(f"{list_name} is empty", fg=None)
         return count
 
-    ask(target, act)
+    run_with_admin(target, print_results)
 
 
-def _line(one: bytes) -> str:
+def _format_json_line(encoded: bytes) -> str:
     """Return one line of JSON. Anything that is not a result is shown as unreadable."""
     try:
-        return json.dumps(shown_result(decode_result(one)))
+        return json.dumps(result_as_json(decode_result(encoded)))
     except ValueError:
-        return json.dumps({"unreadable": one.decode(errors="replace")})
+        return json.dumps({"unreadable": encoded.decode(errors="replace")})
 
 
-def _row(one: bytes) -> list[str]:
+def _format_row(encoded: bytes) -> list[str]:
     try:
-        read = decode_result(one)
+        popped_result = decode_result(encoded)
     except ValueError:
-        return ["(unreadable)", "-", "-", f"{len(one):,}", one[:200].decode(errors="replace")]
-    status = "-" if read.status_code is None else str(read.status_code)
-    return [read.id, status, read.error_code or "-", f"{len(one):,}", read.payload[:200]]
+        return ["(unreadable)", "-", "-", f"{len(encoded):,}", encoded[:200].decode(errors="replace")]
+    status = "-" if popped_result.status_code is None else str(popped_result.status_code)
+    return [
+        popped_result.id,
+        status,
+        popped_result.error_code or "-",
+        f"{len(encoded):,}",
+        popped_result.payload[:200],
+    ]

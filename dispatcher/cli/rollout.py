@@ -13,13 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from dispatcher.cli.admin_client import running
-from dispatcher.cli.connection import Json, QueueTarget, ask, find
-from dispatcher.cli.pause import By, who_asks
-from dispatcher.cli.status import DispatcherOptions, meant
-from dispatcher.cli.terminal import answer, complain, fail, say, warn
+from dispatcher.cli.admin_client import fetch_status
+from dispatcher.cli.connection import Json, QueueTarget, find_queue, run_with_admin
+from dispatcher.cli.pause import OperatorName, get_operator_name
+from dispatcher.cli.status import DispatcherOptions, locate_targets
+from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines, print_warning
 from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.core.models.versions import words_of
+from dispatcher.core.models.versions import list_aliases
 
 LABEL_EXAMPLES = [
     "batch-dispatcher models label qwen stable 3",
@@ -30,8 +30,8 @@ DRAIN_EXAMPLES = [
     "batch-dispatcher models drain v3 --model qwen",
     "batch-dispatcher models drain qwen-v3 --undo",
 ]
-_NAMES_TOLD = 10
-_Row = Mapping[str, Any]
+_MAX_NAMES_SHOWN = 10
+_ModelRow = Mapping[str, Any]
 """Row of a model, or of one of its versions, in /status."""
 
 
@@ -45,7 +45,7 @@ def label(
     clear: Annotated[
         bool, typer.Option("--clear", help="Remove the label: that of the settings counts again.")
     ] = False,
-    by: By = "",
+    operator: OperatorName = "",
     *,
     where: DispatcherOptions,
     json_output: Json = False,
@@ -56,22 +56,26 @@ def label(
     label to remove, or the queue cannot be reached.
     """
     if clear == (version is not None):
-        raise fail("give a version, or --clear to take the label back", 2)
+        raise exit_error("give a version, or --clear to take the label back", 2)
     _check_names(MODEL=family, LABEL=name, VERSION=family if version is None else version)
-    seen = _look(where)
-    done = ask(seen.target, lambda desk: desk.label(family, name, version, who_asks(by)))
+    reported = _fetch_models(where)
+    has_changed = run_with_admin(
+        reported.target, lambda desk: desk.set_label(family, name, version, get_operator_name(operator))
+    )
     if json_output:
-        answer({"model": family, "label": name, "version": version, "changed": done})
+        print_json({"model": family, "label": name, "version": version, "changed": has_changed})
     elif version is not None:
-        say(f"{family}: {name} is {version}")
-    elif done:
-        say(f"{family}: {name} is what the settings say")
+        print_lines(f"{family}: {name} is {version}")
+    elif has_changed:
+        say(f"{family}: {name} is what the settings print_lines")
     else:
-        complain(f"{family}: no verb has set the label {name}", fg=None)
-    if not done:
+        print_error(f"{family}: no verb has set the label {name}", fg=None)
+    if not has_changed:
         raise typer.Exit(1)
-    if why := seen.without_effect(family) or _label_unused(seen.row(family), family, name, version):
-        warn(why)
+    if why := reported.explain_no_effect(family) or _explain_unused_label(
+        reported.find_row(family), family, name, version
+    ):
+        print_warning(why)
 
 
 def drain(
@@ -94,7 +98,7 @@ def drain(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Do not ask first if a label stands for the version.")
     ] = False,
-    by: By = "",
+    operator: OperatorName = "",
     *,
     where: DispatcherOptions,
     json_output: Json = False,
@@ -108,159 +112,209 @@ def drain(
     if there was nothing to undo, or if the answer was no.
     """
     if undo and why:
-        raise fail("--why: say it when you drain, not with --undo", 2)
+        raise exit_error("--why: say it when you drain, not with --undo", 2)
     _check_names(NAME=name)
-    seen = _look(where)
+    reported = _fetch_models(where)
     # A drained name is a full name, even if no endpoint lists it any more.
-    before = ask(seen.target, lambda desk: desk.model_marks()).drained if undo else ()
-    full, who = seen.full_name(name, model, before), who_asks(by)
+    drained_names = (
+        run_with_admin(reported.target, lambda desk: desk.read_model_registry()).drained_models
+        if undo
+        else ()
+    )
+    full_name, operator_name = reported.resolve_name(name, model, drained_names), get_operator_name(operator)
     if undo:
-        done = ask(seen.target, lambda desk: desk.undrain(full))
+        has_changed = run_with_admin(reported.target, lambda desk: desk.undrain_version(full_name))
     else:
         # Only a running dispatcher knows what the policy selects; without one nothing is asked.
-        if not yes and (diverted := seen.diverted(full)):
-            _confirm(diverted, asks=not json_output and sys.stdin.isatty())
-        ask(seen.target, lambda desk: desk.drain(full, who, why))
-        done = True
-    later = seen.without_effect() or ("" if undo else seen.unlisted(full))
+        if not yes and (diversion := reported.explain_diversion(full_name)):
+            _confirm_drain(diversion, can_ask=not json_output and sys.stdin.isatty())
+        run_with_admin(reported.target, lambda desk: desk.drain_version(full_name, operator_name, why))
+        has_changed = True
+    no_effect = reported.explain_no_effect() or ("" if undo else reported.explain_unlisted(full_name))
     if json_output:
-        answer({"name": full, "drained": None if undo else {"by": who, "why": why}, "changed": done})
+        print_json(
+            {
+                "name": full_name,
+                "drained": None if undo else {"by": operator_name, "why": why},
+                "changed": has_changed,
+            }
+        )
     elif not undo:
-        what = "is marked as drained" if later else "takes nothing new"
-        say(f"{full} {what}; take it back with: batch-dispatcher models drain {full} --undo")
-    elif done:
-        say(f"{full} is no longer marked as drained" if later else f"{full} may take requests")
+        what = "is marked as drained" if no_effect else "takes nothing new"
+        print_lines(
+            f"{full_name} {what}; take it back with: batch-dispatcher models drain {full_name} --undo"
+        )
+    elif has_changed:
+        print_lines(
+            f"{full_name} is no longer marked as drained" if no_effect else f"{full_name} may take requests"
+        )
     else:
-        complain(f"{full} was not drained", fg=None)
-    if not done:
+        print_error(f"{full_name} was not drained", fg=None)
+    if not has_changed:
         raise typer.Exit(1)
-    if told := later or ("" if undo else seen.consequence(full)):
-        warn(told)
+    if warning := no_effect or ("" if undo else reported.explain_consequence(full_name)):
+        print_warning(warning)
 
 
-class _Seen:
+class _ReportedModels:
     """Models in the /status of a dispatcher of the queue.
 
     If no dispatcher answers, `problem` says why, and no models are known.
     """
 
-    def __init__(self, target: QueueTarget, told: Mapping[str, Any] | None, problem: str) -> None:
+    def __init__(self, target: QueueTarget, status: Mapping[str, Any] | None, problem: str) -> None:
         self.target = target
         self.problem = problem
-        self._told = told
-        self._models: Sequence[_Row] = (told or {}).get("models") or ()
+        self._status = status
+        self._models: Sequence[_ModelRow] = (status or {}).get("models") or ()
 
-    def row(self, model: str) -> _Row | None:
-        return next((each for each in self._models if each["name"] == model), None)
+    def find_row(self, model: str) -> _ModelRow | None:
+        return next((row for row in self._models if row["name"] == model), None)
 
-    def without_effect(self, family: str = "") -> str:
+    def explain_no_effect(self, family: str = "") -> str:
         """Return why a label or a drain changes nothing now. Empty if it takes effect within seconds."""
-        if self._told is None:
+        if self._status is None:
             return f"no dispatcher tells of it ({self.problem}): it takes effect when one runs"
         if not self._models:
             later = "it takes effect once they are watched (settings: models)"
             return f"the dispatcher that answers watches no models: {later}"
-        row = self.row(family) if family else None
+        row = self.find_row(family) if family else None
         if family and (row is None or row.get("policy") is None):
             return f"{family} has no versions by the settings of the dispatcher that answers: no effect"
         return ""
 
-    def full_name(self, name: str, model: str, said: Collection[str]) -> str:
+    def resolve_name(self, name: str, model: str, known_names: Collection[str]) -> str:
         """Return the full name of a model or version, as endpoints list it.
 
         Names in `known_names` are full names. Exits with 1 if the name is only a short form, and says which
         names it may stand for.
         """
         if model:
-            return self._version_of(model, name)
-        names = {each["name"] for each in self._models} | {each["name"] for _, each in self._versions()}
-        meant = [(of, each) for of, each in self._versions() if name in words_of(each["name"], each["label"])]
+            return self._resolve_version(model, name)
+        names = {version_row["name"] for version_row in self._models} | {
+            version_row["name"] for _, version_row in self._iterate_versions()
+        }
+        matches = [
+            (model_row, version_row)
+            for model_row, version_row in self._iterate_versions()
+            if name in list_aliases(version_row["name"], version_row["label"])
+        ]
         # An unknown name is accepted: a version may be drained before any endpoint lists it.
-        if name in names or name in said or not meant:
+        if name in names or name in known_names or not matches:
             return name
-        may = _several([f"{each['name']} (of {of['name']})" for of, each in meant])
-        raise fail(f"{name} is a short form of {may}: give the full name, or --model")
+        candidates = _format_names(
+            [f"{version_row['name']} (of {model_row['name']})" for model_row, version_row in matches]
+        )
+        raise exit_error(f"{name} is a short form of {candidates}: give the full name, or --model")
 
-    def _version_of(self, model: str, name: str) -> str:
-        row = self.row(model)
+    def _resolve_version(self, model: str, name: str) -> str:
+        row = self.find_row(model)
         if row is None or not row.get("versions"):
-            there = _several([each["name"] for each in self._models if each.get("versions")])
-            told = f"; there are versions of {there}" if there else ""
+            models_with_versions = _format_names(
+                [version_row["name"] for version_row in self._models if version_row.get("versions")]
+            )
+            hint = f"; there are versions of {models_with_versions}" if models_with_versions else ""
             why = f" ({self.problem})" if self.problem else ""
-            raise fail(f"--model: no versions of {model} are known{why}{told}; else give the full name")
-        names = [each["name"] for each in row["versions"]]
-        meant = [each["name"] for each in row["versions"] if name in words_of(each["name"], each["label"])]
-        if len(meant) != 1:
-            what = f"may mean {_several(meant)}" if meant else "is no version of it"
-            raise fail(f"{model}: {name} {what}; there are {_several(names)}")
-        return str(meant[0])
+            raise exit_error(f"--model: no versions of {model} are known{why}{hint}; else give the full name")
+        names = [version_row["name"] for version_row in row["versions"]]
+        matches = [
+            version_row["name"]
+            for version_row in row["versions"]
+            if name in list_aliases(version_row["name"], version_row["label"])
+        ]
+        if len(matches) != 1:
+            what = f"may mean {_format_names(matches)}" if matches else "is no version of it"
+            raise exit_error(f"{model}: {name} {what}; there are {_format_names(names)}")
+        return str(matches[0])
 
-    def unlisted(self, full: str) -> str:
+    def explain_unlisted(self, full_name: str) -> str:
         """Return why draining a name that no endpoint lists changes nothing now. Empty if one lists it."""
-        known = self.row(full) is not None or any(each["name"] == full for _, each in self._versions())
-        return "" if known else f"no endpoint lists {full} now: it takes effect when one does"
+        is_known = self.find_row(full_name) is not None or any(
+            each["name"] == full_name for _, each in self._iterate_versions()
+        )
+        return "" if is_known else f"no endpoint lists {full_name} now: it takes effect when one does"
 
-    def consequence(self, full: str) -> str:
+    def explain_consequence(self, full_name: str) -> str:
         """Return a warning if no other version of the model can take the requests. Empty if one can."""
-        family = next((of for of, each in self._versions() if each["name"] == full), None)
+        family = next(
+            (
+                model_row
+                for model_row, version_row in self._iterate_versions()
+                if version_row["name"] == full_name
+            ),
+            None,
+        )
         if family is None:
             return ""
         others = [
-            each
-            for each in family["versions"]
-            if each["name"] != full and each["serving"] and not each["drained"]
+            version_row
+            for version_row in family["versions"]
+            if version_row["name"] != full_name and version_row["serving"] and not version_row["drained"]
         ]
         name = family["name"]
         return "" if others else f"no other version of {name} is served: its requests wait until one is"
 
-    def diverted(self, full: str) -> str:
+    def explain_diversion(self, full_name: str) -> str:
         """Return which versions take over if the version is drained and a label of the policy stands for it.
 
         Empty if the policy selects another version, or if no other version could take over.
         """
-        for of, each in self._versions():
+        for model_row, version_row in self._iterate_versions():
             label = next(
-                (each for each in each["labels"] if of["policy"] == str(VersionPolicy(label=each))), ""
+                (
+                    version_row
+                    for version_row in version_row["labels"]
+                    if model_row["policy"] == str(VersionPolicy(label=version_row))
+                ),
+                "",
             )
-            if each["name"] != full or each["drained"] or not label:
+            if version_row["name"] != full_name or version_row["drained"] or not label:
                 continue
-            left = [
-                one for one in of["versions"] if one["name"] != full and one["serving"] and not one["drained"]
+            other_versions = [
+                other_version
+                for other_version in model_row["versions"]
+                if other_version["name"] != full_name
+                and other_version["serving"]
+                and not other_version["drained"]
             ]
             # rollover.py keeps versions open, or else opens the newest, which is the first in the list.
-            to = [one["name"] for one in left if one["state"] == "open"] or [one["name"] for one in left[:1]]
-            if to:
+            successors = [
+                other_version["name"] for other_version in other_versions if other_version["state"] == "open"
+            ] or [other_version["name"] for other_version in other_versions[:1]]
+            if successors:
                 return (
-                    f"the label {label} of {of['name']} stands for {full}: without it requests go to "
-                    f"{_several(to)}, unless its transition is resource; to choose where, set the label "
-                    f"first: batch-dispatcher models label {of['name']} {label} VERSION"
+                    f"the label {label} of {model_row['name']} stands for {full_name}: without it requests go to "
+                    f"{_format_names(successors)}, unless its transition is resource; to choose where, set the label "
+                    f"first: batch-dispatcher models label {model_row['name']} {label} VERSION"
                 )
         return ""
 
-    def _versions(self) -> Iterator[tuple[_Row, _Row]]:
-        for of in self._models:
-            for each in of.get("versions") or ():
-                yield of, each
+    def _iterate_versions(self) -> Iterator[tuple[_ModelRow, _ModelRow]]:
+        for model_row in self._models:
+            for version_row in model_row.get("versions") or ():
+                yield model_row, version_row
 
 
-def _look(where: DispatcherOptions) -> _Seen:
+def _fetch_models(where: DispatcherOptions) -> _ReportedModels:
     """Return the models that the dispatcher of the queue reports. Exits with 2 if no queue is named."""
-    _, address = meant(where)
-    target = find(where)
+    _, address = locate_targets(where)
+    target = find_queue(where)
     if address is None:
-        return _Seen(target, None, "nothing says where one is")
-    told, problem = asyncio.run(running(address))
+        return _ReportedModels(target, None, "nothing says where one is")
+    status, problem = asyncio.run(fetch_status(address))
     # Another dispatcher may listen on that port: its models are not those of this queue.
-    if told is not None and told["queue"] != target.names.queue:
-        return _Seen(target, None, f"the one that answers works on another queue, {told['queue']}")
-    return _Seen(target, told, problem or "")
+    if status is not None and status["queue"] != target.names.queue:
+        return _ReportedModels(
+            target, None, f"the one that answers works on another queue, {status['queue']}"
+        )
+    return _ReportedModels(target, status, problem or "")
 
 
-def _confirm(what: str, *, asks: bool) -> None:
+def _confirm_drain(question: str, *, can_ask: bool) -> None:
     """Ask whether to drain. Exits with 2 if the user cannot be asked, and with 1 if the answer is no."""
-    if not asks:
-        raise fail(f"{what}; give --yes to drain it all the same", 2)
-    if not typer.confirm(f"{what}. Drain it all the same?", err=True):
+    if not can_ask:
+        raise exit_error(f"{question}; give --yes to drain it all the same", 2)
+    if not typer.confirm(f"{question}. Drain it all the same?", err=True):
         raise typer.Exit(1)
 
 
@@ -272,23 +326,26 @@ def _check_names(**names: str) -> None:
     try:
         check_names(**names)
     except CallRefusedError as error:
-        raise fail(str(error), 2) from error
+        raise exit_error(str(error), 2) from error
 
 
-def _label_unused(row: _Row | None, family: str, label: str, version: str | None) -> str:
+def _explain_unused_label(row: _ModelRow | None, family: str, label: str, version: str | None) -> str:
     """Return why a label that is set has no effect. Empty if it has one, or if it was removed."""
     if row is None or version is None:
         return ""
     if row["policy"] != str(VersionPolicy(label=label)):
         return f"the policy of {family} is {row['policy']}: it does not ask for the label {label}"
     versions = row["versions"]
-    if any(one["serving"] and version in words_of(one["name"], one["label"]) for one in versions):
+    if any(
+        version_row["serving"] and version in list_aliases(version_row["name"], version_row["label"])
+        for version_row in versions
+    ):
         return ""
-    served = _several([one["name"] for one in versions if one["serving"]])
-    there = f"there are {served}" if served else "there is none"
-    return f"no version of {family} that is served is called {version}: {there}"
+    served_names = _format_names([version_row["name"] for version_row in versions if version_row["serving"]])
+    alternatives = f"there are {served_names}" if served_names else "there is none"
+    return f"no version of {family} that is served is called {version}: {alternatives}"
 
 
-def _several(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_TOLD
-    return ", ".join(names[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "")
+def _format_names(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

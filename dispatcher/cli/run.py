@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from dispatcher.cli.connection import Config, config_path
-from dispatcher.cli.terminal import complain, fail
+from dispatcher.cli.connection import Config, find_config_path
+from dispatcher.cli.terminal import exit_error, print_error
 
 EXAMPLES = {
     "run": [
@@ -41,23 +41,23 @@ def run(
     from dispatcher.queue.keys import QueueNameError
     from dispatcher.queue.redis.connect import QueueUrlError
     from dispatcher.settings import Settings
-    from dispatcher.settings.load import directory_of, name_of, parse, read
+    from dispatcher.settings.load import config_directory, config_name, parse_settings, read_config
     from dispatcher.settings.yaml_source import Problem
 
-    path = config_path(config)
+    path = find_config_path(config)
     # The text is kept: a reload compares the file with it.
-    text = read(path)
+    text = read_config(path)
     if isinstance(text, Problem):
-        raise fail(str(text), 2)
-    found = parse(text, os.environ, name=name_of(path), directory=directory_of(path))
-    if not isinstance(found, Settings):
-        complain(*map(str, found))
+        raise exit_error(str(text), 2)
+    settings = parse_settings(text, os.environ, name=config_name(path), directory=config_directory(path))
+    if not isinstance(settings, Settings):
+        print_error(*map(str, settings))
         raise typer.Exit(2)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve(found, text, path, os.environ, observe=observe))
+            runner.run(serve(settings, text, path, os.environ, observe=observe))
     except (EmbeddedError, QueueNameError, QueueUrlError, OSError) as error:
-        raise fail(f"cannot start: {error}") from error
+        raise exit_error(f"cannot start: {error}") from error
 
 
 def _loop_factory() -> Callable[[], AbstractEventLoop] | None:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dispatcher.cli.connection import Json, QueueOptions, ask, find
-from dispatcher.cli.find_requests import time_of
-from dispatcher.cli.terminal import answer, complain, fail, say, table
-from dispatcher.core.duration import told
-from dispatcher.core.sequences.turns import SequenceSeen, SequenceStatus
+from dispatcher.cli.connection import Json, QueueOptions, find_queue, run_with_admin
+from dispatcher.cli.find_requests import format_time
+from dispatcher.cli.terminal import exit_error, format_table, print_error, print_json, print_lines
+from dispatcher.core.duration import format_duration
+from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 EXAMPLES = {
     "sequences list": ["batch-dispatcher sequences list --status held"],
@@ -28,15 +28,15 @@ sequences = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Sequences: requests that run in order, one at a time."
 )
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="The sequence's id.")]
-Status = Literal["open", "parked", "held", "aborted", "ended"]
-_PAGE = 500
+SequenceId = Annotated[str, typer.Argument(metavar="ID", help="The sequence's id.")]
+StatusName = Literal["open", "parked", "held", "aborted", "ended"]
+_PAGE_SIZE = 500
 
 
 @sequences.command("list")
-def list_(
-    status: Annotated[Status | None, typer.Option(help="Only sequences with this status.")] = None,
-    most: Annotated[
+def list_sequences(
+    status: Annotated[StatusName | None, typer.Option(help="Only sequences with this status.")] = None,
+    max_count: Annotated[
         int, typer.Option("--most", "-n", metavar="N", min=1, help="Most sequences to show.")
     ] = 50,
     *,
@@ -44,60 +44,70 @@ def list_(
     json_output: Json = False,
 ) -> None:
     """List sequences, in no order: status, next index, number of waiting requests, and problems."""
-    target = find(where)
-    wanted = None if status is None else SequenceStatus(status)
-    found, more = ask(target, lambda desk: _first(desk, wanted, most))
+    target = find_queue(where)
+    wanted_status = None if status is None else SequenceStatus(status)
+    found_sequences, has_more = run_with_admin(
+        target, lambda desk: _read_first(desk, wanted_status, max_count)
+    )
     if json_output:
-        answer([_shown(one) for one in found])
+        print_json([_sequence_as_json(sequence) for sequence in found_sequences])
         return
     now = time.time()
-    if found:
-        rows = [_row(one, now) for one in found]
-        say(*table(["ID", "STATUS", "NEXT", "WAITING", "DONE", "FAILED", "NOTE"], rows))
+    if found_sequences:
+        rows = [_format_row(sequence, now) for sequence in found_sequences]
+        print_lines(*format_table(["ID", "STATUS", "NEXT", "WAITING", "DONE", "FAILED", "NOTE"], rows))
     else:
-        complain(f"{target.names.queue}: no sequence{'' if status is None else f' is {status}'}", fg=None)
-    if more:
-        complain(f"{len(found):,}, and there are more; --most shows them", fg=None)
+        print_error(f"{target.names.queue}: no sequence{'' if status is None else f' is {status}'}", fg=None)
+    if has_more:
+        print_error(f"{len(found_sequences):,}, and there are more; --most shows them", fg=None)
 
 
 @sequences.command()
-def show(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
+def show(sequence_id: SequenceId, where: QueueOptions, json_output: Json = False) -> None:
     """Show one sequence: its running request, its waiting requests, and why it is held or has ended.
 
     Exit code 1: the sequence is not known. A sequence is known once a dispatcher has claimed a request of it.
     """
-    target = find(where)
+    target = find_queue(where)
 
-    async def act(desk: RedisDesk) -> tuple[SequenceSeen | None, dict[int, str]]:
-        seen = await desk.sequence(sequence_id)
-        entries = [] if seen is None else [entry for _, entry in seen.line]
-        entries += [] if seen is None or seen.head is None else [seen.head]
-        return seen, await desk.ids_of(entries)
+    async def read_sequence(admin: RedisQueueAdmin) -> tuple[SequenceSnapshot | None, dict[int, str]]:
+        sequence = await admin.get_sequence(sequence_id)
+        entries = [] if sequence is None else [entry for _, entry in sequence.waiting_requests]
+        entries += [] if sequence is None or sequence.next_entry is None else [sequence.next_entry]
+        return sequence, await admin.read_request_ids(entries)
 
-    seen, ids = ask(target, act)
-    if seen is None:
-        raise fail(f"{sequence_id}: no sequence of {target.names.queue} that is known (any more)")
+    sequence, ids = run_with_admin(target, read_sequence)
+    if sequence is None:
+        raise exit_error(f"{sequence_id}: no sequence of {target.names.queue} that is known (any more)")
     if json_output:
-        line = [{"index": at, "entry": entry, "id": ids.get(entry)} for at, entry in seen.line]
-        answer({**_shown(seen), "head_id": ids.get(seen.head or 0), "line": line})
+        waiting = [
+            {"index": at, "entry": entry, "id": ids.get(entry)} for at, entry in sequence.waiting_requests
+        ]
+        print_json(
+            {**_sequence_as_json(sequence), "head_id": ids.get(sequence.next_entry or 0), "line": waiting}
+        )
         return
-    say(seen.id, *(f"  {name:<11} {value}" for name, value in _details(seen, ids, time.time())))
+    print_lines(
+        sequence.id, *(f"  {name:<11} {value}" for name, value in _list_details(sequence, ids, time.time()))
+    )
 
 
 @sequences.command()
-def release(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
+def release(sequence_id: SequenceId, where: QueueOptions, json_output: Json = False) -> None:
     """Let a held sequence go on with the request after the failed one.
 
     Exit code 1: the sequence is not held.
     """
-    target = find(where)
-    done = ask(target, lambda desk: desk.release_sequence(sequence_id))
-    _say_decided(sequence_id, "released", "goes on", "is not held", done=done, as_json=json_output)
+    target = find_queue(where)
+    is_released = run_with_admin(target, lambda desk: desk.release_sequence(sequence_id))
+    _print_decision(
+        sequence_id, "released", "goes on", "is not held", is_done=is_released, as_json=json_output
+    )
 
 
 @sequences.command()
 def abort(
-    sequence_id: Id,
+    sequence_id: SequenceId,
     why: Annotated[
         str, typer.Option(help="Reason, in the results of the waiting requests.")
     ] = "aborted by an operator",
@@ -111,134 +121,162 @@ def abort(
     the sequence is aborted already, or has ended.
     """
     if not why.strip():
-        raise fail("--why: say something, or leave it out", 2)
-    target = find(where)
-    done = ask(target, lambda desk: desk.abort_sequence(sequence_id, why))
-    _say_decided(sequence_id, "aborted", "is aborted", "is over already", done=done, as_json=json_output)
+        raise exit_error("--why: say something, or leave it out", 2)
+    target = find_queue(where)
+    is_aborted = run_with_admin(target, lambda desk: desk.abort_sequence(sequence_id, why))
+    _print_decision(
+        sequence_id, "aborted", "is aborted", "is over already", is_done=is_aborted, as_json=json_output
+    )
 
 
 @sequences.command()
-def forget(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
+def forget(sequence_id: SequenceId, where: QueueOptions, json_output: Json = False) -> None:
     """Forget a sequence without running or waiting requests, so that its id can start again.
 
     Use it after the sequence was aborted or has ended. Exit code 1: the sequence is not known, or a request
     of it runs or waits.
     """
-    target = find(where)
+    target = find_queue(where)
 
-    async def act(desk: RedisDesk) -> tuple[bool | None, SequenceSeen | None]:
-        done = await desk.forget_sequence(sequence_id)
+    async def forget_at_queue(admin: RedisQueueAdmin) -> tuple[bool | None, SequenceSnapshot | None]:
+        is_forgotten = await admin.forget_sequence(sequence_id)
         # False: requests of it run or wait. None: it is not known.
-        return done, await desk.sequence(sequence_id) if done is False else None
+        return is_forgotten, await admin.get_sequence(sequence_id) if is_forgotten is False else None
 
-    done, seen = ask(target, act)
-    why = None if done else _why_not(seen, sequence_id, known=done is not None)
+    is_forgotten, sequence = run_with_admin(target, forget_at_queue)
+    why = (
+        None
+        if is_forgotten
+        else _explain_not_forgotten(sequence, sequence_id, is_known=is_forgotten is not None)
+    )
     if json_output:
-        answer({"id": sequence_id, "forgotten": bool(done), "why": why})
-    elif done:
-        say(f"{sequence_id} is forgotten")
+        print_json({"id": sequence_id, "forgotten": bool(is_forgotten), "why": why})
+    elif is_forgotten:
+        print_lines(f"{sequence_id} is forgotten")
     else:
-        complain(f"{sequence_id} {why}")
-    if not done:
+        print_error(f"{sequence_id} {why}")
+    if not is_forgotten:
         raise typer.Exit(1)
 
 
-def _why_not(seen: SequenceSeen | None, sequence_id: str, *, known: bool) -> str:
+def _explain_not_forgotten(sequence: SequenceSnapshot | None, sequence_id: str, *, is_known: bool) -> str:
     """Return why a sequence was not forgotten."""
-    if not known:
+    if not is_known:
         return "is not known (any more)"
-    there, what_to_do = "something of it runs or waits", f"`cancel --sequence {sequence_id}` ends that"
-    if seen is not None:
-        there = " and ".join([*(["one runs"] if seen.head else []), *_waiting(seen)]) or there
-        if seen.status in (SequenceStatus.ABORTED, SequenceStatus.ENDED):
+    remaining, what_to_do = "something of it runs or waits", f"`cancel --sequence {sequence_id}` ends that"
+    if sequence is not None:
+        remaining = (
+            " and ".join([*(["one runs"] if sequence.next_entry else []), *_format_waiting(sequence)])
+            or remaining
+        )
+        if sequence.status in (SequenceStatus.ABORTED, SequenceStatus.ENDED):
             what_to_do = "it can be when that has ended"
-    return f"is not forgotten: {there}; {what_to_do}"
+    return f"is not forgotten: {remaining}; {what_to_do}"
 
 
-def _waiting(seen: SequenceSeen) -> list[str]:
-    return [f"{seen.waiting:,} {'waits' if seen.waiting == 1 else 'wait'}"] if seen.waiting else []
+def _format_waiting(sequence: SequenceSnapshot) -> list[str]:
+    return (
+        [f"{sequence.waiting_count:,} {'waits' if sequence.waiting_count == 1 else 'wait'}"]
+        if sequence.waiting_count
+        else []
+    )
 
 
-async def _first(
-    desk: RedisDesk, status: SequenceStatus | None, most: int
-) -> tuple[Sequence[SequenceSeen], bool]:
+async def _read_first(
+    admin: RedisQueueAdmin, status: SequenceStatus | None, max_count: int
+) -> tuple[Sequence[SequenceSnapshot], bool]:
     """Return up to `max_count` sequences, each once, and true if there are more."""
-    found: dict[str, SequenceSeen] = {}
+    found_sequences: dict[str, SequenceSnapshot] = {}
     after = ""
     while True:
-        page = await desk.sequences(_PAGE, after, status)
+        page = await admin.list_sequences(_PAGE_SIZE, after, status)
         # By id, because the walk may return a sequence twice.
-        found |= {one.id: one for one in page.found}
+        found_sequences |= {sequence.id: sequence for sequence in page.sequences}
         after = page.after
-        if len(found) > most or not after:  # one more than asked for shows that there are more
-            return list(found.values())[:most], len(found) > most
+        if len(found_sequences) > max_count or not after:  # one more than asked for shows that there are more
+            return list(found_sequences.values())[:max_count], len(found_sequences) > max_count
 
 
-def _say_decided(
-    sequence_id: str, field: str, what: str, what_not: str, *, done: bool, as_json: bool
+def _print_decision(
+    sequence_id: str, field: str, done_text: str, not_done_text: str, *, is_done: bool, as_json: bool
 ) -> None:
     if as_json:
-        answer({"id": sequence_id, field: done})
-    elif done:
-        say(f"{sequence_id} {what}")
+        print_json({"id": sequence_id, field: is_done})
+    elif is_done:
+        print_lines(f"{sequence_id} {done_text}")
     else:
-        complain(f"{sequence_id} {what_not}")
-    if not done:
+        print_error(f"{sequence_id} {not_done_text}")
+    if not is_done:
         raise typer.Exit(1)
 
 
-def _shown(one: SequenceSeen) -> dict[str, Any]:
+def _sequence_as_json(sequence: SequenceSnapshot) -> dict[str, Any]:
     return {
-        "id": one.id,
-        "status": str(one.status),
-        "next": one.next,
-        "head": one.head,
-        "waiting": one.waiting,
-        "lives": one.lives,
-        "done": one.done,
-        "failed": one.failed,
-        "began_at": one.began_at,
-        "touched_at": one.touched_at,
-        "gap_since": one.gap_since,
-        "sticky": one.has_token,
-        "carry_bytes": one.carry_bytes,
-        "cause": one.cause or None,
+        "id": sequence.id,
+        "status": str(sequence.status),
+        "next": sequence.expected_index,
+        "head": sequence.next_entry,
+        "waiting": sequence.waiting_count,
+        "lives": sequence.run_count,
+        "done": sequence.ended_count,
+        "failed": sequence.failed_count,
+        "began_at": sequence.began_at,
+        "touched_at": sequence.last_active_at,
+        "gap_since": sequence.gap_since,
+        "sticky": sequence.has_token,
+        "carry_bytes": sequence.conversation_bytes,
+        "cause": sequence.cause or None,
     }
 
 
-def _row(one: SequenceSeen, now: float) -> Sequence[str]:
-    numbers = (one.next, one.waiting, one.done, one.failed)
-    return [one.id, str(one.status), *(f"{number:,}" for number in numbers), _note(one, now)]
+def _format_row(sequence: SequenceSnapshot, now: float) -> Sequence[str]:
+    numbers = (sequence.expected_index, sequence.waiting_count, sequence.ended_count, sequence.failed_count)
+    return [
+        sequence.id,
+        str(sequence.status),
+        *(f"{number:,}" for number in numbers),
+        _format_note(sequence, now),
+    ]
 
 
-def _note(one: SequenceSeen, now: float) -> str:
+def _format_note(sequence: SequenceSnapshot, now: float) -> str:
     """Return what a sequence waits for, or why it has ended."""
-    if one.cause:
-        return one.cause
-    if one.gap_since is not None:
-        return f"index {one.next} is missing for {told(now - one.gap_since)}"
-    if one.status is SequenceStatus.PARKED:
+    if sequence.cause:
+        return sequence.cause
+    if sequence.gap_since is not None:
+        return f"index {sequence.expected_index} is missing for {format_duration(now - sequence.gap_since)}"
+    if sequence.status is SequenceStatus.PARKED:
         return "begins when another sequence has ended"
-    return "one is at work or in line" if one.head is not None else ""
+    return "one is at work or in line" if sequence.next_entry is not None else ""
 
 
-def _details(one: SequenceSeen, ids: dict[int, str], now: float) -> list[tuple[str, str]]:
-    rows = [("status", str(one.status))]
-    if one.head is not None:
-        rows.append(("at work", f"{ids.get(one.head, '(unknown)')}, entry {one.head}"))
-    rows.append(("next", f"index {one.next}"))
-    rows.append(("waiting", f"{one.waiting:,}"))
-    rows += [("", f"{index}: {ids.get(entry, '(unknown)')}, entry {entry}") for index, entry in one.line]
-    hidden = one.waiting - len(one.line)
-    rows += [("", f"and {hidden:,} more")] if one.line and hidden > 0 else []
-    if one.lives > 1:
-        rows.append(("begins anew", f"{one.lives - 1} times, by resets that wait"))
-    rows.append(("done", f"{one.done:,}, {one.failed:,} of them failed"))
-    if one.began_at is not None:
-        rows.append(("began", f"{time_of(one.began_at)}, {told(now - one.began_at)} ago"))
-    rows.append(("last active", f"{time_of(one.touched_at)}, {told(now - one.touched_at)} ago"))
-    if one.carry_bytes:
-        rows.append(("carries", f"{one.carry_bytes:,} bytes"))
-    if one.has_token:
+def _list_details(sequence: SequenceSnapshot, ids: dict[int, str], now: float) -> list[tuple[str, str]]:
+    rows = [("status", str(sequence.status))]
+    if sequence.next_entry is not None:
+        rows.append(("at work", f"{ids.get(sequence.next_entry, '(unknown)')}, entry {sequence.next_entry}"))
+    rows.append(("next", f"index {sequence.expected_index}"))
+    rows.append(("waiting", f"{sequence.waiting_count:,}"))
+    rows += [
+        ("", f"{index}: {ids.get(entry, '(unknown)')}, entry {entry}")
+        for index, entry in sequence.waiting_requests
+    ]
+    hidden = sequence.waiting_count - len(sequence.waiting_requests)
+    rows += [("", f"and {hidden:,} more")] if sequence.waiting_requests and hidden > 0 else []
+    if sequence.run_count > 1:
+        rows.append(("begins anew", f"{sequence.run_count - 1} times, by resets that wait"))
+    rows.append(("done", f"{sequence.ended_count:,}, {sequence.failed_count:,} of them failed"))
+    if sequence.began_at is not None:
+        rows.append(
+            ("began", f"{format_time(sequence.began_at)}, {format_duration(now - sequence.began_at)} ago")
+        )
+    rows.append(
+        (
+            "last active",
+            f"{format_time(sequence.last_active_at)}, {format_duration(now - sequence.last_active_at)} ago",
+        )
+    )
+    if sequence.conversation_bytes:
+        rows.append(("carries", f"{sequence.conversation_bytes:,} bytes"))
+    if sequence.has_token:
         rows.append(("server", "the same one for each request"))
-    return [*rows, ("note", note)] if (note := _note(one, now)) else rows
+    return [*rows, ("note", note)] if (note := _format_note(sequence, now)) else rows

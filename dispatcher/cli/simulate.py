@@ -11,13 +11,27 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli import realtime_traffic, simulation_runs
-from dispatcher.cli.terminal import fail, warn
-from dispatcher.lab.simulation.experiment import Name
+from dispatcher.cli.terminal import exit_error, print_warning
+from dispatcher.lab.simulation.experiment import PolicyName
 from dispatcher.lab.simulation.metrics import Detector, Signals
-from dispatcher.lab.simulation.parallel import cores
-from dispatcher.lab.simulation.scenario import EXACT_S, GRAINS, GRAINS_LEAST, STEP_S, Order, Setting
-from dispatcher.lab.simulation.sweep import RESERVES, SWEPT, Sweep, SweepError, parse_sweep, parse_target
-from dispatcher.lab.simulation.world import Batch
+from dispatcher.lab.simulation.parallel import count_cores
+from dispatcher.lab.simulation.scenario import (
+    MAX_EXACT_S,
+    MIN_JOBS_PER_POD,
+    MIN_JOBS_PER_POD_WHEN_SET,
+    TIME_STEP_S,
+    Order,
+    Scenario,
+)
+from dispatcher.lab.simulation.sweep import (
+    DEFAULT_RESERVES,
+    SWEEPABLE,
+    Sweep,
+    SweepError,
+    parse_sweep,
+    parse_target,
+)
+from dispatcher.lab.simulation.world import BatchProfile
 from dispatcher.lab.standin import shapes
 from dispatcher.lab.standin.model import BATCH_SPREAD, BATCH_TOKENS
 from dispatcher.lab.standin.trace import TraceError
@@ -83,7 +97,8 @@ def simulate(
     sweep: Annotated[
         str | None,
         typer.Option(
-            metavar="OPTION=VALUES", help=f"One row per value: reserve=0,.05,.1. Options: {', '.join(SWEPT)}."
+            metavar="OPTION=VALUES",
+            help=f"One row per value: reserve=0,.05,.1. Options: {', '.join(SWEEPABLE)}.",
         ),
     ] = None,
     target: Annotated[
@@ -99,7 +114,7 @@ def simulate(
         typer.Option(min=1, help="Number of runs at once. Default: one per core.", show_default=False),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help=f"all, or some of {', '.join(Name)}; separated by commas.")
+        str, typer.Option(help=f"all, or some of {', '.join(PolicyName)}; separated by commas.")
     ] = "law,none",
     seconds: Annotated[
         float | None,
@@ -114,7 +129,7 @@ def simulate(
         typer.Option(
             min=0.0,
             help="Time step in seconds: batch requests end together at each step, which is faster to play. "
-            f"0: one by one. Default: 0, or {STEP_S:g} if more than {EXACT_S / 60:g} minutes are played.",
+            f"0: one by one. Default: 0, or {TIME_STEP_S:g} if more than {MAX_EXACT_S / 60:g} minutes are played.",
             show_default=False,
         ),
     ] = None,
@@ -123,7 +138,7 @@ def simulate(
         typer.Option(
             min=1,
             help="Number of equal batch requests that are played as one with their total weight, which is "
-            f"faster. Default: 1, or a pod's slots / {GRAINS} if more than {EXACT_S / 60:g} minutes are "
+            f"faster. Default: 1, or a pod's slots / {MIN_JOBS_PER_POD} if more than {MAX_EXACT_S / 60:g} minutes are "
             "played.",
             show_default=False,
         ),
@@ -268,31 +283,39 @@ def simulate(
     from dispatcher.lab.simulation import plot as picture
 
     # Check these options before the trace is read, which takes longer.
-    names = _policies(policy)
+    names = _parse_policies(policy)
     try:
         bounds = parse_target(target) if target is not None else []
-        swept = parse_sweep(sweep) if sweep is not None else Sweep("reserve", RESERVES) if bounds else None
-    except SweepError as error:
-        raise fail(str(error), 2) from error
-    if plot is not None and not picture.available():
-        raise fail(f"--plot needs matplotlib: {picture.INSTALL}")
-    where = realtime_traffic.Recorded(trace, prometheus, last, [query] if query else (), token_file)
-    try:
-        chosen = realtime_traffic.choose(
-            where, steps, slots=slots, seed=seed, whole=whole or seconds is not None, begin=begin
+        swept = (
+            parse_sweep(sweep)
+            if sweep is not None
+            else Sweep("reserve", DEFAULT_RESERVES)
+            if bounds
+            else None
         )
-        played = shapes.echoes(shapes.copies(chosen.traffic, copies), echoes, seed=seed)
+    except SweepError as error:
+        raise exit_error(str(error), 2) from error
+    if plot is not None and not picture.is_available():
+        raise exit_error(f"--plot needs matplotlib: {picture.INSTALL}")
+    where = realtime_traffic.RecordingSource(trace, prometheus, last, [query] if query else (), token_file)
+    try:
+        chosen = realtime_traffic.choose_traffic(
+            where, steps, slots=slots, seed=seed, is_whole=whole or seconds is not None, begin_s=begin
+        )
+        played = shapes.add_echoes(shapes.overlay_copies(chosen.traffic, copies), echoes, seed=seed)
     except TraceError as error:
-        raise fail(str(error), 2) from error
-    played_s = _seconds(seconds, played.seconds)
-    setting = Setting(
+        raise exit_error(str(error), 2) from error
+    played_s = _choose_length(seconds, played.seconds)
+    setting = Scenario(
         slots=slots,
-        capacity_set=not capacity_unset,
+        has_capacity_setting=not capacity_unset,
         true_slots=true_slots,
-        slots_at=[(at, _whole("--slots-at", value)) for at, value in _pairs("--slots-at", slots_at)],
+        slots_at=[
+            (at, _parse_whole("--slots-at", value)) for at, value in _parse_pairs("--slots-at", slots_at)
+        ],
         picker_slots=picker_slots,
-        batch=Batch(batch_tokens, batch_spread, batch_seconds),
-        travel_s=travel,
+        batch=BatchProfile(batch_tokens, batch_spread, batch_seconds),
+        transit_s=travel,
         scrape_s=scrape,
         lag_s=lag,
         jitter=jitter,
@@ -311,55 +334,59 @@ def simulate(
         seed=seed,
         queue_limit=queue_limit,
         pods=pods,
-        pods_at=[(at, _whole("--pods-at", value)) for at, value in _pairs("--pods-at", pods_at)],
-        outages=_stretches("--outage", outage),
-        gaps=_stretches("--metrics-gap", metrics_gap),
+        pods_at=[(at, _parse_whole("--pods-at", value)) for at, value in _parse_pairs("--pods-at", pods_at)],
+        outages=_parse_intervals("--outage", outage),
+        gaps=_parse_intervals("--metrics-gap", metrics_gap),
         lost=lost,
-        clock_steps=_pairs("--clock-step", clock_step),
+        clock_steps=_parse_pairs("--clock-step", clock_step),
         replicas=replicas,
         deaths=kill or (),
         lease_s=lease,
     )
-    setting, coarse = _coarse(setting, engine_step, grain)
-    if setting.pressure_score_alone:
-        warn(
+    setting, coarse = _choose_precision(setting, engine_step, grain)
+    if setting.uses_pressure_score_only:
+        print_warning(
             f"the saturation of the {detector} detector is a pressure score that can read near 0 while every "
             "slot is taken; alone it cannot keep the reserve. Use --signals both, as signals.use: auto does"
         )
     for note in [*chosen.notes, *coarse]:
         typer.echo(note, err=True)
     for warning in chosen.warnings:
-        warn(warning)
-    at_once = processes or cores()
+        print_warning(warning)
+    at_once = processes or count_cores()
     if swept is not None:
-        kept = simulation_runs.sweep(
+        kept = simulation_runs.run_sweep(
             setting, played, names, at_once, swept, bounds, as_json=json_output, plot=plot
         )
         raise typer.Exit(0 if kept else 1)
-    simulation_runs.compare(setting, played, names, at_once, as_json=json_output, plot=plot)
+    simulation_runs.compare_policies(setting, played, names, at_once, as_json=json_output, plot=plot)
 
 
-def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[Setting, Sequence[str]]:
+def _choose_precision(
+    setting: Scenario, step_s: float | None, grain: int | None
+) -> tuple[Scenario, Sequence[str]]:
     """Return the setting with its time step and its grain, and sentences about chosen defaults.
 
     The defaults depend on the length: short simulations are exact, and long ones are played faster.
     """
     # A grain may be at most a tenth of the slots of a pod.
-    most = max(1, setting.slots // setting.pods // GRAINS_LEAST)
-    if grain is not None and grain > most:
-        raise fail(f"--grain {grain}: more than a tenth of a pod's slots; {most} at the most", 2)
-    long = setting.seconds > EXACT_S
+    max_grain = max(1, setting.slots // setting.pods // MIN_JOBS_PER_POD_WHEN_SET)
+    if grain is not None and grain > max_grain:
+        raise exit_error(f"--grain {grain}: more than a tenth of a pod's slots; {max_grain} at the most", 2)
+    is_long = setting.seconds > MAX_EXACT_S
     chosen = replace(
         setting,
-        step_s=step_s if step_s is not None else STEP_S if long else 0.0,
-        grain=grain if grain is not None else setting.fine_grain if long else 1,
+        time_step_s=step_s if step_s is not None else TIME_STEP_S if is_long else 0.0,
+        requests_per_job=grain if grain is not None else setting.default_requests_per_job if is_long else 1,
     )
     how, options = [], []
-    if step_s is None and long:
-        how.append(f"in steps of {chosen.steps_s:.3g} s, in each of which batch requests end together")
+    if step_s is None and is_long:
+        how.append(
+            f"in steps of {chosen.effective_time_step_s:.3g} s, in each of which batch requests end together"
+        )
         options.append("--engine-step 0")
-    if grain is None and chosen.grain > 1:
-        how.append(f"with {chosen.grain} batch requests going as one")
+    if grain is None and chosen.requests_per_job > 1:
+        how.append(f"with {chosen.requests_per_job} batch requests going as one")
         options.append("--grain 1")
     if not how:
         return chosen, ()
@@ -367,51 +394,53 @@ def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[
     return chosen, [f"{minutes} {', '.join(how)} ({' '.join(options)}: one by one, which takes longer)"]
 
 
-def _seconds(wanted: float | None, there: float) -> float:
+def _choose_length(wanted_s: float | None, available_s: float) -> float:
     # Up to one second more is accepted, because the length of a trace is shown and used rounded.
-    if wanted is not None and wanted > there + 1.0:
-        raise fail(f"--seconds {wanted:g}: the trace is {there:.0f} s long", 2)
-    return wanted if wanted is not None else max(1.0, float(round(there)))
+    if wanted_s is not None and wanted_s > available_s + 1.0:
+        raise exit_error(f"--seconds {wanted_s:g}: the trace is {available_s:.0f} s long", 2)
+    return wanted_s if wanted_s is not None else max(1.0, float(round(available_s)))
 
 
-def _policies(wanted: str) -> Sequence[Name]:
-    if wanted.strip() == "all":
-        return list(Name)
+def _parse_policies(policies: str) -> Sequence[PolicyName]:
+    if policies.strip() == "all":
+        return list(PolicyName)
     try:
-        return [Name(name.strip()) for name in wanted.split(",")]
+        return [PolicyName(name.strip()) for name in policies.split(",")]
     except ValueError:
-        raise fail(f"--policy {wanted}: no such policy; there are all, {', '.join(Name)}", 2) from None
+        raise exit_error(
+            f"--policy {policies}: no such policy; there are all, {', '.join(PolicyName)}", 2
+        ) from None
 
 
-def _pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
+def _parse_pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
     pairs = []
     for value in values or ():
         try:
             first, second = (float(part) for part in value.split(":"))
         except ValueError:
-            raise fail(
+            raise exit_error(
                 f"{option} {value}: two numbers with a colon between them are needed, such as 300:360", 2
             ) from None
         if first < 0:
-            raise fail(f"{option} {value}: the simulation starts at 0", 2)
+            raise exit_error(f"{option} {value}: the simulation starts at 0", 2)
         pairs.append((first, second))
     return sorted(pairs)
 
 
-def _stretches(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
-    pairs = _pairs(option, values)
+def _parse_intervals(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
+    pairs = _parse_pairs(option, values)
     for start, end in pairs:
         if not start < end:
-            raise fail(f"{option} {start:g}:{end:g}: ends before it starts", 2)
+            raise exit_error(f"{option} {start:g}:{end:g}: ends before it starts", 2)
     for (_, end), (start, _) in itertools.pairwise(pairs):
         if start < end:
-            raise fail(f"{option}: two of them overlap at {start:g}", 2)
+            raise exit_error(f"{option}: two of them overlap at {start:g}", 2)
     return pairs
 
 
-def _whole(option: str, value: float) -> int:
+def _parse_whole(option: str, value: float) -> int:
     if value < 0 or value != int(value):
-        raise fail(
+        raise exit_error(
             f"{option}: {value:g} is not a number of {option.removeprefix('--').removesuffix('-at')}", 2
         )
     return int(value)

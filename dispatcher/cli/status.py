@@ -15,10 +15,22 @@ from typing import Annotated, Any
 import typer
 
 from dispatcher.cli import render
-from dispatcher.cli.admin_client import AdminAddress, address_of, ready, running
-from dispatcher.cli.connection import Json, Located, QueueOptions, locate, warn_of, warn_of_others
-from dispatcher.cli.terminal import answer, complain, fail, say
-from dispatcher.core.duration import seconds_of
+from dispatcher.cli.admin_client import (
+    AdminAddress,
+    fetch_status,
+    find_readiness_problem,
+    parse_admin_address,
+)
+from dispatcher.cli.connection import (
+    Json,
+    QueueLocation,
+    QueueOptions,
+    locate_queue,
+    print_config_problems,
+    suggest_other_queues,
+)
+from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
+from dispatcher.core.duration import parse_duration
 
 AdminUrl = Annotated[
     str,
@@ -38,8 +50,8 @@ class DispatcherOptions(QueueOptions):
     admin_url: AdminUrl = ""
 
 
-Told = dict[str, Any]
-EACH_S = 1.0
+Overview = dict[str, Any]
+INTERVAL_S = 1.0
 
 EXAMPLES = {
     "status": [
@@ -73,24 +85,24 @@ def status(
     the queue cannot be reached. An embedded queue can be reached only while its dispatcher runs.
     """
     try:
-        waiting_s = seconds_of(wait) if wait else None
+        wait_s = parse_duration(wait) if wait else None
     except ValueError as error:
-        raise fail(f"--wait: {error}", 2) from error
-    place, address = meant(where)
-    if waiting_s is not None:  # 0 is a valid time: one attempt
-        _wait(place, address, waiting_s)
+        raise exit_error(f"--wait: {error}", 2) from error
+    location, address = locate_targets(where)
+    if wait_s is not None:  # 0 is a valid time: one attempt
+        _wait_until_ready(location, address, wait_s)
         return
-    warn_of(place)
+    print_config_problems(location)
     if watch:
-        _watch(place, address, json_output=json_output)
+        _watch_status(location, address, json_output=json_output)
         return
-    shown = asyncio.run(look(place, address, guides=True))
+    overview = asyncio.run(fetch_overview(location, address, suggests_queues=True))
     if json_output:
-        answer(shown)
+        print_json(overview)
     else:
-        say(*_lines(shown, place))
-        _complain_of_queue(shown)
-    if shown["queue_problem"]:
+        print_lines(*_format_lines(overview, location))
+        _print_queue_problem(overview)
+    if overview["queue_problem"]:
         raise typer.Exit(1)
 
 
@@ -100,141 +112,155 @@ def explain(where: DispatcherOptions, json_output: Json = False) -> None:
     If no dispatcher answers, the paragraph is about the queue alone, and if the queue cannot be reached,
     about the dispatcher alone. Exit code 1: the queue cannot be reached.
     """
-    place, address = meant(where)
-    warn_of(place)
-    shown = asyncio.run(look(place, address, guides=True))
-    told = render.paragraph(shown)
+    location, address = locate_targets(where)
+    print_config_problems(location)
+    overview = asyncio.run(fetch_overview(location, address, suggests_queues=True))
+    explanation = render.format_explanation(overview)
     if json_output:
-        answer({"explanation": told, **shown})
+        print_json({"explanation": explanation, **overview})
     else:
-        if shown["dispatcher"] or not shown["queue_problem"]:
-            say(told)
-        _complain_of_queue(shown)
-    if shown["queue_problem"]:
+        if overview["dispatcher"] or not overview["queue_problem"]:
+            print_lines(explanation)
+        _print_queue_problem(overview)
+    if overview["queue_problem"]:
         raise typer.Exit(1)
 
 
-async def look(place: Located, address: AdminAddress | None, *, guides: bool = False) -> Told:
+async def fetch_overview(
+    location: QueueLocation, address: AdminAddress | None, *, suggests_queues: bool = False
+) -> Overview:
     """Return the state of queue and dispatcher. Each is asked even if the other does not answer.
 
     `suggests_queues`: print the names of other queues if the default queue does not exist.
     """
-    unknown = None, "neither --config nor --admin-url says where to ask"
+    unknown_address = None, "neither --config nor --admin-url says where to ask"
     # At once, so that one that does not answer does not delay the other.
     queue, (dispatcher, problem) = await asyncio.gather(
-        _queue(place, guides=guides), running(address) if address else _known(unknown)
+        _fetch_queue(location, suggests_queues=suggests_queues),
+        fetch_status(address) if address else _return_value(unknown_address),
     )
     return {
-        "queue": place.names.queue if place.names else None,
+        "queue": location.names.queue if location.names else None,
         **queue,
         "dispatcher": dispatcher,
         "dispatcher_problem": problem,
-        "config_problems": [str(each) for each in place.problems],
+        "config_problems": [str(each) for each in location.problems],
     }
 
 
 # gather() needs a coroutine, even if there is no dispatcher to ask.
-async def _known(value: tuple[None, str]) -> tuple[None, str]:
+async def _return_value(value: tuple[None, str]) -> tuple[None, str]:
     return value
 
 
-async def _queue(place: Located, *, guides: bool) -> Told:
-    told: Told = {**dict.fromkeys(render.COUNTS), "paused": None, "queue_problem": None}
-    url = place.queue_url()
-    if place.names is None:
-        return {**told, "queue_problem": "the configuration does not tell which queue it is"}
+async def _fetch_queue(location: QueueLocation, *, suggests_queues: bool) -> Overview:
+    overview: Overview = {**dict.fromkeys(render.COUNT_NAMES), "paused": None, "queue_problem": None}
+    url = location.find_queue_url()
+    if location.names is None:
+        return {**overview, "queue_problem": "the configuration does not tell which queue it is"}
     if url is None:
-        return {**told, "queue_problem": place.absent}
+        return {**overview, "queue_problem": location.unavailable_reason}
     from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.redis.connect import QueueUrlError, connect
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
     try:
-        desk = RedisDesk(connect(url), place.names)
+        admin = RedisQueueAdmin(connect(url), location.names)
     except QueueUrlError as error:
-        raise fail(str(error), 2) from error
+        raise exit_error(str(error), 2) from error
     try:
-        counts, paused = await desk.counts(), await desk.paused()
-        if guides and place.guessed:
-            await warn_of_others(desk)
+        counts, paused = await admin.count_requests(), await admin.read_pause()
+        if suggests_queues and location.is_guessed:
+            await suggest_other_queues(admin)
     except QueueUnavailableError as error:
-        return {**told, "queue_problem": str(error)}
+        return {**overview, "queue_problem": str(error)}
     finally:
-        await desk.aclose()
-    switch = None if paused is None else {"by": paused[0], "why": paused[1]}
-    return told | {name: getattr(counts, name) for name in render.COUNTS} | {"paused": switch}
+        await admin.aclose()
+    pause = None if paused is None else {"by": paused[0], "why": paused[1]}
+    return overview | {name: getattr(counts, name) for name in render.COUNT_NAMES} | {"paused": pause}
 
 
-def meant(where: DispatcherOptions) -> tuple[Located, AdminAddress | None]:
+def locate_targets(where: DispatcherOptions) -> tuple[QueueLocation, AdminAddress | None]:
     """Return the location of the queue and the address of the dispatcher.
 
     Exits with 2 if nothing is named.
     """
-    place = locate(where.config, where.queue_url, where.queue, where.pool)
+    location = locate_queue(where.config, where.queue_url, where.queue, where.pool)
     try:
-        return place, address_of(place.admin, where.admin_url)
+        return location, parse_admin_address(location.admin, where.admin_url)
     except ValueError as error:
-        raise fail(f"--admin-url: {error}", 2) from error
+        raise exit_error(f"--admin-url: {error}", 2) from error
 
 
-def _lines(shown: Told, place: Located) -> list[str]:
-    if shown["queue_problem"] and not shown["dispatcher"] and (place.admin is None or not place.queue_url()):
+def _format_lines(overview: Overview, location: QueueLocation) -> list[str]:
+    if (
+        overview["queue_problem"]
+        and not overview["dispatcher"]
+        and (location.admin is None or not location.find_queue_url())
+    ):
         return []  # the problem of the queue, printed separately, says everything
-    return render.lines(shown)
+    return render.format_status(overview)
 
 
-def _complain_of_queue(shown: Told) -> None:
-    if problem := shown["queue_problem"]:
-        complain(f"{shown['queue']}: {problem}" if shown["queue"] and shown["dispatcher"] else problem)
+def _print_queue_problem(overview: Overview) -> None:
+    if problem := overview["queue_problem"]:
+        print_error(
+            f"{overview['queue']}: {problem}" if overview["queue"] and overview["dispatcher"] else problem
+        )
 
 
-def _watch(place: Located, address: AdminAddress | None, *, json_output: bool) -> None:
+def _watch_status(location: QueueLocation, address: AdminAddress | None, *, json_output: bool) -> None:
     """Show the status repeatedly: in place on a terminal, otherwise a line with the time every second."""
     if sys.stdout.isatty() and not json_output:
-        from dispatcher.cli.live_screen import refresh
+        from dispatcher.cli.live_screen import show_live_page
 
-        def now() -> list[str]:
-            shown = asyncio.run(look(place, address))
-            problem = [shown["queue_problem"]] if shown["queue_problem"] else []
-            return [f"{time.strftime('%H:%M:%S')}  (Ctrl-C ends it)", "", *render.lines(shown), *problem]
+        def render_now() -> list[str]:
+            overview = asyncio.run(fetch_overview(location, address))
+            problem = [overview["queue_problem"]] if overview["queue_problem"] else []
+            return [
+                f"{time.strftime('%H:%M:%S')}  (Ctrl-C ends it)",
+                "",
+                *render.format_status(overview),
+                *problem,
+            ]
 
-        refresh(lambda _: now(), EACH_S)
+        show_live_page(lambda _: render_now(), INTERVAL_S)
         return
-    repeat(place, address, json_output=json_output)
+    print_repeatedly(location, address, json_output=json_output)
 
 
-def repeat(place: Located, address: AdminAddress | None, *, json_output: bool) -> None:
+def print_repeatedly(location: QueueLocation, address: AdminAddress | None, *, json_output: bool) -> None:
     """Print a line every second, until Ctrl-C."""
     with suppress(KeyboardInterrupt):
         while True:
-            shown = asyncio.run(look(place, address))
+            overview = asyncio.run(fetch_overview(location, address))
             if json_output:
-                answer({"at": round(time.time(), 3), **shown})
+                print_json({"at": round(time.time(), 3), **overview})
             else:
-                say(f"{time.strftime('%H:%M:%S')}  {render.line(shown)}")
-            time.sleep(EACH_S)
+                print_lines(f"{time.strftime('%H:%M:%S')}  {render.format_log_line(overview)}")
+            time.sleep(INTERVAL_S)
 
 
-def _wait(place: Located, address: AdminAddress | None, for_s: float) -> None:
+def _wait_until_ready(location: QueueLocation, address: AdminAddress | None, timeout_s: float) -> None:
     if address is None:
-        raise fail("--wait: neither --config nor --admin-url says where a dispatcher is", 2)
-    until = time.monotonic() + for_s
+        raise exit_error("--wait: neither --config nor --admin-url says where a dispatcher is", 2)
+    give_up_at = time.monotonic() + timeout_s
     while True:
-        why = asyncio.run(_not_ready(place, address))
-        if why is None:
+        problem = asyncio.run(_find_readiness_problem(location, address))
+        if problem is None:
             return
-        if time.monotonic() >= until:
-            raise fail(f"not ready after {for_s:g} s: {why}")
-        time.sleep(min(0.2, max(0.0, until - time.monotonic())))
+        if time.monotonic() >= give_up_at:
+            raise exit_error(f"not ready after {timeout_s:g} s: {problem}")
+        time.sleep(min(0.2, max(0.0, give_up_at - time.monotonic())))
 
 
-async def _not_ready(place: Located, address: AdminAddress) -> str | None:
-    if (why := await ready(address)) is not None:
-        return why
-    found, problem = await running(address)
-    if found is None:
+async def _find_readiness_problem(location: QueueLocation, address: AdminAddress) -> str | None:
+    if (readiness_problem := await find_readiness_problem(address)) is not None:
+        return readiness_problem
+    dispatcher_status, problem = await fetch_status(address)
+    if dispatcher_status is None:
         return problem
     # Another dispatcher may listen on that port.
-    if place.names and found["queue"] != place.names.queue:
-        return f"the dispatcher that answers works on another queue, {found['queue']}"
+    if location.names and dispatcher_status["queue"] != location.names.queue:
+        return f"the dispatcher that answers works on another queue, {dispatcher_status['queue']}"
     return None

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.connection import Labels, QueueOptions, QueueTarget, WithinOrNone, ask, find, pairs_of
-from dispatcher.cli.find_requests import answers
-from dispatcher.cli.result import awaited, print_result, progress, still_queued
+from dispatcher.cli.connection import (
+    DeadlineOrNone,
+    Labels,
+    QueueOptions,
+    QueueTarget,
+    find_queue,
+    parse_pairs,
+    run_with_admin,
+)
+from dispatcher.cli.find_requests import read_results_by_id
+from dispatcher.cli.result import describe_wait, exit_still_queued, print_result, wait_for_result
 from dispatcher.cli.submit_file import (
     BodyTemplate,
     Errors,
@@ -24,22 +32,22 @@ from dispatcher.cli.submit_file import (
     SequenceBy,
     SkipBad,
     TemplateField,
-    doubted,
-    file_options,
-    file_paths,
+    find_body_mismatch,
+    make_file_options,
+    make_file_paths,
     submit_file,
 )
-from dispatcher.cli.terminal import answer, fail, remark, say, warn
-from dispatcher.core.patterns import any_fits
+from dispatcher.cli.terminal import exit_error, print_json, print_lines, print_note, print_warning
+from dispatcher.core.patterns import matches_any
 
 if TYPE_CHECKING:
     from dispatcher.client import Item
     from dispatcher.core.requests.result import PoppedResult
     from dispatcher.ports import Submission
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
-DEADLINE_S = 3600.0
-FILE_DEADLINE_S = 86_400.0
+DEFAULT_DEADLINE_S = 3600.0
+DEFAULT_FILE_DEADLINE_S = 86_400.0
 Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")]
 GRACE_S = 10.0
 """Time after the deadline within which a dispatcher answers, if there is one."""
@@ -62,7 +70,7 @@ def submit(
     where: QueueOptions,
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
     endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
-    deadline: WithinOrNone = None,
+    deadline: DeadlineOrNone = None,
     priority: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=9, help="0 is served first.")
     ] = None,
@@ -86,16 +94,16 @@ def submit(
     resumes a batch file that was interrupted. Exit code 1: the result is an error, there is no result, or
     some lines of the file failed.
     """
-    target = find(where)
-    headers, attributes = dict(pairs_of("--header", header)), dict(pairs_of("--metadata", metadata))
-    labels = dict(pairs_of("--label", label))
+    target = find_queue(where)
+    headers, attributes = dict(parse_pairs("--header", header)), dict(parse_pairs("--metadata", metadata))
+    labels = dict(parse_pairs("--label", label))
     if file is not None:
         if payload is not None or request_id or no_wait or sequence:
-            raise fail("--file: give it no request, no --id, no --no-wait and no --sequence", 2)
-        paths = file_paths(file, output, errors)
-        options = file_options(
+            raise exit_error("--file: give it no request, no --id, no --no-wait and no --sequence", 2)
+        paths = make_file_paths(file, output, errors)
+        options = make_file_options(
             target,
-            deadline=FILE_DEADLINE_S if deadline is None else deadline,
+            deadline=DEFAULT_FILE_DEADLINE_S if deadline is None else deadline,
             priority=priority,
             headers=headers,
             metadata=attributes,
@@ -110,10 +118,12 @@ def submit(
         )
         submit_file(target, paths, options, as_json=json_output)  # exits
     if payload is None:
-        raise fail("give a request, or --file", 2)
+        raise exit_error("give a request, or --file", 2)
     # Without a configuration the allowed paths are not known; the dispatcher checks them anyway.
-    if endpoint and target.settings and not any_fits(target.settings.gateway.allowed_paths, endpoint):
-        raise fail(f"--endpoint {endpoint}: not among gateway.allowed_paths: no dispatcher would send it", 2)
+    if endpoint and target.settings and not matches_any(target.settings.gateway.allowed_paths, endpoint):
+        raise exit_error(
+            f"--endpoint {endpoint}: not among gateway.allowed_paths: no dispatcher would send it", 2
+        )
     from dispatcher.client import Item
 
     body = sys.stdin.buffer.read() if payload == "-" else payload.encode(errors="surrogateescape")
@@ -122,7 +132,7 @@ def submit(
         body,
         path=endpoint,
         id=request_id or f"r-{secrets.token_hex(8)}",
-        deadline=DEADLINE_S if deadline is None else deadline,
+        deadline=DEFAULT_DEADLINE_S if deadline is None else deadline,
         priority=priority,
         headers=headers,
         metadata=attributes,
@@ -135,78 +145,84 @@ def submit(
 def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, json_output: bool) -> None:
     import msgspec
 
-    from dispatcher.client.item import Tokens, submission_of
+    from dispatcher.client.item import TokenGenerator, build_submission
     from dispatcher.core.sequences.turns import Turn
 
     # A list of its own for each id, so that `result ID` finds the result from any machine.
-    results = target.names.answers(item.id) if wait else ""
+    results = target.names.result_list_for_id(item.id) if wait else ""
     try:
-        sent = submission_of(item, Tokens().make(), queue=target.names.queue, results=results)
+        submission = build_submission(
+            item, TokenGenerator().make_token(), queue=target.names.queue, results=results
+        )
     except ValueError as error:
-        raise fail(f"{error}{_file_meant(body)}", 2) from error
+        raise exit_error(f"{error}{_suggest_file(body)}", 2) from error
     # A line of a batch file is valid JSON, but a model server would reject it.
     if {"custom_id", "url", "body"} <= msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys():
-        what = (
+        message = (
             "this is a line of an OpenAI batch file: submit --file sends those (to send it alone, give what "
             "stands under `body`, and as --endpoint what stands under `url`)"
         )
-        raise fail(what, 2)
+        raise exit_error(message, 2)
     path = item.path or (target.settings.gateway.path if target.settings else "")
-    if doubt := doubted(body, path):
-        warn(f"the body {doubt}")
-    within_s = sent.deadline - time.time() + GRACE_S
-    submitted, missing = False, ""
+    if mismatch := find_body_mismatch(body, path):
+        print_warning(f"the body {mismatch}")
+    within_s = submission.deadline - time.time() + GRACE_S
+    submitted, wait_reason = False, ""
 
-    async def act(desk: RedisDesk) -> PoppedResult | None:
-        nonlocal sent, submitted, missing
+    async def submit_and_wait(admin: RedisQueueAdmin) -> PoppedResult | None:
+        nonlocal submission, submitted, wait_reason
         # The secret proves to the queue that this program may add to the sequence. It is only known once the
         # queue is connected, so the submission is made again with it.
         if item.sequence is not None:
-            turn = Turn(str(item.sequence), secret=await desk.sequence_secret())
-            own = replace(item, sequence=turn)
-            sent = submission_of(own, sent.request_token, queue=target.names.queue, results=results)
-        await desk.submit([sent])
+            turn = Turn(str(item.sequence), secret=await admin.get_or_create_sequence_secret())
+            item_in_sequence = replace(item, sequence=turn)
+            submission = build_submission(
+                item_in_sequence, submission.request_token, queue=target.names.queue, results=results
+            )
+        await admin.submit([submission])
         submitted = True
         if not wait:
             return None
-        remark(f"{item.id} submitted")  # before the wait: with the id the user can go on after Ctrl-C
-        result = await awaited(target, desk, item.id, lambda: _answer(desk, sent), within_s)
+        print_note(f"{item.id} submitted")  # before the wait: with the id the user can go on after Ctrl-C
+        result = await wait_for_result(
+            target, admin, item.id, lambda: _read_result(admin, submission), within_s
+        )
         if result is None:
-            missing = await progress(target, desk, item.id)
+            wait_reason = await describe_wait(target, admin, item.id)
         return result
 
     try:
-        result = ask(target, act)
+        result = run_with_admin(target, submit_and_wait)
     except KeyboardInterrupt:
         if submitted:
-            raise still_queued(item.id) from None
+            raise exit_still_queued(item.id) from None
         raise
     if not wait:
-        answer({"id": item.id}) if json_output else say(item.id)
+        print_json({"id": item.id}) if json_output else print_lines(item.id)
     elif result is None:
-        raise fail(f"no result for {item.id} within {within_s:.0f} s: {missing}")
+        raise exit_error(f"no result for {item.id} within {within_s:.0f} s: {wait_reason}")
     else:
         print_result(result, json_output=json_output)
 
 
-def _file_meant(body: bytes) -> str:
+def _suggest_file(body: bytes) -> str:
     """Return a hint if the body is the name of a file. Empty if it is not."""
     name = body.decode(errors="replace")
     try:
-        there = Path(name).is_file()
+        is_file = Path(name).is_file()
     except (OSError, ValueError):  # too long for a name, or with a zero byte
-        there = False
-    return f"; it is a file: a batch file is sent by --file {name}, one body by - < {name}" if there else ""
+        is_file = False
+    return f"; it is a file: a batch file is sent by --file {name}, one body by - < {name}" if is_file else ""
 
 
-async def _answer(desk: RedisDesk, sent: Submission) -> PoppedResult | None:
+async def _read_result(admin: RedisQueueAdmin, submission: Submission) -> PoppedResult | None:
     """Return the result of a submission, or `None` if there is none yet.
 
     Others can write to the list of the id, so a result must have the token of the request.
     """
     from dispatcher.core.requests.result import decode_result
 
-    for each in await answers(desk, sent.request_id):
-        if (result := decode_result(each)).request_token == sent.request_token:
+    for encoded in await read_results_by_id(admin, submission.request_id):
+        if (result := decode_result(encoded)).request_token == submission.request_token:
             return result
     return None

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from dispatcher.cli.admin_client import address_of, running
+from dispatcher.cli.admin_client import fetch_status, parse_admin_address
 from dispatcher.cli.connection import QueueTarget
-from dispatcher.cli.file_progress import FileScreen
-from dispatcher.cli.find_requests import sentence_of
-from dispatcher.cli.terminal import complain, remark, say, warn
+from dispatcher.cli.file_progress import FileProgressDisplay
+from dispatcher.cli.find_requests import format_gate
+from dispatcher.cli.terminal import print_error, print_lines, print_note, print_warning
 
 if TYPE_CHECKING:
     from dispatcher.client.files import FileOptions, FilePaths, FileProgress, FileStart
 
-STREAM = Path("-")
-GATE_EVERY_S = 3.0
-INTERRUPTED = 130
-SKIP = "--skip-bad runs the others, and these become errors"
+STDIO = Path("-")
+GATE_INTERVAL_S = 3.0
+EXIT_INTERRUPTED = 130
+SKIP_HINT = "--skip-bad runs the others, and these become errors"
 
 File = Annotated[
     Path | None,
@@ -72,20 +72,20 @@ TemplateField = Annotated[
 ]
 
 
-def file_paths(source: Path, output: Path | None, errors: Path | None) -> FilePaths:
+def make_file_paths(source: Path, output: Path | None, errors: Path | None) -> FilePaths:
     """Return the files to read and write. Exits with 2 if the options do not name them."""
     from dispatcher.client.files import FilePaths
 
     if output is None:
-        raise _wrong("--file: say by --output where the answers go (- is standard output)")
-    if errors == STREAM:
-        raise _wrong("--errors: name a file; without it errors go beside the output")
-    read: Path | BinaryIO = sys.stdin.buffer if source == STREAM else source
-    written: Path | BinaryIO = sys.stdout.buffer if output == STREAM else output
-    return FilePaths(read, written, errors)
+        raise _usage_error("--file: say by --output where the answers go (- is standard output)")
+    if errors == STDIO:
+        raise _usage_error("--errors: name a file; without it errors go beside the output")
+    input_source: Path | BinaryIO = sys.stdin.buffer if source == STDIO else source
+    output_target: Path | BinaryIO = sys.stdout.buffer if output == STDIO else output
+    return FilePaths(input_source, output_target, errors)
 
 
-def file_options(
+def make_file_options(
     target: QueueTarget,
     *,
     deadline: float,
@@ -109,13 +109,15 @@ def file_options(
     from dispatcher.client.files.lines import LineRules
 
     if group not in ("prefix", "none"):
-        raise _wrong(f"--group {group}: give prefix or none")
+        raise _usage_error(f"--group {group}: give prefix or none")
     if (template is None) != (not field):
-        raise _wrong("give --template and --field together")
+        raise _usage_error("give --template and --field together")
     if sequence_by and (template is not None or not all(sequence_by.split("."))):
-        raise _wrong(f"--sequence-by {sequence_by}: a path such as metadata.conversation, without --template")
+        raise _usage_error(
+            f"--sequence-by {sequence_by}: a path such as metadata.conversation, without --template"
+        )
     if endpoint and template is None:
-        raise _wrong("--endpoint: each line of a batch file has its own url")
+        raise _usage_error("--endpoint: each line of a batch file has its own url")
     settings, rules = target.settings, LineRules()
     if settings is not None:
         paths = (*settings.gateway.allowed_paths, settings.gateway.path)
@@ -123,9 +125,11 @@ def file_options(
     try:
         body = None if template is None else template.read_bytes()
     except OSError as error:
-        raise _wrong(f"--template {template}: {error.strerror or error}") from error
-    if body is not None and (doubt := doubted(body, endpoint or (settings.gateway.path if settings else ""))):
-        warn(f"--template {template}: {doubt}")
+        raise _usage_error(f"--template {template}: {error.strerror or error}") from error
+    if body is not None and (
+        mismatch := find_body_mismatch(body, endpoint or (settings.gateway.path if settings else ""))
+    ):
+        print_warning(f"--template {template}: {mismatch}")
     return FileOptions(
         skip_bad=skip_bad,
         ordered=ordered,
@@ -143,7 +147,7 @@ def file_options(
     )
 
 
-def doubted(body: bytes, path: str) -> str:
+def find_body_mismatch(body: bytes, path: str) -> str:
     """Return why a body does not fit its path. Empty if there is no objection."""
     if not path.endswith("/completions") or path.endswith("/chat/completions"):
         return ""
@@ -158,96 +162,105 @@ def doubted(body: bytes, path: str) -> str:
 
 def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, as_json: bool) -> None:
     """Run a batch file to its end. Exits with 1 if some lines failed, and with 2 if the input is invalid."""
-    from dispatcher.client import QueueAwayError
+    from dispatcher.client import QueueUnreachableError
     from dispatcher.client.files import BadInputError, InputError, JournalError, SinkError, TemplateError
 
     name = paths.source.name if isinstance(paths.source, Path) else "standard input"
-    screen = FileScreen(name)
+    display = FileProgressDisplay(name)
     try:
-        with screen:
-            progress = asyncio.run(_run(target, paths, options, screen))
+        with display:
+            progress = asyncio.run(_run_file(target, paths, options, display))
     except KeyboardInterrupt:
-        _say_how_to_go_on(paths, screen.last)
-        raise typer.Exit(INTERRUPTED) from None
+        _print_resume_hint(paths, display.last_progress)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except BadInputError as error:
         for line in error.faulty:
-            complain(f"{name}:{line.n}: {line.message}", fg=None)
-        more = ", and more that were not looked at" if error.more else ""
+            print_error(f"{name}:{line.line_number}: {line.message}", fg=None)
+        more = ", and more that were not looked at" if error.has_more else ""
         is_text = options.template is None and all(line.code == "invalid_json_line" for line in error.faulty)
-        how = "lines of plain text need --template and --field" if is_text else SKIP
-        complain(f"{name}: {error}{more}; {how}")
+        hint = "lines of plain text need --template and --field" if is_text else SKIP_HINT
+        print_error(f"{name}: {error}{more}; {hint}")
         raise typer.Exit(2) from error
     except (InputError, TemplateError, ValueError) as error:
-        raise _wrong(str(error)) from error
+        raise _usage_error(str(error)) from error
     except BrokenPipeError:  # the reader of standard output has ended, such as `head`
         raise typer.Exit(1) from None
-    except (JournalError, SinkError, QueueAwayError) as error:
-        complain(str(error))
+    except (JournalError, SinkError, QueueUnreachableError) as error:
+        print_error(str(error))
         raise typer.Exit(1) from error
-    _say_summary(paths, screen.start, progress, as_json=as_json)
+    _print_summary(paths, display.start, progress, as_json=as_json)
     raise typer.Exit(1 if progress.failed else 0)
 
 
-async def _run(
-    target: QueueTarget, paths: FilePaths, options: FileOptions, screen: FileScreen
+async def _run_file(
+    target: QueueTarget, paths: FilePaths, options: FileOptions, display: FileProgressDisplay
 ) -> FileProgress:
     from dispatcher.client.files import run_file
 
     # A task beside the run: asking the dispatcher must not delay the file.
-    gate = asyncio.create_task(_watch_gate(target, screen))
+    gate_watch = asyncio.create_task(_watch_gate(target, display))
     try:
         return await run_file(
-            target.url, target.names, paths, options, on_start=screen.begun, on_progress=screen.show
+            target.url,
+            target.names,
+            paths,
+            options,
+            on_start=display.show_start,
+            on_progress=display.show_progress,
         )
     finally:
-        gate.cancel()
+        gate_watch.cancel()
         with suppress(asyncio.CancelledError):
-            await gate
+            await gate_watch
 
 
-async def _watch_gate(target: QueueTarget, screen: FileScreen) -> None:
+async def _watch_gate(target: QueueTarget, display: FileProgressDisplay) -> None:
     """Keep the state of the gate in the display up to date, if a dispatcher can be asked."""
-    address = address_of(target.admin)
+    address = parse_admin_address(target.admin)
     if address is None:
         return
     while True:
-        found, why = await running(address)
-        screen.gate = sentence_of(found) if found else (why or "")
-        await asyncio.sleep(GATE_EVERY_S)
+        status, why = await fetch_status(address)
+        display.gate = format_gate(status) if status else (why or "")
+        await asyncio.sleep(GATE_INTERVAL_S)
 
 
-def _say_how_to_go_on(paths: FilePaths, progress: FileProgress | None) -> None:
+def _print_resume_hint(paths: FilePaths, progress: FileProgress | None) -> None:
     if progress is None:
-        remark("stopped before anything was submitted")
+        print_note("stopped before anything was submitted")
     elif not isinstance(paths.output, Path):
-        remark(f"stopped after {progress.done:,} of {progress.lines:,}; the rest is cancelled")
+        print_note(f"stopped after {progress.done:,} of {progress.lines:,}; the rest is cancelled")
     else:
-        told = f"stopped: {progress.done:,} of {progress.lines:,} are done"
+        text = f"stopped: {progress.done:,} of {progress.lines:,} are done"
         if progress.in_queue:
-            told += f", {progress.in_queue:,} are in the queue and go on being answered"
-        remark(f"{told}. The same command goes on from here; nothing is sent twice.")
+            text += f", {progress.in_queue:,} are in the queue and go on being answered"
+        print_note(f"{text}. The same command goes on from here; nothing is sent twice.")
         if not isinstance(paths.source, Path):
-            kept = paths.beside(Path(), ".input")
-            remark(f"What came in is kept: --file {kept} does as well.")
+            input_copy = paths.side_path(Path(), ".input")
+            print_note(f"What came in is kept: --file {input_copy} does as well.")
 
 
-def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgress, *, as_json: bool) -> None:
-    from dispatcher.client.files import summary
+def _print_summary(
+    paths: FilePaths, start: FileStart | None, progress: FileProgress, *, as_json: bool
+) -> None:
+    from dispatcher.client.files import summarize_run
 
     if as_json:
         # If the answers go to standard output, the summary must not mix with them.
-        say(json.dumps(asdict(progress)), whole=True, err=not isinstance(paths.output, Path))
+        print_lines(json.dumps(asdict(progress)), no_wrap=True, err=not isinstance(paths.output, Path))
         return
-    if start is not None and start.finished:
-        journal = paths.beside(Path(), ".journal")
-        remark(f"finished before: {summary(progress)}. To run it again, remove the output and {journal}.")
+    if start is not None and start.is_finished:
+        journal = paths.side_path(Path(), ".journal")
+        print_note(
+            f"finished before: {summarize_run(progress)}. To run it again, remove the output and {journal}."
+        )
         return
     written = f"; the answers are in {paths.output}" if isinstance(paths.output, Path) else ""
-    remark(f"{summary(progress)}{written}")
+    print_note(f"{summarize_run(progress)}{written}")
     if progress.failed and paths.errors_path is not None:
-        remark(f"what failed is in {paths.errors_path}")
+        print_note(f"what failed is in {paths.errors_path}")
 
 
-def _wrong(what: str) -> typer.Exit:
-    complain(what)
+def _usage_error(message: str) -> typer.Exit:
+    print_error(message)
     return typer.Exit(2)

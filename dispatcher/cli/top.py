@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dispatcher.cli import bar, render
-from dispatcher.cli.connection import Json, warn_of
-from dispatcher.cli.status import DispatcherOptions, look, meant, repeat
+from dispatcher.cli.connection import Json, print_config_problems
+from dispatcher.cli.status import DispatcherOptions, fetch_overview, locate_targets, print_repeatedly
 
 EXAMPLES = {"top": ["batch-dispatcher top", "batch-dispatcher top --admin-url http://10.0.0.7:8080"]}
-EACH_S = 1.0
-BAR_LEAST = 10
+INTERVAL_S = 1.0
+BAR_MIN_WIDTH = 10
 
 
 def top(where: DispatcherOptions, json_output: Json = False) -> None:
@@ -22,52 +22,52 @@ def top(where: DispatcherOptions, json_output: Json = False) -> None:
 
     q or Ctrl-C ends it. Without a terminal it prints one line per second, like `status --watch`.
     """
-    place, address = meant(where)
-    warn_of(place)
+    location, address = locate_targets(where)
+    print_config_problems(location)
     if json_output or not sys.stdout.isatty():
-        repeat(place, address, json_output=json_output)
+        print_repeatedly(location, address, json_output=json_output)
         return
-    from dispatcher.cli.live_screen import refresh
+    from dispatcher.cli.live_screen import show_live_page
 
-    def draw(width: int) -> Sequence[str]:
-        return rows(asyncio.run(look(place, address)), width, time.strftime("%H:%M:%S"))
+    def draw_page(width: int) -> Sequence[str]:
+        return format_page(asyncio.run(fetch_overview(location, address)), width, time.strftime("%H:%M:%S"))
 
-    refresh(draw, EACH_S)
+    show_live_page(draw_page, INTERVAL_S)
 
 
-def rows(shown: dict[str, Any], width: int, clock: str) -> list[str]:
+def format_page(overview: dict[str, Any], width: int, clock: str) -> list[str]:
     """Return the rows of the page for the state of queue and dispatcher."""
-    gate = shown["dispatcher"]
-    title = f"pool {gate['pool']}" if gate else str(shown["queue"])
-    ends = "q ends"
-    head = f"{title}  {clock}"
-    told = [f"{head}{ends:>{max(len(ends) + 2, width - len(head))}}", ""]
-    problem = [shown["queue_problem"]] if shown["queue_problem"] else []
-    if not gate:
-        return [*told, *render.lines(shown), *problem]
-    told += [*render.health(shown), f"{gate['reason']}: {gate['explanation']}", *problem, ""]
-    told += [*_pool(gate, width), ""]
-    counts = [f"{name} {shown[name]}" for name in render.COUNTS if shown[name] is not None]
-    told.append(f"{shown['queue'] or gate['queue']}: {'  '.join(counts)}")
-    if shown["queue"] not in (None, gate["queue"]):
-        told.append(f"the dispatcher that answers works on another queue, {gate['queue']}")
-    return [*told, *render.glance(gate)]
+    status = overview["dispatcher"]
+    title = f"pool {status['pool']}" if status else str(overview["queue"])
+    quit_hint = "q ends"
+    title_and_clock = f"{title}  {clock}"
+    page = [f"{title_and_clock}{quit_hint:>{max(len(quit_hint) + 2, width - len(title_and_clock))}}", ""]
+    problem = [overview["queue_problem"]] if overview["queue_problem"] else []
+    if not status:
+        return [*page, *render.format_status(overview), *problem]
+    page += [*render.format_health(overview), f"{status['reason']}: {status['explanation']}", *problem, ""]
+    page += [*_format_pool(status, width), ""]
+    counts = [f"{name} {overview[name]}" for name in render.COUNT_NAMES if overview[name] is not None]
+    page.append(f"{overview['queue'] or status['queue']}: {'  '.join(counts)}")
+    if overview["queue"] not in (None, status["queue"]):
+        page.append(f"the dispatcher that answers works on another queue, {status['queue']}")
+    return [*page, *render.format_summary(status)]
 
 
-def _pool(gate: dict[str, Any], width: int) -> list[str]:
-    capacity, share, realtime = (gate.get(name) for name in ("max_sys", "reserve", "realtime"))
+def _format_pool(status: dict[str, Any], width: int) -> list[str]:
+    capacity, share, realtime = (status.get(name) for name in ("max_sys", "reserve", "realtime"))
     # 0 is a value; only a missing one is unknown.
     if capacity is None or realtime is None:
         return ["The pool's capacity is not known."]
     amounts = {
         "realtime": realtime,
-        "waiting": gate.get("realtime_waiting") or 0.0,
-        "ours": float(gate.get("in_flight") or 0),
+        "waiting": status.get("realtime_waiting") or 0.0,
+        "ours": float(status.get("in_flight") or 0),
         "reserve": capacity * (share or 0.0),
         "capacity": capacity,
     }
     return [
-        bar.pool(**amounts, width=max(BAR_LEAST, width)),
-        bar.legend(**amounts),
-        f"capacity {capacity:.4g}; limit of ours {gate.get('limit')}",
+        bar.draw_pool(**amounts, width=max(BAR_MIN_WIDTH, width)),
+        bar.format_legend(**amounts),
+        f"capacity {capacity:.4g}; limit of ours {status.get('limit')}",
     ]

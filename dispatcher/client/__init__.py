@@ -20,7 +20,7 @@ from dispatcher.batched.errors import (
     WrongLengthError,
 )
 from dispatcher.client.batch import BatchClient
-from dispatcher.client.errors import NameInUseError, NoResultError, QueueAwayError, SequenceBusyError
+from dispatcher.client.errors import NameInUseError, NoResultError, QueueUnreachableError, SequenceBusyError
 from dispatcher.client.item import Handle, Item
 from dispatcher.client.result import (
     DeadlineExceededError,
@@ -38,7 +38,7 @@ from dispatcher.client.result import (
 )
 from dispatcher.client.sequence import OpenSequence
 from dispatcher.core.requests.named_stream import StreamRequest, StreamState, StreamStatus
-from dispatcher.core.sequences.turns import OnError, SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 
 if TYPE_CHECKING:
     from dispatcher.batched.decorator import Batched, batched
@@ -56,7 +56,7 @@ __all__ = [
     "NoResultError",
     "OnError",
     "OpenSequence",
-    "QueueAwayError",
+    "QueueUnreachableError",
     "RequestCancelledError",
     "RequestFailedError",
     "Result",
@@ -67,7 +67,7 @@ __all__ = [
     "SequenceError",
     "SequenceFullError",
     "SequenceIndexError",
-    "SequenceSeen",
+    "SequenceSnapshot",
     "SequenceStatus",
     "StreamRequest",
     "StreamState",

@@ -12,43 +12,43 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from dispatcher.batched.errors import TooManyPendingError
 from dispatcher.client.blocking import BlockingBatchClient
-from dispatcher.client.errors import NoResultError, QueueAwayError
-from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, item_of, submission_of
-from dispatcher.client.mailbox import WAIT_S, Mailbox, check_name, whoami
+from dispatcher.client.errors import NoResultError, QueueUnreachableError
+from dispatcher.client.item import Body, Deadline, Handle, Item, TokenGenerator, build_submission, to_item
+from dispatcher.client.mailbox import WAIT_S, Mailbox, check_name, make_owner_id
 from dispatcher.client.named_stream import NamedStreams
 from dispatcher.client.outage import Outage
-from dispatcher.client.result import HookError, Result, called, of_error
-from dispatcher.client.sequence import CarryWord, OnErrorWord, OpenSequence, SequenceDoors, mapped
+from dispatcher.client.result import HookError, Result, call_hook, result_from_error
+from dispatcher.client.sequence import CarryOption, OnErrorOption, OpenSequence, SequenceClient, run_sequences
 from dispatcher.client.sequence_calls import SequenceCalls
-from dispatcher.client.stream import Items, streamed
-from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
+from dispatcher.client.stream import Items, stream_results
+from dispatcher.client.submitter import MAX_SUBMISSIONS_PER_CALL, Submitter
 from dispatcher.core.requests.named_stream import StreamStatus
 from dispatcher.core.requests.submission import QueueUnavailableError, Submission
-from dispatcher.core.sequences.turns import SequenceSeen, Turn
-from dispatcher.queue.keys import Names
+from dispatcher.core.sequences.turns import SequenceSnapshot, Turn
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.connect import connect, place_of
-from dispatcher.queue.redis.producer import Box
-from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.queue.redis.connect import connect, describe_address
+from dispatcher.queue.redis.producer import ResultBox
+from dispatcher.queue.redis.scripts import ScriptRunner
 
 if TYPE_CHECKING:
     from dispatcher.client.files import FileProgress
-    from dispatcher.queue.redis.queue_admin import RedisDesk
+    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
 T = TypeVar("T")
-Before = Callable[[Item], "Item | Awaitable[Item | None] | None"]
-After = Callable[[Item, Result], "Awaitable[None] | None"]
+BeforeHook = Callable[[Item], "Item | Awaitable[Item | None] | None"]
+AfterHook = Callable[[Item, Result], "Awaitable[None] | None"]
 
-CALLS_AT_ONCE = 2
+MAX_PARALLEL_CALLS = 2
 """Largest number of parallel calls to Redis beside those of the submitter and the reader. So a client has at
 most four connections, and one more for each named stream."""
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Longest time for which closing a client waits for the cancellation of pending requests."""
-UNKNOWN_S = 2.0
+UNKNOWN_REQUEST_S = 2.0
 """Seconds after which a request that is neither in the queue nor has a kept result is unknown. In a Redis
 Cluster, a result needs a moment to reach a list in another slot."""
-_NO_STRINGS: Mapping[str, str] = {}
+_EMPTY_MAP: Mapping[str, str] = {}
 
 
 class BatchClient:
@@ -86,8 +86,8 @@ class BatchClient:
         name: str = "",
         max_pending: int = 100_000,
         when_full: Literal["wait", "raise"] = "wait",
-        before: Before | None = None,
-        after: After | None = None,
+        before: BeforeHook | None = None,
+        after: AfterHook | None = None,
         retry_for: float | None = None,
         cancel_on_close: bool = True,
     ) -> None:
@@ -96,63 +96,65 @@ class BatchClient:
         if max_pending < 1:
             raise ValueError(f"max_pending {max_pending}: must be at least 1")
         queue = queue or f"batch:{{{pool}}}:requests"
-        names = Names(queue, results or f"{queue.removesuffix(':requests')}:results")
+        names = QueueNames(queue, results or f"{queue.removesuffix(':requests')}:results")
         self.name = name
         self._url = url
         self._names = names
         self._max_pending, self._when_full = max_pending, when_full
         self._before, self._after = before, after
         self._cancel_on_close = cancel_on_close and not name  # the next client of the name may fetch results
-        redis = connect(url, answer_s=WAIT_S + 3.0)  # blocking commands wait up to WAIT_S for an answer
+        redis = connect(
+            url, response_timeout_s=WAIT_S + 3.0
+        )  # blocking commands wait up to WAIT_S for an answer
         self._backend = Backend(redis, names)
-        self._outage = Outage(retry_for, place_of(url))
+        self._outage = Outage(retry_for, describe_address(url))
         self._submitter = Submitter(self._backend, self._outage)
         self._redis = redis
-        box = Box(f"batch-results:{{{name or secrets.token_hex(8)}}}")
-        self._mailbox = self._mailbox_at(box, whoami() if name else "")
-        self._tokens = Tokens()
-        self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
-        self._streams = NamedStreams(self._backend, self._mailbox_at, self._call, self._made)
-        self._sequences = SequenceCalls(self._call, self._desk, self._tokens)
-        self._doors = SequenceDoors(
+        box = ResultBox(f"batch-results:{{{name or secrets.token_hex(8)}}}")
+        self._mailbox = self._make_mailbox(box, make_owner_id() if name else "")
+        self._tokens = TokenGenerator()
+        self._call_slots = asyncio.Semaphore(MAX_PARALLEL_CALLS)
+        self._streams = NamedStreams(self._backend, self._make_mailbox, self._call_queue, self._build_request)
+        self._sequences = SequenceCalls(self._call_queue, self._open_admin, self._tokens)
+        self._sequence_client = SequenceClient(
             self.enqueue,
-            self._taken,
-            self._arrived,
+            self._wait_for_result,
+            self._wait_until_arrived,
             self._mailbox.give_back,
             self.cancel,
-            self.known_sequence,
-            self._sequences.cancel,
+            self.sequence_status,
+            self._sequences.cancel_sequence,
         )
-        self._cancelling: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._cancel_tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<BatchClient {self._names.queue} {self._mailbox!r}>"
 
     @property
-    def box(self) -> Box:
+    def box(self) -> ResultBox:
         """Redis keys under which the results of this client arrive."""
         return self._mailbox.box
 
     @property
-    def reading(self) -> bool:
+    def is_reading(self) -> bool:
         """True if this client reads its result list now."""
-        return self._mailbox.reading
+        return self._mailbox.is_reading
 
     @property
     def pending(self) -> int:
         """Number of requests of this client that are submitted, or about to be, and have no result yet."""
-        return len(self._mailbox.pending)
+        return len(self._mailbox.pending_requests)
 
     @property
-    def trouble(self) -> str | None:
+    def connection_error(self) -> str | None:
         """Error of the last call to the queue, or `None` if that call succeeded."""
-        return None if self._outage.trouble is None else str(self._outage.trouble)
+        return None if self._outage.current_error is None else str(self._outage.current_error)
 
     @property
-    def passed_over(self) -> int:
+    def ignored_count(self) -> int:
         """Number of elements in the result list that were not a result of a request of this client."""
-        return self._mailbox.passed_over
+        return self._mailbox.ignored_count
 
     @staticmethod
     def sync(url: str, **options: Any) -> BlockingBatchClient:
@@ -188,10 +190,10 @@ class BatchClient:
         Raises ValueError or TypeError if no dispatcher would accept the request, HookError if `before`
         raised, TooManyPendingError, and QueueUnreachableError.
         """
-        told = (headers or _NO_STRINGS, metadata or _NO_STRINGS, labels or _NO_STRINGS)
-        item = Item(body, path, id, deadline, priority, *told, results, sequence)
-        handle, submission = await self._made(item)
-        await self._submit([(handle, submission)])
+        mappings = (headers or _EMPTY_MAP, metadata or _EMPTY_MAP, labels or _EMPTY_MAP)
+        item = Item(body, path, id, deadline, priority, *mappings, results, sequence)
+        handle, submission = await self._build_request(item)
+        await self._submit_requests([(handle, submission)])
         return handle
 
     async def enqueue_many(self, items: Sequence[Item | Body]) -> list[Handle]:
@@ -204,10 +206,12 @@ class BatchClient:
         made = []
         for number, item in enumerate(items):
             try:
-                made.append(await self._made_or_failed(item_of(item), HookError))
+                made.append(await self._build_or_fail(to_item(item), HookError))
             except (ValueError, TypeError) as error:
                 raise type(error)(f"item {number}: {error}") from error
-        await self._submit([(handle, submission) for handle, submission in made if submission is not None])
+        await self._submit_requests(
+            [(handle, submission) for handle, submission in made if submission is not None]
+        )
         return [handle for handle, _ in made]
 
     async def result(self, handle: Handle | str, *, timeout: float | None = None) -> Result:
@@ -221,9 +225,9 @@ class BatchClient:
         raises NoResultError, QueueUnreachableError, NameInUseError, and HookError.
         """
         if isinstance(handle, str):
-            result = await self._of_id(handle, timeout)
+            result = await self._wait_for_id(handle, timeout)
         else:
-            result = await self._taken(handle, timeout)
+            result = await self._wait_for_result(handle, timeout)
         self._mailbox.give_back(result)
         return result
 
@@ -237,7 +241,7 @@ class BatchClient:
         try:
             return await self.result(handle, timeout=timeout)
         except asyncio.CancelledError:
-            self._forsake([handle])
+            self._cancel_abandoned([handle])
             raise
 
     def stream(
@@ -261,40 +265,40 @@ class BatchClient:
         a second time. One process at a time can run a stream with a given name. A client with the hook
         `after` cannot run named streams.
         """
-        most = min(max_pending, self._max_pending)
+        pending_limit = min(max_pending, self._max_pending)
         if name:
             if self._after is not None:  # results of earlier runs have no Item to call the hook with
                 raise ValueError("a named stream cannot run in a client with the hook after")
-            return self._streams.run(name, items, most=most, ordered=ordered)
+            return self._streams.run_stream(name, items, max_pending=pending_limit, ordered=ordered)
 
-        async def given(result: Result) -> None:
+        async def give_back(result: Result) -> None:
             self._mailbox.give_back(result)
 
-        return self._stream(items, most, ordered, given)
+        return self._stream_items(items, pending_limit, ordered, give_back)
 
     async def stream_status(
-        self, name: str, *, consumed: bool = False, after: str = "", most: int = 1000
+        self, name: str, *, consumed: bool = False, after: str = "", limit: int = 1000
     ) -> StreamStatus:
         """Return the status of the stream with this name: counts, and a page of its requests.
 
         The page holds about `limit` unconsumed requests, or consumed ones if `consumed` is true. `after` is
         the cursor of the previous page.
         """
-        return await self._streams.status(name, after, most, consumed=consumed)
+        return await self._streams.get_status(name, after, limit, consumed=consumed)
 
     async def forget_stream(self, name: str) -> None:
         """Cancel the pending requests of the stream with this name, and delete its results and records, so
         that it can begin anew. Raises NameInUseError while a program runs the stream."""
-        await self._streams.forget(name)
+        await self._streams.forget_stream(name)
 
     async def map(self, items: Items) -> list[Result]:
         """Submit items, and return all results in the order of the items. Failures of single items are
         results, as with `stream`."""
 
-        async def keep(result: Result) -> None:
+        async def keep_result(result: Result) -> None:
             """Do nothing. Results are given back once all of them have arrived."""
 
-        stream = self._stream(items, self._max_pending, True, keep)
+        stream = self._stream_items(items, self._max_pending, True, keep_result)
         results = [result async for result in stream]
         for result in results:
             self._mailbox.give_back(result)
@@ -307,19 +311,19 @@ class BatchClient:
         """
         request_id, token = (handle, "") if isinstance(handle, str) else (handle.id, handle.token)
 
-        async def cancel() -> bool:
-            return bool(await producer.cancel(self._backend, request_id, token, ""))
+        async def cancel_request() -> bool:
+            return bool(await producer.cancel_request(self._backend, request_id, token, ""))
 
-        return await self._call(cancel)
+        return await self._call_queue(cancel_request)
 
     def sequence(
         self,
         sequence_id: str,
         *,
-        on_error: OnErrorWord | None = None,
+        on_error: OnErrorOption | None = None,
         reset: bool = False,
         index: int | None = None,
-        carry: CarryWord | None = None,
+        carry: CarryOption | None = None,
     ) -> OpenSequence:
         """Open a sequence, to send requests that run in order, one at a time.
 
@@ -332,15 +336,15 @@ class BatchClient:
 
         With `None`, `on_error` and `carry` are those of the dispatcher's settings (`sequences`).
         """
-        return OpenSequence(self._doors, sequence_id, on_error, reset, index, carry)
+        return OpenSequence(self._sequence_client, sequence_id, on_error, reset, index, carry)
 
     async def map_sequences(
         self,
         sequences: Mapping[str, Iterable[Item | Body]],
         *,
-        on_error: OnErrorWord | None = None,
+        on_error: OnErrorOption | None = None,
         reset: bool = True,
-        carry: CarryWord | None = None,
+        carry: CarryOption | None = None,
         at_once: int = 500,
     ) -> dict[str, list[Result]]:
         """Run many sequences, and return the results of each in order, by id.
@@ -348,16 +352,16 @@ class BatchClient:
         Each sequence begins anew, unless `reset` is false, and ends with its last request. At most `at_once`
         sequences are in progress at a time. The requests of each are sent as with `OpenSequence.send_many`.
         """
-        return await mapped(
+        return await run_sequences(
             lambda each: self.sequence(each, on_error=on_error, reset=reset, carry=carry), sequences, at_once
         )
 
-    async def known_sequence(self, sequence_id: str) -> SequenceSeen | None:
+    async def sequence_status(self, sequence_id: str) -> SequenceSnapshot | None:
         """Return the state of a sequence in the queue, or `None` if the queue does not know it.
 
         The queue knows only the requests that dispatchers have claimed at least once.
         """
-        return await self._call(lambda: self._desk().sequence(sequence_id))
+        return await self._call_queue(lambda: self._open_admin().get_sequence(sequence_id))
 
     async def cancel_sequence(self, sequence_id: str) -> bool:
         """Cancel all requests of a sequence that were submitted until now.
@@ -366,7 +370,7 @@ class BatchClient:
         submitted later begin it anew. Return False if, as far as dispatchers know, the sequence has ended or
         does not exist. Requests that no dispatcher has claimed yet are cancelled nevertheless.
         """
-        return await self._sequences.cancel(sequence_id)
+        return await self._sequences.cancel_sequence(sequence_id)
 
     async def forget_sequence(self, sequence_id: str) -> bool:
         """Forget a sequence that was aborted or has ended, so that its id begins anew.
@@ -374,7 +378,7 @@ class BatchClient:
         Return False if requests of the sequence still run or wait. Call `cancel_sequence` first then. Return
         True also if the sequence was not known.
         """
-        done = await self._call(lambda: self._desk().forget_sequence(sequence_id))
+        done = await self._call_queue(lambda: self._open_admin().forget_sequence(sequence_id))
         return done is not False
 
     async def run_file(
@@ -397,185 +401,201 @@ class BatchClient:
         # Imported here, because most programs run no files and should start fast.
         from dispatcher.client.files import FileOptions, FilePaths, run_file
 
-        read, written = (Path(each) if isinstance(each, str) else each for each in (source, output))
-        paths = FilePaths(read, written, None if errors is None else Path(errors))
+        input_source, output_target = (
+            Path(each) if isinstance(each, str) else each for each in (source, output)
+        )
+        paths = FilePaths(input_source, output_target, None if errors is None else Path(errors))
         return await run_file(self._url, self._names, paths, FileOptions(**options), on_progress=on_progress)
 
     async def aclose(self) -> None:
         """Close the client and its connections. Calls that still wait raise QueueUnreachableError."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         # Close first what submits, so that no further request becomes pending.
         await self._streams.aclose()
         await self._submitter.aclose()
-        for task in self._cancelling:
+        for task in self._cancel_tasks:
             task.cancel()
         if self._cancel_on_close:
             # Best effort: without Redis nothing can be cancelled, and closing must not wait for it.
             with suppress(TimeoutError, QueueUnavailableError):
-                async with asyncio.timeout(CLOSE_S):
-                    await self._mailbox.drain()
-                    for request_id, token in self._mailbox.pending:
-                        await producer.cancel(self._backend, request_id, token, "")
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._mailbox.collect_remaining()
+                    for request_id, token in self._mailbox.pending_requests:
+                        await producer.cancel_request(self._backend, request_id, token, "")
         await self._mailbox.aclose()
         await self._backend.aclose()
 
-    async def _made(self, item: Item) -> tuple[Handle, Submission]:
+    async def _build_request(self, item: Item) -> tuple[Handle, Submission]:
         """Call the hook `before`, and build the request. Raises HookError, ValueError, TypeError."""
-        if self._closed:
-            raise QueueAwayError("the client was closed")
+        if self._is_closed:
+            raise QueueUnreachableError("the client was closed")
         if self._before is not None:
             try:
-                item = await called(self._before, item) or item
+                item = await call_hook(self._before, item) or item
             except Exception as error:
                 raise HookError(f"before: {type(error).__name__}: {error}") from error
-        results = self.box.results if item.results is None else item.results
-        if results and (why := self._names.refused_list(results)) is not None and item.results is not None:
+        results = self.box.result_list if item.results is None else item.results
+        if (
+            results
+            and (why := self._names.find_list_problem(results)) is not None
+            and item.results is not None
+        ):
             raise ValueError(f"results: {results} {why}")
-        sent = await self._sequences.with_secret(item)
-        submission = submission_of(sent, self._tokens.make(), queue=self._names.queue, results=results)
+        sent = await self._sequences.add_secret(item)
+        submission = build_submission(
+            sent, self._tokens.make_token(), queue=self._names.queue, results=results
+        )
         handle = Handle(submission.request_id, submission.request_token, submission.deadline, results)
         if self._after is not None:
             handle.item = item
         return handle, submission
 
-    async def _made_or_failed(
-        self, item: Item, failures: type[Exception] | tuple[type[Exception], ...]
+    async def _build_or_fail(
+        self, item: Item, failure_types: type[Exception] | tuple[type[Exception], ...]
     ) -> tuple[Handle, Submission | None]:
         """Build the request of an item. If that raises one of `failure_types`, return a handle whose result
         holds the error."""
         try:
-            return await self._made(item)
-        except QueueAwayError:
+            return await self._build_request(item)
+        except QueueUnreachableError:
             raise
-        except failures as error:
-            handle = Handle(item.id, "", 0, self.box.results)
-            handle.arrived = of_error(item.id, error)
+        except failure_types as error:
+            handle = Handle(item.id, "", 0, self.box.result_list)
+            handle.received_result = result_from_error(item.id, error)
             return handle, None
 
-    async def _submit(self, made: Sequence[tuple[Handle, Submission]]) -> None:
+    async def _submit_requests(self, requests: Sequence[tuple[Handle, Submission]]) -> None:
         """Submit requests in steps, so that the limit of pending requests is kept."""
-        at, expected = 0, sum(handle.results == self.box.results for handle, _ in made)
-        if self._when_full == "raise" and self._mailbox.full(expected, self._max_pending):
+        at, expected = 0, sum(handle.results == self.box.result_list for handle, _ in requests)
+        if self._when_full == "raise" and self._mailbox.is_full(expected, self._max_pending):
             raise TooManyPendingError(f"{self._max_pending} requests are unanswered (max_pending)")
-        while at < len(made):
-            some = made[at : at + min(SUBMITTED_MOST, self._max_pending)]
+        while at < len(requests):
+            some = requests[at : at + min(MAX_SUBMISSIONS_PER_CALL, self._max_pending)]
             at += len(some)
-            own = [handle for handle, _ in some if handle.results == self.box.results]
-            while self._mailbox.full(len(own), self._max_pending):
-                await self._mailbox.change(1.0)
-            self._mailbox.expect(own)  # before the call: a result may arrive before its reply
-            group = self._submitter.hand_in(
+            own = [handle for handle, _ in some if handle.results == self.box.result_list]
+            while self._mailbox.is_full(len(own), self._max_pending):
+                await self._mailbox.wait_for_change(1.0)
+            self._mailbox.expect_results(own)  # before the call: a result may arrive before its reply
+            group = self._submitter.start_submission(
                 [submission for _, submission in some], max(each.deadline for _, each in some)
             )
             try:
                 await asyncio.shield(group.done)  # the submitter resolves it, even if this task is cancelled
-            except QueueAwayError:
-                self._mailbox.unexpect(own)
+            except QueueUnreachableError:
+                self._mailbox.forget_expected(own)
                 raise
             except asyncio.CancelledError:
-                if self._submitter.give_up(group):
+                if self._submitter.give_up_group(group):
                     # Some requests may be in the queue, or get there by the call in progress.
-                    self._forsake(own, group.done)
+                    self._cancel_abandoned(own, group.done)
                 else:
-                    self._mailbox.unexpect(own)
+                    self._mailbox.forget_expected(own)
                 raise
 
-    async def _taken(self, handle: Handle, timeout: float | None) -> Result:
-        if handle.arrived is None and handle.results != self.box.results:
+    async def _wait_for_result(self, handle: Handle, timeout: float | None) -> Result:
+        if handle.received_result is None and handle.results != self.box.result_list:
             raise ValueError(
-                f"{handle.id}: its result goes to {handle.results or self._names.results}, not to this client"
+                f"{handle.id}: its result goes to {handle.results or self._names.result_list}, not to this client"
             )
-        result = handle.arrived or await self._mailbox.take(handle, timeout)
+        result = handle.received_result or await self._mailbox.wait_for_result(handle, timeout)
         item, handle.item = handle.item, None  # the hook runs once, even if the result is requested again
         if self._after is not None and item is not None:
             try:
-                await called(self._after, item, result)
+                await call_hook(self._after, item, result)
             except Exception as error:
-                told = HookError(f"{handle.id}: after: {type(error).__name__}: {error}")
-                told.result = result
-                raise told from error
+                hook_error = HookError(f"{handle.id}: after: {type(error).__name__}: {error}")
+                hook_error.result = result
+                raise hook_error from error
         return result
 
-    async def _arrived(self, handle: Handle) -> None:
+    async def _wait_until_arrived(self, handle: Handle) -> None:
         with suppress(NoResultError):
-            await self._mailbox.take(handle, None)
+            await self._mailbox.wait_for_result(handle, None)
 
-    def _desk(self) -> RedisDesk:
+    def _open_admin(self) -> RedisQueueAdmin:
         # Imported here, because only sequences need it.
-        from dispatcher.queue.redis.queue_admin import RedisDesk
+        from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
-        return RedisDesk(self._redis, self._names)
+        return RedisQueueAdmin(self._redis, self._names)
 
-    async def _of_id(self, request_id: str, timeout: float | None) -> Result:
+    async def _wait_for_id(self, request_id: str, timeout: float | None) -> Result:
         if not self.name:
             raise ValueError("a client without a name finds its results by their handles alone")
-        until = float("inf") if timeout is None else time.monotonic() + timeout
+        give_up_at = float("inf") if timeout is None else time.monotonic() + timeout
         unknown_since: float | None = None
         while True:
-            result = await self._call(lambda: self._mailbox.kept(request_id), until)
+            result = await self._call_queue(lambda: self._mailbox.find_kept_result(request_id), give_up_at)
             now = time.monotonic()
             if result is not None:
                 return result
-            if now >= until:
+            if now >= give_up_at:
                 raise NoResultError(f"no result for {request_id} within {timeout:.1f} s")
             # Without a timeout, stop waiting for an id that neither the queue nor the keep knows.
-            if timeout is None and self._mailbox.settled:
-                in_line = await self._call(lambda: producer.is_active(self._backend, request_id), until)
-                unknown_since = None if in_line else unknown_since or now
-                if unknown_since is not None and now - unknown_since > UNKNOWN_S:
+            if timeout is None and self._mailbox.is_caught_up:
+                is_active = await self._call_queue(
+                    lambda: producer.is_request_active(self._backend, request_id), give_up_at
+                )
+                unknown_since = None if is_active else unknown_since or now
+                if unknown_since is not None and now - unknown_since > UNKNOWN_REQUEST_S:
                     raise NoResultError(
                         f"{request_id} is not in line, and no result of it is kept for {self.name}"
                     )
-            await self._mailbox.change(max(0.0, min(1.0, until - now)))
+            await self._mailbox.wait_for_change(max(0.0, min(1.0, give_up_at - now)))
 
-    async def _call(self, act: Callable[[], Awaitable[T]], until: float = float("inf")) -> T:
+    async def _call_queue(self, call: Callable[[], Awaitable[T]], give_up_at: float = float("inf")) -> T:
         """Make a call to the queue, retried while Redis is unreachable."""
-        async with self._calls:
-            return await self._outage.borne(act, until)
+        async with self._call_slots:
+            return await self._outage.retry_while_unreachable(call, give_up_at)
 
-    def _mailbox_at(self, box: Box, me: str) -> Mailbox:
-        long = Scripts(self._redis, try_s=WAIT_S + 3.0)
-        return Mailbox(self._backend.scripts, long, box, self._outage, self._backend.names, me=me)
+    def _make_mailbox(self, box: ResultBox, owner_id: str) -> Mailbox:
+        blocking_scripts = ScriptRunner(self._redis, attempt_timeout_s=WAIT_S + 3.0)
+        return Mailbox(
+            self._backend.scripts, blocking_scripts, box, self._outage, self._backend.names, owner_id=owner_id
+        )
 
-    def _stream(
-        self, items: Items, most: int, ordered: bool, given: Callable[[Result], Awaitable[None]]
+    def _stream_items(
+        self, items: Items, max_pending: int, ordered: bool, on_consumed: Callable[[Result], Awaitable[None]]
     ) -> AsyncGenerator[Result, None]:
-        async def enqueue(some: Sequence[Item | Body]) -> Sequence[Handle]:
+        async def enqueue_items(some: Sequence[Item | Body]) -> Sequence[Handle]:
             made = [
-                await self._made_or_failed(item_of(item), (HookError, ValueError, TypeError)) for item in some
+                await self._build_or_fail(to_item(item), (HookError, ValueError, TypeError)) for item in some
             ]
-            await self._submit(
+            await self._submit_requests(
                 [(handle, submission) for handle, submission in made if submission is not None]
             )
             return [handle for handle, _ in made]
 
-        async def take(handle: Handle) -> Result:
+        async def wait_for_result(handle: Handle) -> Result:
             try:
-                return await self._taken(handle, None)
+                return await self._wait_for_result(handle, None)
             except (HookError, NoResultError) as error:
-                return of_error(handle.id, error)
+                return result_from_error(handle.id, error)
 
-        return streamed(items, enqueue, take, given, most=most, ordered=ordered)
+        return stream_results(
+            items, enqueue_items, wait_for_result, on_consumed, max_pending=max_pending, ordered=ordered
+        )
 
-    def _forsake(self, handles: Iterable[Handle], submitted: asyncio.Future[None] | None = None) -> None:
+    def _cancel_abandoned(
+        self, handles: Iterable[Handle], submitted: asyncio.Future[None] | None = None
+    ) -> None:
         """Cancel requests whose callers no longer wait, unless another client could fetch their results.
 
         The cancellation waits for `submitted`, because a request that is not in the queue yet cannot be
         cancelled.
         """
-        if not self._cancel_on_close or self._closed:
+        if not self._cancel_on_close or self._is_closed:
             return
 
-        async def cancel() -> None:
+        async def cancel_handles() -> None:
             if submitted is not None:
                 await asyncio.wait([submitted])
-            with suppress(QueueUnavailableError, QueueAwayError):
+            with suppress(QueueUnavailableError, QueueUnreachableError):
                 for handle in handles:
                     if not await self.cancel(handle) and submitted is not None:
-                        self._mailbox.unexpect([handle])  # the request never reached the queue
+                        self._mailbox.forget_expected([handle])  # the request never reached the queue
 
-        task = asyncio.create_task(cancel(), name="batch client: cancel")
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)
+        task = asyncio.create_task(cancel_handles(), name="batch client: cancel")
+        self._cancel_tasks.add(task)
+        task.add_done_callback(self._cancel_tasks.discard)

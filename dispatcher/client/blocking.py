@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from concurrent.futures import CancelledError, Future, wait
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from dispatcher.client.errors import QueueAwayError
+from dispatcher.client.errors import QueueUnreachableError
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import Result
 from dispatcher.client.sequence import OpenSequence
 from dispatcher.client.stream import Items
 from dispatcher.core.requests.named_stream import StreamStatus
-from dispatcher.core.sequences.turns import SequenceSeen
+from dispatcher.core.sequences.turns import SequenceSnapshot
 
 if TYPE_CHECKING:
     from dispatcher.client.files import FileProgress
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _END = object()
 
 
-class AwaitedVerbs(Protocol):
+class AsyncClient(Protocol):
     """Methods of the `BatchClient` in the thread, which documents them and their arguments."""
 
     def enqueue(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, Handle]: ...
@@ -41,7 +41,7 @@ class AwaitedVerbs(Protocol):
     def map_sequences(
         self, *arguments: Any, **options: Any
     ) -> Coroutine[Any, Any, dict[str, list[Result]]]: ...
-    def known_sequence(self, sequence_id: str) -> Coroutine[Any, Any, SequenceSeen | None]: ...
+    def sequence_status(self, sequence_id: str) -> Coroutine[Any, Any, SequenceSnapshot | None]: ...
     def cancel_sequence(self, sequence_id: str) -> Coroutine[Any, Any, bool]: ...
     def forget_sequence(self, sequence_id: str) -> Coroutine[Any, Any, bool]: ...
     def aclose(self) -> Coroutine[Any, Any, None]: ...
@@ -55,15 +55,15 @@ class BlockingBatchClient:
     process cannot use the client of its parent.
     """
 
-    def __init__(self, make: Callable[[], AwaitedVerbs]) -> None:
+    def __init__(self, make: Callable[[], AsyncClient]) -> None:
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()  # a forked child has a copy of this object, but not the thread
         self._thread = threading.Thread(target=self._loop.run_forever, name="batch client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._run(_made(make))
+            self._client = self._run_call(_make_client(make))
         except BaseException:
-            self._end()
+            self._stop_loop()
             raise
 
     def __repr__(self) -> str:
@@ -77,19 +77,19 @@ class BlockingBatchClient:
 
     def enqueue(self, body: Body, **options: Any) -> Handle:
         """Submit one request, and return its handle when it is in the queue."""
-        return self._run(self._client.enqueue(body, **options))
+        return self._run_call(self._client.enqueue(body, **options))
 
     def enqueue_many(self, items: Sequence[Item | Body]) -> list[Handle]:
         """Submit many requests in this order, and return their handles."""
-        return self._run(self._client.enqueue_many(items))
+        return self._run_call(self._client.enqueue_many(items))
 
     def result(self, handle: Handle | str, *, timeout: float | None = None) -> Result:
         """Wait for the result of a request, and return it."""
-        return self._run(self._client.result(handle, timeout=timeout))
+        return self._run_call(self._client.result(handle, timeout=timeout))
 
     def submit(self, body: Body, *, timeout: float | None = None, **options: Any) -> Result:
         """Submit one request, and wait for its result."""
-        return self._run(self._client.submit(body, timeout=timeout, **options))
+        return self._run_call(self._client.submit(body, timeout=timeout, **options))
 
     def stream(
         self, items: Items, *, max_pending: int = 1000, ordered: bool = False, name: str = ""
@@ -102,79 +102,79 @@ class BlockingBatchClient:
             self._client.stream(items, max_pending=max_pending, ordered=ordered, name=name)
         )
         try:
-            while (result := self._run(source.next())) is not _END:
+            while (result := self._run_call(source.next_item())) is not _END:
                 yield result
         finally:
-            self._run(source.aclose())
+            self._run_call(source.aclose())
 
     def stream_status(self, name: str, **options: Any) -> StreamStatus:
         """Return the status of the stream with this name."""
-        return self._run(self._client.stream_status(name, **options))
+        return self._run_call(self._client.stream_status(name, **options))
 
     def forget_stream(self, name: str) -> None:
         """Cancel the stream with this name, and delete its records, so that it can begin anew."""
-        self._run(self._client.forget_stream(name))
+        self._run_call(self._client.forget_stream(name))
 
     def map(self, items: Items) -> list[Result]:
         """Submit items, and return all results in the order of the items."""
-        return self._run(self._client.map(items))
+        return self._run_call(self._client.map(items))
 
     def run_file(self, source: Any, output: Any, errors: Any = None, **options: Any) -> FileProgress:
         """Run a batch file: submit each line, and write the answers to files."""
-        return self._run(self._client.run_file(source, output, errors, **options))
+        return self._run_call(self._client.run_file(source, output, errors, **options))
 
     def cancel(self, handle: Handle | str) -> bool:
         """Cancel a request. Return False if it has already ended."""
-        return self._run(self._client.cancel(handle))
+        return self._run_call(self._client.cancel(handle))
 
     def sequence(self, sequence_id: str, **options: Any) -> BlockingSequence:
         """Open a sequence, to send its requests."""
-        return BlockingSequence(self._client.sequence(sequence_id, **options), self._run)
+        return BlockingSequence(self._client.sequence(sequence_id, **options), self._run_call)
 
     def map_sequences(
         self, sequences: Mapping[str, Iterable[Item | Body]], **options: Any
     ) -> dict[str, list[Result]]:
         """Run many sequences, and return the results of each in order, by id."""
-        return self._run(self._client.map_sequences(sequences, **options))
+        return self._run_call(self._client.map_sequences(sequences, **options))
 
-    def known_sequence(self, sequence_id: str) -> SequenceSeen | None:
+    def sequence_status(self, sequence_id: str) -> SequenceSnapshot | None:
         """Return the state of a sequence in the queue, or `None` if the queue does not know it."""
-        return self._run(self._client.known_sequence(sequence_id))
+        return self._run_call(self._client.sequence_status(sequence_id))
 
     def cancel_sequence(self, sequence_id: str) -> bool:
         """Cancel all requests of a sequence that were submitted until now."""
-        return self._run(self._client.cancel_sequence(sequence_id))
+        return self._run_call(self._client.cancel_sequence(sequence_id))
 
     def forget_sequence(self, sequence_id: str) -> bool:
         """Forget a sequence, so that its id begins anew. Return False if its requests run or wait."""
-        return self._run(self._client.forget_sequence(sequence_id))
+        return self._run_call(self._client.forget_sequence(sequence_id))
 
     def close(self) -> None:
         """Close the client and its connections."""
         if self._thread.is_alive() and self._pid == os.getpid():
             try:
-                self._run(self._client.aclose())
+                self._run_call(self._client.aclose())
             finally:
-                self._end()
+                self._stop_loop()
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def _run_call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._pid != os.getpid() or not self._thread.is_alive():
             coroutine.close()
-            raise QueueAwayError(
+            raise QueueUnreachableError(
                 "the client was closed, or belongs to the process that this one was forked from"
             )
         call = _Call(coroutine, self._loop)
         try:
-            self._loop.call_soon_threadsafe(call.start)
+            self._loop.call_soon_threadsafe(call.start_task)
             return call.outcome.result()
         except BaseException:  # what the coroutine raised, or Ctrl-C
             if not call.outcome.done():
-                self._loop.call_soon_threadsafe(call.cancel)
+                self._loop.call_soon_threadsafe(call.cancel_task)
                 # A cancelled call may still use the client, so await its end. Another Ctrl-C ends this wait.
                 wait([call.outcome])
             raise
 
-    def _end(self) -> None:
+    def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -183,50 +183,50 @@ class BlockingBatchClient:
 class BlockingSequence:
     """Blocking form of `OpenSequence`, made by `client.sequence(…)` of a blocking client."""
 
-    def __init__(self, of: OpenSequence, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
-        self._of, self._run = of, run
+    def __init__(self, sequence: OpenSequence, run_call: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._sequence, self._run_call = sequence, run_call
 
     def __repr__(self) -> str:
-        return f"<BlockingSequence of {self._of!r}>"
+        return f"<BlockingSequence of {self._sequence!r}>"
 
     def __enter__(self) -> BlockingSequence:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._run(self._of.__aexit__(*raised))
+        self._run_call(self._sequence.__aexit__(*raised))
 
     @property
     def id(self) -> str:
         """Id of the sequence."""
-        return self._of.id
+        return self._sequence.id
 
     @property
     def next_index(self) -> int | None:
         """Index of the next request, or `None` until the first request asks the queue for it."""
-        return self._of.next_index
+        return self._sequence.next_index
 
     def enqueue(self, body: Body, **options: Any) -> Handle:
         """Submit the next request, and return its handle when it is in the queue."""
-        handle: Handle = self._run(self._of.enqueue(body, **options))
+        handle: Handle = self._run_call(self._sequence.enqueue(body, **options))
         return handle
 
     def send(self, body: Body, **options: Any) -> Result:
         """Submit the next request, and wait for its result."""
-        result: Result = self._run(self._of.send(body, **options))
+        result: Result = self._run_call(self._sequence.send(body, **options))
         return result
 
     def send_many(self, items: Iterable[Item | Body], *, last: bool = False) -> list[Result]:
         """Submit many requests, and return their results in the same order."""
-        results: list[Result] = self._run(self._of.send_many(items, last=last))
+        results: list[Result] = self._run_call(self._sequence.send_many(items, last=last))
         return results
 
     def cancel(self) -> bool:
         """Cancel all unanswered requests, and end the sequence. Return False if it has already ended."""
-        done: bool = self._run(self._of.cancel())
+        done: bool = self._run_call(self._sequence.cancel())
         return done
 
 
-async def _made(make: Callable[[], AwaitedVerbs]) -> AwaitedVerbs:
+async def _make_client(make: Callable[[], AsyncClient]) -> AsyncClient:
     # A coroutine, so that it runs on the loop of the thread: the parts of a client belong to that loop.
     return make()
 
@@ -239,20 +239,20 @@ class _Call(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         self.outcome: Future[T] = Future()
 
-    def start(self) -> None:
+    def start_task(self) -> None:
         """Start the coroutine. Like `cancel_task`, this must be called on the loop."""
         if not self.outcome.done():
             self._task = self._loop.create_task(self._coroutine)
-            self._task.add_done_callback(self._ended)
+            self._task.add_done_callback(self._set_outcome)
 
-    def cancel(self) -> None:
+    def cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
         elif not self.outcome.done():  # Ctrl-C came before the task was started
             self._coroutine.close()
             self.outcome.set_exception(CancelledError())
 
-    def _ended(self, task: asyncio.Task[T]) -> None:
+    def _set_outcome(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
             self.outcome.set_exception(CancelledError())
         elif (error := task.exception()) is not None:
@@ -271,7 +271,7 @@ class _OpenStream(Generic[T]):
         self._source = source
         self._awaiting: asyncio.Task[Any] | None = None
 
-    async def next(self) -> Any:
+    async def next_item(self) -> Any:
         """Return the next item, a T, or _END after the last one."""
         self._awaiting = asyncio.current_task()
         try:

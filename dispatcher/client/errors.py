@@ -9,7 +9,7 @@ from dispatcher.batched.errors import BatchError
 from dispatcher.core.requests.submission import QueueUnavailableError
 
 
-class QueueAwayError(BatchError, QueueUnavailableError):
+class QueueUnreachableError(BatchError, QueueUnavailableError):
     """Redis was unreachable for longer than the call may wait, or it rejects this user or this call.
 
     A submission that raises this error may still have reached the queue.

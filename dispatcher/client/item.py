@@ -14,21 +14,21 @@ from typing import Any
 import msgspec
 
 from dispatcher.client.result import Result
-from dispatcher.core.duration import seconds_of
+from dispatcher.core.duration import parse_duration
 from dispatcher.core.requests.request import encode_member
-from dispatcher.core.requests.score import score_of
+from dispatcher.core.requests.score import compute_score
 from dispatcher.core.requests.submission import Submission
 from dispatcher.core.sequences.turns import Turn
-from dispatcher.telemetry.tracing import sending
+from dispatcher.telemetry.tracing import trace_submission
 
 Body = Mapping[str, Any] | bytes
 Deadline = str | float | timedelta | datetime
 """Time from now (`"10m"`, `"1h30m"`, a number of seconds, a timedelta), or a datetime with a time zone."""
 
-LONGEST_S = 10 * 365 * 86_400
-MOST_BYTES = 500_000_000
+MAX_DEADLINE_S = 10 * 365 * 86_400
+MAX_MEMBER_BYTES = 500_000_000
 """Largest member that is submitted. Redis accepts no value of 512 MB or more."""
-_NONE: Mapping[str, str] = {}
+_EMPTY_MAP: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class Item:
     requests that the sequence has."""
 
 
-def item_of(item: Item | Body) -> Item:
+def to_item(item: Item | Body) -> Item:
     """Return the item, or make one of a body."""
     return item if isinstance(item, Item) else Item(item)
 
@@ -79,40 +79,40 @@ class Handle:
     """Result list of the request."""
     item: Item | None = field(default=None, init=False, repr=False)
     """The submitted item, for the hook `after`."""
-    arrived: Result | None = field(default=None, init=False, repr=False)
+    received_result: Result | None = field(default=None, init=False, repr=False)
     waiters: list[asyncio.Future[None]] = field(default_factory=list, init=False, repr=False)
     """Futures of the callers that wait for the result. Only the mailbox uses them."""
 
     @property
     def done(self) -> bool:
         """True if the result has arrived."""
-        return self.arrived is not None
+        return self.received_result is not None
 
 
-def seconds_from(deadline: Deadline, now: float) -> float:
+def seconds_until(deadline: Deadline, now: float) -> float:
     """Return the seconds from `now` to the deadline, at least 1.
 
     Raises ValueError if the deadline is not in the next ten years, or is no valid time.
     """
     if isinstance(deadline, str):
         try:
-            within = seconds_of(deadline)
+            remaining_s = parse_duration(deadline)
         except ValueError as error:
             raise ValueError(f"deadline {error}") from error
     elif isinstance(deadline, timedelta):
-        within = deadline.total_seconds()
+        remaining_s = deadline.total_seconds()
     elif isinstance(deadline, datetime):
         if deadline.tzinfo is None:
             raise ValueError(f"deadline {deadline}: give a time zone")
-        within = deadline.timestamp() - now
+        remaining_s = deadline.timestamp() - now
     else:
-        within = float(deadline)
-    if not 0 < within <= LONGEST_S:
+        remaining_s = float(deadline)
+    if not 0 < remaining_s <= MAX_DEADLINE_S:
         raise ValueError(f"deadline {deadline!r}: must be after now, and within ten years")
-    return max(1.0, within)  # deadlines are whole seconds, so a shorter time could already be over
+    return max(1.0, remaining_s)  # deadlines are whole seconds, so a shorter time could already be over
 
 
-class Tokens:
+class TokenGenerator:
     """Generator of request tokens that sort in the order in which they were made.
 
     A token is the time at which it was made, as 16 hexadecimal digits of nanoseconds, followed by 128 random
@@ -122,30 +122,30 @@ class Tokens:
 
     def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
         self._clock = clock
-        self._last = 0
+        self._last_ns = 0
 
-    def make(self) -> str:
+    def make_token(self) -> str:
         # Two tokens of the same nanosecond, or a clock that was set back, must not change the order.
-        self._last = max(self._last + 1, self._clock())
-        return f"{self._last:016x}{secrets.token_hex(16)}"
+        self._last_ns = max(self._last_ns + 1, self._clock())
+        return f"{self._last_ns:016x}{secrets.token_hex(16)}"
 
-    def now(self) -> float:
+    def current_time(self) -> float:
         """Return the Unix time, but no earlier than the time in any token made so far."""
-        return max(self._last, self._clock()) / 1e9
+        return max(self._last_ns, self._clock()) / 1e9
 
 
-def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submission:
+def build_submission(item: Item, token: str, *, queue: str, results: str) -> Submission:
     """Return the submission of an item. Raises ValueError or TypeError if no dispatcher would accept it.
 
     If the program traces with OpenTelemetry, the request continues its trace.
     """
     now = time.time()
-    deadline = int(now + seconds_from(item.deadline, now))
-    score = score_of(deadline, item.priority)
+    deadline = int(now + seconds_until(item.deadline, now))
+    score = compute_score(deadline, item.priority)
     request_id = item.id or f"r-{secrets.token_hex(8)}"
-    body = body_of(item.body)
+    body = encode_body(item.body)
     try:
-        with sending(queue, request_id, item.metadata) as metadata:
+        with trace_submission(queue, request_id, item.metadata) as metadata:
             member = encode_member(
                 request_id,
                 body,
@@ -161,25 +161,27 @@ def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submis
             )
     except UnicodeEncodeError as error:
         raise ValueError("the request holds a lone surrogate, which is no character") from error
-    if len(member) > MOST_BYTES:
+    if len(member) > MAX_MEMBER_BYTES:
         raise ValueError(f"the body: {len(body)} bytes are more than Redis takes")
     return Submission(member, score, request_id, token, deadline)
 
 
-def encoded(body: Mapping[str, Any]) -> bytes:
+def encode_mapping(body: Mapping[str, Any]) -> bytes:
     """Return a mapping as JSON. Raises ValueError if it cannot be encoded."""
     try:
-        found = msgspec.json.encode(body)
+        text = msgspec.json.encode(body)
         # msgspec encodes NaN and infinity as null. So the slow search is needed only if there is a null.
-        astray = _no_number(msgspec.to_builtins(body, enc_hook=str)) if b"null" in found else None
+        invalid_number = (
+            find_invalid_number(msgspec.to_builtins(body, enc_hook=str)) if b"null" in text else None
+        )
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ValueError(f"the body cannot be encoded as JSON: {error}") from error
-    if astray is not None:
-        raise ValueError(f"the body: {astray}, which JSON has no number for")
-    return found
+    if invalid_number is not None:
+        raise ValueError(f"the body: {invalid_number}, which JSON has no number for")
+    return text
 
 
-def _no_number(value: Any, path: str = "") -> str | None:
+def find_invalid_number(value: Any, path: str = "") -> str | None:
     """Return where a value contains NaN or infinity (`logit_bias.7 is nan`), or `None` if nowhere."""
     if isinstance(value, float) and not isfinite(value):
         return f"{path} is {value}"
@@ -188,15 +190,17 @@ def _no_number(value: Any, path: str = "") -> str | None:
         inner = value.items()
     elif isinstance(value, list | tuple):
         inner = enumerate(value)
-    told = (_no_number(each, f"{path}.{name}" if path else str(name)) for name, each in inner)
-    return next((each for each in told if each is not None), None)
+    descriptions = (
+        find_invalid_number(each, f"{path}.{name}" if path else str(name)) for name, each in inner
+    )
+    return next((each for each in descriptions if each is not None), None)
 
 
-def body_of(body: Body) -> bytes:
+def encode_body(body: Body) -> bytes:
     """Return the body as it is sent to the gateway. Raises ValueError or TypeError if it is not a JSON
     object."""
     if isinstance(body, Mapping):
-        return encoded(body)
+        return encode_mapping(body)
     if not isinstance(body, bytes | bytearray | memoryview):
         raise TypeError(f"the body: give a mapping or bytes, not {type(body).__name__}")
     body = bytes(body)

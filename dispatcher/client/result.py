@@ -11,11 +11,11 @@ import msgspec
 
 from dispatcher.batched.errors import BatchError
 from dispatcher.client.errors import NoResultError
-from dispatcher.core.requests.answer_text import content
+from dispatcher.core.requests.answer_text import extract_answer_text
 from dispatcher.core.requests.result import ErrorCode, PoppedResult
-from dispatcher.core.requests.usage import tokens
+from dispatcher.core.requests.usage import parse_token_usage
 
-_SHOWN_CHARS = 200
+_MAX_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Result:
     """Exception behind an error of the client itself (see `code`), or `None`."""
     model_version: str = ""
     """Name of the model version that the dispatcher chose for the request, or empty if it chose none."""
-    number: int = field(default=0, repr=False)
+    keep_number: int = field(default=0, repr=False)
     """Number of the result among the kept results of this client, or 0 if it is not kept."""
 
     @property
@@ -78,13 +78,15 @@ class Result:
     def content(self) -> str | None:
         """Generated text: the first choice of a completion or chat completion, or the output text of a
         response. `None` for other answers, for tool calls, and if the result is not `ok`."""
-        return content(self.text.encode(errors="replace")) if self.ok else None
+        return extract_answer_text(self.text.encode(errors="replace")) if self.ok else None
 
     @property
     def usage(self) -> TokenUsage | None:
         """Token usage that the answer reports, or `None` if it reports none."""
-        came, went = tokens(self.text.encode(errors="replace")) if self.ok else (0, 0)
-        return TokenUsage(came, went) if came or went else None
+        prompt_tokens, completion_tokens = (
+            parse_token_usage(self.text.encode(errors="replace")) if self.ok else (0, 0)
+        )
+        return TokenUsage(prompt_tokens, completion_tokens) if prompt_tokens or completion_tokens else None
 
     def raise_for_status(self) -> Result:
         """Return this result if it is `ok`. Raise RequestFailedError or one of its subclasses otherwise."""
@@ -93,8 +95,8 @@ class Result:
         if self.error is not None:
             raise self.error
         why = self.code or f"status {self.status}"
-        told = self.message or self.text[:_SHOWN_CHARS]
-        raise _KINDS.get(self.code, RequestFailedError)(f"{self.id}: {why}: {told}", self)
+        description = self.message or self.text[:_MAX_SHOWN_CHARS]
+        raise _ERROR_CLASSES.get(self.code, RequestFailedError)(f"{self.id}: {why}: {description}", self)
 
 
 class HookError(BatchError):
@@ -170,7 +172,7 @@ class SequenceIndexError(SequenceError):
     """Another request of the sequence has the same index, or the turn of that index has passed."""
 
 
-_KINDS: Mapping[str, type[RequestFailedError]] = {
+_ERROR_CLASSES: Mapping[str, type[RequestFailedError]] = {
     ErrorCode.CANCELLED: RequestCancelledError,
     ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     ErrorCode.SEQUENCE_ABORTED: SequenceAbortedError,
@@ -181,13 +183,13 @@ _KINDS: Mapping[str, type[RequestFailedError]] = {
 }
 
 
-async def called(hook: Callable[..., Any], *arguments: Any) -> Any:
+async def call_hook(hook: Callable[..., Any], *arguments: Any) -> Any:
     """Call a hook, which is a function or a coroutine function, and return its result."""
     returned = hook(*arguments)
     return await returned if inspect.isawaitable(returned) else returned
 
 
-def of_popped(popped: PoppedResult, number: int) -> Result:
+def result_from_popped(popped: PoppedResult, keep_number: int) -> Result:
     """Return the result for a decoded element of a result list."""
     return Result(
         popped.id,
@@ -197,11 +199,11 @@ def of_popped(popped: PoppedResult, number: int) -> Result:
         popped.error_message or "",
         popped.payload_note or "",
         model_version=popped.model_version or "",
-        number=number,
+        keep_number=keep_number,
     )
 
 
-def of_error(request_id: str, error: Exception) -> Result:
+def result_from_error(request_id: str, error: Exception) -> Result:
     """Return the result that stands for an error of the client."""
     if isinstance(error, HookError) and error.result is not None:  # only the hook `after` failed
         return replace(error.result, code="HOOK_FAILED", message=str(error), error=error)
@@ -210,6 +212,6 @@ def of_error(request_id: str, error: Exception) -> Result:
         code = "NO_RESULT"
     elif isinstance(error, HookError):
         code = "HOOK_FAILED"
-    known = error if isinstance(error, BatchError) else None
+    batch_error = error if isinstance(error, BatchError) else None
     text = msgspec.json.encode({"error": str(error)}).decode()
-    return Result(request_id, text, None, code, str(error), error=known)
+    return Result(request_id, text, None, code, str(error), error=batch_error)

@@ -21,19 +21,19 @@ from dispatcher.client.result import Result
 
 Items = Iterable[Item | Body] | AsyncIterable[Item | Body]
 
-_AT_ONCE = 500
+_MAX_ITEMS_PER_CALL = 500
 """Largest number of items that are submitted in one call."""
 
 
-async def streamed(
+async def stream_results(
     items: Items,
     enqueue: Callable[[Sequence[Item | Body]], Awaitable[Sequence[Handle]]],
-    take: Callable[[Handle], Awaitable[Result]],
-    given: Callable[[Result], Awaitable[None]],
+    wait_for_result: Callable[[Handle], Awaitable[Result]],
+    on_consumed: Callable[[Result], Awaitable[None]],
     *,
-    most: int,
+    max_pending: int,
     ordered: bool,
-    earlier: list[Handle] | None = None,
+    earlier_handles: list[Handle] | None = None,
 ) -> AsyncGenerator[Result, None]:
     """Submit items, and yield their results in the order of arrival, or of the items if `ordered`.
 
@@ -44,57 +44,57 @@ async def streamed(
     An exception of `items` or `enqueue` is raised after the results of the items before it. An exception of
     `wait_for_result` is raised at once.
     """
-    if most < 1:
-        raise ValueError(f"max_pending {most}: must be at least 1")
-    came: asyncio.Queue[asyncio.Task[Result] | None] = asyncio.Queue()
-    earlier = earlier or []
-    room = _Room(most - len(earlier))
-    under_way: set[asyncio.Task[Result]] = set()
+    if max_pending < 1:
+        raise ValueError(f"max_pending {max_pending}: must be at least 1")
+    finished: asyncio.Queue[asyncio.Task[Result] | None] = asyncio.Queue()
+    earlier_handles = earlier_handles or []
+    window = _Window(max_pending - len(earlier_handles))
+    result_tasks: set[asyncio.Task[Result]] = set()
 
-    def begin(handle: Handle) -> None:
-        task = asyncio.ensure_future(take(handle))
-        under_way.add(task)
-        task.add_done_callback(under_way.discard)
+    def start_wait(handle: Handle) -> None:
+        task = asyncio.ensure_future(wait_for_result(handle))
+        result_tasks.add(task)
+        task.add_done_callback(result_tasks.discard)
         if ordered:
-            came.put_nowait(task)
+            finished.put_nowait(task)
         else:
-            task.add_done_callback(came.put_nowait)
+            task.add_done_callback(finished.put_nowait)
 
-    async def feed() -> None:
+    async def feed_items() -> None:
         try:
-            for handle in earlier:
-                begin(handle)
-            earlier.clear()  # lets handles and results be freed once the results were yielded
-            async for some in _portions(items, room):
+            for handle in earlier_handles:
+                start_wait(handle)
+            earlier_handles.clear()  # lets handles and results be freed once the results were yielded
+            async for some in _read_portions(items, window):
                 handles = await enqueue(some)
                 # A named stream returns no handle for items that it knows already: they take no place.
-                room.give(len(some) - len(handles))
+                window.add_space(len(some) - len(handles))
                 for handle in handles:
-                    begin(handle)
+                    start_wait(handle)
         finally:
-            if under_way:
-                await asyncio.wait(under_way)
-            came.put_nowait(None)  # marks the end, also if the source of the items raised
+            if result_tasks:
+                await asyncio.wait(result_tasks)
+            finished.put_nowait(None)  # marks the end, also if the source of the items raised
 
-    feeder = asyncio.create_task(feed(), name="batch client: stream")
+    feeder = asyncio.create_task(feed_items(), name="batch client: stream")
     try:
-        while (task := await came.get()) is not None:
+        while (task := await finished.get()) is not None:
             result = await task
             yield result
-            await given(result)
-            room.give(1)
+            await on_consumed(result)
+            window.add_space(1)
         await feeder
     finally:
-        tasks = [feeder, *under_way]
+        tasks = [feeder, *result_tasks]
         for each in tasks:
             each.cancel()
         await asyncio.wait(tasks)
-        _forget_errors([*tasks, *_left_in(came)])
+        _forget_errors([*tasks, *_unread_tasks(finished)])
 
 
-def _left_in(came: asyncio.Queue[asyncio.Task[Result] | None]) -> Iterator[asyncio.Task[Result]]:
-    while not came.empty():
-        if (task := came.get_nowait()) is not None:
+def _unread_tasks(finished: asyncio.Queue[asyncio.Task[Result] | None]) -> Iterator[asyncio.Task[Result]]:
+    while not finished.empty():
+        if (task := finished.get_nowait()) is not None:
             yield task
 
 
@@ -104,43 +104,43 @@ def _forget_errors(tasks: Iterable[asyncio.Task[Any]]) -> None:
         _ = each.cancelled() or each.exception()
 
 
-class _Room:
+class _Window:
     """Window of a stream: how many more requests may be submitted."""
 
-    def __init__(self, most: int) -> None:
-        self.free = most
+    def __init__(self, size: int) -> None:
+        self.free_count = size
         self._freed = asyncio.Event()
 
-    async def wait(self) -> int:
+    async def wait_for_space(self) -> int:
         """Wait until there is space, and return for how many requests.
 
         `free_count` is negative while more requests are pending than allowed: earlier runs of a named stream
         may have had a larger limit.
         """
-        while self.free <= 0:
+        while self.free_count <= 0:
             self._freed.clear()
             await self._freed.wait()
-        return self.free
+        return self.free_count
 
-    def give(self, count: int) -> None:
-        self.free += count
+    def add_space(self, count: int) -> None:
+        self.free_count += count
         self._freed.set()
 
 
-async def _portions(items: Items, room: _Room) -> AsyncIterator[list[Item | Body]]:
+async def _read_portions(items: Items, window: _Window) -> AsyncIterator[list[Item | Body]]:
     """Yield the items in portions that fit into the window. No item is taken from the source before."""
     if isinstance(items, AsyncIterable):
         # One item at a time: the source may wait long for the next one, and the first must not wait with it.
         source = aiter(items)
-        while await room.wait():
+        while await window.wait_for_space():
             try:
                 item = await anext(source)
             except StopAsyncIteration:
                 return
-            room.free -= 1
+            window.free_count -= 1
             yield [item]
         return
     iterator = iter(items)
-    while some := list(islice(iterator, min(_AT_ONCE, await room.wait()))):
-        room.free -= len(some)
+    while some := list(islice(iterator, min(_MAX_ITEMS_PER_CALL, await window.wait_for_space()))):
+        window.free_count -= len(some)
         yield some

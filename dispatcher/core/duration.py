@@ -12,7 +12,7 @@ _PARTS = re.compile(f"(?:{_PART.pattern})+")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-def seconds_of(written: str) -> float:
+def parse_duration(written: str) -> float:
     """Return the seconds of a duration such as `90`, `90s`, `1.5m`, `1h30m`, `1d` or `250ms`. Each unit may
     occur once, the larger one first. Raises ValueError with a message that shows the format."""
     text = written.strip()
@@ -30,7 +30,7 @@ def seconds_of(written: str) -> float:
     return seconds
 
 
-def told(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as `0.4 s`, `59 s`, `12 min`, `3.5 h` or `2 d`. Two digits suffice for people."""
     size = abs(seconds)
     for unit, name in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
@@ -41,6 +41,6 @@ def told(seconds: float) -> str:
     return f"{size:.1f} s" if size < 10 and size != int(size) else f"{size:.0f} s"
 
 
-def until(at: float, now: float) -> str:
+def format_time_until(at: float, now: float) -> str:
     """Return `in 12 min` or `12 min ago`."""
-    return f"in {told(at - now)}" if at >= now else f"{told(now - at)} ago"
+    return f"in {format_duration(at - now)}" if at >= now else f"{format_duration(now - at)} ago"

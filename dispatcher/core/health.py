@@ -19,18 +19,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dispatcher.core.gateway.recent_attempts import LEAST, RECENT_S, UnansweredTries
+from dispatcher.core.gateway.recent_attempts import MIN_FAILURES, RECENT_S, UnansweredAttempts
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.queue_counts import Counts
+from dispatcher.core.requests.queue_counts import QueueCounts
 
-COUNTED_WITHIN_S = 15.0
+MAX_COUNTS_AGE_S = 15.0
 """Maximum age of the counts of the queue. They are renewed each second."""
-FAILS_S = 10.0
+MIN_FAILING_S = 10.0
 """Time for which every attempt must have failed or been refused. In less time, many retries may follow each
 other."""
-REFUSED_S = 60.0
+MIN_REFUSING_S = 60.0
 """Time for which a gateway may refuse every attempt before that is a fault and not a busy pool."""
-SILENT_S = 60.0
+SLOW_ANSWER_S = 60.0
 """Time without an answer after which the answers count as slow, if they usually come within a tenth of it."""
 
 
@@ -48,11 +48,11 @@ class Health(StrEnum):
 class Cause(StrEnum):
     """Cause of a health."""
 
-    look_at: str
+    hint: str
 
-    def __new__(cls, value: str, look_at: str = "") -> Cause:
+    def __new__(cls, value: str, hint: str = "") -> Cause:
         cause = str.__new__(cls, value)
-        cause._value_, cause.look_at = value, look_at
+        cause._value_, cause.hint = value, hint
         return cause
 
     NONE = ("none",)
@@ -89,30 +89,30 @@ class HealthFacts:
 
     now: float
     reason: Reason
-    because: str = ""
+    reason_detail: str = ""
     """Details of the gate's reason."""
-    observing: bool = False
+    is_observing: bool = False
     queue_problem: str | None = None
     signals_problem: str | None = None
     """Reason why the signals cannot be read. `None` while they can."""
-    counts: Counts | None = None
+    counts: QueueCounts | None = None
     counted_at: float | None = None
-    models_why: str = ""
+    model_problem: str = ""
     """Reason why the model that most requests wait for cannot be used."""
-    running: int = 0
+    running_count: int = 0
     """Requests of this process in flight."""
-    unanswered: UnansweredTries | None = None
-    all_failed: bool = False
+    unanswered_attempts: UnansweredAttempts | None = None
+    has_only_failures: bool = False
     """True if none of the last attempts was answered."""
-    failures: str | None = None
+    failure_summary: str | None = None
     """Sentence about the last attempts that failed. `None` if few did."""
-    rejections: str | None = None
+    rejection_summary: str | None = None
     """Sentence about the last answers that rejected their requests. `None` if few did."""
     answered_at: float | None = None
     """Time of the last answer to an attempt."""
-    usual_s: float = 0.0
+    median_duration_s: float = 0.0
     """Median duration of an answered attempt. 0 if it is not known."""
-    mean_s: float = 0.0
+    mean_duration_s: float = 0.0
     """Mean duration of the attempts, with those in flight. 0 if it is not known."""
 
 
@@ -125,14 +125,16 @@ class Assessment:
     sentence: str
 
 
-Rule = Callable[[HealthFacts, Counts], Assessment | None]
+Rule = Callable[[HealthFacts, QueueCounts], Assessment | None]
 
 
-def assess(facts: HealthFacts) -> Assessment:
+def assess_health(facts: HealthFacts) -> Assessment:
     """Return the health that follows from the facts."""
     if facts.reason is Reason.DRAINING:
         return Assessment(
-            Health.WAITING, Cause.DRAINING, f"The dispatcher is shutting down, {_running(facts.running)}."
+            Health.WAITING,
+            Cause.DRAINING,
+            f"The dispatcher is shutting down, {_format_in_flight(facts.running_count)}.",
         )
     # The rules below need counts of the queue, so a queue that cannot be read decides first.
     if facts.queue_problem is not None:
@@ -140,21 +142,21 @@ def assess(facts: HealthFacts) -> Assessment:
         return Assessment(Health.FAILING, Cause.QUEUE, sentence)
     if facts.counts is None or facts.counted_at is None:
         return Assessment(Health.UNKNOWN, Cause.STARTING, "The requests in the queue are not counted yet.")
-    if facts.now - facts.counted_at > COUNTED_WITHIN_S:
+    if facts.now - facts.counted_at > MAX_COUNTS_AGE_S:
         return Assessment(Health.UNKNOWN, Cause.QUEUE, "The queue does not answer: its counts are too old.")
     for rule in RULES:
-        if (found := rule(facts, facts.counts)) is not None:
-            return found
-    return _about_to_send(facts, facts.counts)
+        if (assessment := rule(facts, facts.counts)) is not None:
+            return assessment
+    return _report_about_to_send(facts, facts.counts)
 
 
 # ── the rules, in their order ───────────────────────────────────────────────────────────────────────────────
 
 
-def _starting(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_starting(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     if facts.reason is not Reason.STARTING or facts.signals_problem is not None:
         return None
-    return Assessment(Health.UNKNOWN, Cause.STARTING, f"The dispatcher is starting: {facts.because}.")
+    return Assessment(Health.UNKNOWN, Cause.STARTING, f"The dispatcher is starting: {facts.reason_detail}.")
 
 
 _FAULTS = {
@@ -168,65 +170,69 @@ _FAULTS = {
 """Reasons of a closed gate that are faults, with their cause and text."""
 
 
-def _closed_by_fault(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_closed_by_fault(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     if facts.reason not in _FAULTS:
         return None
     cause, what = _FAULTS[facts.reason]
-    because = facts.signals_problem if facts.reason is Reason.STARTING else facts.because
+    because = facts.signals_problem if facts.reason is Reason.STARTING else facts.reason_detail
     what = f"{what}: {because}" if because else what
-    if _unfinished(queue):
-        return Assessment(Health.FAILING, cause, f"{what}. Nothing more is sent, {_waits(queue)}.")
+    if _count_unfinished(queue):
+        return Assessment(Health.FAILING, cause, f"{what}. Nothing more is sent, {_format_waiting(queue)}.")
     # Without waiting requests the fault stops nothing yet.
     return Assessment(Health.DEGRADED, cause, f"{what}. No request waits, and none would be sent.")
 
 
-def _paused(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_paused(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     if facts.reason is not Reason.PAUSED:
         return None
-    return Assessment(Health.WAITING, Cause.PAUSED, f"The queue is paused {facts.because}, {_waits(queue)}.")
+    return Assessment(
+        Health.WAITING, Cause.PAUSED, f"The queue is paused {facts.reason_detail}, {_format_waiting(queue)}."
+    )
 
 
-def _observing(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    if not facts.observing:
+def _check_observing(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
+    if not facts.is_observing:
         return None
-    sentence = f"This dispatcher only observes and sends nothing, {_waits(queue)}."
+    sentence = f"This dispatcher only observes and sends nothing, {_format_waiting(queue)}."
     return Assessment(Health.WAITING, Cause.OBSERVING, sentence)
 
 
-def _nothing_answered(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_unanswered(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     """Return the health if no recent attempt was answered."""
-    tries = facts.unanswered
-    if tries is None or facts.now - tries.newest > RECENT_S or not _unfinished(queue):
+    attempts = facts.unanswered_attempts
+    if attempts is None or facts.now - attempts.last_ended_at > RECENT_S or not _count_unfinished(queue):
         return None
-    if not tries.failed:
-        return _all_refused(facts, tries, queue)
-    if not facts.all_failed or facts.now - tries.since < FAILS_S:
+    if not attempts.failed_count:
+        return _check_all_refused(facts, attempts, queue)
+    if not facts.has_only_failures or facts.now - attempts.first_ended_at < MIN_FAILING_S:
         return None
-    refused = f", and it refused {tries.refused}" if tries.refused else ""
-    sentence = f"Every try fails. {facts.failures}{refused}; {_waits(queue)}."
+    refused = f", and it refused {attempts.refused_count}" if attempts.refused_count else ""
+    sentence = f"Every try fails. {facts.failure_summary}{refused}; {_format_waiting(queue)}."
     return Assessment(Health.FAILING, Cause.FAILURES, sentence)
 
 
-def _all_refused(facts: HealthFacts, tries: UnansweredTries, queue: Counts) -> Assessment | None:
+def _check_all_refused(
+    facts: HealthFacts, attempts: UnansweredAttempts, queue: QueueCounts
+) -> Assessment | None:
     # A busy pool also refuses all new requests, for as long as those in flight take. The limit is therefore
     # at least twice their mean duration.
-    lasts_s, busy_s = facts.now - tries.since, 2 * facts.mean_s
-    if tries.count < LEAST or lasts_s < max(FAILS_S, busy_s):
+    lasts_s, busy_s = facts.now - attempts.first_ended_at, 2 * facts.mean_duration_s
+    if attempts.total_count < MIN_FAILURES or lasts_s < max(MIN_FAILING_S, busy_s):
         return None
-    health = Health.FAILING if lasts_s >= max(REFUSED_S, busy_s) else Health.WAITING
-    sentence = f"The gateway refuses every request as overloaded, {_waits(queue)}."
+    health = Health.FAILING if lasts_s >= max(MIN_REFUSING_S, busy_s) else Health.WAITING
+    sentence = f"The gateway refuses every request as overloaded, {_format_waiting(queue)}."
     return Assessment(health, Cause.REFUSALS, sentence)
 
 
-def _some_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    for cause, what in ((Cause.FAILURES, facts.failures), (Cause.REJECTIONS, facts.rejections)):
+def _check_failures(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
+    for cause, what in ((Cause.FAILURES, facts.failure_summary), (Cause.REJECTIONS, facts.rejection_summary)):
         if what is not None:
             dead = f" and {queue.dead:,} in all are dead" if queue.dead else ""
-            return Assessment(Health.DEGRADED, cause, f"{what}; {_waits(queue)}{dead}.")
+            return Assessment(Health.DEGRADED, cause, f"{what}; {_format_waiting(queue)}{dead}.")
     return None
 
 
-def _signals_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_signals(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     """Return the health if the signals cannot be read, but the gate is still open on earlier readings."""
     if facts.signals_problem is None:
         return None
@@ -234,98 +240,104 @@ def _signals_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
     return Assessment(Health.DEGRADED, Cause.SIGNALS, sentence)
 
 
-def _slow(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_slow_answers(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     """Return the health if requests run and their answers are long overdue."""
-    if not facts.running or facts.answered_at is None or not facts.usual_s:
+    if not facts.running_count or facts.answered_at is None or not facts.median_duration_s:
         return None
-    if facts.now - facts.answered_at < max(SILENT_S, 10 * facts.usual_s):
+    if facts.now - facts.answered_at < max(SLOW_ANSWER_S, 10 * facts.median_duration_s):
         return None
     sentence = (
-        f"No answer has come for more than {max(SILENT_S, 10 * facts.usual_s):.0f} s, where requests usually "
-        f"take {facts.usual_s:.2g} s: {_running(facts.running)}."
+        f"No answer has come for more than {max(SLOW_ANSWER_S, 10 * facts.median_duration_s):.0f} s, where requests usually "
+        f"take {facts.median_duration_s:.2g} s: {_format_in_flight(facts.running_count)}."
     )
     return Assessment(Health.DEGRADED, Cause.SLOW, sentence)
 
 
-def _working(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    if not queue.leased and not facts.running:
+def _check_working(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
+    if not queue.leased and not facts.running_count:
         return None
-    held = f"; {facts.models_why}" if queue.awaiting and facts.models_why else ""
-    in_flight = max(queue.leased, facts.running)
-    return Assessment(Health.WORKING, Cause.NONE, f"{_running(in_flight)}, {_waits(queue)}{held}.")
+    waiting_for_model = f"; {facts.model_problem}" if queue.waiting_for_model and facts.model_problem else ""
+    in_flight = max(queue.leased, facts.running_count)
+    return Assessment(
+        Health.WORKING,
+        Cause.NONE,
+        f"{_format_in_flight(in_flight)}, {_format_waiting(queue)}{waiting_for_model}.",
+    )
 
 
-def _idle(facts: HealthFacts, queue: Counts) -> Assessment | None:
-    if _unfinished(queue):
+def _check_idle(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
+    if _count_unfinished(queue):
         return None
     return Assessment(Health.IDLE, Cause.NONE, "No request waits, is delayed or is in flight.")
 
 
-def _held_back(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_not_claimable(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     """Return the health if requests wait, but none of them can be claimed."""
-    if queue.claimable > 0:
+    if queue.claimable_count > 0:
         return None
-    if queue.awaiting:
-        why = facts.models_why or f"{_requests(queue.awaiting, 'waits', 'wait')} for a model"
+    if queue.waiting_for_model:
+        why = (
+            facts.model_problem or f"{_format_requests(queue.waiting_for_model, 'waits', 'wait')} for a model"
+        )
         return Assessment(Health.WAITING, Cause.MODELS, f"{why[0].upper()}{why[1:]}.")
     if queue.sequences.waiting:
-        why = f"{_requests(queue.sequences.waiting, 'waits', 'wait')} for a turn in a sequence"
+        why = f"{_format_requests(queue.sequences.waiting, 'waits', 'wait')} for a turn in a sequence"
         return Assessment(Health.WAITING, Cause.SEQUENCES, f"{why}.")
-    why = f"{_requests(queue.delayed, 'waits', 'wait')} for the next try after a failure or a refusal"
+    why = f"{_format_requests(queue.delayed, 'waits', 'wait')} for the next try after a failure or a refusal"
     return Assessment(Health.WAITING, Cause.RETRIES, f"{why}.")
 
 
-_NO_ROOM = (Reason.NO_ROOM, Reason.SATURATED, Reason.FULL)
+_NO_ROOM_REASONS = (Reason.NO_ROOM, Reason.SATURATED, Reason.FULL)
 
 
-def _no_room(facts: HealthFacts, queue: Counts) -> Assessment | None:
+def _check_no_room(facts: HealthFacts, queue: QueueCounts) -> Assessment | None:
     if facts.reason is Reason.BACKPRESSURE:
-        sentence = f"The gateway refused a request as overloaded, {_waits(queue)}."
+        sentence = f"The gateway refused a request as overloaded, {_format_waiting(queue)}."
         return Assessment(Health.WAITING, Cause.REFUSALS, sentence)
-    if facts.reason in _NO_ROOM:
+    if facts.reason in _NO_ROOM_REASONS:
         return Assessment(
-            Health.WAITING, Cause.ROOM, f"The pool has no room for batch work, {_waits(queue)}."
+            Health.WAITING, Cause.ROOM, f"The pool has no room for batch work, {_format_waiting(queue)}."
         )
-    if facts.because:
-        return Assessment(Health.WAITING, Cause.ROOM, f"The queue gives no request: {facts.because}.")
+    if facts.reason_detail:
+        return Assessment(Health.WAITING, Cause.ROOM, f"The queue gives no request: {facts.reason_detail}.")
     return None
 
 
-def _about_to_send(facts: HealthFacts, queue: Counts) -> Assessment:
-    return Assessment(Health.WORKING, Cause.NONE, f"Requests are about to be sent, {_waits(queue)}.")
+def _report_about_to_send(facts: HealthFacts, queue: QueueCounts) -> Assessment:
+    return Assessment(Health.WORKING, Cause.NONE, f"Requests are about to be sent, {_format_waiting(queue)}.")
 
 
 RULES: tuple[Rule, ...] = (
-    _starting,
-    _closed_by_fault,
-    _paused,
-    _observing,
-    _nothing_answered,
-    _some_fail,
-    _signals_fail,
-    _slow,
-    _working,
-    _idle,
-    _held_back,
-    _no_room,
+    _check_starting,
+    _check_closed_by_fault,
+    _check_paused,
+    _check_observing,
+    _check_unanswered,
+    _check_failures,
+    _check_signals,
+    _check_slow_answers,
+    _check_working,
+    _check_idle,
+    _check_not_claimable,
+    _check_no_room,
 )
 
 
-def _unfinished(queue: Counts) -> int:
+def _count_unfinished(queue: QueueCounts) -> int:
     """Return the number of requests in the queue that have no result yet."""
     return queue.pending + queue.delayed + queue.leased
 
 
-def _requests(count: int, one: str, more: str) -> str:
-    return f"{count:,} {'request' if count == 1 else 'requests'} {one if count == 1 else more}"
+def _format_requests(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {'request' if count == 1 else 'requests'} {singular if count == 1 else plural}"
 
 
-def _running(count: int) -> str:
-    return _requests(count, "is in flight", "are in flight")
+def _format_in_flight(count: int) -> str:
+    return _format_requests(count, "is in flight", "are in flight")
 
 
-def _waits(queue: Counts) -> str:
-    parts = [_requests(queue.pending, "waits", "wait")]
+def _format_waiting(queue: QueueCounts) -> str:
+    parts = [_format_requests(queue.pending, "waits", "wait")]
     if queue.delayed:
         parts.append(f"{queue.delayed:,} {'waits' if queue.delayed == 1 else 'wait'} for a retry")
     return " and ".join(parts)
@@ -337,35 +349,35 @@ _FAULTY = (Health.DEGRADED, Health.FAILING)
 class HealthRecord:
     """Health of one process over time: since when it holds, and which changes are logged."""
 
-    HOLDS_S = 5.0
+    HOLD_S = 5.0
     """Time for which a health must hold before it is logged, and for which a fault must be absent before it
     ends."""
 
     def __init__(self) -> None:
-        self.newest = Assessment(Health.UNKNOWN, Cause.STARTING, "The dispatcher is starting.")
+        self.current = Assessment(Health.UNKNOWN, Cause.STARTING, "The dispatcher is starting.")
         self.since: float | None = None
         """Time since which this health and this cause hold."""
         self._faulty_at = float("-inf")
         self._logged: tuple[Health, Cause] = (Health.UNKNOWN, Cause.STARTING)
 
-    def look(self, facts: HealthFacts) -> Assessment:
+    def update_health(self, facts: HealthFacts) -> Assessment:
         """Compute the health and return it. A fault stays until it was absent for HOLD_S, because if half of
         the attempts fail, the last twenty of them may look fine for a moment."""
-        newest = assess(facts)
+        newest = assess_health(facts)
         if newest.health in _FAULTY:
             self._faulty_at = facts.now
-        elif self.newest.health in _FAULTY and facts.now - self._faulty_at < self.HOLDS_S:
-            return self.newest
-        if self.since is None or (newest.health, newest.cause) != (self.newest.health, self.newest.cause):
+        elif self.current.health in _FAULTY and facts.now - self._faulty_at < self.HOLD_S:
+            return self.current
+        if self.since is None or (newest.health, newest.cause) != (self.current.health, self.current.cause):
             self.since = facts.now
-        self.newest = newest
+        self.current = newest
         return newest
 
-    def changed(self, now: float) -> bool:
+    def take_change(self, now: float) -> bool:
         """Return whether the newest health has to be logged: it differs from the last one logged, and has
         held for HOLD_S."""
-        state = (self.newest.health, self.newest.cause)
-        if state == self._logged or self.since is None or now - self.since < self.HOLDS_S:
+        state = (self.current.health, self.current.cause)
+        if state == self._logged or self.since is None or now - self.since < self.HOLD_S:
             return False
         self._logged = state
         return True

@@ -24,55 +24,55 @@ more; one that is merely busy, by less."""
 FINE_SHARE = 0.15
 STALL_S = 1.0
 """Lag that uses up most of the time that a connection to Redis or the gateway may take."""
-QUIET_S = 300.0
+LOG_INTERVAL_S = 300.0
 """Minimum time between two log messages about a slow loop."""
 
 
-class Pace:
+class LoopLag:
     """Summary of the lags in the last WINDOW_S."""
 
     def __init__(self) -> None:
-        self.behind_s = 0.0
+        self.total_lag_s = 0.0
         """Sum of all lags so far."""
-        self.slow = False
-        self.held_up = False
+        self.is_slow = False
+        self.is_throttled = False
         """True if a CPU limit throttled the process in most of the recent periods."""
         self._lags: deque[tuple[float, float, float]] = deque()
         """Time of each wake-up, time since the previous one, and lag."""
-        self._told_at = float("-inf")
+        self._logged_at = float("-inf")
 
     def __repr__(self) -> str:
-        state = "slow" if self.slow else "fine"
-        return f"<Pace {state}: behind for {self.share:.0%}, at most {self.longest_s:.2f} s>"
+        state = "slow" if self.is_slow else "fine"
+        return f"<Pace {state}: behind for {self.lag_share:.0%}, at most {self.longest_lag_s:.2f} s>"
 
     @property
-    def longest_s(self) -> float:
+    def longest_lag_s(self) -> float:
         """Longest lag in the window."""
         return max((late_s for _, _, late_s in self._lags), default=0.0)
 
     @property
-    def share(self) -> float:
+    def lag_share(self) -> float:
         """Share of the window's time for which the loop was late."""
         passed_s = sum(passed_s for _, passed_s, _ in self._lags)
         return sum(late_s for *_, late_s in self._lags) / passed_s if passed_s else 0.0
 
-    def woke(self, at: float, passed_s: float, late_s: float) -> bool:
+    def record_wake_up(self, at: float, passed_s: float, late_s: float) -> bool:
         """Record that the loop woke a task at `at`, `passed_s` after the last time and `late_s` too late.
         Return True if the loop has become slow and that was not logged for LOG_INTERVAL_S."""
-        self.behind_s += late_s
+        self.total_lag_s += late_s
         self._lags.append((at, passed_s, late_s))
         while self._lags[0][0] <= at - WINDOW_S:
             self._lags.popleft()
-        before, stalled = self.slow, self.longest_s >= STALL_S
+        was_slow, has_stalled = self.is_slow, self.longest_lag_s >= STALL_S
         # Two thresholds, so that a lag in between does not switch the state back and forth.
-        most = FINE_SHARE if before or self.held_up else SLOW_SHARE
-        self.slow = stalled or (self._whole and self.share >= most)
-        if not self.slow or before or at - self._told_at < QUIET_S:
+        most = FINE_SHARE if was_slow or self.is_throttled else SLOW_SHARE
+        self.is_slow = has_stalled or (self._is_window_filled and self.lag_share >= most)
+        if not self.is_slow or was_slow or at - self._logged_at < LOG_INTERVAL_S:
             return False
-        self._told_at = at
+        self._logged_at = at
         return True
 
     @property
-    def _whole(self) -> bool:
+    def _is_window_filled(self) -> bool:
         """True if the window is long enough for its share to be meaningful."""
         return sum(passed_s for _, passed_s, _ in self._lags) >= WINDOW_S / 2

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def any_fits(patterns: Iterable[str], name: str) -> bool:
-    return any(fits(pattern, name) for pattern in patterns)
+def matches_any(patterns: Iterable[str], name: str) -> bool:
+    return any(matches_pattern(pattern, name) for pattern in patterns)
 
 
-def fits(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """Return whether a name matches a pattern. The time grows with the length of the name only, regardless of
     the number of asterisks."""
     head, *parts = pattern.split("*")
@@ -22,25 +22,25 @@ def fits(pattern: str, name: str) -> bool:
     at = len(head)
     for part in between:
         # The leftmost match suffices: it leaves the most characters for the parts that follow.
-        found = name.find(part, at)
-        if found < 0:
+        position = name.find(part, at)
+        if position < 0:
             return False
-        at = found + len(part)
+        at = position + len(part)
     return len(name) - len(tail) >= at and name.endswith(tail)
 
 
-def meet(one: str, other: str) -> bool:
+def patterns_overlap(pattern: str, other_pattern: str) -> bool:
     """Return whether some name matches both patterns."""
-    seen: set[tuple[int, int]] = set()
+    visited: set[tuple[int, int]] = set()
     left = [(0, 0)]
     while left:
         at = left.pop()
         # A state is a pair of positions. Each is visited once, so the search ends despite the asterisks.
-        if at in seen:
+        if at in visited:
             continue
-        seen.add(at)
+        visited.add(at)
         here, there = at
-        mine, theirs = one[here : here + 1], other[there : there + 1]
+        mine, theirs = pattern[here : here + 1], other_pattern[there : there + 1]
         if not mine and not theirs:
             return True
         if mine == "*":  # it matches nothing more, or the next character of the other pattern

@@ -11,6 +11,6 @@ class Value(msgspec.Struct, frozen=True):
     """Immutable value with equality by class and fields. Creating one takes a twentieth of the time of a
     frozen dataclass."""
 
-    def but(self, **changes: Any) -> Self:
+    def copy_with(self, **changes: Any) -> Self:
         """Return a copy with other values of the given fields. Raises TypeError for an unknown field."""
         return msgspec.structs.replace(self, **changes)

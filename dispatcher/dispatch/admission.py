@@ -13,85 +13,103 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dispatcher.core.gateway.outcome import RetryPolicy, after_losses
-from dispatcher.core.requests.request import Rejection, Request, parse
+from dispatcher.core.gateway.outcome import RetryPolicy, decide_after_deaths
+from dispatcher.core.requests.request import Rejection, Request, parse_member
 from dispatcher.dispatch import completions
-from dispatcher.dispatch.completions import Ending
+from dispatcher.dispatch.completions import Completion
 from dispatcher.ports import Lease
 
 
 @dataclass(slots=True)
-class Case:
+class AdmissionCase:
     """A claimed request, and what is known about it."""
 
     lease: Lease
     request: Request
     unix_now: float
-    retry: RetryPolicy
-    cancelled: bool | None = False
+    retry_policy: RetryPolicy
+    is_cancelled: bool | None = False
     """True if the request was cancelled. `None` if the cancel markers cannot be read now."""
-    unfit: str | None = None
+    result_list_problem: str | None = None
     """Reason why the result cannot go to the list that the request names. `None` if it can."""
-    may_send: bool = True
+    can_send: bool = True
     """True if the gate is open or the request is a probe, and the process is not stopping."""
-    ours: bool = True
+    is_lease_valid: bool = True
     """True if the lease is certainly still held."""
-    without_model: Callable[[], Ending | None] = lambda: None
+    check_model: Callable[[], Completion | None] = lambda: None
     """Return the completion if the model of the request is not served. `None` if it is, as far as is known.
     """
-    rest_s: Callable[[], float] = lambda: 0.0
+    get_rest_s: Callable[[], float] = lambda: 0.0
     """Return for how long the tenant must not send. Called last, because a request that may be sent is
     counted there."""
 
 
-Rule = Callable[[Case], Ending | None]
+AdmissionRule = Callable[[AdmissionCase], Completion | None]
 
 
-def admit(lease: Lease, max_payload_bytes: int) -> Request | Ending:
+def parse_lease(lease: Lease, max_payload_bytes: int) -> Request | Completion:
     """Parse the member of a lease. Return the completion if the member is no valid request."""
-    parsed = parse(lease.member, max_payload_bytes=max_payload_bytes)
-    return completions.rejected(lease, parsed) if isinstance(parsed, Rejection) else parsed
+    parsed = parse_member(lease.member, max_payload_bytes=max_payload_bytes)
+    return completions.build_rejection(lease, parsed) if isinstance(parsed, Rejection) else parsed
 
 
-def judge(case: Case, rules: Sequence[Rule]) -> Ending | None:
+def apply_rules(case: AdmissionCase, rules: Sequence[AdmissionRule]) -> Completion | None:
     """Return the completion of the first rule that objects. `None` if the request may be sent."""
     for rule in rules:
-        ending = rule(case)
-        if ending is not None:
-            return ending
+        completion = rule(case)
+        if completion is not None:
+            return completion
     return None
 
 
-def _deadly(case: Case) -> Ending | None:
-    verdict = after_losses(case.lease.losses, case.retry)
-    return None if verdict is None else completions.deadly(case.lease, case.request, verdict)
+def _check_deaths(case: AdmissionCase) -> Completion | None:
+    decision = decide_after_deaths(case.lease.deaths_as_suspect, case.retry_policy)
+    return (
+        None
+        if decision is None
+        else completions.build_dead_letter_after_deaths(case.lease, case.request, decision)
+    )
 
 
-def _expired(case: Case) -> Ending | None:
-    return completions.expired(case.lease, case.request) if case.request.deadline <= case.unix_now else None
+def _check_deadline(case: AdmissionCase) -> Completion | None:
+    return (
+        completions.build_deadline_error(case.lease, case.request)
+        if case.request.deadline <= case.unix_now
+        else None
+    )
 
 
-def _cancelled(case: Case) -> Ending | None:
-    return completions.cancelled(case.lease, case.request) if case.cancelled else None
+def _check_cancelled(case: AdmissionCase) -> Completion | None:
+    return completions.build_cancellation(case.lease, case.request) if case.is_cancelled else None
 
 
-def _unlisted(case: Case) -> Ending | None:
-    return None if case.unfit is None else completions.unlisted(case.lease, case.request, case.unfit)
+def _check_result_list(case: AdmissionCase) -> Completion | None:
+    return (
+        None
+        if case.result_list_problem is None
+        else completions.build_invalid_list_error(case.lease, case.request, case.result_list_problem)
+    )
 
 
-def _without_model(case: Case) -> Ending | None:
-    return case.without_model()
+def _check_model(case: AdmissionCase) -> Completion | None:
+    return case.check_model()
 
 
-def _not_now(case: Case) -> Ending | None:
-    sure = case.cancelled is not None and case.may_send and case.ours
-    return None if sure else completions.returned(case.lease)
+def _check_can_send(case: AdmissionCase) -> Completion | None:
+    can_send = case.is_cancelled is not None and case.can_send and case.is_lease_valid
+    return None if can_send else completions.build_return(case.lease)
 
 
-def _at_rest(case: Case) -> Ending | None:
-    rest_s = case.rest_s()
-    return completions.returned(case.lease, after_s=rest_s) if rest_s > 0 else None
+def _check_tenant_rest(case: AdmissionCase) -> Completion | None:
+    rest_s = case.get_rest_s()
+    return completions.build_return(case.lease, after_s=rest_s) if rest_s > 0 else None
 
 
-BY_ITSELF: Sequence[Rule] = (_deadly, _expired)
-TO_SEND: Sequence[Rule] = (_cancelled, _unlisted, _without_model, _not_now, _at_rest)
+EARLY_RULES: Sequence[AdmissionRule] = (_check_deaths, _check_deadline)
+SEND_RULES: Sequence[AdmissionRule] = (
+    _check_cancelled,
+    _check_result_list,
+    _check_model,
+    _check_can_send,
+    _check_tenant_rest,
+)

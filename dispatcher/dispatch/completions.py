@@ -7,138 +7,151 @@ from __future__ import annotations
 
 from dispatcher.core.gateway.outcome import (
     Answered,
-    Bury,
     Errored,
+    MoveToDeadLetters,
     Outcome,
     Refused,
     Retry,
     RetryPolicy,
-    after,
-    too_late,
+    decide_after_attempt,
+    make_deadline_error,
 )
-from dispatcher.core.printable import shortened
-from dispatcher.core.requests.request import Rejection, Request, parse
-from dispatcher.core.requests.result import ErrorCode, answered, failed, misdirected
+from dispatcher.core.printable import truncate_text
+from dispatcher.core.requests.request import Rejection, Request, parse_member
+from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_bad_list, encode_failure
 from dispatcher.core.sequences.decisions import TurnEnd
 from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import Burial, Expired, Lease, Release, Settlement, Unserved
+from dispatcher.ports import DeadLetter, Lease, Release, RemainingRequest, Settlement, UnleasedRequest
 
-Ending = Settlement | Release | Burial
+Completion = Settlement | Release | DeadLetter
 
-NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=0, refusals=0, losses=0)
+NO_LEASE = Lease(
+    entry_id=0,
+    token="",
+    member=b"",
+    score=0.0,
+    deliveries=0,
+    failed_attempts=0,
+    refusals=0,
+    deaths_as_suspect=0,
+)
 """Placeholder for the lease of a request that is answered without one."""
 
 
-_ID_CHARS, _CAUSE_CHARS = 80, 300
+_MAX_ID_CHARS, _MAX_CAUSE_CHARS = 80, 300
 """Length limits of the request id and of the cause in errors of later requests of a sequence."""
 
 
-def lease_of(ending: Ending) -> Lease:
-    return ending.settlement.lease if isinstance(ending, Burial) else ending.lease
+def get_lease(completion: Completion) -> Lease:
+    return completion.settlement.lease if isinstance(completion, DeadLetter) else completion.lease
 
 
-def turn_of(ending: Settlement | Burial) -> TurnEnd | None:
+def get_turn_end(completion: Settlement | DeadLetter) -> TurnEnd | None:
     """Return what the completion leaves to the sequence of the request."""
-    return ending.settlement.turn if isinstance(ending, Burial) else ending.turn
+    return completion.settlement.turn_end if isinstance(completion, DeadLetter) else completion.turn_end
 
 
-def error(lease: Lease, request: Request, code: ErrorCode, message: str, *, version: str = "") -> Settlement:
+def build_error(
+    lease: Lease, request: Request, code: ErrorCode, message: str, *, version: str = ""
+) -> Settlement:
     """Settle the request with an error of the dispatcher. `version` is the model version that it was sent to,
     if any."""
-    result = failed(request.id, code, message, token=request.token, version=version)
-    return _settlement(lease, request, result, code, f"{code}: {message}")
+    result = encode_failure(request.id, code, message, token=request.token, version=version)
+    return _build_settlement(lease, request, result, code, f"{code}: {message}")
 
 
-def barred(lease: Lease, request: Request, code: ErrorCode, why: str) -> Settlement:
+def build_turn_rejection(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
     """Settle a request that its sequence rejected. The sequence does not know the request, and no turn
     ends."""
-    return error(lease, request, code, why).but(turn=None)
+    return build_error(lease, request, code, message).copy_with(turn=None)
 
 
-def unserved(one: Unserved) -> Settlement:
+def build_remaining_error(remaining: RemainingRequest) -> Settlement:
     """Settle a request without a lease whose sequence has ended. The sequence knows that it was not sent."""
-    parsed = parse(one.item.member)
+    parsed = parse_member(remaining.request.member)
     if isinstance(parsed, Request):
-        return barred(NOBODY, parsed, one.code, one.why)
+        return build_turn_rejection(NO_LEASE, parsed, remaining.error_code, remaining.message)
     if parsed.id is None:
-        return Settlement(NOBODY, b"", "")
-    refused = Rejection(one.code, one.why, parsed.id, parsed.token, parsed.results)
-    ending = rejected(NOBODY, refused)
-    return ending.settlement if isinstance(ending, Burial) else ending
+        return Settlement(NO_LEASE, b"", "")
+    refused = Rejection(remaining.error_code, remaining.message, parsed.id, parsed.token, parsed.results)
+    completion = build_rejection(NO_LEASE, refused)
+    return completion.settlement if isinstance(completion, DeadLetter) else completion
 
 
-def unlisted(lease: Lease, request: Request, why: str) -> Settlement:
+def build_invalid_list_error(lease: Lease, request: Request, problem: str) -> Settlement:
     """Settle a request that was not sent, because its result list cannot be used. The result goes to the
     default list."""
-    result = misdirected(request.id, request.results, why, token=request.token)
-    settlement = _settlement(lease, request, result, ErrorCode.INVALID_REQUEST, why)
-    return settlement.but(results="")
+    result = encode_bad_list(request.id, request.results, problem, token=request.token)
+    settlement = _build_settlement(lease, request, result, ErrorCode.INVALID_REQUEST, problem)
+    return settlement.copy_with(result_list="")
 
 
-def expired(lease: Lease, request: Request) -> Settlement:
-    ended = too_late(lease.last_try, lease.attempts, lease.refusals)
-    return error(lease, request, ended.code, ended.message)
+def build_deadline_error(lease: Lease, request: Request) -> Settlement:
+    ended = make_deadline_error(lease.last_attempt, lease.failed_attempts, lease.refusals)
+    return build_error(lease, request, ended.code, ended.message)
 
 
-def overdue(one: Expired, request: Request) -> Settlement:
+def build_overdue_error(overdue: UnleasedRequest, request: Request) -> Settlement:
     """Settle a request without a lease that is past its deadline."""
-    nobody = NOBODY.but(last_try=one.last_try, attempts=one.attempts, refusals=one.refusals)
-    return expired(nobody, request)
+    lease = NO_LEASE.copy_with(
+        last_attempt=overdue.last_attempt, failed_attempts=overdue.failed_attempts, refusals=overdue.refusals
+    )
+    return build_deadline_error(lease, request)
 
 
-def cancelled(lease: Lease, request: Request) -> Settlement:
-    return error(lease, request, ErrorCode.CANCELLED, "cancelled")
+def build_cancellation(lease: Lease, request: Request) -> Settlement:
+    return build_error(lease, request, ErrorCode.CANCELLED, "cancelled")
 
 
-def returned(lease: Lease, after_s: float = 0.0) -> Release:
+def build_return(lease: Lease, after_s: float = 0.0) -> Release:
     """Release the lease without counting a delivery: the request returns to its place, at once or after
     `after_s`."""
-    return Release(lease, delay_s=after_s, undelivered=True)
+    return Release(lease, delay_s=after_s, is_undelivered=True)
 
 
-def awaiting(lease: Lease, request: Request, model: str, why: str) -> Release:
+def build_model_wait(lease: Lease, request: Request, model: str, why: str) -> Release:
     """Release the lease without counting a delivery: the request waits in the queue until its model is
     served."""
     return Release(
         lease,
-        undelivered=True,
-        last_try=why,
-        awaits=model,
+        is_undelivered=True,
+        last_attempt=why,
+        missing_model=model,
         request_id=request.id,
         request_token=request.token,
     )
 
 
-def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
+def build_rejection(lease: Lease, rejection: Rejection) -> Settlement | DeadLetter:
     """Complete a lease whose member is not a valid request: with a result if its id could be read, else as a
     dead letter with the whole member."""
     if rejection.id is None:
-        nowhere = Settlement(lease, b"", "")
-        return Burial(nowhere, f"{rejection.code}: {rejection.message}")
+        no_result = Settlement(lease, b"", "")
+        return DeadLetter(no_result, f"{rejection.code}: {rejection.message}")
     return Settlement(
         lease=lease,
-        result=failed(rejection.id, rejection.code, rejection.message, token=rejection.token),
-        results=rejection.results,
+        result=encode_failure(rejection.id, rejection.code, rejection.message, token=rejection.token),
+        result_list=rejection.results,
         request_id=rejection.id,
         request_token=rejection.token,
-        code=rejection.code,
-        turn=_left(rejection.id, rejection.sequence, f"{rejection.code}: {rejection.message}"),
+        result_class=rejection.code,
+        turn_end=_build_turn_end(rejection.id, rejection.sequence, f"{rejection.code}: {rejection.message}"),
     )
 
 
-def deadly(lease: Lease, request: Request, verdict: Bury) -> Burial:
+def build_dead_letter_after_deaths(lease: Lease, request: Request, decision: MoveToDeadLetters) -> DeadLetter:
     """Move a request to the dead-letter set because too many of its owners died."""
-    return _burial(lease, request, verdict)
+    return _build_dead_letter(lease, request, decision)
 
 
-def after_try(
+def build_completion(
     lease: Lease, request: Request, outcome: Outcome, now: float, policy: RetryPolicy, rand: float
-) -> Ending:
+) -> Completion:
     """Decide what follows from the outcome of an attempt. `now` is Unix time, `rand` is in [0, 1)."""
-    decision = after(
+    decision = decide_after_attempt(
         outcome,
-        last_try=lease.last_try,
-        attempts=lease.attempts,
+        last_attempt=lease.last_attempt,
+        failed_attempts=lease.failed_attempts,
         refusals=lease.refusals,
         deadline=request.deadline,
         now=now,
@@ -150,50 +163,50 @@ def after_try(
             return Release(
                 lease,
                 delay_s=decision.delay_s,
-                attempt=decision.attempt,
-                refusal=decision.refusal,
-                undelivered=decision.undelivered,
-                last_try=decision.last_try,
-                awaits=decision.awaits,
+                is_failed_attempt=decision.is_failed_attempt,
+                is_refusal=decision.is_refusal,
+                is_undelivered=decision.is_undelivered,
+                last_attempt=decision.last_attempt,
+                missing_model=decision.missing_model,
                 # Cancel markers are only looked up by the queue while a request waits for its model.
-                request_id=request.id if decision.awaits else "",
-                request_token=request.token if decision.awaits else "",
+                request_id=request.id if decision.missing_model else "",
+                request_token=request.token if decision.missing_model else "",
             )
-        case Bury():
-            return _burial(lease, request, decision)
+        case MoveToDeadLetters():
+            return _build_dead_letter(lease, request, decision)
         case Answered(status, body):
-            result = answered(request.id, status, body, token=request.token, version=request.version)
+            result = encode_answer(request.id, status, body, token=request.token, version=request.version)
             failure = "" if 200 <= status < 300 else f"the gateway answered {status}"
-            return _settlement(lease, request, result, f"{status // 100}xx", failure)
+            return _build_settlement(lease, request, result, f"{status // 100}xx", failure)
         case Errored(code, message):
             # `Refused` is decided before sending, so no version has seen the request.
             version = "" if isinstance(outcome, Refused) else request.version
-            return error(lease, request, code, message, version=version)
+            return build_error(lease, request, code, message, version=version)
 
 
-def _burial(lease: Lease, request: Request, verdict: Bury) -> Burial:
-    result = failed(
+def _build_dead_letter(lease: Lease, request: Request, decision: MoveToDeadLetters) -> DeadLetter:
+    result = encode_failure(
         request.id,
-        verdict.code,
-        verdict.message,
-        verdict.status,
-        verdict.body,
+        decision.code,
+        decision.message,
+        decision.status,
+        decision.body,
         token=request.token,
         version=request.version,
     )
-    failure = f"{verdict.code}: {verdict.message}"
-    return Burial(_settlement(lease, request, result, verdict.code, failure), verdict.message)
+    failure = f"{decision.code}: {decision.message}"
+    return DeadLetter(_build_settlement(lease, request, result, decision.code, failure), decision.message)
 
 
-def _settlement(lease: Lease, request: Request, result: bytes, code: str, failure: str) -> Settlement:
-    turn = _left(request.id, request.sequence, failure)
+def _build_settlement(lease: Lease, request: Request, result: bytes, code: str, failure: str) -> Settlement:
+    turn = _build_turn_end(request.id, request.sequence, failure)
     return Settlement(lease, result, request.results, request.id, request.token, code, turn)
 
 
-def _left(request_id: str, turn: Turn | None, failure: str) -> TurnEnd | None:
+def _build_turn_end(request_id: str, turn: Turn | None, failure: str) -> TurnEnd | None:
     """Return what the request leaves to its sequence. `failure` says why it has no answer; empty if it has
     one."""
     if turn is None or not failure:
         return None if turn is None else TurnEnd(turn)
-    cause = f"request {shortened(request_id, _ID_CHARS)} has failed: {failure}"
-    return TurnEnd(turn, failed=True, cause=shortened(cause, _CAUSE_CHARS))
+    cause = f"request {truncate_text(request_id, _MAX_ID_CHARS)} has failed: {failure}"
+    return TurnEnd(turn, has_failed=True, cause=truncate_text(cause, _MAX_CAUSE_CHARS))

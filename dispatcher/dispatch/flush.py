@@ -15,114 +15,132 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from dispatcher.core.sequences.decisions import Goes
+from dispatcher.core.sequences.decisions import TurnGranted
 from dispatcher.dispatch import completions
-from dispatcher.dispatch.completions import Ending
-from dispatcher.dispatch.in_flight import HeldLease
+from dispatcher.dispatch.completions import Completion
+from dispatcher.dispatch.in_flight import InFlightLease
 from dispatcher.dispatch.journal import Journal
-from dispatcher.dispatch.lanes import Lanes
-from dispatcher.dispatch.queue_access import QueueAccess, now
-from dispatcher.ports import Burial, Claimed, Lease, Permit, Release, Settled, Settlement
+from dispatcher.dispatch.lanes import LaneRules
+from dispatcher.dispatch.queue_access import QueueAccess, loop_time
+from dispatcher.ports import ClaimResult, DeadLetter, Lease, Permit, Release, Settlement, SettleStatus
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class ClaimedTurns:
     """Next requests of sequences that a flush has claimed."""
 
     nonce: str
     """Nonce of the call that flushed and claimed."""
     asked_at: float
     permit: Permit
-    claimed: Claimed | None
+    claim_result: ClaimResult | None
     """Reply of the queue. `None` if it is not known: a claim with the same nonce returns it."""
-    goes: Sequence[Goes] = ()
+    granted_turns: Sequence[TurnGranted] = ()
 
 
-class HandingIn:
+class CompletionFlusher:
     """Completions of this process until the queue has confirmed them. `remove_lease` is called for each
     confirmed one."""
 
     def __init__(
-        self, access: QueueAccess, lanes: Lanes, journal: Journal, drop: Callable[[str], HeldLease | None]
+        self,
+        access: QueueAccess,
+        lane_rules: LaneRules,
+        journal: Journal,
+        remove_lease: Callable[[str], InFlightLease | None],
     ) -> None:
-        self.done: list[Ending] = []
+        self.pending: list[Completion] = []
         """Completions that are not flushed yet."""
-        self.nonces = _nonces()
+        self.nonces = _generate_nonces()
         """Nonces for calls that create leases. No two processes generate the same one."""
         self._access = access
-        self._lanes = lanes
+        self._lane_rules = lane_rules
         self._journal = journal
-        self._drop = drop
+        self._remove_lease = remove_lease
 
-    def ends(self, leases: Iterable[Lease]) -> bool:
+    def has_final_completion(self, leases: Iterable[Lease]) -> bool:
         """Return True if one of these leases has a completion that ends its request for good."""
         tokens = {lease.token for lease in leases}
-        ended = (ending for ending in self.done if not isinstance(ending, Release))
-        return any(completions.lease_of(ending).token in tokens for ending in ended)
+        final = (completion for completion in self.pending if not isinstance(completion, Release))
+        return any(completions.get_lease(completion).token in tokens for completion in final)
 
-    async def all(self, permit: Callable[[], Permit | None]) -> TakenOver | None:
+    async def flush_all(self, get_permit: Callable[[], Permit | None]) -> ClaimedTurns | None:
         """Flush all pending completions. `get_permit` returns the permit to claim next requests of sequences,
         or `None` if none may be claimed."""
         # Requests that finish during the calls below are appended to the new list.
-        done, self.done = self.done, []
-        settlements = [ending for ending in done if isinstance(ending, Settlement)]
-        releases = [ending for ending in done if isinstance(ending, Release)]
-        burials = [ending for ending in done if isinstance(ending, Burial)]
-        access, taken = self._access, None
+        pending, self.pending = self.pending, []
+        settlements = [completion for completion in pending if isinstance(completion, Settlement)]
+        releases = [completion for completion in pending if isinstance(completion, Release)]
+        dead_letters = [completion for completion in pending if isinstance(completion, DeadLetter)]
+        access, claimed_turns = self._access, None
         if settlements:
             # Without a request of a sequence there is no next one, and the plain call is cheaper.
-            by = permit() if any(ending.turn is not None for ending in settlements) else None
-            if by is not None:
-                taken = await self._take_over(settlements, by)
+            permit = (
+                get_permit() if any(completion.turn_end is not None for completion in settlements) else None
+            )
+            if permit is not None:
+                claimed_turns = await self._settle_and_claim_next(settlements, permit)
             else:
-                self._ended(settlements, await access.ask("settle", access.queue.settle(settlements)))
+                self._handle_statuses(
+                    settlements, await access.call_queue("settle", access.queue.settle(settlements))
+                )
         if releases:
-            self._ended(releases, await access.ask("release", access.queue.release(releases)))
-        if burials:
-            self._ended(burials, await access.ask("bury", access.queue.bury(burials)))
-        return taken
+            self._handle_statuses(
+                releases, await access.call_queue("release", access.queue.release(releases))
+            )
+        if dead_letters:
+            self._handle_statuses(
+                dead_letters, await access.call_queue("bury", access.queue.move_to_dead_letters(dead_letters))
+            )
+        return claimed_turns
 
-    async def _take_over(self, settlements: list[Settlement], permit: Permit) -> TakenOver:
+    async def _settle_and_claim_next(self, settlements: list[Settlement], permit: Permit) -> ClaimedTurns:
         access = self._access
         nonce, asked_at = next(self.nonces), access.clock()
-        told = await access.ask("settle", access.queue.hand_over(settlements, nonce, permit))
+        reply = await access.call_queue(
+            "settle", access.queue.settle_and_claim_next(settlements, nonce, permit)
+        )
         # Keep the nonce: a claim with it returns leases that the queue may have created.
-        if told is None or told.claimed is None:
-            self._ended(settlements, None if told is None else told.answers)
-            return TakenOver(nonce, asked_at, permit, None)
-        self._ended(settlements, told.answers, brought=True)
-        access.heard(asked_at)
-        access.learn(told.claimed)
-        access.work = access.work or told.claimed.waiting > 0
-        return TakenOver(nonce, asked_at, permit, told.claimed, told.goes)
+        if reply is None or reply.claim_result is None:
+            self._handle_statuses(settlements, None if reply is None else reply.statuses)
+            return ClaimedTurns(nonce, asked_at, permit, None)
+        self._handle_statuses(settlements, reply.statuses, is_next_known=True)
+        access.record_sign_of_life(asked_at)
+        access.update_from_reply(reply.claim_result)
+        access.has_work = access.has_work or reply.claim_result.claimable_count > 0
+        return ClaimedTurns(nonce, asked_at, permit, reply.claim_result, reply.granted_turns)
 
-    def _ended(
-        self, handed_in: Sequence[Ending], answers: Sequence[Settled | None] | None, *, brought: bool = False
+    def _handle_statuses(
+        self,
+        completions_sent: Sequence[Completion],
+        statuses: Sequence[SettleStatus | None] | None,
+        *,
+        is_next_known: bool = False,
     ) -> None:
         """Remove the leases that have ended, and keep the completions that must be flushed again.
 
         `is_next_known` is True if the next requests of the sequences are already known.
         """
-        if answers is None:
+        if statuses is None:
             # The queue is unreachable: the whole call is repeated with the next flush.
-            self.done.extend(handed_in)
+            self.pending.extend(completions_sent)
             return
-        at, unix_now = now(), self._access.queue.unix_now()
-        for ending, answer in zip(handed_in, answers, strict=True):
-            if answer is None:  # only this one failed: flush it again with the next turn
-                self.done.append(ending)
+        at, unix_now = loop_time(), self._access.queue.unix_now()
+        for completion, status in zip(completions_sent, statuses, strict=True):
+            if status is None:  # only this one failed: flush it again with the next turn
+                self.pending.append(completion)
                 continue
-            lease = completions.lease_of(ending)
-            held = self._drop(lease.token)
-            self._journal.ended(held, ending, answer, at, unix_now)
-            if isinstance(ending, Release):
-                at_once = ending.delay_s <= 0 and not ending.awaits
+            lease = completions.get_lease(completion)
+            entry = self._remove_lease(lease.token)
+            self._journal.record_completion(entry, completion, status, at, unix_now)
+            if isinstance(completion, Release):
+                makes_work = completion.delay_s <= 0 and not completion.missing_model
             else:
-                at_once = not brought and completions.turn_of(ending) is not None
-            if self._lanes.ended(lease, ending) or at_once:
-                self._access.work = True
+                makes_work = not is_next_known and completions.get_turn_end(completion) is not None
+            if self._lane_rules.record_completion(lease, completion) or makes_work:
+                self._access.has_work = True
 
 
-def _nonces() -> Iterator[str]:
-    mine = secrets.token_hex(8)
-    return (f"{mine}-{number}" for number in count(1))
+def _generate_nonces() -> Iterator[str]:
+    prefix = secrets.token_hex(8)
+    return (f"{prefix}-{number}" for number in count(1))

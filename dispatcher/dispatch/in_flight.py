@@ -11,197 +11,199 @@ from typing import Literal
 
 from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.requests.request import Request
-from dispatcher.core.sequences.decisions import Goes
+from dispatcher.core.sequences.decisions import TurnGranted
 from dispatcher.ports import AnswerMemory, Lease
-from dispatcher.telemetry.tracing import Trail
+from dispatcher.telemetry.tracing import DeliveryTrace
 
-Cut = Literal["cancelled", "lost", "late", "drain"]
+StopReason = Literal["cancelled", "lost", "late", "drain"]
 
 
 @dataclass(slots=True, eq=False)
-class Try:
+class Attempt:
     """One HTTP exchange with the gateway, for one lease or several."""
 
     token: str
     """Name for gateway and limiter, used once."""
     request: Request
     """Request that is sent."""
-    riders: list[HeldLease]
+    leases: list[InFlightLease]
     """Leases that wait for the answer."""
     task: asyncio.Task[None] | None = None
-    bundled: bool = False
+    is_merged_call: bool = False
     """True if `RequestMerger` decides what the answer means for each lease."""
-    again: bool = False
+    is_follow_up: bool = False
     """True if it follows from another attempt of these leases."""
     units: int = field(init=False)
     """Units of its leases in the limit, at least 1."""
-    left: int = 0
+    detached_units: int = 0
     """Units of leases that stopped waiting for the answer; the gateway still works on them."""
 
     def __post_init__(self) -> None:
-        riders = self.riders
+        leases = self.leases
         # Almost every attempt has one lease, and this runs for each request: avoid the list.
-        units = riders[0].lease.units if len(riders) == 1 else sum([held.lease.units for held in riders])
+        units = leases[0].lease.units if len(leases) == 1 else sum([entry.lease.units for entry in leases])
         self.units = units or 1
 
 
 @dataclass(slots=True, eq=False)
-class HeldLease:
+class InFlightLease:
     """One lease and the state of its request in this process."""
 
     lease: Lease
-    probe: bool = False
+    is_probe: bool = False
     """True if it was claimed to see whether the gateway is back."""
     request: Request | None = None
     """Parsed request. `None` if the member is not a valid request."""
-    waits: bool = False
+    is_in_batch_group: bool = False
     """True while it waits in a batch group."""
-    rides: Try | None = None
+    attempt: Attempt | None = None
     """Attempt at the gateway that the lease takes part in."""
-    cut: Cut | None = None
+    stop_reason: StopReason | None = None
     """Reason why the answer is no longer awaited."""
     answered_at: float | None = None
     """Time at which its attempt ended. `None` if there was no attempt, or it was stopped."""
     claimed_at: float = 0.0
     confirmed_at: float = 0.0
     """Start of the newest call that confirmed the lease, by the clock of `LeaseValidity`."""
-    answer: AnswerMemory | None = None
+    answer_memory: AnswerMemory | None = None
     """Memory that the answer occupies. `None` if there is no answer, or its memory is not counted."""
-    trail: Trail | None = None
+    trail: DeliveryTrace | None = None
     """Trace of this delivery. `None` if it is not traced."""
-    goes: Goes | None = None
+    granted_turn: TurnGranted | None = None
     """Granted turn in its sequence. `None` if it belongs to no sequence, or its turn is not known yet."""
     model: str = ""
     """Model that the body names. Empty if served models are not watched."""
     version: str = ""
     """Version of the model that the request is sent to. Empty if the model has none, or none is open."""
-    uses: str = ""
+    used_version: str = ""
     """Version that counts as in use because of this lease: `version`, or `model` if the body names a version
     itself."""
 
 
-class Holding:
+class InFlightTable:
     """All leases of this process by token, and the attempts at the gateway."""
 
     def __init__(self) -> None:
-        self.left: Callable[[HeldLease], object] = lambda _held: None
+        self.on_detached: Callable[[InFlightLease], object] = lambda _held: None
         """Callback for each lease that leaves an attempt which continues for others."""
         self.units = 0
         """Units of all leases in the limit."""
         self.running_units = 0
         """Part of `units` that is at the gateway."""
-        self.in_lanes: Counter[Lane] = Counter()
+        self.lane_counts: Counter[Lane] = Counter()
         """Number of leases of each lane."""
-        self._by_token: dict[str, HeldLease] = {}
-        self._tries: dict[str, Try] = {}
-        self._running = 0
-        self._recheck = asyncio.Event()
+        self._by_token: dict[str, InFlightLease] = {}
+        self._attempts: dict[str, Attempt] = {}
+        self._running_count = 0
+        self._recheck_event = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def __contains__(self, held: HeldLease) -> bool:
-        return self._by_token.get(held.lease.token) is held
+    def __contains__(self, entry: InFlightLease) -> bool:
+        return self._by_token.get(entry.lease.token) is entry
 
-    def __iter__(self) -> Iterator[HeldLease]:
+    def __iter__(self) -> Iterator[InFlightLease]:
         return iter(list(self._by_token.values()))
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         """Number of leases at the gateway."""
-        return self._running
+        return self._running_count
 
-    def at_gateway(self) -> list[HeldLease]:
-        return [held for each in self._tries.values() for held in each.riders]
+    def list_at_gateway(self) -> list[InFlightLease]:
+        return [entry for attempt in self._attempts.values() for entry in attempt.leases]
 
-    def in_work(self) -> list[HeldLease]:
+    def list_in_work(self) -> list[InFlightLease]:
         """Return the leases at the gateway, and those that wait in a batch group."""
-        return [held for held in self._by_token.values() if held.rides is not None or held.waits]
+        return [
+            entry for entry in self._by_token.values() if entry.attempt is not None or entry.is_in_batch_group
+        ]
 
     @property
-    def tries(self) -> list[Try]:
-        return list(self._tries.values())
+    def attempts(self) -> list[Attempt]:
+        return list(self._attempts.values())
 
-    def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> HeldLease:
-        held = self._by_token[lease.token] = HeldLease(lease, probe, confirmed_at=confirmed_at)
-        held.claimed_at = asyncio.get_running_loop().time()
+    def add_lease(self, lease: Lease, confirmed_at: float, *, is_probe: bool) -> InFlightLease:
+        entry = self._by_token[lease.token] = InFlightLease(lease, is_probe, confirmed_at=confirmed_at)
+        entry.claimed_at = asyncio.get_running_loop().time()
         self.units += lease.units
         if lease.lane is not None:
-            self.in_lanes[lease.lane] += 1
-        return held
+            self.lane_counts[lease.lane] += 1
+        return entry
 
-    def weighs(self, held: HeldLease, units: int) -> None:
+    def set_units(self, entry: InFlightLease, units: int) -> None:
         """Set the units that a lease counts. It must not be at the gateway yet."""
-        self.units += units - held.lease.units
-        held.lease = held.lease.but(units=units)
+        self.units += units - entry.lease.units
+        entry.lease = entry.lease.copy_with(units=units)
 
-    def started(self, begun: Try) -> None:
-        self._tries[begun.token] = begun
-        self._running += len(begun.riders)
-        self.running_units += begun.units
-        for held in begun.riders:
-            held.rides = begun
+    def start_attempt(self, attempt: Attempt) -> None:
+        self._attempts[attempt.token] = attempt
+        self._running_count += len(attempt.leases)
+        self.running_units += attempt.units
+        for entry in attempt.leases:
+            entry.attempt = attempt
 
-    def back(self, ended: Try) -> None:
+    def end_attempt(self, attempt: Attempt) -> None:
         """Record that an attempt is no longer at the gateway."""
-        if self._tries.pop(ended.token, None) is not None:
-            self._running -= len(ended.riders)
-            self.running_units -= ended.units
+        if self._attempts.pop(attempt.token, None) is not None:
+            self._running_count -= len(attempt.leases)
+            self.running_units -= attempt.units
             # Units of leases that left stay in the limit until here, because the gateway still worked on
             # them.
-            self.units -= ended.left
+            self.units -= attempt.detached_units
             # Break the reference cycle of attempt and task, which only the garbage collector would free.
-            ended.task = None
-            for held in ended.riders:
-                held.rides = None
+            attempt.task = None
+            for entry in attempt.leases:
+                entry.attempt = None
 
-    def drop(self, token: str) -> HeldLease | None:
+    def remove_lease(self, token: str) -> InFlightLease | None:
         """Remove a lease that has ended, and return it. `None` if it was removed before."""
-        held = self._by_token.pop(token, None)
-        if held is not None:
-            if held.answer is not None:
-                held.answer.free()
-            self.units -= held.lease.units
-            if held.lease.lane is not None:
-                self.in_lanes[held.lease.lane] -= 1
+        entry = self._by_token.pop(token, None)
+        if entry is not None:
+            if entry.answer_memory is not None:
+                entry.answer_memory.free_share()
+            self.units -= entry.lease.units
+            if entry.lease.lane is not None:
+                self.lane_counts[entry.lease.lane] -= 1
         if not self._by_token:
-            self._recheck.set()
-        return held
+            self._recheck_event.set()
+        return entry
 
-    def cut(self, held: HeldLease, why: Cut) -> None:
+    def stop_waiting(self, entry: InFlightLease, reason: StopReason) -> None:
         """Stop waiting for the answer of a lease.
 
         If other leases wait for the same answer, this one leaves the attempt, and its units stay with the
         attempt. Else the attempt is cancelled, which closes the connection.
         """
-        tried = held.rides
+        attempt = entry.attempt
         # The first reason wins; a lease that has finished has nothing to stop.
-        if (tried is None and not held.waits) or held.cut is not None:
+        if (attempt is None and not entry.is_in_batch_group) or entry.stop_reason is not None:
             return
-        held.cut = why
-        if tried is None:
+        entry.stop_reason = reason
+        if attempt is None:
             return
-        if len(tried.riders) > 1:
-            tried.riders = [rider for rider in tried.riders if rider is not held]
-            held.rides = None
-            self._running -= 1
+        if len(attempt.leases) > 1:
+            attempt.leases = [rider for rider in attempt.leases if rider is not entry]
+            entry.attempt = None
+            self._running_count -= 1
             # The caller removes the lease soon, which subtracts its units. The sum stays right: the attempt
             # still occupies them until it ends.
-            tried.left += held.lease.units
-            self.units += held.lease.units
-            self.left(held)
-        elif tried.task is not None:
-            tried.task.cancel()
+            attempt.detached_units += entry.lease.units
+            self.units += entry.lease.units
+            self.on_detached(entry)
+        elif attempt.task is not None:
+            attempt.task.cancel()
 
-    def recheck(self) -> None:
+    def request_recheck(self) -> None:
         """Make `wait_until_empty` return, so that its caller can compute a new timeout."""
-        self._recheck.set()
+        self._recheck_event.set()
 
-    async def emptied(self, within_s: float) -> None:
+    async def wait_until_empty(self, within_s: float) -> None:
         """Return when no lease is left, after `within_s`, or after `request_recheck`."""
-        self._recheck.clear()
+        self._recheck_event.clear()
         if not self._by_token:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._recheck.wait()
+                await self._recheck_event.wait()

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from dispatcher.core.requests.lanes import Lane
-from dispatcher.dispatch.completions import Ending
-from dispatcher.dispatch.suspects import Suspects
+from dispatcher.dispatch.completions import Completion
+from dispatcher.dispatch.suspects import SuspectRule
 from dispatcher.ports import Lease
 
 
 class LaneRule(Protocol):
     """Rule for the number of requests of a lane that one process may run at once."""
 
-    def room(self, held: int, now: float) -> int:
+    def compute_room(self, in_flight_count: int, now: float) -> int:
         """Return how many more requests may be claimed while `in_flight_count` are in flight here."""
         ...
 
-    def claimed(self, waiting: int) -> bool:
+    def record_claim(self, claimable_count: int) -> bool:
         """Record how many requests a claim left in the queue.
 
         Return True if requests of the lane were held back for other work and there is none: claim again, with
@@ -26,28 +26,28 @@ class LaneRule(Protocol):
         """
         ...
 
-    def ended(self, ending: Ending) -> bool:
+    def record_completion(self, completion: Completion) -> bool:
         """Record the end of a lease of the lane. Return True if that makes room for others."""
         ...
 
 
-class Lanes:
+class LaneRules:
     """The rules of all lanes."""
 
     def __init__(self) -> None:
-        self._rules: Mapping[Lane, LaneRule] = {Lane.SUSPECTS: Suspects()}
+        self._rules: Mapping[Lane, LaneRule] = {Lane.SUSPECTS: SuspectRule()}
 
-    def room(self, held: Mapping[Lane, int], now: float) -> dict[Lane, int]:
+    def compute_rooms(self, lane_counts: Mapping[Lane, int], now: float) -> dict[Lane, int]:
         """Return for each lane how many more requests may be claimed."""
-        return {lane: rule.room(held.get(lane, 0), now) for lane, rule in self._rules.items()}
+        return {lane: rule.compute_room(lane_counts.get(lane, 0), now) for lane, rule in self._rules.items()}
 
-    def claimed(self, waiting: int) -> bool:
+    def record_claim(self, claimable_count: int) -> bool:
         """Record how many requests a claim left. Return True to claim again, because a lane was held back
         needlessly."""
         # Build the whole list first, because `any` would stop before every rule has recorded the claim.
-        again = [rule.claimed(waiting) for rule in self._rules.values()]
-        return any(again)
+        must_claim_again = [rule.record_claim(claimable_count) for rule in self._rules.values()]
+        return any(must_claim_again)
 
-    def ended(self, lease: Lease, ending: Ending) -> bool:
+    def record_completion(self, lease: Lease, completion: Completion) -> bool:
         """Record the end of a lease. Return True if that makes room in its lane."""
-        return lease.lane is not None and self._rules[lease.lane].ended(ending)
+        return lease.lane is not None and self._rules[lease.lane].record_completion(completion)

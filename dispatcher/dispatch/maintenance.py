@@ -8,298 +8,329 @@ import contextlib
 from dispatcher.core.limit.allowance import Allowance
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.requests.forecast import Served, look
-from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.forecast import ServiceRateMeter, compute_forecast
+from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import SequenceTerms
 from dispatcher.dispatch import completions
-from dispatcher.dispatch.change_log import Changes, SequenceChanges, terms
-from dispatcher.dispatch.in_flight import Holding
+from dispatcher.dispatch.change_log import GateChangeLog, SequenceChangeLog, build_gate_fields
+from dispatcher.dispatch.in_flight import InFlightTable
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
-from dispatcher.dispatch.queue_access import QueueAccess, now
-from dispatcher.ports import Expired, Overload, Permit, Settlement, Swept
+from dispatcher.dispatch.queue_access import QueueAccess, loop_time
+from dispatcher.ports import Overload, Permit, Settlement, SweepSummary, UnleasedRequest
 from dispatcher.telemetry.events import Event, emit
 
-EACH_S = 1.0
+INTERVAL_S = 1.0
 """Interval for counts, sweeps and cancel markers."""
-OUTLOOK_EACH_S = 5.0
+FORECAST_INTERVAL_S = 5.0
 SWEEPS_PER_TIMEOUT = 6
 """Number of sweeps in the shorter of owner_timeout_s and lease_s. Sweeps are the heartbeat of this owner, and
 a late sweep looks to the queue like the first one after an outage."""
-EXPIRED_AT_ONCE = 256
-EXPIRED_ROUNDS = 20
+EXPIRE_BATCH_SIZE = 256
+MAX_EXPIRE_BATCHES = 20
 """Maximum number of batches of EXPIRE_BATCH_SIZE in a row, so that the other tasks of a sweep are not
 delayed."""
 
 
-class Upkeep:
+class Maintenance:
     """Renews leases, sweeps the queue, shares limits, and waits for new work and for cancelled requests."""
 
     def __init__(
-        self, access: QueueAccess, holding: Holding, limiter: Limiter, options: Options, journal: Journal
+        self,
+        access: QueueAccess,
+        in_flight: InFlightTable,
+        limiter: Limiter,
+        options: Options,
+        journal: Journal,
     ) -> None:
         self.options = options
         self._access = access
         self._queue = access.queue
-        self._holding = holding
+        self._in_flight = in_flight
         self._limiter = limiter
         self._journal = journal
-        self._changed = asyncio.Event()
-        self._gate = Changes()
-        self._sequences = SequenceChanges()
-        self._terms = options.sequences.terms
+        self._share_due = asyncio.Event()
+        self._gate_log = GateChangeLog()
+        self._sequence_log = SequenceChangeLog()
+        self._shared_terms = options.sequences.terms
         """Terms that the queue has, or gets with the first request of a sequence."""
-        self._overload: Overload | None = None
+        self._unshared_overload: Overload | None = None
         """Overload that was seen here and is not shared yet."""
-        self._allowance: Allowance | None = None
+        self._pool_allowance: Allowance | None = None
         """Newest allowance that says something about the pool, not only about this process."""
-        self._read_at = float("-inf")
+        self._shared_read_at = float("-inf")
         """Newest reading that was shared, or is about to be."""
-        self._expired_at = float("-inf")
+        self._last_expire_at = float("-inf")
 
-    async def take_over(self) -> None:
+    async def reclaim_from_ended_owners(self) -> None:
         """Take back the leases of owners that are proven to have ended, before anything else.
 
         After the first count, these leases would count as lost since then, and would lower the limit until a
         second reading, although the first reading contains none of their requests.
         """
         if not self.options.observe:
-            self._tell(await self._swept())
+            self._report_reclaimed(await self._sweep_once())
 
-    def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        duties = [self._watch, self._look_ahead]
+    def start_tasks(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        duties = [self._count_queue, self._update_forecast]
         if not self.options.observe:
             # An observer changes nothing in the queue, and so gives no heartbeat either.
-            duties += [self._renew, self._sweep, self._share, self._cut_cancelled]
-            duties += [self._see_again, self._listen]
+            duties += [self._renew_leases, self._sweep_queue, self._share_state, self._stop_cancelled]
+            duties += [self._retry_markers, self._listen_for_work]
         return [tasks.create_task(duty(), name=duty.__name__.strip("_")) for duty in duties]
 
-    def count(self) -> None:
+    def request_lease_count(self) -> None:
         """Count the leases soon: between two counts, a new reading may allow more."""
-        self._changed.set()
+        self._share_due.set()
 
-    def share(self, allowance: Allowance, overload: Overload | None = None) -> None:
+    def schedule_share(self, allowance: Allowance, overload: Overload | None = None) -> None:
         """Share the limit and the overload with the other replicas soon if they are new, and log a change of
         the gate."""
-        self._say(allowance)
+        self._log_gate_change(allowance)
         # Other reasons (draining, queue away, …) close only this process and must not limit the others.
-        if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
-            self._allowance = allowance
+        if not allowance.reason.is_closed or allowance.reason is Reason.NO_ROOM:
+            self._pool_allowance = allowance
         if overload is not None:
-            self._overload = overload
-        if overload is not None or allowance.read_at > self._read_at:
-            self._read_at = allowance.read_at
-            self._changed.set()
+            self._unshared_overload = overload
+        if overload is not None or allowance.read_at > self._shared_read_at:
+            self._shared_read_at = allowance.read_at
+            self._share_due.set()
 
-    async def _share(self) -> None:
+    async def _share_state(self) -> None:
         while True:
-            await self._changed.wait()
-            self._changed.clear()
-            allowance, overload = self._allowance, self._overload
+            await self._share_due.wait()
+            self._share_due.clear()
+            allowance, overload = self._pool_allowance, self._unshared_overload
             if allowance is None:  # no reading yet: read_at=0 is older than any reading of others
-                permit = Permit(limit=0, read_at=0.0, lost=0, retry_after_max_s=self.options.retry.max_s)
+                permit = Permit(
+                    limit=0, read_at=0.0, lost_units=0, retry_after_max_s=self.options.retry.max_s
+                )
             else:
-                permit = permit_of(allowance, self.options)
+                permit = build_permit(allowance, self.options)
             asked_at = self._access.clock()
-            told = await self._access.ask("share", self._queue.share(permit, overload))
-            if told is None:
-                await asyncio.sleep(self._access.pause_s)
-                self._changed.set()
+            reply = await self._access.call_queue("share", self._queue.share_state(permit, overload))
+            if reply is None:
+                await asyncio.sleep(self._access.retry_pause_s)
+                self._share_due.set()
                 continue
             # A newer overload may have arrived during the call: keep it and share again.
-            if self._overload is overload:
-                self._overload = None
+            if self._unshared_overload is overload:
+                self._unshared_overload = None
             else:
-                self._changed.set()
-            self._access.heard(asked_at)
-            self._access.learn(told)
+                self._share_due.set()
+            self._access.record_sign_of_life(asked_at)
+            self._access.update_from_reply(reply)
             self._access.wake.set()
 
-    async def _watch(self) -> None:
+    async def _count_queue(self) -> None:
         """Count the queue, and log changes of the gate even if the loop does not turn."""
         while True:
-            counts = await self._access.ask("counts", self._queue.counts())
+            counts = await self._access.call_queue("counts", self._queue.count_requests())
             if counts is not None:
-                self._access.view.counts, self._access.view.counted_at = counts, now()
-                for event, told in self._sequences.look(counts.news, now()):
-                    emit(event, **told)
-                self._limiter.waiting(counts.claimable, now())
+                self._access.view.counts, self._access.view.counted_at = counts, loop_time()
+                for event, fields in self._sequence_log.collect_events(counts.sequence_counters, loop_time()):
+                    emit(event, **fields)
+                self._limiter.set_waiting_count(counts.claimable_count, loop_time())
                 if self.options.observe:
                     # An observer never claims, so it learns the leases of the others only from these counts.
-                    self._limiter.leases(now(), others=counts.units, young=0, lost=0)
-            self._say(self._limiter.allowance(now()))
-            await asyncio.sleep(EACH_S)
+                    self._limiter.record_lease_counts(
+                        loop_time(), other_owners_units=counts.units, just_leased_units=0, lost_units=0
+                    )
+            self._log_gate_change(self._limiter.get_allowance(loop_time()))
+            await asyncio.sleep(INTERVAL_S)
 
-    def _say(self, allowance: Allowance) -> None:
+    def _log_gate_change(self, allowance: Allowance) -> None:
         """Log a change of the gate's reason, if it is to be logged now."""
-        at = now()
-        untold = self._gate.look(allowance.reason, at)
-        if untold is None:
+        at = loop_time()
+        unlogged_count = self._gate_log.check_reason(allowance.reason, at)
+        if unlogged_count is None:
             return
-        age_s = min((at - reading.closed_at for reading in self._limiter.readings), default=None)
-        told = terms(allowance, in_flight=self._limiter.in_flight, reading_age_s=age_s)
-        if untold:
-            told["untold"] = untold
-        emit(Event.GATE, **told)
+        age_s = min((at - reading.closed_at for reading in self._limiter.newest_readings), default=None)
+        fields = build_gate_fields(allowance, in_flight=self._limiter.in_flight, reading_age_s=age_s)
+        if unlogged_count:
+            fields["untold"] = unlogged_count
+        emit(Event.GATE, **fields)
 
-    async def _look_ahead(self) -> None:
+    async def _update_forecast(self) -> None:
         """Update the forecast for operators: who misses the deadline, and which replicas work."""
-        served = Served()
+        served = ServiceRateMeter()
         while True:
-            rate, service_s = served.rate, served.service_s
+            rate, service_s = served.rate_per_s, served.service_s
             try:
-                line = await self._access.ask("line", self._queue.line(rate, service_s))
+                line = await self._access.call_queue("line", self._queue.take_snapshot(rate, service_s))
                 if line is not None:
-                    self._access.view.outlook = look(line, rate, service_s)
-                    served.observe(line)
+                    self._access.view.forecast = compute_forecast(line, rate, service_s)
+                    served.record_snapshot(line)
             except Exception as error:  # an internal error in a display must stop nothing
-                self._access.view.outlook = None
-                emit(Event.SURPRISE, where="outlook", error=repr(error))
-            await asyncio.sleep(OUTLOOK_EACH_S)
+                self._access.view.forecast = None
+                emit(Event.INTERNAL_ERROR, where="outlook", error=repr(error))
+            await asyncio.sleep(FORECAST_INTERVAL_S)
 
-    async def _renew(self) -> None:
+    async def _renew_leases(self) -> None:
         """Renew the leases of this process; at once if some of them may have been taken back."""
         pause = self.options.lease_s / 3
-        robbed = self._access.robbed
+        leases_were_lost = self._access.leases_were_lost
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):
-                    await robbed.wait()
-            robbed.clear()
-            pause = self.options.lease_s / 3 if await self._renewed() else self._access.pause_s
+                    await leases_were_lost.wait()
+            leases_were_lost.clear()
+            pause = self.options.lease_s / 3 if await self._renew_once() else self._access.retry_pause_s
 
-    async def _renewed(self) -> bool:
+    async def _renew_once(self) -> bool:
         """Renew the leases once. Return True if the queue answered."""
         # Take the time before the call: the queue counts from when it ran, which is never earlier.
-        held_now, asked_at = list(self._holding), self._access.clock()
-        renewed = await self._access.ask("renew", self._queue.renew([held.lease for held in held_now]))
+        entries, asked_at = list(self._in_flight), self._access.clock()
+        renewed = await self._access.call_queue(
+            "renew", self._queue.renew([entry.lease for entry in entries])
+        )
         if renewed is None:
             return False
-        self._access.heard(asked_at)
-        self._access.learn(renewed)
-        gone = set(renewed.lost)
-        for held in held_now:
-            if held.lease.entry not in gone:
-                held.confirmed_at = asked_at
-        for held in self._holding.in_work():  # a lease may have ended here meanwhile
-            if held.lease.entry in gone:
-                self._journal.lost(held)
-                emit(Event.LEASE_LOST, entry=held.lease.entry)
-                self._holding.cut(held, "lost")
+        self._access.record_sign_of_life(asked_at)
+        self._access.update_from_reply(renewed)
+        lost_entry_ids = set(renewed.lost_entry_ids)
+        for entry in entries:
+            if entry.lease.entry_id not in lost_entry_ids:
+                entry.confirmed_at = asked_at
+        for entry in self._in_flight.list_in_work():  # a lease may have ended here meanwhile
+            if entry.lease.entry_id in lost_entry_ids:
+                self._journal.record_lost(entry)
+                emit(Event.LEASE_LOST, entry=entry.lease.entry_id)
+                self._in_flight.stop_waiting(entry, "lost")
         return True
 
-    async def _sweep(self) -> None:
+    async def _sweep_queue(self) -> None:
         """Return requests to their places whose owners died, whose leases ran out or whose retry is due, and
         answer those past their deadline."""
         while True:
-            swept = await self._swept()
+            summary = await self._sweep_once()
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)
-            pause = min(EACH_S, shortest / SWEEPS_PER_TIMEOUT)
-            self._tell(swept)
-            if self._terms != self.options.sequences.terms:
-                await self._tell_terms(self.options.sequences.terms)
-            if swept is not None:
-                self._access.heard_of_losses(swept.lost)
-                if swept.reclaimed or swept.due or swept.turns or swept.revoked:
-                    self._access.found_work()
+            pause = min(INTERVAL_S, shortest / SWEEPS_PER_TIMEOUT)
+            self._report_reclaimed(summary)
+            if self._shared_terms != self.options.sequences.terms:
+                await self._send_sequence_terms(self.options.sequences.terms)
+            if summary is not None:
+                self._access.record_lost_units(summary.lost_units)
+                if (
+                    summary.reclaimed_count
+                    or summary.due_count
+                    or summary.turn_count
+                    or summary.cancelled_count
+                ):
+                    self._access.signal_work()
                 # Sweeps may be more frequent than this with a short lease or owner timeout.
-                if now() - self._expired_at >= EACH_S:
-                    self._expired_at = now()
-                    await self._expire()
-                    await self._end_unserved()
-                if swept.next_due_at is not None:
+                if loop_time() - self._last_expire_at >= INTERVAL_S:
+                    self._last_expire_at = loop_time()
+                    await self._expire_overdue()
+                    await self._fail_remaining()
+                if summary.next_due_at is not None:
                     # Without the lower bound, a request that is due but not moved yet makes this loop spin.
-                    pause = min(pause, max(0.01, swept.next_due_at - now()))
+                    pause = min(pause, max(0.01, summary.next_due_at - loop_time()))
             await asyncio.sleep(pause)
 
-    async def _tell_terms(self, terms: SequenceTerms) -> None:
+    async def _send_sequence_terms(self, terms: SequenceTerms) -> None:
         """Send changed settings of sequences to the queue, so that waiting requests follow them without a new
         request."""
         asked_at = self._access.clock()
-        told = await self._access.ask("line_up", self._queue.line_up([], terms))
-        if told is not None:
-            self._terms = terms
-            self._access.heard(asked_at)
-            self._access.learn(told)
+        reply = await self._access.call_queue("line_up", self._queue.claim_turns([], terms))
+        if reply is not None:
+            self._shared_terms = terms
+            self._access.record_sign_of_life(asked_at)
+            self._access.update_from_reply(reply)
 
-    async def _swept(self) -> Swept | None:
+    async def _sweep_once(self) -> SweepSummary | None:
         asked_at = self._access.clock()
-        swept = await self._access.ask("sweep", self._queue.sweep())
-        if swept is not None:
-            self._access.heard(asked_at)
-        return swept
+        summary = await self._access.call_queue("sweep", self._queue.sweep())
+        if summary is not None:
+            self._access.record_sign_of_life(asked_at)
+        return summary
 
-    def _tell(self, swept: Swept | None) -> None:
-        if swept is not None and swept.reclaimed:
-            self._journal.reclaimed(swept.reclaimed)
-            emit(Event.TAKEN_BACK, leases=swept.reclaimed)
+    def _report_reclaimed(self, summary: SweepSummary | None) -> None:
+        if summary is not None and summary.reclaimed_count:
+            self._journal.record_reclaimed(summary.reclaimed_count)
+            emit(Event.LEASES_RECLAIMED, leases=summary.reclaimed_count)
 
-    async def _expire(self) -> None:
-        for _ in range(EXPIRED_ROUNDS):
-            found = await self._access.ask("expired", self._queue.expired(EXPIRED_AT_ONCE)) or ()
+    async def _expire_overdue(self) -> None:
+        for _ in range(MAX_EXPIRE_BATCHES):
+            found = (
+                await self._access.call_queue("expired", self._queue.find_overdue(EXPIRE_BATCH_SIZE)) or ()
+            )
             unix_now = self._queue.unix_now()
-            parsed = [(one, parse(one.member)) for one in found]
-            over = [
-                (one, completions.overdue(one, request))
-                for one, request in parsed
+            parsed = [(overdue, parse_member(overdue.member)) for overdue in found]
+            expired = [
+                (overdue, completions.build_overdue_error(overdue, request))
+                for overdue, request in parsed
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]
-            if over:
-                self._journal.expired(await self._access.ask("expire", self._queue.expire(over)) or 0)
+            if expired:
+                self._journal.record_expired(
+                    await self._access.call_queue("expire", self._queue.settle_unleased(expired)) or 0
+                )
                 # The end of a request may make the next one of its sequence claimable.
-                if any(settlement.turn is not None for _, settlement in over):
-                    self._access.found_work()
+                if any(settlement.turn_end is not None for _, settlement in expired):
+                    self._access.signal_work()
             # A full batch without a single expired request means scores that are no deadlines: stop here.
-            if len(found) < EXPIRED_AT_ONCE or not over:
+            if len(found) < EXPIRE_BATCH_SIZE or not expired:
                 return
 
-    async def _end_unserved(self) -> None:
+    async def _fail_remaining(self) -> None:
         """Answer the remaining requests of sequences that have ended."""
-        for _ in range(EXPIRED_ROUNDS):
-            found = await self._access.ask("unserved", self._queue.unserved(EXPIRED_AT_ONCE)) or ()
-            by_code: dict[ErrorCode, list[tuple[Expired, Settlement]]] = {}
-            for one in found:
-                by_code.setdefault(one.code, []).append((one.item, completions.unserved(one)))
-            ended = 0
+        for _ in range(MAX_EXPIRE_BATCHES):
+            found = (
+                await self._access.call_queue(
+                    "unserved", self._queue.find_remaining_requests(EXPIRE_BATCH_SIZE)
+                )
+                or ()
+            )
+            by_code: dict[ErrorCode, list[tuple[UnleasedRequest, Settlement]]] = {}
+            for remaining in found:
+                by_code.setdefault(remaining.error_code, []).append(
+                    (remaining.request, completions.build_remaining_error(remaining))
+                )
+            ended_count = 0
             for code, items in by_code.items():
-                answered = await self._access.ask("expire", self._queue.expire(items)) or 0
-                self._journal.unserved(code, answered)
-                ended += answered
-            if not ended:
+                answered_count = (
+                    await self._access.call_queue("expire", self._queue.settle_unleased(items)) or 0
+                )
+                self._journal.record_remaining(code, answered_count)
+                ended_count += answered_count
+            if not ended_count:
                 return
 
-    async def _cut_cancelled(self) -> None:
+    async def _stop_cancelled(self) -> None:
         """Stop requests in flight that were cancelled. This closes the connection, so that the gateway stops,
         too."""
         while True:
-            await asyncio.sleep(EACH_S)
-            running = self._holding.in_work()
-            for held, gone in zip(running, await self._access.cancelled(running), strict=True):
-                if gone:
-                    self._holding.cut(held, "cancelled")
+            await asyncio.sleep(INTERVAL_S)
+            entries = self._in_flight.list_in_work()
+            for entry, is_cancelled in zip(entries, await self._access.check_cancelled(entries), strict=True):
+                if is_cancelled:
+                    self._in_flight.stop_waiting(entry, "cancelled")
 
-    async def _see_again(self) -> None:
+    async def _retry_markers(self) -> None:
         """Retry cancel markers that cannot be read. Nothing is claimed until they can."""
         while True:
-            await self._access.blind.wait()
-            await asyncio.sleep(self._access.pause_s)
-            await self._access.look_again()
+            await self._access.markers_unreadable.wait()
+            await asyncio.sleep(self._access.retry_pause_s)
+            await self._access.retry_unread_markers()
 
-    async def _listen(self) -> None:
+    async def _listen_for_work(self) -> None:
         while True:
-            if await self._access.ask("work", self._work_came()):
-                self._access.found_work()
+            if await self._access.call_queue("work", self._wait_for_work()):
+                self._access.signal_work()
                 shared = self._access.view.shared
-                if shared is not None and shared.paused:
-                    self._changed.set()  # the wake-up may mean that the pause has ended: ask
+                if shared is not None and shared.is_paused:
+                    self._share_due.set()  # the wake-up may mean that the pause has ended: ask
             else:
-                await asyncio.sleep(self._access.pause_s)
+                await asyncio.sleep(self._access.retry_pause_s)
 
-    async def _work_came(self) -> bool:
+    async def _wait_for_work(self) -> bool:
         await self._queue.wait_for_work()
         return True
 
 
-def permit_of(allowance: Allowance, options: Options, apart: int = 0) -> Permit:
-    return Permit(allowance.limit, allowance.read_at, allowance.lost, options.retry.max_s, apart)
+def build_permit(allowance: Allowance, options: Options, unleased_units: int = 0) -> Permit:
+    return Permit(
+        allowance.limit, allowance.read_at, allowance.lost_units, options.retry.max_s, unleased_units
+    )

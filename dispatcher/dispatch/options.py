@@ -10,7 +10,7 @@ from dispatcher.core.gateway.outcome import RetryPolicy
 from dispatcher.core.models.availability import ModelTerms
 from dispatcher.core.requests.headers import SESSION_TOKEN
 from dispatcher.core.sequences.decisions import SequenceTerms
-from dispatcher.core.sequences.turns import Carry
+from dispatcher.core.sequences.turns import CarryMode
 
 if TYPE_CHECKING:
     from dispatcher.core.merging.grouping import BatchRule
@@ -23,11 +23,11 @@ class SequenceOptions:
     """Options for all sequences."""
 
     terms: SequenceTerms = field(default_factory=SequenceTerms)
-    header: str = SESSION_TOKEN
+    token_header: str = SESSION_TOKEN
     """Header of an answer that names the server, and that is sent with the next request. Empty for none."""
     id_header: str = "x-session-id"
     """Header with the id of the sequence, sent to the gateway. Empty for none."""
-    carry: Carry = Carry.OFF
+    carry: CarryMode = CarryMode.OFF
     """Conversation state to keep if the request does not say."""
     max_carry_bytes: int = 1 << 20
 
@@ -37,9 +37,9 @@ class FamilyOptions:
     """A model with versions, or with a warm-up."""
 
     terms: FamilyTerms
-    warmup: Callable[[], Awaitable[tuple[Sequence[WarmupRequest], str]]] | None = None
+    load_warmup: Callable[[], Awaitable[tuple[Sequence[WarmupRequest], str]]] | None = None
     """Return the warm-up requests, and why they may be out of date. `None` if the model has no warm-up."""
-    required: bool = False
+    is_warmup_required: bool = False
     """True if a version that answered its warm-up with errors stays cold."""
 
 
@@ -48,11 +48,11 @@ class VersionOptions:
     """Options for all models with versions."""
 
     families: Sequence[FamilyOptions] = ()
-    steered: bool = False
+    can_steer: bool = False
     """True if requests can be confined to endpoints, by a header that the gateway reads."""
-    straight: bool | None = None
+    warm_directly: bool | None = None
     """True to send warm-ups directly to the endpoints. `None` to do so if requests cannot be steered."""
-    warm_s: float = 300.0
+    warmup_timeout_s: float = 300.0
     """Maximum time that a warm-up spends waiting for answers."""
 
 
@@ -64,16 +64,16 @@ class Options:
     lease_s: float = 30.0
     owner_timeout_s: float = 5.0
     max_payload_bytes: int = 16 << 20
-    gateway: str = ""
+    gateway_url: str = ""
     """Address of the gateway. A gateway at another address counts as unverified."""
-    tenant_from: str = ""
+    tenant_attribute: str = ""
     """Metadata attribute that names the tenant of a request."""
-    path: str = ""
+    default_path: str = ""
     """Path of requests that name none."""
-    batching: Sequence[BatchRule] = ()
+    merge_rules: Sequence[BatchRule] = ()
     """Rules for requests that may be merged into one call."""
     sequences: SequenceOptions = field(default_factory=SequenceOptions)
-    models: ModelTerms | None = None
+    model_terms: ModelTerms | None = None
     """Rules for requests whose model is not served. `None` if served models are not watched."""
     versions: VersionOptions = field(default_factory=VersionOptions)
     observe: bool = False

@@ -16,44 +16,44 @@ two suspects that run together, the harmless one would be blamed too.
 
 from __future__ import annotations
 
-from dispatcher.dispatch.completions import Ending
+from dispatcher.dispatch.completions import Completion
 from dispatcher.ports import Release
 
-YOUNG_S = 10.0
+STARTUP_S = 10.0
 """Time after the start without suspects. A process that is killed again and again seldom lives this long."""
 
 
-class Suspects:
+class SuspectRule:
     """Rule of the lane for suspects, with the experience of this process since it started."""
 
     def __init__(self) -> None:
-        self._born_at: float | None = None
-        self._survived = 0
-        self._others_wait = True
-        self._held_back = False
+        self._started_at: float | None = None
+        self._survived_count = 0
+        self._has_other_work = True
+        self._is_held_back = False
 
-    def room(self, held: int, now: float) -> int:
+    def compute_room(self, in_flight_count: int, now: float) -> int:
         """Return how many more suspects may be claimed."""
         # Time comes in as an argument, so the first call is the start.
-        if self._born_at is None:
-            self._born_at = now
-        self._held_back = self._others_wait and now - self._born_at < YOUNG_S
-        if self._held_back:
+        if self._started_at is None:
+            self._started_at = now
+        self._is_held_back = self._has_other_work and now - self._started_at < STARTUP_S
+        if self._is_held_back:
             return 0
-        return max(0, 1 + self._survived // 2 - held)
+        return max(0, 1 + self._survived_count // 2 - in_flight_count)
 
-    def claimed(self, waiting: int) -> bool:
+    def record_claim(self, claimable_count: int) -> bool:
         """Record how many requests a claim left.
 
         Return True if suspects were held back for other work and there is none: claim again, with room for
         them.
         """
-        self._others_wait = waiting > 0
-        return self._held_back and not self._others_wait
+        self._has_other_work = claimable_count > 0
+        return self._is_held_back and not self._has_other_work
 
-    def ended(self, ending: Ending) -> bool:
+    def record_completion(self, completion: Completion) -> bool:
         """Record the end of a suspect, which makes room for others."""
         # A request that was returned unsent says nothing about whether it kills its owner.
-        if not (isinstance(ending, Release) and ending.undelivered):
-            self._survived += 1
+        if not (isinstance(completion, Release) and completion.is_undelivered):
+            self._survived_count += 1
         return True

@@ -20,50 +20,50 @@ import asyncio
 from collections import deque
 
 
-class AnswerBuffers:
+class AnswerBufferPool:
     """Memory that the answers of one gateway share. `largest_bytes` is the size of the largest answer."""
 
     def __init__(self, limit_bytes: int, largest_bytes: int) -> None:
-        self._used = 0
+        self._shared_used_bytes = 0
         """Bytes of all answers except `_overflow`."""
-        self._beyond: AnswerHold | None = None
-        self._waiting: deque[tuple[AnswerHold, int, asyncio.Future[None]]] = deque()
-        self.resize(limit_bytes, largest_bytes)
+        self._overflow: AnswerBuffer | None = None
+        self._waiting: deque[tuple[AnswerBuffer, int, asyncio.Future[None]]] = deque()
+        self.set_limits(limit_bytes, largest_bytes)
 
     @property
-    def held_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """Number of bytes that all answers take now."""
-        return self._used + (self._beyond.size if self._beyond is not None else 0)
+        return self._shared_used_bytes + (self._overflow.size_bytes if self._overflow is not None else 0)
 
-    def resize(self, limit_bytes: int, largest_bytes: int) -> None:
+    def set_limits(self, limit_bytes: int, largest_bytes: int) -> None:
         """Change the bound. Answers that already take more than the new bound are read to their end."""
-        self._room = max(0, limit_bytes - largest_bytes)
-        self._wake()
+        self._shared_bytes = max(0, limit_bytes - largest_bytes)
+        self._grant_waiting()
 
-    def take(self, hold: AnswerHold, more: int) -> bool:
+    def take_bytes(self, buffer: AnswerBuffer, more_bytes: int) -> bool:
         """Give an answer more bytes. Return False if there is no room for them now."""
-        if hold is not self._beyond:
-            if self._used + more <= self._room:
-                self._used += more
-            elif self._beyond is None:
+        if buffer is not self._overflow:
+            if self._shared_used_bytes + more_bytes <= self._shared_bytes:
+                self._shared_used_bytes += more_bytes
+            elif self._overflow is None:
                 # All bytes of the answer move to the reserved part, so that its shared bytes are free for
                 # the others at once.
-                self._used -= hold.size
-                self._beyond = hold
+                self._shared_used_bytes -= buffer.size_bytes
+                self._overflow = buffer
             else:
                 return False
-        hold.size += more
+        buffer.size_bytes += more_bytes
         return True
 
-    async def wait_for(self, hold: AnswerHold, more: int) -> None:
+    async def wait_for_bytes(self, buffer: AnswerBuffer, more_bytes: int) -> None:
         """Take the bytes as soon as there is room for them."""
         # A new answer must not overtake those that wait already. The overflow answer must never wait behind
         # them: it is the one whose progress frees memory for the others.
-        may = not self._waiting or hold is self._beyond
-        if may and self.take(hold, more):
+        may = not self._waiting or buffer is self._overflow
+        if may and self.take_bytes(buffer, more_bytes):
             return
         granted = asyncio.get_running_loop().create_future()
-        turn = hold, more, granted
+        turn = buffer, more_bytes, granted
         self._waiting.append(turn)
         try:
             await granted
@@ -71,58 +71,58 @@ class AnswerBuffers:
             # The next answer in the queue may need fewer bytes than this one, and fit now.
             if turn in self._waiting:
                 self._waiting.remove(turn)
-                self._wake()
+                self._grant_waiting()
             raise
 
-    def give_back(self, hold: AnswerHold, size: int) -> None:
+    def return_bytes(self, buffer: AnswerBuffer, size_bytes: int) -> None:
         """Take back `size_bytes` bytes of an answer."""
-        hold.size -= size
-        if hold is not self._beyond:
-            self._used -= size
-        elif not hold.size:
-            self._beyond = None
-        self._wake()
+        buffer.size_bytes -= size_bytes
+        if buffer is not self._overflow:
+            self._shared_used_bytes -= size_bytes
+        elif not buffer.size_bytes:
+            self._overflow = None
+        self._grant_waiting()
 
-    def _wake(self) -> None:
+    def _grant_waiting(self) -> None:
         while self._waiting:
-            hold, more, granted = self._waiting[0]
+            buffer, more_bytes, granted = self._waiting[0]
             # A future that is done was cancelled. Bytes taken for it would never be returned.
-            if not granted.done() and not self.take(hold, more):
+            if not granted.done() and not self.take_bytes(buffer, more_bytes):
                 return
             self._waiting.popleft()
             if not granted.done():
                 granted.set_result(None)
 
 
-class AnswerHold:
+class AnswerBuffer:
     """Number of bytes that one answer takes; implements `ports.AnswerMemory`."""
 
-    __slots__ = ("_buffers", "_shares", "size")
+    __slots__ = ("_pool", "_shares", "size_bytes")
 
-    def __init__(self, buffers: AnswerBuffers) -> None:
-        self.size = 0
-        self._buffers = buffers
+    def __init__(self, pool: AnswerBufferPool) -> None:
+        self.size_bytes = 0
+        self._pool = pool
         self._shares = 1
 
-    async def grow(self, size: int) -> None:
+    async def grow_to(self, size_bytes: int) -> None:
         """Wait until the answer may have `size_bytes` bytes in all."""
-        if size > self.size:
-            await self._buffers.wait_for(self, size - self.size)
+        if size_bytes > self.size_bytes:
+            await self._pool.wait_for_bytes(self, size_bytes - self.size_bytes)
 
-    def shrink(self, size: int) -> None:
+    def shrink_to(self, size_bytes: int) -> None:
         """Keep only `size_bytes` bytes, because the answer turned out to be no larger."""
-        if size < self.size:
-            self._buffers.give_back(self, self.size - size)
+        if size_bytes < self.size_bytes:
+            self._pool.return_bytes(self, self.size_bytes - size_bytes)
 
-    def share(self, shares: int) -> None:
+    def split_into(self, share_count: int) -> None:
         """Give the bytes back after `share_count` calls of `free_share`, or at once if it is 0."""
-        self._shares = shares
-        if not shares:
+        self._shares = share_count
+        if not share_count:
             self._shares = 1
-            self.free()
+            self.free_share()
 
-    def free(self) -> None:
+    def free_share(self) -> None:
         """Give up one share of the answer. Calls beyond the number of shares have no effect."""
         self._shares -= 1
         if self._shares == 0:
-            self._buffers.give_back(self, self.size)
+            self._pool.return_bytes(self, self.size_bytes)

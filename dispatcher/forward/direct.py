@@ -14,8 +14,14 @@ from typing import Protocol
 from dispatcher import USER_AGENT
 from dispatcher.core.gateway.outcome import Outcome, Refused, TooLate, Unreachable
 from dispatcher.core.requests.routing import is_plain_path
-from dispatcher.forward.exchange import exchange
-from dispatcher.forward.transport import Prepared, Progress, Wire, Wires, running
+from dispatcher.forward.exchange import send_and_read
+from dispatcher.forward.transport import (
+    AttemptProgress,
+    PreparedRequest,
+    Transport,
+    TransportRotation,
+    current_attempt,
+)
 
 _HEADERS = {
     "accept": "*/*",
@@ -29,7 +35,7 @@ class KnownServer(Protocol):
     """Address and credentials of one model server."""
 
     @property
-    def base(self) -> str:
+    def base_url(self) -> str:
         """URL of the server without user and password. The path of a call is appended to it."""
         ...
 
@@ -54,10 +60,12 @@ class DirectServers:
     `limit_bytes` returns the largest size of an answer; a larger one is TooLarge.
     """
 
-    def __init__(self, find: Callable[[str], KnownServer | str], limit_bytes: Callable[[], int]) -> None:
-        self._find = find
+    def __init__(
+        self, find_server: Callable[[str], KnownServer | str], limit_bytes: Callable[[], int]
+    ) -> None:
+        self._find_server = find_server
         self._limit_bytes = limit_bytes
-        self._wires = Wires()
+        self._transports = TransportRotation()
         self._tls: ssl.SSLContext | None = None
 
     async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
@@ -66,36 +74,38 @@ class DirectServers:
             return Refused(f"{path[:100]!r} is not a plain path")
         if deadline <= asyncio.get_running_loop().time():
             return TooLate()
-        server = self._find(endpoint)
+        server = self._find_server(endpoint)
         if isinstance(server, str):
             return Unreachable(f"{endpoint}: {server}")
-        wire = self._wire(server.tls)
-        current = Progress()
+        transport = self._choose_transport(server.tls)
+        progress = AttemptProgress()
         headers = _HEADERS | {name.lower(): value for name, value in server.headers.items()}
-        running.set(current)
-        wire.running += 1
+        current_attempt.set(progress)
+        transport.running_count += 1
         try:
             async with asyncio.timeout_at(deadline):
-                prepared = Prepared(server.base + path, headers, body, current)
-                outcome = await exchange(wire, prepared, current, self._limit_bytes(), who=endpoint)
+                prepared = PreparedRequest(server.base_url + path, headers, body, progress)
+                outcome = await send_and_read(
+                    transport, prepared, progress, self._limit_bytes(), peer=endpoint
+                )
         except TimeoutError:
             outcome = TooLate()
         finally:
-            wire.running -= 1
-            current.end()
-        await self._wires.close_unused()
+            transport.running_count -= 1
+            progress.forbid_sending()
+        await self._transports.close_unused()
         return outcome
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._wires.aclose()
+        await self._transports.aclose()
 
-    def _wire(self, tls: ssl.SSLContext | None) -> Wire:
-        wire = self._wires.current
+    def _choose_transport(self, tls: ssl.SSLContext | None) -> Transport:
+        transport = self._transports.current
         # Contexts are compared by identity: the same object means the same files. Calls that run on the old
         # transport end there.
-        if wire is None or tls is not self._tls:
+        if transport is None or tls is not self._tls:
             self._tls = tls
             # The aiohttp transport requires a context, also where all servers speak plain HTTP.
-            wire = self._wires.renew(tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-        return wire
+            transport = self._transports.replace_current(tls or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        return transport

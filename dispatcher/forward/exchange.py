@@ -13,29 +13,34 @@ from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 import aiohttp
 
 from dispatcher.core.gateway.outcome import (
-    GATEWAY,
+    GATEWAY_NAME,
     Failed,
     Outcome,
     TooLarge,
     Unreachable,
     Unsent,
-    classify,
-    cut_answer,
+    classify_answer,
+    classify_cut_answer,
 )
-from dispatcher.core.gateway.server_overload import LOOKED_AT_BYTES
+from dispatcher.core.gateway.server_overload import MAX_INSPECTED_BYTES
 from dispatcher.core.requests.headers import QUEUE_DURATION
-from dispatcher.forward.transport import Prepared, Progress, Wire
-from dispatcher.forward.unpack import unpacked
-from dispatcher.ports.network_errors import addressed
+from dispatcher.forward.transport import AttemptProgress, PreparedRequest, Transport
+from dispatcher.forward.unpack import decode_content
+from dispatcher.ports.network_errors import describe_error_with_address
 
-ERRORS = (aiohttp.ClientError, OSError)
+NETWORK_ERRORS = (aiohttp.ClientError, OSError)
 """Exceptions that a failing network or server can cause."""
-_LONGEST_S = 86_400.0
+_MAX_QUEUED_S = 86_400.0
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 
 
-async def exchange(
-    wire: Wire, request: Prepared, current: Progress, limit_bytes: int, *, who: str = GATEWAY
+async def send_and_read(
+    transport: Transport,
+    request: PreparedRequest,
+    progress: AttemptProgress,
+    limit_bytes: int,
+    *,
+    peer: str = GATEWAY_NAME,
 ) -> Outcome:
     """Send the request and read the answer. The caller sets the time limit.
 
@@ -43,44 +48,46 @@ async def exchange(
     """
     while True:
         try:
-            response = await wire.send(request)
+            response = await transport.send(request)
             break
-        except ERRORS as error:
-            if current.unsent:
+        except NETWORK_ERRORS as error:
+            if progress.is_unsent:
                 return Unsent()
-            if current.reused and isinstance(error, _CLOSED_BY_PEER):
+            if progress.is_reused and isinstance(error, _CLOSED_BY_PEER):
                 # The server may close an idle connection at the moment when the request is written. The
                 # second try is on a new connection, so that this loop runs twice at most.
-                current.fresh, current.reused, current.connected_at = True, False, None
+                progress.needs_new_connection, progress.is_reused, progress.connected_at = True, False, None
                 continue
-            if current.connected_at is None:
+            if progress.connected_at is None:
                 # The server takes no new connection, so the idle ones lead to a server that is gone.
-                wire.connector.close_idle(0)
+                transport.connector.close_idle(0)
             # A TLS 1.3 server rejects a client certificate only after the connection is established. That is
             # no failure of the request.
-            if current.connected_at is None or _is_tls(error):
-                return Unreachable(f"no connection: {addressed(error)}")
-            return Failed(f"no answer: {addressed(error)}")
-    stream, headers = response.body, _plain(response.raw_headers)
+            if progress.connected_at is None or _is_tls_error(error):
+                return Unreachable(f"no connection: {describe_error_with_address(error)}")
+            return Failed(f"no answer: {describe_error_with_address(error)}")
+    stream, headers = response.body, _join_headers(response.raw_headers)
     if QUEUE_DURATION in headers:
-        current.queued_s = _seconds_of(headers[QUEUE_DURATION])
-    if current.token_header:
-        current.token = headers.get(current.token_header, "")
+        progress.queued_s = _parse_milliseconds(headers[QUEUE_DURATION])
+    if progress.token_header:
+        progress.token = headers.get(progress.token_header, "")
     chunks: list[bytes] = []
     try:
-        body = await read(headers, stream, limit_bytes, chunks, current)
-    except ERRORS as error:
+        body = await read_body(headers, stream, limit_bytes, chunks, progress)
+    except NETWORK_ERRORS as error:
         # The part that arrived may say why the answer was cut: an evicted stream, for example.
-        said = cut_answer(response.status_code, headers, _end_of(chunks))
-        return said or Failed(f"the answer ({response.status_code}) broke off: {addressed(error)}")
+        outcome = classify_cut_answer(response.status_code, headers, _join_tail(chunks))
+        return outcome or Failed(
+            f"the answer ({response.status_code}) broke off: {describe_error_with_address(error)}"
+        )
     finally:
         await stream.aclose()
     if body is None:
         return TooLarge(response.status_code, limit_bytes)
-    return classify(response.status_code, headers, body, time.time(), who=who)
+    return classify_answer(response.status_code, headers, body, time.time(), answered_by=peer)
 
 
-def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+def _join_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     """Return the headers by name in lower case. Values of a repeated header are joined with a comma."""
     plain: dict[str, str] = {}
     for raw_name, raw_value in headers:
@@ -89,12 +96,12 @@ def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return plain
 
 
-async def read(
+async def read_body(
     headers: Mapping[str, str],
     stream: AsyncIterable[bytes],
     limit_bytes: int,
     chunks: list[bytes],
-    current: Progress,
+    progress: AttemptProgress,
 ) -> bytes | None:
     """Return the decoded body. `None` if the body is larger than the limit.
 
@@ -106,50 +113,50 @@ async def read(
         # A body that is announced as too large is rejected before its first byte is read.
         if int(length) > limit_bytes:
             return None
-        await current.make_room(int(length))
+        await progress.make_room(int(length))
     size = 0
     async for chunk in stream:
         size += len(chunk)
         if size > limit_bytes:
             return None
         chunks.append(chunk)
-        await current.make_room(size)
+        await progress.make_room(size)
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if content_encoding := headers.get("content-encoding"):
-        await current.make_room(limit_bytes)  # the decoded size is not known in advance
-        unpacked_body = await unpacked(body, content_encoding, limit_bytes)
-        if current.hold is not None and unpacked_body is not None:
-            current.hold.shrink(len(unpacked_body))
+        await progress.make_room(limit_bytes)  # the decoded size is not known in advance
+        unpacked_body = await decode_content(body, content_encoding, limit_bytes)
+        if progress.buffer is not None and unpacked_body is not None:
+            progress.buffer.shrink_to(len(unpacked_body))
         return unpacked_body
     return body
 
 
-def _seconds_of(milliseconds: str) -> float | None:
+def _parse_milliseconds(milliseconds: str) -> float | None:
     """Return the time in seconds. `None` if the text is no number, or no time that a request can wait."""
     try:
         seconds = float(milliseconds) / 1000
     except ValueError:
         return None
-    return seconds if 0 <= seconds <= _LONGEST_S else None
+    return seconds if 0 <= seconds <= _MAX_QUEUED_S else None
 
 
-def _end_of(chunks: Sequence[bytes]) -> bytes:
+def _join_tail(chunks: Sequence[bytes]) -> bytes:
     """Return the last bytes of a body that broke off, about as many as are searched for an error."""
     end: list[bytes] = []
     size = 0
     for chunk in reversed(chunks):
         end.append(chunk)
         size += len(chunk)
-        if size >= LOOKED_AT_BYTES:
+        if size >= MAX_INSPECTED_BYTES:
             break
     return b"".join(reversed(end))
 
 
-def _is_tls(error: BaseException | None) -> bool:
+def _is_tls_error(error: BaseException | None) -> bool:
     """Return True if a TLS error caused this error, such as a rejected client certificate in TLS 1.3."""
-    seen = 0
-    while error is not None and seen < 5:  # a chain of causes may be circular
+    depth = 0
+    while error is not None and depth < 5:  # a chain of causes may be circular
         if isinstance(error, ssl.SSLError):
             return True
-        error, seen = error.__cause__ or error.__context__, seen + 1
+        error, depth = error.__cause__ or error.__context__, depth + 1
     return False

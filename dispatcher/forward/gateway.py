@@ -18,23 +18,30 @@ from dispatcher.core.gateway.outcome import Delivered, Failed, Refused, TooLate,
 from dispatcher.core.requests.headers import INFERENCE_TTL
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.routing import Route
-from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
-from dispatcher.forward.exchange import exchange
-from dispatcher.forward.transport import CONNECT_S, Prepared, Progress, Wire, Wires, running
-from dispatcher.ports import Forwarded
-from dispatcher.ports.network_errors import words
+from dispatcher.forward.buffers import AnswerBuffer, AnswerBufferPool
+from dispatcher.forward.exchange import send_and_read
+from dispatcher.forward.transport import (
+    CONNECT_S,
+    AttemptProgress,
+    PreparedRequest,
+    Transport,
+    TransportRotation,
+    current_attempt,
+)
+from dispatcher.ports import AttemptResult
+from dispatcher.ports.network_errors import describe_error
 from dispatcher.settings import GatewaySettings, TlsSettings
 from dispatcher.settings.small_files import BackgroundRead
-from dispatcher.settings.watched_files import looks, read_token_blocking
-from dispatcher.telemetry.tracing import going_to
+from dispatcher.settings.watched_files import file_fingerprint, read_token_blocking
+from dispatcher.telemetry.tracing import make_traceparent
 
-WATCH_S = 1.0
+FILE_CHECK_INTERVAL_S = 1.0
 """Shortest time between two checks of the token and certificate files."""
 
 T = TypeVar("T")
 
 
-class _Watched(Generic[T]):
+class _WatchedValue(Generic[T]):
     """A value made from files that other programs replace. It is made again when a file has changed.
 
     If a changed file cannot be read, the old value stays in force and the read is tried again.
@@ -45,12 +52,12 @@ class _Watched(Generic[T]):
         self.value: T | None = None
         self.fault = ""
         self._make = make
-        self._look_at = float("-inf")
-        self._look = BackgroundRead(self._made_anew)
-        self._looking = 0
+        self._next_check_at = float("-inf")
+        self._background_load = BackgroundRead(self._load_if_changed)
+        self._waiting_count = 0
         """Number of attempts that wait for the current check of the files."""
-        self._seen: object = None
-        self._made: object = None
+        self._file_states: object = None
+        self._last_load: object = None
         """Result of the last check, the same object for all attempts that waited for it."""
 
     async def refresh(self, now: float) -> bool:
@@ -59,12 +66,12 @@ class _Watched(Generic[T]):
         An attempt that comes while another one checks the files goes on with the current value. It waits only
         if there is no value yet.
         """
-        if now < self._look_at and not (self._looking and self.value is None):
+        if now < self._next_check_at and not (self._waiting_count and self.value is None):
             return False
-        self._look_at = now + WATCH_S
-        self._looking += 1
+        self._next_check_at = now + FILE_CHECK_INTERVAL_S
+        self._waiting_count += 1
         try:
-            made = await self._look()
+            loaded = await self._background_load()
         except TimeoutError as error:
             # A hanging file system (NFS, for example) must not stop the attempts: the old value stays.
             self.fault = f"{', '.join(filter(None, self.paths))} cannot be read: {error}"
@@ -73,42 +80,42 @@ class _Watched(Generic[T]):
             self.fault = str(error)
             return False
         finally:
-            self._looking -= 1
+            self._waiting_count -= 1
         self.fault = ""
         # All attempts that waited get the same object. Only the first of them reports a new value.
-        if made is None or made is self._made:
+        if loaded is None or loaded is self._last_load:
             return False
-        self._made, (self._seen, self.value) = made, made
+        self._last_load, (self._file_states, self.value) = loaded, loaded
         return True
 
-    def _made_anew(self) -> tuple[object, T] | None:
+    def _load_if_changed(self) -> tuple[object, T] | None:
         """Return the state of the files and the value made from them. `None` if the files have not changed.
 
         Runs in a thread.
         """
         # The state is taken before the files are read: a file that is replaced in between is read again.
-        seen = [looks(path) for path in self.paths if path]
-        if seen == self._seen and not self.fault:
+        file_states = [file_fingerprint(path) for path in self.paths if path]
+        if file_states == self._file_states and not self.fault:
             return None
-        return seen, self._make()
+        return file_states, self._make()
 
 
 class _Plan:
     """Values derived from the options that are the same for all requests."""
 
     def __init__(self, options: GatewaySettings, subset_header: str) -> None:
-        self.secure = options.url.scheme == "https"
+        self.is_secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
         self.inference_ttl_s = options.inference_ttl_s
         self.route = Route(options, user_agent=USER_AGENT, subset_header=subset_header)
-        self.basic = options.url.authorization
-        self._base = options.url.bare.rstrip("/")
+        self.basic_authorization = options.url.authorization_header
+        self._base = options.url.without_credentials.rstrip("/")
         address = urlsplit(self._base)
-        self.host, self.port = address.hostname or "", address.port or (443 if self.secure else 80)
+        self.host, self.port = address.hostname or "", address.port or (443 if self.is_secure else 80)
 
-    def url(self, endpoint: str) -> str | Refused:
-        path = self.route.path(endpoint)
+    def build_url(self, endpoint: str) -> str | Refused:
+        path = self.route.choose_path(endpoint)
         return path if isinstance(path, Refused) else self._base + path
 
 
@@ -121,143 +128,151 @@ class HttpGateway:
     """
 
     def __init__(self, options: GatewaySettings, *, subset_header: str = "") -> None:
-        self._wires = Wires()
-        self._tries: dict[str, Progress] = {}
-        self.buffers = AnswerBuffers(options.max_buffered_bytes, options.max_response_bytes)
+        self._transports = TransportRotation()
+        self._attempts: dict[str, AttemptProgress] = {}
+        self.buffers = AnswerBufferPool(options.max_buffered_bytes, options.max_response_bytes)
         self._options: GatewaySettings | None = None
         self.reconfigure(options, subset_header=subset_header)
 
     def reconfigure(self, options: GatewaySettings, *, subset_header: str = "") -> None:
         """Use these options from the next request on. `subset_header` is passed to `Route`."""
         self._plan = _Plan(options, subset_header)
-        self.buffers.resize(options.max_buffered_bytes, options.max_response_bytes)
+        self.buffers.set_limits(options.max_buffered_bytes, options.max_response_bytes)
         before, self._options = self._options, options
         if before is None or before.token_file != options.token_file:
-            self._bearer = _Watched([options.token_file], lambda: _bearer(options.token_file))
+            self._bearer = _WatchedValue([options.token_file], lambda: _read_bearer(options.token_file))
         if before is None or (before.tls, before.url) != (options.tls, options.url):
-            tls, secure = options.tls, self._plan.secure
-            files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
-            self._tls = _Watched(files, lambda: _tls_context(tls, secure=secure))
+            tls, is_secure = options.tls, self._plan.is_secure
+            files = [tls.ca_file, tls.cert_file, tls.key_file] if is_secure else []
+            self._tls = _WatchedValue(files, lambda: _tls_context(tls, secure=is_secure))
 
     async def prepare(self) -> None:
         """Read the token and the TLS files in advance, so that the first request does not wait for them."""
-        await self._refresh(asyncio.get_running_loop().time())
+        await self._refresh_transport(asyncio.get_running_loop().time())
 
-    def resize(self, limit: int) -> None:
+    def resize_connection_pool(self, max_requests: int) -> None:
         """Keep no more connections than `max_requests` requests can use at once."""
-        wire = self._wires.current
-        if wire is not None:
-            wire.connector.close_idle(max(0, limit - wire.running))
+        transport = self._transports.current
+        if transport is not None:
+            transport.connector.close_idle(max(0, max_requests - transport.running_count))
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         """Return the time since which a running attempt has a connection. `None` if it has none yet."""
-        current = self._tries.get(token)
-        return None if current is None else current.connected_at
+        progress = self._attempts.get(token)
+        return None if progress is None else progress.connected_at
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._wires.aclose()
+        await self._transports.aclose()
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
-    ) -> Forwarded:
+    ) -> AttemptResult:
         """Send one attempt, until `deadline` (loop time) or gateway.timeout_s, whichever is first."""
         now = asyncio.get_running_loop().time
-        started = now()
-        if deadline <= started:
-            return Forwarded(TooLate(), started, started)
-        wire = await self._refresh(started)
+        started_at = now()
+        if deadline <= started_at:
+            return AttemptResult(TooLate(), started_at, started_at)
+        transport = await self._refresh_transport(started_at)
         # The plan is read after the files, without an await in between. The settings may have changed during
         # the reads, and a token must only go to its own gateway.
         plan = self._plan
-        url = plan.url(request.endpoint)
+        url = plan.build_url(request.endpoint)
         if isinstance(url, Refused):
-            return Forwarded(url, started, started)
-        if isinstance(wire, Unreachable):
-            return Forwarded(wire, started, started)
-        headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
-        ends = min(deadline, started + plan.timeout_s)
+            return AttemptResult(url, started_at, started_at)
+        if isinstance(transport, Unreachable):
+            return AttemptResult(transport, started_at, started_at)
+        headers = plan.route.build_headers(
+            request, self._bearer.value or plan.basic_authorization, make_traceparent(url)
+        )
+        ends_at = min(deadline, started_at + plan.timeout_s)
         if plan.inference_ttl_s is not None:
-            headers[INFERENCE_TTL] = _go_duration(min(plan.inference_ttl_s, ends - started))
-        hold = AnswerHold(self.buffers)
-        current = self._tries[token] = Progress(may_send=may_send, hold=hold, deadline=deadline)
+            headers[INFERENCE_TTL] = _format_go_duration(min(plan.inference_ttl_s, ends_at - started_at))
+        buffer = AnswerBuffer(self.buffers)
+        progress = self._attempts[token] = AttemptProgress(
+            may_send=may_send, buffer=buffer, deadline=deadline
+        )
         if request.session is not None:
-            current.token_header = request.session.token_header
-        prepared = Prepared(url, headers, request.payload, current)
-        running.set(current)
-        wire.running += 1
-        kept = False
+            progress.token_header = request.session.token_header
+        prepared = PreparedRequest(url, headers, request.payload, progress)
+        current_attempt.set(progress)
+        transport.running_count += 1
+        is_kept = False
         try:
-            async with asyncio.timeout_at(ends) as current.timer:
-                outcome = await exchange(wire, prepared, current, plan.max_response_bytes)
-            kept = isinstance(outcome, Delivered | Failed) and bool(outcome.body)
+            async with asyncio.timeout_at(ends_at) as progress.timer:
+                outcome = await send_and_read(transport, prepared, progress, plan.max_response_bytes)
+            is_kept = isinstance(outcome, Delivered | Failed) and bool(outcome.body)
         except TimeoutError:
             # The end of the attempt may have been moved: time without memory for the answer is not the
             # gateway's fault. It is never moved beyond the deadline.
-            late = current.timer is not None and current.timer.when() == deadline
+            late = progress.timer is not None and progress.timer.when() == deadline
             outcome = TooLate() if late else Failed(f"no answer within {plan.timeout_s:g} s")
         finally:
             # An answer that becomes a result keeps its memory until the queue has confirmed the result. The
             # dispatch loop frees it then.
-            if not kept:
-                hold.free()
-            wire.running -= 1
-            current.end()
-            self._tries.pop(token, None)
+            if not is_kept:
+                buffer.free_share()
+            transport.running_count -= 1
+            progress.forbid_sending()
+            self._attempts.pop(token, None)
         try:
-            await self._wires.close_unused()
+            await self._transports.close_unused()
         except asyncio.CancelledError:
-            hold.free()  # the caller never gets the answer
+            buffer.free_share()  # the caller never gets the answer
             raise
-        ended = now()
+        ended_at = now()
         # The attempt ended without an answer. A gateway that takes no new connection now died with all
         # requests it had, and the request is not charged with a failed attempt.
-        if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
-            why = await _connect_and_close(wire, plan)
+        if isinstance(outcome, Failed) and outcome.status is None and deadline - ended_at > CONNECT_S:
+            why = await _connect_and_close(transport, plan)
             outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
-        if current.connected_at is None:
-            return Forwarded(outcome, ended, ended)
+        if progress.connected_at is None:
+            return AttemptResult(outcome, ended_at, ended_at)
         # If the request was sent twice, the time since the start includes the exchange on the kept
         # connection, and does not say how long opening the new one took.
-        opened_s = None if current.reused or current.fresh else current.connected_at - started
-        held = hold if kept else None
-        return Forwarded(
-            outcome, current.connected_at, ended, opened_s, current.token, current.queued_s, held
+        opened_s = (
+            None
+            if progress.is_reused or progress.needs_new_connection
+            else progress.connected_at - started_at
+        )
+        memory = buffer if is_kept else None
+        return AttemptResult(
+            outcome, progress.connected_at, ended_at, opened_s, progress.token, progress.queued_s, memory
         )
 
-    async def _refresh(self, now: float) -> Wire | Unreachable:
+    async def _refresh_transport(self, now: float) -> Transport | Unreachable:
         """Return the transport to use, after a check of the files that rotate: certificates and token."""
         while True:
             tls, bearer = self._tls, self._bearer
             if await tls.refresh(now) and tls is self._tls and tls.value is not None:
-                self._wires.renew(tls.value)
+                self._transports.replace_current(tls.value)
             await bearer.refresh(now)
             # `reconfigure` may have replaced either one during the awaits: then both are checked again.
             if (tls, bearer) == (self._tls, self._bearer):
                 break
-        if self._wires.current is None or self._tls.value is None:
+        if self._transports.current is None or self._tls.value is None:
             return Unreachable(f"gateway.tls: {self._tls.fault}")
         if self._bearer.value is None:
             return Unreachable(f"gateway.token_file: {self._bearer.fault}")
-        return self._wires.current
+        return self._transports.current
 
 
-def _go_duration(seconds: float) -> str:
+def _format_go_duration(seconds: float) -> str:
     """Return a time as a Go duration. It is never 0, which would mean no limit."""
     return f"{max(1, int(seconds * 1000))}ms"
 
 
-async def _connect_and_close(wire: Wire, plan: _Plan) -> str:
+async def _connect_and_close(transport: Transport, plan: _Plan) -> str:
     """Connect to the gateway and close the connection. Return why that failed, or an empty string."""
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(
-                plan.host, plan.port, ssl=wire.tls if plan.secure else None
+                plan.host, plan.port, ssl=transport.tls if plan.is_secure else None
             )
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s"
     except OSError as error:
-        return f"no connection: {plan.host}:{plan.port}: {words(error)}"
+        return f"no connection: {plan.host}:{plan.port}: {describe_error(error)}"
     writer.transport.abort()
     return ""
 
@@ -265,9 +280,9 @@ async def _connect_and_close(wire: Wire, plan: _Plan) -> str:
 def _tls_context(options: TlsSettings, *, secure: bool) -> ssl.SSLContext:
     if not secure:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport requires one, and does not use it
-    return options.context()
+    return options.build_context()
 
 
-def _bearer(token_file: str) -> str:
+def _read_bearer(token_file: str) -> str:
     """Return the Authorization header with the token of the file. Empty if there is no file."""
     return f"Bearer {read_token_blocking(token_file)}" if token_file else ""

@@ -11,34 +11,34 @@ from __future__ import annotations
 import asyncio
 import zlib
 
-CODINGS_MOST = 2
+MAX_CODINGS = 2
 """Largest number of codings, one over the other."""
-MEMBERS_MOST = 16
+MAX_MEMBERS = 16
 """Largest number of members in one gzip body."""
-IN_BYTES = 65_536
+STEP_INPUT_BYTES = 65_536
 """Input of one step."""
-OUT_BYTES = 262_144
+STEP_OUTPUT_BYTES = 262_144
 """Largest output of one step. A step takes one or two milliseconds."""
 
 
-async def unpacked(body: bytes, content_encoding: str, limit_bytes: int) -> bytes | None:
+async def decode_content(body: bytes, content_encoding: str, limit_bytes: int) -> bytes | None:
     """Return the body without its codings. `None` if it is larger than the limit.
 
     Raises OSError if the codings cannot be undone.
     """
     names = [name.strip() for name in content_encoding.lower().split(",")]
     codings = [name for name in names if name not in ("identity", "")]
-    if len(codings) > CODINGS_MOST:
+    if len(codings) > MAX_CODINGS:
         raise OSError(f"content-encoding: {len(codings)} codings, one over the other")
     for coding in reversed(codings):
-        undone = await _undone(body, coding, limit_bytes)
-        if undone is None:
+        decoded = await _undo_coding(body, coding, limit_bytes)
+        if decoded is None:
             return None
-        body = undone
+        body = decoded
     return body
 
 
-async def _undone(body: bytes, coding: str, limit_bytes: int) -> bytes | None:
+async def _undo_coding(body: bytes, coding: str, limit_bytes: int) -> bytes | None:
     if not body:
         return body
     if coding not in ("gzip", "x-gzip", "deflate"):
@@ -46,23 +46,23 @@ async def _undone(body: bytes, coding: str, limit_bytes: int) -> bytes | None:
     # "deflate" means the zlib format (RFC 9110), but some servers send raw deflate. The low four bits of
     # the first byte tell the two apart: they are 8 in a zlib header. 47 is 32 + 15: gzip or zlib by header.
     wbits = -15 if coding == "deflate" and body[0] & 0x0F != 8 else 47
-    packed, at = memoryview(body), 0
+    packed, position = memoryview(body), 0
     parts: list[bytes] = []
     size = members = 0
     inflate = None
-    while inflate is not None or at < len(packed):
+    while inflate is not None or position < len(packed):
         if inflate is None:
             members += 1
-            if members > MEMBERS_MOST:
-                raise OSError(f"content-encoding {coding}: more than {MEMBERS_MOST} members")
+            if members > MAX_MEMBERS:
+                raise OSError(f"content-encoding {coding}: more than {MAX_MEMBERS} members")
             inflate = zlib.decompressobj(wbits)
-        step = packed[at : at + IN_BYTES]
+        step = packed[position : position + STEP_INPUT_BYTES]
         try:
-            part = inflate.decompress(step, OUT_BYTES)
+            part = inflate.decompress(step, STEP_OUTPUT_BYTES)
         except zlib.error as error:
             raise OSError(f"content-encoding {coding}: {error}") from error
         # The rest is input beyond the output bound, or the beginning of the next gzip member.
-        at += len(step) - len(inflate.unconsumed_tail) - len(inflate.unused_data)
+        position += len(step) - len(inflate.unconsumed_tail) - len(inflate.unused_data)
         parts.append(part)
         size += len(part)
         if size > limit_bytes:

@@ -13,29 +13,29 @@ from dispatcher.core.value import Value
 class AnswerMemory(Protocol):
     """Memory that one answer occupies until the queue has confirmed its results."""
 
-    def share(self, shares: int) -> None:
+    def split_into(self, share_count: int) -> None:
         """Give the memory back after `share_count` calls of `free_share`. With 0, give it back at once."""
         ...
 
-    def free(self) -> None:
+    def free_share(self) -> None:
         """Give up one share of the answer."""
         ...
 
 
-class Forwarded(Value, frozen=True):
+class AttemptResult(Value, frozen=True):
     """Result of one attempt."""
 
     outcome: Outcome
     sent_at: float
     """Time at which the connection for the request was ready; `ended_at` if there was no connection."""
     ended_at: float
-    opened_s: float | None = None
+    connect_s: float | None = None
     """Seconds that opening the connection took. `None` if it was open before, or was never opened."""
-    session: str = ""
+    sticky_token: str = ""
     """Value of the answer's header `Session.token_header`. Empty if there is none, or none was asked for."""
     queued_s: float | None = None
     """Seconds that the request waited in the endpoint picker. `None` if the answer does not say."""
-    held: AnswerMemory | None = None
+    memory: AnswerMemory | None = None
     """Memory that the answer occupies until its result is written. `None` if it is not counted."""
 
 
@@ -44,7 +44,7 @@ class Gateway(Protocol):
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
-    ) -> Forwarded:
+    ) -> AttemptResult:
         """Send the request once and return the outcome.
 
         `token` names this attempt and is never used again. `deadline` is the loop time at which the attempt
@@ -56,12 +56,12 @@ class Gateway(Protocol):
         """
         ...
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         """Return the time since which a running attempt has a connection. `None` if it has no connection
         (yet)."""
         ...
 
-    def resize(self, limit: int) -> None:
+    def resize_connection_pool(self, max_requests: int) -> None:
         """Keep at most as many idle connections as `max_requests` requests can use at once. With 0, keep only
         connections that are in use."""
         ...

@@ -12,40 +12,40 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMarks:
+class ModelRegistryState:
     """Current state of the registry."""
 
-    warm: frozenset[tuple[str, str]] = frozenset()
+    warm_markers: frozenset[tuple[str, str]] = frozenset()
     """Pairs of model and endpoint at which the model is warm."""
-    used: frozenset[str] = frozenset()
+    models_in_use: frozenset[str] = frozenset()
     """Models with requests in flight, by the reports of all owners."""
     labels: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """Version for each pair of family and label, as operators set them."""
-    drained: Mapping[str, str] = field(default_factory=dict)
+    drained_models: Mapping[str, str] = field(default_factory=dict)
     """Models that an operator drains, with a phrase that says who, since when and why ("by ada …")."""
     problem: str = ""
     """Sentence that says which entries cannot be read and are ignored. Empty if all can be read."""
-    labelled: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    label_origins: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """Phrase that says who set each label, and since when ("by ada …")."""
-    warming: frozenset[tuple[str, str, str]] = frozenset()
+    warm_up_locks: frozenset[tuple[str, str, str]] = frozenset()
     """Triples of model, endpoint and owner that holds the lock to warm the model there."""
 
 
 @dataclass(frozen=True, slots=True)
-class PinAsked:
+class PinRequest:
     """Request for a version by a sequence or a job, which keeps the version that it gets."""
 
     key: str
     """Key of the sequence or job, unique in the pool."""
-    version: str
+    proposed_version: str
     """Version to pin if the key has no version yet."""
-    keeps: Sequence[str]
+    allowed_versions: Sequence[str]
     """Versions that the key may keep if it was pinned to one of them before."""
-    for_s: float
+    keep_s: float
     """Lifetime of the pin since the last request for it."""
 
 
-class ModelBoard(Protocol):
+class ModelRegistry(Protocol):
     """The part of `Queue` that model versions need.
 
     Each method is one atomic step that is safe to repeat, and raises only QueueUnavailableError. If a key of
@@ -53,9 +53,12 @@ class ModelBoard(Protocol):
     proposed version, and `ModelRegistryState.problem` says so.
     """
 
-    async def marks(
-        self, keep: Collection[tuple[str, str]], cold: Collection[tuple[str, str]], using: Collection[str]
-    ) -> ModelMarks:
+    async def refresh_warm_markers(
+        self,
+        keep: Collection[tuple[str, str]],
+        remove: Collection[tuple[str, str]],
+        models_in_use: Collection[str],
+    ) -> ModelRegistryState:
         """Refresh the warm markers in `keep`, delete those in `remove`, report the models that this owner has
         in flight, and return the state.
 
@@ -65,26 +68,26 @@ class ModelBoard(Protocol):
         """
         ...
 
-    async def model_marks(self) -> ModelMarks:
+    async def read_model_registry(self) -> ModelRegistryState:
         """Return the state as `refresh_warm_markers` does, without writing."""
         ...
 
-    async def warming(self, model: str, endpoint: str) -> bool:
+    async def take_warm_up_lock(self, model: str, endpoint: str) -> bool:
         """Take the lock to warm the model at the endpoint, or renew it. Return False if another owner has it.
 
         The lock expires after 30 s.
         """
         ...
 
-    async def warmed(self, model: str, endpoint: str) -> None:
+    async def mark_warm(self, model: str, endpoint: str) -> None:
         """Mark the model as warm at the endpoint, and release the lock."""
         ...
 
-    async def unwarmed(self, model: str, endpoint: str) -> None:
+    async def release_warm_up_lock(self, model: str, endpoint: str) -> None:
         """Release the lock without marking the model as warm."""
         ...
 
-    async def pin(self, pins: Sequence[PinAsked]) -> Sequence[str]:
+    async def pin_versions(self, pins: Sequence[PinRequest]) -> Sequence[str]:
         """Return a version for each pin: the pinned one if it is among `allowed_versions`, else
         `proposed_version`, which is pinned from then on.
 

@@ -13,43 +13,43 @@ _MOST_CHARS = 200
 """Length limit of the text of an error, which may contain bytes of the peer."""
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return in one line what went wrong: the message of TLS or of the system if either is behind the error.
 
     Client libraries wrap errors in errors of their own, whose messages say less, or too much: a URL with its
     secrets.
     """
-    for cause in _chain(error):
-        if (told := _told(cause)) is not None:
-            return told
+    for cause in _iterate_causes(error):
+        if (description := _describe_known_error(cause)) is not None:
+            return description
     return " ".join(str(error).split())[:_MOST_CHARS] or type(error).__name__
 
 
-def addressed(error: BaseException) -> str:
+def describe_error_with_address(error: BaseException) -> str:
     """Return the description, after the address if the error names one (aiohttp's connector does)."""
     host, port = getattr(error, "host", None), getattr(error, "port", None)
-    return f"{host}:{port}: {words(error)}" if host and port else words(error)
+    return f"{host}:{port}: {describe_error(error)}" if host and port else describe_error(error)
 
 
-def nobody_listens(error: BaseException) -> bool:
+def is_connection_refused(error: BaseException) -> bool:
     """Return True if the connection was refused at every address that was tried: no process has the port."""
-    for cause in _chain(error):
-        if isinstance(cause, OSError) and (numbers := _numbers(cause)):
-            return set(numbers) == {errno.ECONNREFUSED}
+    for cause in _iterate_causes(error):
+        if isinstance(cause, OSError) and (errnos := _collect_errnos(cause)):
+            return set(errnos) == {errno.ECONNREFUSED}
     return False
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its causes, the outermost first."""
     # A cause may be linked back to an error that was yielded already.
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    visited_ids: set[int] = set()
+    while error is not None and id(error) not in visited_ids:
+        visited_ids.add(id(error))
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _told(error: BaseException) -> str | None:
+def _describe_known_error(error: BaseException) -> str | None:
     """Describe one error of the chain. `None` if only its own text is known, or its causes may say more."""
     if hasattr(error, "request_info"):  # aiohttp's ClientResponseError: its own words hold the URL
         return (
@@ -67,12 +67,12 @@ def _told(error: BaseException) -> str | None:
     if isinstance(error, socket.gaierror) or (error.errno or 0) < 0:
         return f"the name cannot be resolved ({error.strerror})"
     # asyncio joins the errors of all addresses of a name in one message: show one reason.
-    if numbers := _numbers(error):
-        why = os.strerror(numbers[0]).lower()
+    if errnos := _collect_errnos(error):
+        why = os.strerror(errnos[0]).lower()
         return f"{error.filename}: {why}" if error.filename else why
     return "no answer in time" if isinstance(error, TimeoutError) else None
 
 
-def _numbers(error: OSError) -> list[int]:
+def _collect_errnos(error: OSError) -> list[int]:
     """Return the `errno` of the error, or of each address that was tried."""
     return [error.errno] if error.errno else [int(each) for each in re.findall(r"Errno (\d+)", str(error))]

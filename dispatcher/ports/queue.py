@@ -13,34 +13,34 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from dispatcher.core.requests.forecast import LineAhead
-from dispatcher.core.requests.lanes import ONE_OF_EACH, Lane
-from dispatcher.core.requests.queue_counts import Counts
-from dispatcher.core.requests.request import parse
+from dispatcher.core.requests.forecast import QueueSnapshot
+from dispatcher.core.requests.lanes import ONE_PER_LANE, Lane
+from dispatcher.core.requests.queue_counts import QueueCounts
+from dispatcher.core.requests.request import parse_member
 from dispatcher.core.requests.result import ErrorCode
-from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd, Verdict
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnDecision, TurnEnd, TurnGranted
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.core.value import Value
-from dispatcher.ports.model_registry import ModelBoard
+from dispatcher.ports.model_registry import ModelRegistry
 
 
 @dataclass(frozen=True, slots=True)
 class Overload:
     """The newest overload refusal of the gateway that any replica received."""
 
-    at: float
+    refused_at: float
     """Time at which the refusal arrived."""
-    until: float
+    retry_at: float
     """Time before which nothing is sent (Retry-After), whatever a reading says."""
-    capacity: bool
+    is_out_of_capacity: bool
     """True if the pool was full, which teaches how much fits. False if it was shutting down or had no
     endpoints."""
     in_flight: int
     """Batch requests of all replicas that were in flight at that time."""
 
-    def wait_until(self, most_s: float) -> float:
+    def bounded_retry_at(self, max_wait_s: float) -> float:
         """Return the time until which to wait, at most `max_wait_s` after the refusal."""
-        return min(self.until, self.at + most_s)
+        return min(self.retry_at, self.refused_at + max_wait_s)
 
 
 class Permit(Value, frozen=True):
@@ -50,19 +50,19 @@ class Permit(Value, frozen=True):
     """Maximum units of all live leases of all replicas together with `unleased_units`."""
     read_at: float
     """Time of the reading behind the limit (the start of its window)."""
-    lost: int
+    lost_units: int
     """Value of `LeaseCounts.lost_units` when the limit was computed. Each unit that was lost since lowers the
     limit by one."""
     retry_after_max_s: float = 60.0
     """Longest time to wait after an overload refusal, whatever Retry-After is stored."""
-    apart: int = 0
+    unleased_units: int = 0
     """Units that are in use, or about to be, and belong to no lease."""
 
 
 class Lease(Value, frozen=True):
     """The right to run one request, held by one owner until the lease ends."""
 
-    entry: int
+    entry_id: int
     """Number of the request, given with its first claim. The pool never uses a number twice."""
     token: str
     """Random bits that name this lease. A write with another token has no effect."""
@@ -70,39 +70,39 @@ class Lease(Value, frozen=True):
     score: float
     deliveries: int
     """Number of times that the request was claimed, this time included."""
-    attempts: int
+    failed_attempts: int
     """Attempts that count as failed (`Failed`)."""
     refusals: int
     """Overload refusals of this request."""
-    losses: int
+    deaths_as_suspect: int
     """Owners that died while they held the request, counted since it became a suspect."""
     lane: Lane | None = None
     """Lane in which the request waited. `None` if it waited among all others."""
     units: int = 1
     """Units that the lease counts in the limit, as far as the weight of the request was known."""
-    last_try: str = ""
+    last_attempt: str = ""
     """Outcome of the last counted attempt. Empty if there was none, or an older version did not store it."""
 
 
-class Leases(Value, frozen=True):
+class LeaseCounts(Value, frozen=True):
     """Units of all leases at one moment."""
 
-    at: float
-    live: int
+    counted_at: float
+    live_units: int
     """Units of live leases of all owners."""
-    others: int
+    other_owners_units: int
     """Part of `live_units` that other owners hold."""
-    young: int
+    just_leased_units: int
     """Part of `other_owners_units` that was claimed or renewed in the last 20 ms, and may not have been sent
     yet."""
-    lost: int
+    lost_units: int
     """Units of all leases ever taken back from owners that were gone, silent or late (a counter). If it
     grows, some may have been leases of the caller: `renew` says which."""
-    stray: int = 0
+    orphaned_units: int = 0
     """Part of `lost_units` whose owner may still be running the request (a counter)."""
 
 
-class Shared(Value, frozen=True):
+class SharedState(Value, frozen=True):
     """State that the replicas of one queue share through it."""
 
     limit: int | None
@@ -110,39 +110,39 @@ class Shared(Value, frozen=True):
     read_at: float
     """Time of the reading behind that limit."""
     overload: Overload | None
-    prober: str | None
+    probing_owner: str | None
     """The owner that may probe an unreachable gateway now."""
-    paused: bool
+    is_paused: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class LeaseUnitsResult:
     """Reply to `Queue.set_lease_units`."""
 
     fits: Sequence[bool]
     """True for each lease that counts its new units. False if the lease is no longer the caller's: it was
     given back to its place without counting a delivery, or another owner has it."""
-    count: Leases
-    shared: Shared
+    lease_counts: LeaseCounts
+    shared: SharedState
 
 
 @dataclass(frozen=True, slots=True)
-class LinedUp:
+class ClaimTurnsResult:
     """Reply to `Queue.claim_turns`."""
 
-    verdicts: Sequence[Verdict]
+    decisions: Sequence[TurnDecision]
     """Decisions in the order of the leases."""
-    count: Leases
-    shared: Shared
+    lease_counts: LeaseCounts
+    shared: SharedState
 
 
-class Claimed(Value, frozen=True):
+class ClaimResult(Value, frozen=True):
     """Reply to `Queue.claim`."""
 
     leases: Sequence[Lease]
-    count: Leases
-    shared: Shared
-    waiting: int
+    lease_counts: LeaseCounts
+    shared: SharedState
+    claimable_count: int
     """Requests that the next claim could lease if there were room: pending and returned ones. Requests of a
     lane count only if this call was allowed more of them than it took."""
 
@@ -153,15 +153,15 @@ class Settlement(Value, frozen=True):
     lease: Lease
     result: bytes
     """Result as JSON, ready for the list."""
-    results: str
+    result_list: str
     """Name of the result list. Empty for the default list of the queue."""
     request_id: str = ""
     request_token: str = ""
     """Token of the request; its cancel markers are deleted, also those under `request_id` if they hold this
     token. Empty if the request has no token."""
-    code: str = ""
+    result_class: str = ""
     """Class in which the result is counted: the class of the gateway's answer (`2xx`) or an error code."""
-    turn: TurnEnd | None = None
+    turn_end: TurnEnd | None = None
     """State that the request leaves to its sequence, whether its turn was checked or not.
 
     `None` if it belongs to no sequence, or the sequence rejected it. (The turn of a checked request ends in
@@ -169,7 +169,7 @@ class Settlement(Value, frozen=True):
     """
 
 
-class Settled(StrEnum):
+class SettleStatus(StrEnum):
     """Status of a lease that the caller ended."""
 
     DONE = "done"
@@ -185,15 +185,15 @@ class Settled(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class SettleAndClaimResult:
     """Reply to `Queue.settle_and_claim_next`."""
 
-    answers: Sequence[Settled | None]
+    statuses: Sequence[SettleStatus | None]
     """Statuses as `settle` returns them."""
-    claimed: Claimed | None
+    claim_result: ClaimResult | None
     """Next requests of the sequences, leased to the caller. `None` if they are not known, or there can be
     none: a claim with the same nonce returns them."""
-    goes: Sequence[Goes] = ()
+    granted_turns: Sequence[TurnGranted] = ()
     """Granted turns for these leases, as `claim_turns` would return them."""
 
 
@@ -204,16 +204,16 @@ class Release:
     lease: Lease
     delay_s: float = 0.0
     """Delay before the request may be claimed again. With 0, it returns to its place at once."""
-    attempt: bool = False
+    is_failed_attempt: bool = False
     """True to count a failed attempt (`Failed`)."""
-    refusal: bool = False
+    is_refusal: bool = False
     """True to count a refusal (`Overloaded`)."""
-    undelivered: bool = False
+    is_undelivered: bool = False
     """True to take back the count of the delivery: the request was returned untouched (drain, unreachable).
     """
-    last_try: str = ""
+    last_attempt: str = ""
     """Outcome of the attempt in words. If it is empty, the text of an earlier attempt stays."""
-    awaits: str = ""
+    missing_model: str = ""
     """Model that is not served and that the request waits for, in a lane that no claim takes from, until
     `return_waiting_for_models`. Empty if it waits for none.
 
@@ -225,26 +225,26 @@ class Release:
     read from the member of the lease, if it is there."""
 
     @property
-    def cancelled_by(self) -> tuple[str, str]:
+    def cancel_key(self) -> tuple[str, str]:
         """Id and token by which the request can be cancelled."""
         if self.request_token or not self.lease.member:
             return self.request_id, self.request_token
-        read = parse(self.lease.member)
-        return read.id or "", read.token
+        parsed = parse_member(self.lease.member)
+        return parsed.id or "", parsed.token
 
 
 @dataclass(frozen=True, slots=True)
-class Recalled:
+class ReturnedRequests:
     """Reply to `Queue.return_waiting_for_models`."""
 
-    moved: int
+    returned_count: int
     """Requests that may be claimed now."""
-    left: int
+    remaining_count: int
     """Requests that still wait for one of these models: call again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Burial:
+class DeadLetter:
     """A request to be moved to the dead-letter set, for an operator to look at."""
 
     settlement: Settlement
@@ -254,58 +254,58 @@ class Burial:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewed:
+class RenewResult:
     """Reply to `Queue.renew` and `Queue.share_state`."""
 
-    lost: Sequence[int]
+    lost_entry_ids: Sequence[int]
     """Entry ids whose lease is no longer the caller's."""
-    count: Leases
-    shared: Shared
+    lease_counts: LeaseCounts
+    shared: SharedState
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
+class UnleasedRequest:
     """A request without a lease that is to be answered: usually one past its deadline."""
 
-    place: str
+    location: str
     """Location of the request, opaque to all but the queue."""
     member: bytes
-    last_try: str = ""
+    last_attempt: str = ""
     """Same as in `Lease`, and so are the counts below."""
-    attempts: int = 0
+    failed_attempts: int = 0
     refusals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Unserved:
+class RemainingRequest:
     """A request that will never run because its sequence has ended, and the error with which to answer it."""
 
-    item: Expired
-    code: ErrorCode
-    why: str
+    request: UnleasedRequest
+    error_code: ErrorCode
+    message: str
     """One sentence."""
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepSummary:
     """Summary of one sweep."""
 
-    reclaimed: int
+    reclaimed_count: int
     """Number of leases that were taken back. Their units count in `LeaseCounts.lost_units`."""
-    due: int
+    due_count: int
     """Number of delayed requests that returned to their place."""
     next_due_at: float | None
     """Time at which the next delayed request is due."""
-    lost: int
+    lost_units: int
     """Same as in `LeaseCounts`."""
-    turns: int = 0
+    turn_count: int = 0
     """Number of requests whose turn in their sequence has come, and that may be claimed now."""
-    revoked: int = 0
+    cancelled_count: int = 0
     """Number of requests that were cancelled while they waited for their model. They may be claimed now, to
     be answered."""
 
 
-class Queue(ModelBoard, Protocol):
+class Queue(ModelRegistry, Protocol):
     """The queue as one owner uses it.
 
     Each method is one atomic step that is safe to repeat: claims by their nonce, all others by the tokens of
@@ -319,7 +319,7 @@ class Queue(ModelBoard, Protocol):
         """Return the Unix time by the queue's clock, without a call to the queue."""
         ...
 
-    async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
+    async def find_invalid_result_lists(self, names: Iterable[str]) -> Mapping[str, str]:
         """Return the result lists among `names` that cannot take a result, each with the reason as the end of
         a sentence ("is …"): producers may not name it, or it has the wrong type. A settlement with such a
         list returns BAD_LIST.
@@ -331,13 +331,13 @@ class Queue(ModelBoard, Protocol):
 
     async def claim(
         self,
-        most: int,
+        max_count: int,
         nonce: str,
         permit: Permit,
         *,
-        lanes: Mapping[Lane, int] = ONE_OF_EACH,
-        units: int = 1,
-    ) -> Claimed:
+        max_per_lane: Mapping[Lane, int] = ONE_PER_LANE,
+        assumed_units: int = 1,
+    ) -> ClaimResult:
         """Lease up to `max_count` requests, best score first, never past the permit.
 
         Repeat a claim whose reply was lost with the same nonce: it returns the same leases.
@@ -367,7 +367,7 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def probe(self, nonce: str, permit: Permit) -> Claimed:
+    async def claim_probe(self, nonce: str, permit: Permit) -> ClaimResult:
         """Lease one request to probe an unreachable gateway, under the conditions of a claim. Lease none
         while another probe runs. (If other owners fill the limit, one of them will notice that the gateway is
         back, and nothing could be claimed afterwards.)
@@ -377,12 +377,14 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def renew(self, leases: Sequence[Lease]) -> Renewed:
+    async def renew(self, leases: Sequence[Lease]) -> RenewResult:
         """Extend the leases to lease_s from now, including leases that ran out but were not yet taken
         back."""
         ...
 
-    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+    async def set_lease_units(
+        self, lease_units: Sequence[tuple[Lease, int]], permit: Permit
+    ) -> LeaseUnitsResult:
         """Set the units of each lease to the weight of its request, which is known once the request was
         parsed.
 
@@ -393,7 +395,9 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
+    async def claim_turns(
+        self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
+    ) -> ClaimTurnsResult:
         """Decide for leased requests of sequences whether it is their turn. `terms` apply from now on, also
         if `turns` is empty.
 
@@ -409,13 +413,13 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def unserved(self, most: int) -> Sequence[Unserved]:
+    async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
         """Return requests of ended sequences that will never run, about 1 MB (at least one). Pass them to
         `settle_unleased` with their results, or with an empty `Settlement.result` if the member cannot be
         parsed."""
         ...
 
-    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
+    async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:
         """Share the newest limit and overload with the other owners, and return theirs. `lost_entry_ids` is
         empty.
 
@@ -423,7 +427,7 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
         """Write each result and end its lease. `None` for a lease that could not be settled now: it stands,
         call again.
 
@@ -432,7 +436,9 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
+    async def settle_and_claim_next(
+        self, settlements: Sequence[Settlement], nonce: str, permit: Permit
+    ) -> SettleAndClaimResult:
         """Settle the requests, and in the same step lease the next requests of their sequences to the caller.
 
         Only requests are leased that a `claim` with this permit would have leased: in order, up to the first
@@ -441,11 +447,11 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
+    async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
         """End each lease without a result, as its `Release` says."""
         ...
 
-    async def recall(self, models: Sequence[str]) -> Recalled:
+    async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
         """Return requests that wait for one of these models to their old place in the queue.
 
         Call it for models that are served now or that no rule makes requests wait for any more. Each call
@@ -454,21 +460,21 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def awaited(self) -> Mapping[str, int]:
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
         """Return the number of requests that wait for each model (named by `lanes.shorten_model_name`).
         Covers at most 1,000 models, and others with each call."""
         ...
 
-    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
+    async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         """Move the requests to the dead-letter set, and write their results as `settle` does."""
         ...
 
-    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+    async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         """Return for each pair of request id and token whether the request was cancelled: by its token, or by
         a marker under its id with an equal token."""
         ...
 
-    async def sweep(self) -> Swept:
+    async def sweep(self) -> SweepSummary:
         """Return requests to their place: those whose owner is gone or whose lease ran out, delayed ones that
         are due, and cancelled ones among those that wait for their model (a page per call). End sequences
         that are due to end.
@@ -484,7 +490,7 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def expired(self, most: int) -> Sequence[Expired]:
+    async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
         """Return requests without a lease that may be past their deadline by their score. The caller verifies
         the deadline by parsing the member.
 
@@ -493,7 +499,7 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
+    async def settle_unleased(self, items: Sequence[tuple[UnleasedRequest, Settlement]]) -> int:
         """Write the results and remove the requests that are still where they were found. Return how many
         that were.
 
@@ -501,11 +507,11 @@ class Queue(ModelBoard, Protocol):
         """
         ...
 
-    async def counts(self) -> Counts:
+    async def count_requests(self) -> QueueCounts:
         """Return the number of requests by where they are."""
         ...
 
-    async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
+    async def take_snapshot(self, rate: float | None = None, service_s: float = 0.0) -> QueueSnapshot:
         """Return a snapshot of the pending requests, of the owners, and of the number ever settled, without
         writing.
 

@@ -6,38 +6,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dispatcher.core.requests.found_request import FoundRequest, Looked, Whereabouts, Words
-from dispatcher.core.requests.queue_counts import Counts
+from dispatcher.core.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
+from dispatcher.core.requests.queue_counts import QueueCounts
 from dispatcher.core.requests.submission import Submission
 from dispatcher.core.sequences.decisions import SequencePage
-from dispatcher.core.sequences.turns import SequenceSeen, SequenceStatus
-from dispatcher.ports.model_registry import ModelMarks
+from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus
+from dispatcher.ports.model_registry import ModelRegistryState
 
 
 @dataclass(frozen=True, slots=True)
-class Dead:
+class DeadRequest:
     """A request in the dead-letter set."""
 
-    entry: int
+    entry_id: int
     member: bytes
     score: float
     reason: str
     died_at: float
     """Unix seconds."""
     deliveries: int
-    attempts: int
+    failed_attempts: int
     refusals: int
-    losses: int
+    deaths_as_suspect: int
 
 
-class Desk(Protocol):
+class QueueAdmin(Protocol):
     """The queue as producers and operators use it. Every method raises QueueUnavailableError like `Queue`."""
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
         """Add the requests to the queue and wake the dispatchers. Return how many were not pending yet."""
         ...
 
-    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
+    async def cancel_request(
+        self, request_id: str, request_token: str = "", *, is_token_known: bool = False
+    ) -> bool:
         """Cancel the requests with this id, or only the one with this token. Return False if there is none.
 
         Set `is_token_known` if the token was read from the request in the queue. It then counts for every
@@ -45,7 +47,7 @@ class Desk(Protocol):
         """
         ...
 
-    async def pause(self, by: str, why: str) -> None:
+    async def pause(self, who: str, why: str) -> None:
         """Stop all claims until `resume`."""
         ...
 
@@ -53,16 +55,18 @@ class Desk(Protocol):
         """Allow claims again."""
         ...
 
-    async def paused(self) -> tuple[str, str] | None:
+    async def read_pause(self) -> tuple[str, str] | None:
         """Return who paused the queue and why. `None` if it is not paused."""
         ...
 
-    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
+    async def peek_next(self, max_count: int) -> Sequence[tuple[float, bytes]]:
         """Return score and member of the next requests to be claimed, in order. Requests in lanes are
         included, except for closed lanes."""
         ...
 
-    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+    async def list_requests(
+        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
+    ) -> LookupPage:
         """Return a page of the requests in one location, in order.
 
         Pages are numbered by rank, so requests that leave meanwhile shift the next page. With `full_members`,
@@ -70,14 +74,14 @@ class Desk(Protocol):
         """
         ...
 
-    async def near(self, request_id: str, after: str = "") -> Looked:
+    async def find_by_id(self, request_id: str, after: str = "") -> LookupPage:
         """Return a page of the requests with this id that can be found cheaply: those of our client, and
         leased ones."""
         ...
 
-    async def search(
-        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
-    ) -> Looked:
+    async def search_requests(
+        self, terms: SearchTerms, after: str = "", *, entries_only: bool = False, full_members: bool = False
+    ) -> LookupPage:
         """Return a page of a walk over all requests, or with `entries_only` over those that were claimed at
         least once.
 
@@ -86,11 +90,11 @@ class Desk(Protocol):
         """
         ...
 
-    async def ahead(self, found: FoundRequest) -> int | None:
+    async def count_ahead(self, request: FoundRequest) -> int | None:
         """Return the number of requests ahead of this one. `None` if it does not wait there (any more)."""
         ...
 
-    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
+    async def restore_requests(self, queue: str, requests: Sequence[FoundRequest]) -> int:
         """Take over requests that were found in the other `queue` and are not leased, each in the place where
         it was stored. Return how many are new.
 
@@ -98,7 +102,7 @@ class Desk(Protocol):
         """
         ...
 
-    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
+    async def read_results(self, name: str, max_count: int, after: int = 0) -> Sequence[bytes]:
         """Return the results of a list after the first `after`, oldest first, up to about 1 MB. Nothing is
         removed."""
         ...
@@ -107,19 +111,19 @@ class Desk(Protocol):
         """Remove the oldest result that equals `result`. Return False if there is none."""
         ...
 
-    async def counts(self) -> Counts:
+    async def count_requests(self) -> QueueCounts:
         """Return the number of requests by where they are."""
         ...
 
-    async def awaited(self) -> Mapping[str, int]:
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
         """Return the same as `Queue.count_waiting_by_model`."""
         ...
 
-    async def model_marks(self) -> ModelMarks:
+    async def read_model_registry(self) -> ModelRegistryState:
         """Return the state of model versions, without writing."""
         ...
 
-    async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
+    async def set_label(self, family: str, label: str, version: str | None, who: str) -> bool:
         """Make the label mean this version of the family, whatever the settings say; with `None`, remove the
         label.
 
@@ -128,38 +132,38 @@ class Desk(Protocol):
         """
         ...
 
-    async def drain(self, model: str, who: str, why: str = "") -> None:
+    async def drain_version(self, model: str, who: str, why: str = "") -> None:
         """Stop new requests for this version; running requests continue. Limits as for `set_label`."""
         ...
 
-    async def undrain(self, model: str) -> bool:
+    async def undrain_version(self, model: str) -> bool:
         """Allow new requests for this version again. Return False if it was not drained."""
         ...
 
-    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
+    async def list_dead(self, max_count: int, after: int = 0) -> Sequence[DeadRequest]:
         """Return dead requests with an entry id above `after`, in order of their ids."""
         ...
 
-    async def dead_newest(self, most: int) -> Sequence[Dead]:
+    async def list_newest_dead(self, max_count: int) -> Sequence[DeadRequest]:
         """Return the dead requests with the highest entry ids, highest first."""
         ...
 
-    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
+    async def requeue_dead(self, entry_ids: Sequence[int], deadline: int) -> int:
         """Accept dead requests again with this deadline, which is written to member and score; the priority
         is kept. Return how many were accepted."""
         ...
 
-    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
+    async def purge_dead(self, entry_ids: Sequence[int] | None = None) -> int:
         """Delete dead requests, or all of them with `None`. Return how many were deleted."""
         ...
 
-    async def sequences(
-        self, most: int, after: str = "", status: SequenceStatus | None = None
+    async def list_sequences(
+        self, max_count: int, after: str = "", status: SequenceStatus | None = None
     ) -> SequencePage:
         """Return a page of a walk over about `max_count` sequences in no order, filtered by status."""
         ...
 
-    async def sequence(self, sequence_id: str) -> SequenceSeen | None:
+    async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
         """Return one sequence with the first of its waiting requests. `None` if it is not known."""
         ...
 
@@ -175,7 +179,9 @@ class Desk(Protocol):
         """
         ...
 
-    async def cancel_sequence(self, sequence_id: str, at: float | None = None, for_s: float = ...) -> bool:
+    async def cancel_sequence(
+        self, sequence_id: str, submitted_until: float | None = None, claimed_within_s: float = ...
+    ) -> bool:
         """End a sequence. Its waiting requests are answered CANCELLED, and its running one is cancelled if
         its producer gave it a token.
 

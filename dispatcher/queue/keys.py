@@ -8,14 +8,14 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from dispatcher.core.patterns import any_fits
-from dispatcher.core.requests.cluster_slot import fault_of_braces, tag_of
-from dispatcher.core.requests.lanes import CLOSED, Lane
-from dispatcher.core.requests.result_lists import OURS, usual
-from dispatcher.core.sequences.turns import Turn, owner_of
+from dispatcher.core.patterns import matches_any
+from dispatcher.core.requests.cluster_slot import explain_brace_fault, extract_hash_tag
+from dispatcher.core.requests.lanes import CLOSED_LANES, Lane
+from dispatcher.core.requests.result_lists import CLIENT_LISTS, default_patterns
+from dispatcher.core.sequences.turns import Turn, digest_owner
 
-ACTIVE = "request-active:"
-CANCEL = "request-cancel:"
+FOREIGN_ACTIVE_PREFIX = "request-active:"
+FOREIGN_CANCEL_PREFIX = "request-cancel:"
 """Prefixes of the markers of llm-d's producers, by request id and for all queues. The markers of this project
 are `QueueNames.active_key` and `QueueNames.cancel_key`."""
 MAX_TOKEN_BYTES = 1024
@@ -23,7 +23,7 @@ MAX_TOKEN_BYTES = 1024
 only."""
 MAX_LIST_NAME_BYTES = 1024
 
-LINE_KEYS = {
+QUEUE_KEYS = {
     "PENDING": ("", "zset"),
     "RETURNED": ("returned", "zset"),
     "SUSPECTS": ("suspects", "zset"),
@@ -51,7 +51,7 @@ SEQUENCE_KEYS = {
     "OVER": ("sequences:over", "zset"),
     "LOOKS": ("sequences:looks", "zset"),
 }
-MODEL_KEYS = {
+WAITING_FOR_MODEL_KEYS = {
     "ABSENT": ("absent", "zset"),
     "ABSENT_ORDER": ("absent:order", "zset"),
     "ABSENT_COUNTS": ("absent:counts", "zset"),
@@ -61,7 +61,7 @@ MODEL_KEYS = {
 A queue has its own keys except for the pool keys, which all queues of its pool share. The keys of sequences
 and of requests that wait for a model come last: scripts check their types only if there is such a request.
 """
-BOARD_KEYS = {
+MODEL_REGISTRY_KEYS = {
     "WARM": ("models:warm", "zset"),
     "WARMING": ("models:warming", "zset"),
     "USED": ("models:used", "zset"),
@@ -72,23 +72,26 @@ BOARD_KEYS = {
 }
 """Keys of the model registry of a pool. They are separate from all other keys, and only the scripts of the
 registry get them."""
-KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **MODEL_KEYS}
+SCRIPT_KEYS = {**QUEUE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **WAITING_FOR_MODEL_KEYS}
 """Keys in the order in which all scripts but those of the model registry get them."""
-SHARED_BY_CLIENTS = "sequences:secret"
-_SUFFIXES = (*(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values()) if suffix), SHARED_BY_CLIENTS)
-_OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
-BOX_KEPT, BOX_OWNER = "kept", "owner"
+SECRET_SUFFIX = "sequences:secret"
+_SUFFIXES = (
+    *(suffix for suffix, _ in (*SCRIPT_KEYS.values(), *MODEL_REGISTRY_KEYS.values()) if suffix),
+    SECRET_SUFFIX,
+)
+_ANONYMOUS_CLIENT_LIST = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
+KEPT_SUFFIX, OWNER_SUFFIX = "kept", "owner"
 """Suffixes that a client appends to the name of its result list to name its two other keys."""
-_OF_GO_CLIENTS = ("result-claimed", "result-claim-owners", "result-claims-idx", "result-ack-tombstones")
+_GO_CLIENT_SUFFIXES = ("result-claimed", "result-claim-owners", "result-claims-idx", "result-ack-tombstones")
 """Suffixes that llm-d's Go producer (`ReceiveResult`) appends to the name of the list that it reads."""
-_OF_A_BOX = re.compile(
-    rf"{re.escape(OURS.removesuffix('*'))}.*:(?:{BOX_KEPT}|{BOX_OWNER})|.*:(?:{'|'.join(_OF_GO_CLIENTS)})",
+_CLIENT_KEY = re.compile(
+    rf"{re.escape(CLIENT_LISTS.removesuffix('*'))}.*:(?:{KEPT_SUFFIX}|{OWNER_SUFFIX})|.*:(?:{'|'.join(_GO_CLIENT_SUFFIXES)})",
     re.DOTALL,
 )
-_PASSING = ("reply", "posted", "active", "cancel", "sequences:cancelled", "streams")
+_EXPIRING_SUFFIXES = ("reply", "posted", "active", "cancel", "sequences:cancelled", "streams")
 """Suffixes of keys that expire. Each is followed by an id."""
-_OF_A_QUEUE = re.compile(
-    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
+_QUEUE_KEY = re.compile(
+    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_EXPIRING_SUFFIXES)}):.*",
     re.DOTALL,
 )
 """Pattern of all names that may be a key of some queue. All of them have a hash tag, except for a queue that
@@ -100,7 +103,7 @@ class QueueNameError(ValueError):
 
 
 @dataclass(frozen=True)
-class Names:
+class QueueNames:
     """Names of a queue, of its pool, and of its default result list. Raises QueueNameError for a name with
     stray braces.
 
@@ -109,8 +112,8 @@ class Names:
     """
 
     queue: str
-    results: str
-    lists: tuple[str, ...] | None = None
+    result_list: str
+    allowed_lists: tuple[str, ...] | None = None
     """Patterns of the lists that producers may name, besides `result_list`. `None` for the default
     patterns."""
     pool: str = ""
@@ -120,140 +123,148 @@ class Names:
     def __post_init__(self) -> None:
         if not self.queue:
             raise QueueNameError("queue.name: must not be empty")
-        if not self.results:
+        if not self.result_list:
             raise QueueNameError("queue.results: must not be empty")
         for name in (self.queue, self.pool):
-            if (why := fault_of_braces(name)) is not None:
+            if (why := explain_brace_fault(name)) is not None:
                 raise QueueNameError(f"queue.name: {name!r} {why}")
         # Each script gets the keys of the queue and of the pool, and a Cluster runs it only if all are in one
         # slot.
-        if self.pool and tag_of(self.pool) != tag_of(self.queue):
+        if self.pool and extract_hash_tag(self.pool) != extract_hash_tag(self.queue):
             raise QueueNameError(
                 f"queue.name: {self.queue!r} cannot share a limit with {self.pool!r}: both need the same "
                 "{…}, so that a Redis Cluster keeps them on one node"
             )
         # Results must not be pushed to a key of the queue itself.
-        if self.is_own(self.results) or self.results.startswith((ACTIVE, CANCEL)):
-            raise QueueNameError(f"queue.results: {self.results!r} is one of the queue's own keys")
+        if self.is_queue_key(self.result_list) or self.result_list.startswith(
+            (FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX)
+        ):
+            raise QueueNameError(f"queue.results: {self.result_list!r} is one of the queue's own keys")
 
     @property
-    def prefix(self) -> str:
+    def queue_prefix(self) -> str:
         """Prefix of the keys of the queue."""
-        return _prefix(self.queue)
+        return _build_prefix(self.queue)
 
     @property
     def pool_prefix(self) -> str:
         """Prefix of the keys of the pool."""
-        return _prefix(self.pool or self.queue)
+        return _build_prefix(self.pool or self.queue)
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def script_keys(self) -> tuple[str, ...]:
         """All lasting keys of the queue and of its pool in the order that the scripts expect, except for
         those of the model registry."""
-        line = (f"{self.prefix}:{suffix}" if suffix else self.queue for suffix, _ in LINE_KEYS.values())
-        pool = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
-        seldom = (*SEQUENCE_KEYS.values(), *MODEL_KEYS.values())
-        return (*line, *pool, *(f"{self.prefix}:{suffix}" for suffix, _ in seldom))
+        queue_keys = (
+            f"{self.queue_prefix}:{suffix}" if suffix else self.queue for suffix, _ in QUEUE_KEYS.values()
+        )
+        pool_keys = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
+        rarely_used = (*SEQUENCE_KEYS.values(), *WAITING_FOR_MODEL_KEYS.values())
+        return (*queue_keys, *pool_keys, *(f"{self.queue_prefix}:{suffix}" for suffix, _ in rarely_used))
 
     @property
-    def board(self) -> tuple[str, ...]:
+    def model_registry_keys(self) -> tuple[str, ...]:
         """Keys of the model registry in the order that its scripts expect."""
-        return tuple(f"{self.pool_prefix}:{suffix}" for suffix, _ in BOARD_KEYS.values())
+        return tuple(f"{self.pool_prefix}:{suffix}" for suffix, _ in MODEL_REGISTRY_KEYS.values())
 
     @property
-    def control(self) -> str:
+    def control_key(self) -> str:
         """Key of the state that the dispatchers of the pool share, and of the times at which each queue was
         last swept."""
         return f"{self.pool_prefix}:control"
 
     @property
-    def paused(self) -> str:
+    def paused_key(self) -> str:
         return f"{self.pool_prefix}:paused"
 
     @property
-    def members(self) -> str:
+    def members_key(self) -> str:
         """Key of the members of all entries."""
-        return f"{self.prefix}:members"
+        return f"{self.queue_prefix}:members"
 
     @property
-    def waiting(self) -> tuple[str, ...]:
+    def claimable_keys(self) -> tuple[str, ...]:
         """Keys of the sets from which a claim takes requests."""
-        lanes = (f"{self.prefix}:{lane.value}" for lane in Lane if lane not in CLOSED)
-        return self.queue, f"{self.prefix}:returned", *lanes
+        lanes = (f"{self.queue_prefix}:{lane.value}" for lane in Lane if lane not in CLOSED_LANES)
+        return self.queue, f"{self.queue_prefix}:returned", *lanes
 
     @property
-    def outbox(self) -> str:
-        return f"{self.prefix}:outbox"
+    def outbox_key(self) -> str:
+        return f"{self.queue_prefix}:outbox"
 
     @property
-    def wake(self) -> str:
+    def wake_channel(self) -> str:
         """Channel on which producers wake the dispatchers."""
-        return f"{self.prefix}:wake"
+        return f"{self.queue_prefix}:wake"
 
-    def active(self, request_id: str) -> str:
+    def active_key(self, request_id: str) -> str:
         """Return the key of the tokens that can be cancelled under this id (lua/cancel_markers.lua)."""
-        return f"{self.prefix}:active:{request_id}"
+        return f"{self.queue_prefix}:active:{request_id}"
 
-    def cancel(self, request_id: str, token: str) -> str:
+    def cancel_key(self, request_id: str, token: str) -> str:
         """Return the key that marks the request with this id and token as cancelled."""
-        return f"{self.prefix}:cancel:{request_id}:{token}"
+        return f"{self.queue_prefix}:cancel:{request_id}:{token}"
 
-    def owner(self, turn: Turn) -> str:
+    def get_sequence_owner(self, turn: Turn) -> str:
         """Return the producer that may use the sequence of this turn. The users of the default list have an
         empty name, whether they name the list or not."""
-        return "" if turn.owner == self._owner_by_default else turn.owner
+        return "" if turn.owner == self._default_owner else turn.owner
 
     @cached_property
-    def _owner_by_default(self) -> str:
-        return owner_of("", self.results)
+    def _default_owner(self) -> str:
+        return digest_owner("", self.result_list)
 
     @property
-    def sequence_secret(self) -> str:
+    def sequence_secret_key(self) -> str:
         """Key of the secret that all programs with our client share for their sequences."""
-        return f"{self.prefix}:{SHARED_BY_CLIENTS}"
+        return f"{self.queue_prefix}:{SECRET_SUFFIX}"
 
-    def answers(self, request_id: str) -> str:
+    def result_list_for_id(self, request_id: str) -> str:
         """Return the result list of one request, so that the result can be found by the id of the request."""
         # A digest, because an id may have any length and any characters.
         text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
-        return f"{OURS.removesuffix('*')}{{{tag_of(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
+        return f"{CLIENT_LISTS.removesuffix('*')}{{{extract_hash_tag(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
 
-    def stream(self, name: str) -> tuple[str, str]:
+    def stream_keys(self, name: str) -> tuple[str, str]:
         """Return the keys with the requests of a named stream: those that are pending, and the consumed ones
         (lua/named_streams.lua)."""
-        return f"{self.prefix}:streams:{name}:pending", f"{self.prefix}:streams:{name}:consumed"
+        return f"{self.queue_prefix}:streams:{name}:pending", f"{self.queue_prefix}:streams:{name}:consumed"
 
-    def stream_results(self, name: str) -> str:
+    def stream_result_list(self, name: str) -> str:
         """Return the result list of a named stream.
 
         It is in the slot of the queue's keys, so that one script can note a result as consumed and remove it.
         """
-        return f"{OURS.removesuffix('*')}{self.prefix}:stream-{name}"
+        return f"{CLIENT_LISTS.removesuffix('*')}{self.queue_prefix}:stream-{name}"
 
-    def is_clients_own(self, name: str) -> bool:
+    def is_anonymous_client_list(self, name: str) -> bool:
         """Return whether this is the list of a client without a name. Nothing reads it once the client has
         ended."""
-        return _OF_A_CLIENT.fullmatch(name) is not None
+        return _ANONYMOUS_CLIENT_LIST.fullmatch(name) is not None
 
-    def reply(self, call: str) -> str:
+    def reply_key(self, call_id: str) -> str:
         """Return the key of the reply to one call. The reply is kept for a while, so that a repeated call
         gets the same one."""
-        return f"{self.prefix}:reply:{call}"
+        return f"{self.queue_prefix}:reply:{call_id}"
 
-    def is_own(self, name: str) -> bool:
+    def is_queue_key(self, name: str) -> bool:
         """Return whether the name is a key of the queue or of its pool, or could become one."""
-        return name in (self.queue, self.prefix) or name.startswith(
-            (f"{self.prefix}:", f"{self.pool_prefix}:")
+        return name in (self.queue, self.queue_prefix) or name.startswith(
+            (f"{self.queue_prefix}:", f"{self.pool_prefix}:")
         )
 
     @cached_property
-    def _allowed(self) -> tuple[str, ...]:
-        return usual(self.queue, self.results) if self.lists is None else self.lists
+    def _allowed_patterns(self) -> tuple[str, ...]:
+        return (
+            default_patterns(self.queue, self.result_list)
+            if self.allowed_lists is None
+            else self.allowed_lists
+        )
 
-    def refused_list(self, name: str) -> str | None:
+    def find_list_problem(self, name: str) -> str | None:
         """Return why no producer may use a list for its results, as the end of a sentence. `None` if it
         may."""
-        if name == self.results:
+        if name == self.result_list:
             return None
         try:
             size = len(name.encode())
@@ -263,32 +274,36 @@ class Names:
             return f"is longer than {MAX_LIST_NAME_BYTES} bytes"
         # These names are refused whatever `allowed_lists` says: a producer must not have results pushed over
         # the state of this queue, of another queue on the server, or of a client.
-        if self.is_own(name) or name.startswith((ACTIVE, CANCEL)) or _OF_A_QUEUE.fullmatch(name):
+        if (
+            self.is_queue_key(name)
+            or name.startswith((FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX))
+            or _QUEUE_KEY.fullmatch(name)
+        ):
             return "may be a key of a queue"
-        if _OF_A_BOX.fullmatch(name):
+        if _CLIENT_KEY.fullmatch(name):
             return "may be a key of a client"
-        return None if any_fits(self._allowed, name) else "is not among queue.result_lists"
+        return None if matches_any(self._allowed_patterns, name) else "is not among queue.result_lists"
 
 
-_LASTING = re.compile(rf"([^{{}}]*\{{([^{{}}]+)\}}[^{{}}]*):(?:{'|'.join(_SUFFIXES)})")
+_LASTING_KEY = re.compile(rf"([^{{}}]*\{{([^{{}}]+)\}}[^{{}}]*):(?:{'|'.join(_SUFFIXES)})")
 
 
-def queue_of(key: str) -> str | None:
+def parse_queue_name(key: str) -> str | None:
     """Return the name of the queue to which a key belongs. `None` if the key does not show it, as the key of
     a queue that its operator named and that only producers have written to."""
-    if usual_pool_of(key) is not None:
+    if parse_default_pool(key) is not None:
         return key
-    if (found := _LASTING.fullmatch(key)) is None:
+    if (found := _LASTING_KEY.fullmatch(key)) is None:
         return None
     prefix, tag = found.groups()
     return tag if prefix == f"{{{tag}}}" else prefix
 
 
-def usual_pool_of(queue: str) -> str | None:
+def parse_default_pool(queue: str) -> str | None:
     """Return the pool whose queue has this name by default, or `None`."""
     found = re.fullmatch(r"batch:\{([^{}]+)\}:requests", queue)
     return None if found is None else found[1]
 
 
-def _prefix(queue: str) -> str:
+def _build_prefix(queue: str) -> str:
     return queue if "{" in queue else f"{{{queue}}}"

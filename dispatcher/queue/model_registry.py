@@ -5,49 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 
-from dispatcher.core.printable import plain, shortened
-from dispatcher.core.requests.lanes import MODEL_BYTES
+from dispatcher.core.printable import escape_unprintable, truncate_text
+from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
 from dispatcher.ports import CallRefusedError
-from dispatcher.queue.constants import DECIDED_MOST
+from dispatcher.queue.constants import MAX_LABELS_OR_DRAINS
 
-_WHO_CHARS, _WHY_CHARS = 100, 300
-_FAR = 253_402_300_799.0
+_MAX_WHO_CHARS, _MAX_WHY_CHARS = 100, 300
+_LATEST_DATE_S = 253_402_300_799.0
 """Latest time that a date can show."""
 
 
-def fits(*names: str) -> bool:
+def are_valid_names(*names: str) -> bool:
     """Return whether each name is valid for a model or an endpoint. Nothing is recorded for other names."""
-    return all(name and name.isprintable() and len(name.encode()) <= MODEL_BYTES for name in names)
+    return all(name and name.isprintable() and len(name.encode()) <= MAX_MODEL_NAME_BYTES for name in names)
 
 
-def fitting(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def filter_valid_pairs(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the pairs of model and endpoint that are valid, each once."""
-    return [pair for pair in dict.fromkeys(pairs) if fits(*pair)]
+    return [pair for pair in dict.fromkeys(pairs) if are_valid_names(*pair)]
 
 
 def check_names(**names: str) -> None:
     """Raise CallRefusedError for the first name that is invalid."""
     for what, name in names.items():
-        if not fits(name):
-            told = repr(shortened(name, 40))
-            raise CallRefusedError(f"{what} {told} must be 1 to {MODEL_BYTES} bytes of printable text")
+        if not are_valid_names(name):
+            shown_name = repr(truncate_text(name, 40))
+            raise CallRefusedError(
+                f"{what} {shown_name} must be 1 to {MAX_MODEL_NAME_BYTES} bytes of printable text"
+            )
 
 
-def too_many(what: str) -> CallRefusedError:
+def make_limit_error(what: str) -> CallRefusedError:
     """Return the error for one label or drain too many."""
-    return CallRefusedError(f"there are {DECIDED_MOST} {what} already: take some back first")
+    return CallRefusedError(f"there are {MAX_LABELS_OR_DRAINS} {what} already: take some back first")
 
 
-def told_who(who: str) -> str:
-    return shortened(plain(who), _WHO_CHARS)
+def clean_who(who: str) -> str:
+    return truncate_text(escape_unprintable(who), _MAX_WHO_CHARS)
 
 
-def told_why(why: str) -> str:
-    return shortened(plain(why), _WHY_CHARS)
+def clean_why(why: str) -> str:
+    return truncate_text(escape_unprintable(why), _MAX_WHY_CHARS)
 
 
-def decided_by(who: str, why: str, at: float) -> str:
+def describe_decision(who: str, why: str, at: float) -> str:
     """Describe who decided something about a version, when (Unix seconds) and why, as the end of a
     sentence."""
-    since = f" since {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if 0 <= at <= _FAR else ""
-    return f"by {told_who(who) or 'somebody'}{since}{f': {told_why(why)}' if why else ''}"
+    since = (
+        f" since {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if 0 <= at <= _LATEST_DATE_S else ""
+    )
+    return f"by {clean_who(who) or 'somebody'}{since}{f': {clean_why(why)}' if why else ''}"

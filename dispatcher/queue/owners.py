@@ -32,108 +32,108 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-_TRIES = 3
+_BIND_ATTEMPTS = 3
 """Number of ids to try. A name with 64 random bits is not taken by chance, so three failures mean that none
 can be bound."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
-NOWHERE = "-"
+NO_SCOPE = "-"
 """Scope of an owner that cannot be proven to have ended."""
 
 
-class Prover(Protocol):
+class DeadOwnerDetector(Protocol):
     """Finds owners whose processes have ended, at once and without a call to the queue."""
 
-    def gone(self, owners: Sequence[str]) -> Sequence[str]:
+    def find_ended_owners(self, owners: Sequence[str]) -> Sequence[str]:
         """Return the owners whose processes have ended. Never returns one that is alive."""
         ...
 
 
-class Presence:
+class OwnerRegistration:
     """This process as an owner: its id, and what it can prove about others. Created by `register_owner`."""
 
-    def __init__(self, owner: str, place: str, *, alone: bool) -> None:
+    def __init__(self, owner: str, scope: str, *, is_embedded: bool) -> None:
         self.owner = owner
-        self._place = place
-        self._found: frozenset[str] | None = None if alone else frozenset()
+        self._scope = scope
+        self._previous_owners: frozenset[str] | None = None if is_embedded else frozenset()
         """Owners whose directory this process took over. `None` until they were looked up."""
 
     def __repr__(self) -> str:
         return f"<Presence {self.owner}>"
 
-    def gone(self, owners: Sequence[str]) -> Sequence[str]:
+    def find_ended_owners(self, owners: Sequence[str]) -> Sequence[str]:
         # The first owners that are found in a locked directory are those from which it was taken over.
-        if self._found is None:
-            self._found = frozenset(owners)
+        if self._previous_owners is None:
+            self._previous_owners = frozenset(owners)
         return [owner for owner in owners if owner != self.owner and self._has_ended(owner)]
 
     def _has_ended(self, owner: str) -> bool:
-        place = _place_of(owner)
-        if place != NOWHERE and place == self._place:
-            return _is_free(owner)
-        return self._found is not None and owner in self._found
+        scope = _parse_scope(owner)
+        if scope != NO_SCOPE and scope == self._scope:
+            return _is_name_free(owner)
+        return self._previous_owners is not None and owner in self._previous_owners
 
 
 @contextmanager
-def presence(*, alone: bool = False, place: str | None = None) -> Iterator[Presence]:
+def register_owner(*, is_embedded: bool = False, scope: str | None = None) -> Iterator[OwnerRegistration]:
     """Be an owner within the block. Until its end, other owners of the scope can see that this one is alive.
 
     `is_embedded`: the queue is embedded and its directory is locked, so owners that are found in it at first
     have ended.
     `scope`: `None` for the scope of this process.
     """
-    place = _here() if place is None else place
+    scope = _get_own_scope() if scope is None else scope
     # The open socket is the proof that this process is alive. It needs no cleanup, because the kernel closes
     # it.
     with socket.socket(socket.AF_UNIX) as name:
-        owner = _claim_name(name, place) if place != NOWHERE else _new_owner(NOWHERE)
-        yield Presence(owner, _place_of(owner), alone=alone)
+        owner = _bind_owner_name(name, scope) if scope != NO_SCOPE else _create_owner_id(NO_SCOPE)
+        yield OwnerRegistration(owner, _parse_scope(owner), is_embedded=is_embedded)
 
 
-def _claim_name(held: socket.socket, place: str) -> str:
-    for _ in range(_TRIES):
-        owner = _new_owner(place)
+def _bind_owner_name(name_socket: socket.socket, scope: str) -> str:
+    for _ in range(_BIND_ATTEMPTS):
+        owner = _create_owner_id(scope)
         try:
-            held.bind(_name_of(owner))
+            name_socket.bind(_socket_name(owner))
         except OSError:  # the name is held, or this process may not bind any
             continue
         return owner
-    return _new_owner(NOWHERE)
+    return _create_owner_id(NO_SCOPE)
 
 
-def _new_owner(place: str) -> str:
-    return f"{socket.gethostname()}:{os.getpid()}:{place}:{secrets.token_hex(8)}"
+def _create_owner_id(scope: str) -> str:
+    return f"{socket.gethostname()}:{os.getpid()}:{scope}:{secrets.token_hex(8)}"
 
 
-def _place_of(owner: str) -> str:
+def _parse_scope(owner: str) -> str:
     parts = owner.rsplit(":", 3)  # those of older versions end in <pid>:<random>
-    return parts[2] if len(parts) == 4 and len(parts[2]) == 16 else NOWHERE
+    return parts[2] if len(parts) == 4 and len(parts[2]) == 16 else NO_SCOPE
 
 
-def _here() -> str:
+def _get_own_scope() -> str:
     """Return the scope of this process: the boot of this machine and the network namespace."""
     if sys.platform != "linux":
-        return NOWHERE
+        return NO_SCOPE
     try:
         boot, network = _BOOT_ID.read_text(encoding="ascii").strip(), _NETWORK.stat().st_ino
     except (OSError, ValueError):
-        return NOWHERE
-    return hashlib.sha256(f"{boot}/{network}".encode()).hexdigest()[:16] if boot else NOWHERE
+        return NO_SCOPE
+    return hashlib.sha256(f"{boot}/{network}".encode()).hexdigest()[:16] if boot else NO_SCOPE
 
 
-def _name_of(owner: str) -> bytes:
+def _socket_name(owner: str) -> bytes:
     """Return the name of the socket of an owner: an abstract name (with a zero byte first) of the same length
     for every id. The longest name that the kernel allows has 107 bytes."""
     return b"\0batch-dispatcher/" + hashlib.sha256(owner.encode()).hexdigest()[:32].encode()
 
 
-def _is_free(owner: str) -> bool:
+def _is_name_free(owner: str) -> bool:
     """Return whether no process holds the name of an owner. Each type of socket has names of its own, and all
     owners use the same type."""
     # The socket is closed at once, so the name is free again for the next check.
     with socket.socket(socket.AF_UNIX) as probe:
         try:
-            probe.bind(_name_of(owner))
+            probe.bind(_socket_name(owner))
         except OSError:
             return False
     return True

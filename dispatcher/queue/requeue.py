@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dispatcher.core.requests.request import Rejection, encode_member, parse
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, score_of
+from dispatcher.core.requests.request import Rejection, encode_member, parse_member
+from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, compute_score
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Submission
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 
 
-def _behind(turn: Turn | None) -> Turn | None:
+def _append_to_sequence(turn: Turn | None) -> Turn | None:
     """Return a turn after all others. The sequence has gone on without the request."""
     return None if turn is None else Turn(turn.id, on_error=turn.on_error, secret=turn.secret)
 
 
-def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Submission | None:
+def build_resubmission(names: QueueNames, member: bytes, score: float, deadline: int) -> Submission | None:
     """Return a dead request as a new submission with another deadline and the same priority. `None` if it is
     unreadable.
 
     If its results went to the own list of a client, which has ended by now, they go to the list of the
     request's id.
     """
-    request = parse(member)
+    request = parse_member(member)
     if isinstance(request, Rejection):
         return None
     again = encode_member(
@@ -33,15 +33,17 @@ def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Sub
         headers=request.headers,
         metadata=request.metadata,
         token=request.token,
-        results=names.answers(request.id) if names.is_clients_own(request.results) else request.results,
+        results=names.result_list_for_id(request.id)
+        if names.is_anonymous_client_list(request.results)
+        else request.results,
         labels=request.labels,
         kind=request.kind,
         queue=request.queue,
         queue_id=request.queue_id,
         correlation_id=request.correlation_id,
-        sequence=_behind(request.sequence),
+        sequence=_append_to_sequence(request.sequence),
     )
     # A foreign producer may have used a score without a priority: such a request gets the first one.
     band = score // PRIORITY_STEP
     priority = int(band) if band in PRIORITIES else 0
-    return Submission(again, score_of(deadline, priority), request.id, request.token, deadline)
+    return Submission(again, compute_score(deadline, priority), request.id, request.token, deadline)

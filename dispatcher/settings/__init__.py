@@ -3,7 +3,15 @@ the file."""
 
 from __future__ import annotations
 
-from dispatcher.settings.load import ClientSettings, Refusal, load, load_client, parse, read, reload
+from dispatcher.settings.load import (
+    ClientSettings,
+    ReloadRejection,
+    load_client_settings,
+    load_settings,
+    parse_settings,
+    read_config,
+    reload_settings,
+)
 from dispatcher.settings.model import (
     AdminSettings,
     BudgetSettings,
@@ -27,7 +35,7 @@ from dispatcher.settings.signals import (
 )
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import SecretUrl
-from dispatcher.settings.watch import watch
+from dispatcher.settings.watch import watch_config
 from dispatcher.settings.yaml_source import Problem
 
 __all__ = [
@@ -42,7 +50,7 @@ __all__ = [
     "Problem",
     "PrometheusSettings",
     "QueueSettings",
-    "Refusal",
+    "ReloadRejection",
     "RetrySettings",
     "SecretUrl",
     "ServingSettings",
@@ -53,10 +61,10 @@ __all__ = [
     "TlsSettings",
     "TracingSettings",
     "VllmSettings",
-    "load",
-    "load_client",
-    "parse",
-    "read",
-    "reload",
-    "watch",
+    "load_settings",
+    "load_client_settings",
+    "parse_settings",
+    "read_config",
+    "reload_settings",
+    "watch_config",
 ]

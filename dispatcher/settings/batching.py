@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.merging.grouping import CHECK_EVERY, BatchRule, Forming, Mode
-from dispatcher.core.merging.shapes import SHAPES, shape_at
+from dispatcher.core.merging.grouping import DEFAULT_CHECK_EVERY, BatchRule, GroupingRule, MergeMode
+from dispatcher.core.merging.shapes import SHAPES, find_shape
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import AutoNumber, UrlPath, refuse
+from dispatcher.settings.values import AutoNumber, UrlPath, setting_error
 
 ShapeName = Literal["embeddings", "tensorflow", "kserve", "rerank", "tei_rerank", "score", "embed", "predict"]
 
-DELAY_S = 0.02
-OPENAI_ITEMS = 2048
-OPENAI_TOKENS = 300_000
+DEFAULT_DELAY_S = 0.02
+OPENAI_MAX_ITEMS = 2048
+OPENAI_MAX_TOKENS = 300_000
 """Limits of one call to OpenAI's own embeddings API, with OPENAI_MAX_ITEMS."""
 
 
@@ -38,7 +38,7 @@ class BatchRuleSettings(Section):
         "them, and has the largest of them that it can have.",
     )
     max_delay_s: AutoNumber = Field(
-        DELAY_S,
+        DEFAULT_DELAY_S,
         ge=0,
         le=5,
         description="Longest time for which a request waits for others to merge with, in seconds. `auto` is "
@@ -67,7 +67,7 @@ class BatchRuleSettings(Section):
     )
 
     check_every: int = Field(
-        CHECK_EVERY,
+        DEFAULT_CHECK_EVERY,
         ge=1,
         le=1_000_000,
         description="Number of merged calls of which one is checked: one of its items is also sent alone, "
@@ -78,39 +78,39 @@ class BatchRuleSettings(Section):
 
     @field_validator("preferred_sizes")
     @classmethod
-    def _can_be_met(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+    def _check_preferred_sizes(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
         most = info.data.get("max_size")
         if most is not None and sizes and max(sizes) > most:
-            raise refuse(f"{max(sizes)} is above max_size, {most}, and would never be met")
+            raise setting_error(f"{max(sizes)} is above max_size, {most}, and would never be met")
         return sizes
 
     @field_validator("shape")
     @classmethod
-    def _known_by_its_path(cls, shape: ShapeName | None, info: ValidationInfo) -> ShapeName | None:
+    def _check_shape_known(cls, shape: ShapeName | None, info: ValidationInfo) -> ShapeName | None:
         paths = info.data.get("paths")
-        if shape is None and paths and shape_at(paths[0]) is None:
-            raise refuse(f"must be given: no shape is usual at {paths[0]}")
+        if shape is None and paths and find_shape(paths[0]) is None:
+            raise setting_error(f"must be given: no shape is usual at {paths[0]}")
         return shape
 
-    def rule(self, mode: Mode) -> BatchRule:
+    def build_rule(self, mode: MergeMode) -> BatchRule:
         """Return the rule as the dispatcher loop uses it."""
-        shape = SHAPES[self.shape] if self.shape else shape_at(self.paths[0])
+        shape = SHAPES[self.shape] if self.shape else find_shape(self.paths[0])
         assert shape is not None  # noqa: S101 -- refused above
         return BatchRule(
             paths=self.paths,
             shape=shape,
             mode=mode,
-            forming=Forming(
+            grouping=GroupingRule(
                 max_size=self.max_size,
                 preferred_sizes=self.preferred_sizes,
-                max_delay_s=DELAY_S if self.max_delay_s is None else self.max_delay_s,
+                max_delay_s=DEFAULT_DELAY_S if self.max_delay_s is None else self.max_delay_s,
                 idle_flush=self.idle_flush,
                 max_weight=self.max_tokens_per_call or inf,
             ),
             unit_per_call=self.unit == "call",
             max_items=self.max_items,
             check_every=self.check_every,
-            stretches=self.max_delay_s is None,
+            can_stretch_delay=self.max_delay_s is None,
         )
 
 
@@ -131,14 +131,16 @@ class BatchingSettings(Section):
             BatchRuleSettings(
                 paths=("/v1/embeddings",),
                 shape="embeddings",
-                max_items=OPENAI_ITEMS,
-                max_tokens_per_call=OPENAI_TOKENS,
+                max_items=OPENAI_MAX_ITEMS,
+                max_tokens_per_call=OPENAI_MAX_TOKENS,
             ),
         ),
         description="Rules for merging. The first rule with a pattern for the path of a request applies. A "
         "request without a rule is sent alone.",
     )
 
-    def in_force(self) -> tuple[BatchRule, ...]:
+    def active_rules(self) -> tuple[BatchRule, ...]:
         """Return the rules, or nothing if merging is off."""
-        return () if self.mode == "off" else tuple(rule.rule(Mode(self.mode)) for rule in self.rules)
+        return (
+            () if self.mode == "off" else tuple(rule.build_rule(MergeMode(self.mode)) for rule in self.rules)
+        )

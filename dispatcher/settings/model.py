@@ -17,13 +17,13 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dispatcher.core.limit.budget import Policy
-from dispatcher.core.requests.headers import plain
+from dispatcher.core.requests.headers import normalize_name
 from dispatcher.settings.batching import BatchingSettings
-from dispatcher.settings.models import MODELS_MOST, Models, ModelSettings
-from dispatcher.settings.queue import QueueSettings, named
+from dispatcher.settings.models import MAX_MODELS, Models, ModelSettings
+from dispatcher.settings.queue import QueueSettings, with_derived_names
 from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
-from dispatcher.settings.serving import ServingSettings, observes, with_servers_of
+from dispatcher.settings.serving import ServingSettings, is_observing_models, with_vllm_servers
 from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import (
@@ -37,7 +37,7 @@ from dispatcher.settings.values import (
     Text,
     UrlPath,
     mask_headers,
-    refuse,
+    setting_error,
 )
 from dispatcher.settings.yaml_source import Node, TreeSource
 
@@ -123,38 +123,38 @@ class GatewaySettings(Section):
 
     @field_validator("url")
     @classmethod
-    def _plain(cls, value: SecretUrl) -> SecretUrl:
+    def _check_url(cls, value: SecretUrl) -> SecretUrl:
         if not value:
-            raise refuse("is required: the URL of the inference gateway")
+            raise setting_error("is required: the URL of the inference gateway")
         if any(mark in value.reveal() for mark in "?#"):
-            raise refuse("must not hold a query or a fragment")
+            raise setting_error("must not hold a query or a fragment")
         return value
 
     @field_validator("headers")
     @classmethod
-    def _not_ours(cls, headers: dict[str, str]) -> dict[str, str]:
+    def _check_header_names(cls, headers: dict[str, str]) -> dict[str, str]:
         for name in headers:
             if (instead := CONTROL_HEADERS.get(name.lower())) is not None:
-                raise refuse(f"{name} cannot be set here: {instead}")
+                raise setting_error(f"{name} cannot be set here: {instead}")
         return headers
 
     @field_validator("max_buffered_bytes")
     @classmethod
-    def _holds_the_largest(cls, most: int, info: ValidationInfo) -> int:
+    def _check_buffered_bytes(cls, max_buffered_bytes: int, info: ValidationInfo) -> int:
         # `info.data` has only fields that are declared above this one, and only if they are valid.
-        if most < info.data.get("max_response_bytes", 0):
-            raise refuse("must not be below max_response_bytes: the largest answer could not be read")
-        return most
+        if max_buffered_bytes < info.data.get("max_response_bytes", 0):
+            raise setting_error("must not be below max_response_bytes: the largest answer could not be read")
+        return max_buffered_bytes
 
     @field_validator("token_file")
     @classmethod
-    def _one_authorization(cls, token_file: str, info: ValidationInfo) -> str:
+    def _check_one_authorization(cls, token_file: str, info: ValidationInfo) -> str:
         if token_file and any(name.lower() == "authorization" for name in info.data.get("headers", ())):
-            raise refuse("the Authorization header is set in gateway.headers already")
+            raise setting_error("the Authorization header is set in gateway.headers already")
         return token_file
 
     @field_serializer("headers")
-    def _masked(self, headers: dict[str, str]) -> dict[str, str]:
+    def _mask_header_values(self, headers: dict[str, str]) -> dict[str, str]:
         return mask_headers(headers)
 
 
@@ -209,11 +209,13 @@ class BudgetSettings(Section):
 
     @field_validator("upper")
     @classmethod
-    def _room_of_an_idle_pool(cls, upper: float | None, info: ValidationInfo) -> float | None:
+    def _check_upper(cls, upper: float | None, info: ValidationInfo) -> float | None:
         room = 1.0 - info.data.get("reserve", 1.0)
         # The tolerance allows for rounding errors of 1 − reserve.
         if upper is not None and upper < room - 1e-9:
-            raise refuse(f"must not be below 1 − reserve ({room:g}): an idle pool would never be believed")
+            raise setting_error(
+                f"must not be below 1 − reserve ({room:g}): an idle pool would never be believed"
+            )
         return upper
 
 
@@ -247,9 +249,9 @@ class RetrySettings(Section):
 
     @field_validator("max_s")
     @classmethod
-    def _not_below_base(cls, max_s: float, info: ValidationInfo) -> float:
+    def _check_max_s(cls, max_s: float, info: ValidationInfo) -> float:
         if max_s < info.data.get("base_s", 0.0):
-            raise refuse("must not be below retry.base_s")
+            raise setting_error("must not be below retry.base_s")
         return max_s
 
 
@@ -330,7 +332,7 @@ class Settings(Section, BaseSettings):
     serving: ServingSettings = ServingSettings()
     models: Models = Field(
         (),
-        description=f"Models, at most {MODELS_MOST:,}, for which requests wait while the pool does not serve "
+        description=f"Models, at most {MAX_MODELS:,}, for which requests wait while the pool does not serve "
         "them. Requests for other models that were never served are sent unchanged. With `match`, requests "
         "are sent to a version of the model.",
     )
@@ -342,36 +344,38 @@ class Settings(Section, BaseSettings):
 
     @field_validator("budget")
     @classmethod
-    def _limited(cls, budget: BudgetSettings, info: ValidationInfo) -> BudgetSettings:
+    def _check_fixed_limit(cls, budget: BudgetSettings, info: ValidationInfo) -> BudgetSettings:
         signals = info.data.get("signals", SignalsSettings())
         if signals.source == "fixed" and budget.max_in_flight is None:
-            raise refuse("max_in_flight is required when signals.source is fixed: it is the limit")
+            raise setting_error("max_in_flight is required when signals.source is fixed: it is the limit")
         return budget
 
     @field_validator("serving")
     @classmethod
-    def _no_header_twice(cls, serving: ServingSettings, info: ValidationInfo) -> ServingSettings:
-        header, said = plain(serving.subset_header), info.data
+    def _check_subset_header(cls, serving: ServingSettings, info: ValidationInfo) -> ServingSettings:
+        header, said = normalize_name(serving.subset_header), info.data
         sequences, gateway = said.get("sequences"), said.get("gateway")
         taken: dict[str, str] = {}
         if isinstance(gateway, GatewaySettings):
-            taken |= dict.fromkeys(map(plain, gateway.headers), "gateway.headers")
+            taken |= dict.fromkeys(map(normalize_name, gateway.headers), "gateway.headers")
         if isinstance(sequences, SequenceSettings):
-            taken[plain(sequences.header)] = "sequences.header"
-            taken[plain(sequences.session_id_header)] = "sequences.session_id_header"
+            taken[normalize_name(sequences.header)] = "sequences.header"
+            taken[normalize_name(sequences.session_id_header)] = "sequences.session_id_header"
         if header and header in taken:
-            raise refuse(f"subset_header: {taken[header]} has that header already")
+            raise setting_error(f"subset_header: {taken[header]} has that header already")
         return serving
 
     @field_validator("models")
     @classmethod
-    def _versions_are_seen(cls, models: tuple[ModelSettings, ...], info: ValidationInfo) -> Any:
+    def _check_versions_observed(cls, models: tuple[ModelSettings, ...], info: ValidationInfo) -> Any:
         serving = info.data.get("serving")
         if isinstance(serving, ServingSettings) and serving.observe == "off":
             for place, model in enumerate(models):
                 if model.is_family:
-                    what = "match" if model.match else "warmup"
-                    raise refuse(f"[{place}].{what} needs to see what is served, and serving.observe is off")
+                    key = "match" if model.match else "warmup"
+                    raise setting_error(
+                        f"[{place}].{key} needs to see what is served, and serving.observe is off"
+                    )
         return models
 
     @classmethod
@@ -392,36 +396,36 @@ class Settings(Section, BaseSettings):
         return init_settings, TreeSource(settings_cls)
 
     @classmethod
-    def of(cls, tree: Node) -> Self:
+    def from_tree(cls, tree: Node) -> Self:
         """Return the settings for a tree of file and environment. Raises ValidationError."""
-        with TreeSource.reading(tree):
+        with TreeSource.use_tree(tree):
             return cls()
 
     @model_validator(mode="after")
-    def _name_the_queue(self) -> Self:
+    def _derive_queue_names(self) -> Self:
         # The model is frozen. Nothing else has a reference to the object yet, so this change is safe.
-        object.__setattr__(self, "queue", named(self.queue, self.pool.name))
+        object.__setattr__(self, "queue", with_derived_names(self.queue, self.pool.name))
         return self
 
     @property
     def observes_models(self) -> bool:
         """True if the dispatcher observes which models the pool serves."""
-        return observes(self.serving, self.models)
+        return is_observing_models(self.serving, self.models)
 
     @property
-    def asks(self) -> ServingSettings:
+    def serving_with_servers(self) -> ServingSettings:
         """Section `serving`, with the servers of `signals.vllm` if it names none."""
-        return with_servers_of(self.signals.vllm, self.serving)
+        return with_vllm_servers(self.signals.vllm, self.serving)
 
-    def policy(self, source: Source | None = None) -> Policy:
+    def limit_policy(self, source: Source | None = None) -> Policy:
         """Return the policy of the limiter for readings from `source`, by default the preferred source."""
-        source = source or self.signals.preferred
+        source = source or self.signals.preferred_source
         budget = self.budget
         # With a fixed limit the capacity of the pool is unknown, so shares of it have no meaning.
         fixed = source == "fixed"
         return Policy(
             reserve=0.0 if fixed else budget.reserve,
-            upper=None if fixed else budget.upper,
+            max_budget=None if fixed else budget.upper,
             max_sys=budget.max_in_flight if fixed else budget.max_sys,
             per_endpoint=budget.per_endpoint,
             initial_per_endpoint=budget.initial_per_endpoint,
@@ -429,5 +433,5 @@ class Settings(Section, BaseSettings):
             overload_backoff=budget.overload_backoff,
             max_age_s=self.signals.max_age_for(source),
             retry_after_max_s=self.retry.max_s,
-            stray_s=self.queue.lease_s,
+            orphan_timeout_s=self.queue.lease_s,
         )

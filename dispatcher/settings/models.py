@@ -19,15 +19,15 @@ from pydantic import (
 )
 
 from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.core.requests.lanes import MODEL_BYTES
-from dispatcher.settings.expression import fault_of
+from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
+from dispatcher.settings.expression import pattern_fault
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import Spelled, Text, refuse
-from dispatcher.settings.yaml_source import nearest
+from dispatcher.settings.values import Text, ValueNotation, setting_error
+from dispatcher.settings.yaml_source import suggest_nearest
 
-MODELS_MOST = 1000
+MAX_MODELS = 1000
 """Largest number of models in the settings."""
-VERSIONS_MOST = 100
+MAX_VERSIONS = 100
 """Largest number of versions in one setting (`policy`, `labels` or `weights`)."""
 VERSION_GROUP = "version"
 """Group of the pattern that matches the label of a version."""
@@ -36,26 +36,26 @@ _VERSION_KEYS = ("policy", "labels", "transition", "pin", "weights")
 _ALWAYS_SHOWN = ("name", "absent")
 
 
-def model_name(name: str) -> str:
+def check_model_name(name: str) -> str:
     """Return the name of a model if it is valid. Raises PydanticCustomError otherwise."""
     if not name or name != name.strip():
-        raise refuse("must not be empty, nor have blanks at its ends")
+        raise setting_error("must not be empty, nor have blanks at its ends")
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
-        raise refuse("is not valid Unicode") from None
-    if size > MODEL_BYTES:
-        raise refuse(f"must not be longer than {MODEL_BYTES} bytes")
+        raise setting_error("is not valid Unicode") from None
+    if size > MAX_MODEL_NAME_BYTES:
+        raise setting_error(f"must not be longer than {MAX_MODEL_NAME_BYTES} bytes")
     return name
 
 
-ModelName = Annotated[Text, AfterValidator(model_name)]
+ModelName = Annotated[Text, AfterValidator(check_model_name)]
 
 
-_POLICIES = 'latest, all, {latest: 2}, {specific: ["2"]} or {label: stable}'
+_POLICY_FORMS = 'latest, all, {latest: 2}, {specific: ["2"]} or {label: stable}'
 
 
-def _policy(given: object) -> VersionPolicy:
+def _parse_policy(given: object) -> VersionPolicy:
     match given:
         case VersionPolicy():
             return given
@@ -66,42 +66,42 @@ def _policy(given: object) -> VersionPolicy:
         case {"latest": latest, **others} if not others:
             # In Python a bool is an int, too.
             if isinstance(latest, bool) or not isinstance(latest, int) or latest < 1:
-                raise refuse("latest: must be a whole number, at least 1")
+                raise setting_error("latest: must be a whole number, at least 1")
             return VersionPolicy(latest=latest)
         case {"specific": specific, **others} if not others:
-            return VersionPolicy(specific=_specific(specific))
+            return VersionPolicy(specific=_parse_specific(specific))
         case {"label": label, **others} if not others:
             if not isinstance(label, str):
-                raise refuse("label: a text is expected: put it in quotes")
-            return VersionPolicy(label=_name_in("label", label))
+                raise setting_error("label: a text is expected: put it in quotes")
+            return VersionPolicy(label=_check_name_at("label", label))
         case str():
-            raise refuse(f"must be {_POLICIES}{nearest(given, ('latest', 'all'))}")
+            raise setting_error(f"must be {_POLICY_FORMS}{suggest_nearest(given, ('latest', 'all'))}")
         case {**several} if len(several) > 1:
-            raise refuse(f"must be one of {_POLICIES}, not several")
-    raise refuse(f"must be {_POLICIES}")
+            raise setting_error(f"must be one of {_POLICY_FORMS}, not several")
+    raise setting_error(f"must be {_POLICY_FORMS}")
 
 
-def _specific(given: object) -> tuple[str, ...]:
+def _parse_specific(given: object) -> tuple[str, ...]:
     if not isinstance(given, list | tuple) or not given:
-        raise refuse('specific: must be a list of at least one version, such as ["2", "3"]')
-    if len(given) > VERSIONS_MOST:
-        raise refuse(f"specific: must be at most {VERSIONS_MOST} versions, not {len(given)}")
+        raise setting_error('specific: must be a list of at least one version, such as ["2", "3"]')
+    if len(given) > MAX_VERSIONS:
+        raise setting_error(f"specific: must be at most {MAX_VERSIONS} versions, not {len(given)}")
     if not all(isinstance(each, str) for each in given):
-        raise refuse('specific: a version is a text: put it in quotes, as in ["2"]')
-    return tuple(_name_in("specific", each) for each in given)
+        raise setting_error('specific: a version is a text: put it in quotes, as in ["2"]')
+    return tuple(_check_name_at("specific", each) for each in given)
 
 
-def _name_in(where: str, name: str) -> str:
+def _check_name_at(where: str, name: str) -> str:
     """Return the name of a version or label if it is valid as the name of a model.
 
     Raises PydanticCustomError otherwise. Its message begins with `where`.
     """
     if any(ord(each) < 32 or ord(each) == 127 for each in name):
-        raise refuse(f"{where}: must not hold line breaks or other control characters")
+        raise setting_error(f"{where}: must not hold line breaks or other control characters")
     try:
-        return model_name(name)
+        return check_model_name(name)
     except ValueError as error:
-        raise refuse(f"{where}: {error}") from None
+        raise setting_error(f"{where}: {error}") from None
 
 
 _VERSION_SCHEMA = {"type": "string", "minLength": 1}
@@ -118,7 +118,7 @@ _POLICY_SCHEMA = {
                 "specific": {
                     "type": "array",
                     "minItems": 1,
-                    "maxItems": VERSIONS_MOST,
+                    "maxItems": MAX_VERSIONS,
                     "items": _VERSION_SCHEMA,
                 },
                 "label": _VERSION_SCHEMA,
@@ -128,38 +128,40 @@ _POLICY_SCHEMA = {
 }
 VersionsPolicy = Annotated[
     InstanceOf[VersionPolicy],
-    BeforeValidator(_policy),
-    PlainSerializer(VersionPolicy.written),
-    Spelled("`latest`, `all`, `{latest: n}`, `{specific: […]}` or `{label: …}`", _POLICY_SCHEMA),
+    BeforeValidator(_parse_policy),
+    PlainSerializer(VersionPolicy.to_setting),
+    ValueNotation("`latest`, `all`, `{latest: n}`, `{specific: […]}` or `{label: …}`", _POLICY_SCHEMA),
 ]
 
 
-def _each_a_version(texts: Mapping[str, str]) -> Mapping[str, str]:
-    if len(texts) > VERSIONS_MOST:
-        raise refuse(f"must be at most {VERSIONS_MOST} labels, not {len(texts)}")
-    for label, version in texts.items():
-        _name_in(f"{label[:60]!r}" if label.strip() else "a label", label)
-        _name_in(label, version)
-    return texts
+def _check_labels(labels: Mapping[str, str]) -> Mapping[str, str]:
+    if len(labels) > MAX_VERSIONS:
+        raise setting_error(f"must be at most {MAX_VERSIONS} labels, not {len(labels)}")
+    for label, version in labels.items():
+        _check_name_at(f"{label[:60]!r}" if label.strip() else "a label", label)
+        _check_name_at(label, version)
+    return labels
 
 
-def _shares(weights: Mapping[str, float]) -> Mapping[str, float]:
-    if len(weights) > VERSIONS_MOST:
-        raise refuse(f"must be at most {VERSIONS_MOST} versions, not {len(weights)}")
+def _check_weights(weights: Mapping[str, float]) -> Mapping[str, float]:
+    if len(weights) > MAX_VERSIONS:
+        raise setting_error(f"must be at most {MAX_VERSIONS} versions, not {len(weights)}")
     for version, share in weights.items():
-        _name_in(f"{version[:60]!r}" if version.strip() else "a version", version)
+        _check_name_at(f"{version[:60]!r}" if version.strip() else "a version", version)
         if not 0 <= share <= 1:
             hint = f" ({share:g}% is {share / 100:g})" if 1 < share <= 100 else ""
-            raise refuse(f"{version}: must be a share between 0 and 1, not {share:g}{hint}")
+            raise setting_error(f"{version}: must be a share between 0 and 1, not {share:g}{hint}")
     total = sum(weights.values())
     if total > 1 + 1e-9:  # shares such as 0.1 and 0.2 have rounding errors
-        raise refuse(f"must not sum up to more than 1, not {total:g}: versions not named share what is left")
+        raise setting_error(
+            f"must not sum up to more than 1, not {total:g}: versions not named share what is left"
+        )
     return weights
 
 
-def _expression(pattern: str) -> str:
-    if pattern and (why := fault_of(pattern)) is not None:
-        raise refuse(why)
+def _check_pattern(pattern: str) -> str:
+    if pattern and (why := pattern_fault(pattern)) is not None:
+        raise setting_error(why)
     return pattern
 
 
@@ -169,12 +171,12 @@ class ModelSettings(Section):
     name: ModelName = Field(
         description="Name of the model, as requests have it in the field `model` of their bodies."
     )
-    absent: Literal["wait", "fail"] = Field(
+    when_not_served: Literal["wait", "fail"] = Field(
         "wait",
         description="What happens to requests for the model while no server has it. `wait`: they wait for "
         "it, until their deadlines. `fail`: they fail with MODEL_NOT_FOUND.",
     )
-    match: Annotated[Text, AfterValidator(_expression)] = Field(
+    match: Annotated[Text, AfterValidator(_check_pattern)] = Field(
         "",
         description="Regular expression that matches the whole names of the versions, as servers list them, "
         "such as `qwen-v(?P<version>[0-9]+)`. Requests for `name` are sent to one of the versions "
@@ -186,7 +188,7 @@ class ModelSettings(Section):
         description="Which versions are used: the newest one, the n newest ones, all, the listed ones, or "
         "the one with a label.",
     )
-    labels: Annotated[dict[Text, Text], AfterValidator(_each_a_version)] = Field(
+    labels: Annotated[dict[Text, Text], AfterValidator(_check_labels)] = Field(
         default_factory=dict,
         description='Labels for versions, such as `{stable: "2"}`. A label that is set by `models label` has '
         "precedence.",
@@ -202,7 +204,7 @@ class ModelSettings(Section):
         "`sequence`: the requests of a sequence. `job`: requests with the same label `job`, or the same "
         "label `file` if they have no label `job`.",
     )
-    weights: Annotated[dict[Text, float], AfterValidator(_shares)] = Field(
+    weights: Annotated[dict[Text, float], AfterValidator(_check_weights)] = Field(
         default_factory=dict,
         description="Shares of the requests by version, such as `{v3: 0.05}`. Versions that are in use and "
         "not named share the rest equally.",
@@ -220,40 +222,40 @@ class ModelSettings(Section):
 
     @field_validator(*_VERSION_KEYS)
     @classmethod
-    def _of_versions(cls, value: Any, info: ValidationInfo) -> Any:
+    def _check_needs_match(cls, value: Any, info: ValidationInfo) -> Any:
         if info.data.get("match") == "" and value != _DEFAULTS[info.field_name]:
-            raise refuse("needs match, which says what the names of the versions look like")
+            raise setting_error("needs match, which says what the names of the versions look like")
         return value
 
     @field_validator("weights")
     @classmethod
-    def _each_version_once(cls, weights: dict[str, float], info: ValidationInfo) -> dict[str, float]:
-        seen: dict[str, str] = {}
+    def _check_versions_unique(cls, weights: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        known_versions: dict[str, str] = {}
         for version in weights:
-            plain = _plain(version, info.data.get("match", ""))
-            if (first := seen.setdefault(plain, version)) != version:
-                raise refuse(f"names a version twice, as {first} and {version}")
+            plain = _version_label(version, info.data.get("match", ""))
+            if (first := known_versions.setdefault(plain, version)) != version:
+                raise setting_error(f"names a version twice, as {first} and {version}")
         return weights
 
     @field_validator("warmup_required")
     @classmethod
-    def _of_a_warmup(cls, required: bool, info: ValidationInfo) -> bool:
+    def _check_needs_warmup(cls, required: bool, info: ValidationInfo) -> bool:
         if required and info.data.get("warmup") == "":
-            raise refuse("needs warmup, the file with the requests")
+            raise setting_error("needs warmup, the file with the requests")
         return required
 
     @model_serializer(mode="wrap")
-    def _brief(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out the keys with default values, because there may be a thousand models."""
-        told: dict[str, Any] = handler(self)
+        values: dict[str, Any] = handler(self)
         return {
             name: value
-            for name, value in told.items()
+            for name, value in values.items()
             if name in _ALWAYS_SHOWN or getattr(self, name) != _DEFAULTS.get(name)
         }
 
     @property
-    def pattern(self) -> re.Pattern[str] | None:
+    def version_pattern(self) -> re.Pattern[str] | None:
         """Pattern of the names of the versions, or `None` if the model has no versions."""
         return re.compile(self.match) if self.match else None
 
@@ -270,22 +272,22 @@ _DEFAULTS: dict[str | None, Any] = {
 }
 
 
-def _plain(version: str, match: str) -> str:
+def _version_label(version: str, match: str) -> str:
     """Return the label of a version that is written as its full name, as its label, or with a leading v."""
-    found = re.fullmatch(match, version) if match else None
-    if found is not None:
-        return found.groupdict().get(VERSION_GROUP) or version
+    match_result = re.fullmatch(match, version) if match else None
+    if match_result is not None:
+        return match_result.groupdict().get(VERSION_GROUP) or version
     return version.removeprefix("v")
 
 
-def _each_model_once(models: tuple[ModelSettings, ...]) -> tuple[ModelSettings, ...]:
-    if len(models) > MODELS_MOST:
-        raise refuse(f"must be at most {MODELS_MOST} models, not {len(models)}")
+def _check_models_unique(models: tuple[ModelSettings, ...]) -> tuple[ModelSettings, ...]:
+    if len(models) > MAX_MODELS:
+        raise setting_error(f"must be at most {MAX_MODELS} models, not {len(models)}")
     places: dict[str, int] = {}
     for place, model in enumerate(models):
         if (first := places.setdefault(model.name, place)) != place:
-            raise refuse(f"names a model twice, in [{first}] and [{place}]")
+            raise setting_error(f"names a model twice, in [{first}] and [{place}]")
     return models
 
 
-Models = Annotated[tuple[ModelSettings, ...], Field(strict=False), AfterValidator(_each_model_once)]
+Models = Annotated[tuple[ModelSettings, ...], Field(strict=False), AfterValidator(_check_models_unique)]

@@ -6,15 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.requests.cluster_slot import fault_of_braces
+from dispatcher.core.requests.cluster_slot import explain_brace_fault
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import Key, SecretUrl, Text, refuse, url
+from dispatcher.settings.values import Key, SecretUrl, Text, setting_error, url_validator
 
 QueueUrl = Annotated[
     SecretUrl,
-    url("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster", hosts=64),
+    url_validator(
+        "redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster", hosts=64
+    ),
 ]
-OWNER_TIMEOUT_S = 5.0
+DEFAULT_OWNER_TIMEOUT_S = 5.0
 
 
 class QueueSettings(Section):
@@ -105,31 +107,35 @@ class QueueSettings(Section):
 
     @field_validator("owner_timeout_s")
     @classmethod
-    def _within_a_lease(cls, timeout_s: float | None, info: ValidationInfo) -> float | None:
+    def _check_owner_timeout(cls, timeout_s: float | None, info: ValidationInfo) -> float | None:
         if timeout_s is not None and timeout_s > info.data.get("lease_s", timeout_s):
-            raise refuse(f"must not be above queue.lease_s ({info.data['lease_s']:g})")
+            raise setting_error(f"must not be above queue.lease_s ({info.data['lease_s']:g})")
         return timeout_s
 
     @field_validator("name")
     @classmethod
-    def _one_slot(cls, name: str) -> str:
-        if (why := fault_of_braces(name)) is not None:
-            raise refuse(why)
+    def _check_one_slot(cls, name: str) -> str:
+        if (why := explain_brace_fault(name)) is not None:
+            raise setting_error(why)
         return name
 
     @field_validator("results")
     @classmethod
-    def _another_list(cls, results: str, info: ValidationInfo) -> str:
+    def _check_results_list(cls, results: str, info: ValidationInfo) -> str:
         if results and results == info.data.get("name"):
-            raise refuse("must not be queue.name: results would be taken for requests")
+            raise setting_error("must not be queue.name: results would be taken for requests")
         return results
 
-    def timeout_s(self) -> float:
+    def effective_owner_timeout_s(self) -> float:
         """Return the seconds without a heartbeat after which a dispatcher is considered dead."""
-        return min(OWNER_TIMEOUT_S, self.lease_s) if self.owner_timeout_s is None else self.owner_timeout_s
+        return (
+            min(DEFAULT_OWNER_TIMEOUT_S, self.lease_s)
+            if self.owner_timeout_s is None
+            else self.owner_timeout_s
+        )
 
 
-def named(queue: QueueSettings, pool: str) -> QueueSettings:
+def with_derived_names(queue: QueueSettings, pool: str) -> QueueSettings:
     """Return the settings with the default names of queue and result list for a pool."""
     # `model_construct` keeps the set of given fields, so that the derived names still count as defaults.
     values = {

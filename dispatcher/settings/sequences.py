@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.requests.headers import SESSION_TOKEN, plain
+from dispatcher.core.requests.headers import SESSION_TOKEN, normalize_name
 from dispatcher.core.sequences.decisions import SequenceTerms
-from dispatcher.core.sequences.turns import Carry, OnError
+from dispatcher.core.sequences.turns import CarryMode, OnError
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import Text, header_of_ours, refuse
+from dispatcher.settings.values import Text, check_own_header, setting_error
 
 
 class SequenceSettings(Section):
@@ -84,17 +84,17 @@ class SequenceSettings(Section):
 
     @field_validator("header", "session_id_header")
     @classmethod
-    def _may_be_sent(cls, name: str) -> str:
-        return header_of_ours(name)
+    def _check_header(cls, name: str) -> str:
+        return check_own_header(name)
 
     @field_validator("session_id_header")
     @classmethod
-    def _not_the_same(cls, name: str, info: ValidationInfo) -> str:
-        if name and plain(name) == plain(info.data.get("header", "")):
-            raise refuse("must not be sequences.header")
+    def _check_headers_differ(cls, name: str, info: ValidationInfo) -> str:
+        if name and normalize_name(name) == normalize_name(info.data.get("header", "")):
+            raise setting_error("must not be sequences.header")
         return name
 
-    def terms(self) -> SequenceTerms:
+    def build_terms(self) -> SequenceTerms:
         """Return the settings as the queue uses them."""
         return SequenceTerms(
             max_idle_s=self.max_idle_s,
@@ -106,6 +106,6 @@ class SequenceSettings(Section):
             refuse_after_end=self.after_end == "refuse",
         )
 
-    def carries(self) -> Carry:
+    def default_carry(self) -> CarryMode:
         """Return the value of `carry` for requests that do not set it."""
-        return Carry(self.carry)
+        return CarryMode(self.carry)

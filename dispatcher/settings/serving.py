@@ -11,11 +11,11 @@ from dispatcher.settings.models import ModelSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.signals import VllmSettings
 from dispatcher.settings.tls import TlsSettings
-from dispatcher.settings.values import HttpUrl, SecretUrl, Text, header_of_ours, refuse
+from dispatcher.settings.values import HttpUrl, SecretUrl, Text, check_own_header, setting_error
 
 Observe = Literal["auto", "off", "gateway", "endpoints"]
 LIST_PATH = "/v1/models"
-_PAGE, _TENSORRT = "/metrics", "/prometheus"
+_METRICS_PATH, _TENSORRT_PREFIX = "/metrics", "/prometheus"
 """Path of a metrics page, and the prefix of that path for TensorRT-LLM."""
 
 
@@ -55,7 +55,7 @@ class ServingSettings(Section):
     interval_s: float = Field(
         5.0, ge=0.1, le=3600, description="Seconds between two requests to each server for its models."
     )
-    absent: Literal["wait", "fail"] = Field(
+    when_not_served: Literal["wait", "fail"] = Field(
         "wait",
         description="What happens to a request for a model that was served before, is not served now, and is "
         "not in `models`. `wait`: it waits for the model. `fail`: it fails with MODEL_NOT_FOUND.",
@@ -81,66 +81,66 @@ class ServingSettings(Section):
 
     @field_validator("subset_header")
     @classmethod
-    def _ours_to_set(cls, name: str) -> str:
-        return header_of_ours(name)
+    def _check_subset_header(cls, name: str) -> str:
+        return check_own_header(name)
 
     @field_validator("warmup")
     @classmethod
-    def _reaches_each(cls, warmup: WarmupSettings, info: ValidationInfo) -> WarmupSettings:
+    def _check_warmup_target(cls, warmup: WarmupSettings, info: ValidationInfo) -> WarmupSettings:
         observe, header = info.data.get("observe"), info.data.get("subset_header")
         if warmup.by == "endpoints" and observe == "gateway":
-            raise refuse(
+            raise setting_error(
                 "by: endpoints cannot be had with serving.observe: gateway, which knows of no server"
             )
         if warmup.by == "gateway" and header == "" and (observe == "endpoints" or info.data.get("urls")):
-            raise refuse("by: gateway needs serving.subset_header, for else it cannot name a server")
+            raise setting_error("by: gateway needs serving.subset_header, for else it cannot name a server")
         return warmup
 
     @field_validator("urls")
     @classmethod
-    def _asked_once(cls, urls: tuple[SecretUrl, ...], info: ValidationInfo) -> tuple[SecretUrl, ...]:
+    def _check_urls(cls, urls: tuple[SecretUrl, ...], info: ValidationInfo) -> tuple[SecretUrl, ...]:
         if not all(urls):
-            raise refuse("holds an empty URL")
+            raise setting_error("holds an empty URL")
         plain = [each.reveal().rstrip("/").removesuffix(LIST_PATH) for each in urls]
         if len(set(plain)) < len(plain):
-            raise refuse("has a server twice")
+            raise setting_error("has a server twice")
         if urls and info.data.get("observe") == "gateway":
-            raise refuse("stands beside serving.observe: gateway, which asks no server")
+            raise setting_error("stands beside serving.observe: gateway, which asks no server")
         return urls
 
 
-def observes(serving: ServingSettings, models: tuple[ModelSettings, ...]) -> bool:
+def is_observing_models(serving: ServingSettings, models: tuple[ModelSettings, ...]) -> bool:
     """Return whether models are observed. If not, no server is asked, and no request waits for a model."""
     return serving.observe != "off" and (serving.observe != "auto" or bool(models))
 
 
-def with_servers_of(vllm: VllmSettings, serving: ServingSettings) -> ServingSettings:
+def with_vllm_servers(vllm: VllmSettings, serving: ServingSettings) -> ServingSettings:
     """Return the section `serving`. If it names no servers, use those of `signals.vllm`, with their token and
     TLS settings.
 
     They are not used if the gateway is asked for the models, if warm-ups go through the gateway and cannot
     name a server, or if the path of a metrics page does not tell where the server takes requests.
     """
-    by_gateway = serving.observe == "gateway" or (
+    is_by_gateway = serving.observe == "gateway" or (
         serving.warmup.by == "gateway" and serving.subset_header == ""
     )
     # An empty URL stands for a server that is unknown. With one of them, the list would be incomplete.
-    lists = [_list_beside(page) for page in vllm.urls]
-    if serving.urls or by_gateway or not lists or not all(lists):
+    lists = [_model_list_url(page) for page in vllm.urls]
+    if serving.urls or is_by_gateway or not lists or not all(lists):
         return serving
-    taken = {
+    updates = {
         "urls": tuple(lists),
         "token_file": serving.token_file or vllm.token_file,
         "tls": vllm.tls if serving.tls == TlsSettings() else serving.tls,
     }
-    return serving.model_copy(update=taken)
+    return serving.model_copy(update=updates)
 
 
-def _list_beside(page: SecretUrl) -> SecretUrl:
+def _model_list_url(page: SecretUrl) -> SecretUrl:
     """Return the URL at which the server of a metrics page lists its models, or empty if it is unknown."""
     parts = urlsplit(page.reveal())
     path = parts.path.rstrip("/")
-    if parts.query or (path and not path.endswith(_PAGE)):
+    if parts.query or (path and not path.endswith(_METRICS_PATH)):
         return SecretUrl("")
-    base = path.removesuffix(_PAGE).removesuffix(_TENSORRT)
+    base = path.removesuffix(_METRICS_PATH).removesuffix(_TENSORRT_PREFIX)
     return SecretUrl(urlunsplit((parts.scheme, parts.netloc, f"{base}{LIST_PATH}", "", "")))

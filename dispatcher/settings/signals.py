@@ -8,10 +8,10 @@ from pydantic import Field, ValidationInfo, field_serializer, field_validator
 
 from dispatcher.settings.section import Section
 from dispatcher.settings.tls import TlsSettings
-from dispatcher.settings.values import Headers, HttpUrl, SecretUrl, Text, mask_headers, refuse
+from dispatcher.settings.values import Headers, HttpUrl, SecretUrl, Text, mask_headers, setting_error
 
 Source = Literal["epp", "prometheus", "vllm", "fixed"]
-MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0, "vllm": 10.0, "fixed": 10.0}
+DEFAULT_MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0, "vllm": 10.0, "fixed": 10.0}
 
 
 class PrometheusSettings(Section):
@@ -35,7 +35,7 @@ class PrometheusSettings(Section):
     )
 
     @field_serializer("headers")
-    def _masked(self, headers: dict[str, str]) -> dict[str, str]:
+    def _mask_header_values(self, headers: dict[str, str]) -> dict[str, str]:
         return mask_headers(headers)
 
 
@@ -89,18 +89,18 @@ class VllmSettings(Section):
 
     @field_validator("urls")
     @classmethod
-    def _each_once(cls, urls: tuple[SecretUrl, ...]) -> tuple[SecretUrl, ...]:
+    def _check_urls_unique(cls, urls: tuple[SecretUrl, ...]) -> tuple[SecretUrl, ...]:
         # The default path may be given or left out: both URLs are the same server.
         plain = [each.reveal().rstrip("/").removesuffix("/metrics") for each in urls]
         if len(set(plain)) < len(plain):
-            raise refuse("has a server twice: its capacity would count twice")
+            raise setting_error("has a server twice: its capacity would count twice")
         return urls
 
     @field_validator("service")
     @classmethod
-    def _one_of_both(cls, service: str, info: ValidationInfo) -> str:
+    def _check_urls_or_service(cls, service: str, info: ValidationInfo) -> str:
         if service and info.data.get("urls"):
-            raise refuse("stands beside urls: give one of them")
+            raise setting_error("stands beside urls: give one of them")
         return service
 
 
@@ -138,48 +138,54 @@ class SignalsSettings(Section):
 
     @field_validator("max_age_s")
     @classmethod
-    def _two_intervals(cls, max_age_s: float | None, info: ValidationInfo) -> float | None:
+    def _check_max_age(cls, max_age_s: float | None, info: ValidationInfo) -> float | None:
         interval_s = info.data.get("interval_s", 0.0)
         if max_age_s is not None and max_age_s < 2 * interval_s:
-            raise refuse(
+            raise setting_error(
                 f"must be at least two intervals ({2 * interval_s:g} s), or every other reading is stale"
             )
         return max_age_s
 
     @field_validator("use")
     @classmethod
-    def _measured(cls, use: str, info: ValidationInfo) -> str:
+    def _check_use(cls, use: str, info: ValidationInfo) -> str:
         if info.data.get("source") == "fixed" and use != "auto":
-            raise refuse(f"is {use}, and signals.source is fixed, which measures nothing: it must be auto")
+            raise setting_error(
+                f"is {use}, and signals.source is fixed, which measures nothing: it must be auto"
+            )
         return use
 
     @field_validator("prometheus")
     @classmethod
-    def _reachable(cls, prometheus: PrometheusSettings, info: ValidationInfo) -> PrometheusSettings:
+    def _check_prometheus_url(
+        cls, prometheus: PrometheusSettings, info: ValidationInfo
+    ) -> PrometheusSettings:
         if info.data.get("source") == "prometheus" and not prometheus.url:
-            raise refuse("url is required when signals.source is prometheus")
+            raise setting_error("url is required when signals.source is prometheus")
         return prometheus
 
     @field_validator("vllm")
     @classmethod
-    def _alone(cls, vllm: VllmSettings, info: ValidationInfo) -> VllmSettings:
+    def _check_vllm(cls, vllm: VllmSettings, info: ValidationInfo) -> VllmSettings:
         source, use, epp = (info.data.get(name) for name in ("source", "use", "epp"))
         if source == "vllm" and not vllm:
-            raise refuse("urls or service is required when signals.source is vllm")
+            raise setting_error("urls or service is required when signals.source is vllm")
         if not vllm:
             return vllm
         if source in ("epp", "prometheus", "fixed"):
-            raise refuse(
+            raise setting_error(
                 f"says where model servers are, and signals.source is {source}: it must be vllm or auto"
             )
         if isinstance(epp, EppSettings) and (epp.urls or epp.service):
-            raise refuse("stands beside signals.epp: a pool with an endpoint picker is read there")
+            raise setting_error("stands beside signals.epp: a pool with an endpoint picker is read there")
         if use in ("saturation", "both"):
-            raise refuse(f"shows requests alone, and signals.use is {use}: it must be requests or auto")
+            raise setting_error(
+                f"shows requests alone, and signals.use is {use}: it must be requests or auto"
+            )
         return vllm
 
     @property
-    def preferred(self) -> Source:
+    def preferred_source(self) -> Source:
         """Source that is used as long as it can be read."""
         if self.source in ("prometheus", "fixed"):
             return self.source
@@ -195,7 +201,7 @@ class SignalsSettings(Section):
         return not self.vllm and self.source != "fixed"
 
     @property
-    def direct(self) -> EppSettings | VllmSettings | None:
+    def scrape_settings(self) -> EppSettings | VllmSettings | None:
         """Settings of the metrics pages that are scraped directly, or `None` if no page is."""
         if self.source in ("prometheus", "fixed"):
             return None
@@ -205,4 +211,4 @@ class SignalsSettings(Section):
         """Return the age in seconds above which a sample from this source is not used."""
         if self.max_age_s is not None:
             return self.max_age_s
-        return max(MAX_AGE_S[source], 2 * self.interval_s)
+        return max(DEFAULT_MAX_AGE_S[source], 2 * self.interval_s)

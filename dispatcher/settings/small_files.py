@@ -18,14 +18,14 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-READ_S = 5.0
+READ_TIMEOUT_S = 5.0
 """Time limit of a read. A token takes less than a millisecond, and certificates a second on a slow CPU."""
 
 
-_HANGS = "its file system does not answer"
+_HANGS_MESSAGE = "its file system does not answer"
 
 
-def read_regular(path: str | Path, max_bytes: int) -> bytes:
+def read_regular_file(path: str | Path, max_bytes: int) -> bytes:
     """Return the content of a regular file, up to `max_bytes` and one more byte that shows a larger file.
 
     Links are followed: mounted ConfigMaps and Secrets consist of links. Raises OSError, also for a file of
@@ -38,29 +38,29 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
         return file.read(max_bytes + 1)
 
 
-def require_regular(found: os.stat_result) -> None:
+def require_regular(stat_result: os.stat_result) -> None:
     """Raise OSError unless this is a regular file, or /dev/null, which commonly stands for an empty file."""
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(stat_result.st_mode):
         raise IsADirectoryError("it is a directory")
-    is_null = stat.S_ISCHR(found.st_mode) and found.st_rdev == Path(os.devnull).stat().st_rdev
-    if not stat.S_ISREG(found.st_mode) and not is_null:
+    is_null = stat.S_ISCHR(stat_result.st_mode) and stat_result.st_rdev == Path(os.devnull).stat().st_rdev
+    if not stat.S_ISREG(stat_result.st_mode) and not is_null:
         raise OSError("it is not a regular file, but a pipe, a socket or a device")
 
 
-def read_in_time(read: Callable[[], T], *, timeout_s: float = READ_S) -> T:
+def read_with_timeout(reader: Callable[[], T], *, timeout_s: float = READ_TIMEOUT_S) -> T:
     """Return the result of `reader`, or raise its error, or TimeoutError. Blocks the caller."""
-    running = _begin(read)
+    running = _start_read(reader)
     wait([running], timeout_s)
     if not running.done():
-        raise TimeoutError(_HANGS)
+        raise TimeoutError(_HANGS_MESSAGE)
     return running.result()
 
 
 class BackgroundRead(Generic[T]):
     """A blocking read that runs in a thread beside the event loop, one at a time."""
 
-    def __init__(self, read: Callable[[], T], *, timeout_s: float = READ_S) -> None:
-        self._read = read
+    def __init__(self, reader: Callable[[], T], *, timeout_s: float = READ_TIMEOUT_S) -> None:
+        self._reader = reader
         self._timeout_s = timeout_s
         self._started_at = 0.0
         self._running: Future[T] | None = None
@@ -72,7 +72,7 @@ class BackgroundRead(Generic[T]):
         began, and at once as long as that read goes on. So a file system that hangs is not asked again.
         """
         if self._running is None or self._running.done():
-            self._running, self._started_at = _begin(self._read), time.monotonic()
+            self._running, self._started_at = _start_read(self._reader), time.monotonic()
         left_s = self._started_at + self._timeout_s - time.monotonic()
         limit = asyncio.timeout(max(0.0, left_s))
         try:
@@ -81,10 +81,10 @@ class BackgroundRead(Generic[T]):
         except TimeoutError as error:
             if not limit.expired():  # the read itself raised TimeoutError
                 raise
-            raise TimeoutError(_HANGS) from error
+            raise TimeoutError(_HANGS_MESSAGE) from error
 
 
-def _begin(read: Callable[[], T]) -> Future[T]:
+def _start_read(reader: Callable[[], T]) -> Future[T]:
     """Run a read in a daemon thread.
 
     An executor would wait for its threads when the process ends, and for ever for a thread that a hanging
@@ -94,11 +94,11 @@ def _begin(read: Callable[[], T]) -> Future[T]:
     # A running future cannot be cancelled, so a cancelled caller does not cancel the read for the others.
     running.set_running_or_notify_cancel()
 
-    def work() -> None:
+    def run_read() -> None:
         try:
-            running.set_result(read())
+            running.set_result(reader())
         except BaseException as error:  # every error goes to the callers
             running.set_exception(error)
 
-    threading.Thread(target=work, name="file read", daemon=True).start()
+    threading.Thread(target=run_read, name="file read", daemon=True).start()
     return running

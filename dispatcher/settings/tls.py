@@ -9,7 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.settings.section import Section
 from dispatcher.settings.small_files import require_regular
-from dispatcher.settings.values import Text, refuse
+from dispatcher.settings.values import Text, setting_error
 
 
 class TlsSettings(Section):
@@ -30,13 +30,13 @@ class TlsSettings(Section):
 
     @field_validator("key_file")
     @classmethod
-    def _both_or_none(cls, key_file: str, info: ValidationInfo) -> str:
+    def _check_key_pair(cls, key_file: str, info: ValidationInfo) -> str:
         cert_file = info.data.get("cert_file", key_file)
         if bool(cert_file) != bool(key_file):
-            raise refuse("cert_file and key_file are needed together")
+            raise setting_error("cert_file and key_file are needed together")
         return key_file
 
-    def context(self) -> ssl.SSLContext:
+    def build_context(self) -> ssl.SSLContext:
         """Return the SSL context of a client. Raises OSError (or its subclass ssl.SSLError) if a file is
         missing or not valid."""
         for path in filter(None, (self.ca_file, self.cert_file, self.key_file)):

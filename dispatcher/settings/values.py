@@ -17,16 +17,16 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from dispatcher.core.requests.headers import (
     FAIRNESS_ID,
+    FORBIDDEN_HEADERS,
     HOP_BY_HOP,
     INFERENCE_TTL,
     NAME,
-    NOT_PASSED_ON,
     OBJECTIVE,
     OLD_FAIRNESS_ID,
     OLD_OBJECTIVE,
     REQUEST_ID,
     VALUE,
-    plain,
+    normalize_name,
 )
 
 MASK = "***"
@@ -40,7 +40,9 @@ CONTROL_HEADERS = {
 }
 """Headers that no setting may set, because the dispatcher sets them or they concern the connection, with the
 alternative."""
-TAKEN_HEADERS = NOT_PASSED_ON | CONTROL_HEADERS.keys() | {"accept", "traceparent", "tracestate", "user-agent"}
+RESERVED_HEADERS = (
+    FORBIDDEN_HEADERS | CONTROL_HEADERS.keys() | {"accept", "traceparent", "tracestate", "user-agent"}
+)
 """Headers with a meaning of their own, which a setting cannot use for another purpose."""
 
 _URL = re.compile(
@@ -60,12 +62,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 
-def refuse(why: str) -> PydanticCustomError:
+def setting_error(sentence: str) -> PydanticCustomError:
     """Return the error for a validator to raise. The sentence is shown unchanged."""
-    return PydanticCustomError("refused", "{why}", {"why": why})
+    return PydanticCustomError("refused", "{why}", {"why": sentence})
 
 
-def secret_name(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Return whether the value of a header or a query parameter with this name is probably a secret."""
     return SECRET_NAME.search(name) is not None
 
@@ -100,13 +102,13 @@ class SecretUrl:
         return (unquote(user), unquote(password)) if at else None
 
     @property
-    def authorization(self) -> str:
+    def authorization_header(self) -> str:
         """Authorization header for user and password, or empty if the URL has neither."""
         given = self.credentials
         return "Basic " + base64.b64encode(":".join(given).encode()).decode() if given else ""
 
     @property
-    def bare(self) -> str:
+    def without_credentials(self) -> str:
         """URL without user and password."""
         match = _URL.fullmatch(self._text)
         if match is None:
@@ -123,13 +125,13 @@ class SecretUrl:
         userinfo, at, tail = rest.rpartition("@")
         if at:
             user, colon, _ = userinfo.partition(":")
-            named = colon and not re.search(r"[/?#]", user)
-            rest = f"{user}:{MASK}@{tail}" if named else f"{MASK}@{tail}"
+            has_user = colon and not re.search(r"[/?#]", user)
+            rest = f"{user}:{MASK}@{tail}" if has_user else f"{MASK}@{tail}"
         path, mark, query = rest.partition("?")
         if mark:
             pairs = (pair.partition("=") for pair in query.split("&"))
             query = "&".join(
-                f"{name}={MASK}" if secret_name(name) else name + eq + v for name, eq, v in pairs
+                f"{name}={MASK}" if is_secret_name(name) else name + eq + v for name, eq, v in pairs
             )
         return f"{scheme}://{path}{mark}{query}"
 
@@ -161,17 +163,17 @@ class SecretUrl:
 AUTO = "auto"
 
 
-def _auto_is_none(value: object) -> object:
+def _auto_to_none(value: object) -> object:
     if isinstance(value, str):
         if value != AUTO:
-            raise refuse("a number or auto is expected")
+            raise setting_error("a number or auto is expected")
         return None
     return value
 
 
 AutoNumber = Annotated[
     float | None,
-    BeforeValidator(_auto_is_none),
+    BeforeValidator(_auto_to_none),
     PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
     AUTO,
 ]
@@ -179,29 +181,29 @@ AutoNumber = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Spelled:
+class ValueNotation:
     """Annotation of a type without a plain notation: how its values are written."""
 
-    words: str
+    text: str
     """Text for the reference documentation."""
     schema: Mapping[str, Any]
     """JSON Schema of the values."""
 
 
-def url(*schemes: str, hosts: int = 1) -> AfterValidator:
+def url_validator(*schemes: str, hosts: int = 1) -> AfterValidator:
     """Return a validator for URLs with one of the schemes and up to `hosts` hosts. Empty URLs are valid."""
 
-    def check(value: SecretUrl) -> SecretUrl:
+    def check_url(value: SecretUrl) -> SecretUrl:
         if not value:
             return value
-        if (why := _fault_of_url(value, schemes, hosts)) is not None:
-            raise refuse(why)
+        if (why := _url_fault(value, schemes, hosts)) is not None:
+            raise setting_error(why)
         return value
 
-    return AfterValidator(check)
+    return AfterValidator(check_url)
 
 
-def _fault_of_url(value: SecretUrl, schemes: tuple[str, ...], hosts: int) -> str | None:
+def _url_fault(value: SecretUrl, schemes: tuple[str, ...], hosts: int) -> str | None:
     match = _URL.fullmatch(value.reveal())
     if match is None or value.scheme not in schemes:
         return "must begin with " + " or ".join(f"{scheme}://" for scheme in schemes)
@@ -213,79 +215,79 @@ def _fault_of_url(value: SecretUrl, schemes: tuple[str, ...], hosts: int) -> str
     if len(value.hosts) > hosts:
         return "names more than one host"
     for host in value.hosts:
-        found = _HOST.fullmatch(host)
-        if found is None:
+        host_match = _HOST.fullmatch(host)
+        if host_match is None:
             return "holds no valid host (percent-encode / ? # and @ in the password)"
-        if found["port"] is not None and not 1 <= int(found["port"]) <= 65535:
+        if host_match["port"] is not None and not 1 <= int(host_match["port"]) <= 65535:
             return "holds a port that is not between 1 and 65535"
     return None
 
 
-def _without_controls(value: str) -> str:
+def _check_no_controls(value: str) -> str:
     if _CONTROL.search(value):
-        raise refuse("must not hold line breaks or other control characters")
+        raise setting_error("must not hold line breaks or other control characters")
     return value
 
 
-def _header_name(value: str) -> str:
+def _check_header_name(value: str) -> str:
     if NAME.fullmatch(value) is None:
-        raise refuse("is not a header name")
+        raise setting_error("is not a header name")
     return value
 
 
-def _header_value(value: str) -> str:
+def _check_header_value(value: str) -> str:
     if VALUE.fullmatch(value) is None or value != value.strip():
-        raise refuse("must not hold control characters, nor blanks at its ends")
+        raise setting_error("must not hold control characters, nor blanks at its ends")
     try:
         value.encode("latin-1")
     except UnicodeEncodeError:
-        raise refuse("holds characters that a header cannot carry") from None
+        raise setting_error("holds characters that a header cannot carry") from None
     return value
 
 
-def _label(value: str) -> str:
+def _check_label(value: str) -> str:
     if _LABEL.fullmatch(value) is None:
-        raise refuse(
+        raise setting_error(
             "must be a Kubernetes name: at most 63 of a-z, 0-9 and -, a letter or digit at both ends"
         )
     return value
 
 
-def _path(value: str) -> str:
+def _check_path(value: str) -> str:
     if not value.startswith("/") or value.startswith("//"):
-        raise refuse("must begin with one /")
+        raise setting_error("must begin with one /")
     if re.search(r"[^\x21-\x7e]|[?#\\]", value) or ".." in value.split("/"):
-        raise refuse("must be a plain path: no blanks, ?, #, \\ or ..")
+        raise setting_error("must be a plain path: no blanks, ?, #, \\ or ..")
     return value
 
 
-def _key(value: str) -> str:
+def _check_key(value: str) -> str:
     if _CONTROL.search(value) or len(value) > 512:
-        raise refuse("must not hold control characters, nor more than 512 characters")
+        raise setting_error("must not hold control characters, nor more than 512 characters")
     return value
 
 
-Text = Annotated[str, AfterValidator(_without_controls)]
-Label = Annotated[str, AfterValidator(_label)]
-UrlPath = Annotated[str, AfterValidator(_path)]
-Key = Annotated[str, AfterValidator(_key)]
-HeaderValue = Annotated[str, AfterValidator(_header_value)]
-Headers = dict[Annotated[str, AfterValidator(_header_name)], HeaderValue]
+Text = Annotated[str, AfterValidator(_check_no_controls)]
+Label = Annotated[str, AfterValidator(_check_label)]
+UrlPath = Annotated[str, AfterValidator(_check_path)]
+Key = Annotated[str, AfterValidator(_check_key)]
+HeaderValue = Annotated[str, AfterValidator(_check_header_value)]
+Headers = dict[Annotated[str, AfterValidator(_check_header_name)], HeaderValue]
 
 
 def mask_headers(headers: dict[str, str]) -> dict[str, str]:
     """Return the headers with the values of likely secrets masked."""
-    return {name: MASK if secret_name(name) else value for name, value in headers.items()}
+    return {name: MASK if is_secret_name(name) else value for name, value in headers.items()}
 
 
-HttpUrl = Annotated[SecretUrl, url("http", "https")]
+HttpUrl = Annotated[SecretUrl, url_validator("http", "https")]
 
 
-def header_of_ours(name: str) -> str:
+def check_own_header(name: str) -> str:
     """Return the name of a header if a setting may use it for its own purpose. Empty names are valid. Raises
     PydanticCustomError otherwise."""
     if name and NAME.fullmatch(name) is None:
-        raise refuse("is not a header name")
-    if plain(name) in TAKEN_HEADERS:
-        raise refuse(f"{name} cannot be used for this: it has a meaning of its own")
+        raise setting_error("is not a header name")
+    if normalize_name(name) in RESERVED_HEADERS:
+        raise setting_error(f"{name} cannot be used for this: it has a meaning of its own")
     return name

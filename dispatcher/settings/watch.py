@@ -13,82 +13,82 @@ from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 
-from dispatcher.settings.load import read_blocking, unreadable
+from dispatcher.settings.load import read_config_blocking, unreadable_problem
 from dispatcher.settings.small_files import BackgroundRead
 from dispatcher.settings.yaml_source import Problem
 
-QUIET_S = 0.1
+STABLE_S = 0.1
 """Seconds between two reads that must return the same text. Then the text is considered complete."""
-GONE_S = 1.0
+MISSING_S = 1.0
 """Seconds after which an empty, missing or unreadable file is a problem. An editor is faster."""
 POLL_S = 2.0
 """Seconds between reads without events, for network file systems and links to other directories, where the
 kernel reports no events."""
 
 
-async def watch(path: Path | str, known: str) -> AsyncGenerator[str | Problem, None]:
+async def watch_config(path: Path | str, known_text: str) -> AsyncGenerator[str | Problem, None]:
     """Yield each new text of the file once it is stable. At first, `known_text` is the text to compare with.
 
     If the file stays empty, missing or unreadable, yield a Problem once. When the file comes back, yield its
     text again, even if it is unchanged. Never ends by itself, and never raises for errors of the file system.
     """
     path = Path(path)
-    look = partial(_look_beside, BackgroundRead(partial(_look, path)), path)
+    read_now = partial(_read_in_background, BackgroundRead(partial(_read_text, path)), path)
     # An empty file was accepted at the start, so it is no change, and the Problem is not reported again.
-    last: str | Problem = known if known.strip() else _empty(path)
-    async with aclosing(_hints(path.parent)) as hints:
+    last: str | Problem = known_text if known_text.strip() else _empty_problem(path)
+    async with aclosing(_change_hints(path.parent)) as hints:
         async for _ in hints:
-            if await look() == last:
+            if await read_now() == last:
                 continue
-            found = await _settled(look)
-            if found != last:  # the file may have changed back meanwhile
-                last = found
-                yield found
+            current = await _wait_until_stable(read_now)
+            if current != last:  # the file may have changed back meanwhile
+                last = current
+                yield current
 
 
-async def prepare(directory: Path) -> None:
+async def preload_watcher(directory: Path) -> None:
     """Import and start `watchfiles` once, which takes long, and which only some commands need."""
     from watchfiles import awatch
 
     with suppress(OSError, RuntimeError):  # `watch_config` handles these errors itself
-        looks = awatch(directory, rust_timeout=1, yield_on_timeout=True, recursive=False)
-        async with aclosing(looks):
-            await anext(looks)
+        events = awatch(directory, rust_timeout=1, yield_on_timeout=True, recursive=False)
+        async with aclosing(events):
+            await anext(events)
 
 
-async def _look_beside(read: BackgroundRead[str | Problem], path: Path) -> str | Problem:
+async def _read_in_background(background_read: BackgroundRead[str | Problem], path: Path) -> str | Problem:
     try:
-        return await read()
+        return await background_read()
     except TimeoutError as error:
-        return unreadable(path, error)
+        return unreadable_problem(path, error)
 
 
-def _look(path: Path) -> str | Problem:
-    found = read_blocking(path)
-    if isinstance(found, str) and not found.strip():
-        return _empty(path)
-    return found
+def _read_text(path: Path) -> str | Problem:
+    text = read_config_blocking(path)
+    if isinstance(text, str) and not text.strip():
+        return _empty_problem(path)
+    return text
 
 
-def _empty(path: Path) -> Problem:
+def _empty_problem(path: Path) -> Problem:
     return Problem(path.name, "", "is empty")
 
 
-async def _settled(look: Callable[[], Awaitable[str | Problem]]) -> str | Problem:
+async def _wait_until_stable(read_now: Callable[[], Awaitable[str | Problem]]) -> str | Problem:
     """Wait until the file no longer changes, and return its text, or a problem that lasted for MISSING_S."""
     clock = asyncio.get_running_loop().time
-    found = await look()
-    since = clock()
+    current = await read_now()
+    unchanged_since = clock()
     while True:
-        await asyncio.sleep(QUIET_S)
-        again = await look()
-        if again != found:
-            found, since = again, clock()
-        elif isinstance(found, str) or clock() - since >= GONE_S:
-            return found
+        await asyncio.sleep(STABLE_S)
+        again = await read_now()
+        if again != current:
+            current, unchanged_since = again, clock()
+        elif isinstance(current, str) or clock() - unchanged_since >= MISSING_S:
+            return current
 
 
-async def _hints(directory: Path) -> AsyncGenerator[None, None]:
+async def _change_hints(directory: Path) -> AsyncGenerator[None, None]:
     """Yield whenever the directory may have changed: at once, on its events, and at least every POLL_S."""
     from watchfiles import awatch  # takes 50 ms to import, and only some commands watch the file
 

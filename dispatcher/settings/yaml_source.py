@@ -24,7 +24,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from dispatcher.settings.values import SecretUrl
 
 ENVIRONMENT = "environment"
-PREFIX = "BATCH_DISPATCHER__"
+ENV_PREFIX = "BATCH_DISPATCHER__"
 MAX_BYTES = 256 * 1024
 """Largest size of a configuration. Usual ones have a few kilobytes, so a larger file is probably no
 configuration."""
@@ -75,7 +75,7 @@ class Node:
     variable: str = ""
     """Environment variable of the value, or empty if it is from the file."""
 
-    def plain(self) -> Any:
+    def to_plain(self) -> Any:
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -90,7 +90,7 @@ class _RefusedError(Exception):
         self.line = line
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """Return the text ` (did you mean …?)` with the most similar known name, or an empty text."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
@@ -104,13 +104,13 @@ def read_yaml(text: str, name: str) -> tuple[Node, list[Problem]]:
         if len(text.encode()) > MAX_BYTES:
             return empty, [Problem(name, "", f"is larger than {MAX_BYTES // 1024} KiB: not a configuration")]
         builder = _Builder(name)
-        root = builder.build(yaml.parse(text, Loader=_Loader))
+        root = builder.build_tree(yaml.parse(text, Loader=_Loader))
     except _RefusedError as refused:
         fault = Problem(name, "", refused.what, refused.line)
     except yaml.reader.ReaderError:
         fault = Problem(name, "", "holds characters that YAML does not allow (control characters)")
     except yaml.YAMLError as error:
-        fault = _fault_of_syntax(error, text, name)
+        fault = _syntax_problem(error, text, name)
     except UnicodeEncodeError:
         fault = Problem(name, "", "is not valid Unicode")
     else:
@@ -122,7 +122,7 @@ def read_yaml(text: str, name: str) -> tuple[Node, list[Problem]]:
     return empty, [fault]
 
 
-def _fault_of_syntax(error: yaml.YAMLError, text: str, name: str) -> Problem:
+def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or "cannot be read"
     line = None if mark is None else mark.line + 1
@@ -146,7 +146,7 @@ class _Builder:
     _root: Node = field(default_factory=lambda: Node(None, None))
     _documents: int = 0
 
-    def build(self, events: Iterator[Any]) -> Node:
+    def build_tree(self, events: Iterator[Any]) -> Node:
         for number, event in enumerate(events):
             line = event.start_mark.line + 1
             if number > MAX_EVENTS:
@@ -159,10 +159,10 @@ class _Builder:
                 self._open.pop()
                 self._key = self._keys.pop()
             elif isinstance(event, yaml.NodeEvent):
-                self._node(event, line)
+                self._add_event(event, line)
         return self._root
 
-    def _node(self, event: Any, line: int) -> None:
+    def _add_event(self, event: Any, line: int) -> None:
         if event.anchor is not None:
             raise _RefusedError("anchors and aliases are not supported: write the value out", line)
         if event.tag not in (None, "!"):
@@ -174,17 +174,17 @@ class _Builder:
             self._key = (event.value, line)
             return
         if isinstance(event, yaml.ScalarEvent):
-            node = Node(_scalar(event), line)
+            node = Node(_scalar_value(event), line)
         else:
             node = Node({} if isinstance(event, yaml.MappingStartEvent) else [], line)
-        path = self._place(node)
+        path = self._place_node(node)
         if not isinstance(event, yaml.ScalarEvent):
             if len(self._open) == MAX_DEPTH:
                 raise _RefusedError("nests too deep", line)
             self._open.append((node, path))
             self._keys.append(None)
 
-    def _place(self, node: Node) -> str:
+    def _place_node(self, node: Node) -> str:
         """Insert a node into its parent, and return its path."""
         if not self._open:
             self._root = node
@@ -206,11 +206,11 @@ class _Builder:
         return path
 
 
-def _scalar(event: yaml.ScalarEvent) -> Any:
-    return resolve(event.value) if event.implicit[0] else event.value
+def _scalar_value(event: yaml.ScalarEvent) -> Any:
+    return resolve_scalar(event.value) if event.implicit[0] else event.value
 
 
-def resolve(text: str) -> Any:
+def resolve_scalar(text: str) -> Any:
     """Return the value of an unquoted scalar in YAML 1.2."""
     if text in _WORDS:
         return _WORDS[text]
@@ -224,13 +224,13 @@ def resolve(text: str) -> Any:
     return text
 
 
-def overlay(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> list[Problem]:
+def overlay_environment(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> list[Problem]:
     """Write the variables with the prefix over the tree. Return the problems of those that match no key."""
-    known = dict(_variables(model))
+    known = dict(_known_variables(model))
     problems = []
-    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
-        found = known.get(variable)
-        if found is None:
+    for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX)):
+        key = known.get(variable)
+        if key is None:
             sections = [name for name in known if name.startswith(variable + "__")]
             maps = [name for name, (_, many) in known.items() if many and variable.startswith(name + "__")]
             if sections:
@@ -239,18 +239,20 @@ def overlay(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> l
                 what = f'is inside a map; set it whole, as JSON: {maps[0]}={{"name": "value"}}'
             else:
                 # Compare without the common prefix, which would make all names similar to each other.
-                near = nearest(variable.removeprefix(PREFIX), (name.removeprefix(PREFIX) for name in known))
-                what = f"unknown key{near.replace('mean ', f'mean {PREFIX}')}"
+                near = suggest_nearest(
+                    variable.removeprefix(ENV_PREFIX), (name.removeprefix(ENV_PREFIX) for name in known)
+                )
+                what = f"unknown key{near.replace('mean ', f'mean {ENV_PREFIX}')}"
             problems.append(Problem(ENVIRONMENT, variable, what))
             continue
-        path, text = found
+        path, text = key
         node = Node(environ[variable], None) if text is None else _read_value(environ[variable])
         if node is None:
             what = "cannot be read: give a number, true, false, null, or JSON for a list or a map"
             problems.append(Problem(ENVIRONMENT, variable, what))
             continue
         node.variable = variable
-        _set(root, path, node)
+        _set_value(root, path, node)
     return problems
 
 
@@ -266,19 +268,19 @@ _Key = tuple[tuple[str, ...], bool | None]
 map in YAML (`True`)."""
 
 
-def _variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, _Key]]:
+def _known_variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, _Key]]:
     for name, info in model.model_fields.items():
         here = (*path, name)
         kind: Any = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _variables(kind, here)
+            yield from _known_variables(kind, here)
             continue
         choices = get_args(kind)
         text = kind in (str, SecretUrl) or (
             bool(choices) and all(isinstance(choice, str) for choice in choices)
         )
         many = getattr(kind, "__origin__", None) is dict
-        yield PREFIX + "__".join(here).upper(), (here, None if text else many)
+        yield ENV_PREFIX + "__".join(here).upper(), (here, None if text else many)
 
 
 class TreeSource(PydanticBaseSettingsSource):
@@ -292,11 +294,11 @@ class TreeSource(PydanticBaseSettingsSource):
     def __init__(self, settings_cls: type[BaseSettings]) -> None:
         super().__init__(settings_cls)
         tree = self._tree.get()
-        self._values: dict[str, Any] = {} if tree is None else tree.plain()
+        self._values: dict[str, Any] = {} if tree is None else tree.to_plain()
 
     @classmethod
     @contextmanager
-    def reading(cls, tree: Node) -> Iterator[None]:
+    def use_tree(cls, tree: Node) -> Iterator[None]:
         """Use this tree for all settings that are made inside the block."""
         before = cls._tree.set(tree)
         try:
@@ -315,7 +317,7 @@ class TreeSource(PydanticBaseSettingsSource):
 logging.getLogger("pydantic_settings").disabled = True
 
 
-def _set(root: Node, path: tuple[str, ...], value: Node) -> None:
+def _set_value(root: Node, path: tuple[str, ...], value: Node) -> None:
     node = root
     for name in path[:-1]:
         child = node.value.get(name)

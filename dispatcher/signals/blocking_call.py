@@ -18,9 +18,9 @@ T = TypeVar("T")
 class StillRunningError(Exception):
     """The previous call has not returned. `running_s` is the time since it was started."""
 
-    def __init__(self, since_s: float) -> None:
-        super().__init__(f"the call before has been hanging for {since_s:.0f} s")
-        self.since_s = since_s
+    def __init__(self, running_s: float) -> None:
+        super().__init__(f"the call before has been hanging for {running_s:.0f} s")
+        self.running_s = running_s
 
 
 class BlockingCalls:
@@ -40,18 +40,18 @@ class BlockingCalls:
         if self._started_at is not None:
             raise StillRunningError(loop.time() - self._started_at)
         self._started_at = loop.time()
-        answer: asyncio.Future[T] = loop.create_future()
+        outcome: asyncio.Future[T] = loop.create_future()
 
-        def back(result: T | None, error: BaseException | None) -> None:
+        def deliver_result(result: T | None, error: BaseException | None) -> None:
             self._started_at = None
-            if answer.done():
+            if outcome.done():
                 return  # the caller timed out or was cancelled
             if error is not None:
-                answer.set_exception(error)
+                outcome.set_exception(error)
             else:
-                answer.set_result(result)  # type: ignore[arg-type]
+                outcome.set_result(result)  # type: ignore[arg-type]
 
-        def work() -> None:
+        def run_in_thread() -> None:
             result: T | None = None
             failure: BaseException | None = None
             try:
@@ -60,8 +60,8 @@ class BlockingCalls:
                 failure = error
             # RuntimeError: the loop was closed while the call was running, so there is no caller any more.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(back, result, failure)
+                loop.call_soon_threadsafe(deliver_result, result, failure)
 
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        threading.Thread(target=run_in_thread, name=self._name, daemon=True).start()
         async with asyncio.timeout(timeout_s):
-            return await answer
+            return await outcome

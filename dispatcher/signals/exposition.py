@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     value: float
 
 
-class Page:
+class PageParser:
     """Parser for a page that arrives in slices: call `feed` with each slice, and `close` at the end.
 
     If `open_metrics` is true, the page must end with `# EOF`. The text format has no end mark, so that only a
@@ -44,118 +44,118 @@ class Page:
 
     def __init__(
         self,
-        wanted: Iterable[str],
+        required_names: Iterable[str],
         *,
         open_metrics: bool = False,
-        also: Iterable[str] = (),
-        also_most: int = 0,
+        optional_names: Iterable[str] = (),
+        max_optional: int = 0,
     ) -> None:
-        needed = frozenset(wanted)
-        self._wanted = needed | frozenset(also)
-        self._also_most = also_most
-        self._needed = tuple(name.encode() for name in sorted(needed))
-        self._prefixes = tuple(name.encode() for name in sorted(self._wanted))
+        required = frozenset(required_names)
+        self._names = required | frozenset(optional_names)
+        self._max_optional = max_optional
+        self._required_prefixes = tuple(name.encode() for name in sorted(required))
+        self._prefixes = tuple(name.encode() for name in sorted(self._names))
         self._open_metrics = open_metrics
-        self._rest = b""
-        self._last = b""
+        self._partial_line = b""
+        self._last_line = b""
         self.samples: list[Sample] = []
-        self.also: list[Sample] = []
-        self.spoiled = ""
+        self.optional_samples: list[Sample] = []
+        self.optional_problem = ""
         """Why `optional_samples` is not complete. Empty if it is."""
         self.size_bytes = 0
 
     def feed(self, data: bytes) -> None:
         """Parse the next slice. Raises MalformedPageError."""
         self.size_bytes += len(data)
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LINE_MAX_BYTES:
+        lines = (self._partial_line + data).split(b"\n")
+        self._partial_line = lines.pop()
+        if len(self._partial_line) > LINE_MAX_BYTES:
             raise MalformedPageError(f"a line longer than {LINE_MAX_BYTES} bytes")
         prefixes = self._prefixes
         for line in [line for line in lines if line.startswith(prefixes)]:
-            self._take(line)
+            self._parse_line(line)
         if lines:
-            self._last = lines[-1]
+            self._last_line = lines[-1]
 
     def close(self) -> list[Sample]:
         """Return the requested samples in the order of the page. Raises MalformedPageError if it was cut."""
         # OpenMetrics allows the end mark without a line end.
-        if self._open_metrics and self._rest.rstrip() == b"# EOF":
-            self._last, self._rest = self._rest, b""
-        if self._rest.strip():
-            raise MalformedPageError(f"the page ends within a line: {_quote(self._rest)}")
-        if self._open_metrics and self._last.rstrip() != b"# EOF":
+        if self._open_metrics and self._partial_line.rstrip() == b"# EOF":
+            self._last_line, self._partial_line = self._partial_line, b""
+        if self._partial_line.strip():
+            raise MalformedPageError(f"the page ends within a line: {_quote_line(self._partial_line)}")
+        if self._open_metrics and self._last_line.rstrip() != b"# EOF":
             raise MalformedPageError("the page ends without its end mark (# EOF)")
         return self.samples
 
-    def _take(self, line: bytes) -> None:
-        if line.startswith(self._needed):
-            if (sample := self._sample(line)) is not None:
+    def _parse_line(self, line: bytes) -> None:
+        if line.startswith(self._required_prefixes):
+            if (sample := self._parse_sample(line)) is not None:
                 self.samples.append(sample)
             return
-        if self.spoiled:
+        if self.optional_problem:
             return
         try:
-            sample = self._sample(line)
+            sample = self._parse_sample(line)
         except MalformedPageError as error:
-            self.spoiled = str(error)
+            self.optional_problem = str(error)
             return
         if sample is not None:
-            self.also.append(sample)
+            self.optional_samples.append(sample)
             # A part of the histograms would be misleading, so that too many mean none.
-            if len(self.also) > self._also_most:
-                self.spoiled = f"more than {self._also_most} series of requests' latencies"
-                self.also.clear()
+            if len(self.optional_samples) > self._max_optional:
+                self.optional_problem = f"more than {self._max_optional} series of requests' latencies"
+                self.optional_samples.clear()
 
-    def _sample(self, raw: bytes) -> Sample | None:
+    def _parse_sample(self, raw: bytes) -> Sample | None:
         try:
             line = raw.decode()
         except UnicodeDecodeError:
-            raise MalformedPageError(f"a line that is not UTF-8: {_quote(raw)}") from None
-        found = _NAME.match(line)
-        if found is None or found.group() not in self._wanted:
+            raise MalformedPageError(f"a line that is not UTF-8: {_quote_line(raw)}") from None
+        match = _NAME.match(line)
+        if match is None or match.group() not in self._names:
             return None  # a longer name that begins with a requested one
-        labels, end = _labels(line, found.end())
+        labels, end = _parse_labels(line, match.end())
         rest = _REST.fullmatch(line, end, len(line.rstrip("\r")))
         if rest is None:
-            raise MalformedPageError(f"no value in: {_quote(raw)}")
+            raise MalformedPageError(f"no value in: {_quote_line(raw)}")
         number = rest.group(1)
         try:
             # Python accepts 1_0 as a number; the format does not.
             value = float(number.replace("_", "?"))
         except ValueError:
-            raise MalformedPageError(f"not a number, {number[:40]!r}, in: {_quote(raw)}") from None
-        return Sample(found.group(), labels, value)
+            raise MalformedPageError(f"not a number, {number[:40]!r}, in: {_quote_line(raw)}") from None
+        return Sample(match.group(), labels, value)
 
 
-def _labels(line: str, at: int) -> tuple[dict[str, str], int]:
+def _parse_labels(line: str, position: int) -> tuple[dict[str, str], int]:
     """Return the labels that start at a position of a line, and the position after them."""
     labels: dict[str, str] = {}
-    while at < len(line) and line[at] in " \t":
-        at += 1
-    if not line.startswith("{", at):
-        return labels, at
-    at += 1
+    while position < len(line) and line[position] in " \t":
+        position += 1
+    if not line.startswith("{", position):
+        return labels, position
+    position += 1
     while True:
-        found = _LABEL.match(line, at)
-        if found is None:
+        match = _LABEL.match(line, position)
+        if match is None:
             break
-        name, value, _ = found.groups()
+        name, value, _ = match.groups()
         if name in labels:
-            raise MalformedPageError(f"the label {name} twice in: {_quote(line.encode())}")
-        labels[name] = _ESCAPE.sub(_unescape, value) if "\\" in value else value
-        at = found.end()
-    at += len(line[at:]) - len(line[at:].lstrip(" \t"))
-    if not line.startswith("}", at):
-        raise MalformedPageError(f"labels that do not end: {_quote(line.encode())}")
-    return labels, at + 1
+            raise MalformedPageError(f"the label {name} twice in: {_quote_line(line.encode())}")
+        labels[name] = _ESCAPE.sub(_unescape_char, value) if "\\" in value else value
+        position = match.end()
+    position += len(line[position:]) - len(line[position:].lstrip(" \t"))
+    if not line.startswith("}", position):
+        raise MalformedPageError(f"labels that do not end: {_quote_line(line.encode())}")
+    return labels, position + 1
 
 
-def _unescape(found: re.Match[str]) -> str:
+def _unescape_char(match: re.Match[str]) -> str:
     # Unknown escapes stay as they are, as in Prometheus' own parser.
-    return _ESCAPED.get(found.group(1), found.group())
+    return _ESCAPED.get(match.group(1), match.group())
 
 
-def _quote(line: bytes) -> str:
+def _quote_line(line: bytes) -> str:
     text = line[:120].decode("utf-8", "replace")
     return repr(text + ("…" if len(line) > 120 else ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from dispatcher.signals.epp.series import View
+from dispatcher.signals.epp.series import PoolView
 
 
 class FixedSource:
@@ -15,17 +15,17 @@ class FixedSource:
     """
 
     name: Final = "fixed"
-    interval_least_s: Final = 0.0
+    min_interval_s: Final = 0.0
 
-    async def poll(self) -> tuple[View, ...]:
+    async def poll(self) -> tuple[PoolView, ...]:
         """Return a view of an empty pool."""
         now = asyncio.get_running_loop().time()
-        return (View(now, now, saturation=0.0, own=True),)
+        return (PoolView(now, now, saturation=0.0, has_own_saturation=True),)
 
-    async def latency(self) -> None:
+    async def read_latencies(self) -> None:
         """Return `None`, because no latencies are measured."""
 
-    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+    def set_replicas(self, addresses: tuple[str, ...] | None) -> None:
         """Ignore the endpoint picker's pods: no InferencePool is watched."""
 
     async def close(self) -> None:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from dispatcher.core.limit.poll import Unread
-from dispatcher.signals.epp.series import View, largest, total
-from dispatcher.signals.exposition import Page, Sample
-from dispatcher.signals.scrape import Scraper, ScrapeTarget, Sought, Targets, unread
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.signals.epp.series import PoolView, max_or_nan, sum_or_nan
+from dispatcher.signals.exposition import PageParser, Sample
+from dispatcher.signals.scrape import Scraper, ScrapeTarget, SeriesSelection, Targets, make_unread
 
 
-class ModelServer(Enum):
+class ModelServerKind(Enum):
     """Names of the gauges of one kind of model server.
 
     The gauges are, in order: running requests, waiting requests, share of the KV cache in use, and largest
@@ -50,15 +50,15 @@ class ModelServer(Enum):
 
 _SWAPPED = "vllm:num_requests_swapped"
 """Requests that were swapped out and wait to continue. Only in vLLM before its engine V1."""
-_BY_REASON = "vllm:num_requests_waiting_by_reason"
+_WAITING_BY_REASON = "vllm:num_requests_waiting_by_reason"
 """Series of newer versions of vLLM with the waiting requests by reason. Requests with the reason `capacity`
 wait because the server is full. Requests with the reason `deferred` wait for a grammar, a remote KV cache or
 a LoRA adapter."""
 _GRAMMAR = "sglang:num_grammar_queue_reqs"
 """Requests that SGLang counts neither as running nor as waiting, because their grammar is not ready."""
-_PAGE = Sought(
-    frozenset(name for kind in ModelServer for names in kind.value for name in names)
-    | {_SWAPPED, _BY_REASON, _GRAMMAR}
+_SELECTION = SeriesSelection(
+    frozenset(name for kind in ModelServerKind for names in kind.value for name in names)
+    | {_SWAPPED, _WAITING_BY_REASON, _GRAMMAR}
 )
 _RANKS = ("tp_rank", "pp_rank")
 """Labels of the processes that serve the same requests together. SGLang may show each of them; only the
@@ -78,11 +78,11 @@ class _ServerPage:
     """Requests that the server runs at once. `None` if its page does not show a usable number."""
 
 
-class ServersSource:
+class ModelServersSource:
     """Scrapes every model server of a pool. Only one poll may run at a time."""
 
     name: Final = "vllm"
-    interval_least_s: Final = 0.0
+    min_interval_s: Final = 0.0
 
     def __init__(
         self, targets: Targets, *, timeout_s: float, token_file: str = "", tls: ssl.SSLContext | None = None
@@ -94,54 +94,58 @@ class ServersSource:
             targets,
             timeout_s=timeout_s,
             token_file=token_file,
-            refused=(f"{token}: the servers refuse this one", token),
+            refusal_hints=(f"{token}: the servers refuse this one", token),
             tls=tls,
         )
 
-    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+    def set_replicas(self, addresses: tuple[str, ...] | None) -> None:
         """Ignore the endpoint picker's pods: this source scrapes model servers."""
 
-    async def poll(self) -> tuple[View, ...] | Unread:
+    async def poll(self) -> tuple[PoolView, ...] | ReadFailure:
         """Scrape every server now and return one view of all of them.
 
         If one server cannot be read, the load of the pool is not known, and the result is an Unread.
         """
-        found = await self._scraper.ask(_PAGE, _served)
-        return found if isinstance(found, Unread) else (_together(found),)
+        pages = await self._scraper.scrape_replicas(_SELECTION, _parse_page)
+        return pages if isinstance(pages, ReadFailure) else (_merge_pages(pages),)
 
-    async def latency(self) -> None:
+    async def read_latencies(self) -> None:
         """Return `None`: the histograms of a page are those of one server. Prometheus aggregates them."""
 
     async def close(self) -> None:
         await self._scraper.close()
 
 
-def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float) -> _ServerPage | Unread:
-    for kind in ModelServer:
-        running, waiting, kv_cache, limits = (_of(page.samples, names) for names in kind.value)
+def _parse_page(
+    target: ScrapeTarget, page: PageParser, opened_at: float, closed_at: float
+) -> _ServerPage | ReadFailure:
+    for kind in ModelServerKind:
+        running, waiting, kv_cache, limits = (_find_gauge_values(page.samples, names) for names in kind.value)
         if not running and not waiting:
             continue  # the page of another kind of server
         if not running or not waiting:
             missing = kind.value[1 if running else 0][0]
-            return unread(target, f"{missing} is not there", "a model server that shows both")
-        used = largest(kv_cache) if kv_cache else None
-        queued, deferred = total(waiting), 0.0
+            return make_unread(target, f"{missing} is not there", "a model server that shows both")
+        used = max_or_nan(kv_cache) if kv_cache else None
+        queued, deferred = sum_or_nan(waiting), 0.0
         # In vLLM the deferred requests are a part of the waiting ones. In SGLang they come on top.
-        if kind is ModelServer.VLLM:
-            deferred = _deferred(page.samples, queued)
-            queued = total([queued, *_of(page.samples, (_SWAPPED,))])
-        elif kind is ModelServer.SGLANG:
-            deferred = total(_of(page.samples, (_GRAMMAR,)))
-            queued = total([queued, deferred])
-        return _ServerPage(opened_at, closed_at, total(running), queued, deferred, used, _limit(limits))
-    return unread(
+        if kind is ModelServerKind.VLLM:
+            deferred = _count_deferred(page.samples, queued)
+            queued = sum_or_nan([queued, *_find_gauge_values(page.samples, (_SWAPPED,))])
+        elif kind is ModelServerKind.SGLANG:
+            deferred = sum_or_nan(_find_gauge_values(page.samples, (_GRAMMAR,)))
+            queued = sum_or_nan([queued, deferred])
+        return _ServerPage(
+            opened_at, closed_at, sum_or_nan(running), queued, deferred, used, _sum_limits(limits)
+        )
+    return make_unread(
         target,
         "none of the series of vLLM, SGLang or TensorRT-LLM is there",
         "signals.vllm: the address must be a model server's metrics page (SGLang: --enable-metrics)",
     )
 
 
-def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
+def _find_gauge_values(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
     """Return the values of a gauge under its newest name on the page, one for each engine and model."""
     for name in names:
         values = [
@@ -158,55 +162,55 @@ def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
     return []
 
 
-def _deferred(samples: Sequence[Sample], waiting: float) -> float:
+def _count_deferred(samples: Sequence[Sample], waiting: float) -> float:
     """Return the number of waiting requests that do not wait for the server's capacity.
 
     The two reasons are separate gauges and may disagree. The smaller number counts then: at most all waiting
     requests less those that wait for capacity. The result is 0 if one of the numbers is impossible.
     """
-    reasons = [sample for sample in samples if sample.name == _BY_REASON]
-    deferred = total(each.value for each in reasons if each.labels.get("reason") == "deferred")
-    capacity = total(each.value for each in reasons if each.labels.get("reason") == "capacity")
+    reasons = [sample for sample in samples if sample.name == _WAITING_BY_REASON]
+    deferred = sum_or_nan(each.value for each in reasons if each.labels.get("reason") == "deferred")
+    capacity = sum_or_nan(each.value for each in reasons if each.labels.get("reason") == "capacity")
     if not (0.0 <= deferred <= waiting < math.inf and 0.0 <= capacity < math.inf):
         return 0.0
     return min(deferred, max(0.0, waiting - capacity))
 
 
-def _limit(limits: Sequence[float]) -> float | None:
+def _sum_limits(limits: Sequence[float]) -> float | None:
     """Return the sum of the limits of a server's engines.
 
     `None` if no limit is shown, or one of them is no positive number.
     """
     if not limits or not all(math.isfinite(limit) and limit > 0 for limit in limits):
         return None
-    return total(limits)
+    return sum_or_nan(limits)
 
 
-def _together(servers: Sequence[_ServerPage]) -> View:
-    count = len(servers)
-    running, waiting = total(each.running for each in servers), total(each.waiting for each in servers)
-    used = [each.kv_cache for each in servers if each.kv_cache is not None]
-    deferred = total(each.deferred for each in servers)
+def _merge_pages(pages: Sequence[_ServerPage]) -> PoolView:
+    count = len(pages)
+    running, waiting = sum_or_nan(each.running for each in pages), sum_or_nan(each.waiting for each in pages)
+    used = [each.kv_cache for each in pages if each.kv_cache is not None]
+    deferred = sum_or_nan(each.deferred for each in pages)
     raw = {"servers": float(count), "running": running, "waiting": waiting}
     if deferred:
         raw["deferred"] = deferred
     if used:
-        raw["kv_cache_most"] = largest(used)
-    limits = [each.limit for each in servers if each.limit is not None]
+        raw["kv_cache_most"] = max_or_nan(used)
+    limits = [each.limit for each in pages if each.limit is not None]
     # A server that does not show its limit may run any number of requests, so the sum would be too small.
-    limit = total(limits) if len(limits) == count else None
+    limit = sum_or_nan(limits) if len(limits) == count else None
     if limit is not None:
         raw["limit"] = limit
     # Means per server, because a view has the same form for the picker, whose averages are means.
-    return View(
-        min(each.opened_at for each in servers),
-        max(each.closed_at for each in servers),
+    return PoolView(
+        min(each.opened_at for each in pages),
+        max(each.closed_at for each in pages),
         running=running / count,
         waiting=waiting / count,
         deferred=deferred / count,
-        kv_cache=total(used) / len(used) if used else None,
+        kv_cache=sum_or_nan(used) / len(used) if used else None,
         ready=float(count),
         per_endpoint=None if limit is None else limit / count,
-        of_now=True,
+        has_current_averages=True,
         raw=raw,
     )

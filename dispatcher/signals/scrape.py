@@ -20,11 +20,11 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.poll import Unread
-from dispatcher.ports.network_errors import words
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.ports.network_errors import describe_error
 from dispatcher.settings.watched_files import TokenFileError, TokenReader
 from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
-from dispatcher.signals.exposition import MalformedPageError, Page
+from dispatcher.signals.exposition import MalformedPageError, PageParser
 
 SLICE_BYTES = 64 * 1024
 """Number of bytes that are parsed before other tasks run."""
@@ -45,7 +45,7 @@ class Targets:
     """DNS name of a headless Service. Every address behind the name is a replica."""
     namespace: str = "default"
     port: int = 9090
-    secure: bool = False
+    is_secure: bool = False
     """True to use https for addresses that were found by name or by the watch."""
 
 
@@ -59,13 +59,13 @@ class ScrapeTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Sought:
+class SeriesSelection:
     """Series to read from the pages."""
 
     names: Set[str]
-    also: Set[str] = frozenset()
+    optional_names: Set[str] = frozenset()
     """Optional series, which are kept apart. At most `max_optional` samples of them are read."""
-    also_most: int = 0
+    max_optional: int = 0
 
 
 class Scraper:
@@ -79,49 +79,53 @@ class Scraper:
     def __init__(
         self,
         setting: str,
-        whose: str,
+        target_kind: str,
         targets: Targets,
         *,
         timeout_s: float,
         token_file: str = "",
-        refused: tuple[str, str],
+        refusal_hints: tuple[str, str],
         tls: ssl.SSLContext | None = None,
         page_max_bytes: int = PAGE_MAX_BYTES,
     ) -> None:
-        self._setting, self._whose = setting, whose
+        self._setting, self._target_kind = setting, target_kind
         self._targets = targets
         self._timeout_s = timeout_s
-        self._token_file, self._refusals = token_file, refused
+        self._token_file, self._refusal_hints = token_file, refusal_hints
         self._tokens = TokenReader()
-        secure = targets.secure or any(url.startswith("https:") for url in targets.urls)
+        secure = targets.is_secure or any(url.startswith("https:") for url in targets.urls)
         # Created here and not for the first page, because reading the system's certificates takes a while.
         self._tls = tls or _tls_context(secure)
         self._page_max_bytes = page_max_bytes
-        self.found: tuple[str, ...] | None = None
+        self.replica_addresses: tuple[str, ...] | None = None
         """Addresses of the replicas from the Kubernetes watch, with or without a port."""
         self._resolver = BlockingCalls(f"{setting}-dns")
         self._client: httpx.AsyncClient | None = None
 
-    async def ask(
-        self, wanted: Sought, read: Callable[[ScrapeTarget, Page, float, float], T | Unread]
-    ) -> list[T] | Unread:
+    async def scrape_replicas(
+        self,
+        selection: SeriesSelection,
+        parse: Callable[[ScrapeTarget, PageParser, float, float], T | ReadFailure],
+    ) -> list[T] | ReadFailure:
         """Scrape all replicas and return the results of `parse`, one per replica.
 
         `parse` gets the target, its page, and the times at which the request was sent and the page was
         complete. A network error is an Unread, never an exception.
         """
-        token = await self._token()
-        if isinstance(token, Unread):
+        token = await self._read_token()
+        if isinstance(token, ReadFailure):
             return token
-        targets = await self._resolve()
-        if isinstance(targets, Unread):
+        targets = await self._resolve_targets()
+        if isinstance(targets, ReadFailure):
             return targets
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self._scrape(target, token, wanted, read)) for target in targets]
+            tasks = [
+                group.create_task(self._scrape_target(target, token, selection, parse)) for target in targets
+            ]
         answers: list[T] = []
-        for task in asked:
+        for task in tasks:
             answer = task.result()
-            if isinstance(answer, Unread):
+            if isinstance(answer, ReadFailure):
                 return answer
             answers.append(answer)
         return answers
@@ -131,34 +135,36 @@ class Scraper:
         if client is not None:
             await client.aclose()
 
-    async def _token(self) -> str | Unread:
+    async def _read_token(self) -> str | ReadFailure:
         """Read the bearer token. It is read for each scrape, because Kubernetes replaces projected tokens."""
         if not self._token_file:
             return ""
         try:
-            return await self._tokens.read(self._token_file)
+            return await self._tokens.read_token(self._token_file)
         except TokenFileError as error:
-            return Unread(Reason.UNREADABLE, f"the token file {error}", f"{self._setting}.token_file")
+            return ReadFailure(Reason.UNREADABLE, f"the token file {error}", f"{self._setting}.token_file")
 
-    async def _resolve(self) -> Sequence[ScrapeTarget] | Unread:
+    async def _resolve_targets(self) -> Sequence[ScrapeTarget] | ReadFailure:
         if self._targets.urls:
             try:
-                return [_of_url(url) for url in self._targets.urls]
+                return [_parse_target_url(url) for url in self._targets.urls]
             except httpx.InvalidURL as error:
-                return Unread(Reason.UNREADABLE, f"not a URL: {error}", f"{self._setting}.urls")
+                return ReadFailure(Reason.UNREADABLE, f"not a URL: {error}", f"{self._setting}.urls")
         if self._targets.service:
             return await self._resolve_service()
-        if self.found is None:
-            return Unread(
+        if self.replica_addresses is None:
+            return ReadFailure(
                 Reason.UNREADABLE,
-                f"no {self._whose} is known",
+                f"no {self._target_kind} is known",
                 f"{self._setting}.urls or {self._setting}.service; or run where the Kubernetes watch works",
             )
-        if not self.found:
-            return Unread(Reason.UNREADABLE, f"the Kubernetes watch sees no ready pod of the {self._whose}")
-        return [self._of_address(address) for address in self.found]
+        if not self.replica_addresses:
+            return ReadFailure(
+                Reason.UNREADABLE, f"the Kubernetes watch sees no ready pod of the {self._target_kind}"
+            )
+        return [self._build_target(address) for address in self.replica_addresses]
 
-    async def _resolve_service(self) -> Sequence[ScrapeTarget] | Unread:
+    async def _resolve_service(self) -> Sequence[ScrapeTarget] | ReadFailure:
         service, port = self._targets.service, self._targets.port
         # A short name means a Service in the pool's namespace, which may differ from that of this process.
         names = [service] if "." in service else [f"{service}.{self._targets.namespace}", service]
@@ -169,7 +175,7 @@ class Scraper:
                 try:
                     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
                 except OSError as error:  # includes socket.gaierror
-                    failure = failure or words(error)
+                    failure = failure or describe_error(error)
                 else:
                     # `localhost` and dual-stack names have two addresses for one replica, which must not be
                     # scraped twice. So only the addresses of one family are used.
@@ -183,49 +189,55 @@ class Scraper:
         except (TimeoutError, StillRunningError):
             answer = f"no answer within {self._timeout_s:g} s"
         if isinstance(answer, str):
-            return Unread(
+            return ReadFailure(
                 Reason.UNREADABLE,
                 f"the service {service} cannot be resolved: {answer}",
                 f"{self._setting}.service",
             )
         name, addresses = answer
-        return [self._of_address(address, server_name=name) for address in addresses]
+        return [self._build_target(address, server_name=name) for address in addresses]
 
-    def _of_address(self, address: str, server_name: str = "") -> ScrapeTarget:
-        scheme = "https" if self._targets.secure else "http"
+    def _build_target(self, address: str, server_name: str = "") -> ScrapeTarget:
+        scheme = "https" if self._targets.is_secure else "http"
         if address.startswith("[") or address.count(":") == 1:
             host = address
         else:
             host = f"[{address}]" if ":" in address else address
         if host.endswith("]") or ":" not in host:
             host = f"{host}:{self._targets.port}"
-        return ScrapeTarget(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
+        return ScrapeTarget(
+            f"{scheme}://{host}/metrics", host, server_name if self._targets.is_secure else ""
+        )
 
-    async def _scrape(
+    async def _scrape_target(
         self,
         target: ScrapeTarget,
         token: str,
-        wanted: Sought,
-        read: Callable[[ScrapeTarget, Page, float, float], T | Unread],
-    ) -> T | Unread:
+        selection: SeriesSelection,
+        parse: Callable[[ScrapeTarget, PageParser, float, float], T | ReadFailure],
+    ) -> T | ReadFailure:
         loop = asyncio.get_running_loop()
         opened_at = loop.time()
         try:
             # The time limit is for the whole page. That of the client only bounds the wait for each piece.
             async with asyncio.timeout(self._timeout_s):
-                page = await self._page(target, token, wanted)
+                page = await self._fetch_page(target, token, selection)
         except TimeoutError:
             why, hint = f"no whole answer within {self._timeout_s:g} s", "signals.interval_s allows more time"
-            return unread(target, why, hint)
+            return make_unread(target, why, hint)
         except MalformedPageError as error:
-            return unread(target, f"the page is malformed: {error}")
+            return make_unread(target, f"the page is malformed: {error}")
         except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
-            return unread(
-                target, words(error), f"{self._setting}: the address, or the network on the way there"
+            return make_unread(
+                target,
+                describe_error(error),
+                f"{self._setting}: the address, or the network on the way there",
             )
-        return page if isinstance(page, Unread) else read(target, page, opened_at, loop.time())
+        return page if isinstance(page, ReadFailure) else parse(target, page, opened_at, loop.time())
 
-    async def _page(self, target: ScrapeTarget, token: str, wanted: Sought) -> Page | Unread:
+    async def _fetch_page(
+        self, target: ScrapeTarget, token: str, selection: SeriesSelection
+    ) -> PageParser | ReadFailure:
         if self._client is None:
             transport = AiohttpTransport(verify=self._tls, trust_env=False)
             self._client = httpx.AsyncClient(
@@ -237,45 +249,47 @@ class Scraper:
         extensions = {"sni_hostname": target.server_name} if target.server_name else {}
         async with self._client.stream("GET", target.url, headers=headers, extensions=extensions) as response:
             if response.status_code != httpx.codes.OK:
-                return self._refused(target, response.status_code, bool(token))
+                return self._explain_status(target, response.status_code, bool(token))
             coding = response.headers.get("content-encoding", "identity").strip().lower()
             if coding not in ("identity", "gzip"):
-                return unread(target, f"the page comes in a coding we did not ask for: {coding}")
+                return make_unread(target, f"the page comes in a coding we did not ask for: {coding}")
             kind = response.headers.get("content-type", "")
-            page = Page(
-                wanted.names,
+            page = PageParser(
+                selection.names,
                 open_metrics=kind.startswith("application/openmetrics-text"),
-                also=wanted.also,
-                also_most=wanted.also_most,
+                optional_names=selection.optional_names,
+                max_optional=selection.max_optional,
             )
-            async with contextlib.aclosing(_pieces(response.aiter_raw(), gzip=coding == "gzip")) as pieces:
+            async with contextlib.aclosing(
+                _decode_body(response.aiter_raw(), gzip=coding == "gzip")
+            ) as pieces:
                 async for piece in pieces:
                     page.feed(piece)
                     if page.size_bytes > self._page_max_bytes:
-                        return unread(target, f"the page is larger than {self._page_max_bytes} bytes")
+                        return make_unread(target, f"the page is larger than {self._page_max_bytes} bytes")
                     # Data that has arrived already is returned without a switch to other tasks.
                     await asyncio.sleep(0)
             page.close()
             return page
 
-    def _refused(self, target: ScrapeTarget, status: int, with_token: bool) -> Unread:
+    def _explain_status(self, target: ScrapeTarget, status: int, with_token: bool) -> ReadFailure:
         urls = f"{self._setting}.urls"
         if status in (401, 403):
-            return unread(target, f"HTTP {status}", self._refusals[not with_token])
+            return make_unread(target, f"HTTP {status}", self._refusal_hints[not with_token])
         if 300 <= status < 400:
-            return unread(target, f"HTTP {status}: a redirect, which is not followed", urls)
+            return make_unread(target, f"HTTP {status}: a redirect, which is not followed", urls)
         hints = {400: f"{urls}: http or https", 404: f"{urls}: the path is wrong"}
-        return unread(target, f"HTTP {status}", hints.get(status, ""))
+        return make_unread(target, f"HTTP {status}", hints.get(status, ""))
 
 
-async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[bytes, None]:
+async def _decode_body(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[bytes, None]:
     """Yield the decoded body in pieces of at most SLICE_BYTES.
 
     A small compressed page can contain a very large one, so the size must be checked while it is decoded.
     """
     if not gzip:
         async for chunk in body:
-            for piece in _cut(chunk):
+            for piece in _split_chunk(chunk):
                 yield piece
         return
     decoder = zlib.decompressobj(wbits=31)
@@ -295,7 +309,7 @@ async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[b
         raise MalformedPageError("the compressed page ends too early")
 
 
-def _cut(chunk: bytes) -> Iterator[bytes]:
+def _split_chunk(chunk: bytes) -> Iterator[bytes]:
     if len(chunk) <= SLICE_BYTES:
         yield chunk
         return
@@ -309,12 +323,12 @@ def _tls_context(secure: bool) -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-def _of_url(url: str) -> ScrapeTarget:
+def _parse_target_url(url: str) -> ScrapeTarget:
     parsed = httpx.URL(url)
     if parsed.path in ("", "/"):
         parsed = parsed.copy_with(path="/metrics")
     return ScrapeTarget(str(parsed), parsed.netloc.decode("ascii", "replace"))
 
 
-def unread(target: ScrapeTarget, why: str, hint: str = "") -> Unread:
-    return Unread(Reason.UNREADABLE, f"{target.label}: {why}", hint)
+def make_unread(target: ScrapeTarget, why: str, hint: str = "") -> ReadFailure:
+    return ReadFailure(Reason.UNREADABLE, f"{target.label}: {why}", hint)

@@ -7,8 +7,8 @@ from pathlib import Path
 from dispatcher.settings import Settings, TlsSettings
 from dispatcher.signals.epp.source import SERVICE_ACCOUNT_TOKEN, EppSource
 from dispatcher.signals.fixed import FixedSource
-from dispatcher.signals.model_servers import ServersSource
-from dispatcher.signals.poller import Source
+from dispatcher.signals.model_servers import ModelServersSource
+from dispatcher.signals.poller import SignalSource
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
@@ -18,7 +18,7 @@ TIMEOUT_SHARE = 0.9
 longer than the interval does no harm, because a poll never starts before the previous one has ended."""
 
 
-def sources(settings: Settings) -> tuple[Source, ...]:
+def build_sources(settings: Settings) -> tuple[SignalSource, ...]:
     """Return the sources of `signals.source`, the preferred one first. There is at least one.
 
     With `auto`, the model servers are the source if the settings have their addresses. Otherwise it is the
@@ -29,16 +29,16 @@ def sources(settings: Settings) -> tuple[Source, ...]:
     if chosen == "fixed":
         return (FixedSource(),)
     if settings.signals.vllm:
-        return (_servers(settings, timeout_s),)
-    made: list[Source] = []
+        return (_build_servers_source(settings, timeout_s),)
+    built: list[SignalSource] = []
     if chosen != "prometheus":
-        made.append(_epp(settings, timeout_s))
+        built.append(_build_epp_source(settings, timeout_s))
     if chosen == "prometheus" or (chosen == "auto" and settings.signals.prometheus.url):
-        made.append(_prometheus(settings, timeout_s))
-    return tuple(made)
+        built.append(_build_prometheus_source(settings, timeout_s))
+    return tuple(built)
 
 
-def _epp(settings: Settings, timeout_s: float) -> EppSource:
+def _build_epp_source(settings: Settings, timeout_s: float) -> EppSource:
     epp = settings.signals.epp
     # An endpoint picker asks for a bearer token by default, and accepts that of the pod's service account.
     token_file = epp.token_file
@@ -49,34 +49,34 @@ def _epp(settings: Settings, timeout_s: float) -> EppSource:
         service=epp.service,
         namespace=settings.pool.namespace,
         port=epp.port,
-        secure=epp.tls != TlsSettings(),
+        is_secure=epp.tls != TlsSettings(),
     )
-    tls = epp.tls.context() if epp.tls != TlsSettings() else None
+    tls = epp.tls.build_context() if epp.tls != TlsSettings() else None
     return EppSource(
         settings.pool.name,
         targets,
         timeout_s=timeout_s,
         token_file=token_file,
         tls=tls,
-        marked=bool(settings.gateway.objective),
+        has_objective=bool(settings.gateway.objective),
     )
 
 
-def _servers(settings: Settings, timeout_s: float) -> ServersSource:
+def _build_servers_source(settings: Settings, timeout_s: float) -> ModelServersSource:
     servers = settings.signals.vllm
-    secure = servers.tls != TlsSettings()
+    is_secure = servers.tls != TlsSettings()
     targets = Targets(
         urls=tuple(url.reveal() for url in servers.urls),
         service=servers.service,
         namespace=settings.pool.namespace,
         port=servers.port,
-        secure=secure,
+        is_secure=is_secure,
     )
-    tls = servers.tls.context() if secure else None
-    return ServersSource(targets, timeout_s=timeout_s, token_file=servers.token_file, tls=tls)
+    tls = servers.tls.build_context() if is_secure else None
+    return ModelServersSource(targets, timeout_s=timeout_s, token_file=servers.token_file, tls=tls)
 
 
-def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
+def _build_prometheus_source(settings: Settings, timeout_s: float) -> PrometheusSource:
     prometheus = settings.signals.prometheus
     access = PrometheusAddress(
         url=prometheus.url.reveal(),
@@ -94,5 +94,5 @@ def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
         timeout_s=timeout_s,
         max_age_s=settings.signals.max_age_for("prometheus"),
         queries={str(name): query for name, query in prometheus.queries.items()},
-        marked=bool(settings.gateway.objective),
+        has_objective=bool(settings.gateway.objective),
     )

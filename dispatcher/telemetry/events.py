@@ -55,24 +55,24 @@ class Event(Enum):
         logging.INFO,
         "The API server asks to wait (429); the last known state is used meanwhile",
     )
-    KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The Kubernetes watch is complete again")
+    KUBERNETES_RECOVERED = ("kubernetes-fine", logging.INFO, "The Kubernetes watch is complete again")
 
     DEAD_DROPPED = (
         "dead-dropped",
         logging.WARNING,
         "The dead-letter set exceeded queue.dead_max; its oldest requests were dropped",
     )
-    RESULT_LIST_AWAY = (
+    RESULT_LIST_UNREACHABLE = (
         "result-list-away",
         logging.WARNING,
         "The Redis Cluster node of a result list is unreachable; its results wait",
     )
-    WAKE_UPS_GONE = (
+    WAKE_UPS_UNAVAILABLE = (
         "wake-ups-gone",
         logging.WARNING,
         "The wake-up subscription is lost; new requests are found by polling",
     )
-    WAKE_UPS_BACK = ("wake-ups-back", logging.INFO, "The wake-up subscription works again")
+    WAKE_UPS_AVAILABLE = ("wake-ups-back", logging.INFO, "The wake-up subscription works again")
 
     STARTED = (
         "started",
@@ -81,7 +81,7 @@ class Event(Enum):
     )
     DRAINING = ("draining", logging.INFO, "The process was asked to stop; it claims nothing more")
     STOPPED = ("stopped", logging.INFO, "The process has stopped; all leases were completed or released")
-    LEFT_BEHIND = (
+    LEASES_LEFT_BEHIND = (
         "left-behind",
         logging.ERROR,
         "The process has stopped with leases that it could neither complete nor release",
@@ -102,7 +102,7 @@ class Event(Enum):
         "The dispatcher is degraded, failing or unknown: `cause`, `why`, and where to look first",
     )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
-    QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
+    QUEUE_REACHABLE = ("queue-back", logging.INFO, "Redis can be reached again")
     MODEL = (
         "model",
         logging.INFO,
@@ -124,12 +124,12 @@ class Event(Enum):
         logging.WARNING,
         "A lease of this process expired; its request was aborted here and runs elsewhere",
     )
-    SLOW = (
+    EVENT_LOOP_SLOW = (
         "slow",
         logging.WARNING,
         "The event loop is late because the process gets too little CPU: how late, and the CPU limit",
     )
-    TAKEN_BACK = (
+    LEASES_RECLAIMED = (
         "taken-back",
         logging.WARNING,
         "Leases of dispatchers that ended, were silent or late were reclaimed; their requests run again",
@@ -165,7 +165,7 @@ class Event(Enum):
         logging.WARNING,
         "Sequences continued without requests that never came: how many were skipped",
     )
-    SURPRISE = (
+    INTERNAL_ERROR = (
         "surprise",
         logging.ERROR,
         "A defect of the dispatcher was caught; an attempt failed or a value is not shown",
@@ -175,67 +175,71 @@ class Event(Enum):
         logging.WARNING,
         "Spans cannot be sent to tracing.endpoint and are lost: why",
     )
-    TRACES_FINE = ("traces-fine", logging.INFO, "Spans are sent again: how many were lost")
+    TRACES_RECOVERED = ("traces-fine", logging.INFO, "Spans are sent again: how many were lost")
 
     # Events of single requests, at level debug only.
-    SENT = ("sent", logging.DEBUG, "An attempt has started")
-    TRY = ("try", logging.DEBUG, "An attempt has ended: outcome, status, duration")
-    ENDED = (
+    ATTEMPT_STARTED = ("sent", logging.DEBUG, "An attempt has started")
+    ATTEMPT = ("try", logging.DEBUG, "An attempt has ended: outcome, status, duration")
+    LEASE_ENDED = (
         "ended",
         logging.DEBUG,
         "A lease was settled, released or dead-lettered, with the answer of the queue",
     )
 
-    LIBRARY = ("library", logging.WARNING, "A library logged a warning or an error: `logger` names it")
-    RELOADED = (
+    LIBRARY_WARNING = (
+        "library",
+        logging.WARNING,
+        "A library logged a warning or an error: `logger` names it",
+    )
+    CONFIG_RELOADED = (
         "config-reloaded",
         logging.INFO,
         "The changed configuration is in use: `changed` lists the keys",
     )
-    RELOAD_REFUSED = (
+    CONFIG_REFUSED = (
         "config-refused",
         logging.ERROR,
         "The changed configuration is invalid; the old one stays in use",
     )
 
-    def __init__(self, event: str, level: int, meaning: str) -> None:
-        self.event = event
+    def __init__(self, event_name: str, level: int, description: str) -> None:
+        self.event_name = event_name
         self.level = level
-        self.meaning = meaning
+        self.description = description
 
 
-Sink = Callable[[Event, Mapping[str, Any]], None]
+EventSink = Callable[[Event, Mapping[str, Any]], None]
 """Function that receives an event and its fields. It runs inside `emit` and must return quickly."""
 
 _logger = structlog.get_logger("dispatcher")
 
 
-def log(event: Event, fields: Mapping[str, Any]) -> None:
+def log_event(event: Event, fields: Mapping[str, Any]) -> None:
     """Write the event to the log. This sink is always active, except inside `divert_events`."""
-    if event is Event.SURPRISE:
+    if event is Event.INTERNAL_ERROR:
         # The event is emitted inside an except block: the traceback is that of its exception.
         fields = {**fields, "exc_info": sys.exception()}
-    _logger.log(event.level, event.event, **fields)
+    _logger.log(event.level, event.event_name, **fields)
 
 
-_detailed = False
+_is_debug_enabled = False
 
 
-def detail(wanted: bool) -> None:
+def enable_debug_events(is_enabled: bool) -> None:
     """Enable or disable events of level debug in the whole process, as the log level is per process."""
-    global _detailed
-    _detailed = wanted
+    global _is_debug_enabled
+    _is_debug_enabled = is_enabled
 
 
-def detailed() -> bool:
+def is_debug_enabled() -> bool:
     """Return whether events of level debug are enabled. Ask this before building the fields of such an
     event."""
-    return _detailed
+    return _is_debug_enabled
 
 
 # A context variable, so that a simulation diverts only the events of its own tasks.
-_sinks: ContextVar[tuple[Sink, ...]] = ContextVar("sinks", default=(log,))
-_about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 -- replaced, never changed
+_sinks: ContextVar[tuple[EventSink, ...]] = ContextVar("sinks", default=(log_event,))
+_bound_fields: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 -- replaced, never changed
 
 
 def emit(event: Event, **fields: Any) -> None:
@@ -244,9 +248,9 @@ def emit(event: Event, **fields: Any) -> None:
     An event of level debug goes only to the first sink, which is the log. Fields must not contain secrets or
     payloads. Exceptions of sinks are logged and not raised, so that a broken sink cannot stop the caller.
     """
-    about = _about.get()
-    if about:
-        fields = {**about, **fields}
+    bound_fields = _bound_fields.get()
+    if bound_fields:
+        fields = {**bound_fields, **fields}
     sinks = _sinks.get()
     # Debug events come several times per request. Only the log, which is the first sink, gets them.
     for sink in sinks if event.level > logging.DEBUG else sinks[:1]:
@@ -254,11 +258,13 @@ def emit(event: Event, **fields: Any) -> None:
             sink(event, fields)
         except Exception as error:
             with suppress(Exception):  # the broken sink may be the log itself
-                log(Event.SURPRISE, {"where": f"a sink, of {event.event}", "error": repr(error)})
+                log_event(
+                    Event.INTERNAL_ERROR, {"where": f"a sink, of {event.event_name}", "error": repr(error)}
+                )
 
 
 @contextmanager
-def heard_by(sink: Sink) -> Iterator[None]:
+def add_sink(sink: EventSink) -> Iterator[None]:
     """Add `sink` to the sinks inside the block and in tasks started there."""
     token = _sinks.set((*_sinks.get(), sink))
     try:
@@ -268,16 +274,16 @@ def heard_by(sink: Sink) -> Iterator[None]:
 
 
 @contextmanager
-def diverted(to: Sink) -> Iterator[None]:
+def divert_events(sink: EventSink) -> Iterator[None]:
     """Send events only to `sink` inside the block and in tasks started there. A simulation uses this to keep
     its events out of the log and of the metrics."""
-    token = _sinks.set((to,))
+    token = _sinks.set((sink,))
     try:
         yield
     finally:
         _sinks.reset(token)
 
 
-def speaking_of(**fields: Any) -> None:
+def bind_event_fields(**fields: Any) -> None:
     """Add these fields to every later event of the current task."""
-    _about.set({**_about.get(), **fields})
+    _bound_fields.set({**_bound_fields.get(), **fields})

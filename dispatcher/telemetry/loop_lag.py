@@ -11,99 +11,107 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dispatcher.core.loop_lag import WINDOW_S, Pace
+from dispatcher.core.loop_lag import WINDOW_S, LoopLag
 
-STEP_S = 0.25
-HELD_UP_SHARE = 0.75
+CHECK_INTERVAL_S = 0.25
+THROTTLED_SHARE = 0.75
 """Share of the periods in which the process wanted to run and was stopped, at which the CPU limit is reported
 as the cause."""
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+OWN_CGROUP_FILE = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class CpuLimit:
     """CPU limit of the control group of this process, and how often the process reached it."""
 
     cores: float | None
     """Limit in cores, or `None` if there is no limit."""
-    periods: int
+    period_count: int
     """Number of periods in which the process wanted to run."""
-    throttled: int
+    throttled_count: int
     """Number of these periods in which the process was stopped."""
 
 
-class PaceWatch:
+class LoopLagWatch:
     """Task that measures the lag of the event loop it runs on. It calls `on_slow` when the loop has become
     slow, at most once in a few minutes."""
 
-    def __init__(self, on_slow: Callable[[], None] = lambda: None, *, step_s: float = STEP_S) -> None:
-        self.pace = Pace()
-        self.step_s = step_s
+    def __init__(
+        self, on_slow: Callable[[], None] = lambda: None, *, check_interval_s: float = CHECK_INTERVAL_S
+    ) -> None:
+        self.lag = LoopLag()
+        self.check_interval_s = check_interval_s
         self._on_slow = on_slow
-        self._before = self._next = read_limit()
+        self._baseline = self._next_baseline = read_cpu_limit()
         """Counters to compare with. They are one to two windows old; `_next_baseline` replaces them one
         window later."""
-        self._looked_at = 0.0
+        self._baseline_at = 0.0
 
     @property
     def problem(self) -> str | None:
         """One sentence with the problem and its remedy, or `None` if the loop is not slow."""
-        pace = self.pace
-        if not pace.slow:
+        lag = self.lag
+        if not lag.is_slow:
             return None
-        told = (
+        summary = (
             f"this process gets too little CPU: in the last {WINDOW_S:g} s its event loop was behind for "
-            f"{pace.share:.0%} of the time, at worst by {pace.longest_s:.1f} s"
+            f"{lag.lag_share:.0%} of the time, at worst by {lag.longest_lag_s:.1f} s"
         )
-        return f"{told}; {self.cause()}"
+        return f"{summary}; {self.describe_cause()}"
 
-    def cause(self) -> str:
+    def describe_cause(self) -> str:
         """Return the likely cause of the lag and its remedy, as the end of a sentence."""
-        share, cores = self.throttled
+        share, cores = self.throttling
         if share and cores is not None:
             return f"its CPU limit of {cores:g} cores stopped it in {share:.0%} of the periods: raise it"
         return "raise its CPU limit or request, or see what else runs on its node"
 
-    async def run(self) -> None:
+    async def watch_loop(self) -> None:
         """Measure the lag until cancelled."""
         clock = asyncio.get_running_loop().time
-        before = self._looked_at = clock()
+        woken_at = self._baseline_at = clock()
         while True:
-            await asyncio.sleep(self.step_s)
+            await asyncio.sleep(self.check_interval_s)
             now = clock()
-            passed_s, before = now - before, now
-            if now - self._looked_at >= WINDOW_S:
+            passed_s, woken_at = now - woken_at, now
+            if now - self._baseline_at >= WINDOW_S:
                 # With two baselines a share always covers at least one whole window.
-                self._looked_at, self._before, self._next = now, self._next, read_limit()
-                share = _stopped(self._before, self._next)
-                self.pace.held_up = share is not None and share >= HELD_UP_SHARE
-            if self.pace.woke(now, passed_s, max(0.0, passed_s - self.step_s)):
+                self._baseline_at, self._baseline, self._next_baseline = (
+                    now,
+                    self._next_baseline,
+                    read_cpu_limit(),
+                )
+                share = _compute_throttled_share(self._baseline, self._next_baseline)
+                self.lag.is_throttled = share is not None and share >= THROTTLED_SHARE
+            if self.lag.record_wake_up(now, passed_s, max(0.0, passed_s - self.check_interval_s)):
                 self._on_slow()
 
     @property
-    def throttled(self) -> tuple[float | None, float | None]:
+    def throttling(self) -> tuple[float | None, float | None]:
         """Share of the last periods in which the limit stopped the process, and the limit in cores. Both are
         `None` if they are not known."""
-        newest = read_limit()
-        share = _stopped(self._before, newest)
+        newest = read_cpu_limit()
+        share = _compute_throttled_share(self._baseline, newest)
         return (None, None) if share is None or newest is None else (round(share, 2), newest.cores)
 
 
-def _stopped(before: Limit | None, after: Limit | None) -> float | None:
+def _compute_throttled_share(before: CpuLimit | None, after: CpuLimit | None) -> float | None:
     """Return the share of the periods between two readings in which the process was stopped, or `None` if a
     reading is missing."""
     if before is None or after is None:
         return None
-    periods = after.periods - before.periods
+    periods = after.period_count - before.period_count
     # No period has passed if the process did not want to run: it cannot have been stopped.
-    return (after.throttled - before.throttled) / periods if periods > 0 else 0.0
+    return (after.throttled_count - before.throttled_count) / periods if periods > 0 else 0.0
 
 
-def read_limit(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Limit | None:
+def read_cpu_limit(
+    cgroup_root: Path = CGROUP_ROOT, own_cgroup_file: Path = OWN_CGROUP_FILE
+) -> CpuLimit | None:
     """Return the CPU limit of the control group of this process, or `None` if it cannot be read."""
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in own_cgroup_file.read_text().splitlines()]
     except OSError:
         return None
     for _, controllers, name in lines:
@@ -111,15 +119,15 @@ def read_limit(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Limit | None:
         if controllers and "cpu" not in controllers.split(","):
             continue
         # In a container /proc/self/cgroup shows the name on the host, but the group is mounted as root.
-        mounts = [groups / controllers, groups / "cpu"] if controllers else [groups]
+        mounts = [cgroup_root / controllers, cgroup_root / "cpu"] if controllers else [cgroup_root]
         for folder in [path for mount in mounts for path in (mount / name.lstrip("/"), mount)]:
-            found = _limit(folder)
-            if found is not None:
-                return found
+            limit = _read_cgroup_limit(folder)
+            if limit is not None:
+                return limit
     return None
 
 
-def _limit(folder: Path) -> Limit | None:
+def _read_cgroup_limit(folder: Path) -> CpuLimit | None:
     """Read the limit from a folder of cgroup v2 (`cpu.max`) or v1 (`cpu.cfs_*`)."""
     try:
         stat = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
@@ -130,6 +138,6 @@ def _limit(folder: Path) -> Limit | None:
             period = (folder / "cpu.cfs_period_us").read_text()
         # No limit is written as "max" in v2 and as -1 in v1.
         cores = None if quota in ("max", "-1") else int(quota) / int(period)
-        return Limit(cores, int(stat["nr_periods"]), int(stat["nr_throttled"]))
+        return CpuLimit(cores, int(stat["nr_periods"]), int(stat["nr_throttled"]))
     except (OSError, ValueError, KeyError):
         return None

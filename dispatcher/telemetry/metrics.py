@@ -23,11 +23,11 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from dispatcher.telemetry.catalogue import CATALOGUE, EVENTS, OTHER, PREFIX, Kind, Series
+from dispatcher.telemetry.catalogue import CATALOGUE, EVENTS, OTHER_LABEL, PREFIX, Series, SeriesKind
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import Status
 
-PAGE_KEPT_S = 0.5
+PAGE_MAX_AGE_S = 0.5
 """Maximum age of a rendered page. Rendering costs as much CPU time as several requests, so that frequent
 scrapes share a page."""
 
@@ -36,104 +36,106 @@ class Metrics:
     """Counters and histograms of one process. Renders them together with the gauges of the status."""
 
     def __init__(
-        self, pool: str = "", *, kept_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self, pool: str = "", *, page_max_age_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pool = pool
-        self._kept_s = kept_s
+        self._page_max_age_s = page_max_age_s
         self._clock = clock
         self._pages: dict[str, tuple[float, bytes]] = {}
         """Pages that were rendered, by content type, each with its time."""
         self._counts: dict[Series, dict[tuple[str, ...], float]] = {}
-        self._seconds: dict[Series, _Seconds] = {}
+        self._histograms: dict[Series, _Histogram] = {}
         self._status: Callable[[], Status] | None = None
         for series in CATALOGUE:
-            if series.kind is Kind.COUNTER:
+            if series.kind is SeriesKind.COUNTER:
                 self._counts[series] = dict.fromkeys(product(*series.labels.values()), 0.0)
-            elif series.kind is Kind.HISTOGRAM:
-                self._seconds[series] = _Seconds(series.buckets)
+            elif series.kind is SeriesKind.HISTOGRAM:
+                self._histograms[series] = _Histogram(series.buckets)
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
-        self._registry.register(_PageCollector(self._families))
+        self._registry.register(_PageCollector(self._collect_families))
 
-    def count(self, series: Series, *labels: str, by: float = 1.0) -> None:
+    def count(self, series: Series, *labels: str, amount: float = 1.0) -> None:
         """Add `amount` to a counter. An undeclared label value counts as `other`, and not at all if the
         series has no such value."""
         counts = self._counts[series]
         if labels not in counts:
-            known = series.labels.values()
+            declared = series.labels.values()
             labels = tuple(
                 # Values come from clients and servers, which must not be able to create series.
-                label if label in values else OTHER
-                for label, values in zip(labels, known, strict=True)
+                label if label in values else OTHER_LABEL
+                for label, values in zip(labels, declared, strict=True)
             )
             if labels not in counts:
                 return
-        counts[labels] += by
+        counts[labels] += amount
 
-    def set_total(self, series: Series, *labels: str, to: float) -> None:
+    def set_total(self, series: Series, *labels: str, total: float) -> None:
         """Set a counter that another component counts."""
-        self._counts[series][labels] = to
+        self._counts[series][labels] = total
 
     def observe(self, series: Series, seconds: float) -> None:
         """Add a duration to a histogram. Negative values and NaN count as 0."""
         # A wait that starts at the creation time by the producer's clock can be negative. NaN compares as
         # false.
-        self._seconds[series].observe(seconds if seconds > 0 else 0.0)
+        self._histograms[series].observe(seconds if seconds > 0 else 0.0)
 
-    def value(self, series: Series, *labels: str) -> float:
+    def get_value(self, series: Series, *labels: str) -> float:
         """Return the value of a counter, or the number of observations of a histogram."""
-        if series.kind is Kind.HISTOGRAM:
-            return float(sum(self._seconds[series].counts))
+        if series.kind is SeriesKind.HISTOGRAM:
+            return float(sum(self._histograms[series].counts))
         return self._counts[series][labels]
 
-    def heard(self, event: Event, _fields: Mapping[str, Any]) -> None:
+    def count_event(self, event: Event, _fields: Mapping[str, Any]) -> None:
         """Count an event. This is a sink of events."""
-        self.count(EVENTS, event.event)
+        self.count(EVENTS, event.event_name)
 
-    def show(self, status: Callable[[], Status]) -> None:
+    def set_status_source(self, status: Callable[[], Status]) -> None:
         """Set the function that returns the status from which the gauges are rendered."""
         self._status = status
 
-    def page(self, accept: str = "") -> tuple[bytes, str]:
+    def render_page(self, accept: str = "") -> tuple[bytes, str]:
         """Return the /metrics page and its content type. `accept` is the HTTP header that selects the format.
         The page may be up to `page_max_age_s` old."""
-        encoder, kind = choose_encoder(accept)
+        encoder, content_type = choose_encoder(accept)
         now = self._clock()
-        made_at, page = self._pages.get(kind, (-math.inf, b""))
-        if now - made_at >= self._kept_s:
+        made_at, page = self._pages.get(content_type, (-math.inf, b""))
+        if now - made_at >= self._page_max_age_s:
             page = encoder(self._registry)
-            self._pages[kind] = now, page
-        return page, kind
+            self._pages[content_type] = now, page
+        return page, content_type
 
-    def _families(self) -> Iterator[Metric]:
+    def _collect_families(self) -> Iterator[Metric]:
         # One status per page, so that its gauges belong to the same moment.
         status = self._status() if self._status is not None else None
         for series in CATALOGUE:
             match series.kind:
-                case Kind.COUNTER:
-                    yield self._counter(series)
-                case Kind.HISTOGRAM:
-                    yield self._histogram(series)
-                case Kind.GAUGE if status is not None:
-                    yield self._gauge(series, status)
+                case SeriesKind.COUNTER:
+                    yield self._build_counter(series)
+                case SeriesKind.HISTOGRAM:
+                    yield self._build_histogram(series)
+                case SeriesKind.GAUGE if status is not None:
+                    yield self._build_gauge(series, status)
 
-    def _counter(self, series: Series) -> Metric:
-        family = CounterMetricFamily(PREFIX + series.name, series.meaning, labels=["pool", *series.labels])
+    def _build_counter(self, series: Series) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + series.name, series.description, labels=["pool", *series.labels]
+        )
         for labels, value in self._counts[series].items():
             family.add_metric([self._pool, *labels], value)
         return family
 
-    def _histogram(self, series: Series) -> Metric:
-        seconds = self._seconds[series]
-        family = HistogramMetricFamily(PREFIX + series.name, series.meaning, labels=["pool"])
-        family.add_metric([self._pool], seconds.cumulative(), seconds.sum)
+    def _build_histogram(self, series: Series) -> Metric:
+        histogram = self._histograms[series]
+        family = HistogramMetricFamily(PREFIX + series.name, series.description, labels=["pool"])
+        family.add_metric([self._pool], histogram.get_cumulative_counts(), histogram.sum)
         return family
 
-    def _gauge(self, series: Series, status: Status) -> Metric:
-        assert series.sampled is not None  # noqa: S101 -- every gauge has one
-        family = GaugeMetricFamily(PREFIX + series.name, series.meaning, labels=["pool", *series.labels])
-        value = series.sampled(status)
+    def _build_gauge(self, series: Series, status: Status) -> Metric:
+        assert series.sampler is not None  # noqa: S101 -- every gauge has one
+        family = GaugeMetricFamily(PREFIX + series.name, series.description, labels=["pool", *series.labels])
+        value = series.sampler(status)
         if isinstance(value, Mapping):
             for label, sample in value.items():
                 family.add_metric([self._pool, *label.split("\0")], sample)
@@ -142,7 +144,7 @@ class Metrics:
         return family
 
 
-class _Seconds:
+class _Histogram:
     """Histogram with fixed bucket bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -154,7 +156,7 @@ class _Seconds:
         self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum += seconds
 
-    def cumulative(self) -> list[tuple[str, float]]:
+    def get_cumulative_counts(self) -> list[tuple[str, float]]:
         """Return the number of observations up to each bound, as the exposition format needs it."""
         bounds = map(floatToGoString, (*self.bounds, math.inf))
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))

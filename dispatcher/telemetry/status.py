@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from dispatcher.core.health import Cause, Health
 from dispatcher.settings import Source
 
-CAPACITIES: Mapping[str, str] = {
+CAPACITY_SOURCES: Mapping[str, str] = {
     "learned": "what ran while requests waited",
     "search": "the search so far",
     "watch": "the Kubernetes watch",
@@ -27,7 +27,7 @@ less than the other sources say, or there is no other source. `search`: there is
 readings have not shown it yet. `watch`: the Kubernetes watch lowers what the other sources say. `setting`:
 `budget.max_sys`, or `budget.per_endpoint` × ready endpoints."""
 SOURCES = get_args(Source)
-TABLE_MOST = 32
+MAX_TABLE_ROWS = 32
 """Maximum number of samples of a gauge that has one per model. /status has all models."""
 
 
@@ -63,15 +63,15 @@ class GateStatus:
     """Number of requests in flight, of all replicas."""
     running: int
     """Number of requests in flight, of this process."""
-    free: float | None
+    free_share: float | None
     """Number of batch requests that fit into the pool by the newest readings, including those in flight.
     `None` if it is not known."""
     gateway_problem: str | None
     """Reason why the gateway cannot be used, even if `reason` is another one. `None` if it can be used."""
-    gateway_prober: str | None = None
+    probing_owner: str | None = None
     """Dispatcher that is sending the probe that tests for all replicas whether the gateway is reachable
     again."""
-    tries_problem: str | None = None
+    attempts_problem: str | None = None
     """Number and kinds of failures of the last attempts of this process. `None` if few failed, or if
     `gateway_problem` is set."""
 
@@ -85,7 +85,7 @@ class HealthStatus:
     health_sentence: str = ""
     health_since_s: float | None = None
     """Time for which the health and its cause have not changed."""
-    health_look_at: str = ""
+    health_hint: str = ""
     """Place where an operator looks first. Empty if nothing needs attention."""
     done_in_s: float | None = None
     """Estimated time until all waiting requests are processed at the current rate. `None` if it is not
@@ -117,14 +117,14 @@ class BudgetStatus:
     budget: float | None = None
     headroom: int | None = None
     max_sys: float | None = None
-    max_sys_by: str | None = None
+    max_sys_source: str | None = None
     """Source of `max_sys`: one of CAPACITY_SOURCES."""
     configured_max_sys: float | None = None
     """Capacity by configuration, picker or watch. It is larger than `max_sys` if readings showed that fewer
     requests fit. `None` if it is not known."""
     per_endpoint: float | None = None
     """Requests per endpoint from which the capacity is computed. `None` if it has another source."""
-    per_endpoint_from: Literal["setting", "server", "picker", "suggestion", "search"] | None = None
+    per_endpoint_source: Literal["setting", "server", "picker", "suggestion", "search"] | None = None
     picker_max_concurrency: int | None = None
     """maxConcurrency, as the pages of the picker show it. `None` if they do not show it."""
     max_sys_confirmed: int = 0
@@ -134,7 +134,7 @@ class BudgetStatus:
     large enough, or if there are no realtime requests that could wait."""
     terms: Sequence[Terms] = ()
 
-    def term(self, name: str) -> Mapping[str, float]:
+    def get_by_signal(self, name: str) -> Mapping[str, float]:
         """Return one term by signal, for signals that have it."""
         values = {terms.signal: getattr(terms, name) for terms in self.terms}
         return {signal: value for signal, value in values.items() if value is not None}
@@ -164,19 +164,19 @@ class SignalsStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class WatchStatus:
     """State of the Kubernetes watch."""
 
     watch_endpoints: int | None = None
     """Number of ready endpoints. `None` if it is not known; the watch then limits nothing."""
-    watch_unsure_s: float | None = None
+    watch_stale_s: float | None = None
     """Time since the last answer of the Kubernetes API while a part of the watch is not up to date. `None` if
     all of it is."""
     watch_problems: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class LineStatus:
+class QueueStatus:
     """State of the queue."""
 
     pending: int | None = None
@@ -199,7 +199,7 @@ class LineStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class PriceStatus:
+class ImpactStatus:
     """Impact on realtime: latencies of interactive users, and the share of the pool that batch requests had
     meanwhile."""
 
@@ -207,20 +207,20 @@ class PriceStatus:
     ttft_p95_s: float | None = None
     tpot_p50_s: float | None = None
     tpot_p95_s: float | None = None
-    price_of: Literal["realtime", "all"] | None = None
+    impact_scope: Literal["realtime", "all"] | None = None
     """Requests whose latencies were measured: only realtime requests, or all requests including batch."""
-    price_requests: int | None = None
+    impact_requests: int | None = None
     """Number of requests that the latencies are based on."""
-    price_source: str | None = None
+    impact_source: str | None = None
     """Source of the latencies."""
     batch_share: float | None = None
     """Batch requests in flight as a share of the capacity, averaged over the same time."""
-    price_why_not: str | None = "not read yet"
+    impact_problem: str | None = "not read yet"
     """Reason why some of the latencies are not known. `None` if all are known."""
 
-    def quantiles(self, what: Literal["ttft", "tpot"]) -> Mapping[str, float]:
+    def get_quantiles(self, latency: Literal["ttft", "tpot"]) -> Mapping[str, float]:
         """Return the known quantiles of a latency, by value of the label `quantile`."""
-        values = {"0.5": getattr(self, f"{what}_p50_s"), "0.95": getattr(self, f"{what}_p95_s")}
+        values = {"0.5": getattr(self, f"{latency}_p50_s"), "0.95": getattr(self, f"{latency}_p95_s")}
         return {quantile: value for quantile, value in values.items() if value is not None}
 
 
@@ -240,10 +240,12 @@ class BatchingStatus:
     batching_checks: Mapping[str, int] = field(default_factory=dict)
     """Single calls that were made to check answers of merged calls, by result."""
 
-    def of_each(self, value: Callable[[Mapping[str, Any]], float | None]) -> Mapping[str, float]:
+    def get_by_path_and_model(
+        self, value: Callable[[Mapping[str, Any]], float | None]
+    ) -> Mapping[str, float]:
         """Return a value for each path and model for which it is known. Keys join both with a NUL byte."""
-        told = {f"{each['path']}\0{each['model']}": value(each) for each in self.batching[:TABLE_MOST]}
-        return {name: known for name, known in told.items() if known is not None}
+        values = {f"{each['path']}\0{each['model']}": value(each) for each in self.batching[:MAX_TABLE_ROWS]}
+        return {name: known for name, known in values.items() if known is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,7 @@ class SequencesStatus:
     """Answers in this process to requests with a session token, by the server that answered: the `same`, an
     `other`, or `none` if the answer had no token."""
 
-    def number(self, name: str) -> int | None:
+    def get_count(self, name: str) -> int | None:
         """Return one number of `sequences`, or `None` if it is not known."""
         return None if self.sequences is None else self.sequences.get(name)
 
@@ -286,24 +288,24 @@ class ModelsStatus:
     `denied` if the model server rejected the model."""
     model_problems: Sequence[str] = ()
     """Endpoints whose list of models cannot be read, with the reason."""
-    model_marks_problem: str | None = None
+    model_registry_problem: str | None = None
     """Reason why the model registry in the queue cannot be read. Its contents are ignored meanwhile."""
 
-    def of_each(self, field_name: str) -> Mapping[str, float]:
+    def get_by_model(self, field_name: str) -> Mapping[str, float]:
         """Return a numeric field of each model for which it is known."""
-        values = {str(each["name"]): each[field_name] for each in self.models[:TABLE_MOST]}
+        values = {str(each["name"]): each[field_name] for each in self.models[:MAX_TABLE_ROWS]}
         return {name: float(value) for name, value in values.items() if value is not None}
 
-    def of_versions(self, field_name: str) -> Mapping[str, float]:
+    def get_by_version(self, field_name: str) -> Mapping[str, float]:
         """Return a numeric field of each served version for which it is known. Keys join model and version
         with a NUL byte."""
-        told = (
+        pairs = (
             (f"{model['name']}\0{each['name']}", each[field_name])
             for model in self.models
             for each in model.get("versions", ())
             if each["serving"]
         )
-        return {name: float(value) for name, value in islice(told, TABLE_MOST) if value is not None}
+        return {name: float(value) for name, value in islice(pairs, MAX_TABLE_ROWS) if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,18 +316,18 @@ class Status:
     gate: GateStatus
     budget: BudgetStatus
     signals: SignalsStatus
-    watch: Watch = field(default_factory=Watch)
-    line: LineStatus = field(default_factory=LineStatus)
-    price: PriceStatus = field(default_factory=PriceStatus)
+    watch: WatchStatus = field(default_factory=WatchStatus)
+    queue: QueueStatus = field(default_factory=QueueStatus)
+    impact: ImpactStatus = field(default_factory=ImpactStatus)
     batching: BatchingStatus = field(default_factory=BatchingStatus)
     sequences: SequencesStatus = field(default_factory=SequencesStatus)
     models: ModelsStatus = field(default_factory=ModelsStatus)
     health: HealthStatus = field(default_factory=lambda: HealthStatus(Health.UNKNOWN))
 
-    def json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the status as one flat object, as /status shows it."""
         # The health comes first, since people read this object, too.
-        told: dict[str, Any] = asdict(self.health)
+        result: dict[str, Any] = asdict(self.health)
         for part in fields(self):
-            told.update(asdict(getattr(self, part.name)))
-        return told
+            result.update(asdict(getattr(self, part.name)))
+        return result

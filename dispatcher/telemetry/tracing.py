@@ -35,17 +35,17 @@ from dispatcher import __version__
 
 _LOW_64 = (1 << 64) - 1
 _SAMPLED = 1
-_WHY_CHARS = 200
+_MAX_REASON_CHARS = 200
 
-Kind = Literal["INTERNAL", "PRODUCER", "CONSUMER", "CLIENT"]
+SpanKind = Literal["INTERNAL", "PRODUCER", "CONSUMER", "CLIENT"]
 
 
-class Parent(NamedTuple):
+class ParentSpan(NamedTuple):
     """Ids of a parent span. `span_id` is 0 if there is none."""
 
     trace_id: int
     span_id: int
-    state: str = ""
+    tracestate: str = ""
     """Value of the header tracestate."""
 
 
@@ -53,130 +53,155 @@ class EndedSpan(NamedTuple):
     """Ended span that waits to be sent. Times are Unix nanoseconds."""
 
     name: str
-    kind: Kind
-    parent: Parent
+    kind: SpanKind
+    parent: ParentSpan
     span_id: int
     started_at: int
     ended_at: int
     attributes: Mapping[str, str | int]
     error: str | None = None
     """Description of the error, or `None` if there was none."""
-    linked: bool = False
+    is_linked: bool = False
     """True if the span also has a link to its parent, as the conventions ask of spans that consume a
     message."""
 
 
-class Trail:
+class DeliveryTrace:
     """Trace of one delivery of a request. Times are those of the event loop."""
 
-    def __init__(self, tracing: Tracing, root: Parent, message: Mapping[str, str | int], at: float) -> None:
+    def __init__(
+        self, tracing: Tracing, root: ParentSpan, message: Mapping[str, str | int], claimed_at: float
+    ) -> None:
         self._tracing = tracing
         self._root = root
-        self._message = message
-        self._claimed_at = at
-        self._within = Parent(root.trace_id, new_id(), root.state)
-        self._try: dict[str, str | int] | None = None
-        self._try_id = 0
-        self._over = False
-        self._sent_at = at
+        self._message_attributes = message
+        self._claimed_at = claimed_at
+        self._process_span = ParentSpan(root.trace_id, new_span_id(), root.tracestate)
+        self._attempt_attributes: dict[str, str | int] | None = None
+        self._attempt_span_id = 0
+        self._has_ended = False
+        self._sent_at = claimed_at
 
     @property
     def trace_id(self) -> str:
         return f"{self._root.trace_id:032x}"
 
-    def sent(self, at: float, *, created: int, attempt: int, first: bool) -> None:
+    def start_attempt(self, at: float, *, created: int, attempt: int, is_first_delivery: bool) -> None:
         """Start an attempt in the calling task.
 
         `created` is the Unix time at which the producer created the request, or 0. `attempt` counts from 1.
         `is_first_delivery` is True if the request was never delivered before.
         """
         tracing = self._tracing
-        until = tracing.unix_ns(at)
-        since = tracing.unix_ns(self._claimed_at)
-        if first and created:
+        until = tracing.to_unix_ns(at)
+        since = tracing.to_unix_ns(self._claimed_at)
+        if is_first_delivery and created:
             # The clock of the producer may be ahead: a span must not start after its end.
             since = min(max(0, created) * 1_000_000_000, until)
         tracing.record(
-            EndedSpan(f"wait {tracing.queue}", "INTERNAL", self._root, new_id(), since, until, self._message)
+            EndedSpan(
+                f"wait {tracing.queue}",
+                "INTERNAL",
+                self._root,
+                new_span_id(),
+                since,
+                until,
+                self._message_attributes,
+            )
         )
         self._sent_at = at
-        self._try_id = new_id()
-        self._try = {"http.request.method": "POST"}
+        self._attempt_span_id = new_span_id()
+        self._attempt_attributes = {"http.request.method": "POST"}
         if attempt > 1:
-            self._try["http.request.resend_count"] = attempt - 1
+            self._attempt_attributes["http.request.resend_count"] = attempt - 1
         # Set in the task of the attempt, so that the transport finds the trace without a parameter.
-        _current.set(self)
+        _current_trace.set(self)
 
-    def going_to(self, url: str) -> str:
+    def make_traceparent(self, url: str) -> str:
         """Record the URL of the attempt, which must not contain credentials, and return the traceparent to
         send."""
-        if self._try is not None:
-            self._try["url.full"] = url
-        return f"00-{self._root.trace_id:032x}-{self._try_id:016x}-01"
+        if self._attempt_attributes is not None:
+            self._attempt_attributes["url.full"] = url
+        return f"00-{self._root.trace_id:032x}-{self._attempt_span_id:016x}-01"
 
-    def tried(self, at: float, *, status: int | None, error: str | None, why: str = "") -> None:
+    def end_attempt(self, at: float, *, status: int | None, error: str | None, why: str = "") -> None:
         """End the attempt. `error` is the kind of the failure, or `None`."""
-        if self._try is None:
+        if self._attempt_attributes is None:
             return
-        tracing, attributes = self._tracing, {**self._tracing.server, **self._try}
+        tracing, attributes = self._tracing, {**self._tracing.server, **self._attempt_attributes}
         if status is not None:
             attributes["http.response.status_code"] = status
         if error is not None:
             attributes["error.type"] = str(status) if status is not None and status >= 400 else error
-        self._try = None
-        sent_at, ended_at = tracing.unix_ns(self._sent_at), tracing.unix_ns(at)
-        words = None if error is None else why[:_WHY_CHARS] or error
+        self._attempt_attributes = None
+        sent_at, ended_at = tracing.to_unix_ns(self._sent_at), tracing.to_unix_ns(at)
+        words = None if error is None else why[:_MAX_REASON_CHARS] or error
         tracing.record(
-            EndedSpan("POST", "CLIENT", self._within, self._try_id, sent_at, ended_at, attributes, words)
+            EndedSpan(
+                "POST",
+                "CLIENT",
+                self._process_span,
+                self._attempt_span_id,
+                sent_at,
+                ended_at,
+                attributes,
+                words,
+            )
         )
 
-    def ended(self, since: float, at: float, *, step: str, error: str | None) -> None:
+    def end_delivery(self, since: float, at: float, *, step: str, error: str | None) -> None:
         """End the delivery with the queue operation `step`, which was due at `since`. `error` is the reason
         why the request or the operation failed."""
         tracing = self._tracing
-        if self._over:  # `mark_lost` ended the delivery before
+        if self._has_ended:  # `mark_lost` ended the delivery before
             return
-        if self._try is not None:  # the attempt was cancelled: it ended without an outcome
+        if self._attempt_attributes is not None:  # the attempt was cancelled: it ended without an outcome
             since = at
-            self.tried(at, status=None, error="cut")
-        name, began, ended = f"{step} {tracing.queue}", tracing.unix_ns(since), tracing.unix_ns(at)
-        settled = self._operation(step, "settle")
-        tracing.record(EndedSpan(name, "CLIENT", self._within, new_id(), began, ended, settled))
-        self._processed(at, error)
+            self.end_attempt(at, status=None, error="cut")
+        name, began, ended = f"{step} {tracing.queue}", tracing.to_unix_ns(since), tracing.to_unix_ns(at)
+        settle_attributes = self._make_operation_attributes(step, "settle")
+        tracing.record(
+            EndedSpan(name, "CLIENT", self._process_span, new_span_id(), began, ended, settle_attributes)
+        )
+        self._record_process_span(at, error)
 
-    def lost(self, at: float) -> None:
+    def mark_lost(self, at: float) -> None:
         """End the delivery because the lease now belongs to another owner."""
-        self._over = True
-        self.tried(at, status=None, error="lost")
-        self._processed(at, "lost")
+        self._has_ended = True
+        self.end_attempt(at, status=None, error="lost")
+        self._record_process_span(at, "lost")
 
-    def _processed(self, at: float, error: str | None) -> None:
-        tracing, span_id = self._tracing, self._within.span_id
-        began, ended = tracing.unix_ns(self._claimed_at), tracing.unix_ns(at)
-        attributes = self._operation("process", "process")
+    def _record_process_span(self, at: float, error: str | None) -> None:
+        tracing, span_id = self._tracing, self._process_span.span_id
+        began, ended = tracing.to_unix_ns(self._claimed_at), tracing.to_unix_ns(at)
+        attributes = self._make_operation_attributes("process", "process")
         if error is not None:
             attributes["error.type"] = error
         name = f"process {tracing.queue}"
         tracing.record(
-            EndedSpan(name, "CONSUMER", self._root, span_id, began, ended, attributes, error, linked=True)
+            EndedSpan(name, "CONSUMER", self._root, span_id, began, ended, attributes, error, is_linked=True)
         )
 
-    def _operation(self, name: str, kind: str) -> dict[str, str | int]:
-        return {**self._message, "messaging.operation.name": name, "messaging.operation.type": kind}
+    def _make_operation_attributes(self, name: str, kind: str) -> dict[str, str | int]:
+        return {
+            **self._message_attributes,
+            "messaging.operation.name": name,
+            "messaging.operation.type": kind,
+        }
 
 
-_current: ContextVar[Trail | None] = ContextVar("trail", default=None)
+_current_trace: ContextVar[DeliveryTrace | None] = ContextVar("trail", default=None)
 
 
-def going_to(url: str) -> str:
+def make_traceparent(url: str) -> str:
     """Return the traceparent for the attempt of the current task to `url`, or an empty string if it is not
     traced."""
-    trail = _current.get()
-    return "" if trail is None else trail.going_to(url)
+    trace = _current_trace.get()
+    return "" if trace is None else trace.make_traceparent(url)
 
 
 @contextmanager
-def sending(queue: str, request_id: str, metadata: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+def trace_submission(queue: str, request_id: str, metadata: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """Record the span of the producer around the block, and yield the metadata with its context.
 
     The span is made by the tracer that the calling program has set up. Without a tracer, or if the metadata
@@ -196,7 +221,7 @@ def sending(queue: str, request_id: str, metadata: Mapping[str, str]) -> Iterato
     }
     tracer = trace.get_tracer("batch-dispatcher", __version__)
     with tracer.start_as_current_span(
-        f"send {queue}", kind=trace.SpanKind.PRODUCER, attributes=attributes
+        f"send {queue}", content_type=trace.SpanKind.PRODUCER, attributes=attributes
     ) as span:
         context = span.get_span_context()
         if context.is_valid:
@@ -208,7 +233,7 @@ def sending(queue: str, request_id: str, metadata: Mapping[str, str]) -> Iterato
         yield metadata
 
 
-def new_id() -> int:
+def new_span_id() -> int:
     # The id 0 is invalid.
     return random.getrandbits(64) or 1
 
@@ -223,11 +248,11 @@ class Tracing:
         queue: str,
         gateway: str,
         sample_ratio: float,
-        takes: Callable[[], bool] = lambda: True,
+        can_accept: Callable[[], bool] = lambda: True,
     ) -> None:
         self.queue = queue
         self.record = record
-        self._takes = takes
+        self._can_accept = can_accept
         """Function that returns False while new spans would be lost, so that none are built."""
         address = urlsplit(gateway)
         port = address.port or (443 if address.scheme == "https" else 80)
@@ -235,49 +260,49 @@ class Tracing:
             "server.address": address.hostname or "",
             "server.port": port,
         }
-        self._bound = round(sample_ratio * (1 << 64))
+        self._sample_bound = round(sample_ratio * (1 << 64))
         self._offset_ns = 0
         self._offset_at = float("-inf")
 
-    def follow(
+    def start_delivery(
         self,
-        at: float,
+        claimed_at: float,
         *,
         request_id: str,
         seed: str,
         delivery: int,
         traceparent: str = "",
         tracestate: str = "",
-    ) -> Trail | None:
+    ) -> DeliveryTrace | None:
         """Start the trace of a delivery claimed at `claimed_at`, or return `None` if the request is not
         traced.
 
         `traceparent` is that of the producer, well-formed or empty. If it is empty the trace id is derived
         from `seed`, which is the same for each delivery of the request.
         """
-        if not self._takes():
+        if not self._can_accept():
             return None
         if traceparent:
             # The flags of the producer decide, so that a trace is complete or absent.
             _, trace_id, span_id, flags = traceparent.split("-")
             if not int(flags, 16) & _SAMPLED:
                 return None
-            root = Parent(int(trace_id, 16), int(span_id, 16), tracestate)
+            root = ParentSpan(int(trace_id, 16), int(span_id, 16), tracestate)
         else:
-            made = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=16).digest(), "big")
+            id_hash = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=16).digest(), "big")
             # The low 64 bits decide, as in OpenTelemetry's TraceIdRatioBased sampler.
-            if made & _LOW_64 >= self._bound:
+            if id_hash & _LOW_64 >= self._sample_bound:
                 return None
-            root = Parent(made, 0)
+            root = ParentSpan(id_hash, 0)
         message: dict[str, str | int] = {
             "messaging.system": "redis",
             "messaging.destination.name": self.queue,
             "messaging.message.id": request_id,
             "batch_dispatcher.delivery": delivery,
         }
-        return Trail(self, root, message, at)
+        return DeliveryTrace(self, root, message, claimed_at)
 
-    def unix_ns(self, at: float) -> int:
+    def to_unix_ns(self, at: float) -> int:
         """Convert a time of the event loop to Unix nanoseconds. The clocks are compared at most once per
         second, so that a span cannot end before it starts when the system clock is adjusted."""
         now = asyncio.get_running_loop().time()

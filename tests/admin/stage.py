@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dispatcher.admin import AdminServer, Limits, Views
-from dispatcher.admin.stream import Feed
+from dispatcher.admin import AdminLimits, AdminServer, AdminViews
+from dispatcher.admin.stream import LiveFeed
 from dispatcher.core.health import Cause
-from dispatcher.core.limit.limiter import REALTIME
+from dispatcher.core.limit.limiter import NO_ROOM_BY_REALTIME
 from dispatcher.core.requests.request import encode_member
-from dispatcher.ports import Dead
+from dispatcher.ports import DeadRequest
 from dispatcher.settings import Settings
-from dispatcher.settings.effective import as_json
-from dispatcher.settings.load import parse
+from dispatcher.settings.effective import settings_as_json
+from dispatcher.settings.load import parse_settings
 from dispatcher.telemetry.events import Event
 
 NOW = 1_900_000_000.0
@@ -38,7 +38,7 @@ def sentence(reason: str, in_flight: int, limit: int, f_sys: float, f_epp: float
         case "full":
             return f"{in_flight} in flight fill the limit {limit}: each completion is replaced{terms}"
         case "no-room":
-            return f"Nothing is sent: no-room, {REALTIME}{terms}"
+            return f"Nothing is sent: no-room, {NO_ROOM_BY_REALTIME}{terms}"
         case "stale":
             return "Nothing is sent: stale, the newest sample is 14 s old, and signals.max_age_s is 10 s."
         case "backpressure":
@@ -67,7 +67,7 @@ def healthy(told: Mapping[str, Any], *, closed: bool) -> dict[str, Any]:
         if closed
         else f"{told['in_flight']} requests are in flight, {waits}.",
         "health_since_s": 75.0,
-        "health_look_at": Cause.ROOM.look_at if closed else "",
+        "health_look_at": Cause.ROOM.hint if closed else "",
         "done_in_s": round(told["pending"] / 4.4, 1),
     }
 
@@ -77,7 +77,7 @@ FAILING: dict[str, Any] = {
     "health_cause": "failures",
     "health_sentence": "Every try fails. Of the last 20 tries 20 failed: 500 (20); 893 requests wait.",
     "health_since_s": 95.0,
-    "health_look_at": Cause.FAILURES.look_at,
+    "health_look_at": Cause.FAILURES.hint,
     "done_in_s": None,
 }
 
@@ -135,27 +135,27 @@ class Stage:
 
     told: dict[str, Any] = field(default_factory=status)
     results: dict[str, float] = field(default_factory=lambda: {"2xx": 0.0, "4xx": 0.0})
-    dead: list[Dead] = field(default_factory=list)
+    dead: list[DeadRequest] = field(default_factory=list)
     settings: Settings = field(default_factory=lambda: configured())
     token_file: str = ""
-    limits: Limits = field(default_factory=Limits)
+    limits: AdminLimits = field(default_factory=AdminLimits)
     port: int = 0
     now: float = NOW
     asked_for_dead: int = 0
 
     def __post_init__(self) -> None:
-        self.views = Views(
+        self.views = AdminViews(
             lambda: None,
             lambda: None,
             lambda: Told(self.told),  # type: ignore[arg-type, return-value]
             lambda *_: (b"# EOF\n", "text/plain"),
-            settings=lambda: as_json(self.settings),
+            settings=lambda: settings_as_json(self.settings),
             results=lambda: self.results,
             dead=self._newest,
         )
-        self.feed: Feed = self.views.feed(lambda: self.now)
+        self.feed: LiveFeed = self.views.make_feed(lambda: self.now)
 
-    async def _newest(self, most: int) -> Sequence[Dead]:
+    async def _newest(self, most: int) -> Sequence[DeadRequest]:
         self.asked_for_dead += 1
         return self.dead[-most:][::-1]
 
@@ -163,7 +163,7 @@ class Stage:
         """A second passes, and things stand like this now."""
         self.now += 1
         self.told |= more if reason is None else status(reason, **more)
-        self.feed.sample()
+        self.feed.record_sample()
 
     @asynccontextmanager
     async def open(self, *, ticking: bool = False) -> AsyncIterator[str]:
@@ -193,7 +193,7 @@ budget: {reserve: 0.05}
 
 
 def configured(text: str = CONFIG) -> Settings:
-    found = parse(text, {})
+    found = parse_settings(text, {})
     assert isinstance(found, Settings), found
     return found
 
@@ -218,9 +218,13 @@ DIFFERS = "a merged call was answered otherwise than single ones: item 0: cosine
 ENDED = {"size": 1, "gain": None, "why_off": DIFFERS, "sentence": f"each request goes alone: {DIFFERS}"}
 
 
-def dead_request(entry: int, reason: str, *, readable: bool = True, died_at: float = NOW - 100) -> Dead:
+def dead_request(
+    entry: int, reason: str, *, readable: bool = True, died_at: float = NOW - 100
+) -> DeadRequest:
     member = encode_member(f"job-{entry}", b'{"prompt":"secret"}', int(NOW)) if readable else b"\xffrubbish"
-    return Dead(entry, member, NOW, reason, died_at, deliveries=3, attempts=2, refusals=1, losses=0)
+    return DeadRequest(
+        entry, member, NOW, reason, died_at, deliveries=3, failed_attempts=2, refusals=1, deaths_as_suspect=0
+    )
 
 
 def quarter_of_an_hour(stage: Stage, last: str) -> None:
@@ -307,10 +311,12 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
             745: (Event.SIGNALS_READABLE, {"source": "epp"}),
         }.get(second)
         if happened is not None:
-            stage.feed.heard(*happened)
+            stage.feed.record_event(*happened)
         if reason != before:
             explanation = stage.told["explanation"]
-            stage.feed.heard(Event.GATE, {"reason": reason, "limit": limit, "explanation": explanation})
+            stage.feed.record_event(
+                Event.GATE, {"reason": reason, "limit": limit, "explanation": explanation}
+            )
             before = reason
 
 

@@ -287,7 +287,7 @@ async def test_what_happens_to_sequences_is_among_the_events_and_in_the_explanat
     keeps = "Sequences: 1 sequence is held until an operator decides (`sequences list --status held`)."
     stage = Stage()
     stage.told["explanation"] += f" {keeps}"
-    stage.feed.heard(Event.SEQUENCES_HELD, {"held": 1, "newest": "<b>chat</b>"})
+    stage.feed.record_event(Event.SEQUENCES_HELD, {"held": 1, "newest": "<b>chat</b>"})
     async with shown(stage, page):
         await soon(lambda: says(page, "#events", "sequences-held"), what="the event")
         assert await says(page, "#events", "held 1, newest <b>chat</b>")
@@ -304,7 +304,7 @@ async def test_page_reconnects_to_the_same_process_and_misses_nothing(page: Page
     assert await says(page, "#link", "trying again")
     assert await page.ask("getComputedStyle(document.querySelector('#data')).filter") == "grayscale(0.8)"
     stage.second("stale")
-    stage.feed.heard(Event.GATE, {"reason": "stale"})
+    stage.feed.record_event(Event.GATE, {"reason": "stale"})
     async with stage.open():
         await soon(lambda: live(page), what="the page to be back")
         await drawn(page)
@@ -372,7 +372,7 @@ async def test_hostile_text_stays_text(page: Page) -> None:
         dead=[dead],
         settings=configured(f"gateway: {{url: 'http://gw'}}\nqueue: {{data_dir: {json.dumps(evil[:52])}}}\n"),
     )
-    stage.feed.heard(Event.SURPRISE, {"error": evil, evil: evil, "__proto__": evil})
+    stage.feed.record_event(Event.INTERNAL_ERROR, {"error": evil, evil: evil, "__proto__": evil})
     async with shown(stage, page):
         await soon(lambda: says(page, "#dead", "<img"), what="the dead")
         assert await says(page, "#sentence", "<script>")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.admin.stream import STREAMS_MOST
+from dispatcher.admin.stream import MAX_STREAMS
 from tests.admin.opened import drawn, live, quiet, says, shown, soon
 from tests.admin.stage import FAILING, Stage, configured, dead_request, merged, quarter_of_an_hour, status
 from tests.browser import Page
@@ -118,7 +118,7 @@ async def says_other(page: Page, before: str) -> bool:
 
 async def test_page_that_never_had_contact_says_why(page: Page) -> None:
     stage = Stage()
-    readers = [stage.feed.subscribe() for _ in range(STREAMS_MOST)]
+    readers = [stage.feed.subscribe() for _ in range(MAX_STREAMS)]
     assert None not in readers
     async with stage.open() as url:
         await page.open(url)

@@ -17,9 +17,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dispatcher.admin import Limits
+from dispatcher.admin import AdminLimits
 from dispatcher.admin.server import SHUTDOWN_S
-from dispatcher.admin.stream import STREAMS_MOST
+from dispatcher.admin.stream import MAX_STREAMS
 from dispatcher.telemetry.events import Event
 from tests.admin.stage import Stage, configured, write_token
 from tests.support import wait_until
@@ -41,7 +41,7 @@ class Reader:
         self.answer = answer
         self.last_id = ""
 
-    async def next(self) -> tuple[str, Any]:
+    async def handle_next(self) -> tuple[str, Any]:
         """Kind and data of the next message."""
         lines: dict[str, str] = {}
         async with asyncio.timeout(10):
@@ -53,7 +53,7 @@ class Reader:
 
     async def until(self, kind: str) -> Any:
         while True:
-            found, data = await self.next()
+            found, data = await self.handle_next()
             if found == kind:
                 return data
 
@@ -160,7 +160,7 @@ async def test_feed_goes_on_where_a_reader_left_it(http: aiohttp.ClientSession) 
             await reader.until("dead")
             stage.second("no-room")
             assert (await reader.until("status"))["reason"] == "no-room"
-            stage.feed.heard(Event.GATE, {"reason": "no-room"})
+            stage.feed.record_event(Event.GATE, {"reason": "no-room"})
             assert (await reader.until("event"))["event"] == "gate"
         stage.second("stale")
         async with http.get(f"{url}/events", headers={"Last-Event-ID": reader.last_id}) as answer:
@@ -200,7 +200,7 @@ async def test_streams_are_bounded_in_words(http: aiohttp.ClientSession) -> None
     stage = Stage()
     connector = aiohttp.TCPConnector(limit=0)
     async with stage.open() as url, aiohttp.ClientSession(connector=connector) as many:
-        answers = [await many.get(f"{url}/events") for _ in range(STREAMS_MOST)]
+        answers = [await many.get(f"{url}/events") for _ in range(MAX_STREAMS)]
         async with http.get(f"{url}/events") as refused:
             assert refused.status == 503
             assert "32 pages" in await refused.text()
@@ -220,7 +220,7 @@ async def test_streams_are_bounded_in_words(http: aiohttp.ClientSession) -> None
 async def test_stream_ends_when_its_token_counts_no_longer(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    stage = Stage(token_file=write_token(tmp_path, "old"), limits=Limits(heartbeat_s=0.05))
+    stage = Stage(token_file=write_token(tmp_path, "old"), limits=AdminLimits(heartbeat_s=0.05))
     async with stage.open() as url, http.get(f"{url}/events", headers=bearer("old")) as answer:
         await Reader(answer).until("status")
         assert await answer.content.readuntil(b": still here\n\n")
@@ -230,7 +230,7 @@ async def test_stream_ends_when_its_token_counts_no_longer(
 
 
 async def test_reader_that_takes_nothing_is_dropped() -> None:
-    stage = Stage(limits=Limits(write_s=0.2))
+    stage = Stage(limits=AdminLimits(write_timeout_s=0.2))
     async with stage.open() as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
         writer.write(f"GET /events HTTP/1.1\r\nHost: {url}\r\n\r\n".encode())
@@ -238,7 +238,7 @@ async def test_reader_that_takes_nothing_is_dropped() -> None:
 
         def flooded() -> bool:
             for _ in range(20):
-                stage.feed.heard(Event.SURPRISE, {f"f{n}": "x" * 100 for n in range(30)})
+                stage.feed.record_event(Event.INTERNAL_ERROR, {f"f{n}": "x" * 100 for n in range(30)})
             stage.second(explanation="y" * 100_000)
             return len(stage.feed._streams) == 0
 
@@ -307,7 +307,7 @@ async def test_what_is_no_http_is_refused_and_not_logged(caplog: pytest.LogCaptu
 
 
 async def test_half_requests_hold_no_place() -> None:
-    async with Stage(limits=Limits(head_s=0.3)).open() as url:
+    async with Stage(limits=AdminLimits(request_timeout_s=0.3)).open() as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"GET /livez HTTP/1.1\r\nX: ")
         async with asyncio.timeout(5):
@@ -318,7 +318,7 @@ async def test_half_requests_hold_no_place() -> None:
 async def test_last_descriptors_are_not_given_to_strangers(http: aiohttp.ClientSession) -> None:
     """Each stranger costs this process two, its own and the server's."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with Stage(limits=Limits(spare=40)).open() as url:
+    async with Stage(limits=AdminLimits(reserved_descriptors=40)).open() as url:
         assert (await http.get(f"{url}/livez")).status == 200
         with socket.socket() as lowest:
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 80, before[1]))
@@ -354,7 +354,7 @@ async def test_connections_are_bounded_and_those_that_say_nothing_go_first(
         def closed() -> int:
             return sum(reader.at_eof() for reader, _ in idle)
 
-        await wait_until(lambda: closed() > 150 - Limits().connections, 5, what="the oldest to go")
+        await wait_until(lambda: closed() > 150 - AdminLimits().max_connections, 5, what="the oldest to go")
         stage.second("stale")
         assert (await streaming.until("status"))["reason"] == "stale", "who reads is no idler"
         for _, writer in idle:

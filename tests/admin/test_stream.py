@@ -9,19 +9,19 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dispatcher.admin.stream import (
-    COLUMNS,
-    DEAD_GROUPS,
-    EVENT_BYTES,
-    EVENTS_KEPT,
-    FRAMES_BEHIND,
-    SAMPLES_KEPT,
-    STREAMS_MOST,
-    Stream,
+    MAX_DEAD_GROUPS,
+    MAX_EVENT_BYTES,
+    MAX_EVENTS,
+    MAX_FRAMES_BEHIND,
+    MAX_SAMPLES,
+    MAX_STREAMS,
+    SAMPLE_COLUMNS,
+    EventStream,
+    extract_measures,
     group_dead,
-    measures,
 )
 from dispatcher.ports import QueueUnavailableError
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.events import Event, divert_events
 from tests.admin.stage import NOW, Stage, configured, dead_request, status
 from tests.floors import beside, cpu_of
 from tests.support import wait_until
@@ -29,9 +29,9 @@ from tests.support import wait_until
 Messages = list[tuple[str, str, Any]]
 
 
-async def taken(stream: Stream) -> Messages:
+async def taken(stream: EventStream) -> Messages:
     """What lies there for the reader: kind, id, data."""
-    frames = await stream.take(0.0)
+    frames = await stream.take_frames(0.0)
     assert frames is not None, "the stream is over"
     return messages(frames)
 
@@ -45,7 +45,7 @@ def messages(frames: bytes) -> Messages:
     return found
 
 
-def joined(stage: Stage, last_id: str = "") -> Stream:
+def joined(stage: Stage, last_id: str = "") -> EventStream:
     stream = stage.feed.subscribe(last_id)
     assert stream is not None
     return stream
@@ -60,13 +60,13 @@ async def history(stage: Stage, last_id: str = "") -> tuple[str, Any]:
 async def test_reader_is_told_all_it_needs_when_it_connects() -> None:
     stage = Stage(dead=[dead_request(7, "why")])
     stage.second()
-    stage.feed.heard(Event.RELOADED, {"generation": 2})
+    stage.feed.record_event(Event.CONFIG_RELOADED, {"generation": 2})
     found = await taken(joined(stage))
     assert [kind for kind, _, _ in found] == ["history", "status", "settings", "dead"]
     told = {kind: data for kind, _, data in found}
     assert told["history"]["whole"]
     assert told["history"]["samples"]["at"] == [NOW + 1]
-    assert set(told["history"]["samples"]) == {"at", *COLUMNS}
+    assert set(told["history"]["samples"]) == {"at", *SAMPLE_COLUMNS}
     [event] = told["history"]["events"]
     assert (event["event"], event["level"], event["fields"]) == ("config-reloaded", "info", {"generation": 2})
     assert told["status"] == stage.told
@@ -80,7 +80,7 @@ async def test_each_second_a_sample_and_a_status_and_events_as_they_happen() -> 
     stream = joined(stage)
     await taken(stream)
     stage.second("no-room")
-    stage.feed.heard(Event.GATE, {"reason": "no-room", "limit": 0})
+    stage.feed.record_event(Event.GATE, {"reason": "no-room", "limit": 0})
     found = await taken(stream)
     assert [kind for kind, _, _ in found] == ["sample", "status", "event"]
     assert found[0][2]["reason"] == found[1][2]["reason"] == found[2][2]["fields"]["reason"] == "no-room"
@@ -95,10 +95,10 @@ async def test_no_secret_of_the_settings_is_told() -> None:
 async def test_reader_that_comes_back_gets_what_it_missed_and_no_more() -> None:
     stage = Stage()
     stage.second()
-    stage.feed.heard(Event.QUEUE_BACK, {})
+    stage.feed.record_event(Event.QUEUE_REACHABLE, {})
     last_id, _ = await history(stage)
     stage.second("stale")
-    stage.feed.heard(Event.GATE, {"reason": "stale"})
+    stage.feed.record_event(Event.GATE, {"reason": "stale"})
     id_, missed = await history(stage, last_id)
     assert not missed["whole"]
     assert missed["samples"]["reason"] == ["stale"]
@@ -132,51 +132,51 @@ async def test_reader_of_another_process_or_with_an_id_that_is_none_gets_everyth
 
 async def test_what_is_kept_is_bounded() -> None:
     stage = Stage()
-    for _ in range(SAMPLES_KEPT + 50):
+    for _ in range(MAX_SAMPLES + 50):
         stage.second()
-    for number in range(EVENTS_KEPT + 50):
-        stage.feed.heard(Event.TAKEN_BACK, {"leases": number})
+    for number in range(MAX_EVENTS + 50):
+        stage.feed.record_event(Event.LEASES_RECLAIMED, {"leases": number})
     _, found = await history(stage)
-    assert len(found["samples"]["at"]) == SAMPLES_KEPT
-    assert found["samples"]["at"][-1] == NOW + SAMPLES_KEPT + 50
-    assert [event["fields"]["leases"] for event in found["events"]][-1] == EVENTS_KEPT + 49
-    assert len(found["events"]) == EVENTS_KEPT
+    assert len(found["samples"]["at"]) == MAX_SAMPLES
+    assert found["samples"]["at"][-1] == NOW + MAX_SAMPLES + 50
+    assert [event["fields"]["leases"] for event in found["events"]][-1] == MAX_EVENTS + 49
+    assert len(found["events"]) == MAX_EVENTS
     assert len(json.dumps(found)) < 250_000
 
 
 async def test_slow_reader_is_dropped_and_the_others_are_not() -> None:
     stage = Stage()
     slow, quick = joined(stage), joined(stage)
-    for _ in range(FRAMES_BEHIND):
+    for _ in range(MAX_FRAMES_BEHIND):
         stage.second()
-        assert not quick.dropped
+        assert not quick.is_dropped
         await taken(quick)
-    assert slow.dropped
-    assert await slow.take(0.0) is None, "it gets nothing more: it comes back for what it missed"
+    assert slow.is_dropped
+    assert await slow.take_frames(0.0) is None, "it gets nothing more: it comes back for what it missed"
 
 
 async def test_readers_are_bounded_and_one_that_left_makes_room() -> None:
     stage = Stage()
-    streams = [joined(stage) for _ in range(STREAMS_MOST)]
+    streams = [joined(stage) for _ in range(MAX_STREAMS)]
     assert stage.feed.subscribe() is None
     stage.feed.unsubscribe(streams[0])
     assert stage.feed.subscribe() is not None
-    assert len(stage.feed._streams) == STREAMS_MOST
+    assert len(stage.feed._streams) == MAX_STREAMS
 
 
 async def test_closing_lets_readers_take_what_is_there_and_ends_them() -> None:
     stage = Stage()
     stream = joined(stage)
     stage.feed.close()
-    assert messages(await stream.take(0.0) or b"") != []
-    assert await stream.take(0.0) is None
+    assert messages(await stream.take_frames(0.0) or b"") != []
+    assert await stream.take_frames(0.0) is None
 
 
 async def test_nothing_came_is_no_end() -> None:
     stage = Stage()
     stream = joined(stage)
     await taken(stream)
-    assert await stream.take(0.0) == b""
+    assert await stream.take_frames(0.0) == b""
 
 
 async def test_settings_are_told_again_after_a_reload() -> None:
@@ -234,7 +234,7 @@ async def test_dead_are_read_when_somebody_looks_and_again_when_their_number_cha
 def test_dead_requests_are_grouped_by_their_reason_the_most_frequent_first() -> None:
     newest = [dead_request(n, "RETRIES_EXHAUSTED: 500" if n % 3 else f"reason {n}") for n in range(60, 0, -1)]
     grouped = group_dead(newest)
-    assert (grouped["read"], grouped["reasons"], len(grouped["groups"])) == (60, 21, DEAD_GROUPS)
+    assert (grouped["read"], grouped["reasons"], len(grouped["groups"])) == (60, 21, MAX_DEAD_GROUPS)
     first = grouped["groups"][0]
     assert (first["count"], first["newest"]["entry"]) == (40, 59)
     assert [group["newest"]["entry"] for group in grouped["groups"][1:3]] == [60, 57], "the newest of equals"
@@ -277,10 +277,10 @@ async def test_event_that_is_no_json_or_too_long_is_told_cut() -> None:
         {"why": object(), 3: float("nan")},
         {"nested": nested},
     ):
-        stage.feed.heard(Event.SURPRISE, fields)  # type: ignore[arg-type]
+        stage.feed.record_event(Event.INTERNAL_ERROR, fields)  # type: ignore[arg-type]
     _, found = await history(stage)
     assert len(found["events"]) == 5
-    assert all(len(json.dumps(event["fields"])) < 2 * EVENT_BYTES for event in found["events"])
+    assert all(len(json.dumps(event["fields"])) < 2 * MAX_EVENT_BYTES for event in found["events"])
 
 
 async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
@@ -301,7 +301,7 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
     heard: list[str] = []
     stream = joined(stage)
     stage.feed._status, stage.feed._dead = sometimes, sometimes_dead
-    with diverted(lambda event, fields: heard.append(f"{event.event}: {fields['where']}")):
+    with divert_events(lambda event, fields: heard.append(f"{event.event_name}: {fields['where']}")):
         beats = asyncio.create_task(stage.feed.run())
     try:
         await wait_until(lambda: len(heard) == 2)
@@ -318,8 +318,8 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
 
 
 def test_measures_of_what_is_not_known_are_none() -> None:
-    unknown = dict.fromkeys(COLUMNS)
-    assert measures({"reason": "starting"}) == unknown | {"reason": "starting"}
+    unknown = dict.fromkeys(SAMPLE_COLUMNS)
+    assert extract_measures({"reason": "starting"}) == unknown | {"reason": "starting"}
     odd = status(
         max_sys=float("inf"),
         pending=True,
@@ -328,12 +328,14 @@ def test_measures_of_what_is_not_known_are_none() -> None:
         configured_max_sys=float("nan"),
         explanation="odd",
     )
-    told = measures(odd)
+    told = extract_measures(odd)
     assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "configured_max_sys")] == [
         None
     ] * 5
-    assert measures(status(in_flight=14))["ours"] == 14
-    assert measures(status(in_flight=14, leased=None))["ours"] is None, "others may have ended meanwhile"
+    assert extract_measures(status(in_flight=14))["ours"] == 14
+    assert extract_measures(status(in_flight=14, leased=None))["ours"] is None, (
+        "others may have ended meanwhile"
+    )
 
 
 async def test_results_are_told_as_rates_by_code() -> None:
@@ -361,7 +363,7 @@ async def test_message_is_made_once_for_all_readers() -> None:
 
         async def cost() -> float:
             for stream in streams:
-                await stream.take(0.0)
+                await stream.take_frames(0.0)
             return cpu_of(ten)()
 
         return cost

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dispatcher.app.status_builder import overview
-from dispatcher.core.gateway.recent_attempts import RecentTries
+from dispatcher.app.status_builder import build_status
+from dispatcher.core.gateway.recent_attempts import RecentAttempts
 from dispatcher.core.health import HealthRecord
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.dispatch.models.model_requests import Models
+from dispatcher.dispatch.models.model_requests import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView
 from dispatcher.settings import Settings
 from dispatcher.signals.kubernetes.capacity import Endpoints
@@ -24,21 +24,21 @@ def status_of(
     poll: SourcePoll | None = None,
     queue: QueueView | None = None,
     running: int = 0,
-    models: Models | None = None,
-    recent: RecentTries | None = None,
+    models: ModelRouter | None = None,
+    recent: RecentAttempts | None = None,
     health: HealthRecord | None = None,
 ) -> Status:
-    return overview(
+    return build_status(
         now,
         process=PROCESS,
         settings=settings,
         limiter=limiter,
-        running=running,
+        running_count=running,
         queue=queue or QueueView(),
         poll=poll,
-        watched=Endpoints(),
-        slow=None,
-        models=models,
-        recent=recent,
+        endpoints=Endpoints(),
+        loop_problem=None,
+        model_router=models,
+        recent_attempts=recent,
         health=health,
     )

@@ -19,15 +19,15 @@ def learned(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     for at in range(3):
         shown = Reading(Signal.REQUESTS, at, at, 70 / 500, 0.0, 500, running=35, waiting=35 + at)
-        limiter.reading(shown, at)
-        limiter.allowance(at + 0.5)
+        limiter.add_reading(shown, at)
+        limiter.get_allowance(at + 0.5)
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": budget})
     return status_of(limiter, 3.0, settings, poll=poll)
 
 
 def polled(per_endpoint: float, source: Any) -> SourcePoll:
     return SourcePoll(
-        at=3.0,
+        completed_at=3.0,
         source="epp",
         signals=(Signal.REQUESTS,),
         per_endpoint=per_endpoint,
@@ -62,5 +62,5 @@ def test_what_fitted_is_told_with_what_to_do(
     shown = learned(budget, poll)
     assert shown.gate.explanation.endswith(sentence)
     assert (shown.budget.max_sys, shown.budget.configured_max_sys) == (35, 500)
-    assert shown.budget.max_sys_by == "learned"
+    assert shown.budget.max_sys_source == "learned"
     assert "realtime" not in shown.gate.explanation

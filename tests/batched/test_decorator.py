@@ -28,13 +28,13 @@ class Recorder:
         self.bad = bad
         self.calls: list[list[Any]] = []
         self.at: list[float] = []
-        self.most = self.running = 0
+        self.max_limit = self.running = 0
 
     async def __call__(self, items: list[Any]) -> list[Any]:
         self.calls.append(items)
         self.at.append(asyncio.get_running_loop().time())
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_limit = max(self.max_limit, self.running)
         try:
             await asyncio.sleep(self.takes_s)
         finally:
@@ -65,28 +65,30 @@ class TestWhoGoesTogether:
     def test_single_items_go_by_the_preferred_size(self) -> None:
         calls = Recorder()
         function = batched(max_size=8, preferred_sizes=(4, 8), idle_flush=False)(calls)
-        virtual_loop.run(all_of(function, 16, 0.01))
+        virtual_loop.run_in_virtual_time(all_of(function, 16, 0.01))
         assert calls.told == [(4, 30), (4, 70), (4, 110), (4, 150)]
 
     def test_what_comes_while_a_call_runs_makes_the_next_one_larger(self) -> None:
         calls = Recorder(0.075)
         function = batched(max_size=8, preferred_sizes=(4, 8), idle_flush=False)(calls)
-        virtual_loop.run(all_of(function, 16, 0.01))
+        virtual_loop.run_in_virtual_time(all_of(function, 16, 0.01))
         assert calls.told == [(4, 30), (4, 105), (8, 180)]
 
     def test_items_wait_for_others_as_long_as_they_may(self) -> None:
         calls = Recorder()
-        virtual_loop.run(all_of(batched(max_size=8, timeout_s=0.1, idle_flush=False)(calls), 6, 0.03))
+        virtual_loop.run_in_virtual_time(
+            all_of(batched(max_size=8, timeout_s=0.1, idle_flush=False)(calls), 6, 0.03)
+        )
         assert calls.told == [(4, 100), (2, 220)]
 
     def test_nobody_is_waited_for_where_no_call_runs(self) -> None:
         calls = Recorder(0.05)
-        virtual_loop.run(all_of(batched(max_size=8, timeout_s=10.0)(calls), 6, 0.01))
+        virtual_loop.run_in_virtual_time(all_of(batched(max_size=8, timeout_s=10.0)(calls), 6, 0.01))
         assert calls.told == [(1, 0), (5, 50)]
 
     def test_what_comes_at_once_goes_at_once(self) -> None:
         calls = Recorder()
-        virtual_loop.run(all_of(batched(max_size=8)(calls), 20))
+        virtual_loop.run_in_virtual_time(all_of(batched(max_size=8)(calls), 20))
         assert calls.told == [(8, 0), (8, 0), (4, 0)]
 
     @pytest.mark.parametrize("idle_flush", [True, False])
@@ -102,7 +104,7 @@ class TestWhoGoesTogether:
         async def main() -> None:
             await asyncio.gather(*map(caller, range(50)))
 
-        virtual_loop.run(main())
+        virtual_loop.run_in_virtual_time(main())
         assert calls.told == [(50, 10 * number) for number in range(10)]
 
     def test_those_who_ask_again_a_round_later_are_not_left_behind(self) -> None:
@@ -118,23 +120,25 @@ class TestWhoGoesTogether:
         async def main() -> None:
             await asyncio.gather(*map(caller, range(30)))
 
-        virtual_loop.run(main())
+        virtual_loop.run_in_virtual_time(main())
         assert calls.told == [(30, 10 * number) for number in range(10)]
 
     def test_so_many_calls_run_at_once_as_may(self) -> None:
         calls = Recorder(0.1)
-        virtual_loop.run(all_of(batched(max_size=2, concurrency=3)(calls), 12))
+        virtual_loop.run_in_virtual_time(all_of(batched(max_size=2, concurrency=3)(calls), 12))
         assert calls.told == [(2, 0)] * 3 + [(2, 100)] * 3
-        assert calls.most == 3
+        assert calls.max_limit == 3
 
     def test_where_a_call_runs_others_are_waited_for_though_another_might(self) -> None:
         calls = Recorder(1.0)
-        virtual_loop.run(all_of(batched(max_size=8, timeout_s=0.25, concurrency=2)(calls), 4, 0.1))
+        virtual_loop.run_in_virtual_time(
+            all_of(batched(max_size=8, timeout_s=0.25, concurrency=2)(calls), 4, 0.1)
+        )
         assert calls.told == [(1, 0), (3, 350)]
 
     def test_items_keep_their_order(self) -> None:
         calls = Recorder(0.01)
-        virtual_loop.run(all_of(batched(max_size=7)(calls), 100, 0.002))
+        virtual_loop.run_in_virtual_time(all_of(batched(max_size=7)(calls), 100, 0.002))
         assert all(a < b for items in calls.calls for a, b in pairwise(items))
         assert [item for items in calls.calls for item in items] == list(range(100))
 
@@ -142,7 +146,7 @@ class TestWhoGoesTogether:
         calls = Recorder()
         function = batched(max_size=8)(calls)
         for _ in range(3):
-            virtual_loop.run(all_of(function, 4))
+            virtual_loop.run_in_virtual_time(all_of(function, 4))
         assert [len(items) for items in calls.calls] == [4, 4, 4]
 
 
@@ -154,7 +158,7 @@ class TestErrors:
         async def main() -> list[Any]:
             return await asyncio.gather(*map(function, items), return_exceptions=True)
 
-        return virtual_loop.run(main())
+        return virtual_loop.run_in_virtual_time(main())
 
     def test_an_exception_in_an_items_place_is_its_own(self) -> None:
         async def halves(items: list[int]) -> list[Any]:
@@ -465,7 +469,7 @@ class TestMethods:
 
     def test_an_instance_is_not_kept(self) -> None:
         model = self.Model("gone")
-        assert virtual_loop.run(model.embed("a")) == "gone:a"
+        assert virtual_loop.run_in_virtual_time(model.embed("a")) == "gone:a"
         kept = weakref.ref(model)
         del model
         gc.collect()

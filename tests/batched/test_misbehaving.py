@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dispatcher.batched.sync_functions import ThreadWaiters
 from dispatcher.batched.waiting import CallTerms
 from dispatcher.client import Batched, BatchError, WorkerCrashedError, WrongLengthError, batched
-from dispatcher.core.merging.grouping import Forming
+from dispatcher.core.merging.grouping import GroupingRule
 from tests.batched.misbehaving import (
     ALONE,
     BLAMED,
@@ -218,35 +218,39 @@ class BeginsSlowly:
     """A worker that becomes ready when `let` is set."""
 
     def __init__(self) -> None:
-        self.entered, self.let, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.entered, self.let, self.record_completion = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
 
     def start(self) -> None:
         self.entered.set()
         self.let.wait(HANGS_S)
 
-    def run(self, items: list[Any]) -> list[Any]:
+    def run_batch(self, items: list[Any]) -> list[Any]:
         return [("of", item) for item in items]
 
     def end(self) -> None:
-        self.ended.set()
+        self.record_completion.set()
 
     def kill(self) -> None: ...
 
-    def forget(self) -> None: ...
+    def forget_after_fork(self) -> None: ...
 
 
 def test_a_worker_whose_start_nobody_awaits_any_more_ends_with_the_rest() -> None:
     worker = BeginsSlowly()
-    terms = CallTerms("slow", Forming(4), inf, 1, True, copy_context())
+    terms = CallTerms("slow", GroupingRule(4), inf, 1, True, copy_context())
     waiters = ThreadWaiters[Any, Any](lambda: worker, terms, idle_s=inf)
-    ready: list[Future[None]] = waiters.start()
+    ready: list[Future[None]] = waiters.start_threads()
     assert worker.entered.wait(HANGS_S)
     ready[0].cancel()
     worker.let.set()
-    assert waiters.answer_in_thread(1, HANGS_S) == ("of", 1)
+    assert waiters.wait_for_result_in_thread(1, HANGS_S) == ("of", 1)
     waiters.close()
-    waiters.ended()
-    assert worker.ended.is_set()
+    waiters.wait_until_ended()
+    assert worker.record_completion.is_set()
 
 
 def test_a_delay_longer_than_a_thread_can_wait_is_no_error() -> None:

@@ -16,7 +16,7 @@ import pytest
 from dispatcher.batched.sync_functions import FunctionWorker, ThreadWaiters
 from dispatcher.batched.waiting import CallTerms
 from dispatcher.client import Batched, BatchError, ClosedError, TooManyPendingError, batched
-from dispatcher.core.merging.grouping import Forming
+from dispatcher.core.merging.grouping import GroupingRule
 from tests.support import wait_until, wait_until_sync
 
 
@@ -262,11 +262,11 @@ async def test_a_loop_that_has_ended_holds_up_nobody() -> None:
 
 
 def test_a_thread_with_nothing_to_do_ends_and_another_one_follows() -> None:
-    terms = CallTerms("each", Forming(8), 100, 1, True, copy_context())
+    terms = CallTerms("each", GroupingRule(8), 100, 1, True, copy_context())
     waiters = ThreadWaiters[Any, Any](lambda: FunctionWorker(each, terms), terms, idle_s=0.02)
     before = threading.active_count()
     for item in range(3):
-        assert waiters.answer_in_thread(item, 10) == ("of", item)
+        assert waiters.wait_for_result_in_thread(item, 10) == ("of", item)
         wait_until_sync(lambda: threading.active_count() == before)
 
 

@@ -209,7 +209,7 @@ class TestEnds:
             os.kill(pid, signal.SIGINT)
             assert await model("pid") == pid
 
-    def run(self, tmp_path: Path, code: str) -> subprocess.Popen[str]:
+    def run_batch(self, tmp_path: Path, code: str) -> subprocess.Popen[str]:
         """A program of its own, which has a model."""
         program = tmp_path / "program.py"
         program.write_text(textwrap.dedent(code))
@@ -224,7 +224,7 @@ class TestEnds:
 
     def test_a_program_leaves_none_behind(self, tmp_path: Path) -> None:
         """The class stands in the program itself, and so does the model: neither runs in the worker."""
-        program = self.run(
+        program = self.run_batch(
             tmp_path,
             """
             import os
@@ -256,7 +256,7 @@ class TestEnds:
     """
 
     def test_a_program_that_would_run_in_its_own_worker_is_told_so(self, tmp_path: Path) -> None:
-        program = self.run(tmp_path, "from tests.client.models import Slow; Slow().sync('busy')")
+        program = self.run_batch(tmp_path, "from tests.client.models import Slow; Slow().sync('busy')")
         _, err = program.communicate(timeout=30)
         assert "if __name__ == '__main__':" in err
         assert "WorkerCrashedError" in err.splitlines()[-1]
@@ -268,14 +268,14 @@ class TestEnds:
         return psutil.Process(int(told.read_text()))
 
     def test_a_program_that_is_killed_takes_its_worker_along(self, tmp_path: Path) -> None:
-        program = self.run(tmp_path, self.SLOW)
+        program = self.run_batch(tmp_path, self.SLOW)
         worker = self.busy(tmp_path)
         program.kill()
         program.communicate()
         wait_until_sync(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
 
     def test_ctrl_c_ends_a_program_and_its_worker(self, tmp_path: Path) -> None:
-        program = self.run(tmp_path, self.SLOW)
+        program = self.run_batch(tmp_path, self.SLOW)
         worker = self.busy(tmp_path)
         program.send_signal(signal.SIGINT)
         _, err = program.communicate(timeout=30)

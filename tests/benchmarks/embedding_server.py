@@ -163,7 +163,9 @@ async def serve(port: int, embed: Embed) -> None:
             return web.json_response(refusal("not JSON"), status=400)
         async with alone:
             status, found = await asyncio.to_thread(answer, asked, embed)
-        return web.Response(body=json.dumps(found).encode(), status=status, content_type="application/json")
+        return web.Response(
+            fill_body=json.dumps(found).encode(), status=status, content_type="application/json"
+        )
 
     async def cpu(_request: Any) -> Any:
         return web.json_response({"cpu_s": time.process_time()})

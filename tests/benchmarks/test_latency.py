@@ -67,7 +67,7 @@ def scheduling() -> list[float]:
 async def by_our_client(stage: Stage, requests: int) -> dict[str, float]:
     """One after the other, each submitted when the one before was answered."""
     sent_at = {}
-    async with BatchClient(stage.server.url, queue=NAMES.queue, results=NAMES.results) as client:
+    async with BatchClient(stage.server.url, queue=NAMES.queue, results=NAMES.result_list) as client:
         for _ in range(requests):
             before = time.monotonic()
             handle = await client.enqueue(b'{"prompt":"hi"}')

@@ -39,23 +39,25 @@ def with_everything() -> int:
         if now >= next_reading:
             for signal in Signal:
                 load = (20 + limiter.in_flight) / 100
-                limiter.reading(Reading(signal, now - 0.01, now, load, 0.0, 100), now)
-                limiter.allowance(now)
+                limiter.add_reading(Reading(signal, now - 0.01, now, load, 0.0, 100), now)
+                limiter.get_allowance(now)
             events += 2
             next_reading += 1.0
         if key - answered >= IN_FLIGHT:
-            limiter.answered(answered, now)
-            limiter.allowance(now)
+            limiter.record_answer(answered, now)
+            limiter.get_allowance(now)
             answered += 1
             events += 1
         if key % 8 == 0:
-            limiter.leases(now, others=key // 8 % 3, young=0, lost=0)
-            limiter.waiting(100, now)
-            limiter.allowance(now)
+            limiter.record_lease_counts(
+                now, other_owners_units=key // 8 % 3, just_leased_units=0, lost_units=0
+            )
+            limiter.set_waiting_count(100, now)
+            limiter.get_allowance(now)
             events += 2
-        if limiter.allowance(now).limit > limiter.in_flight:
-            limiter.sent(key, now)
-            limiter.allowance(now)
+        if limiter.get_allowance(now).limit > limiter.in_flight:
+            limiter.record_send(key, now)
+            limiter.get_allowance(now)
             key += 1
             events += 1
     assert key > SECONDS * IN_FLIGHT / ANSWER_S * 0.9, "the mix is not the one described"
@@ -72,16 +74,16 @@ def only_requests(every: int, window_s: float) -> int:
         now += 0.002
         if turn % every == 0:
             load = min(1.0, len(out) / 100)
-            limiter.reading(Reading(Signal.SATURATION, now - window_s, now, load, 0.0, 100.0), now)
+            limiter.add_reading(Reading(Signal.SATURATION, now - window_s, now, load, 0.0, 100.0), now)
             events += 1
         if out:
-            limiter.answered(out.popleft(), now)
+            limiter.record_answer(out.popleft(), now)
             events += 1
-        room = limiter.allowance(now).limit - len(out)
+        room = limiter.get_allowance(now).limit - len(out)
         events += 1
         for _ in range(min(room, IN_FLIGHT - len(out))):
             key += 1
-            limiter.sent(key, now)
+            limiter.record_send(key, now)
             out.append(key)
             events += 1
     assert key > turns * 0.9, "the gate must be open for this to measure anything"

@@ -59,7 +59,7 @@ def test_large_requests_in_flight(stage: Stage, answer: bytes, copies: int) -> N
     one = stage.dispatcher(stage.settings(world, budget={"max_in_flight": count}, queue={"lease_s": 30}))
     one.wait_for(reason="idle")
     stage.producer.submit(3 * count, b'{"sim":{%s},"prompt":"%s"}' % (answer, b"x" * size))
-    results = stage.producer.names.results
+    results = stage.producer.names.result_list
     wait_until_sync(lambda: stage.producer.client.llen(results) == 3 * count, 90, what="all results")
     peak = peak_mib(one.child.pid)
     print(f"{count} × {size // MIB} MiB in flight: {peak:.1f} MiB at most, {rss_mib(one):.1f} after")
@@ -89,12 +89,12 @@ def test_nothing_grows_with_the_number_of_requests(stage: Stage, rounds: int, ea
     for _ in range(rounds):
         producer.submit(each)
         wait_until_sync(
-            lambda: producer.client.llen(producer.names.results) == each,
+            lambda: producer.client.llen(producer.names.result_list) == each,
             each / 50,
             what="all results",
             every_s=0.05,
         )
-        producer.client.delete(producer.names.results)
+        producer.client.delete(producer.names.result_list)
         found.append(round(rss_mib(one), 1))
     print(f"{rounds * each:,} requests in {time.monotonic() - started:.0f} s: {found} MiB")
     assert max(found) <= IDLE_MIB

@@ -66,7 +66,7 @@ def rate(stage: Stage, path: str, requests: int) -> float:
     stage.producer.submit(requests, payload(path), endpoint=path)
     started = time.perf_counter()
     wait_until_sync(
-        lambda: stage.producer.client.llen(stage.producer.names.results) >= requests,
+        lambda: stage.producer.client.llen(stage.producer.names.result_list) >= requests,
         requests / 20 + 30,
         what="all results",
         every_s=0.005,

@@ -18,7 +18,7 @@ import pytest
 import redis
 
 from dispatcher.ports import Lease, Release, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from tests.floors import beside, of_children
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
 from tests.queue.servers import ENGINES, Server, server
@@ -37,11 +37,13 @@ def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve
 
 @pytest.fixture
 async def queue(own_server: Server) -> AsyncIterator[OwnerAndDesk]:
-    async with queues(own_server.url, "a", try_s=20, result_ttl_s=3600) as (one,):
+    async with queues(own_server.url, "a", attempt_timeout_s=20, result_ttl_s=3600) as (one,):
         yield one
 
 
-def fill(own_server: Server, count: int, size: int = 300, *, names: Names = NAMES, first: int = 0) -> int:
+def fill(
+    own_server: Server, count: int, size: int = 300, *, names: QueueNames = NAMES, first: int = 0
+) -> int:
     """Put members straight into the set, as foreign producers do; their size in all."""
     padding = b"x" * max(0, size - len(numbered(0, b"")))
     total = 0
@@ -67,7 +69,7 @@ def cpu_us(client: redis.Redis) -> float:
 
 
 SHALLOW, DEEP = (
-    Names(f"batch:{{{depth}}}:requests", f"batch:{{{depth}}}:results") for depth in ("1e3", "1e6")
+    QueueNames(f"batch:{{{depth}}}:requests", f"batch:{{{depth}}}:results") for depth in ("1e3", "1e6")
 )
 
 
@@ -80,7 +82,7 @@ async def test_claim_costs_the_same_with_a_million_pending(own_server: Server) -
     depths = {SHALLOW: 1_000, DEEP: 1_000_000}
     for names, depth in depths.items():
         fill(own_server, depth, names=names)
-    commands: dict[Names, list[dict[str, int]]] = {SHALLOW: [], DEEP: []}
+    commands: dict[QueueNames, list[dict[str, int]]] = {SHALLOW: [], DEEP: []}
     async with AsyncExitStack() as stack:
         client = stack.enter_context(own_server.client())
         made = {}
@@ -89,7 +91,7 @@ async def test_claim_costs_the_same_with_a_million_pending(own_server: Server) -
                 queues(own_server.url, "a", names=names, try_s=20)
             )
 
-        async def cost(names: Names) -> float:
+        async def cost(names: QueueNames) -> float:
             """The server's time for a claim of 64, in µs; settled and refilled after."""
             client.config_resetstat()
             before = cpu_us(client)
@@ -116,15 +118,15 @@ async def test_the_outlook_takes_the_same_few_steps_with_a_hundred_thousand_pend
     own_server: Server,
 ) -> None:
     """However the deadlines lie: some hundreds of counts by rank, one head, no other member, no write."""
-    counted: dict[Names, int] = {}
+    counted: dict[QueueNames, int] = {}
     for names, depth in {SHALLOW: 1_000, DEEP: 100_000}.items():
         due_in_time(own_server, depth, names)
-        async with queues(own_server.url, "a", names=names, try_s=20) as (queue,):
-            await queue.line()
+        async with queues(own_server.url, "a", list_names=names, attempt_timeout_s=20) as (queue,):
+            await queue.take_snapshot()
             with own_server.client() as client:
                 client.config_resetstat()
                 before = cpu_us(client)
-                await queue.line(depth / 3600, 20.0)
+                await queue.take_snapshot(depth / 3600, 20.0)
                 took = cpu_us(client) - before
                 stats = client.info("commandstats")
         calls = {name.removeprefix("cmdstat_"): one["calls"] for name, one in stats.items()}
@@ -137,7 +139,7 @@ async def test_the_outlook_takes_the_same_few_steps_with_a_hundred_thousand_pend
     assert max(counted.values()) <= 250
 
 
-def due_in_time(own_server: Server, count: int, names: Names) -> None:
+def due_in_time(own_server: Server, count: int, names: QueueNames) -> None:
     """Deadlines on the edge: as many fall due in each second of an hour as are served in it."""
     now = time.time()
     with own_server.client() as client:
@@ -170,12 +172,12 @@ async def test_a_megabyte_costs_no_step_much_more_than_a_bare_script(
             (lease,) = (await timed("claim", claim(queue))).leases
             await timed("release", queue.release([Release(lease)]))
             (lease,) = (await timed("claim again", claim(queue))).leases
-            client.zadd(f"{NAMES.prefix}:leases", {f"{lease.entry}:a": 0}, xx=True)
+            client.zadd(f"{NAMES.queue_prefix}:leases", {f"{lease.entry_id}:a": 0}, xx=True)
             await timed("reclaim", queue.sweep())
             (lease,) = (await timed("claim a third time", claim(queue))).leases
             result = b'{"id":"r","status_code":200,"payload":"%s"}' % (b"y" * 2**20)
             await timed("settle", queue.settle([Settlement(lease, result, "")]))
-            client.delete(NAMES.results)
+            client.delete(NAMES.result_list)
     bare = took.pop("bare")
     ratios = {
         step: statistics.median(one / floor for one, floor in zip(times, bare, strict=True))
@@ -200,7 +202,7 @@ async def test_many_large_requests_never_share_one_script(queue: OwnerAndDesk, o
         result = b'{"id":"r","status_code":200,"payload":"%s"}' % (b"y" * 900_000)
         client.config_resetstat()
         await queue.settle([Settlement(lease, result, "") for lease in held])
-        assert client.llen(NAMES.results) == 6
+        assert client.llen(NAMES.result_list) == 6
         assert scripts(client) == 6
 
 
@@ -241,7 +243,7 @@ async def test_claim_and_settle_cost_less_than_five_bare_calls(
             return (cpu_us(client) + 1e6 * of_children() - before) / calls
 
         found = await beside(ours, bare)
-        assert client.llen(NAMES.results) == rounds * requests
+        assert client.llen(NAMES.result_list) == rounds * requests
     print(
         f"\n{own_server.engine}: {found.ours:.0f} µs of CPU to claim and settle one, {found.floor:.0f} for "
         f"an EVALSHA of redis-benchmark: {found.ratio:.2f} ×"

@@ -55,27 +55,29 @@ class Bench:
         self.one.wait_for(limit=LIMIT)
         self.producer = stage.producer
         self.server = int(stage.producer.client.info("server")["process_id"])
-        self.sequences, self.turns, self.line = sequences, turns, line
+        self.list_sequences, self.turns, self.take_snapshot = sequences, turns, line
         self.runs = 0
 
     def members(self, *, in_sequences: bool) -> dict[bytes, float]:
         self.runs += 1
         deadline = int(time.time()) + 3600
         found: dict[bytes, float] = {}
-        for sequence in range(self.sequences):
+        for sequence in range(self.list_sequences):
             for turn in range(self.turns):
                 places = (f"{sequence:05}", f"{turn:03}")
-                name = "-".join([str(self.runs), *(places if self.line == "sequences" else places[::-1])])
+                name = "-".join(
+                    [str(self.runs), *(places if self.take_snapshot == "sequences" else places[::-1])]
+                )
                 of = Turn(f"{self.runs}-{sequence}", turn) if in_sequences else None
                 found[encode_member(name, b'{"prompt":"hi"}', deadline, sequence=of)] = deadline
         return found
 
-    def run(self, *, in_sequences: bool) -> Spent:
+    def run_batch(self, *, in_sequences: bool) -> Spent:
         members, client = self.members(in_sequences=in_sequences), self.producer.client
         self.producer.put(members)
         began, own, server = time.perf_counter(), cpu_s(self.one.child.pid), cpu_s(self.server)
         wait_until_sync(
-            lambda: client.llen(self.producer.names.results) >= len(members),
+            lambda: client.llen(self.producer.names.result_list) >= len(members),
             len(members) / 50 + 30,
             what="all results",
             every_s=0.02,
@@ -102,7 +104,7 @@ async def test_order_costs_a_part_of_what_a_request_costs(
     plain: list[Spent] = []
 
     def cost(*, in_sequences: bool) -> float:
-        spent = bench.run(in_sequences=in_sequences)
+        spent = bench.run_batch(in_sequences=in_sequences)
         (ours if in_sequences else plain).append(spent)
         return spent.own_s + spent.server_s
 

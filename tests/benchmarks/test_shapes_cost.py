@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from dispatcher.core.merging.shapes import SHAPES, merge, read, split
+from dispatcher.core.merging.shapes import SHAPES, merge_parts, parse_part, split_answer
 from tests.floors import beside, cpu_of
 from tests.listcalls import part, text_of
 
@@ -19,13 +19,13 @@ async def test_reading_and_merging_cost_little_beside_what_it_would_take_to_deco
     """200 bytes: 10 µs; 32 of them: 100 µs."""
     parts = [part("embeddings", BODY) for _ in range(32)]
     found = await beside(
-        cpu_of(lambda: [read(SHAPES["embeddings"], BODY) for _ in range(300)]),
+        cpu_of(lambda: [parse_part(SHAPES["embeddings"], BODY) for _ in range(300)]),
         cpu_of(lambda: [json.loads(BODY) for _ in range(300)]),
     )
     print(f"{len(BODY)} bytes: read in {found.ours / 300 * 1e6:.1f} µs, {found.ratio:.1f} × json.loads")
     assert found.ratio < 8
     merged = await beside(
-        cpu_of(lambda: [merge(parts) for _ in range(300)]),
+        cpu_of(lambda: [merge_parts(parts) for _ in range(300)]),
         cpu_of(lambda: [json.loads(BODY) for _ in range(300)]),
     )
     print(f"32 merged in {merged.ours / 300 * 1e6:.1f} µs, {merged.ratio:.1f} × json.loads of one")
@@ -39,7 +39,7 @@ async def test_splitting_costs_less_than_to_decode_the_answer() -> None:
     data = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in enumerate(vectors)]
     body = msgspec.json.encode({"object": "list", "data": data, "model": "m", "usage": {"prompt_tokens": 99}})
     found = await beside(
-        cpu_of(lambda: [split(parts, body) for _ in range(20)]),
+        cpu_of(lambda: [split_answer(parts, body) for _ in range(20)]),
         cpu_of(lambda: [msgspec.json.decode(body) for _ in range(20)]),
     )
     print(f"{len(body)} bytes: split in {found.ours / 20 * 1e6:.0f} µs, {found.ratio:.2f} × decoding it")

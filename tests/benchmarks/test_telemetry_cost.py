@@ -18,12 +18,12 @@ import pytest
 from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
 from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.utilization import Meter
+from dispatcher.core.limit.utilization import UtilizationMeter
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.ports import Forwarded, Submission
-from dispatcher.telemetry.events import diverted
+from dispatcher.ports import AttemptResult, Submission
+from dispatcher.telemetry.events import divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.floors import beside
 from tests.support import wait_until
@@ -46,19 +46,21 @@ class Mute(Journal):
 
     def _nothing(self, *_args: object, **_named: object) -> None: ...
 
-    turned = sent = tried = ended = _nothing
+    record_state = record_sent = record_attempt = record_completion = _nothing
 
 
 class AtOnce:
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0)
-        return Forwarded(ANSWER, now, now)
+        return AttemptResult(ANSWER, now, now)
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         return None
 
-    def resize(self, limit: int) -> None: ...
+    def resize_connection_pool(self, max_requests: int) -> None: ...
 
 
 async def through_the_loop(journal: Journal, cost: Callable[[], float]) -> float:
@@ -79,9 +81,11 @@ async def through_the_loop(journal: Journal, cost: Callable[[], float]) -> float
     dispatcher = Dispatcher(queue, AtOnce(), limiter, Options(RetryPolicy()), journal)
     now = loop.time()
     began = cost()
-    limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, LIMIT * 4), now)
+    limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, LIMIT * 4), now)
     running = loop.create_task(dispatcher.run())
-    await wait_until(lambda: sum(map(len, store.lists.values())) == REQUESTS, what="all to be answered")
+    await wait_until(
+        lambda: sum(map(len, store.result_lists.values())) == REQUESTS, what="all to be answered"
+    )
     spent = cost() - began
     dispatcher.drain(1.0)
     await running
@@ -114,7 +118,7 @@ class Calls:
 async def test_telemetry_adds_at_most_a_fifth_to_the_calls_that_the_loop_makes() -> None:
     """What 8 % of a request's CPU are (below) in counts, which no neighbour moves."""
     told, calls = Journal(Metrics("qwen")), Calls()
-    with diverted(lambda _event, _fields: None), calls.counting():
+    with divert_events(lambda _event, _fields: None), calls.counting():
         ours = await through_the_loop(told, calls) / REQUESTS
         floor = await through_the_loop(Mute(Metrics("qwen")), calls) / REQUESTS
     print(f"{ours:.1f} calls a request in the loop, {floor:.1f} without: +{ours / floor - 1:.1%}")
@@ -125,7 +129,7 @@ async def test_telemetry_adds_at_most_a_fifth_to_the_calls_that_the_loop_makes()
 @pytest.mark.long
 async def test_telemetry_costs_at_most_8_percent_of_a_request() -> None:
     told = Journal(Metrics("qwen"))
-    with diverted(lambda _event, _fields: None):
+    with divert_events(lambda _event, _fields: None):
         cost = await beside(
             lambda: through_the_loop(told, time.process_time),
             lambda: through_the_loop(Mute(Metrics("qwen")), time.process_time),
@@ -134,6 +138,6 @@ async def test_telemetry_costs_at_most_8_percent_of_a_request() -> None:
     added = cost.ratio - 1
     ours, floor = (seconds / REQUESTS * 1e6 for seconds in (cost.ours, cost.floor))
     print(f"{ours:.0f} µs a request in the loop, {floor:.0f} without: +{added:.1%}")
-    assert isinstance(told.meter, Meter)
+    assert isinstance(told.meter, UtilizationMeter)
     assert sum(told.meter.reason_s.values()) > 0, "it was told"
     assert added / WHOLE_IN_LOOPS < SHARE

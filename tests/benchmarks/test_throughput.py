@@ -57,7 +57,7 @@ def forward(stage: Stage, requests: int) -> float:
     stage.producer.submit(requests)
     started = time.perf_counter()
     wait_until_sync(
-        lambda: stage.producer.client.llen(stage.producer.names.results) >= requests,
+        lambda: stage.producer.client.llen(stage.producer.names.result_list) >= requests,
         requests / 100 + 30,
         what="all results",
         every_s=0.02,

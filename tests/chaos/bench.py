@@ -43,9 +43,9 @@ class Owner:
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(output), self.process.stdout
         )
-        self._reader = asyncio.create_task(self._read(output))
+        self._reader = asyncio.create_task(self._handle_buffered_requests(output))
 
-    async def _read(self, output: asyncio.StreamReader) -> None:
+    async def _handle_buffered_requests(self, output: asyncio.StreamReader) -> None:
         async for line in output:
             if line == b"working\n":
                 self.working.set()
@@ -135,7 +135,7 @@ def requests(first: int, count: int) -> list[Submission]:
 
 
 async def results_in(client: redis.asyncio.Redis) -> list[bytes]:
-    found: Any = await client.lrange(NAMES.results, 0, -1)
+    found: Any = await client.lrange(NAMES.result_list, 0, -1)
     return list(found)
 
 

@@ -20,7 +20,7 @@ from redis import RedisError
 
 from dispatcher.client import BatchClient, BatchError, Handle
 from dispatcher.core.requests.request import encode_member
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.scripts import Client as RedisClient
 from tests.support import wait_until
@@ -138,14 +138,14 @@ def judge(
 class Caller:
     """A producer with a result list of its own; or, `foreign`, one that knows `ZADD` and the default list."""
 
-    def __init__(self, name: str, url: str, names: Names, *, foreign: bool, seed: str) -> None:
+    def __init__(self, name: str, url: str, names: QueueNames, *, foreign: bool, seed: str) -> None:
         self.book: dict[str, Accepted] = {}
         self._name = name
         self._redis: Any = connect(url)
         self._names = names
-        options: dict[str, Any] = {"queue": names.queue, "results": names.results, "retry_for": 0.0}
+        options: dict[str, Any] = {"queue": names.queue, "results": names.result_list, "retry_for": 0.0}
         self._client = None if foreign else BatchClient(url, **options)
-        self._list = names.results if foreign else f"batch-results:{name}"
+        self._list = names.result_list if foreign else f"batch-results:{name}"
         self._chance = random.Random(seed)
 
     async def submit(self, longest_s: float, refused_for_s: float, *, early: bool) -> Handle | None:
@@ -178,7 +178,7 @@ class Caller:
         one.at = time.monotonic()
         return handle if drawn == "cancelled" else None
 
-    async def cancel(self, handle: Handle, after_s: float) -> None:
+    async def cancel_request(self, handle: Handle, after_s: float) -> None:
         assert self._client is not None
         await asyncio.sleep(after_s)
         self.book[handle.id].kind = "cancelled"
@@ -210,11 +210,11 @@ class Caller:
                 else:
                     await asyncio.sleep(_AGAIN_S)
                 if handle is not None:
-                    tasks.create_task(self.cancel(handle, self._chance.uniform(0.0, 2.0)))
+                    tasks.create_task(self.cancel_request(handle, self._chance.uniform(0.0, 2.0)))
 
 
-async def lists_of(redis: RedisClient, names: Names) -> dict[str, list[bytes]]:
+async def lists_of(redis: RedisClient, names: QueueNames) -> dict[str, list[bytes]]:
     """What lies in every result list, the default one included."""
     client: Any = redis  # redis-py types replies for every protocol at once
-    lists = [names.results, *(f"batch-results:caller-{number}" for number in range(CALLERS))]
+    lists = [names.result_list, *(f"batch-results:caller-{number}" for number in range(CALLERS))]
     return {name: await client.lrange(name, 0, -1) for name in lists}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from dispatcher.ports import Permit, QueueUnavailableError, Settled, Settlement
+from dispatcher.ports import Permit, QueueUnavailableError, Settlement, SettleStatus
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from tests.chaos.bench import (
     Network,
     Owner,
@@ -35,9 +35,9 @@ LASTING = ("--appendonly", "yes", "--appendfsync", "always")
 
 
 @asynccontextmanager
-async def looking_at(url: str) -> AsyncIterator[tuple[Any, RedisDesk]]:
+async def looking_at(url: str) -> AsyncIterator[tuple[Any, RedisQueueAdmin]]:
     """A raw client and a desk, closed at the end."""
-    desk = RedisDesk(connect(url), NAMES, try_s=5.0)
+    desk = RedisQueueAdmin(connect(url), NAMES, attempt_timeout_s=5.0)
     client = connect(url)
     try:
         yield client, desk
@@ -68,7 +68,7 @@ async def everything_goes_wrong(
 
                 async def fed() -> bool:
                     nonlocal total
-                    if (await desk.counts()).pending < 50:
+                    if (await desk.count_requests()).pending < 50:
                         await desk.submit(requests(total, 100))
                         total += 100
                     return owner.working.is_set()
@@ -92,11 +92,11 @@ async def everything_goes_wrong(
                 await victim.start()
 
             async def all_done() -> bool:
-                counts = await desk.counts()
+                counts = await desk.count_requests()
                 return counts.pending + counts.leased + counts.delayed == 0
 
             await wait_until(all_done, 60 + total / 20, what="every request is finished", every_s=0.1)
-        assert (await desk.counts()).dead == 0
+        assert (await desk.count_requests()).dead == 0
         assert_each_answered_once(await results_in(client), total)
         await assert_drained(client, NAMES)
 
@@ -124,7 +124,9 @@ async def test_owner_cut_off_for_longer_than_its_lease_writes_nothing_when_it_is
         network = Network(running.port)
         async with network.up() as port, looking_at(running.url) as (client, desk):
             await desk.submit(requests(0, 5))
-            far = RedisQueue(connect(f"redis://127.0.0.1:{port}/0"), NAMES, "far", lease_s=lease_s, try_s=30)
+            far = RedisQueue(
+                connect(f"redis://127.0.0.1:{port}/0"), NAMES, "far", lease_s=lease_s, attempt_timeout_s=30
+            )
             near = RedisQueue(connect(running.url), NAMES, "near", lease_s=lease_s)
             loop = asyncio.get_running_loop()
             held = (await far.claim(5, "far", Permit(5, loop.time(), 0))).leases
@@ -136,18 +138,18 @@ async def test_owner_cut_off_for_longer_than_its_lease_writes_nothing_when_it_is
 
                 async def reclaimed() -> bool:
                     await near.sweep()
-                    return (await near.counts()).pending == 5
+                    return (await near.count_requests()).pending == 5
 
                 await wait_until(reclaimed, 30)
                 again = (await near.claim(5, "near", Permit(5, loop.time(), 5))).leases
-                assert [lease.entry for lease in again] == [lease.entry for lease in held]
+                assert [lease.entry_id for lease in again] == [lease.entry_id for lease in held]
             try:
-                assert set(await writing) == {Settled.LOST}
+                assert set(await writing) == {SettleStatus.LOST}
             except QueueUnavailableError:  # its connection had timed out: it asks again
-                assert set(await far.settle(late)) == {Settled.LOST}
+                assert set(await far.settle(late)) == {SettleStatus.LOST}
             assert await results_in(client) == []
             assert set(await near.settle([Settlement(one, b"in time", "") for one in again])) == {
-                Settled.DONE
+                SettleStatus.DONE
             }
             assert await results_in(client) == [b"in time"] * 5
             await assert_drained(client, NAMES)
@@ -172,7 +174,7 @@ async def test_requests_of_a_killed_only_owner_run_again_within_its_lease_and_tw
                 async with owners(quick):
 
                     async def answered() -> bool:
-                        return int(await client.llen(NAMES.results)) == 4
+                        return int(await client.llen(NAMES.result_list)) == 4
 
                     await wait_until(answered, 30, what="the second owner answers")
                     took_s = time.monotonic() - died_at
@@ -220,7 +222,7 @@ async def test_work_goes_on_after_a_failover(tmp_path: Path, engine: str) -> Non
 
                 async def all_done() -> bool:
                     try:
-                        counts = await desk.counts()
+                        counts = await desk.count_requests()
                     except QueueUnavailableError:
                         return False
                     return counts.pending + counts.leased == 0
@@ -234,6 +236,6 @@ async def test_work_goes_on_after_a_failover(tmp_path: Path, engine: str) -> Non
 async def _count(client: redis.asyncio.Redis) -> int:
     """Results so far; -1 while there is no primary to ask."""
     try:
-        return await client.llen(NAMES.results)
+        return await client.llen(NAMES.result_list)
     except (redis.RedisError, OSError):
         return -1

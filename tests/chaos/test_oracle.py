@@ -18,7 +18,7 @@ import pytest
 
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from tests.chaos.oracle import CALLERS, Accepted, Caller, Gap, judge, lists_of
 from tests.chaos.storm import Place, Scale, Storm, ground
 from tests.queue.known import assert_only_known_keys
@@ -71,7 +71,7 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
         for _ in range(2):
             await asyncio.to_thread(stage.dispatcher, settings)
         storm = Storm(stage, world, servers, scale, random.Random(seed))
-        client, desk = connect(servers.url), RedisDesk(connect(servers.url), NAMES)
+        client, desk = connect(servers.url), RedisQueueAdmin(connect(servers.url), NAMES)
         callers = [
             Caller(f"caller-{number}", servers.url, NAMES, foreign=number == 0, seed=f"{seed}-{number}")
             for number in range(CALLERS)
@@ -93,10 +93,10 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
 
             async def all_done() -> bool:
                 try:
-                    counts = await desk.counts()
+                    counts = await desk.count_requests()
                 except QueueUnavailableError:
                     return False
-                left: Any = await client.exists(NAMES.outbox)
+                left: Any = await client.exists(NAMES.outbox_key)
                 return bool(counts.pending + counts.leased + counts.delayed + left == 0)
 
             patience_s = 120 + scale.refused_for_s + scale.requests * scale.run_s / LIMIT
@@ -157,7 +157,7 @@ def crowd(log: list[Entry]) -> list[str]:
 
 async def left_behind(client: Any) -> dict[str, int]:
     """What is in Redis of requests that have ended, the dead apart."""
-    prefix = NAMES.prefix
+    prefix = NAMES.queue_prefix
     dead = await client.zcard(f"{prefix}:dead")
     counts = {
         "entries": await client.hlen(f"{prefix}:entries") - dead,
@@ -175,7 +175,7 @@ async def markers_of(client: Any, requests: Iterable[Accepted]) -> int:
     """Markers that have outlived their requests. A submission that nobody answered may have left one."""
     certain = {one.id for one in requests if one.certain}
     found = 0
-    for kind in (NAMES.active(""), f"{NAMES.prefix}:cancel:"):
+    for kind in (NAMES.active_key(""), f"{NAMES.queue_prefix}:cancel:"):
         pattern = f"{kind}*"
         async for key in client.scan_iter(pattern, count=1000):
             found += key.decode().removeprefix(kind).partition(":")[0] in certain

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from dispatcher.core.requests.lanes import Lane
-from dispatcher.core.requests.result import ErrorCode, failed
-from dispatcher.ports import Burial, Lease, Permit, QueueUnavailableError, Settled, Settlement
-from dispatcher.queue.keys import Names
+from dispatcher.core.requests.result import ErrorCode, encode_failure
+from dispatcher.ports import DeadLetter, Lease, Permit, QueueUnavailableError, Settlement, SettleStatus
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 
-NAMES = Names("chaos:{pool}:requests", "chaos:{pool}:results")
+NAMES = QueueNames("chaos:{pool}:requests", "chaos:{pool}:results")
 LIMIT = 64
 MAX_LOSSES = 5
 _AWAY_S = 0.05
@@ -45,7 +45,7 @@ class Worker:
         self._lost = 0
         self._freed = asyncio.Event()
 
-    async def run(self) -> None:
+    async def run_batch(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._every(self._lease_s / 5, self._renew))
             tasks.create_task(self._every(min(1.0, self._lease_s / 5), self._sweep))
@@ -59,12 +59,14 @@ class Worker:
             lanes = {lane: 1 - held[lane] for lane in Lane}
             permit = Permit(LIMIT, asyncio.get_running_loop().time(), self._lost)
             try:
-                claimed = await self._queue.claim(self._slots - len(self._held), nonce, permit, lanes=lanes)
+                claimed = await self._queue.claim(
+                    self._slots - len(self._held), nonce, permit, max_per_lane=lanes
+                )
             except QueueUnavailableError:
                 await asyncio.sleep(_AWAY_S)
                 continue
             nonce = uuid.uuid4().hex
-            self._lost = claimed.count.lost
+            self._lost = claimed.lease_counts.lost_units
             for lease in claimed.leases:
                 self._held[lease.token] = lease, tasks.create_task(self._answer(lease))
             if claimed.leases:
@@ -88,23 +90,23 @@ class Worker:
         result = json.dumps({"id": request_id, "status_code": 200, "payload": answer_to(request_id)}).encode()
         while True:
             try:
-                if lease.losses > MAX_LOSSES:
-                    result = failed(request_id, ErrorCode.DELIVERIES_EXHAUSTED, "its owners died")
-                    burial = Burial(Settlement(lease, result, "", request_id), "its owners died")
-                    [said] = await self._queue.bury([burial])
+                if lease.deaths_as_suspect > MAX_LOSSES:
+                    result = encode_failure(request_id, ErrorCode.DELIVERIES_EXHAUSTED, "its owners died")
+                    burial = DeadLetter(Settlement(lease, result, "", request_id), "its owners died")
+                    [said] = await self._queue.move_to_dead_letters([burial])
                 else:
                     [said] = await self._queue.settle([Settlement(lease, result, "", request_id)])
             except QueueUnavailableError:
                 await asyncio.sleep(_AWAY_S)
                 continue
-            if said is Settled.LOST:
+            if said is SettleStatus.LOST:
                 print("lost", flush=True)
             return
 
     async def _renew(self) -> None:
         renewed = await self._queue.renew([lease for lease, _ in self._held.values()])
         for lease, task in list(self._held.values()):
-            if lease.entry in renewed.lost:
+            if lease.entry_id in renewed.lost_entry_ids:
                 print("lost", flush=True)
                 task.cancel()
 
@@ -122,8 +124,10 @@ class Worker:
 
 
 async def main(url: str, owner: str, lease_s: float, slots: int, *work_s: float) -> None:
-    queue = RedisQueue(connect(url, connect_s=0.5), NAMES, owner, lease_s=lease_s, try_s=1.0)
-    await Worker(queue, lease_s, slots, (work_s[0], work_s[1])).run()
+    queue = RedisQueue(
+        connect(url, connect_timeout_s=0.5), NAMES, owner, lease_s=lease_s, attempt_timeout_s=1.0
+    )
+    await Worker(queue, lease_s, slots, (work_s[0], work_s[1])).run_batch()
 
 
 def run() -> None:

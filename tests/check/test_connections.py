@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from dispatcher.check.connections import connections
+from dispatcher.check.connections import check_connections
 from dispatcher.check.finding import Finding
-from dispatcher.check.settings import files
+from dispatcher.check.settings import check_files
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.settings import Settings
 from tests.queue.roles import grant, url_of
@@ -40,7 +40,7 @@ async def found(tmp_path: Path, **sections: object) -> list[Finding]:
         "queue": {"data_dir": str(tmp_path / "data")},
         **sections,
     }
-    await connections(Settings.model_validate(given), told.append)
+    await check_connections(Settings.model_validate(given), told.append)
     return told
 
 
@@ -161,7 +161,7 @@ async def test_gateway_is_asked_once_with_a_get_and_our_credentials(tmp_path: Pa
 def test_a_token_file_must_hold_a_token(tmp_path: Path, content: bytes, what: str) -> None:
     (tmp_path / "token").write_bytes(content)
     options = {"url": "http://gateway", "token_file": str(tmp_path / "token")}
-    [finding] = files(Settings.model_validate({"gateway": options}))
+    [finding] = check_files(Settings.model_validate({"gateway": options}))
     assert (finding.level == "ok", what in finding.what) == (content == b"sesame\n", True), str(finding)
     assert "sesame" not in str(finding)
 

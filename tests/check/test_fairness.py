@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dispatcher.check.connections import ask
-from dispatcher.check.finding import Finding, Slow
-from dispatcher.lab.simulation.virtual_loop import VirtualLoop, run
+from dispatcher.check.connections import run_probes
+from dispatcher.check.finding import Finding, SlowFinding
+from dispatcher.lab.simulation.virtual_loop import VirtualLoop, run_in_virtual_time
 from tests.queue.servers import server
 from tests.support import running
 from tests.telemetry.throttle import cpu_limit
@@ -40,7 +40,7 @@ async def answer_after_stalls(stalls: int, of_s: float, late: Finding = LATE) ->
             return [late]
         return [Finding("ok", "queue.url", "Redis answers")]
 
-    await ask({"queue.url": probe}, told.append)
+    await run_probes({"queue.url": probe}, told.append)
     assert tries == min(stalls + 1, 2)
     return told
 
@@ -59,7 +59,7 @@ async def test_peer_is_not_blamed_for_a_loop_that_stands_still() -> None:
 
 
 async def test_a_refused_connection_is_one_however_late_our_loop_is() -> None:
-    refused = Finding("failed", "queue.url", "127.0.0.1:1: connection refused", certain=True)
+    refused = Finding("failed", "queue.url", "127.0.0.1:1: connection refused", is_certain=True)
     tries, told = 0, list[Finding]()
 
     async def probe() -> list[Finding]:
@@ -69,12 +69,12 @@ async def test_a_refused_connection_is_one_however_late_our_loop_is() -> None:
         await asyncio.sleep(0.001)
         return [refused]
 
-    await ask({"queue.url": probe}, told.append)
+    await run_probes({"queue.url": probe}, told.append)
     assert (tries, told) == (1, [refused])
 
 
 async def test_nor_is_a_gateway_that_only_seems_slow() -> None:
-    slow = Slow("warning", "gateway.url", "not answered within 3 s")
+    slow = SlowFinding("warning", "gateway.url", "not answered within 3 s")
     assert await answer_after_stalls(1, 0.4, slow) == [Finding("ok", "queue.url", "Redis answers")]
     [finding] = await answer_after_stalls(2, 0.4, slow)
     assert finding.level == "warning", "the connection was there"
@@ -92,10 +92,10 @@ def test_peer_that_fails_while_our_loop_keeps_pace_is_asked_once(late_s: float) 
         tries += 1
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        loop.stall(late_s)
+        loop.stall_loop(late_s)
         return [Finding("failed", "queue.url", "connection refused")]
 
-    run(ask({"queue.url": probe}, told.append))
+    run_in_virtual_time(run_probes({"queue.url": probe}, told.append))
     assert (tries, [finding.what for finding in told]) == (1, ["connection refused"])
 
 

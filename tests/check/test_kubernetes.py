@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dispatcher.check.finding import Finding
-from dispatcher.check.kubernetes import ANSWER_S, look_around
+from dispatcher.check.kubernetes import TIMEOUT_S, build_lookup
 from dispatcher.settings import Settings
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from tests.signals.apiserver import (
@@ -35,7 +35,7 @@ async def server(tmp_path: Path) -> AsyncIterator[ApiServer]:
         yield server
 
 
-async def look(access: ClusterAccess, *, service: str = "", timeout_s: float = ANSWER_S) -> list[Finding]:
+async def look(access: ClusterAccess, *, service: str = "", timeout_s: float = TIMEOUT_S) -> list[Finding]:
     settings = Settings.model_validate(
         {
             "pool": {"name": "qwen", "namespace": "default"},
@@ -43,7 +43,7 @@ async def look(access: ClusterAccess, *, service: str = "", timeout_s: float = A
             "signals": {"epp": {"service": service}},
         }
     )
-    findings, _ = await look_around(settings, access=access, timeout_s=timeout_s)()
+    findings, _ = await build_lookup(settings, access=access, timeout_s=timeout_s)()
     return findings
 
 
@@ -114,7 +114,7 @@ async def test_of_a_right_to_list_alone_every_rule_at_once(server: ApiServer) ->
 
 
 async def test_of_no_rights_with_the_older_api(server: ApiServer) -> None:
-    server.faults.rules, server.faults.unserved = [], {POOLS}
+    server.faults.rules, server.faults.find_remaining_requests = [], {POOLS}
     server.put(OLD_POOLS, old_pool())
     server.put(PODS, pod("p0"))
     server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))

@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 
-from dispatcher.check.probe import ProbePlan, measure, payload_for
-from dispatcher.check.ramp import LOOK_S, READINGS, SUGGESTED_S, PoolSample, ProbeEnd, Ramp, counts_of
+from dispatcher.check.probe import ProbePlan, build_payload, measure_capacity
+from dispatcher.check.ramp import (
+    OBSERVE_S,
+    READINGS,
+    SUGGESTION_S,
+    PoolSample,
+    ProbeEnd,
+    Ramp,
+    extract_counts,
+)
 from dispatcher.core.limit.budget import Reading, Signal
-from dispatcher.settings import Settings, parse
+from dispatcher.settings import Settings, parse_settings
 from tests.warm import warm_run
 
 MOST = 100
@@ -28,7 +36,7 @@ def sample(at: float, **more: Any) -> PoolSample:
         "per_endpoint": 8.0,
         "per_endpoint_from": "search",
     }
-    return PoolSample(at=at, **plain | more)
+    return PoolSample(sampled_at=at, **plain | more)
 
 
 def ours(at: float, count: int, **more: Any) -> PoolSample:
@@ -40,28 +48,28 @@ def ours(at: float, count: int, **more: Any) -> PoolSample:
 def ramp() -> Ramp:
     """A ramp that has watched a quiet pool and has begun to send."""
     made = Ramp(MOST)
-    made.observe(sample(0.0))
-    made.observe(sample(LOOK_S))
-    made.sent = 1
+    made.observe_sample(sample(0.0))
+    made.observe_sample(sample(OBSERVE_S))
+    made.sent_count = 1
     assert made.may_send
     return made
 
 
 async def test_probe_sends_nothing_where_nothing_shows_what_runs() -> None:
     text = "gateway: {url: 'http://127.0.0.1:1'}\nsignals: {source: fixed}\nbudget: {max_in_flight: 4}\n"
-    settings = parse(text, {})
+    settings = parse_settings(text, {})
     assert isinstance(settings, Settings)
-    finding = await measure(settings, ProbePlan("m"))
+    finding = await measure_capacity(settings, ProbePlan("m"))
     assert (finding.level, "signals.source is fixed" in finding.what) == ("failed", True)
 
 
 def test_probe_watches_the_pool_before_it_sends() -> None:
     ramp = Ramp(MOST)
-    ramp.observe(sample(0.0))
-    ramp.observe(sample(LOOK_S - 1.0))
-    assert (ramp.may_send, ramp.stopped) == (False, None)
-    ramp.observe(sample(LOOK_S))
-    assert (ramp.may_send, ramp.stopped) == (True, None)
+    ramp.observe_sample(sample(0.0))
+    ramp.observe_sample(sample(OBSERVE_S - 1.0))
+    assert (ramp.may_send, ramp.end) == (False, None)
+    ramp.observe_sample(sample(OBSERVE_S))
+    assert (ramp.may_send, ramp.end) == (True, None)
 
 
 @pytest.mark.parametrize(
@@ -74,36 +82,36 @@ def test_probe_watches_the_pool_before_it_sends() -> None:
 )
 def test_nothing_is_sent_unless_the_hour_is_quiet(pool: dict[str, float], quiet: bool) -> None:
     ramp = Ramp(MOST)
-    ramp.observe(sample(0.0, **pool))
-    ramp.observe(sample(LOOK_S, **pool))
+    ramp.observe_sample(sample(0.0, **pool))
+    ramp.observe_sample(sample(OBSERVE_S, **pool))
     assert ramp.may_send is quiet
     if not quiet:
-        assert ramp.stopped is ProbeEnd.NOT_QUIET
-        found = ramp.finding()
+        assert ramp.end is ProbeEnd.NOT_QUIET
+        found = ramp.build_finding()
         assert (found.level, found.where) == ("warning", "budget.per_endpoint")
         assert "not a quiet hour" in found.what
         assert "nothing was sent" in found.what
 
 
 def test_traffic_that_comes_during_the_ramp_ends_it(ramp: Ramp) -> None:
-    ramp.observe(ours(7.0, 36, present=48.0, running=48.0))
+    ramp.observe_sample(ours(7.0, 36, present=48.0, running=48.0))
     assert ramp.may_send, "12 of 48 are a quarter"
-    ramp.observe(ours(8.0, 36, present=49.0, running=49.0))
-    assert ramp.stopped is ProbeEnd.NOT_QUIET
-    assert "nothing more was sent" in ramp.finding().what
+    ramp.observe_sample(ours(8.0, 36, present=49.0, running=49.0))
+    assert ramp.end is ProbeEnd.NOT_QUIET
+    assert "nothing more was sent" in ramp.build_finding().what
 
 
 def test_requests_of_the_probe_may_wait(ramp: Ramp) -> None:
-    ramp.observe(ours(7.0, 40, running=32.0, waiting=8.0))
-    assert ramp.stopped is None
+    ramp.observe_sample(ours(7.0, 40, running=32.0, waiting=8.0))
+    assert ramp.end is None
 
 
 def test_ceiling_is_reported_once_it_has_lasted(ramp: Ramp) -> None:
     for at in range(READINGS):
-        assert ramp.stopped is None
-        ramp.observe(ours(7.0 + at, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
-    assert (ramp.stopped, ramp.may_send) == (ProbeEnd.CEILING, False)
-    found = ramp.finding()
+        assert ramp.end is None
+        ramp.observe_sample(ours(7.0 + at, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
+    assert (ramp.end, ramp.may_send) == (ProbeEnd.CEILING, False)
+    found = ramp.build_finding()
     assert found.level == "ok"
     assert found.what == (
         "the pool ran 33 requests at once on 2 endpoints while others waited: set budget.per_endpoint to 16"
@@ -112,46 +120,46 @@ def test_ceiling_is_reported_once_it_has_lasted(ramp: Ramp) -> None:
 
 def test_ceiling_that_moves_has_to_last_anew(ramp: Ramp) -> None:
     for at, ceiling in enumerate((20.0, 20.0, 30.0, 30.0)):
-        ramp.observe(ours(7.0 + at, 38, running=ceiling, waiting=5.0, ceiling=ceiling, confirmed=1))
-    assert ramp.stopped is None
-    ramp.observe(ours(11.0, 38, running=30.0, waiting=5.0, ceiling=30.0, confirmed=1))
-    assert ramp.stopped is ProbeEnd.CEILING
+        ramp.observe_sample(ours(7.0 + at, 38, running=ceiling, waiting=5.0, ceiling=ceiling, confirmed=1))
+    assert ramp.end is None
+    ramp.observe_sample(ours(11.0, 38, running=30.0, waiting=5.0, ceiling=30.0, confirmed=1))
+    assert ramp.end is ProbeEnd.CEILING
 
 
 def test_ceiling_that_the_limiter_confirmed_is_reported_at_once(ramp: Ramp) -> None:
-    ramp.observe(ours(7.0, 33, ceiling=32.0, confirmed=2))
-    assert ramp.stopped is ProbeEnd.CEILING
+    ramp.observe_sample(ours(7.0, 33, ceiling=32.0, confirmed=2))
+    assert ramp.end is ProbeEnd.CEILING
 
 
 def test_pool_that_runs_less_than_one_request_per_endpoint_has_its_total_reported(ramp: Ramp) -> None:
-    ramp.observe(ours(7.0, 3, running=1.0, waiting=2.0, ceiling=1.0, confirmed=2))
-    assert ramp.finding().what.endswith("set budget.max_sys to 1")
+    ramp.observe_sample(ours(7.0, 3, running=1.0, waiting=2.0, ceiling=1.0, confirmed=2))
+    assert ramp.build_finding().what.endswith("set budget.max_sys to 1")
 
 
 def test_reaching_the_bound_reports_how_many_ran_at_least(ramp: Ramp) -> None:
     for at in range(READINGS):
-        assert ramp.stopped is None
-        ramp.observe(ours(7.0 + at, MOST))
-    assert ramp.stopped is ProbeEnd.BOUND
-    assert ramp.finding().what == (
+        assert ramp.end is None
+        ramp.observe_sample(ours(7.0 + at, MOST))
+    assert ramp.end is ProbeEnd.BOUND
+    assert ramp.build_finding().what == (
         "at least 100 requests ran at once with nobody waiting (the bound of --probe-most was reached)"
     )
 
 
 def test_requests_count_as_running_only_if_two_readings_in_a_row_show_them(ramp: Ramp) -> None:
-    ramp.observe(ours(7.0, 30))
-    ramp.observe(ours(8.0, 60))
-    ramp.observe(ours(9.0, 60, running=30.0, waiting=30.0))
+    ramp.observe_sample(ours(7.0, 30))
+    ramp.observe_sample(ours(8.0, 60))
+    ramp.observe_sample(ours(9.0, 60, running=30.0, waiting=30.0))
     ramp.stop(ProbeEnd.TIME)
-    found = ramp.finding()
+    found = ramp.build_finding()
     assert (found.level, found.hint) == ("warning", "--probe-seconds")
     assert "at least 30 requests ran at once with nobody waiting" in found.what
 
 
 def test_a_ceiling_that_was_not_confirmed_in_time_is_not_recommended(ramp: Ramp) -> None:
-    ramp.observe(ours(7.0, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
+    ramp.observe_sample(ours(7.0, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
     ramp.stop(ProbeEnd.TIME)
-    found = ramp.finding()
+    found = ramp.build_finding()
     assert found.level == "warning"
     assert "33 requests ran at once while others waited" in found.what
     assert "set budget" not in found.what
@@ -160,7 +168,7 @@ def test_a_ceiling_that_was_not_confirmed_in_time_is_not_recommended(ramp: Ramp)
 def test_time_that_is_over_before_any_request_says_why() -> None:
     ramp = Ramp(MOST)
     ramp.stop(ProbeEnd.TIME, "no reading yet of requests")
-    assert ramp.finding().what == (
+    assert ramp.build_finding().what == (
         "the time was over before the pool could be judged: no reading yet of requests; nothing was sent"
     )
 
@@ -175,28 +183,28 @@ def test_time_that_is_over_before_any_request_says_why() -> None:
 )
 def test_capacity_that_somebody_names_is_not_measured(named: dict[str, Any], words: str) -> None:
     ramp = Ramp(MOST)
-    ramp.observe(sample(0.0, **named))
-    assert ramp.stopped is ProbeEnd.NAMED
-    found = ramp.finding()
+    ramp.observe_sample(sample(0.0, **named))
+    assert ramp.end is ProbeEnd.NAMED
+    found = ramp.build_finding()
     assert (found.level, found.what.startswith(words)) == ("ok", True)
     assert "nothing was sent" in found.what
 
 
 def test_number_that_the_pickers_pages_suggest_counts_once_it_has_lasted(ramp: Ramp) -> None:
-    ramp.observe(ours(7.0, 20, per_endpoint_from="suggestion", per_endpoint=100.0))
-    ramp.observe(ours(8.0, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
-    ramp.observe(ours(7.5 + SUGGESTED_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    ramp.observe_sample(ours(7.0, 20, per_endpoint_from="suggestion", per_endpoint=100.0))
+    ramp.observe_sample(ours(8.0, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    ramp.observe_sample(ours(7.5 + SUGGESTION_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
     assert ramp.may_send
-    ramp.observe(ours(8.0 + SUGGESTED_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
-    found = ramp.finding()
+    ramp.observe_sample(ours(8.0 + SUGGESTION_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    found = ramp.build_finding()
     assert found.level == "ok"
     assert found.what.startswith("the endpoint picker's pages suggest 16 requests per endpoint")
 
 
 def test_nothing_is_sent_where_requests_cannot_be_counted() -> None:
     ramp = Ramp(MOST)
-    ramp.observe(sample(0.0, present=None, running=None))
-    assert (ramp.stopped, ramp.finding().level) == (ProbeEnd.UNCOUNTED, "warning")
+    ramp.observe_sample(sample(0.0, present=None, running=None))
+    assert (ramp.end, ramp.build_finding().level) == (ProbeEnd.UNCOUNTED, "warning")
 
 
 @pytest.mark.parametrize(
@@ -208,24 +216,24 @@ def test_reason_that_ended_the_probe_is_reported_and_later_ones_are_not(
 ) -> None:
     ramp.stop(why, "the first reason")
     ramp.stop(ProbeEnd.TIME)
-    found = ramp.finding()
+    found = ramp.build_finding()
     assert (found.level, ramp.may_send) == (level, False)
     assert "the first reason" in found.what
 
 
 def test_requests_are_counted_by_what_the_reading_shows() -> None:
     exact = Reading(Signal.REQUESTS, 0.0, 0.0, f_sys=0.5, f_epp=0.1, max_sys=20.0, running=10.0, waiting=2.0)
-    assert counts_of(exact) == (12.0, 10.0, 2.0)
+    assert extract_counts(exact) == (12.0, 10.0, 2.0)
     averages = Reading(Signal.REQUESTS, 0.0, 0.0, 0.6, 0.0, 20.0, averages=(9.0, 3.0))
-    assert counts_of(averages) == (12.0, 9.0, 3.0)
-    score = Reading(Signal.SATURATION, 0.0, 0.0, 0.5, 0.0, 20.0, exact=False)
-    assert counts_of(score) == (None, None, 0.0)
+    assert extract_counts(averages) == (12.0, 9.0, 3.0)
+    score = Reading(Signal.SATURATION, 0.0, 0.0, 0.5, 0.0, 20.0, is_request_count=False)
+    assert extract_counts(score) == (None, None, 0.0)
 
 
 def test_request_has_the_form_of_the_default_path() -> None:
     plain = {"model": "m", "prompt": "capacity probe", "max_tokens": 64}
-    assert json.loads(payload_for("/v1/completions", "m")) == plain
-    chat = json.loads(payload_for("/v1/chat/completions", "m"))
+    assert json.loads(build_payload("/v1/completions", "m")) == plain
+    chat = json.loads(build_payload("/v1/chat/completions", "m"))
     assert chat["messages"] == [{"role": "user", "content": "capacity probe"}]
     assert "prompt" not in chat
 

@@ -11,9 +11,9 @@ import pytest
 import trustme
 
 from dispatcher.check.finding import Finding
-from dispatcher.check.readings import ask
+from dispatcher.check.readings import check_sources
 from dispatcher.settings import BudgetSettings, Settings
-from dispatcher.signals.sources import sources
+from dispatcher.signals.sources import build_sources
 from tests.signals.fakes import GOOD, FakeEpp, fake_epp, fake_prometheus, golden
 from tests.support import free_port
 
@@ -29,7 +29,7 @@ def of_known_capacity(**signals: Any) -> Settings:
 
 
 async def probe(settings: Settings, epp_addresses: tuple[str, ...] | None = None) -> list[Finding]:
-    return await ask(settings, sources(settings), epp_addresses)
+    return await check_sources(settings, build_sources(settings), epp_addresses)
 
 
 async def test_an_own_authority_for_the_endpoint_picker(tmp_path: Path) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.check.settings import doubts, taken
-from dispatcher.settings import Settings, parse
+from dispatcher.check.settings import find_doubts, report_derived_settings
+from dispatcher.settings import Settings, parse_settings
 
 QUIET = "gateway: {url: http://gw, objective: batch, allowed_paths: [/v1/*, /models/*:predict]}\n"
 
 
 def told(text: str) -> list[str]:
-    settings = parse(QUIET + text, {})
+    settings = parse_settings(QUIET + text, {})
     assert isinstance(settings, Settings), settings
-    assert all(finding.level == "warning" for finding in doubts(settings))
-    return [f"{finding.where}: {finding.what}" for finding in doubts(settings)]
+    assert all(finding.level == "warning" for finding in find_doubts(settings))
+    return [f"{finding.where}: {finding.what}" for finding in find_doubts(settings)]
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_rules_of_batching_that_can_count_are_no_doubt(text: str) -> None:
 )
 def test_a_missing_objective_is_a_doubt_only_in_an_inference_pool(signals: str, *, doubted: bool) -> None:
     text = f"gateway: {{url: http://gw}}\nbudget: {{max_in_flight: 4}}\nsignals: {signals}\n"
-    settings = parse(text, {})
+    settings = parse_settings(text, {})
     assert isinstance(settings, Settings)
-    assert [finding.where for finding in doubts(settings)] == ["gateway.objective"] * doubted
+    assert [finding.where for finding in find_doubts(settings)] == ["gateway.objective"] * doubted
 
 
 def test_a_path_that_is_not_allowed_is_told_and_one_that_an_earlier_rule_has() -> None:
@@ -59,15 +59,15 @@ def test_a_path_that_is_not_allowed_is_told_and_one_that_an_earlier_rule_has() -
 
 def test_the_gateways_own_path_is_allowed() -> None:
     text = "gateway: {url: http://gw, objective: b, path: /my/embeddings, allowed_paths: []}\n"
-    settings = parse(text + "batching: {rules: [{paths: [/my/embeddings]}]}", {})
+    settings = parse_settings(text + "batching: {rules: [{paths: [/my/embeddings]}]}", {})
     assert isinstance(settings, Settings)
-    assert list(doubts(settings)) == []
+    assert list(find_doubts(settings)) == []
 
 
 def test_the_default_rule_is_no_doubt_where_only_other_paths_are_allowed() -> None:
-    settings = parse("gateway: {url: http://gw, objective: b, allowed_paths: [/v1/completions]}", {})
+    settings = parse_settings("gateway: {url: http://gw, objective: b, allowed_paths: [/v1/completions]}", {})
     assert isinstance(settings, Settings)
-    assert list(doubts(settings)) == []
+    assert list(find_doubts(settings)) == []
 
 
 MATCH = "name: q, match: 'q-(?P<version>.+)'"
@@ -114,6 +114,6 @@ def test_what_is_said_of_versions_is_no_doubt_where_it_counts(text: str) -> None
     ],
 )
 def test_whose_servers_are_asked_for_their_models_is_told(text: str, said: list[str]) -> None:
-    settings = parse(f"{QUIET}signals: {{vllm: {{urls: ['http://a', 'http://b']}}}}\n{text}", {})
+    settings = parse_settings(f"{QUIET}signals: {{vllm: {{urls: ['http://a', 'http://b']}}}}\n{text}", {})
     assert isinstance(settings, Settings), settings
-    assert [str(each).partition(" signals")[0] for each in taken(settings)] == said
+    assert [str(each).partition(" signals")[0] for each in report_derived_settings(settings)] == said

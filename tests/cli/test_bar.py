@@ -5,39 +5,39 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.cli.bar import bar, cells, legend, pool
+from dispatcher.cli.bar import count_cells, draw_bar, draw_pool, format_legend
 
 AMOUNTS = st.lists(st.floats(0, 1e6, allow_subnormal=False), max_size=6)
 
 
 @given(AMOUNTS, st.floats(0, 1e6), st.integers(0, 200))
 def test_no_bar_is_longer_than_its_place(amounts: list[float], whole: float, width: int) -> None:
-    found = cells(amounts, whole, width)
+    found = count_cells(amounts, whole, width)
     assert all(share >= 0 for share in found)
     assert sum(found) <= width
-    assert len(bar([("x", amount) for amount in amounts], whole, width)) == width
+    assert len(draw_bar([("x", amount) for amount in amounts], whole, width)) == width
 
 
 @given(AMOUNTS, st.floats(0, 1e6), st.integers(12, 200))
 def test_what_is_there_is_seen_and_what_is_not_is_not(amounts: list[float], whole: float, width: int) -> None:
-    assert [share > 0 for share in cells(amounts, whole, width)] == [amount > 0 for amount in amounts]
+    assert [share > 0 for share in count_cells(amounts, whole, width)] == [amount > 0 for amount in amounts]
 
 
 @given(AMOUNTS.filter(any), st.integers(12, 200))
 def test_each_has_its_share(amounts: list[float], width: int) -> None:
     whole = sum(amounts)
-    for amount, share in zip(amounts, cells(amounts, whole, width), strict=True):
+    for amount, share in zip(amounts, count_cells(amounts, whole, width), strict=True):
         assert abs(share - amount / whole * width) <= len(amounts)
 
 
 def test_as_it_looks() -> None:
-    assert bar([("█", 20), ("▒", 10)], 40, 8) == "████▒▒··"
-    assert bar([("█", 50), ("▒", 30)], 40, 8) == "█████▒▒▒", "more than there is"
-    assert bar([], 0, 4) == "····"
+    assert draw_bar([("█", 20), ("▒", 10)], 40, 8) == "████▒▒··"
+    assert draw_bar([("█", 50), ("▒", 30)], 40, 8) == "█████▒▒▒", "more than there is"
+    assert draw_bar([], 0, 4) == "····"
 
 
 def test_a_pool_is_shown_in_its_order_with_what_the_reserve_still_keeps_at_the_end() -> None:
     whole = {"realtime": 2.0, "waiting": 1.0, "ours": 3.0, "reserve": 2.0, "capacity": 10.0}
-    assert pool(**whole, width=10) == "██▓▒▒▒··░░"
-    assert pool(**{**whole, "realtime": 6.0}, width=10) == "██████▓▒▒▒", "the reserve is used up"
-    assert legend(**whole) == "█ realtime 2  ▓ waiting 1  ▒ ours 3  · free 2  ░ reserve 2"
+    assert draw_pool(**whole, width=10) == "██▓▒▒▒··░░"
+    assert draw_pool(**{**whole, "realtime": 6.0}, width=10) == "██████▓▒▒▒", "the reserve is used up"
+    assert format_legend(**whole) == "█ realtime 2  ▓ waiting 1  ▒ ours 3  · free 2  ░ reserve 2"

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from dispatcher.cli import app
 from dispatcher.cli.connection import QueueTarget
 from dispatcher.cli.queue import copy_requests
-from dispatcher.core.requests.found_request import Looked, Whereabouts
+from dispatcher.core.requests.found_request import LookupPage, RequestLocation
 from dispatcher.ports import Submission
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from tests.queue.servers import ENGINES, Server, server
 
-NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
 LATER = int(time.time()) + 3600
 
 
@@ -39,12 +39,14 @@ def test_a_queue_is_not_copied_onto_itself_by_another_url(queue_server: Server) 
         assert client.keys() == []
 
 
-class Shrinking(RedisDesk):
+class Shrinking(RedisQueueAdmin):
     """Three at the front of the line expire behind the first page of it."""
 
-    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
-        page = await super().lying(state, most, after, whole=whole)
-        if state is Whereabouts.PENDING and not after:
+    async def list_requests(
+        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
+    ) -> LookupPage:
+        page = await super().list_requests(state, max_count, after, full_members=full_members)
+        if state is RequestLocation.PENDING and not after:
             await self.backend.scripts.client.zpopmin(self.names.queue, 3)
         return page
 
@@ -60,6 +62,6 @@ async def test_what_expires_while_a_queue_is_copied_costs_no_other_one(
         found = await copy_requests(source, QueueTarget(far.url, NAMES), live=False)
         await source.aclose()
         assert found is not None
-        assert (found[0][Whereabouts.PENDING], found[1]) == (300, 300)
+        assert (found[0][RequestLocation.PENDING], found[1]) == (300, 300)
         with far.client() as client:
             assert client.zcard(NAMES.queue) == 300

@@ -11,16 +11,16 @@ import pytest
 
 from dispatcher.cli.connection import QueueTarget
 from dispatcher.cli.queue import copy_requests
-from dispatcher.core.requests.found_request import Whereabouts
-from dispatcher.core.requests.request import Request, encode_member, parse
-from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.requests.found_request import RequestLocation
+from dispatcher.core.requests.request import Request, encode_member, parse_member
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted
 from dispatcher.core.sequences.turns import OnError, Turn
 from dispatcher.ports import Lease, Release, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
 
-NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
 LATER = int(time.time()) + 3600
 TERMS = SequenceTerms(gap_s=0.3)
 
@@ -30,8 +30,8 @@ async def pair(tmp_path: Path) -> AsyncIterator[tuple[OwnerAndDesk, OwnerAndDesk
     """The queue that is copied, and the one that it is copied to."""
     with server(ENGINES[-1], tmp_path / "source") as near, server(ENGINES[-1], tmp_path / "target") as far:
         async with (
-            queues(near.url, "owner", names=NAMES) as (source,),
-            queues(far.url, "owner", names=NAMES) as (target,),
+            queues(near.url, "owner", list_names=NAMES) as (source,),
+            queues(far.url, "owner", list_names=NAMES) as (target,),
         ):
             yield source, target, far
 
@@ -48,18 +48,20 @@ async def going(queue: OwnerAndDesk) -> list[tuple[str, Lease, Turn]]:
     """Claim all that may be claimed, and line it up: what goes, by its id."""
     turns = []
     for lease in (await claim(queue)).leases:
-        request = parse(lease.member)
+        request = parse_member(lease.member)
         assert isinstance(request, Request)
         assert request.sequence is not None
         turns.append((request.id, lease, request.sequence))
-    said = await queue.line_up([(lease, turn) for _, lease, turn in turns], TERMS)
-    return [one for one, verdict in zip(turns, said.verdicts, strict=True) if isinstance(verdict, Goes)]
+    said = await queue.claim_turns([(lease, turn) for _, lease, turn in turns], TERMS)
+    return [
+        one for one, verdict in zip(turns, said.decisions, strict=True) if isinstance(verdict, TurnGranted)
+    ]
 
 
 async def settle(queue: OwnerAndDesk, going_: list[tuple[str, Lease, Turn]], *, failed: bool = False) -> None:
     await queue.settle(
         [
-            Settlement(lease, b'{"id":"%s","payload":""}' % name.encode(), "", turn=TurnEnd(turn, failed))
+            Settlement(lease, b'{"id":"%s","payload":""}' % name.encode(), "", turn_end=TurnEnd(turn, failed))
             for name, lease, turn in going_
         ]
     )
@@ -69,7 +71,7 @@ async def served(queue: OwnerAndDesk, most_s: float = 5.0) -> list[str]:
     """Answer whatever goes, until nothing waits any more: ids in the order in which they went."""
     order: list[str] = []
     until = time.monotonic() + most_s
-    while (await queue.counts()).pending:
+    while (await queue.count_requests()).pending:
         assert time.monotonic() < until, f"it does not go on: {order}"
         await queue.sweep()
         some = await going(queue)
@@ -97,7 +99,7 @@ async def test_requests_of_sequences_go_in_their_order_at_the_other_redis(
     found = await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
     assert found is not None
     places, added, leased = found
-    assert (places[Whereabouts.SEQUENCED], places[Whereabouts.RETURNED]) == (6, 2)
+    assert (places[RequestLocation.SEQUENCED], places[RequestLocation.RETURNED]) == (6, 2)
     assert (added, leased) == (10, 0)
 
     began = time.monotonic()
@@ -108,7 +110,7 @@ async def test_requests_of_sequences_go_in_their_order_at_the_other_redis(
     assert [name for name in order if name[0] == "b"] == [f"b.{n}" for n in range(2, 6)]
     assert [name for name in order if name[0] == "a"] == [f"a.{n}" for n in range(1, 6)]
     assert time.monotonic() - began >= TERMS.gap_s, "index 0 was waited for"
-    assert (await target.counts()).news.gaps == 1
+    assert (await target.count_requests()).sequence_counters.gaps == 1
     again = await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
     assert again is not None
     assert again[1] == 0, "each is taken over once"
@@ -118,10 +120,10 @@ async def test_programs_with_our_client_go_on_with_their_sequences_at_the_other_
     pair: tuple[OwnerAndDesk, OwnerAndDesk, Server],
 ) -> None:
     source, target, far = pair
-    secret = await source.desk.sequence_secret()
+    secret = await source.desk.get_or_create_sequence_secret()
     await source.pause("ann", "moving")
     await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
-    assert await target.desk.sequence_secret() == secret
+    assert await target.desk.get_or_create_sequence_secret() == secret
 
 
 async def test_what_was_decided_of_a_sequence_stays_behind(
@@ -131,8 +133,8 @@ async def test_what_was_decided_of_a_sequence_stays_behind(
     source, target, far = pair
     await submit(source, Turn("a", 0, on_error=OnError.HOLD), Turn("a", 1))
     await settle(source, await going(source), failed=True)
-    assert (await source.counts()).sequences.held == 1
+    assert (await source.count_requests()).sequences.held == 1
     await source.pause("ann", "moving")
     await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
     assert await served(target) == ["a.1"]
-    assert (await target.counts()).sequences.held == 0
+    assert (await target.count_requests()).sequences.held == 0

@@ -25,18 +25,18 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import VERBS, app
 from dispatcher.core.requests.request import encode_member
-from dispatcher.core.requests.result import answered
+from dispatcher.core.requests.result import encode_answer
 from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
 from dispatcher.core.sequences.turns import OnError, Turn
-from dispatcher.ports import Burial, Release, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.ports import DeadLetter, Release, Settlement, Submission
+from dispatcher.queue.keys import QueueNames
 from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import wait_until
 from tests.warm import warm
 
 POOL = "row"
-NAMES = Names("batch:{row}:requests", "batch:{row}:results")
+NAMES = QueueNames("batch:{row}:requests", "batch:{row}:results")
 NOWHERE = "redis://127.0.0.1:1/0"
 LATER = 4_000_000_000
 STARTS_S = 60.0
@@ -359,25 +359,25 @@ async def furnish(place: Place) -> None:
     """One request in each place, and a result of each kind of list."""
     with place.server.client() as client:
         client.flushall()
-        client.lpush(NAMES.results, answered("shared", 200, b'{"text": "hello"}'))
+        client.lpush(NAMES.result_list, encode_answer("shared", 200, b'{"text": "hello"}'))
         for name in ("answered", "dead"):
-            client.lpush(NAMES.answers(name), answered(name, 200, b'{"text": "hello"}'))
-        pending, consumed = NAMES.stream("nightly")
+            client.lpush(NAMES.result_list_for_id(name), encode_answer(name, 200, b'{"text": "hello"}'))
+        pending, consumed = NAMES.stream_keys("nightly")
         client.hset(pending, "row-1", f"token {LATER} digest")
         client.hset(consumed, "row-2", "digest")
-    async with queues(place.server.url, "owner", names=NAMES) as (queue,):
+    async with queues(place.server.url, "owner", list_names=NAMES) as (queue,):
         await furnish_sequence(queue)
         await queue.submit([Submission(encode_member("early", b'{"model": "qwen"}', LATER), LATER)])
         (early,) = (await claim(queue, 1)).leases
-        await queue.release([Release(early, undelivered=True, awaits="qwen")])
+        await queue.release([Release(early, is_undelivered=True, missing_model="qwen")])
         for at, name in enumerate(("dead", "delayed", "running", "first", "second", "third" + "-" * 90)):
             token = f"token-of-{name}"
             member = encode_member(name.rstrip("-"), b'{"prompt": "hi"}', LATER + at, token=token)
             sent = Submission(member, LATER + at, name.rstrip("-"), token, LATER + at)
             await queue.submit([sent])
         dead, delayed, _ = (await claim(queue, 3)).leases
-        await queue.bury([Burial(Settlement(dead, b"", ""), "CUDA out of memory, " * 9)])
-        await queue.release([Release(delayed, 600.0, attempt=True)])
+        await queue.move_to_dead_letters([DeadLetter(Settlement(dead, b"", ""), "CUDA out of memory, " * 9)])
+        await queue.release([Release(delayed, 600.0, is_failed_attempt=True)])
 
 
 async def furnish_sequence(queue: OwnerAndDesk) -> None:
@@ -385,17 +385,23 @@ async def furnish_sequence(queue: OwnerAndDesk) -> None:
     member = encode_member("alone", b"{}", LATER, sequence=Turn("chat-8", 0))
     await queue.submit([Submission(member, LATER)])
     (lease,) = (await claim(queue, 1)).leases
-    await queue.line_up([(lease, Turn("chat-8", 0))], SequenceTerms())
-    await queue.settle([Settlement(lease, answered("alone", 200, b"{}"), NAMES.answers("x"))])
+    await queue.claim_turns([(lease, Turn("chat-8", 0))], SequenceTerms())
+    await queue.settle([Settlement(lease, encode_answer("alone", 200, b"{}"), NAMES.result_list_for_id("x"))])
     for index in range(2):
         turn = Turn("chat-7", index)
         member = encode_member(f"chat-{index}", b"{}", LATER, token=f"token-{index}", sequence=turn)
         await queue.submit([Submission(member, LATER, f"chat-{index}", f"token-{index}", LATER)])
     leases = (await claim(queue, 2)).leases
     terms = SequenceTerms(on_error=OnError.HOLD)
-    await queue.line_up([(lease, Turn("chat-7", at)) for at, lease in enumerate(leases)], terms)
-    end = TurnEnd(Turn("chat-7", 0), failed=True, cause="out of memory")
-    await queue.settle([Settlement(leases[0], answered("chat-0", 200, b"{}"), NAMES.answers("x"), turn=end)])
+    await queue.claim_turns([(lease, Turn("chat-7", at)) for at, lease in enumerate(leases)], terms)
+    end = TurnEnd(Turn("chat-7", 0), has_failed=True, cause="out of memory")
+    await queue.settle(
+        [
+            Settlement(
+                leases[0], encode_answer("chat-0", 200, b"{}"), NAMES.result_list_for_id("x"), turn_end=end
+            )
+        ]
+    )
 
 
 def names_of_verbs() -> set[str]:

@@ -49,7 +49,7 @@ def gate(
         BudgetStatus(0.05),
         SignalsStatus("epp", 1.0),
         batching=BatchingStatus(merged),
-    ).json()
+    ).to_dict()
 
 
 @asynccontextmanager
@@ -149,7 +149,7 @@ async def test_a_refused_reload_and_another_dispatchers_queue_are_told(
 def test_where_some_are_dead_it_says_who_says_why(dead: int, told: str) -> None:
     counts = {"pending": 0, "leased": 0, "delayed": 5, "dead": dead, "paused": None}
     shown = {"queue": "q", "queue_problem": None, "dispatcher": None, "dispatcher_problem": "nobody"}
-    assert render.paragraph(counts | shown).endswith(f"5 wait for a retry, {told}")
+    assert render.format_explanation(counts | shown).endswith(f"5 wait for a retry, {told}")
 
 
 async def test_what_is_merged_of_each_model_or_why_not_is_told_in_a_line(

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import typer
 
-from dispatcher.cli.connection import CONFIG, POOL, QUEUE_URL, config_path, habits, locate
+from dispatcher.cli.connection import (
+    CONFIG,
+    POOL_NAME,
+    QUEUE_URL,
+    find_config_path,
+    list_default_paths,
+    locate_queue,
+)
 from tests.support import free_port, wait_until_sync
 from tests.warm import warm, warm_run
 
@@ -50,18 +57,18 @@ def test_each_place_gives_way_to_the_one_before_it(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     environ = {"HOME": "/nowhere", "XDG_CONFIG_HOME": str(tmp_path / "xdg")}
     with pytest.raises(typer.Exit):
-        config_path(None, environ)
+        find_config_path(None, environ)
     environ["BATCH_DISPATCHER__GATEWAY__URL"] = "http://gw"
-    assert config_path(None, environ) is None, "the environment alone"
+    assert find_config_path(None, environ) is None, "the environment alone"
     xdg = configuration(tmp_path / "xdg" / "batch-dispatcher" / "config.yaml", "xdg")
-    assert config_path(None, environ) == xdg
+    assert find_config_path(None, environ) == xdg
     configuration(Path("config.yaml"), "here")
-    assert config_path(None, environ) == Path("config.yaml")
+    assert find_config_path(None, environ) == Path("config.yaml")
     environ["BATCH_DISPATCHER_CONFIG"] = "/etc/named.yaml"
-    assert config_path(None, environ) == Path("/etc/named.yaml"), "though it may not be there"
-    assert config_path(Path("option.yaml"), environ) == Path("option.yaml")
+    assert find_config_path(None, environ) == Path("/etc/named.yaml"), "though it may not be there"
+    assert find_config_path(Path("option.yaml"), environ) == Path("option.yaml")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert habits({})[1] == tmp_path / "home" / ".config" / "batch-dispatcher" / "config.yaml"
+    assert list_default_paths({})[1] == tmp_path / "home" / ".config" / "batch-dispatcher" / "config.yaml"
 
 
 def test_a_verb_takes_the_file_of_where_one_is(verb: Verb) -> None:
@@ -103,19 +110,19 @@ def test_a_queue_url_is_enough_and_pool_or_key_name_the_queue(
         (None, (url, ""), {}, "batch:{default}:requests"),
         (None, ("", ""), {QUEUE_URL: url}, "batch:{default}:requests"),
         (None, (url, "", "qwen"), {}, "batch:{qwen}:requests"),
-        (None, (url, ""), {POOL: "qwen"}, "batch:{qwen}:requests"),
+        (None, (url, ""), {POOL_NAME: "qwen"}, "batch:{qwen}:requests"),
         (None, (url, "{a}:work"), {}, "{a}:work"),
         (file, (url, ""), {}, "batch:{here}:requests"),
         (file, ("", "", "qwen"), {}, "batch:{qwen}:requests"),
     ):
-        for name in (CONFIG, QUEUE_URL, POOL):
+        for name in (CONFIG, QUEUE_URL, POOL_NAME):
             monkeypatch.delenv(name, raising=False)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        found = locate(config, *given)
+        found = locate_queue(config, *given)
         assert found.names is not None
         assert found.names.queue == queue
-        assert found.queue_url() == (url if url in (*given, *environ.values()) else None)
+        assert found.find_queue_url() == (url if url in (*given, *environ.values()) else None)
         assert (found.admin is None) is (config is None), "a URL alone does not say where a dispatcher is"
 
 

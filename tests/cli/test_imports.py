@@ -18,7 +18,7 @@ import yaml
 from aiohttp import web
 
 from dispatcher.core.requests.request import encode_member
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from tests.queue.servers import server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
 from tests.signals.fakes import fake_epp, fake_prometheus, serving
@@ -161,7 +161,7 @@ async def test_nothing_is_imported_once_the_dispatcher_has_started(tmp_path: Pat
 
 async def works(settings: dict[str, Any], admin: str) -> None:
     """The dispatcher at the admin port answers a request, and shows all its pages."""
-    names = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+    names = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
     async with redis.asyncio.Redis.from_url(settings["queue"]["url"]) as client, httpx.AsyncClient() as http:
 
         async def ready() -> bool:
@@ -169,6 +169,6 @@ async def works(settings: dict[str, Any], admin: str) -> None:
 
         await wait_until(ready, 20)
         await client.zadd(names.queue, {encode_member("r-1", b"{}", 2**31): 2**31})
-        await wait_until(lambda: client.llen(names.results), 20)
+        await wait_until(lambda: client.llen(names.result_list), 20)
         for page in ("livez", "metrics", "status"):
             assert (await http.get(f"{admin}/{page}")).status_code == 200

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.cli.init import Answers, Way, written
-from dispatcher.cli.kubectl import FoundPool, pool_of
-from dispatcher.settings import Settings, parse
+from dispatcher.cli.init import Answers, Way, format_config
+from dispatcher.cli.kubectl import FoundPool, build_pool
+from dispatcher.settings import Settings, parse_settings
 from tests.warm import warm_run
 
 Told = subprocess.CompletedProcess[str]
@@ -110,7 +110,7 @@ def asked(tmp_path: Path, *answers: str) -> Settings:
         while os.read(terminal, 4096):
             pass
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    found = parse((tmp_path / "config.yaml").read_text(), {})
+    found = parse_settings((tmp_path / "config.yaml").read_text(), {})
     assert isinstance(found, Settings)
     return found
 
@@ -171,10 +171,13 @@ def test_no_answer_can_say_more_than_its_own_value(
         prometheus=url,
         fixed_limit=4,
     )
-    found = parse(written(given_), {})
+    found = parse_settings(format_config(given_), {})
     if isinstance(found, Settings):
         assert found.gateway.url.reveal() == given_.gateway
-        assert (found.pool.name, found.gateway.objective) == (pool, objective if given_.in_pool else "")
+        assert (found.pool.name, found.gateway.objective) == (
+            pool,
+            objective if given_.has_inference_pool else "",
+        )
         signals = found.signals
         named = [
             *signals.epp.urls,
@@ -211,12 +214,12 @@ OBJECTIVES = [
 
 def test_a_pool_is_found_with_its_picker_gateway_and_objective() -> None:
     whole = FoundPool("qwen", "llm", "qwen-epp", "http://10.0.0.7", "batch")
-    assert pool_of(POOL, [ROUTE], [GATEWAY], OBJECTIVES) == whole
-    assert pool_of(POOL, [], [GATEWAY], OBJECTIVES[:1]) == FoundPool("qwen", "llm", "qwen-epp")
+    assert build_pool(POOL, [ROUTE], [GATEWAY], OBJECTIVES) == whole
+    assert build_pool(POOL, [], [GATEWAY], OBJECTIVES[:1]) == FoundPool("qwen", "llm", "qwen-epp")
     bare = thing("qwen", spec=None, status=None)
-    assert pool_of(bare, [thing("r")], [thing("gw", "edge")], [thing("o")]) == FoundPool("qwen", "llm")
+    assert build_pool(bare, [thing("r")], [thing("gw", "edge")], [thing("o")]) == FoundPool("qwen", "llm")
     tls = {**GATEWAY, "spec": {"listeners": [{"protocol": "HTTPS", "port": 8443}]}}
-    assert pool_of(POOL, [ROUTE], [tls], []).gateway == "https://10.0.0.7:8443"
+    assert build_pool(POOL, [ROUTE], [tls], []).gateway == "https://10.0.0.7:8443"
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.cli import demo_run
-from dispatcher.cli.live_screen import page
-from dispatcher.cli.terminal import fold
-from dispatcher.cli.top import rows
+from dispatcher.cli.live_screen import fit_page
+from dispatcher.cli.terminal import wrap_lines
+from dispatcher.cli.top import format_page
 from dispatcher.core.limit.budget import Reason
 from tests.support import free_port
 from tests.warm import warm_run
@@ -33,17 +33,17 @@ from tests.warm import warm_run
 
 @given(st.lists(st.text(max_size=300), max_size=12), st.integers(20, 200), st.integers(2, 40))
 def test_a_page_fits_any_terminal_and_nothing_steers_it(told: list[str], width: int, height: int) -> None:
-    shown = page(told, width, height)
+    shown = fit_page(told, width, height)
     assert len(shown) <= height
     assert all(len(row) <= width and row.isprintable() for row in shown)
 
 
 def test_rows_break_between_words_and_what_does_not_fit_is_told() -> None:
-    assert fold(["one two three"], 9) == ["one two", "  three"]
-    assert fold(["a  b r-0123456789 c"], 9) == ["a  b r-01", "  2345678", "  9 c"]
-    assert fold(["a  b r-0123456789 c"], 9, cut=False) == ["a  b", "  r-0123456789", "  c"]
-    assert fold(["  name  one two three"], 18) == ["  name  one two", "        three"]
-    assert page(["a", "b", "c"], 20, 2) == ["a", "… 2 more lines"]
+    assert wrap_lines(["one two three"], 9) == ["one two", "  three"]
+    assert wrap_lines(["a  b r-0123456789 c"], 9) == ["a  b r-01", "  2345678", "  9 c"]
+    assert wrap_lines(["a  b r-0123456789 c"], 9, break_words=False) == ["a  b", "  r-0123456789", "  c"]
+    assert wrap_lines(["  name  one two three"], 18) == ["  name  one two", "        three"]
+    assert fit_page(["a", "b", "c"], 20, 2) == ["a", "… 2 more lines"]
 
 
 def shown(**gate: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def shown(**gate: Any) -> dict[str, Any]:
 
 
 def test_top_shows_who_has_the_pool_how_fast_it_goes_and_when_it_is_done() -> None:
-    seen = rows(shown(), 65, "12:00:00")
+    seen = format_page(shown(), 65, "12:00:00")
     assert seen[0].startswith("pool qwen  12:00:00 ")
     assert seen[0].endswith(" q ends")
     assert "full: It is full." in seen
@@ -77,19 +77,19 @@ def test_top_shows_who_has_the_pool_how_fast_it_goes_and_when_it_is_done() -> No
 
 def test_top_shows_what_is_known_where_something_does_not_answer() -> None:
     for missing in ("max_sys", "realtime"):
-        unread = rows(shown(**{missing: None}), 65, "12:00:00")
+        unread = format_page(shown(**{missing: None}), 65, "12:00:00")
         assert "The pool's capacity is not known." in unread
     alone = {**shown(), "dispatcher": None, "dispatcher_problem": "nobody on admin.port 1"}
-    assert any(row.startswith("No dispatcher answers (nobody on") for row in rows(alone, 65, "x"))
+    assert any(row.startswith("No dispatcher answers (nobody on") for row in format_page(alone, 65, "x"))
     away = {**shown(), "queue_problem": "Redis cannot be reached: h: refused", "pending": None}
-    assert "Redis cannot be reached: h: refused" in rows(away, 65, "12:00:00")
+    assert "Redis cannot be reached: h: refused" in format_page(away, 65, "12:00:00")
 
 
 @pytest.mark.parametrize("reason", [str(reason) for reason in Reason])
 def test_the_demos_frames_fit_80_columns(reason: str) -> None:
     seen = {"pool": {"realtime": {"now": 29}, "batch": {"now": 31}}}
     for label in ("alone", "1234 served"):
-        drawn = demo_run.line(label, seen, {"limit": 60, "reason": reason}, 79)
+        drawn = demo_run.format_line(label, seen, {"limit": 60, "reason": reason}, 79)
         assert len(drawn) <= 79
         assert "realtime 29  batch 31  limit 60" in drawn
         assert set("█▒") <= set(drawn)
@@ -110,7 +110,7 @@ class Terminal:
             if select.select([self._end], [], [], 0.2)[0]:
                 self.told += os.read(self._end, 65536).decode(errors="replace")
 
-    def resize(self, columns: int, lines: int) -> None:
+    def resize_connection_pool(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def type(self, keys: str) -> None:
@@ -120,7 +120,7 @@ class Terminal:
         modes: list[Any] = termios.tcgetattr(self._end)
         return bool(modes[3] & termios.ECHO)
 
-    def ended(self) -> int:
+    def record_completion(self) -> int:
         while select.select([self._end], [], [], 30)[0]:
             try:
                 if not (read := os.read(self._end, 65536)):
@@ -160,12 +160,12 @@ def test_a_live_view_follows_the_terminals_size_and_leaves_it_as_it_was(
         f"admin: {{port: {admin}}}\n"
     )
     with in_terminal(*verb, "--config", config) as terminal:
-        terminal.resize(80, 24)
+        terminal.resize_connection_pool(80, 24)
         terminal.until("No dispatcher answers")
         terminal.until("connection refused")
         assert not terminal.echoes()
         terminal.told = ""
-        terminal.resize(44, 10)
+        terminal.resize_connection_pool(44, 10)
         # Narrower than the row: it is broken between words.
         terminal.until("\x1b[H")
         terminal.until("start one with")
@@ -175,7 +175,7 @@ def test_a_live_view_follows_the_terminals_size_and_leaves_it_as_it_was(
             os.kill(terminal.pid, signal.SIGTERM)
         else:
             terminal.type(ending)
-        assert terminal.ended() == 0
+        assert terminal.record_completion() == 0
     assert terminal.told.endswith("\x1b[?25h\x1b[?1049l"), "the screen of before, with its cursor"
 
 

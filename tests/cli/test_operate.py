@@ -24,25 +24,25 @@ from typer.testing import CliRunner
 from dispatcher.cli import app, render
 from dispatcher.core.health import Cause, Health
 from dispatcher.core.requests.request import encode_member
-from dispatcher.ports import Burial, Permit, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.ports import DeadLetter, Permit, Settlement, Submission
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.telemetry.status import (
     BudgetStatus,
     GateStatus,
     HealthStatus,
-    LineStatus,
-    PriceStatus,
+    ImpactStatus,
     ProcessStatus,
+    QueueStatus,
     SignalsStatus,
     Status,
-    Watch,
+    WatchStatus,
 )
 from tests.queue.made import OwnerAndDesk
 from tests.queue.servers import ENGINES, Server, server
 from tests.warm import warm_run
 
-NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
 NOW_PERMIT_LIMIT = 10
 Ask = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -77,7 +77,9 @@ async def buried(queue_server: Server, name: str) -> None:
         now = asyncio.get_running_loop().time()
         claimed = await queue.claim(1, f"nonce-{name}", Permit(NOW_PERMIT_LIMIT, now, 0))
         (lease,) = claimed.leases
-        await queue.bury([Burial(Settlement(lease, b'{"id":"x"}', "", name, ""), "it broke")])
+        await queue.move_to_dead_letters(
+            [DeadLetter(Settlement(lease, b'{"id":"x"}', "", name, ""), "it broke")]
+        )
 
 
 class _queue:  # noqa: N801 - a context manager
@@ -148,9 +150,9 @@ def dispatchers() -> dict[str, Any]:
         BudgetStatus(
             0.05,
             max_sys=32.0,
-            max_sys_by="setting",
+            max_sys_source="setting",
             per_endpoint=32.0,
-            per_endpoint_from="setting",
+            per_endpoint_source="setting",
             reserve_problem="batch requests last 48 s",
         ),
         SignalsStatus(
@@ -162,8 +164,8 @@ def dispatchers() -> dict[str, Any]:
             0.0,
             [{**reading, "source": "epp", "raw": {"queue_size": 8.0}}],
         ),
-        Watch(watch_problems=["403 for pods"]),
-        LineStatus(
+        WatchStatus(watch_problems=["403 for pods"]),
+        QueueStatus(
             pending=7,
             earliest_deadline_s=61.0,
             at_risk=3,
@@ -173,9 +175,9 @@ def dispatchers() -> dict[str, Any]:
                 {"owner": "two", "leases": 17, "silent_s": 3},
             ],
         ),
-        PriceStatus(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
+        ImpactStatus(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
         health=HealthStatus(Health.FAILING, Cause.GATEWAY, "The gateway is away.", 312.0, "gateway.url"),
-    ).json()
+    ).to_dict()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_replicas_are_as_the_queue_told_last(
     changed: dict[str, Any], silent_s: float | None, heard: str
 ) -> None:
     replica = {"owner": "two", "leases": 17, "silent_s": silent_s}
-    lines = render.details({**dispatchers(), "replicas": [replica], **changed})
+    lines = render.format_details({**dispatchers(), "replicas": [replica], **changed})
     assert lines[-1] == f"Replica two: 17 in flight{heard}"
 
 
@@ -284,7 +286,7 @@ async def test_pause_says_who_and_why_until_resume(queue_server: Server) -> None
     assert status(queue_server)["paused"] == {"by": "ann", "why": "upgrade"}
     assert "paused by ann: upgrade" in verb(queue_server, "explain").stdout
     async with _queue(queue_server) as queue:
-        assert (await queue.renew([])).shared.paused
+        assert (await queue.renew([])).shared.is_paused
     assert verb(queue_server, "resume").returncode == 0
     assert status(queue_server)["paused"] is None
 
@@ -293,7 +295,7 @@ async def test_cancel_sets_the_marker_of_an_active_request_only(queue_server: Se
     await submitted(queue_server, "a")
     assert verb(queue_server, "cancel", "a").returncode == 0
     with queue_server.client() as client:
-        assert client.get(NAMES.cancel("a", "token-of-a")) == b"token-of-a"
+        assert client.get(NAMES.cancel_key("a", "token-of-a")) == b"token-of-a"
     missing = verb(queue_server, "cancel", "nobody")
     assert (missing.returncode, missing.stderr.strip()) == (
         1,

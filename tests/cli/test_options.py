@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.testing import CliRunner
 
-from dispatcher.cli.options import unfolded
+from dispatcher.cli.options import unfold_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def program(given: list[object]) -> typer.Typer:
         given.extend([name, first, where, last])
 
     app = typer.Typer(add_completion=False)
-    app.command()(unfolded(enter))
+    app.command()(unfold_options(enter))
     return app
 
 
@@ -62,7 +62,7 @@ def test_they_stand_where_the_parameter_does() -> None:
 def test_a_verb_without_any_stays_what_it_is() -> None:
     def plain(name: str) -> None: ...
 
-    assert unfolded(plain) is plain
+    assert unfold_options(plain) is plain
 
 
 def test_a_field_is_read_as_its_type() -> None:

@@ -14,14 +14,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dispatcher.cli import app, record
-from dispatcher.core.models.warmup import WarmupRequest, WarmupRules, read_warmup
+from dispatcher.core.models.warmup import WarmupRequest, WarmupRules, parse_warmup
 from dispatcher.core.requests.request import encode_member
-from dispatcher.ports import Burial, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.ports import DeadLetter, Settlement, Submission
+from dispatcher.queue.keys import QueueNames
 from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
 
-NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
 LATER = int(time.time()) + 3600
 EMBEDDINGS = "/v1/embeddings"
 
@@ -36,7 +36,7 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def queue(queue_server: Server) -> AsyncIterator[OwnerAndDesk]:
     with queue_server.client() as client:
         client.flushall()
-    async with queues(queue_server.url, "owner", names=NAMES) as (made,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (made,):
         yield made
 
 
@@ -59,7 +59,7 @@ async def recorded(queue_server: Server, file: Path, *arguments: str, **environ:
 def read(file: Path | bytes) -> dict[tuple[str, str], int]:
     """Path and prompt of each request that a dispatcher would read, with how often."""
     text = file if isinstance(file, bytes) else file.read_bytes()
-    found = read_warmup(text, WarmupRules("/the/gateways"))
+    found = parse_warmup(text, WarmupRules("/the/gateways"))
     requests = [each for each in found if isinstance(each, WarmupRequest)]
     assert len(requests) == len(found), found
     return {(each.url, json.loads(each.body)["prompt"]): each.repeat for each in requests}
@@ -81,14 +81,14 @@ async def test_what_lies_in_the_queue_becomes_a_file_for_its_owner_alone(
         ("", b'{"prompt": "nameless"}'),
         ("", {**body("streamed"), "stream": True}),
     )
-    before = await queue.counts()
+    before = await queue.count_requests()
     file = tmp_path / "warm.jsonl"
     done = await recorded(queue_server, file)
     assert done.exit_code == 0, done.output
     assert read(file) == {("/the/gateways", "a"): 1, (EMBEDDINGS, "b"): 2}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert "written 2 requests, 3 calls, of 3 for qwen among 6" in done.stdout
-    assert await queue.counts() == before
+    assert await queue.count_requests() == before
 
 
 async def test_the_dead_are_taken_where_that_is_said_and_each_request_once(
@@ -96,7 +96,7 @@ async def test_the_dead_are_taken_where_that_is_said_and_each_request_once(
 ) -> None:
     await put(queue, ("", body("dead")), ("", body("running")), ("", body("waits")))
     dead, _ = (await claim(queue, 2)).leases
-    await queue.bury([Burial(Settlement(dead, b"", ""), "out of memory")])
+    await queue.move_to_dead_letters([DeadLetter(Settlement(dead, b"", ""), "out of memory")])
     await recorded(queue_server, tmp_path / "a")
     assert {prompt: count for (_, prompt), count in read(tmp_path / "a").items()} == {
         "running": 1,

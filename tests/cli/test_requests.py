@@ -22,17 +22,17 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.gateway.outcome import Bury, Failed, RetryPolicy, after
-from dispatcher.core.requests.request import encode_member, parse
-from dispatcher.core.requests.result import ErrorCode, answered, decode_result, failed
-from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.core.gateway.outcome import Failed, MoveToDeadLetters, RetryPolicy, decide_after_attempt
+from dispatcher.core.requests.request import encode_member, parse_member
+from dispatcher.core.requests.result import ErrorCode, decode_result, encode_answer, encode_failure
+from dispatcher.ports import DeadLetter, Lease, Release, Settlement, Submission
+from dispatcher.queue.keys import QueueNames
 from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import wait_until
 from tests.warm import warm, warm_run
 
-NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
 NOWHERE = ("--queue-url", "redis://127.0.0.1:1/0")
 STARTS_S = 60.0
 """A program on a busy machine."""
@@ -89,20 +89,22 @@ async def taken(queue: OwnerAndDesk, most: int = 9) -> Sequence[Lease]:
 
 async def ended(queue: OwnerAndDesk, *leases: Lease) -> None:
     for lease in leases:
-        request = parse(lease.member)
-        result = answered(request.id or "", 200, b'{"text": "hello"}', token=request.token)
+        request = parse_member(lease.member)
+        result = encode_answer(request.id or "", 200, b'{"text": "hello"}', token=request.token)
         await queue.settle([Settlement(lease, result, request.results, request.id or "", request.token)])
 
 
 async def one_in_each_place(queue: OwnerAndDesk) -> None:
     await submitted(queue, "dead", "delayed", "running", "first", "second", "third")
     dead, delayed, _ = await taken(queue, 3)
-    await queue.bury([Burial(Settlement(dead, b'{"id":"dead","payload":""}', ""), "no answer: 500")])
-    await queue.release([Release(delayed, 600.0, attempt=True)])
+    await queue.move_to_dead_letters(
+        [DeadLetter(Settlement(dead, b'{"id":"dead","payload":""}', ""), "no answer: 500")]
+    )
+    await queue.release([Release(delayed, 600.0, is_failed_attempt=True)])
 
 
 async def test_describe_says_where_a_request_lies_and_why_it_is_not_sent(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner-7", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner-7", list_names=NAMES) as (queue,):
         await one_in_each_place(queue)
         await queue.pause("ann", "upgrade")
     said = {
@@ -142,8 +144,8 @@ async def test_two_requests_of_one_id_are_both_described(queue_server: Server) -
 
 
 async def test_a_result_is_found_by_its_id_until_it_is_taken(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
-        await submitted(queue, "own", results=NAMES.answers("own"))
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+        await submitted(queue, "own", results=NAMES.result_list_for_id("own"))
         await submitted(queue, "shared")
         waiting = await verb(queue_server, "result", "own")
         assert (waiting.returncode, waiting.stdout) == (1, "")
@@ -164,8 +166,8 @@ async def test_a_result_is_found_by_its_id_until_it_is_taken(queue_server: Serve
 
 
 async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
-        await submitted(queue, "slow", results=NAMES.answers("slow"))
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+        await submitted(queue, "slow", results=NAMES.result_list_for_id("slow"))
         late = await verb(queue_server, "result", "slow", "--wait", "50ms")
         assert (late.returncode, late.stderr.strip()) == (1, "slow: no result within 0.1 s")
         asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, "result", "slow", "--wait"))
@@ -175,14 +177,14 @@ async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
 
 async def failed_and_requeued(queue: OwnerAndDesk, name: str, *, token: str) -> bytes:
     """One that died, with its result under its id, and was accepted anew; that result."""
-    own = NAMES.answers(name)
+    own = NAMES.result_list_for_id(name)
     deadline = LATER
     member = encode_member(name, b'{"prompt": "hi"}', deadline, token=token, results=own)
     await queue.submit([Submission(member, float(deadline), name, token, deadline)])
     (lease,) = await taken(queue)
-    result = failed(name, ErrorCode.RETRIES_EXHAUSTED, "no answer", token=token)
-    await queue.bury([Burial(Settlement(lease, result, own, name, token), "no answer")])
-    assert await queue.dead_requeue([lease.entry], LATER + 60) == 1
+    result = encode_failure(name, ErrorCode.RETRIES_EXHAUSTED, "no answer", token=token)
+    await queue.move_to_dead_letters([DeadLetter(Settlement(lease, result, own, name, token), "no answer")])
+    assert await queue.dead_requeue([lease.entry_id], LATER + 60) == 1
     return result
 
 
@@ -209,7 +211,7 @@ async def test_who_waits_for_a_request_that_was_accepted_anew_gets_its_next_resu
     queue_server: Server, tmp_path: Path, token: str, same: bool
 ) -> None:
     """The one of before stays, and is shown as such to who does not wait."""
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         before = await failed_and_requeued(queue, "r-1", token=token)
         shown = await verb(queue_server, "result", "r-1")
         assert shown.returncode == 1
@@ -227,8 +229,8 @@ async def test_who_waits_for_a_request_that_was_accepted_anew_gets_its_next_resu
             (lease,) = await taken(queue)
             assert "it is leased; result r-1 --wait" in (await verb(queue_server, "result", "r-1")).stderr
             if same:
-                settlement = Settlement(lease, before, NAMES.answers("r-1"), "r-1", token)
-                await queue.bury([Burial(settlement, "no answer")])
+                settlement = Settlement(lease, before, NAMES.result_list_for_id("r-1"), "r-1", token)
+                await queue.move_to_dead_letters([DeadLetter(settlement, "no answer")])
             else:
                 await ended(queue, lease)
 
@@ -237,13 +239,13 @@ async def test_who_waits_for_a_request_that_was_accepted_anew_gets_its_next_resu
     assert said.stdout == next_.stdout == (shown.stdout if same else '{"text": "hello"}\n')
     assert "of before" not in next_.stderr
     with queue_server.client() as client:
-        assert client.llen(NAMES.answers("r-1")) == 2, "nothing was taken"
+        assert client.llen(NAMES.result_list_for_id("r-1")) == 2, "nothing was taken"
 
 
 async def test_who_waits_for_a_next_result_that_somebody_else_takes_is_told(
     queue_server: Server, tmp_path: Path
 ) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await failed_and_requeued(queue, "r-1", token="t")
 
         async def end() -> None:
@@ -262,14 +264,14 @@ async def test_result_with_the_time_before_the_id_is_told_the_order(queue_server
 
 
 async def test_states_of_an_id_that_is_there_twice_are_named_once(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "twice")
         await submitted(queue, "first", "twice")
         assert "it is pending: " in (await verb(queue_server, "result", "twice")).stderr
 
 
 async def test_an_empty_list_says_whether_anybody_works_on_the_queue(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         said = await verb(queue_server, "list")
         none, nobody = said.stderr.splitlines()
         assert (said.returncode, none) == (0, f"{NAMES.queue}: none")
@@ -281,7 +283,7 @@ async def test_an_empty_list_says_whether_anybody_works_on_the_queue(queue_serve
 
 
 async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "mine", "other", job="a")
         for asked in (("mine",), ("--label", "job=a")):
             said = await verb(queue_server, "cancel", *asked)
@@ -297,7 +299,7 @@ async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) 
 async def test_a_request_that_is_being_cancelled_is_shown_as_such_until_it_is_answered(
     queue_server: Server,
 ) -> None:
-    async with queues(queue_server.url, "owner-7", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner-7", list_names=NAMES) as (queue,):
         await submitted(queue, "running", "waiting", "other")
         with queue_server.client() as client:
             client.set("request-cancel:other", "the-token-of-another")
@@ -330,7 +332,7 @@ async def test_a_request_that_is_being_cancelled_is_shown_as_such_until_it_is_an
 
 async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server) -> None:
     asked = "submit", "{}", "--id", "mine", "--json"
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, *asked))
         leases: Sequence[Lease] = ()
         for _ in range(600):
@@ -346,7 +348,7 @@ async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server
 
 
 async def test_result_that_goes_to_another_list_is_pointed_to(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "mine", results="batch-results:mine")
         assert "results --list batch-results:mine" in (await verb(queue_server, "result", "mine")).stderr
         await ended(queue, *await taken(queue))
@@ -357,7 +359,7 @@ async def test_result_that_goes_to_another_list_is_pointed_to(queue_server: Serv
 
 
 async def test_list_shows_what_lies_where_in_the_order_of_the_line(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await one_in_each_place(queue)
         first = (await taken(queue, 1))[0]
         await queue.release([Release(first)])
@@ -379,7 +381,7 @@ async def test_list_shows_what_lies_where_in_the_order_of_the_line(queue_server:
 
 
 async def test_peek_shows_what_comes_next_and_what_holds_it_back(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "a", "b", "c")
         await queue.pause("ann", "upgrade")
     lines = (await verb(queue_server, "peek", "-n", "2")).stdout.splitlines()
@@ -394,14 +396,14 @@ async def test_cancel_takes_ids_or_all_with_a_label_whoever_submitted_them(queue
     mute = encode_member("mute", b"{}", LATER, labels={"job": "b"})
     with queue_server.client() as client:
         client.zadd(NAMES.queue, {theirs: 1, mute: 2})
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "ours", job="a")
         await submitted(queue, "other", job="other")
         assert (await verb(queue_server, "cancel", "theirs")).stdout == "theirs is being cancelled\n"
-        assert await queue.cancelled([("theirs", "t"), ("ours", "token-of-ours")]) == [True, False]
+        assert await queue.check_cancelled([("theirs", "t"), ("ours", "token-of-ours")]) == [True, False]
         assert (await verb(queue_server, "cancel", "--label", "job=a")).stdout == "2 are being cancelled\n"
         wanted = [("ours", "token-of-ours"), ("other", "token-of-other")]
-        assert await queue.cancelled(wanted) == [True, False]
+        assert await queue.check_cancelled(wanted) == [True, False]
     refused = await verb(queue_server, "cancel", "mute", "other")
     assert (refused.returncode, refused.stdout) == (1, "other is being cancelled\n")
     assert "mute: is pending, and carries no token" in refused.stderr
@@ -416,8 +418,8 @@ async def test_cancel_takes_ids_or_all_with_a_label_whoever_submitted_them(queue
 async def test_results_are_shown_and_taken_the_oldest_first(queue_server: Server) -> None:
     with queue_server.client() as client:
         for at in range(3):
-            client.lpush(NAMES.results, answered(f"r-{at}", 200, b"hi"))
-        client.lpush(NAMES.results, b"\xffgarbage")
+            client.lpush(NAMES.result_list, encode_answer(f"r-{at}", 200, b"hi"))
+        client.lpush(NAMES.result_list, b"\xffgarbage")
     lines = (await verb(queue_server, "results")).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["ID", "r-0", "r-1", "r-2", "(unreadable)"]
     taken = (await verb(queue_server, "results", "--take", "--most", "2")).stdout.splitlines()
@@ -426,12 +428,14 @@ async def test_results_are_shown_and_taken_the_oldest_first(queue_server: Server
 
 
 async def test_the_dead_are_chosen_by_id_reason_and_age(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "a", "b", "c")
         for lease, reason in zip(
             await taken(queue), ("CUDA out of memory", "status 500", "status 500"), strict=True
         ):
-            await queue.bury([Burial(Settlement(lease, b'{"id":"x","payload":""}', ""), reason)])
+            await queue.move_to_dead_letters(
+                [DeadLetter(Settlement(lease, b'{"id":"x","payload":""}', ""), reason)]
+            )
     assert [each["id"] for each in (await told(queue_server, "dead", "list", "--reason", "cuda"))] == ["a"]
     assert (await told(queue_server, "dead", "list", "--older", "1h")) == []
     assert (await verb(queue_server, "dead", "list")).stdout.splitlines()[0].split() == [
@@ -455,16 +459,18 @@ async def test_the_dead_are_chosen_by_id_reason_and_age(queue_server: Server) ->
 
 
 async def test_a_number_is_that_of_a_dead_request_and_only_else_an_id(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "first")
         (first,) = await taken(queue)
-        await submitted(queue, str(first.entry), "77777")
+        await submitted(queue, str(first.entry_id), "77777")
         leases = [first, *await taken(queue)]
-        await queue.bury([Burial(Settlement(lease, b"", ""), "it broke") for lease in leases])
-    one = await told(queue_server, "dead", "purge", str(first.entry), "--yes")
+        await queue.move_to_dead_letters(
+            [DeadLetter(Settlement(lease, b"", ""), "it broke") for lease in leases]
+        )
+    one = await told(queue_server, "dead", "purge", str(first.entry_id), "--yes")
     assert one == {"purged": 1, "asked": 1, "dead": 2}
     left = [each["id"] for each in await told(queue_server, "dead", "list")]
-    assert left == [str(first.entry), "77777"]
+    assert left == [str(first.entry_id), "77777"]
     for name in (*left, "9" * 5_000):
         purged = await verb(queue_server, "dead", "purge", name, "--yes")
         assert ("1 forgotten" in purged.stdout) == (name in left)
@@ -490,26 +496,30 @@ async def test_a_dead_request_is_told_with_as_many_tries_as_its_reason_says(
 ) -> None:
     """The last try is one of them; what merely looks like such a reason is none."""
     policy = RetryPolicy(max_attempts=tries)
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "r-1")
         (lease,) = await taken(queue)
         for _ in range(tries - 1):
-            await queue.release([Release(lease, attempt=True, last_try="the gateway answered 500")])
+            await queue.release(
+                [Release(lease, is_failed_attempt=True, last_attempt="the gateway answered 500")]
+            )
             (lease,) = await taken(queue)
-        verdict = after(
+        verdict = decide_after_attempt(
             Failed("the gateway answered 500", 500),
-            attempts=lease.attempts,
+            failed_attempts=lease.failed_attempts,
             refusals=0,
             deadline=LATER,
             now=0.0,
             policy=policy,
             rand=0.5,
         )
-        assert isinstance(verdict, Bury)
-        await queue.bury([Burial(Settlement(lease, b"", ""), verdict.message)])
+        assert isinstance(verdict, MoveToDeadLetters)
+        await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), verdict.message)])
         await submitted(queue, "waits")
         (lease,) = await taken(queue)
-        await queue.release([Release(lease, attempt=True, last_try=verdict.message.replace(str(tries), "9"))])
+        await queue.release(
+            [Release(lease, is_failed_attempt=True, last_attempt=verdict.message.replace(str(tries), "9"))]
+        )
         (page,) = await queue.dead_newest(9)
     assert page.attempts == tries
     assert f"after {tries} attempt" in page.reason
@@ -522,7 +532,9 @@ async def test_a_dead_request_is_told_with_as_many_tries_as_its_reason_says(
 
 async def buried(queue: OwnerAndDesk, *ids: str) -> None:
     await submitted(queue, *ids)
-    await queue.bury([Burial(Settlement(lease, b"", ""), "it broke") for lease in await taken(queue)])
+    await queue.move_to_dead_letters(
+        [DeadLetter(Settlement(lease, b"", ""), "it broke") for lease in await taken(queue)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -536,14 +548,14 @@ async def buried(queue: OwnerAndDesk, *ids: str) -> None:
 async def test_those_of_the_named_that_are_not_there_are_named(
     queue_server: Server, act: tuple[str, ...], done: str
 ) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await buried(queue, "a", "b")
     said = await verb(queue_server, "dead", *act, "a", "z", "y")
     assert said == Said(1, done, f"{NAMES.queue}: not among the dead: y, z\n")
 
 
 async def test_what_is_left_is_said_where_none_is_forgotten(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await buried(queue, "a", "b")
     for named, words in (
         (["--reason", "CUDA"], "no dead request fits"),
@@ -562,10 +574,10 @@ async def test_all_of_none_is_no_failure(queue_server: Server) -> None:
 
 
 async def test_a_request_that_cannot_be_read_stays_dead_and_is_counted(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await queue.submit([Submission(b"{", float(LATER), "", "", LATER)])
         (lease,) = await taken(queue)
-        await queue.bury([Burial(Settlement(lease, b"", ""), "unreadable")])
+        await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "unreadable")])
     said = await verb(queue_server, "dead", "requeue", "--all")
     why = "1 was not accepted: unreadable, or not dead any more"
     assert said == Said(1, "", f"{NAMES.queue}: {why}\n")
@@ -576,7 +588,7 @@ async def test_what_is_gone_when_the_question_is_answered_is_not_called_forgotte
 ) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "dispatcher", "dead", "purge", "--all", "--queue-url", queue_server.url]
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await buried(queue, "a", "b")
         process = await asyncio.create_subprocess_exec(
             *command, stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -612,10 +624,10 @@ async def test_a_key_that_is_no_list_holds_no_results(queue_server: Server) -> N
 
 
 async def test_what_a_client_left_dead_is_answered_where_its_id_finds_it(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "left", results="batch-results:0123456789abcdef")
         (lease,) = await taken(queue)
-        await queue.bury([Burial(Settlement(lease, b"", ""), "it broke")])
+        await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "it broke")])
         assert "`batch-dispatcher result ID`" in (await verb(queue_server, "dead", "requeue", "left")).stdout
         await ended(queue, *await taken(queue))
     assert (await verb(queue_server, "result", "left")).stdout == '{"text": "hello"}\n'
@@ -630,7 +642,7 @@ async def test_a_paused_queue_is_copied_once_however_often_it_is_asked(
         return Said(found.exit_code, found.stdout, found.stderr)
 
     with server(ENGINES[-1], tmp_path) as far:
-        async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
             await one_in_each_place(queue)
             refused = await copied(far)
             assert (refused.returncode, "is not paused there" in refused.stderr) == (1, True)
@@ -641,11 +653,11 @@ async def test_a_paused_queue_is_copied_once_however_often_it_is_asked(
                 "batch:{default}:requests: read 1 dead, 1 delayed, 3 pending; 5 of them were new",
             )
             assert done.stderr == "1 are leased and were left: copy again when they have ended\n"
-        async with queues(far.url, "owner", names=NAMES) as (queue,):
+        async with queues(far.url, "owner", list_names=NAMES) as (queue,):
             await ended(queue, *await taken(queue, 1))
             told = json.loads((await copied(far, "--json")).stdout)
             assert (told["copied"], told["left_leased"], told["read"]["pending"]) == (0, 1, 3)
-            counts = await queue.counts()
+            counts = await queue.count_requests()
             assert (counts.pending, counts.delayed, counts.dead) == (2, 1, 1)
         assert (await verb(far, "describe", "third")).returncode == 0
         down = await asyncio.to_thread(
@@ -677,7 +689,7 @@ async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupt
     assert submitting.returncode == 130
     *_, last = said.read_text().splitlines()
     assert last == "mine is still queued: batch-dispatcher result mine --wait, or cancel mine"
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await ended(queue, *await taken(queue))
     assert (await verb(queue_server, "result", "mine")).stdout == '{"text": "hello"}\n'
 
@@ -706,10 +718,10 @@ async def test_what_the_dispatcher_says_is_told_where_one_answers(
     application = web.Application()
     application.router.add_get("/status", status)
     async with (
-        queues(queue_server.url, "owner", names=NAMES) as (queue,),
+        queues(queue_server.url, "owner", list_names=NAMES) as (queue,),
         TestServer(application) as answering,
     ):
-        await submitted(queue, "r-1", results=NAMES.answers("r-1"))
+        await submitted(queue, "r-1", results=NAMES.result_list_for_id("r-1"))
         port = answering.port or 0
         for verb_ in (("describe", "r-1"), ("peek",)):
             found = await ask(*verb_, port=port)
@@ -727,8 +739,8 @@ async def test_what_the_dispatcher_says_is_told_where_one_answers(
 
 async def test_submit_takes_no_result_without_its_token(queue_server: Server) -> None:
     with queue_server.client() as client:
-        client.lpush(NAMES.answers("mine"), answered("mine", 200, b"forged"))
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        client.lpush(NAMES.result_list_for_id("mine"), encode_answer("mine", 200, b"forged"))
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, "submit", "{}", "--id", "mine"))
         leases = await wait_until(lambda: taken(queue, 1), STARTS_S)
         await ended(queue, *leases)
@@ -746,7 +758,7 @@ async def test_the_lines_of_a_file_are_cancelled_by_its_label(queue_server: Serv
     (tmp_path / "in.jsonl").write_text("".join(line.format(number) for number in range(5)))
     paths = "--file", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")
     url = "--queue-url", queue_server.url
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "other", job="other")
         with warm("dispatcher", "submit", *paths, "--label", "job=nightly", *url) as submitting:
 
@@ -762,9 +774,9 @@ async def test_the_lines_of_a_file_are_cancelled_by_its_label(queue_server: Serv
             await wait_until(lambda: submitting.poll() is not None, STARTS_S)
         wanted = []
         for lease in await taken(queue):
-            read = parse(lease.member)
+            read = parse_member(lease.member)
             wanted.append((read.id or "", read.token))
-        cancelled = dict(zip(wanted, await queue.cancelled(wanted), strict=True))
+        cancelled = dict(zip(wanted, await queue.check_cancelled(wanted), strict=True))
         assert {name: gone for (name, _), gone in cancelled.items() if not gone} == {"other": False}
         assert len(cancelled) == 6
 
@@ -785,7 +797,7 @@ async def test_a_url_alone_that_finds_nothing_says_which_queues_are_there(queue_
         assert (found.returncode, said in found.stderr) == (0, True), found
     for named in (("--pool", "other"), ("--queue", "batch:{default}:requests")):
         assert "others are" not in (await verb(queue_server, "list", *named)).stderr
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "a")
     assert (await verb(queue_server, "list")).stderr == ""
 
@@ -798,8 +810,8 @@ async def test_who_waits_is_told_that_no_dispatcher_works_on_the_queue_and_what_
     async def waited() -> str:
         return (await verb(queue_server, "result", "r-1", "--wait", "2.1s")).stderr.splitlines()[0]
 
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
-        await submitted(queue, "r-1", results=NAMES.answers("r-1"))
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+        await submitted(queue, "r-1", results=NAMES.result_list_for_id("r-1"))
         assert await waited() == (
             "waiting: no dispatcher works on batch:{default}:requests, none ever has: "
             "is the pool's name right, does one run (without --observe)?"
@@ -808,7 +820,9 @@ async def test_who_waits_is_told_that_no_dispatcher_works_on_the_queue_and_what_
         assert await waited() == "waiting: pending, it is next in line"
         (lease,) = await taken(queue, 1)
         assert await waited() == "waiting: a dispatcher has sent it, the answer is not there yet"
-        await queue.release([Release(lease, 60.0, attempt=True, last_try="the gateway answered 503")])
+        await queue.release(
+            [Release(lease, 60.0, is_failed_attempt=True, last_attempt="the gateway answered 503")]
+        )
         assert (await waited()).startswith("waiting: its next try, due in ")
         assert (await waited()).endswith("after 1 failed, the last: the gateway answered 503")
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
@@ -818,12 +832,12 @@ async def test_who_waits_is_told_that_no_dispatcher_works_on_the_queue_and_what_
 
 
 async def test_what_waits_for_its_model_is_told_with_the_model(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         await submitted(queue, "r-1")
         (lease,) = await taken(queue, 1)
         drained = "its model 'qwen' is drained by ann"
         why = f"not sent, for {drained}"
-        await queue.release([Release(lease, undelivered=True, last_try=why, awaits="qwen")])
+        await queue.release([Release(lease, is_undelivered=True, last_attempt=why, missing_model="qwen")])
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
         assert (shown["state"], shown["awaits"], shown["last_try"]) == ("awaiting", "qwen", why)
         assert shown["why"].startswith(f"it waits, for {drained}; the gate: "), "it is served, and held back"
@@ -834,6 +848,6 @@ async def test_what_waits_for_its_model_is_told_with_the_model(queue_server: Ser
         assert "waits for its model 'qwen'" in listed
         assert "r-1" not in (await verb(queue_server, "peek")).stdout, "nobody claims it"
         assert "cancelled" in (await verb(queue_server, "cancel", "r-1")).stdout
-        assert (await queue.sweep()).revoked == 1
+        assert (await queue.sweep()).cancelled_count == 1
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
         assert (shown["state"], shown["awaits"]) == ("returned", None)

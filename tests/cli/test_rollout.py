@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app, rollout
 from dispatcher.core.requests.request import encode_member
-from dispatcher.ports import ModelMarks, Release, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.ports import ModelRegistryState, Release, Submission
+from dispatcher.queue.keys import QueueNames
 from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
 
-NAMES = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+NAMES = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 LATER = 4_000_000_000
 
 
@@ -104,8 +104,8 @@ class World:
             raise found.exception
         return Answer(found.exit_code, found.stdout, found.stderr)
 
-    async def marks(self) -> ModelMarks:
-        marks: ModelMarks = await self.queue.model_marks()
+    async def refresh_warm_markers(self) -> ModelRegistryState:
+        marks: ModelRegistryState = await self.queue.read_model_registry()
         return marks
 
 
@@ -119,7 +119,7 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def world(queue_server: Server, tmp_path: Path) -> AsyncIterator[World]:
     with queue_server.client() as client:
         client.flushall()
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
         made = World(queue_server, queue, tmp_path)
 
         async def status(_: web.Request) -> web.Response:
@@ -142,12 +142,12 @@ async def test_label_means_a_version_until_it_is_taken_back(world: World) -> Non
     world.models = [QWEN]
     said = await world.verb("label", "qwen", "stable", "v3", "--by", "ada")
     assert (said.code, said.lines) == (0, ["qwen: stable is v3"])
-    marks = await world.marks()
+    marks = await world.refresh_warm_markers()
     assert marks.labels == {("qwen", "stable"): "v3"}
-    assert marks.labelled["qwen", "stable"].startswith("by ada since ")
+    assert marks.label_origins["qwen", "stable"].startswith("by ada since ")
     cleared = await world.verb("label", "qwen", "stable", "--clear")
     assert (cleared.code, cleared.lines) == (0, ["qwen: stable is what the settings say"])
-    assert (await world.marks()) == ModelMarks()
+    assert (await world.refresh_warm_markers()) == ModelRegistryState()
     again = await world.verb("label", "qwen", "stable", "--clear", "--json")
     assert again.code == 1
     assert json.loads(again.out) == {"model": "qwen", "label": "stable", "version": None, "changed": False}
@@ -179,7 +179,7 @@ async def test_label_without_effect_is_set_and_says_so(
     said = await world.verb("label", *arguments)
     assert (said.code, len(said.lines)) == (0, 2), said
     assert warning in said.err
-    assert (await world.marks()).labels == {arguments[:2]: arguments[2]}
+    assert (await world.refresh_warm_markers()).labels == {arguments[:2]: arguments[2]}
 
 
 async def test_while_no_dispatcher_answers_the_queue_keeps_what_was_said(world: World) -> None:
@@ -209,7 +209,7 @@ async def test_what_cannot_be_said_is_wrong_usage(world: World, arguments: tuple
     said = await world.verb(*arguments)
     assert (said.code, said.out) == (2, "")
     assert said.err
-    assert await world.marks() == ModelMarks()
+    assert await world.refresh_warm_markers() == ModelRegistryState()
 
 
 # Drains.
@@ -220,13 +220,13 @@ async def test_drain_takes_a_full_name_and_says_how_to_undo_it(world: World) -> 
     said = await world.verb("drain", "qwen-v3", "--why", "a bad quantisation", "--by", "ada")
     undo = "batch-dispatcher models drain qwen-v3 --undo"
     assert (said.code, said.lines) == (0, [f"qwen-v3 takes nothing new; take it back with: {undo}"])
-    drained = (await world.marks()).drained
+    drained = (await world.refresh_warm_markers()).drained_models
     assert drained["qwen-v3"].startswith("by ada since ")
     assert drained["qwen-v3"].endswith(": a bad quantisation")
     assert (await world.verb("drain", "other")).err == "", "a model without versions is one, too"
     undone = await world.verb("drain", "qwen-v3", "--undo")
     assert (undone.code, undone.lines) == (0, ["qwen-v3 may take requests"])
-    assert (await world.marks()).drained.keys() == {"other"}
+    assert (await world.refresh_warm_markers()).drained_models.keys() == {"other"}
     again = await world.verb("drain", "qwen-v3", "--undo")
     assert (again.code, again.lines) == (1, ["qwen-v3 was not drained"])
 
@@ -239,7 +239,7 @@ async def test_short_form_is_understood_with_its_model(world: World) -> None:
     assert refused.err == f"{short}\n"
     told = await world.verb("drain", "v3", "--model", "qwen", "--by", "ada", "--json")
     assert json.loads(told.out) == {"name": "qwen-v3", "drained": {"by": "ada", "why": ""}, "changed": True}
-    assert (await world.marks()).drained.keys() == {"qwen-v3"}
+    assert (await world.refresh_warm_markers()).drained_models.keys() == {"qwen-v3"}
     undone = await world.verb("drain", "3", "--model", "qwen", "--undo", "--json")
     assert json.loads(undone.out) == {"name": "qwen-v3", "drained": None, "changed": True}
     unknown = await world.verb("drain", "v9", "--model", "qwen")
@@ -254,7 +254,7 @@ async def test_short_form_is_understood_with_its_model(world: World) -> None:
     assert (
         "no versions of qwen are known (nobody on" in (await world.verb("drain", "3", "--model", "qwen")).err
     )
-    assert await world.marks() == ModelMarks()
+    assert await world.refresh_warm_markers() == ModelRegistryState()
 
 
 async def test_short_form_that_was_said_while_nobody_answered_can_be_taken_back(world: World) -> None:
@@ -262,7 +262,7 @@ async def test_short_form_that_was_said_while_nobody_answered_can_be_taken_back(
     assert (await world.verb("drain", "v3")).code == 0
     world.answers, world.models = True, [QWEN]
     assert (await world.verb("drain", "v3", "--undo")).lines == ["v3 may take requests"]
-    assert await world.marks() == ModelMarks()
+    assert await world.refresh_warm_markers() == ModelRegistryState()
 
 
 async def test_drain_says_what_follows_where_nothing_else_is_there(world: World) -> None:
@@ -295,9 +295,9 @@ async def test_draining_what_the_label_stands_for_says_where_its_requests_go_and
             in refused.err
         )
         assert "batch-dispatcher models label qwen stable VERSION; give --yes" in refused.err
-        assert (await world.marks()).drained == {}
+        assert (await world.refresh_warm_markers()).drained_models == {}
     assert (await world.verb("drain", *form, "--yes")).code == 0
-    assert (await world.marks()).drained.keys() == {"qwen-v2"}
+    assert (await world.refresh_warm_markers()).drained_models.keys() == {"qwen-v2"}
     assert (await world.verb("drain", *form, "--undo")).code == 0, "nothing is asked"
 
 
@@ -321,7 +321,7 @@ async def test_draining_asks_nothing_where_no_label_is_passed_by(world: World, o
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_on_a_terminal_the_answer_counts(answer: str) -> None:
     asked = typer.Typer()
-    asked.command()(lambda: rollout._confirm("it goes elsewhere", asks=True))
+    asked.command()(lambda: rollout._confirm_drain("it goes elsewhere", can_ask=True))
     done = CliRunner().invoke(asked, input=f"{answer}\n")
     assert done.exit_code == (0 if answer == "y" else 1)
     assert "it goes elsewhere. Drain it all the same?" in done.stderr
@@ -344,12 +344,12 @@ async def test_drain_without_effect_yet_is_said_to_be_a_mark_and_when_it_counts(
     said = await world.verb("drain", "mistral")
     undo = "batch-dispatcher models drain mistral --undo"
     assert (said.code, said.lines) == (0, [f"mistral is marked as drained; take it back with: {undo}", why])
-    assert (await world.marks()).drained.keys() == {"mistral"}
+    assert (await world.refresh_warm_markers()).drained_models.keys() == {"mistral"}
     undone = await world.verb("drain", "mistral", "--undo")
     watched = answers and models
     told = "mistral may take requests" if watched else "mistral is no longer marked as drained"
     assert (undone.code, undone.lines) == (0, [told] if watched else [told, why])
-    assert await world.marks() == ModelMarks()
+    assert await world.refresh_warm_markers() == ModelRegistryState()
 
 
 # What there is.
@@ -409,7 +409,7 @@ async def test_without_a_dispatcher_the_queue_tells_what_verbs_have_said(world: 
     member = encode_member("early", b'{"model": "qwen"}', LATER)
     await world.queue.submit([Submission(member, LATER)])
     (lease,) = (await claim(world.queue, 1)).leases
-    await world.queue.release([Release(lease, undelivered=True, awaits="qwen")])
+    await world.queue.release([Release(lease, is_undelivered=True, missing_model="qwen")])
     await world.queue.drain("llama-v1", "ada", "it leaks")
     await world.queue.label("mistral", "stable", "2", "bob")
     rows = json.loads((await world.verb("list", "--json")).out)
@@ -423,7 +423,7 @@ async def test_without_a_dispatcher_the_queue_tells_what_verbs_have_said(world: 
     assert "drained by ada since" in (await world.verb("list")).out
     assert "stable is 2, set by bob since" in (await world.verb("show", "mistral")).out
     with world.server.client() as client:
-        for key in NAMES.board:
+        for key in NAMES.model_registry_keys:
             client.set(key, "foreign")
     foreign = await world.verb("list")
     assert foreign.code == 0

@@ -12,15 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.requests.request import encode_member, parse
+from dispatcher.core.requests.request import encode_member, parse_member
 from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
 from dispatcher.core.sequences.turns import OnError, Turn
-from dispatcher.ports import Burial, Lease, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.ports import DeadLetter, Lease, Settlement, Submission
+from dispatcher.queue.keys import QueueNames
 from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
 
-NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NAMES = QueueNames("batch:{default}:requests", "batch:{default}:results")
 LATER = int(time.time()) + 3600
 TERMS = SequenceTerms(on_error=OnError.HOLD)
 
@@ -42,7 +42,7 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def queue(queue_server: Server) -> AsyncIterator[OwnerAndDesk]:
     with queue_server.client() as client:
         client.flushall()
-    async with queues(queue_server.url, "owner", names=NAMES) as (made,):
+    async with queues(queue_server.url, "owner", list_names=NAMES) as (made,):
         yield made
 
 
@@ -60,7 +60,7 @@ async def put(queue: OwnerAndDesk, *indexes: int) -> list[Lease]:
         await queue.submit([Submission(member, LATER, name, f"token-of-{name}", LATER)])
     leases = list((await claim(queue)).leases)
     turns = [(lease, Turn("chat", index)) for lease, index in zip(leases, indexes, strict=True)]
-    await queue.line_up(turns, TERMS)
+    await queue.claim_turns(turns, TERMS)
     return leases
 
 
@@ -84,7 +84,7 @@ async def test_one_that_may_not_begin_is_told(queue_server: Server, queue: Owner
     await put(queue, 0)
     await queue.submit([Submission(encode_member("late", b"{}", LATER, sequence=Turn("late", 0)), LATER)])
     leases = (await claim(queue)).leases
-    await queue.line_up([(leases[0], Turn("late", 0))], replace(TERMS, max_active=1))
+    await queue.claim_turns([(leases[0], Turn("late", 0))], replace(TERMS, max_active=1))
     told = (await verb(queue_server, "describe", "late")).out
     assert "parked: it begins when one of the sequences.max_active that are alive has ended" in told
 
@@ -93,8 +93,8 @@ async def test_one_that_is_held_is_shown_with_its_cause_and_released(
     queue_server: Server, queue: OwnerAndDesk
 ) -> None:
     first, _ = await put(queue, 0, 1)
-    end = TurnEnd(Turn("chat", 0), failed=True, cause="chat-0: out of memory")
-    await queue.settle([Settlement(first, b'{"id":"chat-0","payload":""}', "", turn=end)])
+    end = TurnEnd(Turn("chat", 0), has_failed=True, cause="chat-0: out of memory")
+    await queue.settle([Settlement(first, b'{"id":"chat-0","payload":""}', "", turn_end=end)])
     shown = await verb(queue_server, "sequences", "show", "chat")
     assert ("held" in shown.out, "chat-0: out of memory" in shown.out) == (True, True)
     assert "1: chat-1, entry 2" in shown.out
@@ -114,8 +114,8 @@ async def test_one_that_is_aborted_has_its_requests_answered_with_what_was_said(
     await put(queue, 0, 1)
     told = await verb(queue_server, "sequences", "abort", "chat", "--why", "wrong model")
     assert told == Answer(0, "chat is aborted\n", "")
-    (one,) = await queue.unserved(10)
-    assert (one.code, one.why) == ("SEQUENCE_ABORTED", "wrong model")
+    (one,) = await queue.find_remaining_requests(10)
+    assert (one.error_code, one.message) == ("SEQUENCE_ABORTED", "wrong model")
     assert (await verb(queue_server, "sequences", "abort", "chat")).code == 1
 
 
@@ -145,8 +145,8 @@ async def test_a_sequence_is_cancelled_with_what_runs_of_it(
     told = await verb(queue_server, "cancel", "--sequence", "chat")
     more = "what of it waits to be claimed is cancelled as well, when a dispatcher claims it\n"
     assert told == Answer(0, "chat is being cancelled, with 3 requests so far\n", more)
-    assert await queue.cancelled([("chat-0", "token-of-chat-0")]) == [True]
-    assert [one.code for one in await queue.unserved(10)] == ["CANCELLED"] * 2
+    assert await queue.check_cancelled([("chat-0", "token-of-chat-0")]) == [True]
+    assert [one.error_code for one in await queue.find_remaining_requests(10)] == ["CANCELLED"] * 2
 
 
 async def test_a_sequence_is_cancelled_before_anything_of_it_was_claimed(
@@ -158,8 +158,8 @@ async def test_a_sequence_is_cancelled_before_anything_of_it_was_claimed(
     assert (told.code, json.loads(told.out)) == (0, {"sequence": "chat", "cancelled": True, "requests": 0})
     later = encode_member("later", b"{}", LATER, created=LATER, sequence=Turn("chat", 0))
     await queue.submit([Submission(later, LATER, "later", "", LATER)])
-    turns = [(lease, parse(lease.member).sequence) for lease in (await claim(queue)).leases]
-    verdicts = (await queue.line_up([(lease, turn) for lease, turn in turns if turn], TERMS)).verdicts
+    turns = [(lease, parse_member(lease.member).sequence) for lease in (await claim(queue)).leases]
+    verdicts = (await queue.claim_turns([(lease, turn) for lease, turn in turns if turn], TERMS)).decisions
     assert [getattr(one, "code", "goes") for one in verdicts] == ["CANCELLED", "goes"]
 
 
@@ -170,7 +170,7 @@ async def test_a_sequence_is_aborted_before_anything_of_it_was_claimed(
     assert told == Answer(0, "chat is aborted\n", "")
     assert "wrong model" in (await verb(queue_server, "sequences", "show", "chat")).out
     leases = await put(queue, 0)
-    (verdict,) = (await queue.line_up([(leases[0], Turn("chat", 0))], TERMS)).verdicts
+    (verdict,) = (await queue.claim_turns([(leases[0], Turn("chat", 0))], TERMS)).decisions
     assert getattr(verdict, "code", "") == "SEQUENCE_ABORTED"
     again = await verb(queue_server, "sequences", "abort", "chat")
     assert again == Answer(1, "", "chat is over already\n")
@@ -179,13 +179,13 @@ async def test_a_sequence_is_aborted_before_anything_of_it_was_claimed(
 async def test_the_secret_of_a_sequence_is_shown_nowhere(queue_server: Server, queue: OwnerAndDesk) -> None:
     sent = await verb(queue_server, "submit", "{}", "--sequence", "chat", "--id", "r-1", "--no-wait")
     assert sent.code == 0
-    secret = await queue.desk.sequence_secret()
+    secret = await queue.desk.get_or_create_sequence_secret()
     told = await verb(queue_server, "list", "--json")
     (lease,) = (await claim(queue)).leases
     assert secret.encode() in lease.member
-    turn = parse(lease.member).sequence
+    turn = parse_member(lease.member).sequence
     assert turn is not None
-    await queue.line_up([(lease, turn)], TERMS)
+    await queue.claim_turns([(lease, turn)], TERMS)
     shown = [
         sent,
         told,
@@ -195,7 +195,7 @@ async def test_the_secret_of_a_sequence_is_shown_nowhere(queue_server: Server, q
             for more in ((), ("--json",))
         ],
     ]
-    await queue.bury([Burial(Settlement(lease, b"", ""), "why")])
+    await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "why")])
     shown += [await verb(queue_server, "dead", "list", *more) for more in ((), ("--json",))]
     assert all(each.code == 0 for each in shown)
     assert not [each for each in shown if secret in each.out + each.err or turn.owner in each.out + each.err]
@@ -208,7 +208,7 @@ async def test_requests_submitted_one_by_one_are_of_one_sequence(
     for _ in range(2):
         sent = await verb(queue_server, "submit", "{}", "--sequence", "chat", "--no-wait")
         assert sent.code == 0
-    turns = [parse(lease.member).sequence for lease in (await claim(queue)).leases]
+    turns = [parse_member(lease.member).sequence for lease in (await claim(queue)).leases]
     assert len({turn.owner for turn in turns if turn is not None}) == 1
     assert None not in turns
 
@@ -227,6 +227,6 @@ async def test_the_list_says_that_there_are_more(queue_server: Server, queue: Ow
         member = encode_member(name, b"{}", LATER, sequence=Turn(name, 0))
         await queue.submit([Submission(member, LATER, name, "", LATER)])
     leases = (await claim(queue)).leases
-    await queue.line_up([(lease, Turn(name)) for lease, name in zip(leases, "abc", strict=True)], TERMS)
+    await queue.claim_turns([(lease, Turn(name)) for lease, name in zip(leases, "abc", strict=True)], TERMS)
     told = await verb(queue_server, "sequences", "list", "-n", "2")
     assert (len(told.out.splitlines()), "there are more" in told.err) == (3, True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dispatcher.cli.admin_client import address_of
-from dispatcher.cli.result import FORGOTTEN_S, WaitingSentences
+from dispatcher.cli.admin_client import parse_admin_address
+from dispatcher.cli.result import REPEAT_AFTER_S, WaitingSentences
 from dispatcher.settings import AdminSettings
 
 REFUSED = "the gateway answered 401: it does not accept our credentials; look at gateway.token_file"
@@ -32,7 +32,7 @@ def test_another_reason_is_told_at_once_and_an_old_one_after_a_while() -> None:
     assert sentences.is_new("gateway-unreachable: connection refused", 0.0)
     assert sentences.is_new(f"gateway-unreachable: {REFUSED}", 1.0)
     assert not sentences.is_new("gateway-unreachable: connection refused", 2.0)
-    assert sentences.is_new("gateway-unreachable: connection refused", 3.0 + FORGOTTEN_S)
+    assert sentences.is_new("gateway-unreachable: connection refused", 3.0 + REPEAT_AFTER_S)
 
 
 def test_dispatcher_elsewhere_is_named_by_its_address() -> None:
@@ -42,4 +42,4 @@ def test_dispatcher_elsewhere_is_named_by_its_address() -> None:
         ("127.0.0.1", "admin.port 8080 of this machine"),
         ("0.0.0.0", "admin.port 8080 of this machine"),
     ):
-        assert str(address_of(AdminSettings(host=host))) == name
+        assert str(parse_admin_address(AdminSettings(host=host))) == name

@@ -9,28 +9,28 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import TypeVar
 
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.requests.result import ErrorCode, answered, failed
-from dispatcher.ports import Claimed, QueueUnavailableError, Settlement
-from dispatcher.queue.keys import Names
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_failure
+from dispatcher.ports import ClaimResult, QueueUnavailableError, Settlement
+from dispatcher.queue.keys import QueueNames
 from tests.queue.made import OwnerAndDesk, permit
 
 T = TypeVar("T")
 _numbers = count(1)
 
-NAMES = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+NAMES = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 POOL = "qwen"
 
 
 def echo(request: Request) -> bytes:
-    return answered(request.id, 200, request.payload, token=request.token)
+    return encode_answer(request.id, 200, request.payload, token=request.token)
 
 
 def refusal(
     code: ErrorCode, status: int | None = None, body: bytes | None = None
 ) -> Callable[[Request], bytes]:
     """An answerer that fails each request so."""
-    return lambda request: failed(request.id, code, f"told {code}", status, body, token=request.token)
+    return lambda request: encode_failure(request.id, code, f"told {code}", status, body, token=request.token)
 
 
 async def insist(call: Callable[[], Awaitable[T]]) -> T:
@@ -42,7 +42,7 @@ async def insist(call: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(0.05)
 
 
-async def claimed(queue: OwnerAndDesk) -> Claimed:
+async def claimed(queue: OwnerAndDesk) -> ClaimResult:
     """A claim, repeated by its nonce where its reply was lost."""
     nonce = f"claim-{next(_numbers)}"
     return await insist(lambda: queue.claim(1000, nonce, permit()))
@@ -60,7 +60,7 @@ class Answering:
         """Answer all that is in line now, in any order; how many."""
         settlements = []
         for lease in (await claimed(self.queue)).leases:
-            request = parse(lease.member)
+            request = parse_member(lease.member)
             assert isinstance(request, Request)
             self.served.append(request.id)
             settlements.append(Settlement(lease, answer(request), request.results, request.id, request.token))

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from dispatcher.client import BatchClient, Item, NoResultError, QueueAwayError
-from dispatcher.client.blocking import AwaitedVerbs, BlockingBatchClient
+from dispatcher.client import BatchClient, Item, NoResultError, QueueUnreachableError
+from dispatcher.client.blocking import AsyncClient, BlockingBatchClient
 from tests.client.answering import POOL, Answering
 from tests.queue.servers import Server
 from tests.support import wait_until
@@ -96,7 +96,7 @@ async def test_ctrl_c_ends_the_wait_and_cancels_what_nobody_awaits(
     )
 
     async def in_line() -> bool:
-        return bool((await answering.queue.counts()).pending)
+        return bool((await answering.queue.count_requests()).pending)
 
     await wait_until(in_line)
     process.send_signal(signal.SIGINT)
@@ -112,7 +112,7 @@ class SlowToEnd:
     many rounds of the loop to end."""
 
     def __init__(self) -> None:
-        self.ended = False
+        self.record_completion = False
         self.interrupts = 1
 
     async def stream(self, items: object, **options: object) -> AsyncGenerator[int, None]:
@@ -127,14 +127,14 @@ class SlowToEnd:
                 self.interrupt()
                 for _ in range(50):
                     await asyncio.sleep(0.001)
-            self.ended = True
+            self.record_completion = True
 
     def interrupt(self) -> None:
         self.interrupts -= 1
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     async def aclose(self) -> None:
-        assert self.ended, "what it runs has ended before it is closed"
+        assert self.record_completion, "what it runs has ended before it is closed"
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
@@ -142,9 +142,9 @@ def test_ctrl_c_comes_out_of_a_stream_that_takes_time_to_end(interrupts: int) ->
     slow = SlowToEnd()
     slow.interrupts = interrupts
     got: list[object] = []
-    with BlockingBatchClient(lambda: cast(AwaitedVerbs, slow)) as client, pytest.raises(KeyboardInterrupt):
+    with BlockingBatchClient(lambda: cast(AsyncClient, slow)) as client, pytest.raises(KeyboardInterrupt):
         got.extend(client.stream([]))
-    assert slow.ended
+    assert slow.record_completion
 
 
 STREAMS = """
@@ -163,7 +163,7 @@ async def test_ctrl_c_ends_a_program_that_streams(answering: Answering, one_redi
     )
 
     async def is_full() -> bool:
-        return (await answering.queue.counts()).pending == 2000
+        return (await answering.queue.count_requests()).pending == 2000
 
     await wait_until(is_full)
     process.send_signal(signal.SIGINT)
@@ -178,11 +178,11 @@ async def test_a_client_that_is_closed_or_was_forked_says_so(one_redis: Server) 
     with pytest.raises(NoResultError):
         await asyncio.to_thread(client.submit, {}, timeout=0.05)
     client._pid = os.getpid() + 1
-    with pytest.raises(QueueAwayError, match="forked"):
+    with pytest.raises(QueueUnreachableError, match="forked"):
         client.submit({})
     client._pid = os.getpid()
     await asyncio.to_thread(client.close)
-    with pytest.raises(QueueAwayError, match="was closed"):
+    with pytest.raises(QueueUnreachableError, match="was closed"):
         client.submit({})
     with pytest.raises(ValueError, match=r"queue\.url"):
         BatchClient.sync("http://nowhere")

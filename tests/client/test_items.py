@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.client.files import FileOptions
-from dispatcher.client.files.options import reader_of
-from dispatcher.client.item import Item, encoded, submission_of
-from dispatcher.core.requests.request import Request, parse
+from dispatcher.client.files.options import build_line_reader
+from dispatcher.client.item import Item, build_submission, encode_mapping
+from dispatcher.core.requests.request import Request, parse_member
 
 
 def payload_of(body: Any) -> bytes:
     """As a dispatcher reads it."""
-    request = parse(submission_of(Item(body), "t", queue="q", results="r").member)
+    request = parse_member(build_submission(Item(body), "t", queue="q", results="r").member)
     assert isinstance(request, Request)
     return bytes(request.payload)
 
@@ -48,7 +48,7 @@ def test_a_number_that_json_has_not_is_named(body: Any, told: str) -> None:
 
 def test_a_template_is_held_to_the_same() -> None:
     with pytest.raises(ValueError, match="temperature is nan"):
-        reader_of(FileOptions(template={"prompt": "", "temperature": math.nan}, field="prompt"))
+        build_line_reader(FileOptions(template={"prompt": "", "temperature": math.nan}, field="prompt"))
 
 
 def test_what_is_null_or_says_so_is_no_fault() -> None:
@@ -73,6 +73,6 @@ def has_no_number(value: Any) -> bool:
 def test_a_body_is_encoded_as_it_is_or_refused(body: dict[str, Any]) -> None:
     if has_no_number(body):
         with pytest.raises(ValueError, match="which JSON has no number for"):
-            encoded(body)
+            encode_mapping(body)
     else:
-        assert json.loads(encoded(body)) == body
+        assert json.loads(encode_mapping(body)) == body

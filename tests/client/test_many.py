@@ -16,12 +16,12 @@ from dispatcher.client import (
     HookError,
     Item,
     NoResultError,
-    QueueAwayError,
+    QueueUnreachableError,
     Result,
     TooManyPendingError,
 )
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.requests.result import ErrorCode, answered
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.requests.result import ErrorCode, encode_answer
 from tests.client.answering import POOL, Answering, refusal
 from tests.queue.made import claim
 from tests.queue.servers import Server
@@ -231,7 +231,7 @@ async def test_closing_the_client_under_a_stream_is_raised_once_and_told_nowhere
         stream = client.stream([{"n": n} for n in range(20)])
         first = asyncio.ensure_future(anext(stream))
         await wait_until(lambda: client.pending == 20)
-    with pytest.raises(QueueAwayError):
+    with pytest.raises(QueueUnreachableError):
         await first
     await stream.aclose()
     del first, stream
@@ -244,7 +244,7 @@ async def test_a_full_client_waits_or_raises(answering: Answering, one_redis: Se
     async with BatchClient(one_redis.url, pool=POOL, max_pending=3) as client:
         handles = [await client.enqueue({"n": n}) for n in range(3)]
         fourth = asyncio.create_task(client.enqueue({"n": 3}))
-        await wait_until(lambda: client.reading)
+        await wait_until(lambda: client.is_reading)
         assert not fourth.done()
         await answering.once()
         handles.append(await fourth)
@@ -258,10 +258,10 @@ async def test_a_full_client_waits_or_raises(answering: Answering, one_redis: Se
         with pytest.raises(TooManyPendingError, match=r"3 requests are unanswered \(max_pending\)"):
             await client.enqueue({})
     async with BatchClient(one_redis.url, pool=POOL, max_pending=3, when_full="raise") as client:
-        before = await answering.queue.counts()
+        before = await answering.queue.count_requests()
         with pytest.raises(TooManyPendingError):
             await client.enqueue_many([{}, {}, {}, {}])
-        assert await answering.queue.counts() == before, "all of them or none"
+        assert await answering.queue.count_requests() == before, "all of them or none"
         await client.enqueue({}, results="")
 
 
@@ -270,17 +270,17 @@ async def test_cancelling_who_awaits_a_submission_cancels_the_request(
 ) -> None:
     waiting = asyncio.create_task(producer.submit({}, id="r-1"))
     await wait_until(lambda: producer.pending)
-    await wait_until(answering.queue.counts)
+    await wait_until(answering.queue.count_requests)
     (lease,) = (await claim(answering.queue)).leases
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    request = parse(lease.member)
+    request = parse_member(lease.member)
     assert isinstance(request, Request)
     asked = [(request.id, request.token)]
 
     async def cancelled() -> bool:
-        return bool(list(await answering.queue.cancelled(asked)))
+        return bool(list(await answering.queue.check_cancelled(asked)))
 
     await wait_until(cancelled)
 
@@ -315,7 +315,7 @@ async def test_cancelling_while_the_submission_is_under_way_cancels_the_request(
                 asyncio.get_running_loop().call_later(0.2, raw.client_unpause)
         cancelled = sorted(key.split(b":")[-2] for key in raw.scan_iter("*:cancel:*"))
         assert cancelled == [b"connected", b"r-1"], "the first one by the end of the client"
-        assert (await answering.queue.counts()).pending == 2, "the one that was not sent is not there"
+        assert (await answering.queue.count_requests()).pending == 2, "the one that was not sent is not there"
 
 
 async def test_a_request_is_cancelled_by_its_handle(answering: Answering, producer: BatchClient) -> None:
@@ -369,7 +369,7 @@ async def test_a_deadline_that_is_none_is_refused(producer: BatchClient, deadlin
 async def test_many_are_submitted_in_order_or_not_at_all(answering: Answering, producer: BatchClient) -> None:
     with pytest.raises(ValueError, match="item 2: the body is no JSON object"):
         await producer.enqueue_many([{}, {}, b"[]"])
-    assert (await answering.queue.counts()).pending == 0
+    assert (await answering.queue.count_requests()).pending == 0
     handles = await producer.enqueue_many([Item({"n": n}, id=f"r-{n}") for n in range(2500)])
     assert [handle.id for handle in handles] == [f"r-{n}" for n in range(2500)]
     while await answering.once():
@@ -379,7 +379,7 @@ async def test_many_are_submitted_in_order_or_not_at_all(answering: Answering, p
 
 async def test_bytes_go_as_they_are(answering: Answering, producer: BatchClient) -> None:
     body = b'{ "prompt":"h\\u00e9",\n "n":1e2 }'
-    async with answering.always(lambda each: answered(each.id, 200, each.payload, token=each.token)):
+    async with answering.always(lambda each: encode_answer(each.id, 200, each.payload, token=each.token)):
         assert (await producer.submit(body)).text.encode() == body
 
 

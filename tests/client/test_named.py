@@ -10,13 +10,13 @@ import sys
 
 import pytest
 
-from dispatcher.client import BatchClient, Item, NameInUseError, NoResultError, QueueAwayError
-from dispatcher.queue.redis.producer import Box
+from dispatcher.client import BatchClient, Item, NameInUseError, NoResultError, QueueUnreachableError
+from dispatcher.queue.redis.producer import ResultBox
 from tests.client.answering import POOL, Answering
 from tests.queue.servers import Server
 from tests.support import wait_until
 
-NIGHTLY = Box("batch-results:{nightly}")
+NIGHTLY = ResultBox("batch-results:{nightly}")
 DIES = """
 import asyncio, json, os, signal, sys
 from dispatcher.client import BatchClient, Item
@@ -45,9 +45,9 @@ async def test_a_consumer_that_is_killed_loses_no_result(answering: Answering, o
     had = json.loads(told)
     assert len(had) == 10
     with one_redis.client() as raw:
-        assert raw.llen(NIGHTLY.results) == 0, "all were taken"
-        assert 0 < raw.ttl(NIGHTLY.owner) <= 15
-        raw.delete(NIGHTLY.owner)  # as those seconds do
+        assert raw.llen(NIGHTLY.result_list) == 0, "all were taken"
+        assert 0 < raw.ttl(NIGHTLY.owner_key) <= 15
+        raw.delete(NIGHTLY.owner_key)  # as those seconds do
     async with BatchClient(one_redis.url, pool=POOL, name="nightly") as client:
         for n in range(10, 50):
             result = await client.result(f"r-{n}")
@@ -55,7 +55,7 @@ async def test_a_consumer_that_is_killed_loses_no_result(answering: Answering, o
             with pytest.raises(NoResultError):
                 await client.result(f"r-{n}", timeout=0)
     with one_redis.client() as raw:
-        left = {name for name in raw.hkeys(NIGHTLY.keep) if name.isdigit()}
+        left = {name for name in raw.hkeys(NIGHTLY.kept_key) if name.isdigit()}
         assert len(left) <= 10, "those at most that the dead one had, and may not have told"
 
 
@@ -69,7 +69,7 @@ async def test_a_second_process_of_a_name_is_told_and_takes_nothing(
         second._mailbox.in_use_after_s = 0.5
         mine = await first.enqueue_many([{"n": n} for n in range(20)])
         waiting = [asyncio.create_task(first.result(handle)) for handle in mine]
-        await wait_until(lambda: first.reading)
+        await wait_until(lambda: first.is_reading)
         theirs = await second.enqueue({"n": "second"}, id="theirs")
         with pytest.raises(NameInUseError, match=r"batch-results:\{nightly\} is read by .*process \d+"):
             await second.result(theirs)
@@ -92,7 +92,7 @@ async def test_one_program_submits_and_another_one_of_the_name_reads(
         async with BatchClient(one_redis.url, pool=POOL, name="nightly") as submitter:
             await submitter.enqueue_many([Item({"n": n}, id=f"r-{n}") for n in range(3)])
         waiting = [asyncio.create_task(reader.result(f"r-{n}")) for n in range(3)]
-        await wait_until(lambda: reader.reading)
+        await wait_until(lambda: reader.is_reading)
         await answering.once()
         assert [(await each).json() for each in waiting] == [{"n": n} for n in range(3)]
 
@@ -119,11 +119,11 @@ async def test_a_keep_that_redis_lost_is_begun_anew(answering: Answering, one_re
         for n in range(3):
             assert (await client.submit({"n": n})).json() == {"n": n}
             with one_redis.client() as raw:
-                raw.delete(NIGHTLY.keep)
+                raw.delete(NIGHTLY.kept_key)
         assert (await client.submit({"n": 3})).json() == {"n": 3}
 
 
-@pytest.mark.parametrize("key", [NIGHTLY.owner, NIGHTLY.keep])
+@pytest.mark.parametrize("key", [NIGHTLY.owner_key, NIGHTLY.kept_key])
 async def test_another_programs_key_in_its_place_is_said_and_waited_for_by_nobody(
     answering: Answering, one_redis: Server, key: str
 ) -> None:
@@ -135,7 +135,7 @@ async def test_another_programs_key_in_its_place_is_said_and_waited_for_by_nobod
             BatchClient(one_redis.url, pool=POOL, name="nightly") as client,
         ):
             handle = await client.enqueue({"n": 1}, id="r-1")
-            with pytest.raises(QueueAwayError, match=rf"{re.escape(key)} holds a list, not a "):
+            with pytest.raises(QueueUnreachableError, match=rf"{re.escape(key)} holds a list, not a "):
                 await client.result(handle)
             raw.delete(key)
             assert (await client.result(handle)).json() == {"n": 1}

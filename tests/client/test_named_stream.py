@@ -13,15 +13,15 @@ from dataclasses import replace
 import pytest
 import redis
 
-from dispatcher.client import BatchClient, Item, NameInUseError, QueueAwayError, Result, StreamStatus
-from dispatcher.core.requests.result import ErrorCode, answered
-from dispatcher.queue.redis.producer import Box
+from dispatcher.client import BatchClient, Item, NameInUseError, QueueUnreachableError, Result, StreamStatus
+from dispatcher.core.requests.result import ErrorCode, encode_answer
+from dispatcher.queue.redis.producer import ResultBox
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.servers import Server
 from tests.support import wait_until
 
-PENDING, CONSUMED = NAMES.stream("nightly")
-BOX = Box(NAMES.stream_results("nightly"))
+PENDING, CONSUMED = NAMES.stream_keys("nightly")
+BOX = ResultBox(NAMES.stream_result_list("nightly"))
 WEEK_S = 604_800
 DIES = """
 import asyncio, os, signal, sys
@@ -86,7 +86,7 @@ async def test_a_consumer_that_is_killed_loses_nothing_and_repeats_one_result(
         assert process.returncode == -signal.SIGKILL
         had = told.decode().split()
         assert len(had) == 70
-        raw.delete(BOX.owner)  # as its 15 seconds do
+        raw.delete(BOX.owner_key)  # as its 15 seconds do
         rest = await consume(one_redis, items(200))
     again = [result.id for result in rest]
     assert had[-1] in again, "the result that it was at"
@@ -189,7 +189,7 @@ async def test_a_request_that_failed_is_consumed_and_not_sent_again(
         assert await consume(one_redis, items(1)) == []
 
 
-@pytest.mark.parametrize("key", [BOX.results, BOX.keep])
+@pytest.mark.parametrize("key", [BOX.result_list, BOX.kept_key])
 async def test_results_that_expired_or_were_lost_are_asked_for_again(
     answering: Answering, one_redis: Server, raw: redis.Redis, key: str
 ) -> None:
@@ -198,7 +198,7 @@ async def test_results_that_expired_or_were_lost_are_asked_for_again(
         stream = client.stream(items(4), name="nightly")
         first = asyncio.ensure_future(anext(stream))
         await wait_until(lambda: raw.zcard(NAMES.queue) == 4)
-        if key == BOX.results:
+        if key == BOX.result_list:
             first.cancel()
             await asyncio.wait([first])
             await stream.aclose()
@@ -226,8 +226,8 @@ async def test_one_process_at_a_time_runs_a_stream_and_the_other_submits_nothing
         await wait_until(lambda: raw.zcard(NAMES.queue) == 2)
         other = second.stream(items(2, first=10), name="nightly")
         asked = asyncio.ensure_future(anext(other))
-        await wait_until(lambda: bool(second._streams._open))
-        for stream in second._streams._open:
+        await wait_until(lambda: bool(second._streams._open_streams))
+        for stream in second._streams._open_streams:
             stream._mailbox.in_use_after_s = 0.5
         with pytest.raises(NameInUseError, match=r"stream-nightly is read by .*process \d+"):
             await asked
@@ -243,8 +243,8 @@ async def test_the_name_is_kept_while_the_program_works_on_the_last_result(
     async with BatchClient(one_redis.url, pool=POOL) as client, answering.always():
         stream = client.stream(items(1), name="nightly")
         await anext(stream)
-        assert raw.expire(BOX.owner, 7)
-        await wait_until(lambda: raw.ttl(BOX.owner) > 7, what="the name to be renewed")
+        assert raw.expire(BOX.owner_key, 7)
+        await wait_until(lambda: raw.ttl(BOX.owner_key) > 7, what="the name to be renewed")
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
@@ -256,18 +256,18 @@ async def test_a_program_that_lost_the_name_consumes_nothing(
     async with BatchClient(one_redis.url, pool=POOL) as client, answering.always():
         stream = client.stream(items(3), name="nightly")
         await anext(stream)
-        raw.set(BOX.owner, "another", ex=15)
+        raw.set(BOX.owner_key, "another", ex=15)
         with pytest.raises(NameInUseError, match="is read by another"):
             await anext(stream)
         await stream.aclose()
-    assert (raw.hlen(PENDING), raw.hlen(CONSUMED), raw.get(BOX.owner)) == (3, 0, b"another")
+    assert (raw.hlen(PENDING), raw.hlen(CONSUMED), raw.get(BOX.owner_key)) == (3, 0, b"another")
 
 
 async def test_a_result_without_the_token_of_its_request_is_not_yielded(
     answering: Answering, one_redis: Server, raw: redis.Redis
 ) -> None:
     """Whoever may write the queue can name the stream's list, and guess an id."""
-    raw.lpush(BOX.results, answered("r-0", 200, b'"forged"', token="guessed"), b"no result at all")
+    raw.lpush(BOX.result_list, encode_answer("r-0", 200, b'"forged"', token="guessed"), b"no result at all")
     async with answering.always():
         (result,) = await consume(one_redis, items(1))
     assert result.json() == {"n": 0}
@@ -317,7 +317,7 @@ async def test_pending_requests_are_listed_and_forgetting_cancels_them(
         seen = await client.stream_status("nightly")
         assert [each.state for each in seen.requests] == ["pending"] * 3
         await client.forget_stream("nightly")
-    assert len(raw.keys(NAMES.cancel("*", "*"))) == 3
+    assert len(raw.keys(NAMES.cancel_key("*", "*"))) == 3
     assert raw.keys("*stream*") == []
 
 
@@ -331,12 +331,12 @@ async def test_all_that_is_noted_expires_a_week_after_the_last_deadline(
     assert max(lives) - min(lives) <= 1, "a hash that outlived the other would have requests sent again"
 
 
-@pytest.mark.parametrize("key", [PENDING, CONSUMED, BOX.keep, BOX.owner])
+@pytest.mark.parametrize("key", [PENDING, CONSUMED, BOX.kept_key, BOX.owner_key])
 async def test_another_programs_key_in_its_place_is_said(
     one_redis: Server, raw: redis.Redis, key: str
 ) -> None:
     raw.lpush(key, "other")
-    with pytest.raises(QueueAwayError, match="holds a list, not a "):
+    with pytest.raises(QueueUnreachableError, match="holds a list, not a "):
         await consume(one_redis, items(1))
     assert raw.zcard(NAMES.queue) == 0
 
@@ -361,10 +361,10 @@ async def test_a_client_that_closes_ends_its_streams_and_leaves_what_is_pending(
         stream = client.stream(items(2), name="nightly")
         waiting = asyncio.ensure_future(anext(stream))
         await wait_until(lambda: raw.zcard(NAMES.queue) == 2)
-    with pytest.raises(QueueAwayError, match="closed"):
+    with pytest.raises(QueueUnreachableError, match="closed"):
         await waiting
-    assert (raw.exists(BOX.owner), raw.keys(NAMES.cancel("*", "*"))) == (0, [])
-    with pytest.raises(QueueAwayError, match="closed"):
+    assert (raw.exists(BOX.owner_key), raw.keys(NAMES.cancel_key("*", "*"))) == (0, [])
+    with pytest.raises(QueueUnreachableError, match="closed"):
         await anext(client.stream(items(2), name="nightly"))
 
 

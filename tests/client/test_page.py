@@ -14,7 +14,7 @@ import pytest
 
 from dispatcher.client import BatchClient
 from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.result import answered
+from dispatcher.core.requests.result import encode_answer
 from tests.client.answering import POOL, Answering
 from tests.paths import DOCS, ROOT
 from tests.queue.servers import Server
@@ -26,7 +26,7 @@ ANSWER = b'{"choices":[{"text":"hi"}],"usage":{"prompt_tokens":1,"completion_tok
 
 
 def completion(request: Request) -> bytes:
-    return answered(request.id, 200, ANSWER, token=request.token)
+    return encode_answer(request.id, 200, ANSWER, token=request.token)
 
 
 def test_the_page_has_blocks() -> None:

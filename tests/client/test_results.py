@@ -18,13 +18,13 @@ from dispatcher.client import (
     Handle,
     Item,
     NoResultError,
-    QueueAwayError,
+    QueueUnreachableError,
     RequestCancelledError,
     RequestFailedError,
     TokenUsage,
 )
 from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.result import ErrorCode, answered
+from dispatcher.core.requests.result import ErrorCode, encode_answer
 from dispatcher.lab.standin.live import Config, LiveWorld
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.known import assert_only_known_keys
@@ -47,7 +47,7 @@ async def raw(one_redis: Server) -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def test_a_request_is_answered_on_every_engine(any_redis: Server) -> None:
-    async with queues(any_redis.url, "a", names=NAMES) as (queue,), Answering(queue).always():
+    async with queues(any_redis.url, "a", list_names=NAMES) as (queue,), Answering(queue).always():
         async with BatchClient(any_redis.url, pool=POOL) as client:
             result = await client.submit({"prompt": "hi"}, deadline="10m", priority=3)
         assert (result.ok, result.status, result.json()) == (True, 200, {"prompt": "hi"})
@@ -69,7 +69,9 @@ async def test_a_closed_client_leaves_nothing_that_stays(
         handle = await client.enqueue({"n": 3})
     await assert_only_known_keys(raw, NAMES)
     assert not [key async for key in raw.scan_iter("batch-results:*")]
-    assert list(await answering.queue.cancelled([(handle.id, handle.token)])), "nobody could read its result"
+    assert list(await answering.queue.check_cancelled([(handle.id, handle.token)])), (
+        "nobody could read its result"
+    )
 
 
 async def test_a_result_without_the_token_of_its_request_is_nobodys(
@@ -77,11 +79,11 @@ async def test_a_result_without_the_token_of_its_request_is_nobodys(
 ) -> None:
     """Another producer names alice's list and alice's id; her own result comes after it."""
     handle = await producer.enqueue(b'{"real": 1}', id="alice-1")
-    forged = [answered("alice-1", 200, b"forged", token=token) for token in ("", "guessed")]
-    await raw.lpush(handle.results, *forged, answered("another", 200, b"forged", token=handle.token))
+    forged = [encode_answer("alice-1", 200, b"forged", token=token) for token in ("", "guessed")]
+    await raw.lpush(handle.results, *forged, encode_answer("another", 200, b"forged", token=handle.token))
     with pytest.raises(NoResultError):
         await producer.result(handle, timeout=0.2)
-    assert producer.passed_over == 3
+    assert producer.ignored_count == 3
     await answering.once()
     assert (await producer.result(handle, timeout=5)).text == '{"real": 1}'
 
@@ -94,7 +96,7 @@ async def test_garbage_in_the_list_costs_nobody_his_result(
     await raw.lpush(handle.results, garbage)
     await answering.once()
     assert (await producer.result(handle, timeout=5)).id == handle.id
-    assert producer.passed_over == 1
+    assert producer.ignored_count == 1
 
 
 async def test_results_of_others_are_kept_while_somebody_may_await_them(
@@ -157,7 +159,7 @@ async def test_a_result_says_as_which_version_it_was_sent(
     answering: Answering, producer: BatchClient
 ) -> None:
     def chosen(request: Request) -> bytes:
-        return answered(request.id, 200, b"{}", token=request.token, version="m-v2")
+        return encode_answer(request.id, 200, b"{}", token=request.token, version="m-v2")
 
     async with answering.always(chosen):
         assert (await producer.submit({})).model_version == "m-v2"
@@ -166,7 +168,7 @@ async def test_a_result_says_as_which_version_it_was_sent(
 
 
 async def test_an_answer_of_400_is_a_failure(answering: Answering, producer: BatchClient) -> None:
-    async with answering.always(lambda each: answered(each.id, 400, b"bad model", token=each.token)):
+    async with answering.always(lambda each: encode_answer(each.id, 400, b"bad model", token=each.token)):
         result = await producer.submit({}, id="r-1")
     with pytest.raises(RequestFailedError, match="r-1: status 400: bad model"):
         result.raise_for_status()
@@ -190,7 +192,7 @@ async def test_content_is_the_models_words_where_it_answered(
     answering: Answering, producer: BatchClient, status: int, words: str | None
 ) -> None:
     body = b'{"choices": [{"message": {"role": "assistant", "content": "Paris"}}]}'
-    async with answering.always(lambda each: answered(each.id, status, body, token=each.token)):
+    async with answering.always(lambda each: encode_answer(each.id, status, body, token=each.token)):
         result = await producer.submit({})
     assert (result.content, result.text) == (words, body.decode())
 
@@ -217,7 +219,7 @@ async def test_content_of_what_a_server_answers(
         ) as reply,
     ):
         status, body = reply.status, await reply.read()
-    async with answering.always(lambda each: answered(each.id, status, body, token=each.token)):
+    async with answering.always(lambda each: encode_answer(each.id, status, body, token=each.token)):
         result = await producer.submit({})
     assert (result.content, result.text) == (words, body.decode())
 
@@ -225,7 +227,7 @@ async def test_content_of_what_a_server_answers(
 async def test_content_of_a_response(answering: Answering, producer: BatchClient) -> None:
     status, told = ResponsesServer("").answer(b'{"input": "hi"}')
     body = json.dumps(told).encode()
-    async with answering.always(lambda each: answered(each.id, status, body, token=each.token)):
+    async with answering.always(lambda each: encode_answer(each.id, status, body, token=each.token)):
         assert (await producer.submit({})).content == "1 so far"
 
 
@@ -256,7 +258,7 @@ async def test_content_of_a_response(answering: Answering, producer: BatchClient
 async def test_an_answer_of_any_other_shape_has_no_content_and_raises_nothing(
     answering: Answering, producer: BatchClient, body: bytes
 ) -> None:
-    async with answering.always(lambda each: answered(each.id, 200, body, token=each.token)):
+    async with answering.always(lambda each: encode_answer(each.id, 200, body, token=each.token)):
         result = await producer.submit({})
     assert result.ok
     assert (result.content, result.usage) == (None, None)
@@ -269,7 +271,7 @@ async def test_results_of_another_list_are_not_awaited_here(
     await answering.once()
     with pytest.raises(ValueError, match=r"its result goes to batch:\{qwen\}:results"):
         await producer.result(handle)
-    assert await raw.llen(NAMES.results) == 1
+    assert await raw.llen(NAMES.result_list) == 1
     with pytest.raises(ValueError, match=r"results: batch:\{qwen\}:requests may be a key"):
         await producer.enqueue({}, results="batch:{qwen}:requests")
 
@@ -294,7 +296,7 @@ async def test_half_a_character_is_told_before_anything_is_sent(
     async with BatchClient(one_redis.url, pool=POOL) as client:
         with pytest.raises(ValueError, match="holds a lone surrogate"):
             await client.enqueue({}, **wrong)
-        with pytest.raises(QueueAwayError, match="holds a lone surrogate"):
+        with pytest.raises(QueueUnreachableError, match="holds a lone surrogate"):
             await client.cancel("\ud800")
         with pytest.raises(ValueError, match="request 'xxx") as caught:
             await client.enqueue({}, id="x" * 1_000_000)

@@ -11,7 +11,7 @@ import pytest
 
 from dispatcher.client import BatchClient
 from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.result import answered
+from dispatcher.core.requests.result import encode_answer
 from tests.client.answering import NAMES, POOL
 from tests.client.turns import TurnTaking
 from tests.paths import DOCS
@@ -30,7 +30,7 @@ ANSWER = b'{"choices":[{"message":{"content":"a walk"},"text":"a walk"}]}'
 
 
 def completion(request: Request) -> bytes:
-    return answered(request.id, 200, ANSWER, token=request.token)
+    return encode_answer(request.id, 200, ANSWER, token=request.token)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ async def test_a_block_runs(one_redis: Server, block: str, sent: dict[str, int])
     names: dict[str, Any] = {"asyncio": asyncio}
     exec(f"async def block(client):\n{textwrap.indent(block, '    ')}", names)
     async with (
-        queues(one_redis.url, "a", names=NAMES) as (queue,),
+        queues(one_redis.url, "a", list_names=NAMES) as (queue,),
         TurnTaking(queue).always(completion) as taking,
         BatchClient(one_redis.url, pool=POOL) as client,
     ):

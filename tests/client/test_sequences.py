@@ -24,13 +24,13 @@ from dispatcher.client import (
     SequenceIndexError,
     Turn,
 )
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.requests.result import ErrorCode, answered, failed
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_failure
 from dispatcher.core.sequences.decisions import SequenceTerms
-from dispatcher.core.sequences.turns import Carry
+from dispatcher.core.sequences.turns import CarryMode
 from dispatcher.ports import Settlement
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from tests.client.answering import NAMES, POOL, echo, refusal
 from tests.client.turns import TurnTaking
 from tests.queue.made import OwnerAndDesk, claim, queues
@@ -40,7 +40,7 @@ from tests.support import wait_until
 
 @pytest.fixture
 async def queue(one_redis: Server) -> AsyncIterator[OwnerAndDesk]:
-    async with queues(one_redis.url, "a", names=NAMES) as (made,):
+    async with queues(one_redis.url, "a", list_names=NAMES) as (made,):
         yield made
 
 
@@ -64,7 +64,7 @@ def failing(n: int, code: ErrorCode = ErrorCode.RETRIES_EXHAUSTED) -> Any:
 
     def answer(request: Request) -> bytes:
         if request.payload == b'{"n":%d}' % n:
-            return failed(request.id, code, f"no answer to {n}", token=request.token)
+            return encode_failure(request.id, code, f"no answer to {n}", token=request.token)
         return echo(request)
 
     return answer
@@ -86,11 +86,11 @@ async def test_each_turn_says_whether_it_carries_the_conversation_on(
         await chat.enqueue({"n": 0})
     said = {}
     for lease in (await claim(queue)).leases:
-        request = parse(lease.member)
+        request = parse_member(lease.member)
         assert isinstance(request, Request)
         assert request.sequence is not None
         said[request.sequence.id] = request.sequence.carry
-    assert said == {"chat-7": Carry.MESSAGES, "chat-8": None}
+    assert said == {"chat-7": CarryMode.MESSAGES, "chat-8": None}
 
 
 async def test_the_order_is_that_of_the_calls_whoever_awaits(client: BatchClient, taking: TurnTaking) -> None:
@@ -134,7 +134,7 @@ async def test_nothing_comes_behind_the_last_one(client: BatchClient, taking: Tu
         await chat.send({"n": 0}, last=True)
         with pytest.raises(ClosedError, match="its last request was sent"):
             await chat.send({"n": 1})
-    assert await client.known_sequence("chat-7") is None
+    assert await client.sequence_status("chat-7") is None
     with pytest.raises(ClosedError):
         await chat.send({"n": 1})
 
@@ -143,9 +143,9 @@ async def test_leaving_well_ends_nothing(client: BatchClient, taking: TurnTaking
     async with taking.always():
         async with client.sequence("chat-7") as chat:
             await chat.send({"n": 0})
-        seen = await client.known_sequence("chat-7")
+        seen = await client.sequence_status("chat-7")
         assert seen is not None
-        assert (seen.status, seen.next, seen.done) == ("open", 1, 1)
+        assert (seen.status, seen.expected_index, seen.ended_count) == ("open", 1, 1)
         with pytest.raises(ClosedError, match="its block was left"):
             await chat.send({"n": 1})
 
@@ -175,7 +175,7 @@ async def test_a_sequence_that_was_aborted_begins_anew_once_it_is_forgotten(
         assert not (await first.send({"n": 0})).ok
         assert (await client.sequence("chat-7").send({"n": 1})).code == ErrorCode.SEQUENCE_ABORTED
         assert await client.forget_sequence("chat-7")
-        assert await client.known_sequence("chat-7") is None
+        assert await client.sequence_status("chat-7") is None
         anew = client.sequence("chat-7")
         assert numbers([await anew.send({"n": 3})]) == [3]
         assert anew.next_index == 1
@@ -189,9 +189,9 @@ async def test_a_sequence_of_which_something_runs_or_waits_is_not_forgotten(
         await chat.enqueue({"n": n})
     await taking.once(lambda request: None)  # the first one runs, the other waits
     assert not await client.forget_sequence("chat-7")
-    seen = await client.known_sequence("chat-7")
+    seen = await client.sequence_status("chat-7")
     assert seen is not None
-    assert (seen.status, seen.waiting) == ("open", 1)
+    assert (seen.status, seen.waiting_count) == ("open", 1)
     assert await client.forget_sequence("nobody"), "it begins anew as well"
 
 
@@ -224,7 +224,7 @@ async def test_a_reset_begins_anew_and_what_follows_waits_for_its_end(
         async with client.sequence("chat-7", reset=True) as chat:
             first = await chat.enqueue({"n": 2})
             second = asyncio.create_task(chat.enqueue({"n": 3}))
-            counts = await taking.queue.counts()
+            counts = await taking.queue.count_requests()
             assert (counts.pending, second.done()) == (3, False)
             async with taking.always():
                 await client.result(first)
@@ -282,7 +282,7 @@ async def test_a_block_that_an_exception_leaves_cancels_what_waits(
     with pytest.raises(KeyError):
         await breaks_off()
     [(_, request)] = taking.running
-    assert await taking.queue.cancelled([(request.id, request.token)]) == [True]
+    assert await taking.queue.check_cancelled([(request.id, request.token)]) == [True]
     async with taking.always():
         waited = [await client.result(each) for each in handles[1:3]]
         assert [each.code for each in waited] == ["CANCELLED"] * 2
@@ -310,12 +310,12 @@ async def test_all_that_was_submitted_is_cancelled_claimed_or_not_and_the_id_is_
     with suppress(KeyError):
         await give_up()
     for lease, request in taking.running:  # running requests are cancelled
-        result = failed(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)
+        result = encode_failure(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)
         await taking.queue.settle([Settlement(lease, result, request.results, request.id, request.token)])
     async with taking.always():
         results = [await client.result(each) for each in handles]
         assert [each.code for each in results] == ["CANCELLED"] * 4
-        assert await client.known_sequence("chat-7") is None
+        assert await client.sequence_status("chat-7") is None
         assert numbers([await client.sequence("chat-7").send({"n": 5})]) == [5]
 
 
@@ -342,7 +342,7 @@ async def test_a_request_that_is_submitted_while_its_sequence_is_cancelled_is_ca
         handle = await late
         async with taking.always():
             assert (await client.result(handle)).code == "CANCELLED"
-            assert await client.known_sequence("chat-7") is None
+            assert await client.sequence_status("chat-7") is None
 
 
 async def test_programs_with_our_client_share_sequences_and_others_are_kept_out(
@@ -360,8 +360,8 @@ async def test_programs_with_our_client_share_sequences_and_others_are_kept_out(
 
 
 async def test_clients_that_ask_at_once_agree_on_one_secret(one_redis: Server) -> None:
-    desks = [RedisDesk(connect(one_redis.url), NAMES) for _ in range(5)]
-    found = await asyncio.gather(*(desk.sequence_secret() for desk in desks))
+    desks = [RedisQueueAdmin(connect(one_redis.url), NAMES) for _ in range(5)]
+    found = await asyncio.gather(*(desk.get_or_create_sequence_secret() for desk in desks))
     assert len(set(found)) == 1
     assert len(found[0]) == 32
     for desk in desks:
@@ -395,7 +395,7 @@ async def test_many_sequences_side_by_side(client: BatchClient, taking: TurnTaki
     assert [*results] == [*given]
     assert most <= 10 * 3
     assert taking.indexes == {name: [*range(len(bodies))] for name, bodies in given.items() if bodies}
-    assert await client.known_sequence("chat-3") is None, "it has ended with its last request"
+    assert await client.sequence_status("chat-3") is None, "it has ended with its last request"
 
 
 async def test_a_sequence_longer_than_may_wait_is_sent_as_it_goes(
@@ -446,9 +446,9 @@ async def test_what_maps_is_cancelled_with_all_that_waits(client: BatchClient, t
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    read = [parse(lease.member) for lease in (await claim(taking.queue)).leases]
+    read = [parse_member(lease.member) for lease in (await claim(taking.queue)).leases]
     assert len(read) == 5
-    told = await taking.queue.cancelled([(one.id or "", one.token) for one in read])
+    told = await taking.queue.check_cancelled([(one.id or "", one.token) for one in read])
     assert told == [True] * 5
 
 
@@ -469,7 +469,7 @@ async def test_threads_have_the_same(one_redis: Server, taking: TurnTaking) -> N
             more = client.map_sequences({"b": [{"n": 4}]})
             with pytest.raises(KeyError):
                 breaks_off(client)
-            assert client.known_sequence("b") is None
+            assert client.sequence_status("b") is None
             assert not client.cancel_sequence("b")
             assert client.forget_sequence("b")
             return numbers([*found, *more["b"]])
@@ -483,7 +483,7 @@ async def test_the_words_of_an_answer_become_the_next_question(
 ) -> None:
     def model(request: Request) -> bytes:
         told = b'{"choices":[{"message":{"content":"%d bytes"}}]}' % len(request.payload)
-        return answered(request.id, 200, told, token=request.token)
+        return encode_answer(request.id, 200, told, token=request.token)
 
     messages: list[dict[str, Any]] = []
     async with taking.always(model), client.sequence("chat-7") as chat:

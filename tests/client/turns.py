@@ -6,14 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.requests.result import ErrorCode, decode_result, failed
-from dispatcher.core.sequences.decisions import Barred, Goes, SequenceTerms, TurnEnd
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.requests.result import ErrorCode, decode_result, encode_failure
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted, TurnRejected
 from dispatcher.ports import Lease, Settlement
 from tests.client.answering import claimed, echo, insist
 from tests.queue.made import OwnerAndDesk
 
-NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=0, refusals=0, losses=0)
+NOBODY = Lease(
+    entry_id=0,
+    token="",
+    member=b"",
+    score=0.0,
+    deliveries=0,
+    failed_attempts=0,
+    refusals=0,
+    deaths_as_suspect=0,
+)
 """Whose lease an expired request has."""
 Answerer = Callable[[Request], bytes | None]
 
@@ -33,22 +42,22 @@ class TurnTaking:
         """Work on all that may go now; how many that were."""
         read = []
         for lease in (await claimed(self.queue)).leases:
-            request = parse(lease.member)
+            request = parse_member(lease.member)
             assert isinstance(request, Request)
             read.append((lease, request))
         turns = [(lease, request.sequence) for lease, request in read if request.sequence is not None]
         verdicts = {}
         if turns:
-            told = await insist(lambda: self.queue.line_up(turns, self.terms))
-            verdicts = {lease.entry: one for (lease, _), one in zip(turns, told.verdicts, strict=True)}
+            told = await insist(lambda: self.queue.claim_turns(turns, self.terms))
+            verdicts = {lease.entry_id: one for (lease, _), one in zip(turns, told.decisions, strict=True)}
         settlements = []
         for lease, request in read:
-            verdict = verdicts.get(lease.entry)
-            if isinstance(verdict, Barred):
-                result = failed(request.id, verdict.code, verdict.why, token=request.token)
+            verdict = verdicts.get(lease.entry_id)
+            if isinstance(verdict, TurnRejected):
+                result = encode_failure(request.id, verdict.code, verdict.why, token=request.token)
                 settlements.append(Settlement(lease, result, request.results, request.id, request.token))
-            elif isinstance(verdict, Goes) or verdict is None:
-                if isinstance(verdict, Goes) and request.sequence is not None:
+            elif isinstance(verdict, TurnGranted) or verdict is None:
+                if isinstance(verdict, TurnGranted) and request.sequence is not None:
                     self.indexes.setdefault(request.sequence.id, []).append(verdict.index)
                 settlements += await self._answered(lease, request, answer)
         if settlements:
@@ -56,11 +65,11 @@ class TurnTaking:
         return len(read) + await self._over()
 
     async def _answered(self, lease: Lease, request: Request, answer: Answerer) -> list[Settlement]:
-        (cancelled,) = await insist(lambda: self.queue.cancelled([(request.id, request.token)]))
+        (cancelled,) = await insist(lambda: self.queue.check_cancelled([(request.id, request.token)]))
         turn = request.sequence
         if turn is not None:
             self.served.setdefault(turn.id, []).append(request.payload)
-        result = failed(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)
+        result = encode_failure(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)
         if not cancelled:
             told = answer(request)
             if told is None:
@@ -71,18 +80,18 @@ class TurnTaking:
         end = None
         if turn is not None:
             end = TurnEnd(turn, popped.error_code is not None, popped.error_message or "")
-        return [Settlement(lease, result, request.results, request.id, request.token, turn=end)]
+        return [Settlement(lease, result, request.results, request.id, request.token, turn_end=end)]
 
     async def _over(self) -> int:
         """Answer those that will not go any more."""
         items = []
-        for one in await insist(lambda: self.queue.unserved(100)):
-            request = parse(one.item.member)
+        for one in await insist(lambda: self.queue.find_remaining_requests(100)):
+            request = parse_member(one.request.member)
             assert isinstance(request, Request)
-            result = failed(request.id, one.code, one.why, token=request.token)
+            result = encode_failure(request.id, one.error_code, one.message, token=request.token)
             settlement = Settlement(NOBODY, result, request.results, request.id, request.token)
-            items.append((one.item, settlement))
-        return await insist(lambda: self.queue.expire(items)) if items else 0
+            items.append((one.request, settlement))
+        return await insist(lambda: self.queue.settle_unleased(items)) if items else 0
 
     @asynccontextmanager
     async def always(self, answer: Answerer = echo) -> AsyncIterator[TurnTaking]:

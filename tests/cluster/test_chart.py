@@ -395,7 +395,7 @@ class Beside:
 
         wait_until_sync(fits, FOLLOWED_S, what=f"{name} is {'' if served else 'not '}served", every_s=0.05)
 
-    def run(self, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
+    def run_batch(self, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
         """Another command with the same file; a pod that mounts no token has none here."""
         return subprocess.run(
             [sys.executable, "-m", "dispatcher", *arguments, "--config", str(self.config)],
@@ -486,7 +486,9 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
     # Without a picker nothing is sent; with one, requests are answered.
     cluster.start("picker", PICKER, app="qwen-epp")
     beside.wait_for(max_sys=12, max_sys_by="watch", watch_problems=[])
-    answered = beside.run("submit", '{"model": "qwen", "prompt": "hi", "max_tokens": 1}', "--deadline", "30")
+    answered = beside.run_batch(
+        "submit", '{"model": "qwen", "prompt": "hi", "max_tokens": 1}', "--deadline", "30"
+    )
     assert answered.returncode == 0, answered.stderr
     assert '"choices"' in answered.stdout
 
@@ -515,7 +517,7 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
         elif plane.get(f"{rewrites}/chat"):
             plane.ask("DELETE", f"{rewrites}/chat")
         beside.wait_for_model("chat", served=served)
-        answered = beside.run("submit", chat, "--deadline", "30")
+        answered = beside.run_batch("submit", chat, "--deadline", "30")
         assert (answered.returncode == 0) is served, answered.stderr + answered.stdout
         assert ("MODEL_NOT_FOUND" in answered.stdout + answered.stderr) is not served
 
@@ -526,7 +528,7 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
     cluster.end("other-picker", grace_s=0)
     beside.wait_for(max_sys=20, signals_problem=None)
 
-    checked = beside.run("check")
+    checked = beside.run_batch("check")
     assert PICKER in checked.stdout + checked.stderr
 
     judge(plane, namespace)
@@ -544,7 +546,7 @@ def test_an_upgrade_reaches_what_runs_and_the_hooks_answer_is_helm_s(
         at = words.index("--config")
         del words[at : at + 2]
         token = any(each["mountPath"].endswith("/serviceaccount") for each in container["volumeMounts"])
-        status = beside.run(*words, token=token).returncode
+        status = beside.run_batch(*words, token=token).returncode
         ran.append((words[0], token, status))
         return status
 

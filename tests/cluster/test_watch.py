@@ -11,7 +11,7 @@ import pytest
 
 from dispatcher.signals.kubernetes.api import Api
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
-from dispatcher.signals.kubernetes.digests import digest_pod, digest_rewrite
+from dispatcher.signals.kubernetes.digests import parse_pod, parse_rewrite
 from dispatcher.signals.kubernetes.mirror import SILENCE_S, Mirror, Resource
 from tests.cluster.control_plane import ControlPlane, Object
 from tests.support import wait_until
@@ -43,25 +43,25 @@ async def test_bookmarks_keep_a_watch_and_what_is_not_served_is_asked_for_seldom
     access = ClusterAccess({"KUBECONFIG": str(kubeconfig)}, tmp_path)
     version, plural = "v1alpha2", "inferencemodelrewrites"
     api = Api(access)
-    pods = Mirror(api, Resource("", "v1", "pods", namespace), digest_pod, lambda: None)
+    pods = Mirror(api, Resource("", "v1", "pods", namespace), parse_pod, lambda: None)
     rewrites = [
-        Mirror(api, Resource(group, version, plural, namespace), digest_rewrite, lambda: None)
+        Mirror(api, Resource(group, version, plural, namespace), parse_rewrite, lambda: None)
         for group in ("inference.networking.x-k8s.io", "llm-d.ai")
     ]
     served: list[Mirror[Any]] = [pods, rewrites[0]]
     unserved = rewrites[1]
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(mirror.run()) for mirror in (*served, unserved)]
-        await wait_until(lambda: all(mirror.watched for mirror in served), 30)
-        began_at = max(mirror.heard_at for mirror in served)
+        await wait_until(lambda: all(mirror.was_watched for mirror in served), 30)
+        began_at = max(mirror.last_contact_at for mirror in served)
         # Nothing but two bookmarks makes it so without another request.
         await wait_until(
-            lambda: all(mirror.heard_at > began_at + SILENCE_S for mirror in served),
+            lambda: all(mirror.last_contact_at > began_at + SILENCE_S for mirror in served),
             4 * SILENCE_S,
             what="bookmarks",
             every_s=0.5,
         )
-        assert unserved.unserved
+        assert unserved.is_unserved
         for task in running:
             task.cancel()
     await api.close()

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from dispatcher.core.requests.oversize import cut
-from dispatcher.core.requests.request import Rejection, parse
+from dispatcher.core.requests.oversize import cut_member
+from dispatcher.core.requests.request import Rejection, parse_member
 from dispatcher.core.requests.result import decode_result
-from dispatcher.ports import Burial, Expired, Lease, Release, Settled, Settlement
+from dispatcher.ports import DeadLetter, Lease, Release, Settlement, SettleStatus, UnleasedRequest
 from tests.conformance.worlds import NOW, World, answer, claim, member, permit
 from tests.support import wait_until
 
@@ -18,7 +18,7 @@ UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
 BAND = 10**11
 
 
-def end_of(expired: Expired) -> tuple[Expired, Settlement]:
+def end_of(expired: UnleasedRequest) -> tuple[UnleasedRequest, Settlement]:
     return expired, Settlement(UNLEASED, b'{"id":"gone"}', "")
 
 
@@ -28,7 +28,7 @@ async def all_expired(world: World, expected: set[bytes]) -> set[bytes]:
     found: set[bytes] = set()
 
     async def enough() -> bool:
-        found.update(one.member for one in await owner.expired(4))
+        found.update(one.member for one in await owner.find_overdue(4))
         return found >= expected
 
     await wait_until(enough)
@@ -41,18 +41,18 @@ async def test_buried_request_is_dead_with_its_reason_and_its_result_is_written(
     await world.zadd(NOW + 5, member("r-1"))
     owner = world.owner()
     [lease] = await claim(owner)
-    await owner.release([Release(lease, attempt=True, refusal=True)])
+    await owner.release([Release(lease, is_failed_attempt=True, is_refusal=True)])
     [lease] = await claim(owner)
-    burial = Burial(answer(lease, b'{"id":"r-1"}'), "8 tries failed: 500")
-    assert await owner.bury([burial]) == [Settled.DONE]
-    assert await owner.bury([burial]) == [Settled.LOST]
+    burial = DeadLetter(answer(lease, b'{"id":"r-1"}'), "8 tries failed: 500")
+    assert await owner.move_to_dead_letters([burial]) == [SettleStatus.DONE]
+    assert await owner.move_to_dead_letters([burial]) == [SettleStatus.LOST]
     assert await world.results() == [b'{"id":"r-1"}']
-    [dead] = await world.desk.dead_list(10)
-    assert (dead.entry, dead.member, dead.score) == (lease.entry, member("r-1"), NOW + 5)
+    [dead] = await world.desk.list_dead(10)
+    assert (dead.entry_id, dead.member, dead.score) == (lease.entry_id, member("r-1"), NOW + 5)
     assert dead.reason == "8 tries failed: 500"
     assert dead.died_at == pytest.approx(owner.unix_now(), abs=30)
-    assert (dead.deliveries, dead.attempts, dead.refusals, dead.losses) == (2, 1, 1, 0)
-    counts = await owner.counts()
+    assert (dead.deliveries, dead.failed_attempts, dead.refusals, dead.deaths_as_suspect) == (2, 1, 1, 0)
+    counts = await owner.count_requests()
     assert (counts.pending, counts.leased, counts.delayed, counts.dead) == (0, 0, 0, 1)
 
 
@@ -60,9 +60,11 @@ async def test_request_without_a_readable_id_dies_without_a_result(world: World)
     await world.zadd(1, b"\xffrubbish")
     owner = world.owner()
     [lease] = await claim(owner)
-    assert await owner.bury([Burial(answer(lease, b""), "not JSON")]) == [Settled.DONE]
+    assert await owner.move_to_dead_letters([DeadLetter(answer(lease, b""), "not JSON")]) == [
+        SettleStatus.DONE
+    ]
     assert await world.results() == []
-    [dead] = await world.desk.dead_list(10)
+    [dead] = await world.desk.list_dead(10)
     assert dead.member == b"\xffrubbish"
 
 
@@ -72,14 +74,14 @@ async def test_member_too_long_for_any_payload_is_leased_as_its_head(world: Worl
     await world.zadd(NOW - 5, too_long)
     await world.zadd(NOW + 3600, member("r-2"))
     owner = world.owner()
-    assert not [found for _ in range(3) for found in await owner.expired(4)]
+    assert not [found for _ in range(3) for found in await owner.find_overdue(4)]
     [first], [second] = await claim(owner), await claim(owner)
-    assert first.member == cut(too_long)
+    assert first.member == cut_member(too_long)
     assert second.member == member("r-2")
-    assert await owner.release([Release(first)]) == [Settled.DONE]
+    assert await owner.release([Release(first)]) == [SettleStatus.DONE]
     [again] = await claim(owner)
-    assert again.member == cut(too_long)
-    told = parse(again.member)
+    assert again.member == cut_member(too_long)
+    told = parse_member(again.member)
     assert isinstance(told, Rejection)
     assert (told.id, told.code) == ("r-1", "TOO_LARGE")
 
@@ -89,48 +91,48 @@ async def test_dead_are_listed_page_by_page(world: World) -> None:
         await world.zadd(number, member(f"r-{number}"))
     owner = world.owner()
     leases = await claim(owner)
-    await owner.bury([Burial(answer(lease, b""), "why") for lease in leases])
-    first = await world.desk.dead_list(3)
-    second = await world.desk.dead_list(3, after=first[-1].entry)
-    assert [dead.entry for dead in [*first, *second]] == [lease.entry for lease in leases]
-    assert await world.desk.dead_list(3, after=second[-1].entry) == []
+    await owner.move_to_dead_letters([DeadLetter(answer(lease, b""), "why") for lease in leases])
+    first = await world.desk.list_dead(3)
+    second = await world.desk.list_dead(3, after=first[-1].entry_id)
+    assert [dead.entry_id for dead in [*first, *second]] == [lease.entry_id for lease in leases]
+    assert await world.desk.list_dead(3, after=second[-1].entry_id) == []
 
 
 async def test_newest_dead_come_first(world: World) -> None:
-    assert await world.desk.dead_newest(3) == []
+    assert await world.desk.list_newest_dead(3) == []
     for number in range(5):
         await world.zadd(number, member(f"r-{number}"))
     owner = world.owner()
     leases = await claim(owner)
-    await owner.bury([Burial(answer(lease, b""), "why") for lease in leases])
-    assert [dead.entry for dead in await world.desk.dead_newest(3)] == [
-        lease.entry for lease in reversed(leases[-3:])
+    await owner.move_to_dead_letters([DeadLetter(answer(lease, b""), "why") for lease in leases])
+    assert [dead.entry_id for dead in await world.desk.list_newest_dead(3)] == [
+        lease.entry_id for lease in reversed(leases[-3:])
     ]
-    assert len(await world.desk.dead_newest(9)) == 5
+    assert len(await world.desk.list_newest_dead(9)) == 5
 
 
 async def test_requeued_request_is_a_new_one_with_a_new_deadline_in_its_old_priority(world: World) -> None:
     await world.zadd(3 * BAND + NOW - 5, member("r-1", deadline=NOW - 5, payload={"a": [1.5]}, x="y"))
     owner = world.owner()
     [lease] = await claim(owner)
-    await owner.bury([Burial(answer(lease, b'{"id":"r-1"}'), "why")])
-    assert await world.desk.dead_requeue([lease.entry, 4711], NOW + 500) == 1
-    assert (await owner.counts()).dead == 0
+    await owner.move_to_dead_letters([DeadLetter(answer(lease, b'{"id":"r-1"}'), "why")])
+    assert await world.desk.requeue_dead([lease.entry_id, 4711], NOW + 500) == 1
+    assert (await owner.count_requests()).dead == 0
     [again] = await claim(owner)
     assert again.score == 3 * BAND + NOW + 500
     data = json.loads(again.member)["data"]
     assert (data["id"], data["deadline"], data["payload"]) == ("r-1", NOW + 500, {"a": [1.5]})
-    assert (again.deliveries, again.attempts, again.losses) == (1, 0, 0)
-    assert again.entry != lease.entry
+    assert (again.deliveries, again.failed_attempts, again.deaths_as_suspect) == (1, 0, 0)
+    assert again.entry_id != lease.entry_id
 
 
 async def test_unreadable_dead_cannot_be_requeued(world: World) -> None:
     await world.zadd(1, b"rubbish")
     owner = world.owner()
     [lease] = await claim(owner)
-    await owner.bury([Burial(answer(lease, b""), "not JSON")])
-    assert await world.desk.dead_requeue([lease.entry], NOW + 500) == 0
-    assert (await owner.counts()).dead == 1
+    await owner.move_to_dead_letters([DeadLetter(answer(lease, b""), "not JSON")])
+    assert await world.desk.requeue_dead([lease.entry_id], NOW + 500) == 0
+    assert (await owner.count_requests()).dead == 1
 
 
 async def test_purged_dead_are_forgotten(world: World) -> None:
@@ -138,11 +140,13 @@ async def test_purged_dead_are_forgotten(world: World) -> None:
         await world.zadd(number, member(f"r-{number}"))
     owner = world.owner()
     leases = await claim(owner)
-    await owner.bury([Burial(answer(lease, b""), "why") for lease in leases])
-    assert await world.desk.dead_purge([leases[1].entry, 4711]) == 1
-    assert [dead.entry for dead in await world.desk.dead_list(9)] == [leases[n].entry for n in (0, 2, 3)]
-    assert await world.desk.dead_purge() == 3
-    assert (await owner.counts()).dead == 0
+    await owner.move_to_dead_letters([DeadLetter(answer(lease, b""), "why") for lease in leases])
+    assert await world.desk.purge_dead([leases[1].entry_id, 4711]) == 1
+    assert [dead.entry_id for dead in await world.desk.list_dead(9)] == [
+        leases[n].entry_id for n in (0, 2, 3)
+    ]
+    assert await world.desk.purge_dead() == 3
+    assert (await owner.count_requests()).dead == 0
 
 
 async def test_expired_finds_by_score_in_every_priority_and_every_place(world: World) -> None:
@@ -164,22 +168,22 @@ async def test_expired_ones_tell_what_their_last_try_came_to(world: World) -> No
     for number, name in enumerate((b"returned", b"delayed", b"untried", b"heavy", b"uncounted")):
         await world.zadd(NOW - 10 + number, name)
     leases = {lease.member: lease for lease in await claim(owner)}
-    await owner.weigh([(leases[b"heavy"], 3)], permit(100))
+    await owner.set_lease_units([(leases[b"heavy"], 3)], permit(100))
     await owner.release(
         [
-            Release(leases[b"returned"], refusal=True, last_try="refused"),
-            Release(leases[b"delayed"], delay_s=500, attempt=True, last_try="reset"),
+            Release(leases[b"returned"], is_refusal=True, last_attempt="refused"),
+            Release(leases[b"delayed"], delay_s=500, is_failed_attempt=True, last_attempt="reset"),
             Release(leases[b"untried"]),
-            Release(leases[b"heavy"], last_try="no room"),
-            Release(leases[b"uncounted"], delay_s=500, undelivered=True, last_try="no connection"),
+            Release(leases[b"heavy"], last_attempt="no room"),
+            Release(leases[b"uncounted"], delay_s=500, is_undelivered=True, last_attempt="no connection"),
         ]
     )
     await world.zadd(NOW - 5, b"never claimed")
     told: dict[bytes, tuple[str, int, int]] = {}
 
     async def found() -> bool:
-        over = await owner.expired(10)
-        told.update({one.member: (one.last_try, one.attempts, one.refusals) for one in over})
+        over = await owner.find_overdue(10)
+        told.update({one.member: (one.last_attempt, one.failed_attempts, one.refusals) for one in over})
         return len(told) == 6
 
     await wait_until(found)
@@ -205,14 +209,14 @@ async def test_expired_requests_get_their_result_once(world: World) -> None:
     owner = world.owner()
     for number in range(3):
         await world.zadd(NOW - 10 + number, member(f"r-{number}"))
-    found = await owner.expired(10)
+    found = await owner.find_overdue(10)
     assert len(found) == 3
     ends = [end_of(one) for one in found]
-    assert await owner.expire([*ends, ends[0]]) == 3
+    assert await owner.settle_unleased([*ends, ends[0]]) == 3
     assert len(await world.results()) == 3
-    assert await owner.expire(ends) == 0
+    assert await owner.settle_unleased(ends) == 0
     assert await world.results() == []
-    assert (await owner.counts()).pending == 0
+    assert (await owner.count_requests()).pending == 0
 
 
 @pytest.mark.parametrize("moved", ["claimed", "claimed and returned", "settled"])
@@ -221,13 +225,13 @@ async def test_request_that_moved_since_it_was_found_is_left_alone(world: World,
     await world.zadd(NOW - 10, member())
     [lease] = await claim(owner)
     await owner.release([Release(lease)])
-    [found] = await owner.expired(10)
+    [found] = await owner.find_overdue(10)
     [lease] = await claim(owner)
     if moved == "claimed and returned":
         await owner.release([Release(lease)])
     elif moved == "settled":
         await owner.settle([answer(lease, b"answered")])
-    assert await owner.expire([end_of(found)]) == 0
+    assert await owner.settle_unleased([end_of(found)]) == 0
     assert await world.results() == ([b"answered"] if moved == "settled" else [])
 
 
@@ -238,7 +242,7 @@ async def test_scores_that_are_no_deadlines_hide_nobody(world: World) -> None:
     await world.zadd(NOW - 1, b"really expired")
 
     async def found() -> bool:
-        return b"really expired" in {one.member for one in await owner.expired(7)}
+        return b"really expired" in {one.member for one in await owner.find_overdue(7)}
 
     await wait_until(found)
 
@@ -247,8 +251,8 @@ async def test_result_of_an_expired_request_may_name_a_list_of_its_own(world: Wo
     owner = world.owner()
     await world.zadd(NOW - 10, member("r-1"))
     await world.zadd(NOW - 9, member("r-2"))
-    first, second = await owner.expired(10)
-    done = await owner.expire(
+    first, second = await owner.find_overdue(10)
+    done = await owner.settle_unleased(
         [
             (first, Settlement(UNLEASED, b"mine", "a:{qwen}:list")),
             (second, Settlement(UNLEASED, b'{"id":"r-2"}', "batch:{qwen}:requests", "r-2")),

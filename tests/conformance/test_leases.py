@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.ports import Lease, Permit, Release, Settled, Settlement
+from dispatcher.ports import Lease, Permit, Release, Settlement, SettleStatus
 from tests.conformance.worlds import (
     LEASE_S,
     World,
@@ -51,11 +51,11 @@ async def test_each_lease_lost_since_the_permit_lowers_it_by_one(world: World) -
     await fill(world, 20)
     owner = world.owner()
     before = await full_claim(owner, 3, limit=10)
-    assert before.count.lost == 0
+    assert before.lease_counts.lost_units == 0
     await world.lose(owner, *before.leases)
     after = await full_claim(owner, limit=10, lost=0)
     assert len(after.leases) == 7
-    assert after.count.lost == 3
+    assert after.lease_counts.lost_units == 3
     assert len(await claim(owner, limit=10, lost=3)) == 3
 
 
@@ -72,12 +72,12 @@ async def test_same_nonce_returns_the_same_leases_and_claims_nothing(world: Worl
     owner = world.owner()
     first = await owner.claim(3, "again", permit())
     second = await owner.claim(5, "again", permit())
-    assert [(lease.entry, lease.token, lease.member) for lease in second.leases] == [
-        (lease.entry, lease.token, lease.member) for lease in first.leases
+    assert [(lease.entry_id, lease.token, lease.member) for lease in second.leases] == [
+        (lease.entry_id, lease.token, lease.member) for lease in first.leases
     ]
     assert [lease.deliveries for lease in second.leases] == [1, 1, 1]
-    assert second.count.live == 3
-    assert second.waiting == 7
+    assert second.lease_counts.live_units == 3
+    assert second.claimable_count == 7
 
 
 async def test_same_nonce_returns_only_what_is_still_the_caller_s(world: World) -> None:
@@ -87,14 +87,14 @@ async def test_same_nonce_returns_only_what_is_still_the_caller_s(world: World) 
     await owner.settle([answer(done)])
     await owner.release([Release(given_back)])
     await claim(other)
-    assert [lease.entry for lease in (await owner.claim(3, "again", permit())).leases] == [kept.entry]
+    assert [lease.entry_id for lease in (await owner.claim(3, "again", permit())).leases] == [kept.entry_id]
 
 
 async def test_nonces_of_two_owners_are_two(world: World) -> None:
     await fill(world, 4)
     first = await world.owner("owner-1").claim(2, "same", permit())
     second = await world.owner("owner-2").claim(2, "same", permit())
-    assert len({lease.entry for lease in [*first.leases, *second.leases]}) == 4
+    assert len({lease.entry_id for lease in [*first.leases, *second.leases]}) == 4
 
 
 async def test_empty_claim_is_repeated_empty(world: World) -> None:
@@ -110,13 +110,13 @@ async def test_owner_that_was_thought_dead_cannot_write_a_second_result(world: W
     old, new = world.owner("owner-1"), world.owner("owner-2")
     [stale] = await claim(old)
     await world.lose(new, stale)
-    assert await old.settle([answer(stale, b"late")]) == [Settled.LOST]
+    assert await old.settle([answer(stale, b"late")]) == [SettleStatus.LOST]
     [fresh] = await claim(new)
-    assert (fresh.entry, fresh.deliveries) == (stale.entry, 2)
-    assert await old.settle([answer(stale, b"late")]) == [Settled.LOST]
-    assert await old.release([Release(stale)]) == [Settled.LOST]
-    assert list((await old.renew([stale])).lost) == [stale.entry]
-    assert await new.settle([answer(fresh, b"the one")]) == [Settled.DONE]
+    assert (fresh.entry_id, fresh.deliveries) == (stale.entry_id, 2)
+    assert await old.settle([answer(stale, b"late")]) == [SettleStatus.LOST]
+    assert await old.release([Release(stale)]) == [SettleStatus.LOST]
+    assert list((await old.renew([stale])).lost_entry_ids) == [stale.entry_id]
+    assert await new.settle([answer(fresh, b"the one")]) == [SettleStatus.DONE]
     assert await world.results() == [b"the one"]
 
 
@@ -124,10 +124,10 @@ async def test_settled_lease_cannot_be_settled_released_or_renewed_again(world: 
     await fill(world, 1)
     owner = world.owner()
     [lease] = await claim(owner)
-    assert await owner.settle([answer(lease, b"one")]) == [Settled.DONE]
-    assert await owner.settle([answer(lease, b"two")]) == [Settled.LOST]
-    assert await owner.release([Release(lease)]) == [Settled.LOST]
-    assert list((await owner.renew([lease])).lost) == [lease.entry]
+    assert await owner.settle([answer(lease, b"one")]) == [SettleStatus.DONE]
+    assert await owner.settle([answer(lease, b"two")]) == [SettleStatus.LOST]
+    assert await owner.release([Release(lease)]) == [SettleStatus.LOST]
+    assert list((await owner.renew([lease])).lost_entry_ids) == [lease.entry_id]
     assert await world.results() == [b"one"]
 
 
@@ -136,7 +136,7 @@ async def test_one_lease_twice_in_one_call_is_settled_once(world: World) -> None
     owner = world.owner()
     [lease] = await claim(owner)
     said = await owner.settle([answer(lease, b"one"), answer(lease, b"two")])
-    assert list(said) == [Settled.DONE, Settled.LOST]
+    assert list(said) == [SettleStatus.DONE, SettleStatus.LOST]
     assert await world.results() == [b"one"]
 
 
@@ -145,12 +145,19 @@ async def test_token_fences(world: World, forged: str) -> None:
     await fill(world, 1)
     owner = world.owner()
     [lease] = await claim(owner)
-    fields = (lease.member, lease.score, lease.deliveries, lease.attempts, lease.refusals, lease.losses)
-    false = Lease(lease.entry, forged, *fields)
-    assert await owner.settle([answer(false)]) == [Settled.LOST]
-    assert await owner.release([Release(false)]) == [Settled.LOST]
-    assert list((await owner.renew([false])).lost) == [lease.entry]
-    assert await owner.settle([answer(lease)]) == [Settled.DONE]
+    fields = (
+        lease.member,
+        lease.score,
+        lease.deliveries,
+        lease.failed_attempts,
+        lease.refusals,
+        lease.deaths_as_suspect,
+    )
+    false = Lease(lease.entry_id, forged, *fields)
+    assert await owner.settle([answer(false)]) == [SettleStatus.LOST]
+    assert await owner.release([Release(false)]) == [SettleStatus.LOST]
+    assert list((await owner.renew([false])).lost_entry_ids) == [lease.entry_id]
+    assert await owner.settle([answer(lease)]) == [SettleStatus.DONE]
 
 
 async def test_renewed_lease_lives_on_and_another_does_not(world: World) -> None:
@@ -159,9 +166,9 @@ async def test_renewed_lease_lives_on_and_another_does_not(world: World) -> None
     await owner.sweep()
     kept, left = await claim(owner)
     await world.run_out(kept, left)
-    assert list((await owner.renew([kept])).lost) == []
-    assert (await owner.sweep()).reclaimed == 1
-    assert await owner.settle([answer(kept), answer(left)]) == [Settled.DONE, Settled.LOST]
+    assert list((await owner.renew([kept])).lost_entry_ids) == []
+    assert (await owner.sweep()).reclaimed_count == 1
+    assert await owner.settle([answer(kept), answer(left)]) == [SettleStatus.DONE, SettleStatus.LOST]
 
 
 async def test_lease_that_ran_out_unreclaimed_can_still_be_settled(world: World) -> None:
@@ -169,8 +176,8 @@ async def test_lease_that_ran_out_unreclaimed_can_still_be_settled(world: World)
     owner = world.owner()
     [lease] = await claim(owner)
     await world.run_out(lease)
-    assert await owner.settle([answer(lease)]) == [Settled.DONE]
-    assert (await owner.sweep()).reclaimed == 0
+    assert await owner.settle([answer(lease)]) == [SettleStatus.DONE]
+    assert (await owner.sweep()).reclaimed_count == 0
 
 
 async def test_release_counts_what_it_says(world: World) -> None:
@@ -179,10 +186,10 @@ async def test_release_counts_what_it_says(world: World) -> None:
 
     async def after(**said: Any) -> tuple[int, int, int]:
         [lease] = await claim(owner)
-        assert await owner.release([Release(lease, **said)]) == [Settled.DONE]
+        assert await owner.release([Release(lease, **said)]) == [SettleStatus.DONE]
         [lease] = await claim(owner)
-        await owner.release([Release(lease, undelivered=True)])
-        return lease.deliveries, lease.attempts, lease.refusals
+        await owner.release([Release(lease, is_undelivered=True)])
+        return lease.deliveries, lease.failed_attempts, lease.refusals
 
     assert await after() == (2, 0, 0)
     assert await after(undelivered=True) == (2, 0, 0)
@@ -197,18 +204,18 @@ async def test_what_the_last_try_came_to_stays_with_the_request_until_another_on
     await fill(world, 2)
     owner = world.owner()
     one, other = await claim(owner)
-    assert (one.last_try, other.last_try) == ("", "")
+    assert (one.last_attempt, other.last_attempt) == ("", "")
 
     async def after(last_try: str, delay_s: float = 0.0) -> tuple[str, str]:
         """As the next claim has it, and who looks."""
         (lease,) = await claim(owner)
-        await owner.release([Release(lease, delay_s, attempt=True, last_try=last_try)])
-        page = await world.desk.search([], entries_only=True)
+        await owner.release([Release(lease, delay_s, is_failed_attempt=True, last_attempt=last_try)])
+        page = await world.desk.search_requests([], entries_only=True)
         if delay_s:
-            return "", next(each.reason for each in page.found if each.entry == lease.entry)
+            return "", next(each.reason for each in page.requests if each.entry == lease.entry_id)
         (lease,) = await claim(owner)
-        await owner.release([Release(lease, undelivered=True)])
-        return lease.last_try, next(each.reason for each in page.found if each.entry == lease.entry)
+        await owner.release([Release(lease, is_undelivered=True)])
+        return lease.last_attempt, next(each.reason for each in page.requests if each.entry == lease.entry_id)
 
     await owner.release([Release(one)])
     assert await after("no healthy upstream") == ("no healthy upstream",) * 2
@@ -222,20 +229,22 @@ async def test_delayed_request_comes_back_to_its_place_when_it_is_due(world: Wor
     owner = world.owner()
     leases = await claim(owner, 2)
     released_at = asyncio.get_running_loop().time()
-    await owner.release([Release(leases[0], delay_s=0.2, attempt=True), Release(leases[1], delay_s=60)])
-    counts = await owner.counts()
+    await owner.release(
+        [Release(leases[0], delay_s=0.2, is_failed_attempt=True), Release(leases[1], delay_s=60)]
+    )
+    counts = await owner.count_requests()
     assert (counts.pending, counts.delayed) == (1, 2)
     swept = await owner.sweep()
     assert swept.next_due_at == pytest.approx(released_at + 0.2, abs=0.5)
 
     async def due() -> bool:
-        return (await owner.sweep()).due == 1
+        return (await owner.sweep()).due_count == 1
 
     await wait_until(due)
     # Never before its time: the clocks' offset is known to a round trip on loopback.
     assert asyncio.get_running_loop().time() > released_at + 0.19
     [first, _] = await claim(owner)
-    assert first.entry == leases[0].entry
+    assert first.entry_id == leases[0].entry_id
     assert (await owner.sweep()).next_due_at == pytest.approx(released_at + 60, abs=0.5)
 
 
@@ -245,19 +254,23 @@ async def test_losses_make_a_suspect_that_runs_apart(world: World) -> None:
     two = await claim(owner, 2)
     await world.lose(owner, *two)
     two = await claim(owner, 2)
-    assert [(lease.deliveries, lease.losses) for lease in two] == [(2, 0)] * 2
+    assert [(lease.deliveries, lease.deaths_as_suspect) for lease in two] == [(2, 0)] * 2
     await world.lose(owner, *two)
     # Two owners died holding each: from the third delivery on there is one of them at a time.
     claimed = await full_claim(owner, suspects=0)
     assert [lease.deliveries for lease in claimed.leases] == [1, 1]
-    assert claimed.waiting == 0
-    assert (await owner.counts()).pending == 2
-    await owner.release([Release(lease, undelivered=True) for lease in claimed.leases])
+    assert claimed.claimable_count == 0
+    assert (await owner.count_requests()).pending == 2
+    await owner.release([Release(lease, is_undelivered=True) for lease in claimed.leases])
     claimed = await full_claim(owner, suspects=1)
-    assert [(lease.deliveries, lease.losses) for lease in claimed.leases] == [(3, 0), (1, 0), (1, 0)]
-    assert claimed.waiting == 0
+    assert [(lease.deliveries, lease.deaths_as_suspect) for lease in claimed.leases] == [
+        (3, 0),
+        (1, 0),
+        (1, 0),
+    ]
+    assert claimed.claimable_count == 0
     claimed = await full_claim(owner, suspects=2)
-    assert claimed.waiting == 0
+    assert claimed.claimable_count == 0
     assert len(claimed.leases) == 1
 
 
@@ -267,7 +280,7 @@ async def test_losses_of_a_suspect_are_counted(world: World) -> None:
     seen = []
     for _ in range(5):
         [lease] = await claim(owner)
-        seen.append((lease.deliveries, lease.losses))
+        seen.append((lease.deliveries, lease.deaths_as_suspect))
         await world.lose(owner, lease)
     assert seen == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 2)]
 
@@ -276,7 +289,7 @@ async def test_retries_do_not_make_a_suspect(world: World) -> None:
     await fill(world, 2)
     owner = world.owner()
     for _ in range(5):
-        await owner.release([Release(lease, attempt=True) for lease in await claim(owner)])
+        await owner.release([Release(lease, is_failed_attempt=True) for lease in await claim(owner)])
     await world.lose(owner, *await claim(owner))
     assert len(await claim(owner, suspects=0)) == 2
 
@@ -292,7 +305,7 @@ async def test_suspect_keeps_its_place_through_delay_and_release(world: World) -
     await owner.release([Release(first, delay_s=0.01)])
 
     async def due() -> bool:
-        return (await owner.sweep()).due == 1
+        return (await owner.sweep()).due_count == 1
 
     await wait_until(due)
     assert [lease.score for lease in await claim(owner, suspects=0)] == [2.0]
@@ -308,15 +321,15 @@ async def test_nothing_is_reclaimed_for_a_third_of_a_lease_after_the_queue_was_a
     [lost] = await claim(dead, 1)
     await world.run_out(kept, lost)
     await world.skip_sweeps(LEASE_S / 3 + 1)
-    assert (await living.sweep()).reclaimed == 0
-    assert list((await living.renew([kept])).lost) == []
+    assert (await living.sweep()).reclaimed_count == 0
+    assert list((await living.renew([kept])).lost_entry_ids) == []
     # A third of a lease later, swept all along.
     await world.skip_sweeps(LEASE_S / 3 - 0.1)
     await living.sweep()
     await world.skip_sweeps(0.2)
-    assert (await living.sweep()).reclaimed == 1
-    assert await living.settle([answer(kept)]) == [Settled.DONE]
-    assert await dead.settle([answer(lost)]) == [Settled.LOST]
+    assert (await living.sweep()).reclaimed_count == 1
+    assert await living.settle([answer(kept)]) == [SettleStatus.DONE]
+    assert await dead.settle([answer(lost)]) == [SettleStatus.LOST]
 
 
 async def test_pause_between_sweeps_of_less_than_a_third_of_a_lease_means_nothing(world: World) -> None:
@@ -326,7 +339,7 @@ async def test_pause_between_sweeps_of_less_than_a_third_of_a_lease_means_nothin
     [lease] = await claim(owner)
     await world.run_out(lease)
     await world.skip_sweeps(LEASE_S / 3 - 1)
-    assert (await owner.sweep()).reclaimed == 1
+    assert (await owner.sweep()).reclaimed_count == 1
 
 
 async def test_counts_of_leases_tell_own_from_others_and_young_from_old(world: World) -> None:
@@ -335,14 +348,14 @@ async def test_counts_of_leases_tell_own_from_others_and_young_from_old(world: W
     mine = await claim(first, 2)
     theirs = await claim(second, 3)
     before = asyncio.get_running_loop().time()
-    count = (await first.renew([])).count
-    assert (count.live, count.others, count.lost) == (5, 3, 0)
-    assert count.at == pytest.approx(before, abs=0.5)
-    count = (await second.renew([])).count
-    assert (count.live, count.others) == (5, 2)
+    count = (await first.renew([])).lease_counts
+    assert (count.live_units, count.other_owners_units, count.lost_units) == (5, 3, 0)
+    assert count.counted_at == pytest.approx(before, abs=0.5)
+    count = (await second.renew([])).lease_counts
+    assert (count.live_units, count.other_owners_units) == (5, 2)
 
     async def young() -> int:
-        return (await first.renew([])).count.young
+        return (await first.renew([])).lease_counts.just_leased_units
 
     async def none_young() -> bool:
         return await young() == 0
@@ -367,7 +380,7 @@ async def test_counts_say_where_the_requests_are(world: World) -> None:
     owner = world.owner()
     leases = await claim(owner, 4)
     await owner.release([Release(leases[0]), Release(leases[1], delay_s=60)])
-    counts = await owner.counts()
+    counts = await owner.count_requests()
     assert (counts.pending, counts.leased, counts.delayed, counts.dead) == (3, 2, 1, 0)
 
 
@@ -375,20 +388,20 @@ async def test_empty_calls_do_nothing(world: World) -> None:
     owner = world.owner()
     assert list(await owner.settle([])) == []
     assert list(await owner.release([])) == []
-    assert list(await owner.bury([])) == []
-    assert list(await owner.cancelled([])) == []
-    assert await owner.expire([]) == 0
+    assert list(await owner.move_to_dead_letters([])) == []
+    assert list(await owner.check_cancelled([])) == []
+    assert await owner.settle_unleased([]) == 0
     swept = await owner.sweep()
-    assert (swept.reclaimed, swept.due, swept.next_due_at) == (0, 0, None)
+    assert (swept.reclaimed_count, swept.due_count, swept.next_due_at) == (0, 0, None)
 
 
 async def test_calls_on_leases_that_never_were_are_lost(world: World) -> None:
     await fill(world, 1)
     owner = world.owner()
     never = Lease(4711, "0" * 32, b"", 0, 1, 0, 0, 0)
-    assert list(await owner.settle([Settlement(never, b"x", "")])) == [Settled.LOST]
-    assert list(await owner.release([Release(never)])) == [Settled.LOST]
-    assert list((await owner.renew([never])).lost) == [4711]
+    assert list(await owner.settle([Settlement(never, b"x", "")])) == [SettleStatus.LOST]
+    assert list(await owner.release([Release(never)])) == [SettleStatus.LOST]
+    assert list((await owner.renew([never])).lost_entry_ids) == [4711]
     assert await world.results() == []
 
 
@@ -397,6 +410,6 @@ async def test_many_at_once(world: World) -> None:
     owner = world.owner()
     leases = (await owner.claim(600, "n", Permit(600, asyncio.get_running_loop().time(), 0))).leases
     assert [lease.score for lease in leases] == [float(number) for number in range(600)]
-    assert list((await owner.renew(leases)).lost) == []
-    assert set(await owner.settle([answer(lease) for lease in leases])) == {Settled.DONE}
+    assert list((await owner.renew(leases)).lost_entry_ids) == []
+    assert set(await owner.settle([answer(lease) for lease in leases])) == {SettleStatus.DONE}
     assert await world.results() == [answer(lease).result for lease in leases]

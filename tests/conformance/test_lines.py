@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.ports import Lease, Overload, Queue, Release, Settled
+from dispatcher.ports import Lease, Overload, Queue, Release, SettleStatus
 from tests.conformance.worlds import LEASE_S, World, answer, claim, full_claim, member, permit
 
 URGENT = "batch:{qwen}:urgent"
@@ -18,7 +18,7 @@ class Lines:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.urgent = world.line(URGENT)
+        self.urgent = world.take_snapshot(URGENT)
 
     async def fill(self) -> None:
         for number in range(10):
@@ -45,12 +45,12 @@ async def test_one_limit_holds_over_both_lines(lines: Lines) -> None:
     assert len(await claim(others_urgent, limit=5)) == 0
     told = await full_claim(others_usual, limit=6)
     assert len(told.leases) == 1
-    assert (told.count.live, told.count.others) == (6, 5)
+    assert (told.lease_counts.live_units, told.lease_counts.other_owners_units) == (6, 5)
 
 
 async def test_no_entry_is_of_two_lines(lines: Lines) -> None:
     usual, urgent = lines.owner("a")
-    entries = [lease.entry for queue in (usual, urgent, usual) for lease in await claim(queue, most=4)]
+    entries = [lease.entry_id for queue in (usual, urgent, usual) for lease in await claim(queue, most=4)]
     assert len(set(entries)) == len(entries) == 12
 
 
@@ -58,13 +58,13 @@ async def test_a_lease_ends_in_its_own_line_alone(lines: Lines) -> None:
     usual, urgent = lines.owner("a")
     first, second, third = await claim(urgent, most=3)
     assert b"urgent-0" in first.member
-    assert await usual.settle([answer(first)]) == [Settled.LOST]
-    assert await usual.release([Release(second)]) == [Settled.LOST]
-    assert list((await usual.renew([third])).lost) == [third.entry]
-    assert await urgent.settle([answer(first)]) == [Settled.DONE]
-    assert await urgent.release([Release(second)]) == [Settled.DONE]
-    assert list((await urgent.renew([third])).lost) == []
-    counts, urgent_counts = await lines.world.desk.counts(), await lines.urgent.desk.counts()
+    assert await usual.settle([answer(first)]) == [SettleStatus.LOST]
+    assert await usual.release([Release(second)]) == [SettleStatus.LOST]
+    assert list((await usual.renew([third])).lost_entry_ids) == [third.entry_id]
+    assert await urgent.settle([answer(first)]) == [SettleStatus.DONE]
+    assert await urgent.release([Release(second)]) == [SettleStatus.DONE]
+    assert list((await urgent.renew([third])).lost_entry_ids) == []
+    counts, urgent_counts = await lines.world.desk.count_requests(), await lines.urgent.desk.count_requests()
     assert (counts.pending, urgent_counts.pending) == (10, 8)
     assert counts.leased == urgent_counts.leased == 1
 
@@ -72,11 +72,11 @@ async def test_a_lease_ends_in_its_own_line_alone(lines: Lines) -> None:
 async def test_what_one_line_learns_holds_for_the_other(lines: Lines) -> None:
     usual, urgent = lines.owner("a")
     older = permit(9)
-    await usual.share(permit(2), None)
+    await usual.share_state(permit(2), None)
     told = await urgent.claim(9, "n", older)
     assert (len(told.leases), told.shared.limit) == (2, 2)
     now = asyncio.get_running_loop().time()
-    await urgent.share(permit(9), Overload(now, now + 60, capacity=True, in_flight=2))
+    await urgent.share_state(permit(9), Overload(now, now + 60, is_out_of_capacity=True, in_flight=2))
     assert await claim(usual, limit=9) == []
     assert (await usual.renew([])).shared.overload is not None
 
@@ -84,8 +84,8 @@ async def test_what_one_line_learns_holds_for_the_other(lines: Lines) -> None:
 async def test_a_pause_stops_all_lines(lines: Lines) -> None:
     usual, urgent = lines.owner("a")
     await lines.urgent.desk.pause("me", "maintenance")
-    assert await lines.world.desk.paused() == ("me", "maintenance")
-    assert (await full_claim(usual)).shared.paused
+    assert await lines.world.desk.read_pause() == ("me", "maintenance")
+    assert (await full_claim(usual)).shared.is_paused
     assert await claim(urgent) == []
     await lines.world.desk.resume()
     assert len(await claim(urgent, most=1)) == 1
@@ -94,11 +94,11 @@ async def test_a_pause_stops_all_lines(lines: Lines) -> None:
 async def test_one_probe_runs_over_all_lines(lines: Lines) -> None:
     usual, _ = lines.owner("a")
     _, others_urgent = lines.owner("b")
-    assert len((await usual.probe("p", permit(1))).leases) == 1
-    told = await others_urgent.probe("p", permit(1))
-    assert (list(told.leases), told.shared.prober) == ([], "a")
+    assert len((await usual.claim_probe("p", permit(1))).leases) == 1
+    told = await others_urgent.claim_probe("p", permit(1))
+    assert (list(told.leases), told.shared.probing_owner) == ([], "a")
     await usual.claim(0, "c", permit(1))
-    assert (await others_urgent.renew([])).shared.prober is None
+    assert (await others_urgent.renew([])).shared.probing_owner is None
 
 
 async def test_what_a_dead_owner_held_returns_to_its_own_line(lines: Lines) -> None:
@@ -108,13 +108,23 @@ async def test_what_a_dead_owner_held_returns_to_its_own_line(lines: Lines) -> N
     await claim(dead_usual, most=2)
     await claim(dead_urgent, most=3)
     await lines.world.fall_silent("dead")
-    assert (await usual.sweep()).reclaimed == 2
-    assert (await usual.sweep()).reclaimed == 0, "the other three are none of this line's"
-    count = (await usual.renew([])).count
-    assert (count.live, count.others, count.lost, count.stray) == (3, 3, 2, 2)
-    assert (await urgent.sweep()).reclaimed == 3
-    count = (await usual.renew([])).count
-    assert (count.live, count.others, count.lost, count.stray) == (0, 0, 5, 5)
+    assert (await usual.sweep()).reclaimed_count == 2
+    assert (await usual.sweep()).reclaimed_count == 0, "the other three are none of this line's"
+    count = (await usual.renew([])).lease_counts
+    assert (count.live_units, count.other_owners_units, count.lost_units, count.orphaned_units) == (
+        3,
+        3,
+        2,
+        2,
+    )
+    assert (await urgent.sweep()).reclaimed_count == 3
+    count = (await usual.renew([])).lease_counts
+    assert (count.live_units, count.other_owners_units, count.lost_units, count.orphaned_units) == (
+        0,
+        0,
+        5,
+        5,
+    )
     assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-0", b"urgent-1"])
     await urgent.sweep()
     assert await lines.world.beating() == {"living"}
@@ -122,7 +132,7 @@ async def test_what_a_dead_owner_held_returns_to_its_own_line(lines: Lines) -> N
 
 async def heads(lines: Lines) -> tuple[Sequence[bytes], Sequence[bytes]]:
     """The first two requests of each line, by their names."""
-    found = [await world.desk.peek(2) for world in (lines.world, lines.urgent)]
+    found = [await world.desk.peek_next(2) for world in (lines.world, lines.urgent)]
     usual, urgent = ([one.partition(b'"id": "')[2].partition(b'"')[0] for _, one in some] for some in found)
     return usual, urgent
 
@@ -133,14 +143,14 @@ async def test_leases_that_ran_out_return_to_their_own_line(lines: Lines) -> Non
     await urgent.sweep()
     held = [*await claim(usual, most=1), *await claim(urgent, most=2)]
     await lines.world.run_out(*held)
-    assert [(await queue.sweep()).reclaimed for queue in (usual, usual, urgent, urgent)] == [1, 0, 2, 0]
+    assert [(await queue.sweep()).reclaimed_count for queue in (usual, usual, urgent, urgent)] == [1, 0, 2, 0]
     assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-0", b"urgent-1"])
 
 
 class Knows:
     """A prover that knows one owner to have ended."""
 
-    def gone(self, owners: Sequence[str]) -> Sequence[str]:
+    def find_ended_owners(self, owners: Sequence[str]) -> Sequence[str]:
         return [owner for owner in owners if owner == "dead"]
 
 
@@ -150,10 +160,10 @@ async def test_an_owner_that_is_proven_gone_is_swept_from_each_line(lines: Lines
     await claim(dead_urgent, most=3)
     usual = lines.world.owner("living", prover=Knows())
     urgent = lines.urgent.owner("living", prover=Knows())
-    assert (await usual.sweep()).reclaimed == 2
-    assert (await urgent.sweep()).reclaimed == 3
-    count = (await usual.renew([])).count
-    assert (count.live, count.lost, count.stray) == (0, 5, 0)
+    assert (await usual.sweep()).reclaimed_count == 2
+    assert (await urgent.sweep()).reclaimed_count == 3
+    count = (await usual.renew([])).lease_counts
+    assert (count.live_units, count.lost_units, count.orphaned_units) == (0, 5, 0)
 
 
 async def test_what_is_delayed_follows_a_clock_that_steps_back_in_each_line(lines: Lines) -> None:
@@ -180,20 +190,25 @@ async def abandoned(lines: Lines) -> tuple[Queue, Queue, Sequence[Lease]]:
     _, urgent = lines.owner("away")
     await usual.sweep()
     held = [*(await urgent.claim(3, "held", permit())).leases]
-    assert (await urgent.weigh([(held[0], 4)], permit())).fits == [True]
+    assert (await urgent.set_lease_units([(held[0], 4)], permit())).fits == [True]
     await lines.world.run_out(*held, ago_s=LEASE_S - 5)
-    assert (await usual.sweep()).lost == 0, "its own line may take it back yet"
-    assert (await usual.renew([])).count.live == 6
+    assert (await usual.sweep()).lost_units == 0, "its own line may take it back yet"
+    assert (await usual.renew([])).lease_counts.live_units == 6
     await lines.world.run_out(*held, ago_s=LEASE_S + 1)
-    assert (await usual.sweep()).reclaimed == 0, "no request of this line"
+    assert (await usual.sweep()).reclaimed_count == 0, "no request of this line"
     return usual, urgent, held
 
 
 async def test_leases_of_a_line_that_nobody_sweeps_stop_counting(lines: Lines) -> None:
     usual, *_ = await abandoned(lines)
     for _ in range(2):
-        count = (await usual.renew([])).count
-        assert (count.live, count.others, count.lost, count.stray) == (0, 0, 6, 6), "once"
+        count = (await usual.renew([])).lease_counts
+        assert (count.live_units, count.other_owners_units, count.lost_units, count.orphaned_units) == (
+            0,
+            0,
+            6,
+            6,
+        ), "once"
         await usual.sweep()
     assert len(await claim(usual, limit=9, lost=0)) == 3, "what it held may run on"
     assert len(await claim(usual, limit=9, lost=6)) == 6, "a later reading has seen what became of it"
@@ -202,37 +217,37 @@ async def test_leases_of_a_line_that_nobody_sweeps_stop_counting(lines: Lines) -
 async def test_abandoned_requests_return_when_their_line_is_swept_again(lines: Lines) -> None:
     usual, urgent, held = await abandoned(lines)
     assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-3", b"urgent-4"])
-    assert (await urgent.sweep()).reclaimed == 3
-    assert (await urgent.sweep()).reclaimed == 0
+    assert (await urgent.sweep()).reclaimed_count == 3
+    assert (await urgent.sweep()).reclaimed_count == 0
     assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-0", b"urgent-1"])
-    count = (await usual.renew([])).count
-    assert (count.live, count.others, count.lost) == (0, 0, 6), "lost once"
+    count = (await usual.renew([])).lease_counts
+    assert (count.live_units, count.other_owners_units, count.lost_units) == (0, 0, 6), "lost once"
     again = await claim(urgent, most=3, lost=6)
-    assert [lease.entry for lease in again] == [lease.entry for lease in held]
+    assert [lease.entry_id for lease in again] == [lease.entry_id for lease in held]
     assert [(lease.units, lease.deliveries) for lease in again] == [(4, 2), (1, 2), (1, 2)]
-    assert (await usual.renew([])).count.live == 6
+    assert (await usual.renew([])).lease_counts.live_units == 6
 
 
 async def test_who_comes_back_to_abandoned_leases_has_lost_them(lines: Lines) -> None:
     """Else they would count again without a claim, past the limit."""
     usual, urgent, held = await abandoned(lines)
     renewed = await urgent.renew(held)
-    assert sorted(renewed.lost) == sorted(lease.entry for lease in held)
-    assert (await urgent.weigh([(held[1], 2)], permit())).fits == [False]
+    assert sorted(renewed.lost_entry_ids) == sorted(lease.entry_id for lease in held)
+    assert (await urgent.set_lease_units([(held[1], 2)], permit())).fits == [False]
     assert list((await urgent.claim(3, "held", permit())).leases) == []
-    assert (await usual.renew([])).count.live == 0
+    assert (await usual.renew([])).lease_counts.live_units == 0
 
 
 async def test_result_of_an_abandoned_request_is_taken(lines: Lines) -> None:
     usual, urgent, held = await abandoned(lines)
-    assert await urgent.settle([answer(held[0])]) == [Settled.DONE]
-    assert await urgent.settle([answer(held[0])]) == [Settled.LOST]
-    assert await urgent.release([Release(held[1])]) == [Settled.DONE]
+    assert await urgent.settle([answer(held[0])]) == [SettleStatus.DONE]
+    assert await urgent.settle([answer(held[0])]) == [SettleStatus.LOST]
+    assert await urgent.release([Release(held[1])]) == [SettleStatus.DONE]
     assert len(await lines.world.results()) == 1
-    assert (await urgent.sweep()).reclaimed == 1
-    counts = await lines.urgent.desk.counts()
+    assert (await urgent.sweep()).reclaimed_count == 1
+    counts = await lines.urgent.desk.count_requests()
     assert (counts.pending, counts.leased, counts.units) == (9, 0, 0)
-    assert (await usual.renew([])).count.live == 0
+    assert (await usual.renew([])).lease_counts.live_units == 0
 
 
 async def test_a_line_has_time_to_be_swept_after_all_were_away(lines: Lines) -> None:
@@ -243,17 +258,17 @@ async def test_a_line_has_time_to_be_swept_after_all_were_away(lines: Lines) -> 
     await lines.world.skip_sweeps(3 * LEASE_S)
     await lines.world.run_out(*held, ago_s=2 * LEASE_S)
     await lines.world.pass_time(usual, int(LEASE_S))
-    assert (await usual.renew([])).count.live == 3
+    assert (await usual.renew([])).lease_counts.live_units == 3
     await lines.world.pass_time(usual, int(LEASE_S / 3) + 1)
-    assert (await usual.renew([])).count.live == 0
+    assert (await usual.renew([])).lease_counts.live_units == 0
 
 
 async def test_abandoned_probe_keeps_nobody_from_probing(lines: Lines) -> None:
     usual, _ = lines.owner("living")
     _, urgent = lines.owner("away")
     await usual.sweep()
-    (probe,) = (await urgent.probe("p", permit(1))).leases
-    assert list((await usual.probe("q", permit(1))).leases) == []
+    (probe,) = (await urgent.claim_probe("p", permit(1))).leases
+    assert list((await usual.claim_probe("q", permit(1))).leases) == []
     await lines.world.run_out(probe, ago_s=LEASE_S + 1)
     await usual.sweep()
-    assert len((await usual.probe("r", permit(1, lost=1))).leases) == 1
+    assert len((await usual.claim_probe("r", permit(1, lost=1))).leases) == 1

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.core.requests.found_request import FoundRequest, Looked, Whereabouts, spellings
+from dispatcher.core.requests.found_request import FoundRequest, LookupPage, RequestLocation, encode_spellings
 from dispatcher.core.requests.request import encode_member
 from dispatcher.core.sequences.decisions import SequenceTerms
 from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import Burial, Desk, Release, Submission
+from dispatcher.ports import DeadLetter, QueueAdmin, Release, Submission
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member
 
-W = Whereabouts
+W = RequestLocation
 LATER = NOW + 3600
 
 
@@ -22,25 +22,25 @@ async def pages(look: object) -> Sequence[FoundRequest]:
     found: list[FoundRequest] = []
     after = ""
     while True:
-        page: Looked = await look(after)  # type: ignore[operator]
-        found += page.found
+        page: LookupPage = await look(after)  # type: ignore[operator]
+        found += page.requests
         if not page.after:
             return found
         after = page.after
 
 
-async def searched(desk: Desk, *words: str, entries_only: bool = False) -> list[FoundRequest]:
-    spelt = [spellings(word) for word in words]
-    found = await pages(lambda after: desk.search(spelt, after, entries_only=entries_only))
+async def searched(desk: QueueAdmin, *words: str, entries_only: bool = False) -> list[FoundRequest]:
+    spelt = [encode_spellings(word) for word in words]
+    found = await pages(lambda after: desk.search_requests(spelt, after, entries_only=entries_only))
     return sorted(found, key=lambda each: (each.score, each.member, each.entry))
 
 
-async def lying(world: World, state: Whereabouts) -> list[FoundRequest]:
-    return list(await pages(lambda after: world.desk.lying(state, 2, after)))
+async def lying(world: World, state: RequestLocation) -> list[FoundRequest]:
+    return list(await pages(lambda after: world.desk.list_requests(state, 2, after)))
 
 
 async def near(world: World, request_id: str) -> list[FoundRequest]:
-    return list(await pages(lambda after: world.desk.near(request_id, after)))
+    return list(await pages(lambda after: world.desk.find_by_id(request_id, after)))
 
 
 def submission(request_id: str, score: float = LATER) -> Submission:
@@ -49,21 +49,21 @@ def submission(request_id: str, score: float = LATER) -> Submission:
     return Submission(made, score, request_id, token, LATER)
 
 
-async def everywhere(world: World) -> dict[Whereabouts, str]:
+async def everywhere(world: World) -> dict[RequestLocation, str]:
     """One request in each place; by place, its id."""
     owner = world.owner("owner-1")
     names = {state: f"is-{state}" for state in W}
-    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED, W.AWAITING)
+    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED, W.WAITING_FOR_MODEL)
     for at, state in enumerate(order):
         await world.desk.submit([submission(names[state], NOW + 1000 + at)])
     for _ in range(2):
         (suspect,) = await claim(owner, 1)
         await world.lose(owner, suspect)
     suspect, dead, delayed, returned, leased, second, awaiting = await claim(owner)
-    await owner.line_up([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
-    await owner.bury([Burial(answer(dead), "it broke")])
-    await owner.release([Release(suspect), Release(delayed, 100.0, attempt=True, refusal=True)])
-    await owner.release([Release(returned), Release(awaiting, awaits="absent")])
+    await owner.claim_turns([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
+    await owner.move_to_dead_letters([DeadLetter(answer(dead), "it broke")])
+    await owner.release([Release(suspect), Release(delayed, 100.0, is_failed_attempt=True, is_refusal=True)])
+    await owner.release([Release(returned), Release(awaiting, missing_model="absent")])
     await world.desk.submit([submission(names[W.PENDING])])
     return names
 
@@ -72,15 +72,15 @@ async def test_each_request_is_found_where_it_lies_with_what_is_known_of_it(worl
     names = await everywhere(world)
     for state, name in names.items():
         (found,) = set(await searched(world.desk, name))
-        assert (found.state, name.encode() in found.member) == (state, True)
-        assert [each.state for each in await lying(world, state)] == [state]
+        assert (found.location, name.encode() in found.member) == (state, True)
+        assert [each.location for each in await lying(world, state)] == [state]
     (suspect,) = await lying(world, W.SUSPECT)
     (delayed,) = await lying(world, W.DELAYED)
     (leased,) = await lying(world, W.LEASED)
     (dead,) = await lying(world, W.DEAD)
     (pending,) = await lying(world, W.PENDING)
-    (awaiting,) = await lying(world, W.AWAITING)
-    assert (awaiting.awaits, suspect.awaits) == ("absent", "")
+    (awaiting,) = await lying(world, W.WAITING_FOR_MODEL)
+    assert (awaiting.missing_model, suspect.missing_model) == ("absent", "")
     assert (suspect.deaths, leased.owner, dead.reason, pending.entry) == (2, "owner-1", "it broke", 0)
     assert (delayed.attempts, delayed.refusals) == (1, 1)
     now = world.owner("other").unix_now()
@@ -93,11 +93,13 @@ async def test_each_request_is_found_where_it_lies_with_what_is_known_of_it(worl
 async def test_what_our_client_submitted_is_near_and_what_is_leased(world: World) -> None:
     await everywhere(world)
     await world.desk.submit([submission("mine", 3 * 10**11 + LATER)])
-    assert [each.state for each in await near(world, "mine")] == [W.PENDING]
+    assert [each.location for each in await near(world, "mine")] == [W.PENDING]
     await world.zadd(5, member("theirs"))
     (theirs,) = await claim(world.owner(), 1)
     assert theirs.score == 5
-    assert [(each.entry, each.state) for each in await near(world, "theirs")] == [(theirs.entry, W.LEASED)]
+    assert [(each.entry, each.location) for each in await near(world, "theirs")] == [
+        (theirs.entry_id, W.LEASED)
+    ]
     assert await near(world, "nobody") == []
 
 
@@ -109,7 +111,7 @@ async def test_a_search_passes_over_what_lacks_one_of_its_words(world: World) ->
     assert await searched(world.desk, "x", "none") == []
     assert len(await searched(world.desk)) == 2
     await claim(world.owner(), 1)
-    assert [each.state for each in await searched(world.desk, entries_only=True)] == [W.LEASED]
+    assert [each.location for each in await searched(world.desk, entries_only=True)] == [W.LEASED]
 
 
 @pytest.mark.parametrize("name", ["grün", "a<b>&c", "a/b", 'say "hi"', "back\\slash", "line\nend"])
@@ -125,7 +127,7 @@ async def test_an_id_is_found_however_its_producer_wrote_it(world: World, name: 
 
 async def test_pages_hold_all_of_many_once_and_in_order(world: World) -> None:
     await world.desk.submit([submission(f"r-{at:03}", NOW + at) for at in range(700)])
-    found = await pages(lambda after: world.desk.lying(W.PENDING, 300, after))
+    found = await pages(lambda after: world.desk.list_requests(W.PENDING, 300, after))
     assert [each.score for each in found] == [NOW + at for at in range(700)]
     walked = await searched(world.desk)
     assert {each.member for each in walked} == {each.member for each in found}
@@ -138,12 +140,12 @@ async def test_place_in_line_is_how_many_lie_before(world: World) -> None:
     await owner.release([Release(leases[1])])
     for place, name in enumerate(["r-1", "r-2", "r-3", "r-4"]):
         (found,) = set(await searched(world.desk, name))
-        assert await world.desk.ahead(found) == place
+        assert await world.desk.count_ahead(found) == place
     (leased,) = await lying(world, W.LEASED)
     (returned,) = await lying(world, W.RETURNED)
-    assert await world.desk.ahead(leased) is None
+    assert await world.desk.count_ahead(leased) is None
     await claim(owner, 1)
-    assert await world.desk.ahead(returned) is None
+    assert await world.desk.count_ahead(returned) is None
 
 
 async def test_results_are_looked_at_the_oldest_first_and_taken_one_by_one(world: World) -> None:
@@ -166,28 +168,28 @@ async def test_results_are_looked_at_the_oldest_first_and_taken_one_by_one(world
 async def test_what_is_restored_lies_where_it_lay_and_only_once(world: World) -> None:
     names = await everywhere(world)
     (second,) = await lying(world, W.SEQUENCED)
-    anew = (W.LEASED, W.SEQUENCED, W.AWAITING)
+    anew = (W.LEASED, W.SEQUENCED, W.WAITING_FOR_MODEL)
     before = {state: await lying(world, state) for state in W if state not in anew}
     found = [one for each in before.values() for one in each]
-    far = world.line("batch:{qwen}:other")
-    assert await far.desk.restore("there", found) == 5
-    assert await far.desk.restore("there", found) == 0
+    far = world.take_snapshot("batch:{qwen}:other")
+    assert await far.desk.restore_requests("there", found) == 5
+    assert await far.desk.restore_requests("there", found) == 0
     for state, (one,) in before.items():
         (copied,) = await lying(far, state)
         assert (copied.member, copied.score) == (one.member, one.score)
         assert (copied.attempts, copied.refusals, copied.deaths) == (one.attempts, one.refusals, one.deaths)
         assert (copied.deliveries, copied.units, copied.reason) == (one.deliveries, one.units, one.reason)
         assert (copied.at or 0) == pytest.approx(one.at or 0, abs=0.001)
-    counts = await far.desk.counts()
+    counts = await far.desk.count_requests()
     assert (counts.pending, counts.delayed, counts.dead) == (3, 1, 1)
-    assert await far.desk.cancel(names[W.PENDING])
-    assert not await far.desk.cancel(names[W.DEAD])
+    assert await far.desk.cancel_request(names[W.PENDING])
+    assert not await far.desk.cancel_request(names[W.DEAD])
     leases = await claim(far.owner("owner-2"))
     assert {lease.member for lease in leases} == {
         one.member for state in (W.PENDING, W.RETURNED, W.SUSPECT) for one in before[state]
     }
     await far.owner("owner-2").settle([answer(lease) for lease in leases])
-    assert await far.desk.restore("there", found) == 0, "although they have ended here"
-    assert await far.desk.restore("there", [second]) == 1
+    assert await far.desk.restore_requests("there", found) == 0, "although they have ended here"
+    assert await far.desk.restore_requests("there", [second]) == 1
     (copied,) = await lying(far, W.RETURNED)
     assert copied.member == second.member, "it is lined up anew: its sequence did not come with it"

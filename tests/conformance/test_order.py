@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.client.item import Item, Tokens, submission_of
-from dispatcher.core.requests.score import deadline_of_score, score_of
+from dispatcher.client.item import Item, TokenGenerator, build_submission
+from dispatcher.core.requests.score import compute_score, decode_deadline
 from dispatcher.ports import Release, Submission
 from tests.conformance.worlds import MemoryWorld, World, claim
 
@@ -31,7 +31,7 @@ async def test_equal_scores_go_by_bytes(world: World) -> None:
     members = [b"b", b"a", b"aa", b"", b"\x00", b"\xff", b"\x7f", b"\xc3\xa9", b"Z", b"a\x00", b"a\x00b"]
     for each in members:
         await world.zadd(7, each)
-    assert [each for _, each in await world.desk.peek(100)] == sorted(members)
+    assert [each for _, each in await world.desk.peek_next(100)] == sorted(members)
     assert await claimed_members(world) == sorted(members)
 
 
@@ -52,7 +52,7 @@ async def test_returned_requests_lie_where_they_lay(world: World) -> None:
     for letter in b"bdfhj":
         await world.zadd(letter // 4, bytes([letter]))
     by_score_then_bytes = sorted((letter // 4, bytes([letter])) for letter in b"abcdefghij")
-    assert await world.desk.peek(100) == by_score_then_bytes
+    assert await world.desk.peek_next(100) == by_score_then_bytes
     assert [(lease.score, lease.member) for lease in await claim(owner)] == by_score_then_bytes
 
 
@@ -85,8 +85,8 @@ async def test_score_of_a_pending_member_can_be_changed_by_its_producer(world: W
 async def test_peek_shows_and_takes_nothing(world: World) -> None:
     for number in range(5):
         await world.zadd(number, b"%d" % number)
-    assert await world.desk.peek(2) == [(0.0, b"0"), (1.0, b"1")]
-    assert (await world.desk.counts()).pending == 5
+    assert await world.desk.peek_next(2) == [(0.0, b"0"), (1.0, b"1")]
+    assert (await world.desk.count_requests()).pending == 5
 
 
 _SCORED = st.tuples(st.integers(0, 3), st.binary(max_size=3))
@@ -112,17 +112,17 @@ async def test_any_mixture_of_new_and_returned_comes_out_sorted(
 
 def submissions(count: int, deadline: int, priorities: list[int | None], clock_ns: int) -> list[Submission]:
     """As our client makes them, all in one nanosecond by the clock."""
-    tokens = Tokens(lambda: clock_ns)
+    tokens = TokenGenerator(lambda: clock_ns)
     moment = datetime.fromtimestamp(deadline, UTC)
     return [
-        submission_of(
+        build_submission(
             Item(
                 {"n": number},
                 id=f"r-{number}",
                 deadline=moment,
                 priority=priorities[number % len(priorities)],
             ),
-            tokens.make(),
+            tokens.make_token(),
             queue="q",
             results="",
         )
@@ -154,8 +154,8 @@ async def test_requests_of_our_client_with_equal_deadlines_leave_in_the_order_of
 @given(st.lists(st.integers(0, 2**63), max_size=20))
 def test_tokens_sort_as_they_were_made_whatever_the_clock_does(times: list[int]) -> None:
     clock = iter(times)
-    tokens = Tokens(lambda: next(clock))
-    made = [tokens.make() for _ in times]
+    tokens = TokenGenerator(lambda: next(clock))
+    made = [tokens.make_token() for _ in times]
     assert made == sorted(made)
     assert len({token[-32:] for token in made}) == len(made), "128 bits that nobody can guess"
     assert {len(token) for token in made} <= {48}
@@ -167,5 +167,5 @@ def test_a_fraction_of_a_score_leaves_its_deadline_as_it_is(
 ) -> None:
     """Of a producer that orders its equal deadlines so, as far as a double has room."""
     room = math.ulp(float(10 * 10**11))
-    score = score_of(deadline, priority) + min(fraction, 1 - room)
-    assert deadline_of_score(score) == deadline
+    score = compute_score(deadline, priority) + min(fraction, 1 - room)
+    assert decode_deadline(score) == deadline

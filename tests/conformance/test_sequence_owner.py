@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dispatcher.core.requests.result import ErrorCode
-from dispatcher.core.sequences.decisions import Barred, Goes, TurnEnd, Waits
+from dispatcher.core.sequences.decisions import TurnEnd, TurnGranted, TurnRejected, TurnWaits
 from dispatcher.core.sequences.turns import SequenceStatus
-from dispatcher.ports import Queue, Settled
+from dispatcher.ports import Queue, SettleStatus
 from tests.conformance.turns import (
     LATER,
     TERMS,
@@ -27,8 +27,8 @@ from tests.conformance.turns import (
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim
 
 SECRET, OTHER = "a secret of 128 bits", "another secret, guessed"
-DENIED = Barred(ErrorCode.SEQUENCE_DENIED, "its sequence belongs to another producer")
-CANCELLED = Barred(ErrorCode.CANCELLED, "the sequence was cancelled")
+DENIED = TurnRejected(ErrorCode.SEQUENCE_DENIED, "its sequence belongs to another producer")
+CANCELLED = TurnRejected(ErrorCode.CANCELLED, "the sequence was cancelled")
 UNDATED = replace(CANCELLED, why=f"{CANCELLED.why}, and no data.created says that the request came later")
 CARRY = b'[{"role":"user","content":"in confidence"}]'
 LEFT: dict[str, Any] = {"token": "server-1", "carry": CARRY}
@@ -82,7 +82,7 @@ async def test_a_sequence_of_another_producer_is_refused_without_a_word_of_it(
     assert await seen(world) == before
     await put(world, asked("mine-1", index=1, **mine))
     found = (await take(queue))[1]["mine-1"]
-    assert found == Goes(1, "server-1", CARRY, fresh=False), "as if nobody else had come"
+    assert found == TurnGranted(1, "server-1", CARRY, is_first=False), "as if nobody else had come"
     assert list(left) == ["theirs"], "it keeps its lease, to be answered"
 
 
@@ -96,7 +96,7 @@ async def test_others_learn_nothing_of_a_sequence_that_is_over_and_do_not_keep_i
         assert (await take(queue))[1] == {name: DENIED}
     await world.age_sequences(2)
     await queue.sweep()
-    assert await world.desk.sequence("s") is None
+    assert await world.desk.get_sequence("s") is None
 
 
 async def test_a_request_of_another_producer_that_ends_before_its_turn_leaves_no_trace(world: World) -> None:
@@ -107,8 +107,8 @@ async def test_a_request_of_another_producer_that_ends_before_its_turn_leaves_no
     before = await seen(world)
     await put(world, asked("theirs", index=1, on_error="abort", secret=OTHER))
     (lease,) = await claim(queue)
-    end = TurnEnd(turn_of(lease), failed=True, cause="cancelled")
-    assert await queue.settle([answer(lease).but(turn=end)]) == [Settled.DONE]
+    end = TurnEnd(turn_of(lease), has_failed=True, cause="cancelled")
+    assert await queue.settle([answer(lease).copy_with(turn=end)]) == [SettleStatus.DONE]
     assert await seen(world) == before
 
 
@@ -129,7 +129,7 @@ async def test_whoever_has_the_secret_or_the_list_goes_on(
     await put(world, asked("r-0", index=0, **first))
     await done(queue, await goes(queue), **LEFT)
     await put(world, asked("r-1", index=1, **second))
-    assert (await take(queue))[1] == {"r-1": Goes(1, "server-1", CARRY, fresh=False)}
+    assert (await take(queue))[1] == {"r-1": TurnGranted(1, "server-1", CARRY, is_first=False)}
 
 
 async def test_who_takes_an_id_first_keeps_others_out_until_it_is_forgotten_and_leaves_them_nothing(
@@ -143,7 +143,7 @@ async def test_who_takes_an_id_first_keeps_others_out_until_it_is_forgotten_and_
     await world.age_sequences(TERMS.max_idle_s + 1)
     await queue.sweep()
     await put(world, asked("mine again", secret=SECRET))
-    assert (await take(queue))[1] == {"mine again": Goes(0, "", b"", fresh=True)}
+    assert (await take(queue))[1] == {"mine again": TurnGranted(0, "", b"", is_first=True)}
     await put(world, asked("squatter again", secret=OTHER))
     assert (await take(queue))[1] == {"squatter again": DENIED}
 
@@ -182,9 +182,9 @@ async def test_what_was_submitted_before_a_cancel_is_cancelled_and_what_comes_la
         await done(queue, lease, failed=True, cause="CANCELLED: cancelled")
     ended |= await serve_unserved(queue)
     left, said = await take(queue)
-    ended |= {name: one.code for name, one in said.items() if isinstance(one, Barred)}
+    ended |= {name: one.code for name, one in said.items() if isinstance(one, TurnRejected)}
     assert ended == {f"r-{n}": "CANCELLED" for n in range(4)}
-    assert said["later"] == Goes(0, "", b"", fresh=True)
+    assert said["later"] == TurnGranted(0, "", b"", is_first=True)
     assert (await seen(world)).status is SequenceStatus.OPEN
     await done(queue, left["later"])
 
@@ -197,11 +197,11 @@ async def test_a_request_that_ends_after_a_cancel_and_before_its_turn_leaves_no_
     await put(world, *(asked(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
     await world.desk.cancel_sequence("s")
     for lease in await claim(queue):
-        end = TurnEnd(turn_of(lease), failed=True, cause="CANCELLED: cancelled")
-        await queue.settle([answer(lease).but(turn=end)])
-    assert await world.desk.sequence("s") is None
+        end = TurnEnd(turn_of(lease), has_failed=True, cause="CANCELLED: cancelled")
+        await queue.settle([answer(lease).copy_with(turn=end)])
+    assert await world.desk.get_sequence("s") is None
     await put(world, asked("later", index=0, created=NOW + 3000))
-    assert (await take(queue))[1] == {"later": Goes(0, "", b"", fresh=True)}
+    assert (await take(queue))[1] == {"later": TurnGranted(0, "", b"", is_first=True)}
 
 
 async def test_a_cancel_of_a_given_moment_counts_from_then_and_an_earlier_one_takes_nothing_back(
@@ -212,7 +212,7 @@ async def test_a_cancel_of_a_given_moment_counts_from_then_and_an_earlier_one_ta
     await world.desk.cancel_sequence("s", NOW - 200)
     await put(world, asked("before", created=NOW - 101), asked("after", created=NOW - 100))
     _, said = await take(queue)
-    assert said == {"before": CANCELLED, "after": Goes(0, "", b"", fresh=True)}
+    assert said == {"before": CANCELLED, "after": TurnGranted(0, "", b"", is_first=True)}
 
 
 async def test_one_that_does_not_say_when_it_was_submitted_is_cancelled_until_the_sequence_is_forgotten(
@@ -225,7 +225,7 @@ async def test_one_that_does_not_say_when_it_was_submitted_is_cancelled_until_th
     assert await world.desk.forget_sequence("s") is True
     await put(world, asked("before again", created=NOW - 60), asked("undated again"))
     _, said = await take(queue)
-    assert said == {"before again": CANCELLED, "undated again": Goes(0, "", b"", fresh=True)}
+    assert said == {"before again": CANCELLED, "undated again": TurnGranted(0, "", b"", is_first=True)}
     await world.desk.cancel_sequence("s")
     await put(world, asked("third"))
     assert (await take(queue))[1] == {"third": UNDATED}, "a further cancel counts anew"
@@ -250,7 +250,7 @@ async def test_a_cancel_before_the_first_claim_ends_a_sequence_where_what_comes_
     assert not await world.desk.cancel_sequence("s")
     await put(world, asked("later", created=NOW + 3000))
     _, said = await take(queue, terms)
-    ended = Barred(ErrorCode.SEQUENCE_ENDED, "the sequence was cancelled")
+    ended = TurnRejected(ErrorCode.SEQUENCE_ENDED, "the sequence was cancelled")
     assert said == {"before": CANCELLED, "later": ended}
 
 
@@ -266,19 +266,19 @@ async def test_an_abort_before_the_first_claim_is_one_all_the_same(world: World,
     await queue.sweep()
     found = await seen(world)
     assert (found.status, found.cause) == (SequenceStatus.ABORTED, "wrong model")
-    aborted = Barred(ErrorCode.SEQUENCE_ABORTED, "wrong model")
+    aborted = TurnRejected(ErrorCode.SEQUENCE_ABORTED, "wrong model")
     assert (await take(queue))[1] == {"r-0": aborted, "r-1": aborted}
-    assert (await queue.counts()).news.aborted == 1
+    assert (await queue.count_requests()).sequence_counters.aborted == 1
     assert await world.desk.forget_sequence("s")
     await put(world, asked("anew", index=0))
-    assert isinstance((await take(queue))[1]["anew"], Goes)
+    assert isinstance((await take(queue))[1]["anew"], TurnGranted)
 
 
 async def test_an_abort_before_the_first_claim_is_forgotten_like_any_other(world: World) -> None:
     queue = world.owner()
     assert await world.desk.abort_sequence("s", "wrong model")
     await put(world, asked("other", of="other"), asked("waits", of="other"))
-    assert isinstance((await take(queue))[1]["waits"], Waits)
+    assert isinstance((await take(queue))[1]["waits"], TurnWaits)
     await world.age_sequences(TERMS.max_idle_s + 1)
     await queue.sweep()
-    assert await world.desk.sequence("s") is None
+    assert await world.desk.get_sequence("s") is None

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.requests.result import decode_result
 from dispatcher.core.requests.submission import QueueFullError
-from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled, Submission
+from dispatcher.ports import DeadLetter, QueueUnavailableError, Release, SettleStatus, Submission
 from tests.conformance.worlds import NOW, QUEUE, RESULTS, World, answer, claim, full_claim, member
 
 NASTY = {
@@ -34,7 +34,7 @@ async def test_payload_comes_out_byte_for_byte(world: World, payload: bytes) -> 
     await world.zadd(NOW + 60, raw)
     [lease] = await claim(world.owner())
     assert lease.member == raw
-    request = parse(lease.member)
+    request = parse_member(lease.member)
     assert isinstance(request, Request)
     assert request.payload == payload
 
@@ -50,7 +50,7 @@ async def test_first_claim_tells_a_request_that_nothing_has_happened_to(world: W
     await world.zadd(NOW + 0.25, member())
     [lease] = await claim(world.owner())
     assert lease.score == NOW + 0.25
-    counted = (lease.deliveries, lease.attempts, lease.refusals, lease.losses)
+    counted = (lease.deliveries, lease.failed_attempts, lease.refusals, lease.deaths_as_suspect)
     assert counted == (1, 0, 0, 0)
 
 
@@ -71,7 +71,7 @@ async def test_result_goes_to_the_list_that_the_request_names(world: World) -> N
     said = await owner.settle(
         [answer(lease, results=name) for lease, name in zip(leases, names, strict=True)]
     )
-    assert said == [Settled.DONE] * 4
+    assert said == [SettleStatus.DONE] * 4
     assert await world.results("tenant:{qwen}:a") == [answer(leases[0]).result, answer(leases[3]).result]
     assert await world.results("tenant:{qwen}:b") == [answer(leases[2]).result]
     assert await world.results() == [answer(leases[1]).result]
@@ -104,11 +104,13 @@ async def test_list_that_cannot_take_a_result_costs_that_request_alone(world: Wo
             answer(leases[2], b'{"id":"r-2"}'),
         ]
     )
-    assert said == [Settled.DONE, Settled.BAD_LIST, Settled.DONE]
+    assert said == [SettleStatus.DONE, SettleStatus.BAD_LIST, SettleStatus.DONE]
     results = {(result := json.loads(raw))["id"]: result.get("error_code") for raw in await world.results()}
     assert results == {"r-0": None, "r-1": "INVALID_REQUEST", "r-2": None}
-    assert list(await owner.refused_lists([name, "a:{qwen}:new"])) == [name], "known before it is sent"
-    counts = await owner.counts()
+    assert list(await owner.find_invalid_result_lists([name, "a:{qwen}:new"])) == [name], (
+        "known before it is sent"
+    )
+    counts = await owner.count_requests()
     assert (counts.pending, counts.leased) == (0, 0)
 
 
@@ -118,24 +120,24 @@ async def test_results_without_a_place_stay_with_their_leases_until_there_is_one
         await world.zadd(number, member(f"r-{number}"))
     leases = await claim(owner := world.owner())
     ends = [answer(leases[0], results="a:{qwen}:list"), answer(leases[1]), answer(leases[2])]
-    assert list(await owner.settle(ends)) == [Settled.DONE, None, None]
+    assert list(await owner.settle(ends)) == [SettleStatus.DONE, None, None]
     with pytest.raises(QueueUnavailableError, match="no place to go"):
         await owner.settle(ends[1:])
     assert await world.results("a:{qwen}:list") == [ends[0].result]
-    assert (await owner.counts()).leased == 2
+    assert (await owner.count_requests()).leased == 2
     await world.delete_key(RESULTS)
-    assert list(await owner.settle(ends)) == [Settled.LOST, Settled.DONE, Settled.DONE]
+    assert list(await owner.settle(ends)) == [SettleStatus.LOST, SettleStatus.DONE, SettleStatus.DONE]
     assert await world.results() == [ends[1].result, ends[2].result]
 
 
 async def test_burial_whose_list_cannot_take_its_result_is_dead_all_the_same(world: World) -> None:
     await world.zadd(1, member("r-7"))
     [lease] = await claim(owner := world.owner())
-    burial = Burial(answer(lease, results=QUEUE, request_id="r-7"), "too often")
-    assert await owner.bury([burial]) == [Settled.BAD_LIST]
+    burial = DeadLetter(answer(lease, results=QUEUE, request_id="r-7"), "too often")
+    assert await owner.move_to_dead_letters([burial]) == [SettleStatus.BAD_LIST]
     [result] = await world.results()
     assert (decode_result(result).id, decode_result(result).error_code) == ("r-7", "INVALID_REQUEST")
-    assert (await owner.counts()).dead == 1
+    assert (await owner.count_requests()).dead == 1
 
 
 def submitted(request_id: str, token: str, until: int = NOW + 60) -> Submission:
@@ -145,27 +147,27 @@ def submitted(request_id: str, token: str, until: int = NOW + 60) -> Submission:
 async def test_submitted_request_is_active_until_it_is_finished(world: World) -> None:
     assert await world.desk.submit([submitted("r-1", "t1")]) == 1
     [lease] = await claim(owner := world.owner())
-    assert await world.desk.cancel("r-1", "t1")
+    assert await world.desk.cancel_request("r-1", "t1")
     await owner.settle([answer(lease, request_id="r-1", request_token="t1")])
-    assert await owner.cancelled([("r-1", "t1")]) == [False], "its marker has gone with it"
-    assert not await world.desk.cancel("r-1", "t1")
-    assert not await world.desk.cancel("r-1")
+    assert await owner.check_cancelled([("r-1", "t1")]) == [False], "its marker has gone with it"
+    assert not await world.desk.cancel_request("r-1", "t1")
+    assert not await world.desk.cancel_request("r-1")
 
 
 async def test_two_requests_of_one_id_are_cancelled_each_by_its_own_token(world: World) -> None:
     """Two tenants hit on one id: neither can cancel the other's, nor take back its cancellation."""
     await world.desk.submit([submitted("r-1", "alice")])
-    assert await world.desk.cancel("r-1", "alice")
+    assert await world.desk.cancel_request("r-1", "alice")
     await world.desk.submit([submitted("r-1", "bob", NOW + 90)])
     owner, asked = world.owner(), [("r-1", "alice"), ("r-1", "bob")]
-    assert await owner.cancelled(asked) == [True, False]
-    assert not await world.desk.cancel("r-1", "mallory")
-    assert await owner.cancelled(asked) == [True, False]
+    assert await owner.check_cancelled(asked) == [True, False]
+    assert not await world.desk.cancel_request("r-1", "mallory")
+    assert await owner.check_cancelled(asked) == [True, False]
     alices, _ = await claim(owner)
     await owner.settle([answer(alices, request_id="r-1", request_token="alice")])
-    assert not await world.desk.cancel("r-1", "alice")
-    assert await world.desk.cancel("r-1"), "who names the id alone means all of them"
-    assert await owner.cancelled(asked) == [False, True]
+    assert not await world.desk.cancel_request("r-1", "alice")
+    assert await world.desk.cancel_request("r-1"), "who names the id alone means all of them"
+    assert await owner.check_cancelled(asked) == [False, True]
 
 
 async def test_a_marker_of_llm_ds_producers_is_theirs_and_this_queue_s_alone(world: World) -> None:
@@ -173,10 +175,10 @@ async def test_a_marker_of_llm_ds_producers_is_theirs_and_this_queue_s_alone(wor
     await world.set_key("request-active:r-1", "theirs")
     await world.set_key("request-cancel:r-1", "another's")
     await world.desk.submit([submitted("r-1", "ours")])
-    assert await world.desk.cancel("r-1", "theirs")
+    assert await world.desk.cancel_request("r-1", "theirs")
     owner = world.owner()
     asked = [("r-1", "theirs"), ("r-1", "ours"), ("r-1", "another's")]
-    assert await owner.cancelled(asked) == [True, False, True]
+    assert await owner.check_cancelled(asked) == [True, False, True]
     assert await world.get_key("request-cancel:r-1") == "another's"
     assert await world.get_key("request-active:r-1") == "theirs"
 
@@ -188,7 +190,7 @@ async def test_finished_request_leaves_a_newer_one_of_its_id_alone(world: World)
     await world.set_key("request-cancel:r-1", "new")
     await owner.settle([answer(lease, request_id="r-1", request_token="old")])
     assert await world.get_key("request-active:r-1") == "new"
-    assert await owner.cancelled([("r-1", "new"), ("r-1", "old")]) == [True, False]
+    assert await owner.check_cancelled([("r-1", "new"), ("r-1", "old")]) == [True, False]
 
 
 async def test_identical_member_that_is_pending_is_the_same_request(world: World) -> None:
@@ -204,8 +206,8 @@ async def test_identical_member_submitted_while_the_first_runs_is_another_reques
     [first] = await claim(owner)
     await world.zadd(5, member())
     [second] = await claim(owner)
-    assert first.entry != second.entry
-    assert await owner.settle([answer(first), answer(second)]) == [Settled.DONE] * 2
+    assert first.entry_id != second.entry_id
+    assert await owner.settle([answer(first), answer(second)]) == [SettleStatus.DONE] * 2
     assert len(await world.results()) == 2
 
 
@@ -213,19 +215,19 @@ async def test_cancel_by_marker_as_any_program_sets_it(world: World) -> None:
     await world.zadd(1, member("r-1", token="t1"))
     owner = world.owner()
     asked = [("r-1", "t1"), ("r-1", "t2"), ("r-2", "t1"), ("r-1", "")]
-    assert await owner.cancelled(asked) == [False] * 4
+    assert await owner.check_cancelled(asked) == [False] * 4
     await world.set_key("request-cancel:r-1", "t1")
-    assert await owner.cancelled(asked) == [True, False, False, False]
+    assert await owner.check_cancelled(asked) == [True, False, False, False]
 
 
 async def test_cancel_at_the_desk_hits_the_active_request_only(world: World) -> None:
     await world.desk.submit([Submission(member("r-1", token="t1"), NOW + 60, "r-1", "t1", NOW + 60)])
-    assert not await world.desk.cancel("r-1", "another")
-    assert not await world.desk.cancel("r-2")
+    assert not await world.desk.cancel_request("r-1", "another")
+    assert not await world.desk.cancel_request("r-2")
     owner = world.owner()
-    assert await owner.cancelled([("r-1", "t1")]) == [False]
-    assert await world.desk.cancel("r-1")
-    assert await owner.cancelled([("r-1", "t1")]) == [True]
+    assert await owner.check_cancelled([("r-1", "t1")]) == [False]
+    assert await world.desk.cancel_request("r-1")
+    assert await owner.check_cancelled([("r-1", "t1")]) == [True]
 
 
 async def test_a_request_is_cancelled_by_its_token_alone_without_having_been_marked(world: World) -> None:
@@ -233,7 +235,7 @@ async def test_a_request_is_cancelled_by_its_token_alone_without_having_been_mar
     await world.zadd(1, member("r-1", token="t1"))
     await world.set_key(f"{QUEUE}:cancel:r-1:t1", "t1")
     asked = [("r-1", "t1"), ("r-1", "t2"), ("r-2", "t1")]
-    assert await world.owner().cancelled(asked) == [True, False, False]
+    assert await world.owner().check_cancelled(asked) == [True, False, False]
 
 
 async def test_claim_stops_before_a_megabyte_of_members(world: World) -> None:
@@ -255,7 +257,7 @@ async def test_hand_written_request_is_answered_as_the_contract_shows(world: Wor
     }
     await world.zadd(NOW + 60, json.dumps(written).encode())
     [lease] = await claim(owner := world.owner())
-    request = parse(lease.member)
+    request = parse_member(lease.member)
     assert isinstance(request, Request)
     await owner.settle([answer(lease, b'{"id":"r-1","status_code":200,"payload":"{}"}', request.results)])
     popped = await world.rpop()
@@ -276,7 +278,7 @@ async def test_submission_past_what_may_be_pending_is_refused_whole_until_fewer_
     leases = await claim(owner, 3)
     with pytest.raises(QueueFullError, match="3 requests wait"):
         await world.desk.submit(submissions(3, 6))
-    assert (await world.desk.counts()).pending == 3
+    assert (await world.desk.count_requests()).pending == 3
     assert await world.desk.submit(submissions(2, 6)) == 2
     await owner.release([Release(leases[0], 600.0)])
     with pytest.raises(QueueFullError, match="6 requests wait"):  # one of them is delayed

@@ -18,12 +18,12 @@ from typing import Any
 
 from dispatcher.core.requests.lanes import Lane
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
-from dispatcher.queue.keys import Names
-from dispatcher.queue.owners import Prover
+from dispatcher.ports import ClaimResult, Lease, Permit, Queue, QueueAdmin, Settlement
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.owners import DeadOwnerDetector
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from tests.queue.aging import age_board_memory, age_board_redis, age_memory, age_redis
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import entry_of
@@ -65,15 +65,15 @@ async def claim(queue: Queue, most: int = 100, limit: int = 1000, **options: Any
 
 async def full_claim(
     queue: Queue, most: int = 100, limit: int = 1000, *, lost: int = 0, suspects: int = 1
-) -> Claimed:
+) -> ClaimResult:
     lanes = {Lane.SUSPECTS: suspects}
-    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit, lost=lost), lanes=lanes)
+    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit, lost=lost), max_per_lane=lanes)
 
 
 def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: Any) -> Settlement:
     """The settlement of a lease with a result that can be told from others."""
     return Settlement(
-        lease, b'{"id":"r-1","entry":%d}' % lease.entry if result is None else result, results, **ids
+        lease, b'{"id":"r-1","entry":%d}' % lease.entry_id if result is None else result, results, **ids
     )
 
 
@@ -90,10 +90,10 @@ async def waits(queue: Queue, seconds: float) -> bool:
 class World(ABC):
     """One empty queue."""
 
-    desk: Desk
+    desk: QueueAdmin
 
     @abstractmethod
-    def line(self, queue: str) -> World:
+    def take_snapshot(self, queue: str) -> World:
         """Another queue that feeds the same pool. Time passes in the first one."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class World(ABC):
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        prover: Prover | None = None,
+        prover: DeadOwnerDetector | None = None,
         max_pending: int = 0,
     ) -> Queue:
         """A dispatcher's door; the same name twice is the same owner restarted."""
@@ -168,14 +168,14 @@ class World(ABC):
         reclaimed = 0
         for _ in range(seconds):
             await self.skip_sweeps(1)
-            reclaimed += (await sweeper.sweep()).reclaimed
+            reclaimed += (await sweeper.sweep()).reclaimed_count
         return reclaimed
 
     async def lose(self, queue: Queue, *leases: Lease) -> None:
         """The owner of these leases died: they ran out and were reclaimed."""
         await queue.sweep()
         await self.run_out(*leases)
-        assert (await queue.sweep()).reclaimed == len(leases)
+        assert (await queue.sweep()).reclaimed_count == len(leases)
 
     async def results(self, name: str = RESULTS) -> list[bytes]:
         """Pop everything."""
@@ -193,12 +193,12 @@ class MemoryWorld(World):
             unix_origin=time.time() - clock(),
             lease_s=LEASE_S,
             name=queue,
-            results=RESULTS,
+            result_list=RESULTS,
             **options,
         )
         self.desk = self.store
 
-    def line(self, queue: str) -> MemoryWorld:
+    def take_snapshot(self, queue: str) -> MemoryWorld:
         return MemoryWorld(queue, pool=self.store.pool)
 
     def owner(
@@ -206,19 +206,24 @@ class MemoryWorld(World):
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        prover: Prover | None = None,
+        prover: DeadOwnerDetector | None = None,
         max_pending: int = 0,
     ) -> MemoryQueue:
         clock = asyncio.get_running_loop().time
         return MemoryQueue(
-            self.store, name, clock=clock, owner_timeout_s=timeout_s, prover=prover, max_pending=max_pending
+            self.store,
+            name,
+            clock=clock,
+            owner_timeout_s=timeout_s,
+            dead_owner_detector=prover,
+            max_pending=max_pending,
         )
 
     async def zadd(self, score: float, member: bytes) -> None:
-        self.store.add(member, score)
+        self.store.add_member(member, score)
 
     async def rpop(self, name: str = RESULTS) -> bytes | None:
-        return self.store.pop(name)
+        return self.store.pop_result(name)
 
     async def set_key(self, name: str, value: str) -> None:
         far = self.store.pool.unix_now() + 1000
@@ -226,19 +231,19 @@ class MemoryWorld(World):
             if name.startswith(prefix):
                 keys[name.removeprefix(prefix)] = (value, far)
                 return
-        self.store.pool.not_lists.add(name)
+        self.store.pool.invalid_lists.add(name)
 
     def _markers(self) -> dict[str, dict[str, tuple[str, float]]]:
         store = self.store
         foreign = {"request-active:": store.pool.foreign_active, "request-cancel:": store.pool.foreign_cancel}
-        return {**foreign, f"{QUEUE}:cancel:": store.line.cancels}
+        return {**foreign, f"{QUEUE}:cancel:": store.queue.cancel_markers}
 
     async def delete_key(self, name: str) -> None:
-        self.store.pool.not_lists.discard(name)
+        self.store.pool.invalid_lists.discard(name)
 
     async def get_key(self, name: str) -> str | None:
         (found,) = (
-            self.store.pool.value(keys, name.removeprefix(prefix))
+            self.store.pool.read_expiring(keys, name.removeprefix(prefix))
             for prefix, keys in self._markers().items()
             if name.startswith(prefix)
         )
@@ -246,30 +251,30 @@ class MemoryWorld(World):
 
     async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
         for lease in leases:
-            held = self.store.pool.grants[lease.entry]
+            held = self.store.pool.leases[lease.entry_id]
             held.expires_at = self.store.pool.clock() - ago_s
-            heapq.heappush(self.store.pool.expiries, (held.expires_at, lease.entry))
+            heapq.heappush(self.store.pool.expiries, (held.expires_at, lease.entry_id))
 
     async def fall_silent(self, *owners: str) -> None:
         for owner in owners:
-            if owner in self.store.pool.beats:
-                self.store.pool.beats[owner] = self.store.pool.clock()
-        if self.store.pool.tick is not None:
-            self.store.pool.tick = self.store.pool.clock()
+            if owner in self.store.pool.heartbeats:
+                self.store.pool.heartbeats[owner] = self.store.pool.clock()
+        if self.store.pool.swept_at is not None:
+            self.store.pool.swept_at = self.store.pool.clock()
 
     async def beating(self) -> set[str]:
-        return set(self.store.pool.beats)
+        return set(self.store.pool.heartbeats)
 
     async def skip_sweeps(self, seconds: float) -> None:
-        assert self.store.pool.tick is not None
-        self.store.pool.tick -= seconds
-        self.store.pool.quiet_until -= seconds
-        self.store.pool.beats_quiet_until -= seconds
+        assert self.store.pool.swept_at is not None
+        self.store.pool.swept_at -= seconds
+        self.store.pool.no_expiry_until -= seconds
+        self.store.pool.no_silence_until -= seconds
 
     async def be_away(self, seconds: float) -> None:
         await self.skip_sweeps(seconds)
-        for owner in self.store.pool.beats:
-            self.store.pool.beats[owner] -= seconds
+        for owner in self.store.pool.heartbeats:
+            self.store.pool.heartbeats[owner] -= seconds
 
     async def step_back(self, seconds: float) -> None:
         before, origin = self.store.pool.clock, self.store.pool.unix_origin
@@ -286,9 +291,9 @@ class MemoryWorld(World):
         age_board_memory(self.store, seconds)
 
     async def end_silently(self, lease: Lease) -> None:
-        grant = self.store.pool.grants[lease.entry]
+        grant = self.store.pool.leases[lease.entry_id]
         self.store.pool.end_lease(grant)
-        self.store.line.forget(grant.entry)
+        self.store.queue.remove_entry(grant.entry)
 
 
 class RedisWorld(World):
@@ -303,11 +308,11 @@ class RedisWorld(World):
         self._doors: list[RedisQueue] = []
         self._lines: list[RedisWorld] = []
         self._raw: Any = connect(server.url)  # typed, each answer is a union of what any protocol may give
-        self.names = Names(queue, RESULTS, pool=QUEUE)
-        self._desk = RedisDesk(connect(url_of(server, "operator")), self.names)
+        self.names = QueueNames(queue, RESULTS, pool=QUEUE)
+        self._desk = RedisQueueAdmin(connect(url_of(server, "operator")), self.names)
         self.desk = self._desk
 
-    def line(self, queue: str) -> RedisWorld:
+    def take_snapshot(self, queue: str) -> RedisWorld:
         self._lines.append(RedisWorld(self._server, queue))
         return self._lines[-1]
 
@@ -316,7 +321,7 @@ class RedisWorld(World):
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        prover: Prover | None = None,
+        prover: DeadOwnerDetector | None = None,
         max_pending: int = 0,
     ) -> RedisQueue:
         client = connect(url_of(self._server, "dispatcher"))
@@ -325,12 +330,12 @@ class RedisWorld(World):
             "owner_timeout_s": timeout_s,
             "max_pending": max_pending,
         }
-        door = RedisQueue(client, self.names, name, **options, prover=prover)
+        door = RedisQueue(client, self.names, name, **options, dead_owner_detector=prover)
         self._doors.append(door)
         return door
 
     async def close(self) -> None:
-        keys = [key for line in self._lines for key in line.names.keys]
+        keys = [key for line in self._lines for key in line.names.script_keys]
         await assert_only_known_keys(self._raw, self.names, *keys)
         for line in self._lines:
             await line.close_connections()
@@ -362,7 +367,7 @@ class RedisWorld(World):
 
     async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
         key = f"{self.names.pool_prefix}:leases"
-        wanted = {lease.entry for lease in leases}
+        wanted = {lease.entry_id for lease in leases}
         held = await self._raw.zrange(key, 0, -1)
         ended_at = await self._time() - ago_s
         gone = {name: ended_at for name in held if entry_of(name) in wanted}
@@ -370,7 +375,7 @@ class RedisWorld(World):
         await self._raw.zadd(key, gone, xx=True)
 
     async def fall_silent(self, *owners: str) -> None:
-        beats, control = f"{self.names.prefix}:beats", f"{self.names.prefix}:control"
+        beats, control = f"{self.names.queue_prefix}:beats", f"{self.names.queue_prefix}:control"
         now = await self._time()
         await self._raw.zadd(beats, dict.fromkeys(owners, now), xx=True)
         for field in ("tick", "beats_tick"):
@@ -382,17 +387,17 @@ class RedisWorld(World):
         return float(seconds + micros / 1e6)
 
     async def beating(self) -> set[str]:
-        return {owner.decode() for owner in await self._raw.zrange(f"{self.names.prefix}:beats", 0, -1)}
+        return {owner.decode() for owner in await self._raw.zrange(f"{self.names.queue_prefix}:beats", 0, -1)}
 
     async def skip_sweeps(self, seconds: float) -> None:
-        key = f"{self.names.prefix}:control"
+        key = f"{self.names.queue_prefix}:control"
         for field in ("tick", "quiet_until", "beats_tick", "beats_quiet_until"):
             if (at := await self._raw.hget(key, field)) is not None:
                 await self._raw.hset(key, field, f"{float(at) - seconds:.6f}")
 
     async def be_away(self, seconds: float) -> None:
         await self.skip_sweeps(seconds)
-        key = f"{self.names.prefix}:beats"
+        key = f"{self.names.queue_prefix}:beats"
         for owner in await self._raw.zrange(key, 0, -1):
             await self._raw.zincrby(key, -seconds, owner)
 
@@ -403,7 +408,7 @@ class RedisWorld(World):
 
     async def step_line_back(self, seconds: float) -> None:
         await self._move(seconds, (), (f"tick:{self.names.queue}",))
-        for key in (f"{self.names.prefix}:delayed", f"{self.names.prefix}:sequences:looks"):
+        for key in (f"{self.names.queue_prefix}:delayed", f"{self.names.queue_prefix}:sequences:looks"):
             for name in await self._raw.zrange(key, 0, -1):
                 await self._raw.zincrby(key, seconds, name)
 
@@ -418,12 +423,12 @@ class RedisWorld(World):
     async def end_silently(self, lease: Lease) -> None:
         pool = self.names.pool_prefix
         (name,) = [
-            one for one in await self._raw.zrange(f"{pool}:leases", 0, -1) if entry_of(one) == lease.entry
+            one for one in await self._raw.zrange(f"{pool}:leases", 0, -1) if entry_of(one) == lease.entry_id
         ]
         await self._raw.zrem(f"{pool}:leases", name)
         await self._raw.hdel(f"{pool}:owners", name.partition(b":")[2])
         for key in ("entries", "members"):
-            await self._raw.hdel(f"{self.names.prefix}:{key}", lease.entry)
+            await self._raw.hdel(f"{self.names.queue_prefix}:{key}", lease.entry_id)
 
     async def _move(self, seconds: float, sets: Sequence[str], fields: Sequence[str]) -> None:
         pool = self.names.pool_prefix

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.duration import seconds_of, told, until
+from dispatcher.core.duration import format_duration, format_time_until, parse_duration
 
 UNITS = ["w", "d", "h", "m", "s", "ms"]
 
@@ -31,7 +31,7 @@ UNITS = ["w", "d", "h", "m", "s", "ms"]
     ],
 )
 def test_a_span_is_read_as_it_is_written(written: str, seconds: float) -> None:
-    assert seconds_of(written) == seconds
+    assert parse_duration(written) == seconds
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_span_is_read_as_it_is_written(written: str, seconds: float) -> None:
 )
 def test_what_is_no_span_is_refused_with_how_to_write_it(written: str) -> None:
     with pytest.raises(ValueError, match="write 90s, 10m, 1h30m, 8h or 1d"):
-        seconds_of(written)
+        parse_duration(written)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_is_no_span_is_refused_with_how_to_write_it(written: str) -> None:
 )
 def test_a_unit_that_stands_twice_or_behind_a_smaller_one_is_a_slip(written: str, why: str) -> None:
     with pytest.raises(ValueError, match="each unit once, the larger one first") as told_why:
-        seconds_of(written)
+        parse_duration(written)
     assert why in str(told_why.value)
 
 
@@ -62,10 +62,10 @@ def test_it_is_the_sum_of_its_parts_or_refused(parts: list[tuple[int, str]]) -> 
     written = "".join(f"{count}{unit}" for count, unit in parts)
     falling = [UNITS.index(unit) for _, unit in parts]
     if all(later > earlier for earlier, later in pairwise(falling)):
-        assert seconds_of(written) == sum(seconds_of(f"{count}{unit}") for count, unit in parts)
+        assert parse_duration(written) == sum(parse_duration(f"{count}{unit}") for count, unit in parts)
     else:
         with pytest.raises(ValueError, match="each unit once"):
-            seconds_of(written)
+            parse_duration(written)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_it_is_the_sum_of_its_parts_or_refused(parts: list[tuple[int, str]]) -> 
     ],
 )
 def test_a_span_is_told_in_two_figures(seconds: float, words: str) -> None:
-    assert told(seconds) == words
+    assert format_duration(seconds) == words
 
 
 @given(st.floats(0, 1e9))
 def test_what_is_told_is_read_again_as_nearly_the_same(seconds: float) -> None:
-    assert seconds_of(told(seconds)) == pytest.approx(seconds, rel=0.06, abs=0.5)
+    assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=0.06, abs=0.5)
 
 
 def test_a_moment_is_told_from_now() -> None:
-    assert (until(160, 100), until(40, 100)) == ("in 60 s", "60 s ago")
+    assert (format_time_until(160, 100), format_time_until(40, 100)) == ("in 60 s", "60 s ago")

@@ -8,38 +8,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.gateway.recent_attempts import LEAST, RECENT_S, UnansweredTries
+from dispatcher.core.gateway.recent_attempts import MIN_FAILURES, RECENT_S, UnansweredAttempts
 from dispatcher.core.health import (
-    COUNTED_WITHIN_S,
-    FAILS_S,
+    MAX_COUNTS_AGE_S,
+    MIN_FAILING_S,
     RULES,
-    SILENT_S,
+    SLOW_ANSWER_S,
     Assessment,
     Cause,
     Health,
     HealthFacts,
     HealthRecord,
-    assess,
+    assess_health,
 )
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.queue_counts import Counts
+from dispatcher.core.requests.queue_counts import QueueCounts
 from dispatcher.core.sequences.decisions import SequenceCounts
 
 NOW = 1000.0
-EMPTY = Counts(pending=0, delayed=0, leased=0, dead=0)
-WORK = Counts(pending=40, delayed=0, leased=0, dead=0)
-BUSY = Counts(pending=40, delayed=0, leased=8, dead=0)
-LATER = Counts(pending=0, delayed=100, leased=0, dead=0)
+EMPTY = QueueCounts(pending=0, delayed=0, leased=0, dead=0)
+WORK = QueueCounts(pending=40, delayed=0, leased=0, dead=0)
+BUSY = QueueCounts(pending=40, delayed=0, leased=8, dead=0)
+LATER = QueueCounts(pending=0, delayed=100, leased=0, dead=0)
 
 
-def facts(reason: Reason = Reason.OPEN, counts: Counts | None = BUSY, **more: Any) -> HealthFacts:
+def facts(reason: Reason = Reason.OPEN, counts: QueueCounts | None = BUSY, **more: Any) -> HealthFacts:
     return HealthFacts(now=NOW, reason=reason, counts=counts, counted_at=NOW - 1.0, **more)
 
 
 def tries(
     *, failed: int = 0, refused: int = 0, for_s: float = 300.0, newest_s: float = 1.0
-) -> UnansweredTries:
-    return UnansweredTries(NOW - for_s, NOW - newest_s, failed=failed, refused=refused)
+) -> UnansweredAttempts:
+    return UnansweredAttempts(NOW - for_s, NOW - newest_s, failed_count=failed, refused_count=refused)
 
 
 ALL_REFUSED = tries(refused=40)
@@ -166,7 +166,7 @@ CASES = [
         "The signals cannot be read: HTTP 503. The gate closes soon.",
     ),
     (
-        facts(running=8, answered_at=NOW - SILENT_S - 1, usual_s=0.5),
+        facts(running=8, answered_at=NOW - SLOW_ANSWER_S - 1, usual_s=0.5),
         "degraded",
         "slow",
         "No answer has come for more than 60 s, where requests usually take 0.5 s: 8 requests are in flight.",
@@ -190,13 +190,15 @@ CASES = [
         "The queue gives no request: a newer reading leaves a limit of 3.",
     ),
     (
-        facts(Reason.IDLE, Counts(5, 0, 0, 0, awaiting=5), models_why="no endpoint serves llama"),
+        facts(
+            Reason.IDLE, QueueCounts(5, 0, 0, 0, waiting_for_model=5), models_why="no endpoint serves llama"
+        ),
         "waiting",
         "models",
         "No endpoint serves llama.",
     ),
     (
-        facts(Reason.IDLE, Counts(1, 0, 0, 0, sequences=SequenceCounts(waiting=1))),
+        facts(Reason.IDLE, QueueCounts(1, 0, 0, 0, sequences=SequenceCounts(waiting=1))),
         "waiting",
         "sequences",
         "1 request waits for a turn in a sequence.",
@@ -207,11 +209,11 @@ CASES = [
 
 @pytest.mark.parametrize(("seen", "health", "cause", "sentence"), CASES)
 def test_health_of_each_situation(seen: HealthFacts, health: str, cause: str, sentence: str) -> None:
-    assert assess(seen) == Assessment(Health(health), Cause(cause), sentence)
+    assert assess_health(seen) == Assessment(Health(health), Cause(cause), sentence)
 
 
 def test_every_health_cause_and_rule_occurs_in_a_case() -> None:
-    found = [assess(case[0]) for case in CASES]
+    found = [assess_health(case[0]) for case in CASES]
     assert {each.health for each in found} == set(Health)
     assert {each.cause for each in found} == set(Cause)
     deciding = {
@@ -221,37 +223,37 @@ def test_every_health_cause_and_rule_occurs_in_a_case() -> None:
 
 
 def test_counts_that_are_too_old_are_not_believed() -> None:
-    seen = HealthFacts(NOW, Reason.IDLE, counts=EMPTY, counted_at=NOW - COUNTED_WITHIN_S - 1)
-    assert (assess(seen).health, assess(seen).cause) == (Health.UNKNOWN, Cause.QUEUE)
+    seen = HealthFacts(NOW, Reason.IDLE, counts=EMPTY, counted_at=NOW - MAX_COUNTS_AGE_S - 1)
+    assert (assess_health(seen).health, assess_health(seen).cause) == (Health.UNKNOWN, Cause.QUEUE)
 
 
 def test_few_refusals_while_requests_run_are_no_fault() -> None:
-    for unanswered in (tries(refused=1), tries(refused=40, for_s=FAILS_S - 1)):
-        assert assess(facts(running=8, unanswered=unanswered)).health is Health.WORKING
+    for unanswered in (tries(refused=1), tries(refused=40, for_s=MIN_FAILING_S - 1)):
+        assert assess_health(facts(running=8, unanswered=unanswered)).health is Health.WORKING
     long = facts(running=8, unanswered=ALL_REFUSED, mean_s=600.0)
-    assert assess(long).health is Health.WORKING, "the requests that fill the pool take as long"
+    assert assess_health(long).health is Health.WORKING, "the requests that fill the pool take as long"
 
 
 def test_failures_of_long_ago_say_nothing_of_now() -> None:
-    old = tries(refused=LEAST, newest_s=RECENT_S + 1)
-    assert assess(facts(unanswered=old)).health is Health.WORKING, "other replicas have sent the rest"
+    old = tries(refused=MIN_FAILURES, newest_s=RECENT_S + 1)
+    assert assess_health(facts(unanswered=old)).health is Health.WORKING, "other replicas have sent the rest"
 
 
 def test_some_failures_in_a_row_are_not_all() -> None:
-    seen = facts(unanswered=tries(failed=LEAST), failures="Of the last 20 tries 9 failed: 500 (9)")
-    assert assess(seen).health is Health.DEGRADED
-    burst = tries(failed=40, for_s=FAILS_S - 1)
+    seen = facts(unanswered=tries(failed=MIN_FAILURES), failures="Of the last 20 tries 9 failed: 500 (9)")
+    assert assess_health(seen).health is Health.DEGRADED
+    burst = tries(failed=40, for_s=MIN_FAILING_S - 1)
     seen = facts(unanswered=burst, all_failed=True, failures="Of the last 20 tries 20 failed: 500 (20)")
-    assert assess(seen).health is Health.DEGRADED, "these may all be retries"
+    assert assess_health(seen).health is Health.DEGRADED, "these may all be retries"
 
 
 def test_slow_answers_are_measured_by_what_is_usual() -> None:
-    assert assess(facts(running=8, answered_at=NOW - 300, usual_s=60.0)).health is Health.WORKING
-    assert assess(facts(running=8, answered_at=NOW - 601, usual_s=60.0)).cause is Cause.SLOW
+    assert assess_health(facts(running=8, answered_at=NOW - 300, usual_s=60.0)).health is Health.WORKING
+    assert assess_health(facts(running=8, answered_at=NOW - 601, usual_s=60.0)).cause is Cause.SLOW
 
 
 counts = st.none() | st.builds(
-    Counts,
+    QueueCounts,
     *[st.integers(0, 10)] * 4,
     awaiting=st.integers(0, 3),
     sequences=st.builds(SequenceCounts, waiting=st.integers(0, 3)),
@@ -278,7 +280,7 @@ situations = st.builds(
 
 @given(situations)
 def test_no_situation_is_called_better_than_it_is(seen: HealthFacts) -> None:
-    found = assess(seen)
+    found = assess_health(seen)
     assert found.sentence.endswith(".")
     waiting = seen.counts
     if found.health is Health.IDLE:
@@ -286,18 +288,18 @@ def test_no_situation_is_called_better_than_it_is(seen: HealthFacts) -> None:
         assert (waiting.pending, waiting.delayed, waiting.leased) == (0, 0, 0)
     if found.health in (Health.IDLE, Health.WORKING):
         assert seen.queue_problem is None
-        assert not seen.reason.closed or seen.reason in (Reason.BACKPRESSURE, Reason.NO_ROOM)
-        assert seen.failures is seen.rejections is seen.signals_problem is None
+        assert not seen.reason.is_closed or seen.reason in (Reason.BACKPRESSURE, Reason.NO_ROOM)
+        assert seen.failure_summary is seen.rejection_summary is seen.signals_problem is None
     if found.health in (Health.DEGRADED, Health.FAILING, Health.UNKNOWN):
-        assert found.cause.look_at, "an operator is told where to look"
+        assert found.cause.hint, "an operator is told where to look"
 
 
 def test_change_is_logged_once_it_holds() -> None:
     record = HealthRecord()
-    record.look(facts())
+    record.update_health(facts())
     assert record.since == NOW
-    assert not record.changed(NOW + 1), "it may last for a moment only"
-    assert record.changed(NOW + record.HOLDS_S)
-    assert not record.changed(NOW + 60), "it is logged already"
-    record.look(facts(Reason.NO_ROOM, WORK))
-    assert record.newest.health is Health.WAITING
+    assert not record.take_change(NOW + 1), "it may last for a moment only"
+    assert record.take_change(NOW + record.HOLD_S)
+    assert not record.take_change(NOW + 60), "it is logged already"
+    record.update_health(facts(Reason.NO_ROOM, WORK))
+    assert record.current.health is Health.WAITING

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.printable import plain
+from dispatcher.core.printable import escape_unprintable
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,16 @@ from dispatcher.core.printable import plain
     ],
 )
 def test_controls_are_shown_as_escapes(text: str, shown: str) -> None:
-    assert plain(text) == shown
+    assert escape_unprintable(text) == shown
 
 
 def test_what_is_to_be_kept_stays() -> None:
-    assert plain("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
+    assert escape_unprintable("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
 
 
 @given(st.text(st.characters()))
 def test_law_nothing_unprintable_is_left_and_nothing_printable_changed(text: str) -> None:
-    shown = plain(text)
+    shown = escape_unprintable(text)
     assert shown.isprintable()
-    assert plain(shown) == shown
+    assert escape_unprintable(shown) == shown
     assert shown == text or not text.isprintable()

@@ -22,9 +22,9 @@ def test_value_never_changes_and_is_made_anew_with_other_fields() -> None:
     place = Place(3)
     with pytest.raises(AttributeError):
         place.row = 4  # type: ignore[misc]
-    assert (place.but(seat=2), place) == (Place(3, 2), Place(3, 1))
+    assert (place.copy_with(seat=2), place) == (Place(3, 2), Place(3, 1))
 
 
 def test_field_that_a_value_has_not_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
-        Place(3).but(aisle=2)
+        Place(3).copy_with(aisle=2)

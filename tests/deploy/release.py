@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from dispatcher.settings import Settings
-from dispatcher.settings.load import parse
+from dispatcher.settings.load import parse_settings
 from tests.deploy.cases import BASIC, CASES
 from tests.paths import ROOT
 from tests.support import require_tool
@@ -91,7 +91,7 @@ class Release:
 
     def settings(self) -> Settings:
         """What the dispatcher in the pod would run with: file and environment, read by the program itself."""
-        found = parse(self.config_text(), environment(self.container))
+        found = parse_settings(self.config_text(), environment(self.container))
         assert isinstance(found, Settings), found
         return found
 

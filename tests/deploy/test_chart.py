@@ -21,7 +21,7 @@ from redis.retry import Retry
 from dispatcher.admin.server import AdminServer
 from dispatcher.cli import app
 from dispatcher.queue.embedded import EmbeddedError, find_server
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.settings.load import NEEDS_RESTART
 from tests.deploy.cases import BASIC, CASES, PICKER, QUEUE
 from tests.deploy.conformity import KUBERNETES, faults
@@ -413,10 +413,10 @@ def test_keda_counts_keys_that_the_queue_has() -> None:
         queue = case(name).settings().queue
         triggers = case(name).one("ScaledObject")["spec"]["triggers"]
         counted = [each["metadata"]["listName"] for each in triggers if each["type"] == "redis"]
-        names = Names(queue.name, queue.results)
-        leases = next(key for key in names.keys if key.endswith(":leases"))
+        names = QueueNames(queue.name, queue.results)
+        leases = next(key for key in names.script_keys if key.endswith(":leases"))
         assert counted[0] == names.queue
-        assert set(counted) < {names.queue, *names.keys}
+        assert set(counted) < {names.queue, *names.script_keys}
         assert leases in counted, "or the last request ends with the dispatcher that runs it"
         address = triggers[0]["metadata"]["address"]
         assert address in queue.url.reveal()
@@ -623,7 +623,7 @@ def test_rules_speak_of_this_release_s_pool_alone() -> None:
         for selector in named(rule["expr"]).selectors:
             if "batch_dispatcher" in selector.name:
                 assert selector.name in known()
-                assert {each.label: each.value for each in selector.matchers}.items() >= ours.items()
+                assert {each.set_label: each.value for each in selector.matchers}.items() >= ours.items()
     (down,) = (rule for rule in rules("rules") if rule.get("alert") == "BatchDispatcherReplicaDown")
     assert 'job=~"llm/night-batch-dispatcher|night-batch-dispatcher"' in down["expr"]
 

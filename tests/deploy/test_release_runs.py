@@ -53,7 +53,7 @@ class Kubelet:
             }
         return {**clean, **given, "HOME": str(home)}
 
-    def run(self, container: dict[str, Any], home: Path) -> subprocess.CompletedProcess[str]:
+    def run_batch(self, container: dict[str, Any], home: Path) -> subprocess.CompletedProcess[str]:
         """Run a container to its end."""
         return subprocess.run(
             self.command(container),
@@ -114,9 +114,9 @@ def test_a_release_answers_a_request_by_what_it_brings_alone(world: tuple[int, i
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             path = release.container[probe]["httpGet"]["path"]
             wait_until_sync(partial(is_well, client, path), 30, what=path, every_s=0.1)
-        found = kubelet.run(check, tmp_path)
+        found = kubelet.run_batch(check, tmp_path)
         assert found.returncode == 0, found.stdout + found.stderr
-        answered = kubelet.run(test, tmp_path)
+        answered = kubelet.run_batch(test, tmp_path)
         assert answered.returncode == 0, answered.stderr
         assert '"choices"' in answered.stdout
         dispatcher.terminate()
@@ -172,7 +172,7 @@ def test_helm_test_says_in_a_sentence_why_nothing_was_sent(tmp_path: Path, obser
         httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5) as client,
     ):
         wait_until_sync(partial(is_well, client, "/livez"), 30, what="/livez", every_s=0.1)
-        done = kubelet.run(test, tmp_path)
+        done = kubelet.run_batch(test, tmp_path)
     assert done.returncode == 1, done.stdout
     assert f"no reading yet of saturation and requests: 127.0.0.1:{nobody}: connection refused" in done.stderr
     assert done.stderr.startswith("not ready after 4 s: ") == observe
@@ -189,7 +189,7 @@ def test_helm_test_says_that_no_dispatcher_answers(tmp_path: Path) -> None:
     kubelet = Kubelet(release, tmp_path, f"127.0.0.1:{queue}")
     (test,) = release.one("Pod")["spec"]["containers"]
     with running(server, "--port", str(queue), "--bind", "127.0.0.1", "--save", "", cwd=tmp_path):
-        done = kubelet.run(test, tmp_path)
+        done = kubelet.run_batch(test, tmp_path)
     assert done.returncode == 1
     (last,) = (line for line in done.stderr.splitlines() if line.startswith("no result for "))
     assert re.search(r"within 1[01] s: no dispatcher answers: nobody on", last)

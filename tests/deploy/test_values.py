@@ -13,8 +13,8 @@ import yaml
 
 from dispatcher.queue.redis.connect import connect
 from dispatcher.settings import Settings
-from dispatcher.settings.load import key_paths, parse
-from dispatcher.settings.values import secret_name
+from dispatcher.settings.load import key_paths, parse_settings
+from dispatcher.settings.values import is_secret_name
 from tests.deploy.cases import BASIC, CASES
 from tests.deploy.refused import REFUSED
 from tests.deploy.release import CHART, helm, render
@@ -60,7 +60,7 @@ def test_header_that_the_program_would_mask_comes_from_a_secret_or_not_at_all() 
     secret = ("Authorization", "Proxy-Authorization", "Cookie", "api-key", "ApiKey", "X-Auth-Token",
               "Ocp-Apim-Subscription-Key", "X-Client-Secret", "x_password")  # fmt: skip
     others = ("Host", "X-Route", "X-Scope-OrgID")
-    assert {name for name in (*secret, *others) if secret_name(name)} == set(secret)
+    assert {name for name in (*secret, *others) if is_secret_name(name)} == set(secret)
     for names, wanted in (((*secret, *others), set(secret)), (others, set())):
         gateway = {"url": "http://gateway", "headers": dict.fromkeys(names, "hunter2")}
         told = helm("template", "night", values={**BASIC, "gateway": gateway}).stderr
@@ -149,7 +149,7 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
     }  # fmt: skip
     settings = render({**given, "config": config}).settings()
     in_a_pod = {"admin": {**config["admin"], "host": "0.0.0.0"}}
-    expected = parse(json.dumps({**given, **config, **in_a_pod}), {})
+    expected = parse_settings(json.dumps({**given, **config, **in_a_pod}), {})
     assert isinstance(expected, Settings)
     assert settings.model_dump() == expected.model_dump()
     named = {path for section in (given, config) for path in paths(section)}
@@ -195,7 +195,7 @@ def test_no_setting_has_to_be_given() -> None:
 
 def test_null_is_the_program_s_default_where_the_program_has_it_so() -> None:
     nothing = {"budget": {"upper": None, "max_in_flight": None}, "signals": {"max_age_s": None}}
-    assert render({"config": nothing}).settings().policy() == render({}).settings().policy()
+    assert render({"config": nothing}).settings().limit_policy() == render({}).settings().limit_policy()
 
 
 def test_lists_and_maps_can_be_taken_out() -> None:
@@ -285,7 +285,7 @@ def test_urls_of_the_guide_are_the_program_s() -> None:
     urls = re.findall(r"`(rediss?(?:\+\w+)?://USER:PASSWORD@[^`]+)`", page)
     assert {url.partition(":")[0] for url in urls} == {"rediss", "redis+sentinel", "redis+cluster"}
     for url in urls:
-        found = parse(json.dumps(BASIC), {"BATCH_DISPATCHER__QUEUE__URL": url})
+        found = parse_settings(json.dumps(BASIC), {"BATCH_DISPATCHER__QUEUE__URL": url})
         assert isinstance(found, Settings), found
         assert found.queue.url.credentials == ("USER", "PASSWORD")
         connect(url)  # a client, which connects when it is first used

@@ -12,7 +12,7 @@ import msgspec
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, TooLate, Unsent
 from dispatcher.core.requests.request import Request
-from dispatcher.ports import Forwarded
+from dispatcher.ports import AttemptResult
 
 BAD = "bad"
 """A text that the server refuses, and the whole call with it."""
@@ -40,7 +40,7 @@ class Embedder:
     call_s: float = 0.005
     item_s: float = 0.0001
     workers: int = 1
-    most: int | None = None
+    max_limit: int | None = None
     """Longer lists are refused."""
     miscounts: bool = False
     """Of a list of several it forgets the last."""
@@ -56,11 +56,11 @@ class Embedder:
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
-    ) -> Forwarded:
+    ) -> AttemptResult:
         now = asyncio.get_running_loop().time
         began = now()
         if not may_send():
-            return Forwarded(Unsent(), began, began)
+            return AttemptResult(Unsent(), began, began)
         body = msgspec.json.decode(request.payload)
         texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
         self.calls.append(texts)
@@ -72,16 +72,16 @@ class Embedder:
                 async with self._slots:
                     await asyncio.sleep(self.call_s + self.item_s * len(texts))
         except TimeoutError:
-            return Forwarded(TooLate(), began, now())
+            return AttemptResult(TooLate(), began, now())
         finally:
             self.running -= 1
-        return Forwarded(self._outcome(texts, body.get("model", "")), began, now())
+        return AttemptResult(self._outcome(texts, body.get("model", "")), began, now())
 
     def _outcome(self, texts: list[str], model: str) -> Outcome:
         if self.scripted:
             return self.scripted.popleft()
-        if self.most is not None and len(texts) > self.most:
-            why = f"batch size {len(texts)} > maximum allowed batch size {self.most}"
+        if self.max_limit is not None and len(texts) > self.max_limit:
+            why = f"batch size {len(texts)} > maximum allowed batch size {self.max_limit}"
             return Delivered(413, msgspec.json.encode({"error": why, "error_type": "Validation"}))
         if any(text.startswith(BAD) for text in texts):
             return Delivered(400, b'{"error": {"message": "bad input"}}')
@@ -94,7 +94,7 @@ class Embedder:
             return Delivered(200, answer([second, first, *others], model))
         return Delivered(200, answer(texts, model))
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         return None
 
-    def resize(self, limit: int) -> None: ...
+    def resize_connection_pool(self, max_requests: int) -> None: ...

@@ -21,7 +21,7 @@ EACH_S = 5.0
 def told(scene: Scene, **endpoints: str | None) -> None:
     """A round: each endpoint's models, as words; None: it cannot be read."""
     at = asyncio.get_running_loop().time()
-    scene.dispatcher.models.heard(
+    scene.dispatcher.model_router.update_listings(
         [
             Listing(name, at, None, problem="it does not answer")
             if models is None
@@ -42,7 +42,9 @@ async def submit(
 
 
 async def results(scene: Scene) -> dict[str, dict[str, Any]]:
-    found = [json.loads(each) for each in await scene.store.read_results(scene.store.results, 1000)]
+    found = [
+        json.loads(each) for each in await scene.store.read_results(scene.store.default_result_list, 1000)
+    ]
     return {each["id"]: each for each in found}
 
 

@@ -13,17 +13,17 @@ from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.lab.simulation.virtual_loop import run
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.ports import (
-    Claimed,
-    Forwarded,
+    AttemptResult,
+    ClaimResult,
     Lease,
     ModelServers,
     Permit,
     QueueUnavailableError,
     Submission,
 )
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 
 
@@ -31,19 +31,19 @@ class MarkersApart(MemoryQueue):
     """Markers of ids that begin with one of these letters lie on nodes that are away."""
 
     away = ""
-    claimed = looked_up = 0
+    record_claim = looked_up = 0
 
-    async def claim(self, most: int, nonce: str, permit: Permit, **how: Any) -> Claimed:
-        claimed = await super().claim(most, nonce, permit, **how)
-        self.claimed += len(claimed.leases)
+    async def claim(self, max_count: int, nonce: str, permit: Permit, **how: Any) -> ClaimResult:
+        claimed = await super().claim(max_count, nonce, permit, **how)
+        self.record_claim += len(claimed.leases)
         return claimed
 
-    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+    async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         self.looked_up += 1
         if any(name.startswith(letter) for name, _ in requests for letter in self.away):
             await asyncio.sleep(0.1)
             raise QueueUnavailableError("Redis did not answer in time")
-        return await super().cancelled(requests)
+        return await super().check_cancelled(requests)
 
 
 class Answers:
@@ -54,29 +54,33 @@ class Answers:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         began = asyncio.get_running_loop().time()
         self.sent.append(request.id)
         await asyncio.sleep(self.takes_s)
-        return Forwarded(Delivered(200, b"{}"), began, asyncio.get_running_loop().time())
+        return AttemptResult(Delivered(200, b"{}"), began, asyncio.get_running_loop().time())
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         return None
 
-    def resize(self, limit: int) -> None: ...
+    def resize_connection_pool(self, max_requests: int) -> None: ...
 
 
 def open_limiter() -> Limiter:
     """It has read at 1 s that a pool of ten is empty, and is told nothing more."""
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
-    limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
+    limiter.add_reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
     return limiter
 
 
 def lease(entry: int = 1, **changes: Any) -> Lease:
     """One of its first delivery, by a token of its own."""
-    first = Lease(entry, f"t-{entry}", b"", 0.0, deliveries=1, attempts=0, refusals=0, losses=0)
-    return first.but(**changes)
+    first = Lease(
+        entry, f"t-{entry}", b"", 0.0, deliveries=1, failed_attempts=0, refusals=0, deaths_as_suspect=0
+    )
+    return first.copy_with(**changes)
 
 
 def request(number: int = 1, **changes: Any) -> Request:
@@ -105,7 +109,7 @@ class Scene:
         )
         self.task = asyncio.create_task(self.dispatcher.run())
 
-    async def ended(self) -> None:
+    async def record_completion(self) -> None:
         await self.task
 
     async def submit(self, *names: str) -> None:
@@ -119,7 +123,7 @@ class Scene:
 
     def told(self) -> list[str]:
         """Of the queue, to the log."""
-        return [event.event for event, _ in self.events if event.event.startswith("queue-")]
+        return [event.event_name for event, _ in self.events if event.event_name.startswith("queue-")]
 
 
 def perform(
@@ -131,11 +135,11 @@ def perform(
 ) -> None:
     async def main() -> None:
         events: list[tuple[Event, Mapping[str, Any]]] = []
-        with diverted(lambda event, fields: events.append((event, fields))):
+        with divert_events(lambda event, fields: events.append((event, fields))):
             scene = Scene(gateway, options, servers)
             scene.events = events
             await scene_of(scene)
             scene.dispatcher.drain(1.0)
-            await scene.ended()
+            await scene.record_completion()
 
-    run(main(), start=2.0)
+    run_in_virtual_time(main(), start=2.0)

@@ -9,20 +9,20 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, Overloaded, RetryPolicy
-from dispatcher.core.requests.lease_validity import Tenure
+from dispatcher.core.requests.lease_validity import LeaseValidity
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.result import ErrorCode
-from dispatcher.dispatch.attempts import Tries
-from dispatcher.dispatch.completions import Ending, lease_of
-from dispatcher.dispatch.in_flight import HeldLease, Holding, Try
+from dispatcher.dispatch.attempts import AttemptRunner
+from dispatcher.dispatch.completions import Completion, get_lease
+from dispatcher.dispatch.in_flight import Attempt, InFlightLease, InFlightTable
 from dispatcher.dispatch.journal import Journal
-from dispatcher.dispatch.maintenance import Upkeep
+from dispatcher.dispatch.maintenance import Maintenance
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.queue_access import QueueAccess
-from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
+from dispatcher.forward.buffers import AnswerBuffer, AnswerBufferPool
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.lab.simulation.virtual_loop import run
-from dispatcher.ports import Forwarded, Release, Settlement
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
+from dispatcher.ports import AttemptResult, Release, Settlement
 from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.scene import lease, open_limiter, request
 
@@ -32,13 +32,13 @@ class Answers:
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.buffers = AnswerBuffers(100, 10)
+        self.buffers = AnswerBufferPool(100, 10)
         self.sent: list[str] = []
-        self.ended: list[str] = []
+        self.record_completion: list[str] = []
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
-    ) -> Forwarded:
+    ) -> AttemptResult:
         now = asyncio.get_running_loop().time
         began = now()
         assert may_send()
@@ -46,15 +46,15 @@ class Answers:
         try:
             await asyncio.sleep(1.0)
         finally:
-            self.ended.append(token)
-        hold = AnswerHold(self.buffers)
-        await hold.grow(10)
-        return Forwarded(self.outcome, began, now(), held=hold)
+            self.record_completion.append(token)
+        hold = AnswerBuffer(self.buffers)
+        await hold.grow_to(10)
+        return AttemptResult(self.outcome, began, now(), memory=hold)
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         return None
 
-    def resize(self, limit: int) -> None: ...
+    def resize_connection_pool(self, max_requests: int) -> None: ...
 
 
 class Scene:
@@ -64,15 +64,15 @@ class Scene:
         loop = asyncio.get_running_loop()
         self.gateway = Answers(outcome)
         self.limiter = open_limiter()
-        self.holding = Holding()
-        self.ended: list[Ending] = []
+        self.holding = InFlightTable()
+        self.record_completion: list[Completion] = []
         self.dropped: list[str] = []
         options, journal = Options(RetryPolicy()), Journal(Metrics())
         queue = MemoryQueue(MemoryStore(clock=loop.time), "a")
-        access = QueueAccess(queue, self.limiter, Tenure(60.0, 60.0), loop.time)
-        access.heard(loop.time())
-        upkeep = Upkeep(access, self.holding, self.limiter, options, journal)
-        self.tries = Tries(
+        access = QueueAccess(queue, self.limiter, LeaseValidity(60.0, 60.0), loop.time)
+        access.record_sign_of_life(loop.time())
+        upkeep = Maintenance(access, self.holding, self.limiter, options, journal)
+        self.tries = AttemptRunner(
             self.gateway,
             self.limiter,
             options,
@@ -81,39 +81,41 @@ class Scene:
             upkeep,
             journal,
             random.Random(0),
-            self.ended.append,
+            self.record_completion.append,
             self.dropped.append,
         )
 
-    def held(self, entry: int) -> HeldLease:
-        held = self.holding.add(lease(entry), asyncio.get_running_loop().time(), probe=False)
+    def held(self, entry: int) -> InFlightLease:
+        held = self.holding.add_lease(lease(entry), asyncio.get_running_loop().time(), is_probe=False)
         held.request = request(entry)
         return held
 
     def codes(self) -> dict[int, str]:
         return {
-            lease_of(each).entry: each.code if isinstance(each, Settlement) else type(each).__name__
-            for each in self.ended
+            get_lease(each).entry_id: each.result_class
+            if isinstance(each, Settlement)
+            else type(each).__name__
+            for each in self.record_completion
         }
 
 
-def perform(outcome: Outcome, then: Callable[[Scene, list[HeldLease]], Awaitable[None]]) -> Scene:
+def perform(outcome: Outcome, then: Callable[[Scene, list[InFlightLease]], Awaitable[None]]) -> Scene:
     async def main() -> Scene:
         scene = Scene(outcome)
         riders = [scene.held(entry) for entry in (1, 2, 3)]
         async with asyncio.TaskGroup() as tasks:
-            scene.tries.begin(Try("t-1", request(1), riders), tasks)
-            assert scene.holding.running == 3
+            scene.tries.start_attempt(Attempt("t-1", request(1), riders), tasks)
+            assert scene.holding.running_count == 3
             await then(scene, riders)
-        assert scene.holding.running == 0
+        assert scene.holding.running_count == 0
         assert scene.limiter.in_flight == 0
-        assert scene.gateway.ended == scene.gateway.sent
+        assert scene.gateway.record_completion == scene.gateway.sent
         return scene
 
-    return run(main(), start=2.0)
+    return run_in_virtual_time(main(), start=2.0)
 
 
-async def nothing(scene: Scene, riders: list[HeldLease]) -> None:
+async def nothing(scene: Scene, riders: list[InFlightLease]) -> None:
     await asyncio.sleep(0.5)
     assert scene.limiter.in_flight == 3, "the units of its leases"
 
@@ -122,46 +124,48 @@ def test_an_answer_is_every_riders() -> None:
     scene = perform(Delivered(200, b"{}"), nothing)
     assert scene.gateway.sent == ["t-1"]
     assert scene.codes() == {1: "2xx", 2: "2xx", 3: "2xx"}
-    assert [ending.request_id for ending in scene.ended if isinstance(ending, Settlement)] == [
+    assert [ending.request_id for ending in scene.record_completion if isinstance(ending, Settlement)] == [
         "r-1",
         "r-2",
         "r-3",
     ]
 
 
-@pytest.mark.parametrize("outcome", [Failed("reset"), Overloaded(429, "", capacity=True)])
+@pytest.mark.parametrize("outcome", [Failed("reset"), Overloaded(429, "", is_out_of_capacity=True)])
 def test_a_failure_is_every_riders(outcome: Outcome) -> None:
     scene = perform(outcome, nothing)
     assert set(scene.codes().values()) == {"Release"}
-    assert all(isinstance(ending, Release) and not ending.undelivered for ending in scene.ended)
+    assert all(
+        isinstance(ending, Release) and not ending.is_undelivered for ending in scene.record_completion
+    )
 
 
 def test_answer_takes_its_memory_until_the_queue_has_confirmed_the_end_of_every_lease() -> None:
     scene = perform(Delivered(200, b"{}"), nothing)
     held = []
     for entry in (1, 2, 3):
-        held.append(scene.gateway.buffers.held_bytes)
-        scene.holding.drop(lease(entry).token)
+        held.append(scene.gateway.buffers.used_bytes)
+        scene.holding.remove_lease(lease(entry).token)
     assert held == [10, 10, 10]
-    assert scene.gateway.buffers.held_bytes == 0
+    assert scene.gateway.buffers.used_bytes == 0
 
 
 def test_answer_of_leases_that_are_gone_takes_no_memory() -> None:
-    async def lose(scene: Scene, riders: list[HeldLease]) -> None:
+    async def lose(scene: Scene, riders: list[InFlightLease]) -> None:
         await asyncio.sleep(0.5)
         for held in riders:
-            scene.holding.drop(held.lease.token)
+            scene.holding.remove_lease(held.lease.token)
 
-    assert perform(Delivered(200, b"{}"), lose).gateway.buffers.held_bytes == 0
+    assert perform(Delivered(200, b"{}"), lose).gateway.buffers.used_bytes == 0
 
 
 def test_one_that_is_cancelled_or_lost_does_not_end_the_others() -> None:
-    async def then(scene: Scene, riders: list[HeldLease]) -> None:
+    async def then(scene: Scene, riders: list[InFlightLease]) -> None:
         await asyncio.sleep(0.5)
-        scene.holding.cut(riders[0], "cancelled")
-        scene.holding.cut(riders[1], "lost")
+        scene.holding.stop_waiting(riders[0], "cancelled")
+        scene.holding.stop_waiting(riders[1], "lost")
         await asyncio.sleep(0.1)
-        assert scene.gateway.ended == []
+        assert scene.gateway.record_completion == []
 
     scene = perform(Delivered(200, b"{}"), then)
     assert scene.codes() == {1: ErrorCode.CANCELLED, 3: "2xx"}
@@ -169,13 +173,13 @@ def test_one_that_is_cancelled_or_lost_does_not_end_the_others() -> None:
 
 
 def test_exchange_ends_when_nobody_waits_for_its_answer() -> None:
-    async def then(scene: Scene, riders: list[HeldLease]) -> None:
+    async def then(scene: Scene, riders: list[InFlightLease]) -> None:
         await asyncio.sleep(0.5)
-        scene.holding.cut(riders[0], "cancelled")
-        scene.holding.cut(riders[1], "lost")
-        scene.holding.cut(riders[2], "drain")
+        scene.holding.stop_waiting(riders[0], "cancelled")
+        scene.holding.stop_waiting(riders[1], "lost")
+        scene.holding.stop_waiting(riders[2], "drain")
         await asyncio.sleep(0.01)
-        assert scene.gateway.ended == ["t-1"]
+        assert scene.gateway.record_completion == ["t-1"]
 
     scene = perform(Delivered(200, b"{}"), then)
     assert scene.codes() == {1: ErrorCode.CANCELLED, 3: "Release"}
@@ -183,9 +187,9 @@ def test_exchange_ends_when_nobody_waits_for_its_answer() -> None:
 
 
 def test_exchange_that_is_cut_before_its_first_step_ends_each_lease() -> None:
-    async def then(scene: Scene, riders: list[HeldLease]) -> None:
+    async def then(scene: Scene, riders: list[InFlightLease]) -> None:
         for held in riders:
-            scene.holding.cut(held, "cancelled")
+            scene.holding.stop_waiting(held, "cancelled")
 
     scene = perform(Delivered(200, b"{}"), then)
     assert scene.gateway.sent == []

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from dispatcher.core.gateway.outcome import (
-    Bury,
     Delivered,
     Evicted,
     Failed,
+    MoveToDeadLetters,
     Outcome,
     Overloaded,
     Refused,
@@ -24,8 +24,8 @@ from dispatcher.core.gateway.outcome import (
 from dispatcher.core.requests.request import Rejection
 from dispatcher.core.requests.result import ErrorCode, decode_result
 from dispatcher.dispatch import completions
-from dispatcher.dispatch.completions import Ending, lease_of
-from dispatcher.ports import Burial, Expired, Release, Settlement
+from dispatcher.dispatch.completions import Completion, get_lease
+from dispatcher.ports import DeadLetter, Release, Settlement, UnleasedRequest
 from tests.dispatch.scene import lease, request
 
 LEASE = lease(7)
@@ -33,8 +33,8 @@ REQUEST = request(7, token="fence", results="jobs:results", deadline=1000)
 POLICY = RetryPolicy(base_s=4.0, max_s=60.0, max_attempts=3, max_deliveries=5)
 
 
-def after_try(outcome: Outcome, now: float = 0.0, **counted: int) -> Ending:
-    return completions.after_try(lease(7, **counted), REQUEST, outcome, now, POLICY, rand=0.5)
+def after_try(outcome: Outcome, now: float = 0.0, **counted: int) -> Completion:
+    return completions.build_completion(lease(7, **counted), REQUEST, outcome, now, POLICY, rand=0.5)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def after_try(outcome: Outcome, now: float = 0.0, **counted: int) -> Ending:
 def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code: str) -> None:
     ending = after_try(outcome)
     assert isinstance(ending, Settlement)
-    assert (ending.lease, ending.code, ending.results) == (LEASE, code, "jobs:results")
+    assert (ending.lease, ending.result_class, ending.result_list) == (LEASE, code, "jobs:results")
     assert (ending.request_id, ending.request_token) == ("r-7", "fence")
     told = decode_result(ending.result)
     assert (told.id, told.request_token) == ("r-7", "fence")
@@ -60,24 +60,24 @@ def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code
 @pytest.mark.parametrize(
     ("outcome", "release"),
     [
-        (Failed("reset"), Release(LEASE, delay_s=2.0, attempt=True, last_try="reset")),
+        (Failed("reset"), Release(LEASE, delay_s=2.0, is_failed_attempt=True, last_attempt="reset")),
         (
-            Overloaded(429, "", capacity=True),
-            Release(LEASE, refusal=True, last_try="the gateway refused it for now: 429"),
+            Overloaded(429, "", is_out_of_capacity=True),
+            Release(LEASE, is_refusal=True, last_attempt="the gateway refused it for now: 429"),
         ),
         (
-            Unreachable("no connection", rest_s=3.0),
-            Release(LEASE, delay_s=3.0, undelivered=True, last_try="no connection"),
+            Unreachable("no connection", delay_s=3.0),
+            Release(LEASE, delay_s=3.0, is_undelivered=True, last_attempt="no connection"),
         ),
         (
-            Evicted(429, "evicted", rest_s=3.0),
+            Evicted(429, "evicted", delay_s=3.0),
             Release(
                 LEASE,
                 delay_s=3.0,
-                last_try="the gateway stopped it for more important requests: 429, evicted",
+                last_attempt="the gateway stopped it for more important requests: 429, evicted",
             ),
         ),
-        (Unsent(), Release(LEASE, undelivered=True)),
+        (Unsent(), Release(LEASE, is_undelivered=True)),
     ],
 )
 def test_what_is_not_over_is_given_back_and_counted_as_what_it_was(
@@ -90,16 +90,16 @@ def test_what_is_counted_so_far_decides_how_long_it_waits() -> None:
     again = after_try(Failed("reset"), attempts=1)
     assert isinstance(again, Release)
     assert again.delay_s == 4.0
-    refused = after_try(Overloaded(429, "", capacity=True), refusals=2)
+    refused = after_try(Overloaded(429, "", is_out_of_capacity=True), refusals=2)
     assert isinstance(refused, Release)
     assert refused.delay_s == 8.0
 
 
 def test_last_attempt_buries_it_with_the_last_answer() -> None:
     ending = after_try(Failed("the gateway answered 500", 500, b"broken"), attempts=2)
-    assert isinstance(ending, Burial)
+    assert isinstance(ending, DeadLetter)
     assert ending.reason == "no answer after 3 attempts, the last: the gateway answered 500"
-    assert ending.settlement.code == ErrorCode.RETRIES_EXHAUSTED
+    assert ending.settlement.result_class == ErrorCode.RETRIES_EXHAUSTED
     told = decode_result(ending.settlement.result)
     assert (told.error_code, told.status_code, told.payload) == (ErrorCode.RETRIES_EXHAUSTED, 500, "broken")
 
@@ -107,7 +107,7 @@ def test_last_attempt_buries_it_with_the_last_answer() -> None:
 def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
     ending = after_try(Failed("reset"), now=1000.0)
     assert isinstance(ending, Settlement)
-    assert ending.code == ErrorCode.DEADLINE_EXCEEDED
+    assert ending.result_class == ErrorCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
             " after 2 attempts and 1 refusal; the last try: reset",
         ),
         (
-            Overloaded(429, "", capacity=True),
+            Overloaded(429, "", is_out_of_capacity=True),
             {"attempts": 1},
             " after 1 attempt and 1 refusal; the last try: the gateway refused it for now: 429",
         ),
@@ -138,9 +138,9 @@ def test_who_is_too_late_is_told_what_the_tries_came_to(
     """Of which nobody else would know: it was given back, and its answer with it."""
     held = lease(7, **before)
     if outcome is None:
-        ending: Ending = completions.expired(held, REQUEST)
+        ending: Completion = completions.build_deadline_error(held, REQUEST)
     else:
-        ending = completions.after_try(held, REQUEST, outcome, 1000.0, POLICY, rand=0.5)
+        ending = completions.build_completion(held, REQUEST, outcome, 1000.0, POLICY, rand=0.5)
     assert isinstance(ending, Settlement)
     result = decode_result(ending.result)
     assert result.error_code == ErrorCode.DEADLINE_EXCEEDED
@@ -148,45 +148,45 @@ def test_who_is_too_late_is_told_what_the_tries_came_to(
 
 
 def test_what_expires_without_a_lease_says_the_same() -> None:
-    over = Expired("d:7:3", b"{}", "503", attempts=2, refusals=1)
-    told = decode_result(completions.overdue(over, REQUEST).result)
+    over = UnleasedRequest("d:7:3", b"{}", "503", failed_attempts=2, refusals=1)
+    told = decode_result(completions.build_overdue_error(over, REQUEST).result)
     assert told.error_code == ErrorCode.DEADLINE_EXCEEDED
     assert told.error_message == "deadline exceeded after 2 attempts and 1 refusal; the last try: 503"
 
 
 def test_member_without_an_id_is_dead_and_nobody_is_told() -> None:
-    ending = completions.rejected(LEASE, Rejection(ErrorCode.INVALID_REQUEST, "no JSON", None, "", ""))
-    assert ending == Burial(Settlement(LEASE, b"", ""), "INVALID_REQUEST: no JSON")
+    ending = completions.build_rejection(LEASE, Rejection(ErrorCode.INVALID_REQUEST, "no JSON", None, "", ""))
+    assert ending == DeadLetter(Settlement(LEASE, b"", ""), "INVALID_REQUEST: no JSON")
 
 
 def test_member_with_an_id_is_answered_with_what_is_wrong() -> None:
     wrong = Rejection(ErrorCode.TOO_LARGE, "12 bytes", "r-7", "fence", "jobs:results")
-    ending = completions.rejected(LEASE, wrong)
+    ending = completions.build_rejection(LEASE, wrong)
     assert isinstance(ending, Settlement)
-    assert (ending.results, ending.code) == ("jobs:results", ErrorCode.TOO_LARGE)
+    assert (ending.result_list, ending.result_class) == ("jobs:results", ErrorCode.TOO_LARGE)
     assert (ending.request_id, ending.request_token) == ("r-7", "fence")
     told = decode_result(ending.result)
     assert (told.error_code, told.error_message) == (ErrorCode.TOO_LARGE, "12 bytes")
 
 
 def test_result_that_may_not_go_where_it_asks_goes_to_the_default_list() -> None:
-    ending = completions.unlisted(LEASE, REQUEST, "is a string")
-    assert (ending.results, ending.code) == ("", ErrorCode.INVALID_REQUEST)
+    ending = completions.build_invalid_list_error(LEASE, REQUEST, "is a string")
+    assert (ending.result_list, ending.result_class) == ("", ErrorCode.INVALID_REQUEST)
     told = decode_result(ending.result)
     assert told.error_message == "internal.result_queue_name: jobs:results is a string"
 
 
 def test_given_back_untouched_it_counts_nothing() -> None:
-    assert completions.returned(LEASE) == Release(LEASE, undelivered=True)
-    assert completions.returned(LEASE, after_s=2.0) == Release(LEASE, delay_s=2.0, undelivered=True)
+    assert completions.build_return(LEASE) == Release(LEASE, is_undelivered=True)
+    assert completions.build_return(LEASE, after_s=2.0) == Release(LEASE, delay_s=2.0, is_undelivered=True)
 
 
 def test_each_ending_names_its_lease() -> None:
-    verdict = Bury(ErrorCode.DELIVERIES_EXHAUSTED, "6 dispatchers died while they ran it alone")
-    buried = completions.deadly(LEASE, REQUEST, verdict)
+    verdict = MoveToDeadLetters(ErrorCode.DELIVERIES_EXHAUSTED, "6 dispatchers died while they ran it alone")
+    buried = completions.build_dead_letter_after_deaths(LEASE, REQUEST, verdict)
     assert buried.reason == verdict.message
-    for ending in (buried, completions.cancelled(LEASE, REQUEST), completions.returned(LEASE)):
-        assert lease_of(ending) is LEASE
+    for ending in (buried, completions.build_cancellation(LEASE, REQUEST), completions.build_return(LEASE)):
+        assert get_lease(ending) is LEASE
 
 
 @pytest.mark.parametrize(
@@ -204,13 +204,16 @@ def test_the_result_of_what_was_sent_says_as_which_version(
     outcome: Outcome, attempts: int, version: str | None
 ) -> None:
     sent = replace(REQUEST, version="m-v2")
-    ending = completions.after_try(lease(7, attempts=attempts), sent, outcome, 0.0, POLICY, rand=0.5)
-    settlement = ending.settlement if isinstance(ending, Burial) else ending
+    ending = completions.build_completion(lease(7, attempts=attempts), sent, outcome, 0.0, POLICY, rand=0.5)
+    settlement = ending.settlement if isinstance(ending, DeadLetter) else ending
     assert isinstance(settlement, Settlement)
     assert decode_result(settlement.result).model_version == version
 
 
 def test_the_result_of_what_was_not_sent_names_no_version() -> None:
     sent = replace(REQUEST, version="m-v2")
-    for settlement in (completions.cancelled(LEASE, sent), completions.expired(LEASE, sent)):
+    for settlement in (
+        completions.build_cancellation(LEASE, sent),
+        completions.build_deadline_error(LEASE, sent),
+    ):
         assert decode_result(settlement.result).model_version is None

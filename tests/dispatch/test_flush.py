@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dispatcher.core.gateway.outcome import Delivered
-from dispatcher.core.requests.request import Request, encode_member, parse
-from dispatcher.dispatch.sequences.turns import ReadBefore
-from dispatcher.ports import HandedOver, Permit, QueueUnavailableError, Settled, Settlement
+from dispatcher.core.requests.request import Request, encode_member, parse_member
+from dispatcher.dispatch.sequences.turns import ParsedRequestCache
+from dispatcher.ports import Permit, QueueUnavailableError, SettleAndClaimResult, Settlement, SettleStatus
 from tests.dispatch.scene import Scene, lease, perform
 from tests.dispatch.turns import Servers, results, submit, turns
 
@@ -22,32 +22,34 @@ class Calls:
     def __init__(self, scene: Scene) -> None:
         self.queue = scene.queue
         self.handed: list[int] = []
-        self.settled = self.claimed = self.lined_up = 0
+        self.settled = self.record_claim = self.lined_up = 0
         self.lose = 0
-        self._hand_over, self._settle = self.queue.hand_over, self.queue.settle
-        self._claim, self._line_up = self.queue.claim, self.queue.line_up
+        self._hand_over, self._settle = self.queue.settle_and_claim_next, self.queue.settle
+        self._claim, self._line_up = self.queue.claim, self.queue.claim_turns
         for name in ("hand_over", "settle", "claim", "line_up"):
             setattr(self.queue, name, getattr(self, name))
 
-    async def hand_over(self, ends: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
+    async def settle_and_claim_next(
+        self, ends: Sequence[Settlement], nonce: str, permit: Permit
+    ) -> SettleAndClaimResult:
         told = await self._hand_over(ends, nonce, permit)
         if self.lose:
             self.lose -= 1
             raise QueueUnavailableError("Redis did not answer in time")
-        assert told.claimed is not None
-        self.handed.append(len(told.claimed.leases))
+        assert told.claim_result is not None
+        self.handed.append(len(told.claim_result.leases))
         return told
 
-    async def settle(self, ends: Sequence[Settlement]) -> Sequence[Settled | None]:
+    async def settle(self, ends: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
         self.settled += 1
         return await self._settle(ends)
 
     async def claim(self, *args: Any, **how: Any) -> Any:
         claimed = await self._claim(*args, **how)
-        self.claimed += len(claimed.leases)
+        self.record_claim += len(claimed.leases)
         return claimed
 
-    async def line_up(self, *args: Any) -> Any:
+    async def claim_turns(self, *args: Any) -> Any:
         self.lined_up += 1
         return await self._line_up(*args)
 
@@ -59,14 +61,14 @@ def test_turns_are_neither_claimed_nor_asked_for_again() -> None:
         calls = Calls(scene)
         await submit(scene, turns("a", 8))
         await asyncio.sleep(0.05)
-        claimed, lined_up = calls.claimed, calls.lined_up
+        claimed, lined_up = calls.record_claim, calls.lined_up
         await asyncio.sleep(0.7)
         assert len(gateway.sent) == 8
         assert calls.handed == [1] * 7
-        assert (calls.claimed, calls.lined_up) == (claimed, lined_up)
+        assert (calls.record_claim, calls.lined_up) == (claimed, lined_up)
         await asyncio.sleep(1)
         assert gateway.sent == [f"a-{n}" for n in range(8)]
-        assert scene.dispatcher.lineup.turns["goes"] == 8
+        assert scene.dispatcher.turn_checker.turn_counts["goes"] == 8
 
     perform(scene_of, gateway)
 
@@ -77,21 +79,21 @@ def test_what_was_read_to_be_lined_up_is_not_read_again() -> None:
     async def scene_of(scene: Scene) -> None:
         await submit(scene, turns("a", 8))
         await asyncio.sleep(0.05)
-        read = scene.dispatcher.lineup.read_before
-        kept = [scene.store.line.entries[entry].member for entry in range(2, 9)]
-        assert read.bytes == sum(map(len, kept)) > 0
+        read = scene.dispatcher.turn_checker.parsed_requests
+        kept = [scene.store.queue.entries[entry].member for entry in range(2, 9)]
+        assert read.size_bytes == sum(map(len, kept)) > 0
         known: list[Request] = []
         for entry, member in enumerate(kept, 2):
             held = lease(entry, member=member)
-            request = read.taken(held, 10**6)
+            request = read.take_request(held, 10**6)
             assert request is not None
-            assert request == parse(member)
+            assert request == parse_member(member)
             known.append(request)
-            read.keep(held, request)
+            read.store_request(held, request)
         await asyncio.sleep(2)
         for sent, request in zip(gateway.requests[1:], known, strict=True):
             assert sent.payload is request.payload
-        assert read.bytes == 0
+        assert read.size_bytes == 0
 
     perform(scene_of, gateway)
 
@@ -121,7 +123,7 @@ def test_reply_that_is_lost_costs_no_turn_and_sends_nothing_twice(lost: int) -> 
         assert gateway.of("b") == [f"b-{n}" for n in range(6)]
         assert gateway.most_at_once == 1
         assert len(await results(scene)) == 12
-        counts = await scene.queue.counts()
+        counts = await scene.queue.count_requests()
         assert (counts.pending, counts.leased) == (0, 0)
 
     perform(scene_of, gateway)
@@ -137,7 +139,7 @@ def test_what_is_better_goes_before_the_next_turn() -> None:
         calls = Calls(scene)
         assert len(gateway.sent) == 9
         first = encode_member("first", b"{}", int(scene.queue.unix_now()) + 10**6)
-        scene.store.add(first, 1e9)
+        scene.store.add_member(first, 1e9)
         await asyncio.sleep(0.4)
         assert "first" in gateway.sent[9:18]
         assert sum(calls.handed) == 0, "another one was to go before all of them"
@@ -157,7 +159,7 @@ def test_nothing_is_taken_over_while_the_gate_is_closed() -> None:
         await scene.store.pause("me", "why")
         await asyncio.sleep(3)
         assert gateway.sent == ["a-0"]
-        assert (await scene.queue.counts()).leased == 0
+        assert (await scene.queue.count_requests()).leased == 0
         await scene.store.resume()
         await asyncio.sleep(3)
         assert gateway.sent == ["a-0", "a-1", "a-2"]
@@ -166,35 +168,35 @@ def test_nothing_is_taken_over_while_the_gate_is_closed() -> None:
 
 
 def test_what_was_read_is_known_of_that_very_member_and_once() -> None:
-    read, member = ReadBefore(), encode_member("r-1", b'{"a":1}', 10**9)
-    known = parse(member)
+    read, member = ParsedRequestCache(), encode_member("r-1", b'{"a":1}', 10**9)
+    known = parse_member(member)
     assert isinstance(known, Request)
-    read.keep(lease(1, member=member), known)
-    read.keep(lease(1, member=member), known)
-    assert read.bytes == len(member)
-    assert read.taken(lease(2, member=member), 7) is None
-    assert read.taken(lease(1, member=member), 7) is known
-    assert read.taken(lease(1, member=member), 7) is None
-    read.keep(lease(1, member=member), known)
-    assert read.taken(lease(1, member=member), 6) is None, "by now it is longer than any may be"
-    read.keep(lease(1, member=member), known)
-    assert read.taken(lease(1, member=member[:9]), 7) is None
-    read.keep(lease(1), known)
-    assert read.bytes == 0
+    read.store_request(lease(1, member=member), known)
+    read.store_request(lease(1, member=member), known)
+    assert read.size_bytes == len(member)
+    assert read.take_request(lease(2, member=member), 7) is None
+    assert read.take_request(lease(1, member=member), 7) is known
+    assert read.take_request(lease(1, member=member), 7) is None
+    read.store_request(lease(1, member=member), known)
+    assert read.take_request(lease(1, member=member), 6) is None, "by now it is longer than any may be"
+    read.store_request(lease(1, member=member), known)
+    assert read.take_request(lease(1, member=member[:9]), 7) is None
+    read.store_request(lease(1), known)
+    assert read.size_bytes == 0
 
 
 def test_what_was_read_longest_ago_goes_first_where_there_is_no_room() -> None:
     member = encode_member("r-1", b"{}", 10**9)
-    known = parse(member)
+    known = parse_member(member)
     assert isinstance(known, Request)
-    read = ReadBefore(most=3 * len(member))
+    read = ParsedRequestCache(max_bytes=3 * len(member))
     for entry in (1, 2, 3, 1, 4):
-        read.keep(lease(entry, member=member), known)
-        assert read.bytes <= 3 * len(member)
-    assert [read.taken(lease(entry, member=member), 2) is known for entry in (1, 2, 3, 4)] == [
+        read.store_request(lease(entry, member=member), known)
+        assert read.size_bytes <= 3 * len(member)
+    assert [read.take_request(lease(entry, member=member), 2) is known for entry in (1, 2, 3, 4)] == [
         True,
         False,
         True,
         True,
     ]
-    assert read.bytes == 0
+    assert read.size_bytes == 0

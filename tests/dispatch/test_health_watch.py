@@ -11,7 +11,7 @@ from tests.scenarios.virtual_stage import Metrics, Stage, scenario
 
 def logged(stage: Stage) -> list[tuple[str, str]]:
     return [
-        (event.event, f"{fields['health']} {fields['cause']}")
+        (event.event_name, f"{fields['health']} {fields['cause']}")
         for event, fields in stage.events
         if event in (Event.HEALTH, Event.UNHEALTHY)
     ]
@@ -47,4 +47,4 @@ async def test_health_is_known_while_the_queue_hangs(stage: Stage) -> None:
         if task.get_name() == "watch":
             task.cancel()
     await asyncio.sleep(30)
-    assert replica.dispatcher.health.record.newest.health is Health.UNKNOWN
+    assert replica.dispatcher.health.record.current.health is Health.UNKNOWN

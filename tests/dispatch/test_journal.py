@@ -12,19 +12,19 @@ from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Outcome,
 from dispatcher.core.limit.allowance import Allowance
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.result import ErrorCode
-from dispatcher.dispatch.completions import Ending
-from dispatcher.dispatch.in_flight import HeldLease
+from dispatcher.dispatch.completions import Completion
+from dispatcher.dispatch.in_flight import InFlightLease
 from dispatcher.dispatch.journal import Journal
-from dispatcher.lab.simulation.virtual_loop import run
-from dispatcher.ports import Burial, Forwarded, Release, Settled, Settlement
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
+from dispatcher.ports import AttemptResult, DeadLetter, Release, Settlement, SettleStatus
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.catalogue import Series
-from dispatcher.telemetry.events import Event, detail, diverted
+from dispatcher.telemetry.events import Event, divert_events, enable_debug_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.scene import lease, open_limiter, request
 
 UNIX_NOW = 1_000_000.0
-SETTLEMENT = Settlement(lease(), b"{}", "", code="2xx")
+SETTLEMENT = Settlement(lease(), b"{}", "", result_class="2xx")
 
 
 class Told:
@@ -36,32 +36,37 @@ class Told:
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
 
     def count(self, series: Series, *labels: str) -> float:
-        return self.metrics.value(series, *labels)
+        return self.metrics.get_value(series, *labels)
 
-    def tried(self, outcome: Outcome) -> HeldLease:
-        held = HeldLease(lease(), request=request())
-        self.journal.tried(held, Forwarded(outcome, 1.0, 3.5), outcome)
+    def tried(self, outcome: Outcome) -> InFlightLease:
+        held = InFlightLease(lease(), request=request())
+        self.journal.record_attempt(held, AttemptResult(outcome, 1.0, 3.5), outcome)
         return held
 
-    def ended(self, ending: Ending, answer: Settled = Settled.DONE, held: HeldLease | None = None) -> None:
-        self.journal.ended(held, ending, answer, 5.0, UNIX_NOW)
+    def record_completion(
+        self,
+        completion: Completion,
+        answer: SettleStatus = SettleStatus.DONE,
+        held: InFlightLease | None = None,
+    ) -> None:
+        self.journal.record_completion(held, completion, answer, 5.0, UNIX_NOW)
 
 
 def telling(check: Callable[[Told], Awaitable[None]], *, broken: bool = False) -> None:
     async def main() -> None:
         told = Told()
-        with diverted(lambda event, fields: told.events.append((event, fields))):
+        with divert_events(lambda event, fields: told.events.append((event, fields))):
             await check(told)
-        assert (Event.SURPRISE in [event for event, _ in told.events]) == broken
+        assert (Event.INTERNAL_ERROR in [event for event, _ in told.events]) == broken
 
-    run(main())
+    run_in_virtual_time(main())
 
 
 @pytest.fixture
 def at_debug() -> Iterator[None]:
-    detail(True)
+    enable_debug_events(True)
     yield
-    detail(False)
+    enable_debug_events(False)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,7 @@ def at_debug() -> Iterator[None]:
         (Delivered(200, b"{}"), ("delivered", "2xx")),
         (Delivered(404, b"{}"), ("delivered", "4xx")),
         (Failed("reset"), ("failed", "none")),
-        (Overloaded(429, "", capacity=True), ("overloaded", "4xx")),
+        (Overloaded(429, "", is_out_of_capacity=True), ("overloaded", "4xx")),
         (Unreachable("no connection"), ("unreachable", "none")),
         (Evicted(429, "evicted-priority"), ("evicted", "4xx")),
         (Evicted(200, "evicted"), ("evicted", "2xx")),
@@ -79,9 +84,9 @@ def at_debug() -> Iterator[None]:
 def test_try_is_counted_by_its_outcome_and_status(outcome: Outcome, labels: tuple[str, str]) -> None:
     async def check(told: Told) -> None:
         held = told.tried(outcome)
-        assert told.count(series.TRIES, *labels) == 1
-        assert told.count(series.TRY) == 1
-        assert told.metrics._seconds[series.TRY].sum == 2.5
+        assert told.count(series.ATTEMPTS, *labels) == 1
+        assert told.count(series.ATTEMPT_SECONDS) == 1
+        assert told.metrics._histograms[series.ATTEMPT_SECONDS].sum == 2.5
         assert held.answered_at == 3.5
 
     telling(check)
@@ -90,11 +95,11 @@ def test_try_is_counted_by_its_outcome_and_status(outcome: Outcome, labels: tupl
 def test_time_in_the_pickers_queue_is_counted_where_the_answer_says_it() -> None:
     async def check(told: Told) -> None:
         told.tried(Delivered(200, b"{}"))
-        assert told.count(series.PICKER_WAIT) == 0
-        waited = Forwarded(Delivered(200, b"{}"), 1.0, 3.5, queued_s=0.25)
-        told.journal.tried(HeldLease(lease(), request=request()), waited, waited.outcome)
-        assert told.count(series.PICKER_WAIT) == 1
-        assert told.metrics._seconds[series.PICKER_WAIT].sum == 0.25
+        assert told.count(series.PICKER_WAIT_SECONDS) == 0
+        waited = AttemptResult(Delivered(200, b"{}"), 1.0, 3.5, queued_s=0.25)
+        told.journal.record_attempt(InFlightLease(lease(), request=request()), waited, waited.outcome)
+        assert told.count(series.PICKER_WAIT_SECONDS) == 1
+        assert told.metrics._histograms[series.PICKER_WAIT_SECONDS].sum == 0.25
 
     telling(check)
 
@@ -103,9 +108,9 @@ def test_status_of_the_gateway_counts_though_the_outcome_counts_as_another() -> 
     """A bare answer in the outage that it belongs to is no failure of the request."""
 
     async def check(told: Told) -> None:
-        bare = Forwarded(Failed("503", 503, bare=True), 1.0, 2.0)
-        told.journal.tried(HeldLease(lease(), request=request()), bare, Unreachable("503"))
-        assert told.count(series.TRIES, "unreachable", "5xx") == 1
+        bare = AttemptResult(Failed("503", 503, is_intermediary_error=True), 1.0, 2.0)
+        told.journal.record_attempt(InFlightLease(lease(), request=request()), bare, Unreachable("503"))
+        assert told.count(series.ATTEMPTS, "unreachable", "5xx") == 1
 
     telling(check)
 
@@ -116,9 +121,9 @@ def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> No
         outcomes: list[Outcome] = [Delivered(200, b"{}"), Failed("reset"), broken, broken]
         for outcome in outcomes:
             told.tried(outcome)
-        bare = Forwarded(Failed("503", 503, bare=True), 1.0, 4.5)
-        told.journal.tried(HeldLease(lease(), request=request()), bare, Unreachable("503"))
-        problem = told.journal.recent.problem(5.5)
+        bare = AttemptResult(Failed("503", 503, is_intermediary_error=True), 1.0, 4.5)
+        told.journal.record_attempt(InFlightLease(lease(), request=request()), bare, Unreachable("503"))
+        problem = told.journal.recent_attempts.describe_problem(5.5)
         assert problem == "Of the last 5 tries 4 failed: 500 (2), no answer (1), 503 (1), the newest 1 s ago"
 
     telling(check)
@@ -135,7 +140,7 @@ def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> No
 )
 def test_refusal_is_counted_by_reasons_that_are_declared(reason: str, label: str) -> None:
     async def check(told: Told) -> None:
-        told.tried(Overloaded(429, reason, capacity=True))
+        told.tried(Overloaded(429, reason, is_out_of_capacity=True))
         assert told.count(series.REFUSALS, label) == 1
 
     telling(check)
@@ -153,23 +158,23 @@ def test_tokens_of_answers_are_counted_not_those_of_errors(status: int, counted:
 @pytest.mark.parametrize(
     ("ending", "answer", "code"),
     [
-        (SETTLEMENT, Settled.DONE, "2xx"),
-        (SETTLEMENT, Settled.TOO_LARGE, ErrorCode.TOO_LARGE),
-        (SETTLEMENT, Settled.BAD_LIST, ErrorCode.INVALID_REQUEST),
-        (SETTLEMENT, Settled.LOST, None),
-        (Burial(SETTLEMENT, "why"), Settled.DONE, "2xx"),
-        (Burial(SETTLEMENT, "why"), Settled.BAD_LIST, "2xx"),
-        (Burial(Settlement(lease(), b"", ""), "unread"), Settled.DONE, None),
-        (Release(lease()), Settled.DONE, None),
+        (SETTLEMENT, SettleStatus.DONE, "2xx"),
+        (SETTLEMENT, SettleStatus.TOO_LARGE, ErrorCode.TOO_LARGE),
+        (SETTLEMENT, SettleStatus.BAD_LIST, ErrorCode.INVALID_REQUEST),
+        (SETTLEMENT, SettleStatus.LOST, None),
+        (DeadLetter(SETTLEMENT, "why"), SettleStatus.DONE, "2xx"),
+        (DeadLetter(SETTLEMENT, "why"), SettleStatus.BAD_LIST, "2xx"),
+        (DeadLetter(Settlement(lease(), b"", ""), "unread"), SettleStatus.DONE, None),
+        (Release(lease()), SettleStatus.DONE, None),
     ],
 )
 def test_result_is_counted_by_what_was_written_and_none_that_was_not(
-    ending: Ending, answer: Settled, code: str | None
+    ending: Completion, answer: SettleStatus, code: str | None
 ) -> None:
     async def check(told: Told) -> None:
-        told.ended(ending, answer)
-        assert told.count(series.ENDED, series.ENDINGS[type(ending)], answer) == 1
-        results = {each: told.count(series.RESULTS, each) for each in series.CODES}
+        told.record_completion(ending, answer)
+        assert told.count(series.LEASES_ENDED, series.COMPLETION_KINDS[type(ending)], answer) == 1
+        results = {each: told.count(series.RESULTS, each) for each in series.RESULT_CODES}
         assert {each for each, count in results.items() if count} == ({code} if code else set())
 
     telling(check)
@@ -177,10 +182,10 @@ def test_result_is_counted_by_what_was_written_and_none_that_was_not(
 
 def test_retries_are_counted_by_what_they_are_for() -> None:
     async def check(told: Told) -> None:
-        told.ended(Release(lease(), attempt=True))
-        told.ended(Release(lease(), refusal=True))
-        told.ended(Release(lease(), undelivered=True))
-        counted = [told.count(series.RETRIES, each) for each in series.COUNTED]
+        told.record_completion(Release(lease(), is_failed_attempt=True))
+        told.record_completion(Release(lease(), is_refusal=True))
+        told.record_completion(Release(lease(), is_undelivered=True))
+        counted = [told.count(series.RETRIES, each) for each in series.RETRY_KINDS]
         assert counted == [1, 1], "what was given back untouched is no retry"
 
     telling(check)
@@ -188,11 +193,14 @@ def test_retries_are_counted_by_what_they_are_for() -> None:
 
 def test_times_of_a_request_are_those_between_birth_and_result() -> None:
     async def check(told: Told) -> None:
-        held = HeldLease(lease(), request=request(created=int(UNIX_NOW) - 60))
-        told.journal.sent(held, request(created=int(UNIX_NOW) - 60), UNIX_NOW - 20)
+        held = InFlightLease(lease(), request=request(created=int(UNIX_NOW) - 60))
+        told.journal.record_sent(held, request(created=int(UNIX_NOW) - 60), UNIX_NOW - 20)
         held.answered_at = 4.5
-        told.ended(SETTLEMENT, held=held)
-        seconds = [told.metrics._seconds[each].sum for each in (series.WAIT, series.WHOLE, series.SETTLE)]
+        told.record_completion(SETTLEMENT, held=held)
+        seconds = [
+            told.metrics._histograms[each].sum
+            for each in (series.WAIT_SECONDS, series.REQUEST_SECONDS, series.SETTLE_SECONDS)
+        ]
         assert seconds == [40.0, 60.0, 0.5]
 
     telling(check)
@@ -200,12 +208,14 @@ def test_times_of_a_request_are_those_between_birth_and_result() -> None:
 
 def test_wait_is_counted_once_and_nothing_is_known_of_who_tells_no_birth() -> None:
     async def check(told: Told) -> None:
-        again = HeldLease(lease(deliveries=2), request=request(created=10))
-        told.journal.sent(again, request(created=10), UNIX_NOW)
-        unborn = HeldLease(lease(), request=request())
-        told.journal.sent(unborn, request(), UNIX_NOW)
-        told.ended(SETTLEMENT, held=unborn)
-        counted = [told.count(each) for each in (series.WAIT, series.WHOLE, series.SETTLE)]
+        again = InFlightLease(lease(deliveries=2), request=request(created=10))
+        told.journal.record_sent(again, request(created=10), UNIX_NOW)
+        unborn = InFlightLease(lease(), request=request())
+        told.journal.record_sent(unborn, request(), UNIX_NOW)
+        told.record_completion(SETTLEMENT, held=unborn)
+        counted = [
+            told.count(each) for each in (series.WAIT_SECONDS, series.REQUEST_SECONDS, series.SETTLE_SECONDS)
+        ]
         assert counted == [0, 0, 0]
 
     telling(check)
@@ -213,12 +223,12 @@ def test_wait_is_counted_once_and_nothing_is_known_of_who_tells_no_birth() -> No
 
 def test_what_ends_without_a_try_is_counted_too() -> None:
     async def check(told: Told) -> None:
-        told.journal.expired(3)
-        told.journal.reclaimed(2)
-        told.journal.lost(HeldLease(lease()))
-        assert told.count(series.EXPIRED) == 3
+        told.journal.record_expired(3)
+        told.journal.record_reclaimed(2)
+        told.journal.record_lost(InFlightLease(lease()))
+        assert told.count(series.REQUESTS_EXPIRED) == 3
         assert told.count(series.RESULTS, ErrorCode.DEADLINE_EXCEEDED) == 3
-        assert (told.count(series.RECLAIMED), told.count(series.LOST)) == (2, 1)
+        assert (told.count(series.LEASES_RECLAIMED), told.count(series.LEASES_LOST)) == (2, 1)
 
     telling(check)
 
@@ -227,9 +237,9 @@ def test_turns_feed_the_integrals_over_time() -> None:
     async def check(told: Told) -> None:
         allowance = Allowance(9, Reason.OPEN, "", None, None, 0.0, 0, None)
         for at in (1.0, 3.0):
-            told.journal.turned(at, allowance, open_limiter(), used=4)
+            told.journal.record_state(at, allowance, open_limiter(), used_units=4)
         assert told.journal.meter.reason_s[Reason.OPEN] == 2.0
-        assert sum(told.journal.meter.used_s.values()) == 8.0
+        assert sum(told.journal.meter.used_unit_s.values()) == 8.0
 
     telling(check)
 
@@ -243,14 +253,18 @@ def test_log_at_debug_has_a_line_for_each_step_and_no_word_of_others() -> None:
         mine = request(payload=f'{{"prompt": "{secret}"}}'.encode())
 
         async def one_try() -> None:  # a task of its own, as each has: what it speaks of stays within
-            held = HeldLease(lease(attempts=1, refusals=2), probe=True, request=mine)
-            told.journal.sent(held, mine, UNIX_NOW)
+            held = InFlightLease(lease(attempts=1, refusals=2), is_probe=True, request=mine)
+            told.journal.record_sent(held, mine, UNIX_NOW)
             outcome = Failed(f"redirected (302) to '{secret}'; redirects are not followed", 302)
-            told.journal.tried(held, Forwarded(outcome, 1.0, 3.5), outcome)
-            told.ended(Release(lease(), attempt=True), held=held)
+            told.journal.record_attempt(held, AttemptResult(outcome, 1.0, 3.5), outcome)
+            told.record_completion(Release(lease(), is_failed_attempt=True), held=held)
 
         await asyncio.create_task(one_try())
-        assert [event for event, _ in told.events] == [Event.SENT, Event.TRY, Event.ENDED]
+        assert [event for event, _ in told.events] == [
+            Event.ATTEMPT_STARTED,
+            Event.ATTEMPT,
+            Event.LEASE_ENDED,
+        ]
         sent, tried, ended = (fields for _, fields in told.events)
         assert (sent["request"], sent["attempt"], sent["refusals"], sent["probe"]) == ("r-1", 2, 2, True)
         assert (tried["outcome"], tried["status"], tried["took_s"]) == ("failed", 302, 2.5)
@@ -267,8 +281,8 @@ def test_log_at_debug_has_a_line_for_each_step_and_no_word_of_others() -> None:
         (Failed("reset: ConnectionResetError[user's words]"), "reset"),
         (Failed("reset: ConnectionResetError"), "reset: ConnectionResetError"),
         (Unreachable("no connection: 'gateway' is unknown"), "no connection: 'gateway' is unknown"),
-        (Overloaded(429, "made up", capacity=True), ""),
-        (Overloaded(429, "rejected-saturated", capacity=True), "rejected-saturated"),
+        (Overloaded(429, "made up", is_out_of_capacity=True), ""),
+        (Overloaded(429, "rejected-saturated", is_out_of_capacity=True), "rejected-saturated"),
         (Delivered(200, b"{}"), ""),
     ],
 )
@@ -286,13 +300,13 @@ def test_nothing_that_is_told_raises() -> None:
 
     async def check(told: Told) -> None:
         told.journal._metrics = None  # type: ignore[assignment]
-        held = HeldLease(lease(), request=request(created=10))
-        told.journal.sent(held, request(created=10), UNIX_NOW)
+        held = InFlightLease(lease(), request=request(created=10))
+        told.journal.record_sent(held, request(created=10), UNIX_NOW)
         told.tried(Delivered(200, b"{}"))
-        told.ended(SETTLEMENT, held=held)
-        told.journal.expired(1)
-        told.journal.lost(held)
-        where = [fields["where"] for event, fields in told.events if event is Event.SURPRISE]
+        told.record_completion(SETTLEMENT, held=held)
+        told.journal.record_expired(1)
+        told.journal.record_lost(held)
+        where = [fields["where"] for event, fields in told.events if event is Event.INTERNAL_ERROR]
         assert where == [f"journal: {each}" for each in ("sent", "tried", "ended", "expired", "lost")]
 
     telling(check, broken=True)

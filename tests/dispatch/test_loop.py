@@ -15,17 +15,17 @@ from dispatcher.core.limit.budget import Reading, Reason, Signal
 from dispatcher.core.limit.poll import Poll
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.dispatch.loop import GATHER_S, LARGE_BYTES
+from dispatcher.dispatch.loop import FLUSH_DELAY_S, LARGE_MEMBER_BYTES
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.lab.simulation.virtual_loop import run
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.ports import (
-    Burial,
-    Claimed,
-    Forwarded,
+    AttemptResult,
+    ClaimResult,
+    DeadLetter,
     Permit,
     QueueUnavailableError,
-    Settled,
     Settlement,
+    SettleStatus,
     Submission,
 )
 from dispatcher.telemetry.events import Event
@@ -41,8 +41,8 @@ def replies_lost(scene: Scene, what: str, times: int) -> list[str]:
     nonces: list[str] = []
     carried_out = getattr(scene.queue, what)
 
-    async def call(*args: object, **how: object) -> Claimed:
-        told: Claimed = await carried_out(*args, **how)
+    async def call(*args: object, **how: object) -> ClaimResult:
+        told: ClaimResult = await carried_out(*args, **how)
         nonces.append(next(str(each) for each in args if isinstance(each, str)))
         if len(nonces) <= times:
             raise AWAY
@@ -82,12 +82,12 @@ def test_each_claim_has_a_name_of_its_own() -> None:
 def test_no_more_is_claimed_than_the_limit_leaves() -> None:
     async def scene_of(scene: Scene) -> None:
         scene.gateway.takes_s = 60.0
-        scene.store.pool.hold("other", 4)
+        scene.store.pool.add_owner_units("other", 4)
         await scene.submit(*(f"r-{number}" for number in range(20)))
         await asyncio.sleep(1)
-        assert scene.dispatcher.allowance().limit == 9
-        assert len(scene.gateway.sent) == scene.dispatcher.running == 5
-        assert scene.dispatcher.allowance().reason is Reason.FULL
+        assert scene.dispatcher.get_allowance().limit == 9
+        assert len(scene.gateway.sent) == scene.dispatcher.running_count == 5
+        assert scene.dispatcher.get_allowance().reason is Reason.FULL
 
     perform(scene_of)
 
@@ -99,13 +99,13 @@ def test_what_is_held_and_not_sent_yet_takes_its_place() -> None:
         free: list[int] = []
         claim = scene.queue.claim
 
-        async def seen(most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
-            free.append(most)
-            return await claim(most, nonce, permit, **how)
+        async def seen(max_count: int, nonce: str, permit: Permit, **how: int) -> ClaimResult:
+            free.append(max_count)
+            return await claim(max_count, nonce, permit, **how)
 
         scene.queue.claim = seen  # type: ignore[method-assign]
         scene.gateway.takes_s = 60.0
-        scene.store.pool.hold("other", 2)
+        scene.store.pool.add_owner_units("other", 2)
         await scene.submit("r-1", "r-2", "r-3")
         await asyncio.sleep(1.5)
         assert len(scene.gateway.sent) == 3
@@ -120,7 +120,7 @@ def test_work_that_a_claim_left_is_claimed_without_waiting_for_a_wake_up() -> No
     async def scene_of(scene: Scene) -> None:
         counts = scene.queue.looked_up
         await scene.submit(*(f"r-{number}" for number in range(90)))
-        scene.queue._woken.clear()
+        scene.queue._wake_event.clear()
         await asyncio.sleep(0.15)
         assert len(scene.gateway.sent) == 90, "ten turns, and one wake-up"
         assert scene.queue.looked_up - counts <= 12
@@ -131,20 +131,20 @@ def test_work_that_a_claim_left_is_claimed_without_waiting_for_a_wake_up() -> No
 @pytest.mark.parametrize("what", ["paused", "drained"])
 def test_gate_that_closes_between_claim_and_send_holds_for_what_was_claimed(what: str) -> None:
     async def scene_of(scene: Scene) -> None:
-        looked_up = scene.queue.cancelled
+        looked_up = scene.queue.check_cancelled
 
         async def meanwhile(requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
             if what == "paused":
-                scene.limiter.pause(True, 0.0)
+                scene.limiter.set_paused(True, 0.0)
             else:
                 scene.dispatcher.drain(5.0)
             return await looked_up(requests)
 
-        scene.queue.cancelled = meanwhile  # type: ignore[method-assign]
+        scene.queue.check_cancelled = meanwhile  # type: ignore[method-assign]
         await scene.submit("r-1")
         await asyncio.sleep(0.5)
         assert scene.gateway.sent == []
-        counts = scene.store.line.counts()
+        counts = scene.store.queue.count_requests()
         assert (counts.pending, counts.leased) == (1, 0)
 
     perform(scene_of)
@@ -175,11 +175,11 @@ def test_what_dead_owners_left_is_taken_over_before_anything_is_counted() -> Non
 
 def test_claim_that_got_nothing_says_why_in_the_sentence() -> None:
     async def scene_of(scene: Scene) -> None:
-        scene.store.pool.permit = Permit(limit=0, read_at=1.5, lost=0)
+        scene.store.pool.shared_permit = Permit(limit=0, read_at=1.5, lost_units=0)
         await scene.submit("r-1")
         await asyncio.sleep(0.5)
         because = "a newer reading of another dispatcher leaves a limit of 0"
-        assert scene.dispatcher.allowance().because == because
+        assert scene.dispatcher.get_allowance().detail == because
 
     perform(scene_of)
 
@@ -190,7 +190,7 @@ def test_completions_are_replaced_at_once() -> None:
         await scene.submit(*(f"r-{number}" for number in range(45)))
         await asyncio.sleep(5.2)
         assert len(scene.gateway.sent) == 45
-        assert len(scene.store.lists[scene.store.results]) == 45
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == 45
 
     perform(scene_of)
 
@@ -203,13 +203,13 @@ def test_results_wait_here_until_the_queue_takes_them() -> None:
         scene.gateway.takes_s = 1.0
         await scene.submit("r-1", "r-2")
         await asyncio.sleep(0.5)
-        scene.store.down = "Redis refuses connections"
+        scene.store.outage_message = "Redis refuses connections"
         await asyncio.sleep(20)
-        assert scene.dispatcher.running == 0
-        scene.store.down = None
+        assert scene.dispatcher.running_count == 0
+        scene.store.outage_message = None
         await asyncio.sleep(2)
-        assert len(scene.store.lists[scene.store.results]) == 2
-        assert scene.store.line.counts().leased == 0
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == 2
+        assert scene.store.queue.count_requests().leased == 0
 
     perform(scene_of)
 
@@ -219,7 +219,7 @@ def test_result_that_finds_no_place_alone_is_handed_in_again_alone() -> None:
         settle = scene.queue.settle
         calls: list[list[str]] = []
 
-        async def picky(settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
+        async def picky(settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
             calls.append([each.request_id for each in settlements])
             if len(calls) > 3:
                 return await settle(settlements)
@@ -231,7 +231,7 @@ def test_result_that_finds_no_place_alone_is_handed_in_again_alone() -> None:
         await scene.submit("r-1", "r-2")
         await asyncio.sleep(5)
         assert calls == [["r-1", "r-2"], ["r-1"], ["r-1"], ["r-1"]]
-        assert len(scene.store.lists[scene.store.results]) == 2
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == 2
 
     perform(scene_of)
 
@@ -240,10 +240,10 @@ def test_each_way_to_end_is_one_call_for_all_that_end_so() -> None:
     class Mixed(Answers):
         async def forward(
             self, request: Request, *, token: str, deadline: float, may_send: object
-        ) -> Forwarded:
+        ) -> AttemptResult:
             told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-            outcome: Outcome = Overloaded(429, "", capacity=False)
-            return told if request.id < "r-3" else told.but(outcome=outcome)
+            outcome: Outcome = Overloaded(429, "", is_out_of_capacity=False)
+            return told if request.id < "r-3" else told.copy_with(outcome=outcome)
 
     async def scene_of(scene: Scene) -> None:
         calls: list[tuple[str, int]] = []
@@ -251,20 +251,20 @@ def test_each_way_to_end_is_one_call_for_all_that_end_so() -> None:
         def counted(what: str) -> None:
             carried_out = getattr(scene.queue, what)
 
-            async def call(several: Sequence[Burial]) -> Sequence[Settled]:
+            async def call(several: Sequence[DeadLetter]) -> Sequence[SettleStatus]:
                 calls.append((what, len(several)))
-                told: Sequence[Settled] = await carried_out(several)
+                told: Sequence[SettleStatus] = await carried_out(several)
                 return told
 
             setattr(scene.queue, what, call)
 
         for what in ("settle", "release", "bury"):
             counted(what)
-        scene.store.add(b"no member", 0.0)
+        scene.store.add_member(b"no member", 0.0)
         await scene.submit("r-1", "r-2", "r-3", "r-4")
         await asyncio.sleep(0.5)
         assert calls[:3] == [("settle", 2), ("release", 2), ("bury", 1)]
-        assert len(await scene.store.dead_list(9)) == 1
+        assert len(await scene.store.list_dead(9)) == 1
 
     perform(scene_of, Mixed())
 
@@ -273,15 +273,15 @@ def test_what_ends_close_together_is_handed_in_together_and_what_ends_alone_at_o
     class Staggered(Answers):
         async def forward(
             self, request: Request, *, token: str, deadline: float, may_send: object
-        ) -> Forwarded:
-            self.takes_s = {"r-1": 1.0, "r-2": 1.0 + GATHER_S / 2, "r-3": 2.0}[request.id]
+        ) -> AttemptResult:
+            self.takes_s = {"r-1": 1.0, "r-2": 1.0 + FLUSH_DELAY_S / 2, "r-3": 2.0}[request.id]
             return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
 
     async def scene_of(scene: Scene) -> None:
         settle = scene.queue.settle
         calls: list[tuple[int, float]] = []
 
-        async def seen(settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
+        async def seen(settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
             calls.append((len(settlements), asyncio.get_running_loop().time() - began))
             return await settle(settlements)
 
@@ -291,30 +291,30 @@ def test_what_ends_close_together_is_handed_in_together_and_what_ends_alone_at_o
         await asyncio.sleep(3)
         (together, first_s), (alone, last_s) = calls
         assert (together, alone) == (2, 1)
-        assert first_s == pytest.approx(1.0 + GATHER_S, abs=GATHER_S / 4)
-        assert last_s == pytest.approx(2.0, abs=GATHER_S / 4), "nothing runs that could end soon"
+        assert first_s == pytest.approx(1.0 + FLUSH_DELAY_S, abs=FLUSH_DELAY_S / 4)
+        assert last_s == pytest.approx(2.0, abs=FLUSH_DELAY_S / 4), "nothing runs that could end soon"
 
     perform(scene_of, Staggered())
 
 
 def test_what_was_given_back_at_once_is_claimed_again_without_a_wake_up() -> None:
     async def scene_of(scene: Scene) -> None:
-        looked_up = scene.queue.cancelled
+        looked_up = scene.queue.check_cancelled
 
         async def meanwhile(requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-            del scene.queue.cancelled
-            scene.limiter.pause(True, 0.0)
+            del scene.queue.check_cancelled
+            scene.limiter.set_paused(True, 0.0)
             return await looked_up(requests)
 
-        scene.queue.cancelled = meanwhile  # type: ignore[method-assign]
+        scene.queue.check_cancelled = meanwhile  # type: ignore[method-assign]
         await asyncio.sleep(0.5)
         await scene.submit("r-1")
         await asyncio.sleep(0.01)
-        assert (scene.queue.claimed, scene.gateway.sent) == (1, [])
-        scene.limiter.pause(False, 0.0)
-        scene.dispatcher.poke()
+        assert (scene.queue.record_claim, scene.gateway.sent) == (1, [])
+        scene.limiter.set_paused(False, 0.0)
+        scene.dispatcher.wake_up()
         await asyncio.sleep(0.01)
-        assert (scene.queue.claimed, scene.gateway.sent) == (2, ["r-1"])
+        assert (scene.queue.record_claim, scene.gateway.sent) == (2, ["r-1"])
 
     perform(scene_of)
 
@@ -323,14 +323,16 @@ def test_large_member_is_not_kept_beside_its_request() -> None:
     async def scene_of(scene: Scene) -> None:
         scene.gateway.takes_s = 1.0
         until = int(time.time()) + 10**6
-        for name, size in (("small", 100), ("large", LARGE_BYTES)):
+        for name, size in (("small", 100), ("large", LARGE_MEMBER_BYTES)):
             member = encode_member(name, b'{"prompt":"%s"}' % (b"x" * size), until, token="t")
             await scene.store.submit([Submission(member, float(until), name, "t", until)])
         await asyncio.sleep(0.5)
-        kept = {held.request.id: len(held.lease.member) for held in scene.dispatcher._holding if held.request}
+        kept = {
+            held.request.id: len(held.lease.member) for held in scene.dispatcher._in_flight if held.request
+        }
         assert kept["large"] == 0 < kept["small"]
         await asyncio.sleep(1)
-        assert len(scene.store.lists[scene.store.results]) == 2
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == 2
 
     perform(scene_of)
 
@@ -345,12 +347,12 @@ def test_reading_wakes_the_loop_though_the_queue_does_not_answer() -> None:
         async def hangs(*_: object) -> Any:
             await asyncio.sleep(60)
 
-        scene.queue.share = hangs  # type: ignore[method-assign, assignment]
+        scene.queue.share_state = hangs  # type: ignore[method-assign, assignment]
         now = asyncio.get_running_loop().time()
         reading = Reading(Signal.REQUESTS, now - 0.1, now - 0.1, 0.5, 0.0, 10)
-        scene.dispatcher.read(Poll(at=now, signals=(Signal.REQUESTS,), readings=(reading,)))
+        scene.dispatcher.apply_poll(Poll(completed_at=now, signals=(Signal.REQUESTS,), readings=(reading,)))
         await asyncio.sleep(0.001)
-        assert scene.dispatcher.turned_at == now
+        assert scene.dispatcher.last_turn_at == now
 
     perform(scene_of)
 
@@ -358,16 +360,16 @@ def test_reading_wakes_the_loop_though_the_queue_does_not_answer() -> None:
 def test_reading_changes_how_many_connections_are_kept_and_wakes_the_loop() -> None:
     async def scene_of(scene: Scene) -> None:
         sizes: list[int] = []
-        scene.gateway.resize = sizes.append  # type: ignore[method-assign, assignment]
+        scene.gateway.resize_connection_pool = sizes.append  # type: ignore[method-assign, assignment]
         await asyncio.sleep(0.5)
         now = asyncio.get_running_loop().time()
         reading = Reading(Signal.REQUESTS, now - 0.1, now - 0.1, 0.5, 0.0, 10)
-        scene.dispatcher.read(Poll(at=now, signals=(Signal.REQUESTS,), readings=(reading,)))
+        scene.dispatcher.apply_poll(Poll(completed_at=now, signals=(Signal.REQUESTS,), readings=(reading,)))
         assert sizes == [4]
         await asyncio.sleep(0.001)
-        assert scene.dispatcher.turned_at == now
-        assert scene.store.pool.permit is not None
-        assert scene.store.pool.permit.limit == 4, "and the others are told"
+        assert scene.dispatcher.last_turn_at == now
+        assert scene.store.pool.shared_permit is not None
+        assert scene.store.pool.shared_permit.limit == 4, "and the others are told"
 
     perform(scene_of)
 
@@ -378,9 +380,9 @@ def test_one_probe_at_a_time_finds_out_whether_the_gateway_is_back() -> None:
 
         async def forward(
             self, request: Request, *, token: str, deadline: float, may_send: object
-        ) -> Forwarded:
+        ) -> AttemptResult:
             told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-            return told.but(outcome=Unreachable("no connection")) if self.away else told
+            return told.copy_with(outcome=Unreachable("no connection")) if self.away else told
 
     gateway = Away()
 
@@ -391,12 +393,12 @@ def test_one_probe_at_a_time_finds_out_whether_the_gateway_is_back() -> None:
         most = 0
         for _ in range(200):
             await asyncio.sleep(0.1)
-            most = max(most, scene.dispatcher.running)
+            most = max(most, scene.dispatcher.running_count)
         assert most == 1
-        assert scene.dispatcher.allowance().reason is Reason.GATEWAY_UNREACHABLE
+        assert scene.dispatcher.get_allowance().reason is Reason.GATEWAY_UNREACHABLE
         gateway.away, gateway.takes_s = False, 0.1
         await asyncio.sleep(90)
-        assert len(scene.store.lists[scene.store.results]) == 20
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == 20
 
     perform(scene_of, gateway)
 
@@ -404,9 +406,11 @@ def test_one_probe_at_a_time_finds_out_whether_the_gateway_is_back() -> None:
 class Gone(Answers):
     """There is no gateway; who asks learns it after so long."""
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-        return told.but(outcome=Unreachable("no connection"))
+        return told.copy_with(outcome=Unreachable("no connection"))
 
 
 def test_probe_whose_reply_was_lost_is_repeated_under_its_name() -> None:
@@ -434,16 +438,16 @@ def test_while_a_probe_runs_the_queue_is_not_asked_for_another() -> None:
         await scene.submit("r-1", "r-2")
         await asyncio.sleep(0.5)
         asked: list[str] = []
-        probe = scene.queue.probe
+        probe = scene.queue.claim_probe
 
-        async def seen(nonce: str, permit: Permit) -> Claimed:
+        async def seen(nonce: str, permit: Permit) -> ClaimResult:
             asked.append(nonce)
             return await probe(nonce, permit)
 
-        scene.queue.probe = seen  # type: ignore[method-assign]
+        scene.queue.claim_probe = seen  # type: ignore[method-assign]
         scene.gateway.takes_s = 25.0
         await asyncio.sleep(20)
-        assert (len(asked), scene.dispatcher.running) == (1, 1)
+        assert (len(asked), scene.dispatcher.running_count) == (1, 1)
 
     perform(scene_of, Gone())
 
@@ -457,11 +461,11 @@ class Turning(Dispatcher):
     turns = 0
 
     @property
-    def turned_at(self) -> float:
+    def last_turn_at(self) -> float:
         return 0.0
 
-    @turned_at.setter
-    def turned_at(self, _at: float) -> None:
+    @last_turn_at.setter
+    def last_turn_at(self, _at: float) -> None:
         self.turns += 1
 
 
@@ -474,7 +478,7 @@ def test_completion_takes_one_turn_that_hands_in_and_claims() -> None:
         task = asyncio.create_task(dispatcher.run())
         await asyncio.sleep(0.5)
         for number in range(100):
-            store.add(member(f"r-{number:03d}"), float(number))
+            store.add_member(member(f"r-{number:03d}"), float(number))
         await asyncio.sleep(1.0)
         before, sent = dispatcher.turns, len(gateway.sent)
         await asyncio.sleep(1.0)
@@ -483,14 +487,14 @@ def test_completion_takes_one_turn_that_hands_in_and_claims() -> None:
         dispatcher.drain(1.0)
         await task
 
-    run(main(), start=2.0)
+    run_in_virtual_time(main(), start=2.0)
 
 
 def test_loop_turns_each_second_though_nothing_happens() -> None:
     async def scene_of(scene: Scene) -> None:
         for _ in range(30):
             await asyncio.sleep(1.0)
-            assert asyncio.get_running_loop().time() - scene.dispatcher.turned_at <= 1.0
+            assert asyncio.get_running_loop().time() - scene.dispatcher.last_turn_at <= 1.0
 
     perform(scene_of)
 
@@ -499,8 +503,8 @@ def test_observer_claims_nothing_though_there_is_room_and_work() -> None:
     async def scene_of(scene: Scene) -> None:
         await scene.submit("r-1")
         await asyncio.sleep(30)
-        assert (scene.queue.claimed, scene.gateway.sent) == (0, [])
-        assert scene.dispatcher.allowance().reason is Reason.OPEN
+        assert (scene.queue.record_claim, scene.gateway.sent) == (0, [])
+        assert scene.dispatcher.get_allowance().reason is Reason.OPEN
         assert scene.dispatcher.view.counts is not None
         assert scene.dispatcher.view.counts.pending == 1
 
@@ -510,15 +514,15 @@ def test_observer_claims_nothing_though_there_is_room_and_work() -> None:
 def test_other_settings_hold_for_all_parts_and_another_address_is_a_stranger_again() -> None:
     async def scene_of(scene: Scene) -> None:
         dispatcher = scene.dispatcher
-        known = dispatcher._tries.stranger
+        known = dispatcher._runner.unverified_gateway
         changed = Options(RetryPolicy(max_attempts=2), lease_s=60.0, owner_timeout_s=9.0)
         dispatcher.reconfigure(changed)
-        assert dispatcher._tries.stranger is known
-        assert dispatcher._tries.options is dispatcher._upkeep.options is changed
-        tenure = dispatcher._access.tenure
+        assert dispatcher._runner.unverified_gateway is known
+        assert dispatcher._runner.options is dispatcher._maintenance.options is changed
+        tenure = dispatcher._access.lease_validity
         assert (tenure.lease_s, tenure.owner_timeout_s) == (60.0, 9.0)
-        dispatcher.reconfigure(replace(changed, gateway="http://elsewhere"))
-        assert dispatcher._tries.stranger is not known
+        dispatcher.reconfigure(replace(changed, gateway_url="http://elsewhere"))
+        assert dispatcher._runner.unverified_gateway is not known
 
     perform(scene_of)
 
@@ -532,11 +536,11 @@ def test_drain_lets_what_runs_finish_in_time_and_gives_back_the_rest(within_s: f
         began = asyncio.get_running_loop().time()
         scene.dispatcher.drain(within_s)
         await scene.submit("r-2")
-        await scene.ended()
+        await scene.record_completion()
         assert asyncio.get_running_loop().time() - began == pytest.approx(min(within_s, 9.0), abs=0.2)
         assert scene.gateway.sent == ["r-1"], "nothing new"
-        assert len(scene.store.lists.get(scene.store.results, ())) == results
-        counts = scene.store.line.counts()
+        assert len(scene.store.result_lists.get(scene.store.default_result_list, ())) == results
+        counts = scene.store.queue.count_requests()
         assert (counts.pending, counts.leased) == (2 - results, 0)
 
     perform(scene_of)
@@ -552,7 +556,7 @@ def test_second_drain_with_less_time_ends_sooner() -> None:
         await asyncio.sleep(1)
         scene.dispatcher.drain(0.0)
         scene.dispatcher.drain(60.0)
-        await scene.ended()
+        await scene.record_completion()
         assert asyncio.get_running_loop().time() - began < 1.5
 
     perform(scene_of)
@@ -563,12 +567,14 @@ def test_process_that_cannot_hand_in_gives_up_and_says_what_it_leaves() -> None:
         scene.gateway.takes_s = 1.0
         await scene.submit("r-1")
         await asyncio.sleep(0.5)
-        scene.store.down = "Redis refuses connections"
+        scene.store.outage_message = "Redis refuses connections"
         began = asyncio.get_running_loop().time()
         scene.dispatcher.drain(5.0)
-        await scene.ended()
+        await scene.record_completion()
         assert asyncio.get_running_loop().time() - began == pytest.approx(15.0, abs=1.1)
-        assert [fields for event, fields in scene.events if event is Event.LEFT_BEHIND] == [{"leases": 1}]
+        assert [fields for event, fields in scene.events if event is Event.LEASES_LEFT_BEHIND] == [
+            {"leases": 1}
+        ]
 
     perform(scene_of)
 
@@ -578,13 +584,13 @@ def test_permit_of_a_claim_is_the_limit_of_now() -> None:
         permits: list[Permit] = []
         claim = scene.queue.claim
 
-        async def seen(most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
+        async def seen(max_count: int, nonce: str, permit: Permit, **how: int) -> ClaimResult:
             permits.append(permit)
-            return await claim(most, nonce, permit, **how)
+            return await claim(max_count, nonce, permit, **how)
 
         scene.queue.claim = seen  # type: ignore[method-assign]
         await scene.submit("r-1")
         await asyncio.sleep(0.1)
-        assert {(permit.limit, permit.read_at, permit.lost) for permit in permits} == {(9, 1.0, 0)}
+        assert {(permit.limit, permit.read_at, permit.lost_units) for permit in permits} == {(9, 1.0, 0)}
 
     perform(scene_of)

@@ -15,13 +15,13 @@ def test_nothing_is_claimed_again_and_again_while_markers_cannot_be_read() -> No
         scene.queue.away = "r"
         await scene.submit("r-1", "r-2")
         await asyncio.sleep(AWAY_S)
-        assert scene.queue.claimed == 2, "once each"
+        assert scene.queue.record_claim == 2, "once each"
         assert scene.queue.looked_up < AWAY_S + 10, "and looked up each second"
         assert scene.told() == ["queue-unreachable"]
-        assert scene.dispatcher.allowance().reason is Reason.QUEUE_UNREACHABLE
+        assert scene.dispatcher.get_allowance().reason is Reason.QUEUE_UNREACHABLE
         problem = "Redis did not answer in time: cancel markers cannot be read"
         assert scene.dispatcher.view.problem == problem
-        assert (await scene.store.counts()).pending == 2
+        assert (await scene.store.count_requests()).pending == 2
         scene.queue.away = ""
         await asyncio.sleep(1.5)
         assert sorted(scene.gateway.sent) == ["r-1", "r-2"]
@@ -42,8 +42,8 @@ def test_markers_that_can_be_read_say_nothing_of_those_that_cannot() -> None:
         scene.queue.away = "r"
         await scene.submit("r-1")
         await asyncio.sleep(AWAY_S / 3)
-        assert (scene.queue.claimed, scene.told()) == (2, ["queue-unreachable"])
-        assert scene.dispatcher.running == 1
+        assert (scene.queue.record_claim, scene.told()) == (2, ["queue-unreachable"])
+        assert scene.dispatcher.running_count == 1
         scene.queue.away = ""
         await asyncio.sleep(1.5)
         assert scene.gateway.sent == ["here", "r-1"]
@@ -56,10 +56,10 @@ def test_queue_that_is_away_as_well_is_told_of_while_it_is() -> None:
         scene.queue.away = "r"
         await scene.submit("r-1")
         await asyncio.sleep(5)
-        scene.store.down = "Redis refuses connections"
+        scene.store.outage_message = "Redis refuses connections"
         await asyncio.sleep(5)
         assert scene.dispatcher.view.problem == "Redis refuses connections"
-        scene.store.down = None
+        scene.store.outage_message = None
         await asyncio.sleep(5)
         assert "markers" in (scene.dispatcher.view.problem or "")
         scene.queue.away = ""
@@ -75,10 +75,10 @@ def test_cancelled_meanwhile_is_seen_when_markers_can_be_read() -> None:
         scene.queue.away = "r"
         await scene.submit("r-1")
         await asyncio.sleep(5)
-        await scene.store.cancel("r-1")
+        await scene.store.cancel_request("r-1")
         scene.queue.away = ""
         await asyncio.sleep(1.5)
         assert scene.gateway.sent == []
-        assert len(scene.store.lists[scene.store.results]) == 1
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == 1
 
     perform(scene_of)

@@ -8,7 +8,7 @@ import time
 from dispatcher.core.gateway.outcome import Unreachable
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.request import Request, encode_member
-from dispatcher.ports import Forwarded, Submission
+from dispatcher.ports import AttemptResult, Submission
 from tests.dispatch.scene import Answers, Scene, perform
 
 ENDED = 2000
@@ -20,9 +20,11 @@ class Away(Answers):
 
     away = True
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-        return told.but(outcome=Unreachable("no connection")) if self.away else told
+        return told.copy_with(outcome=Unreachable("no connection")) if self.away else told
 
 
 def test_probe_whose_request_is_cancelled_goes_on_to_the_next_request_at_once() -> None:
@@ -31,7 +33,7 @@ def test_probe_whose_request_is_cancelled_goes_on_to_the_next_request_at_once() 
     async def scene_of(scene: Scene) -> None:
         await scene.submit("r-0")
         await asyncio.sleep(5)
-        assert scene.dispatcher.allowance().reason is Reason.GATEWAY_UNREACHABLE
+        assert scene.dispatcher.get_allowance().reason is Reason.GATEWAY_UNREACHABLE
         gone = [f"c-{number:04}" for number in range(ENDED)]
         # Before the request that waits, by their deadlines.
         until = int(time.time()) + 10**5
@@ -42,12 +44,12 @@ def test_probe_whose_request_is_cancelled_goes_on_to_the_next_request_at_once() 
             ]
         )
         for name in gone:
-            await scene.store.cancel(name, "t")
+            await scene.store.cancel_request(name, "t")
         gateway.away = False
         sent = len(gateway.sent)
         await asyncio.sleep(3)
         assert gateway.sent[sent:] == ["r-0"]
-        assert not scene.dispatcher.allowance().reason.closed
-        assert len(scene.store.lists[scene.store.results]) == ENDED + 1
+        assert not scene.dispatcher.get_allowance().reason.is_closed
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == ENDED + 1
 
     perform(scene_of, gateway)

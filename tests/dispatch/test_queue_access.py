@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.requests.lease_validity import Tenure
-from dispatcher.dispatch.in_flight import HeldLease
-from dispatcher.dispatch.queue_access import PAUSE_S, RESTS_S, QueueAccess, withheld
+from dispatcher.core.requests.lease_validity import LeaseValidity
+from dispatcher.dispatch.in_flight import InFlightLease
+from dispatcher.dispatch.queue_access import GATE_REST_S, RETRY_PAUSE_S, QueueAccess, explain_empty_claim
 from dispatcher.lab.memory_queue import MemoryStore
-from dispatcher.lab.simulation.virtual_loop import run
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.ports import (
     CallRefusedError,
-    Claimed,
-    Leases,
+    ClaimResult,
+    LeaseCounts,
     Overload,
     Permit,
     QueueUnavailableError,
-    Renewed,
-    Shared,
+    RenewResult,
+    SharedState,
 )
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.events import Event, divert_events
 from tests.dispatch.scene import MarkersApart, lease, open_limiter, request
 
-PERMIT = Permit(limit=32, read_at=100.0, lost=0, retry_after_max_s=60.0)
+PERMIT = Permit(limit=32, read_at=100.0, lost_units=0, retry_after_max_s=60.0)
 AWAY = QueueUnavailableError("Redis refuses connections")
 REFUSED = CallRefusedError("a right is missing")
 
@@ -41,38 +41,38 @@ class Desk:
         self.store = MemoryStore(clock=clock)
         self.queue = MarkersApart(self.store, "a")
         self.limiter = open_limiter()
-        self.access = QueueAccess(self.queue, self.limiter, Tenure(30.0, 5.0), clock)
+        self.access = QueueAccess(self.queue, self.limiter, LeaseValidity(30.0, 5.0), clock)
 
     async def works(self, what: str) -> None:
         async def call() -> str:
             return "answer"
 
-        assert await self.access.ask(what, call()) == "answer"
+        assert await self.access.call_queue(what, call()) == "answer"
 
     async def fails(self, what: str, error: Exception = AWAY) -> None:
         async def call() -> str:
             raise error
 
-        assert await self.access.ask(what, call()) is None
+        assert await self.access.call_queue(what, call()) is None
 
     def closed(self) -> bool:
         now = asyncio.get_running_loop().time()
-        reason = self.limiter.allowance(now).reason
+        reason = self.limiter.get_allowance(now).reason
         assert reason in (Reason.QUEUE_UNREACHABLE, Reason.OPEN)
         assert (self.access.view.problem is None) == (reason is Reason.OPEN), "people are told the same"
         return reason is Reason.QUEUE_UNREACHABLE
 
     def told(self) -> list[str]:
-        return [event.event for event, _ in self.events]
+        return [event.event_name for event, _ in self.events]
 
 
 def at_desk(check: Callable[[Desk], Awaitable[None]]) -> None:
     async def main() -> None:
         desk = Desk()
-        with diverted(lambda event, fields: desk.events.append((event, fields))):
+        with divert_events(lambda event, fields: desk.events.append((event, fields))):
             await check(desk)
 
-    run(main(), start=2.0)
+    run_in_virtual_time(main(), start=2.0)
 
 
 # What closes the gate, and what opens it.
@@ -80,7 +80,7 @@ def at_desk(check: Callable[[Desk], Awaitable[None]]) -> None:
 
 def test_outage_closes_the_gate_until_some_write_gets_through() -> None:
     async def check(desk: Desk) -> None:
-        desk.access.work = False
+        desk.access.has_work = False
         await desk.fails("claim")
         assert desk.closed()
         assert desk.access.view.problem == "Redis refuses connections"
@@ -88,7 +88,7 @@ def test_outage_closes_the_gate_until_some_write_gets_through() -> None:
         assert not desk.access.wake.is_set()
         await desk.works("sweep")
         assert not desk.closed()
-        assert desk.access.work, "whatever came meanwhile is to be looked for"
+        assert desk.access.has_work, "whatever came meanwhile is to be looked for"
         assert desk.access.wake.is_set()
         assert desk.told() == ["queue-unreachable", "queue-back"]
 
@@ -137,7 +137,7 @@ def test_call_that_is_refused_by_itself_keeps_the_gate_closed_until_it_gets_thro
 @pytest.mark.parametrize("what", ["claim", "probe", "expire"])
 def test_call_that_nobody_makes_through_a_closed_gate_is_tried_again_later_each_time(what: str) -> None:
     async def check(desk: Desk) -> None:
-        for rest_s in (0.5, 1.0, 2.0, 4.0, 8.0, RESTS_S[1], RESTS_S[1]):
+        for rest_s in (0.5, 1.0, 2.0, 4.0, 8.0, GATE_REST_S[1], GATE_REST_S[1]):
             await desk.fails(what, REFUSED)
             await asyncio.sleep(rest_s - 0.01)
             await desk.works("renew")
@@ -159,10 +159,10 @@ def test_pauses_between_tries_double_up_to_a_second_and_begin_anew() -> None:
         pauses = []
         for _ in range(5):
             await desk.fails("claim")
-            pauses.append(desk.access.pause_s)
+            pauses.append(desk.access.retry_pause_s)
         assert pauses == [0.2, 0.4, 0.8, 1.0, 1.0]
         await desk.works("claim")
-        assert desk.access.pause_s == PAUSE_S[0]
+        assert desk.access.retry_pause_s == RETRY_PAUSE_S[0]
 
     at_desk(check)
 
@@ -194,24 +194,24 @@ def test_newest_trouble_is_the_one_that_is_shown() -> None:
 # Cancel markers.
 
 
-def held(name: str, *, token: str = "t") -> HeldLease:
-    return HeldLease(lease(), request=request(id=name, token=token))
+def held(name: str, *, token: str = "t") -> InFlightLease:
+    return InFlightLease(lease(), request=request(id=name, token=token))
 
 
 def test_only_what_can_be_cancelled_is_looked_up_and_each_gets_its_answer() -> None:
     async def check(desk: Desk) -> None:
-        member = HeldLease(lease())
+        member = InFlightLease(lease())
         nobody = [member, held("r-1", token="")]
-        assert list(await desk.access.cancelled(nobody)) == [False, False]
+        assert list(await desk.access.check_cancelled(nobody)) == [False, False]
         assert desk.queue.looked_up == 0, "a call for nothing"
 
         async def second(requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
             assert list(requests) == [("r-2", "t"), ("r-3", "t")]
             return [False, True]
 
-        desk.queue.cancelled = second  # type: ignore[method-assign]
+        desk.queue.check_cancelled = second  # type: ignore[method-assign]
         several = [nobody[1], held("r-2"), member, held("r-3")]
-        assert list(await desk.access.cancelled(several)) == [False, False, False, True]
+        assert list(await desk.access.check_cancelled(several)) == [False, False, False, True]
 
     at_desk(check)
 
@@ -219,17 +219,17 @@ def test_only_what_can_be_cancelled_is_looked_up_and_each_gets_its_answer() -> N
 def test_gate_stays_closed_until_the_very_markers_are_read_that_could_not_be() -> None:
     async def check(desk: Desk) -> None:
         desk.queue.away = "r"
-        assert list(await desk.access.cancelled([held("r-1"), held("x-1")])) == [None, None]
+        assert list(await desk.access.check_cancelled([held("r-1"), held("x-1")])) == [None, None]
         assert desk.closed()
-        assert desk.access.blind.is_set()
-        assert list(await desk.access.cancelled([held("x-2")])) == [False]
+        assert desk.access.markers_unreadable.is_set()
+        assert list(await desk.access.check_cancelled([held("x-2")])) == [False]
         await desk.works("claim")
-        await desk.access.look_again()
+        await desk.access.retry_unread_markers()
         assert desk.closed(), "others can be read, and those still cannot"
         desk.queue.away = ""
-        await desk.access.look_again()
+        await desk.access.retry_unread_markers()
         assert not desk.closed()
-        assert not desk.access.blind.is_set()
+        assert not desk.access.markers_unreadable.is_set()
         assert desk.told() == ["queue-unreachable", "queue-back"]
 
     at_desk(check)
@@ -238,20 +238,20 @@ def test_gate_stays_closed_until_the_very_markers_are_read_that_could_not_be() -
 def test_markers_that_could_not_be_read_while_others_were_are_not_forgotten() -> None:
     async def check(desk: Desk) -> None:
         desk.queue.away = "r"
-        await desk.access.cancelled([held("r-1")])
+        await desk.access.check_cancelled([held("r-1")])
         desk.queue.away = ""
-        readable = desk.queue.cancelled
+        readable = desk.queue.check_cancelled
 
         async def meanwhile(requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-            desk.queue.away, desk.queue.cancelled = "x", readable  # type: ignore[method-assign]
-            await desk.access.cancelled([held("x-1")])
+            desk.queue.away, desk.queue.check_cancelled = "x", readable  # type: ignore[method-assign]
+            await desk.access.check_cancelled([held("x-1")])
             return [False]
 
-        desk.queue.cancelled = meanwhile  # type: ignore[method-assign]
-        await desk.access.look_again()
+        desk.queue.check_cancelled = meanwhile  # type: ignore[method-assign]
+        await desk.access.retry_unread_markers()
         assert desk.closed()
         desk.queue.away = ""
-        await desk.access.look_again()
+        await desk.access.retry_unread_markers()
         assert not desk.closed()
 
     at_desk(check)
@@ -260,37 +260,39 @@ def test_markers_that_could_not_be_read_while_others_were_are_not_forgotten() ->
 # What answers teach.
 
 
-def told(*, live: int = 5, others: int = 3, lost: int = 0, **changes: Any) -> Renewed:
+def told(*, live: int = 5, others: int = 3, lost: int = 0, **changes: Any) -> RenewResult:
     terms: dict[str, Any] = {"limit": None, "read_at": 0.0, "overload": None, "prober": None}
-    return Renewed((), Leases(2.0, live, others, 0, lost), Shared(**(terms | {"paused": False} | changes)))
+    return RenewResult(
+        (), LeaseCounts(2.0, live, others, 0, lost), SharedState(**(terms | {"paused": False} | changes))
+    )
 
 
 def test_grown_counter_of_losses_has_what_is_held_looked_at() -> None:
     """A counter, for the reply that told of a loss may itself be lost; the first value says nothing."""
 
     async def check(desk: Desk) -> None:
-        desk.access.heard_of_losses(7)
-        desk.access.heard_of_losses(7)
-        assert not desk.access.robbed.is_set()
-        desk.access.learn(told(lost=8))
-        assert desk.access.robbed.is_set()
+        desk.access.record_lost_units(7)
+        desk.access.record_lost_units(7)
+        assert not desk.access.leases_were_lost.is_set()
+        desk.access.update_from_reply(told(lost=8))
+        assert desk.access.leases_were_lost.is_set()
 
     at_desk(check)
 
 
 def test_counts_pause_and_the_limit_of_others_reach_the_limiter() -> None:
     async def check(desk: Desk) -> None:
-        desk.access.learn(told(others=4))
-        assert desk.limiter.others == 4
-        desk.access.learn(told(paused=True))
-        assert desk.limiter.allowance(2.0).reason is Reason.PAUSED
+        desk.access.update_from_reply(told(others=4))
+        assert desk.limiter.other_owners_units == 4
+        desk.access.update_from_reply(told(paused=True))
+        assert desk.limiter.get_allowance(2.0).reason is Reason.PAUSED
         assert desk.access.view.shared is not None
-        assert desk.access.view.shared.paused
-        desk.access.learn(told())
-        assert desk.limiter.allowance(2.0).reason is Reason.OPEN
-        waiting = Claimed([], told().count, told().shared, waiting=0)
-        desk.access.learn(waiting)
-        assert desk.limiter.allowance(2.0).reason is Reason.IDLE
+        assert desk.access.view.shared.is_paused
+        desk.access.update_from_reply(told())
+        assert desk.limiter.get_allowance(2.0).reason is Reason.OPEN
+        waiting = ClaimResult([], told().lease_counts, told().shared, claimable_count=0)
+        desk.access.update_from_reply(waiting)
+        assert desk.limiter.get_allowance(2.0).reason is Reason.IDLE
 
     at_desk(check)
 
@@ -300,34 +302,34 @@ def test_refusal_that_another_saw_closes_the_gate_here_with_all_that_is_in_fligh
 
     async def check(desk: Desk) -> None:
         counted: list[tuple[int, bool]] = []
-        overloaded = desk.limiter.overloaded
+        overloaded = desk.limiter.record_refusal
 
         def heard(now: float, **terms: Any) -> None:
             counted.append((terms["in_flight"], terms["heard"]))
             overloaded(now, **terms)
 
-        desk.limiter.overloaded = heard  # type: ignore[method-assign]
+        desk.limiter.record_refusal = heard  # type: ignore[method-assign]
         for key in range(4):
-            desk.limiter.sent(key, 1.5)
+            desk.limiter.record_send(key, 1.5)
         for in_flight in (3, 9):
-            overload = Overload(2.0, 2.0, capacity=True, in_flight=in_flight)
-            desk.access.learn(told(others=2, overload=overload))
+            overload = Overload(2.0, 2.0, is_out_of_capacity=True, in_flight=in_flight)
+            desk.access.update_from_reply(told(others=2, overload=overload))
         assert counted == [(6, True), (9, True)]
-        assert desk.limiter.allowance(2.0).reason is Reason.BACKPRESSURE
+        assert desk.limiter.get_allowance(2.0).reason is Reason.BACKPRESSURE
 
     at_desk(check)
 
 
 def test_lease_is_ours_as_long_as_the_queue_has_heard_of_us_since_it_was_confirmed() -> None:
     async def check(desk: Desk) -> None:
-        mine = HeldLease(lease(), confirmed_at=2.0)
-        assert not desk.access.ours(mine), "nothing was heard of us yet"
-        desk.access.heard(2.0)
-        assert desk.access.ours(mine)
+        mine = InFlightLease(lease(), confirmed_at=2.0)
+        assert not desk.access.is_lease_valid(mine), "nothing was heard of us yet"
+        desk.access.record_sign_of_life(2.0)
+        assert desk.access.is_lease_valid(mine)
         await asyncio.sleep(4.9)
-        assert desk.access.ours(mine)
+        assert desk.access.is_lease_valid(mine)
         await asyncio.sleep(0.2)
-        assert not desk.access.ours(mine), "silent for owner_timeout_s: we may be taken for dead"
+        assert not desk.access.is_lease_valid(mine), "silent for owner_timeout_s: we may be taken for dead"
 
     at_desk(check)
 
@@ -347,13 +349,13 @@ def claimed(
     overload: Overload | None = None,
     lost: int = 0,
     paused: bool = False,
-) -> Claimed:
-    shared = Shared(limit, 100.0, overload, None, paused=paused)
-    return Claimed([lease()] * leases, Leases(101.0, live, live, 0, lost), shared, waiting)
+) -> ClaimResult:
+    shared = SharedState(limit, 100.0, overload, None, is_paused=paused)
+    return ClaimResult([lease()] * leases, LeaseCounts(101.0, live, live, 0, lost), shared, waiting)
 
 
 def refused(at: float, until: float) -> Overload:
-    return Overload(at, until, capacity=True, in_flight=3)
+    return Overload(at, until, is_out_of_capacity=True, in_flight=3)
 
 
 @pytest.mark.parametrize(
@@ -380,5 +382,5 @@ def refused(at: float, until: float) -> Overload:
         ),
     ],
 )
-def test_it_is_known_why_a_claim_got_nothing(told: Claimed, why: str) -> None:
-    assert withheld(told, PERMIT) == why
+def test_it_is_known_why_a_claim_got_nothing(told: ClaimResult, why: str) -> None:
+    assert explain_empty_claim(told, PERMIT) == why

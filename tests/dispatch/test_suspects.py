@@ -9,20 +9,22 @@ from hypothesis import strategies as st
 
 from dispatcher.core.gateway.outcome import RetryPolicy
 from dispatcher.core.requests.lanes import Lane
-from dispatcher.dispatch.completions import returned
-from dispatcher.dispatch.suspects import YOUNG_S, Suspects
+from dispatcher.dispatch.completions import build_return
+from dispatcher.dispatch.suspects import STARTUP_S, SuspectRule
 from dispatcher.ports import Lease, Release, Settlement
 
 INNOCENT_MOST = RetryPolicy().max_deliveries
-SUSPECT = Lease(1, "t", b"", 0.0, deliveries=3, attempts=0, refusals=0, losses=0, lane=Lane.SUSPECTS)
+SUSPECT = Lease(
+    1, "t", b"", 0.0, deliveries=3, failed_attempts=0, refusals=0, deaths_as_suspect=0, lane=Lane.SUSPECTS
+)
 ENDED = Settlement(SUSPECT, b"{}", "")
 
 
-def alone() -> Suspects:
+def alone() -> SuspectRule:
     """A process that has seen that nothing else waits."""
-    made = Suspects()
-    assert made.room(0, now=0.0) == 0
-    assert made.claimed(waiting=0), "ask again: nothing but suspects may be left"
+    made = SuspectRule()
+    assert made.compute_room(0, now=0.0) == 0
+    assert made.record_claim(claimable_count=0), "ask again: nothing but suspects may be left"
     return made
 
 
@@ -39,7 +41,7 @@ def test_the_deadly_one_dies_alone_and_nobody_else_is_blamed_to_death(
         process = alone()
         running: list[int] = []
         while True:
-            room = process.room(len(running), now=1.0)
+            room = process.compute_room(len(running), now=1.0)
             waiting = [one for one in line if one not in running]
             running += waiting[:room]
             picked = random.choice(running)
@@ -47,36 +49,36 @@ def test_the_deadly_one_dies_alone_and_nobody_else_is_blamed_to_death(
                 break
             running.remove(picked)
             line.remove(picked)
-            process.ended(ENDED)
+            process.record_completion(ENDED)
         losses.update(running)
     assert max((count for one, count in losses.items() if one != deadly), default=0) <= INNOCENT_MOST
 
 
 def test_a_young_process_takes_no_suspects_while_others_wait() -> None:
-    process = Suspects()
-    assert process.room(0, now=0.0) == 0
-    assert not process.claimed(waiting=40)
-    assert process.room(0, now=YOUNG_S - 0.1) == 0
-    assert process.room(0, now=YOUNG_S) == 1
-    assert not process.claimed(waiting=0), "they were allowed: there is nothing to ask again for"
+    process = SuspectRule()
+    assert process.compute_room(0, now=0.0) == 0
+    assert not process.record_claim(claimable_count=40)
+    assert process.compute_room(0, now=STARTUP_S - 0.1) == 0
+    assert process.compute_room(0, now=STARTUP_S) == 1
+    assert not process.record_claim(claimable_count=0), "they were allowed: there is nothing to ask again for"
 
 
 def test_each_two_that_end_make_room_for_one_more() -> None:
     process = alone()
     room = []
     for _ in range(7):
-        room.append(process.room(0, now=0.0))
-        assert process.ended(ENDED)
+        room.append(process.compute_room(0, now=0.0))
+        assert process.record_completion(ENDED)
     assert room == [1, 1, 2, 2, 3, 3, 4]
-    assert process.room(3, now=0.0) == 1
-    assert process.room(9, now=0.0) == 0
+    assert process.compute_room(3, now=0.0) == 1
+    assert process.compute_room(9, now=0.0) == 0
 
 
 def test_what_was_given_back_untouched_proves_nothing() -> None:
     process = alone()
     for _ in range(4):
-        assert process.ended(returned(SUSPECT))
-    assert process.room(0, now=0.0) == 1
+        assert process.record_completion(build_return(SUSPECT))
+    assert process.compute_room(0, now=0.0) == 1
     for _ in range(2):
-        process.ended(Release(SUSPECT, delay_s=2.0, attempt=True))
-    assert process.room(0, now=0.0) == 2, "a failed try has not killed us"
+        process.record_completion(Release(SUSPECT, delay_s=2.0, is_failed_attempt=True))
+    assert process.compute_room(0, now=0.0) == 2, "a failed try has not killed us"

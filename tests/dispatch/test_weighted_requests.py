@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
-from dispatcher.core.limit.allowance import explain
+from dispatcher.core.limit.allowance import explain_allowance
 from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.limit.poll import Poll
@@ -18,8 +18,8 @@ from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.core.requests.result import decode_result
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.lab.simulation.virtual_loop import run
-from dispatcher.ports import Forwarded, Lease, Permit, QueueUnavailableError, Submission, Weighed
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
+from dispatcher.ports import AttemptResult, Lease, LeaseUnitsResult, Permit, QueueUnavailableError, Submission
 from dispatcher.telemetry.metrics import Metrics
 
 SLOTS = 40
@@ -38,7 +38,9 @@ class Pool:
         self.beside: dict[str, int] = {}
         """What was there when each request came, by its id."""
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         loop = asyncio.get_running_loop()
         began, units = loop.time(), weight_of(request)
         await asyncio.sleep(TRAVEL_S)
@@ -51,18 +53,18 @@ class Pool:
         finally:
             self.units -= units
             self.counted -= min(units, MOST)
-        return Forwarded(Delivered(200, b"{}"), began, loop.time())
+        return AttemptResult(Delivered(200, b"{}"), began, loop.time())
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         return None
 
-    def resize(self, limit: int) -> None: ...
+    def resize_connection_pool(self, max_requests: int) -> None: ...
 
     def tell(self, dispatcher: Dispatcher) -> None:
         """What a poll of now shows."""
         now, signal = asyncio.get_running_loop().time(), Signal.REQUESTS
         reading = Reading(signal, now, now, min(1.0, self.units / SLOTS), 0.0, SLOTS)
-        dispatcher.read(Poll(at=now, signals=(signal,), readings=(reading,)))
+        dispatcher.apply_poll(Poll(completed_at=now, signals=(signal,), readings=(reading,)))
 
 
 def weight_of(request: Request) -> int:
@@ -92,13 +94,13 @@ class Team:
         options = Options(retry=RetryPolicy(), lease_s=30, owner_timeout_s=5)
         journal = Journal(Metrics())
         dispatcher = Dispatcher(
-            queue, self.pool, limiter, options, journal, random.Random(self._made), weigh=weight_of
+            queue, self.pool, limiter, options, journal, random.Random(self._made), weigh_request=weight_of
         )
         task = self._tasks.create_task(dispatcher.run())
         self.members.append((dispatcher, queue, task))
-        self._tasks.create_task(self._read(dispatcher, task))
+        self._tasks.create_task(self._handle_buffered_requests(dispatcher, task))
 
-    async def _read(self, dispatcher: Dispatcher, task: asyncio.Task[None]) -> None:
+    async def _handle_buffered_requests(self, dispatcher: Dispatcher, task: asyncio.Task[None]) -> None:
         while not task.done():
             self.pool.tell(dispatcher)
             await asyncio.sleep(0.5)
@@ -109,13 +111,13 @@ class Team:
         queue.close()
         self.start()
 
-    def drain(self) -> None:
+    def drain_version(self) -> None:
         for dispatcher, _, _ in self.members:
             dispatcher.drain(60)
 
 
 def results(store: MemoryStore) -> Counter[str]:
-    return Counter(decode_result(each).id for each in store.lists.get(store.results, ()))
+    return Counter(decode_result(each).id for each in store.result_lists.get(store.default_result_list, ()))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -134,13 +136,13 @@ def test_three_dispatchers_keep_to_the_limit_in_units(seed: int) -> None:
             pool = team.pool
             ended_at = loop.time() + 600
             next_kill = loop.time() + 7
-            while (await store.counts()).pending + (await store.counts()).leased:
+            while (await store.count_requests()).pending + (await store.count_requests()).leased:
                 assert loop.time() < ended_at, "something starves"
                 await asyncio.sleep(0.05)
                 if loop.time() > next_kill:
                     team.kill()
                     next_kill = float("inf")
-            team.drain()
+            team.drain_version()
         assert results(store) == dict.fromkeys(weights, 1)
         assert pool.greatest == MOST, "never more, and no slot wasted"
         assert pool.beside["r-200"] == 0, "it went alone"
@@ -149,18 +151,18 @@ def test_three_dispatchers_keep_to_the_limit_in_units(seed: int) -> None:
             overtook = [name for name in came[: came.index(heavy)] if name > heavy]
             assert len(overtook) <= MOST, "those who were claimed with it, before it was read"
 
-    run(play())
+    run_in_virtual_time(play())
 
 
 def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
     class Away(MemoryQueue):
         times = 2
 
-        async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+        async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> LeaseUnitsResult:
             if self.times:
                 self.times -= 1
                 raise QueueUnavailableError("Redis did not answer in time")
-            return await super().weigh(weights, permit)
+            return await super().set_lease_units(weights, permit)
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
@@ -169,7 +171,7 @@ def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
         queue, pool = Away(store, "owner"), Pool()
         limiter = Limiter(Policy(reserve=0.05, max_sys=SLOTS), [Signal.REQUESTS])
         dispatcher = Dispatcher(
-            queue, pool, limiter, Options(RetryPolicy()), Journal(Metrics()), weigh=weight_of
+            queue, pool, limiter, Options(RetryPolicy()), Journal(Metrics()), weigh_request=weight_of
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(dispatcher.run())
@@ -181,7 +183,7 @@ def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
         assert results(store) == {"heavy": 1, "light": 1}
         assert pool.greatest == 6
 
-    run(play())
+    run_in_virtual_time(play())
 
 
 def test_heavy_one_that_waits_for_room_is_what_the_sentence_names() -> None:
@@ -198,18 +200,18 @@ def test_heavy_one_that_waits_for_room_is_what_the_sentence_names() -> None:
             limiter,
             Options(RetryPolicy()),
             Journal(Metrics()),
-            weigh=weight_of,
+            weigh_request=weight_of,
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(dispatcher.run())
             pool.tell(dispatcher)
             while len(pool.beside) < 2:
                 await asyncio.sleep(0.01)
-                sentences.append(explain(dispatcher.allowance(), limiter.in_flight))
+                sentences.append(explain_allowance(dispatcher.get_allowance(), limiter.in_flight))
             dispatcher.drain(5)
         assert list(pool.beside) == ["a-light", "b-heavy"]
         told = "1 in flight under a limit 38, and the queue gives no more: the next in line weighs more than "
         assert any(told + "the 37 units that are free" in each for each in sentences)
         assert "weighs" not in sentences[-1], "its turn came"
 
-    run(play())
+    run_in_virtual_time(play())

@@ -37,7 +37,7 @@ def test_the_gate_stays_closed_as_long_as_writes_are_refused_and_it_is_told_once
         await asyncio.sleep(2)
         for _ in range(round(REFUSED_S / 0.1)):
             await asyncio.sleep(0.1)
-            assert scene.dispatcher.allowance().reason is Reason.QUEUE_UNREACHABLE
+            assert scene.dispatcher.get_allowance().reason is Reason.QUEUE_UNREACHABLE
         assert scene.told() == ["queue-unreachable"]
         assert scene.dispatcher.view.problem == "Redis is a replica that takes no writes"
         assert scene.gateway.sent == []
@@ -61,7 +61,7 @@ def test_results_that_find_no_place_keep_the_gate_closed_whatever_else_gets_thro
         await scene.submit("b")
         for _ in range(round(REFUSED_S / 0.1)):
             await asyncio.sleep(0.1)
-            assert scene.dispatcher.allowance().reason is Reason.QUEUE_UNREACHABLE
+            assert scene.dispatcher.get_allowance().reason is Reason.QUEUE_UNREACHABLE
         assert (scene.told(), scene.gateway.sent) == (["queue-unreachable"], ["a"])
         scene.queue.settle = settle  # type: ignore[method-assign]
         await asyncio.sleep(2.5)
@@ -82,7 +82,7 @@ def test_what_no_call_should_ever_raise_closes_the_gate_and_ends_nothing(name: s
         await scene.submit("a")
         await asyncio.sleep(20)
         called = name not in ("probe", "bury", "release", "expire")  # nothing here leads to these
-        surprises = [fields for event, fields in scene.events if event is Event.SURPRISE]
+        surprises = [fields for event, fields in scene.events if event is Event.INTERNAL_ERROR]
         assert len(surprises) == scene.told().count("queue-unreachable") <= (10 if called else 0)
         assert bool(surprises) == called
         delattr(scene.queue, name)

@@ -11,7 +11,7 @@ from typing import Any
 from dispatcher.core.gateway.outcome import Delivered, Outcome
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import Forwarded, Submission
+from dispatcher.ports import AttemptResult, Submission
 from tests.dispatch.scene import Answers, Scene
 
 
@@ -31,7 +31,9 @@ class Servers(Answers):
         self.at_once: dict[str, int] = {}
         self.most_at_once = 0
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         began = asyncio.get_running_loop().time()
         name = request.sequence.id if request.sequence else ""
         self.sent.append(request.id)
@@ -44,7 +46,7 @@ class Servers(Answers):
         ended = asyncio.get_running_loop().time()
         self.spans.append((request.id, began, ended))
         said = self.token if request.session is not None else ""
-        return Forwarded(self.how(request), began, ended, session=said)
+        return AttemptResult(self.how(request), began, ended, sticky_token=said)
 
     def of(self, name: str) -> list[str]:
         return [each.id for each in self.requests if each.sequence is not None and each.sequence.id == name]
@@ -67,5 +69,7 @@ def turns(sequence: str, count: int, **how: Any) -> list[tuple[str, Turn | None]
 
 
 async def results(scene: Scene) -> dict[str, dict[str, Any]]:
-    found = [json.loads(each) for each in await scene.store.read_results(scene.store.results, 1000)]
+    found = [
+        json.loads(each) for each in await scene.store.read_results(scene.store.default_result_list, 1000)
+    ]
     return {each["id"]: each for each in found}

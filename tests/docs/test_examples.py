@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from dispatcher import __version__
-from dispatcher.check.settings import doubts
+from dispatcher.check.settings import find_doubts
 from dispatcher.cli import VERBS
 from dispatcher.core.merging.shapes import KNOWN_CAPS
-from dispatcher.core.models.warmup import WarmupRequest, WarmupRules, read_warmup
-from dispatcher.settings import Settings, parse
+from dispatcher.core.models.warmup import WarmupRequest, WarmupRules, parse_warmup
+from dispatcher.settings import Settings, parse_settings
 from tests.pages import anchors
 from tests.paths import DOCS, ROOT
 from tests.support import free_port, require_tool
@@ -157,10 +157,10 @@ def test_rules_of_batching_on_its_page_are_whole_and_find_their_shape() -> None:
     shapes = []
     for block in blocks:
         text = block if "gateway:" in block else f"gateway: {{}}\n{block}"
-        settings = parse(text, {"BATCH_DISPATCHER__GATEWAY__URL": "http://gateway"})
+        settings = parse_settings(text, {"BATCH_DISPATCHER__GATEWAY__URL": "http://gateway"})
         assert isinstance(settings, Settings), settings
-        assert [each for each in doubts(settings) if each.where.startswith("batching")] == []
-        shapes += [rule.shape.name for rule in settings.batching.in_force()]
+        assert [each for each in find_doubts(settings) if each.where.startswith("batching")] == []
+        shapes += [rule.shape.name for rule in settings.batching.active_rules()]
     assert shapes == ["tensorflow", "kserve", "embeddings", "rerank"]
 
 
@@ -171,13 +171,13 @@ def test_examples_of_models_on_their_page_are_right_and_no_warmup_in_them_is_wro
     assert len(blocks) == len(found) - 1 >= 5
     policies = []
     for block in blocks:
-        settings = parse(f"gateway: {{url: http://gateway}}\n{block}", {})
+        settings = parse_settings(f"gateway: {{url: http://gateway}}\n{block}", {})
         assert isinstance(settings, Settings), settings
-        assert [each for each in doubts(settings) if each.where.startswith("models")] == []
+        assert [each for each in find_doubts(settings) if each.where.startswith("models")] == []
         policies += [str(model.policy) for model in settings.models if model.match]
     assert policies == ["latest", "all", '{"label": "stable"}', "latest"]
     (lines,) = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    requests = read_warmup(lines.encode(), WarmupRules("/v1/completions"))
+    requests = parse_warmup(lines.encode(), WarmupRules("/v1/completions"))
     assert [each.repeat for each in requests if isinstance(each, WarmupRequest)] == [3, 1]
 
 

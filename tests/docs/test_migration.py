@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from dispatcher.core.requests.request import Rejection, Request, parse
-from dispatcher.core.requests.score import deadline_of_score
-from dispatcher.queue.keys import Names
+from dispatcher.core.requests.request import Rejection, Request, parse_member
+from dispatcher.core.requests.score import decode_deadline
+from dispatcher.queue.keys import QueueNames
 from tests.paths import DOCS
 
 PAGE = (DOCS / "how-to" / "migration.md").read_text()
@@ -47,10 +47,10 @@ def test_series_that_it_names_exist() -> None:
 
 
 def test_a_member_of_a_newer_producer_is_read() -> None:
-    read = parse(written(model="m"))
+    read = parse_member(written(model="m"))
     assert isinstance(read, Request)
     assert (read.id, read.results, read.token) == ("r-1", "result-list", "5f2c")
-    assert deadline_of_score(DEADLINE + 7 / 2_097_152) == DEADLINE, "a place within its second"
+    assert decode_deadline(DEADLINE + 7 / 2_097_152) == DEADLINE, "a place within its second"
 
 
 @pytest.mark.parametrize("payload", [{"payload": None}, {}])
@@ -58,7 +58,7 @@ def test_a_member_whose_payload_lies_elsewhere_is_refused_with_its_list(payload:
     member = json.loads(written(internal={"payload_ref": "request-payload:r-1:5f2c"}))
     del member["data"]["payload"]
     member["data"] |= payload
-    refused = parse(json.dumps(member).encode())
+    refused = parse_member(json.dumps(member).encode())
     assert isinstance(refused, Rejection)
     assert (refused.code, refused.id, refused.results) == ("INVALID_REQUEST", "r-1", "result-list")
 
@@ -66,6 +66,6 @@ def test_a_member_whose_payload_lies_elsewhere_is_refused_with_its_list(payload:
 def test_lists_of_the_coordinator_are_allowed_as_the_page_says_and_not_before() -> None:
     queue = yaml.safe_load(re.findall(r"```yaml\n(queue:\n.*?)```", PAGE, re.DOTALL)[-1])["queue"]
     mailbox = "results:req:acme:job-4217"
-    usual = Names("request-sortedset", "result-list")
-    assert usual.refused_list(mailbox) == "is not among queue.result_lists"
-    assert replace(usual, lists=tuple(queue["result_lists"])).refused_list(mailbox) is None
+    usual = QueueNames("request-sortedset", "result-list")
+    assert usual.find_list_problem(mailbox) == "is not among queue.result_lists"
+    assert replace(usual, allowed_lists=tuple(queue["result_lists"])).find_list_problem(mailbox) is None

@@ -13,7 +13,7 @@ from typing import Any
 from dispatcher.core.gateway.outcome import Outcome
 from dispatcher.core.requests.request import Request
 from dispatcher.forward import HttpGateway
-from dispatcher.ports import Forwarded
+from dispatcher.ports import AttemptResult
 from dispatcher.settings import GatewaySettings
 
 GENEROUS_S = 30.0
@@ -26,7 +26,7 @@ Script = Callable[["Connection"], Awaitable[None]]
 class Received:
     """One request as it stood on the wire."""
 
-    line: str
+    take_snapshot: str
     headers: dict[str, str]
     body: bytes
 
@@ -66,12 +66,12 @@ class Connection:
         """RST instead of FIN."""
         self.writer.transport.abort()
 
-    async def gone(self) -> None:
+    async def find_ended_owners(self) -> None:
         """Return when the client has closed its end."""
         with contextlib.suppress(ConnectionError):
             while await self.reader.read(65536):
                 pass
-        self.server.gone.set()
+        self.server.find_ended_owners.set()
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Server:
     listener: asyncio.Server | None = None
     received: list[Received] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    find_ended_owners: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by a test whose script waits for it."""
 
@@ -143,7 +143,7 @@ def a_request(payload: bytes = b'{"prompt":"hi"}', **more: Any) -> Request:
 
 async def forward(
     gateway: HttpGateway, request: Request | None = None, *, within_s: float = GENEROUS_S, **more: Any
-) -> Forwarded:
+) -> AttemptResult:
     deadline = asyncio.get_running_loop().time() + within_s
     more.setdefault("token", secrets.token_hex(8))
     return await gateway.forward(request or a_request(), deadline=deadline, **more)

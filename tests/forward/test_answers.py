@@ -33,19 +33,23 @@ MakeGateway = Callable[..., HttpGateway]
         ),
         (
             {"body": SGLANG_FULL, "status": "503 Busy", "headers": "retry-after: 3\r\n"},
-            Overloaded(503, "server-full", capacity=True, retry_after_s=3.0),
+            Overloaded(503, "server-full", is_out_of_capacity=True, retry_after_s=3.0),
         ),
         (
             {"body": b"data: " + SGLANG_FULL + b"\n\n", "headers": "content-type: text/event-stream\r\n"},
-            Overloaded(200, "server-full", capacity=True),
+            Overloaded(200, "server-full", is_out_of_capacity=True),
         ),
         (
             {"body": b"", "status": "503 Busy", "headers": "retry-after: 3\r\n"},
-            Failed("the gateway answered 503", 503, b"", bare=True, retry_after_s=3.0),
+            Failed("the gateway answered 503", 503, b"", is_intermediary_error=True, retry_after_s=3.0),
         ),
         (
             {"body": b"", "status": "404 Not Found"},
-            Failed("the gateway answered 404 with an empty body: it has no such route", 404, bare=True),
+            Failed(
+                "the gateway answered 404 with an empty body: it has no such route",
+                404,
+                is_intermediary_error=True,
+            ),
         ),
     ],
 )
@@ -89,7 +93,7 @@ async def test_a_stream_of_events_in_slow_pieces_is_kept_whole(gateway_to: MakeG
                 await connection.writer.drain()
                 await asyncio.sleep(0)
         connection.writer.write(b"0\r\n\r\n")
-        await connection.gone()
+        await connection.find_ended_owners()
 
     async with serving(script) as server:
         assert await outcome(gateway_to(server.url)) == Delivered(200, b"".join(events))
@@ -187,7 +191,7 @@ def chunked(total: int | None) -> Script:
                 sent += size
             connection.writer.write(b"0\r\n\r\n")
         finally:
-            await connection.gone()
+            await connection.find_ended_owners()
 
     return script
 
@@ -241,11 +245,11 @@ async def test_an_answer_that_says_it_is_too_large_is_not_read(gateway_to: MakeG
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\nx")
-        await connection.gone()
+        await connection.find_ended_owners()
 
     async with serving(script) as server:
         assert await outcome(gateway_to(server.url)) == TooLarge(200, 33554432)
-        await wait_until(server.gone.is_set, what="the connection to be closed")
+        await wait_until(server.find_ended_owners.is_set, what="the connection to be closed")
 
 
 async def test_a_connection_is_kept_after_an_answer_and_not_after_one_left_unread(

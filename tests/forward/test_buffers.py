@@ -9,7 +9,7 @@ import pytest
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, TooLate
 from dispatcher.forward import HttpGateway
-from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
+from dispatcher.forward.buffers import AnswerBuffer, AnswerBufferPool
 from dispatcher.forward.transport import READ_AHEAD_BYTES, READ_BYTES
 from tests.forward.scripted import Connection, Script, always, forward, serving
 from tests.support import wait_until
@@ -47,16 +47,16 @@ async def test_512_answers_of_a_megabyte_stay_under_the_bound_and_all_arrive(
         async def one() -> bool:
             nonlocal highest
             forwarded = await forward(gateway, within_s=300.0)
-            assert forwarded.held is not None
-            highest = max(highest, gateway.buffers.held_bytes)
+            assert forwarded.memory is not None
+            highest = max(highest, gateway.buffers.used_bytes)
             await asyncio.sleep(0)  # as a queue that takes the result
-            forwarded.held.free()
+            forwarded.memory.free_share()
             return forwarded.outcome == Delivered(200, body)
 
         assert all(await asyncio.gather(*(one() for _ in range(512))))
     print(f"{form}: {highest / MB:.1f} MB held at the most")
     assert highest <= 20 * MB
-    assert gateway.buffers.held_bytes == 0
+    assert gateway.buffers.used_bytes == 0
 
 
 async def test_answer_is_read_though_others_hold_all_the_room(gateway_to: MakeGateway) -> None:
@@ -65,20 +65,20 @@ async def test_answer_is_read_though_others_hold_all_the_room(gateway_to: MakeGa
         gateway = gateway_to(server.url, max_response_bytes=MB, max_buffered_bytes=2 * MB)
         first, second = await forward(gateway), await forward(gateway)
         assert (first.outcome, second.outcome) == (Delivered(200, b"x" * MB),) * 2
-        assert gateway.buffers.held_bytes == 2 * MB
+        assert gateway.buffers.used_bytes == 2 * MB
         third = asyncio.create_task(forward(gateway))
         await wait_until(lambda: len(server.received) == 3, what="the third")
         for _ in range(100):
             await asyncio.sleep(0)
         assert not third.done(), "the bound is kept"
-        wire = gateway._wires.current
+        wire = gateway._transports.current
         assert wire is not None
         (connection,) = wire.connector._acquired
         assert connection._payload is not None
         ahead = connection._payload.total_bytes
         assert 0 < ahead <= 2 * READ_AHEAD_BYTES + 2 * READ_BYTES, "nor is the answer read beside it"
-        assert second.held is not None
-        second.held.free()
+        assert second.memory is not None
+        second.memory.free_share()
         assert (await third).outcome == Delivered(200, b"x" * MB)
 
 
@@ -87,18 +87,20 @@ async def test_time_without_room_counts_for_the_deadline_and_not_as_a_slow_gatew
     gateway_to: MakeGateway, deadline_s: float, timeout_s: float, expected: type | None
 ) -> None:
     async with serving(always(body=b"x" * MB)) as server:
-        gateway = gateway_to(server.url, max_response_bytes=MB, max_buffered_bytes=MB, timeout_s=timeout_s)
+        gateway = gateway_to(
+            server.url, max_response_bytes=MB, max_buffered_bytes=MB, effective_owner_timeout_s=timeout_s
+        )
         first = await forward(gateway)
         waiting = asyncio.create_task(forward(gateway, within_s=deadline_s))
         await wait_until(lambda: len(server.received) == 2, what="the second")
         if expected is None:
             await asyncio.sleep(1.3 * timeout_s)  # what is shown is that this time passes and ends nothing
-            assert first.held is not None
-            first.held.free()
+            assert first.memory is not None
+            first.memory.free_share()
             assert (await waiting).outcome == Delivered(200, b"x" * MB)
         else:
             assert isinstance((await waiting).outcome, expected)
-            assert gateway.buffers.held_bytes == MB
+            assert gateway.buffers.used_bytes == MB
 
 
 async def test_try_that_ends_without_an_answer_holds_nothing(gateway_to: MakeGateway) -> None:
@@ -112,12 +114,12 @@ async def test_try_that_ends_without_an_answer_holds_nothing(gateway_to: MakeGat
     async with serving(cut) as server:
         gateway = gateway_to(server.url)
         assert isinstance((await forward(gateway)).outcome, Failed)
-        assert gateway.buffers.held_bytes == 0
+        assert gateway.buffers.used_bytes == 0
         running = asyncio.create_task(forward(gateway))
-        await wait_until(lambda: gateway.buffers.held_bytes == 1000, what="its first bytes")
+        await wait_until(lambda: gateway.buffers.used_bytes == 1000, what="its first bytes")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert gateway.buffers.held_bytes == 0
+        assert gateway.buffers.used_bytes == 0
 
 
 @pytest.mark.parametrize("script", [always(body=b"x" * 50, status="500 Broken"), always(status="429 No")])
@@ -127,62 +129,62 @@ async def test_answer_without_a_result_is_freed_or_handed_over(
     async with serving(script) as server:
         gateway = gateway_to(server.url)
         forwarded = await forward(gateway)
-        if forwarded.held is not None:
-            forwarded.held.free()
-        assert gateway.buffers.held_bytes == 0
+        if forwarded.memory is not None:
+            forwarded.memory.free_share()
+        assert gateway.buffers.used_bytes == 0
 
 
 async def test_partly_read_answers_never_wait_for_each_other_for_ever() -> None:
     """Each answer has been read in part, and there is no room for the rest of any."""
-    buffers = AnswerBuffers(limit_bytes=30, largest_bytes=10)
-    holds = [AnswerHold(buffers) for _ in range(5)]
+    buffers = AnswerBufferPool(limit_bytes=30, largest_bytes=10)
+    holds = [AnswerBuffer(buffers) for _ in range(5)]
     for hold in holds:
-        await hold.grow(4)
+        await hold.grow_to(4)
     highest = 0
 
-    async def finish(hold: AnswerHold) -> None:
+    async def finish(hold: AnswerBuffer) -> None:
         nonlocal highest
         for size in (6, 8, 10):
-            await hold.grow(size)
-            highest = max(highest, buffers.held_bytes)
+            await hold.grow_to(size)
+            highest = max(highest, buffers.used_bytes)
         await asyncio.sleep(0)
-        hold.free()
+        hold.free_share()
 
     async with asyncio.timeout(5):
         await asyncio.gather(*(finish(hold) for hold in holds))
     assert highest <= 30
-    assert buffers.held_bytes == 0
+    assert buffers.used_bytes == 0
 
 
 async def test_waiter_that_gives_up_lets_the_next_one_on() -> None:
-    buffers = AnswerBuffers(limit_bytes=20, largest_bytes=10)
-    first, beyond, large, small = (AnswerHold(buffers) for _ in range(4))
-    await first.grow(8)
-    await beyond.grow(5)
-    waits_large = asyncio.create_task(large.grow(9))
-    waits_small = asyncio.create_task(small.grow(2))
+    buffers = AnswerBufferPool(limit_bytes=20, largest_bytes=10)
+    first, beyond, large, small = (AnswerBuffer(buffers) for _ in range(4))
+    await first.grow_to(8)
+    await beyond.grow_to(5)
+    waits_large = asyncio.create_task(large.grow_to(9))
+    waits_small = asyncio.create_task(small.grow_to(2))
     await asyncio.sleep(0)
     assert not waits_small.done(), "in the order of asking"
     waits_large.cancel()
     await asyncio.gather(waits_large, return_exceptions=True)
     await asyncio.wait_for(waits_small, 5)
-    assert buffers.held_bytes == 15
+    assert buffers.used_bytes == 15
 
 
 async def test_larger_bound_and_shared_answers() -> None:
-    buffers = AnswerBuffers(limit_bytes=10, largest_bytes=10)
-    beyond, waiting = AnswerHold(buffers), AnswerHold(buffers)
-    await beyond.grow(10)
-    waits = asyncio.create_task(waiting.grow(5))
+    buffers = AnswerBufferPool(limit_bytes=10, largest_bytes=10)
+    beyond, waiting = AnswerBuffer(buffers), AnswerBuffer(buffers)
+    await beyond.grow_to(10)
+    waits = asyncio.create_task(waiting.grow_to(5))
     await asyncio.sleep(0)
     assert not waits.done()
-    buffers.resize(20, 10)
+    buffers.set_limits(20, 10)
     await asyncio.wait_for(waits, 5)
-    beyond.share(2)
-    beyond.free()
-    assert buffers.held_bytes == 15
-    beyond.free()
-    beyond.free()
-    assert buffers.held_bytes == 5
-    waiting.share(0)
-    assert buffers.held_bytes == 0
+    beyond.split_into(2)
+    beyond.free_share()
+    assert buffers.used_bytes == 15
+    beyond.free_share()
+    beyond.free_share()
+    assert buffers.used_bytes == 5
+    waiting.split_into(0)
+    assert buffers.used_bytes == 0

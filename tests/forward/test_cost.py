@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 
 from dispatcher.core.gateway.outcome import Delivered
-from dispatcher.core.requests.request import Request, encode_member, parse
+from dispatcher.core.requests.request import Request, encode_member, parse_member
 from dispatcher.forward import HttpGateway
 from tests.floors import beside, cpu_of
 from tests.forward.scripted import a_request, outcome
@@ -93,12 +93,12 @@ async def test_parsing_costs_no_more_than_three_times_the_standard_librarys() ->
         token="ab" * 16,
         results="batch:{q}:results",
     )
-    assert isinstance(parse(member), Request)
+    assert isinstance(parse_member(member), Request)
 
     def often(once: Callable[[bytes], object]) -> None:
         for _ in range(2000):
             once(member)
 
-    found = await beside(cpu_of(lambda: often(parse)), cpu_of(lambda: often(json.loads)))
+    found = await beside(cpu_of(lambda: often(parse_member)), cpu_of(lambda: often(json.loads)))
     print(f"{len(member)} bytes: parse {found.ratio:.2f} × json.loads, {found.ours / 2000 * 1e6:.1f} µs")
     assert found.ratio < 3

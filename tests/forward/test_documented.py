@@ -17,18 +17,18 @@ from dispatcher.core.gateway.outcome import (
     Overloaded,
     Refused,
     Unreachable,
-    classify,
-    cut_answer,
+    classify_answer,
+    classify_cut_answer,
 )
-from dispatcher.core.gateway.unverified_gateway import Stranger
+from dispatcher.core.gateway.unverified_gateway import UnverifiedGateway
 from dispatcher.core.requests.headers import (
-    DOUBTFUL,
-    DOUBTFUL_PREFIXES,
     DROP_REASON,
-    NOT_PASSED_ON,
-    PREFIXES_NOT_PASSED_ON,
+    FORBIDDEN_HEADERS,
+    FORBIDDEN_PREFIXES,
+    RESTRICTED_HEADERS,
+    RESTRICTED_PREFIXES,
 )
-from dispatcher.core.requests.request import Request, encode_member, parse
+from dispatcher.core.requests.request import Request, encode_member, parse_member
 from dispatcher.core.requests.routing import Route
 from dispatcher.forward import HttpGateway
 from dispatcher.lab.standin.live import Config, LiveWorld
@@ -49,9 +49,9 @@ def in_words(outcome: Outcome) -> str:
             return "unreachable"
         case Evicted():
             return "evicted"
-        case Overloaded(capacity=capacity):
+        case Overloaded(is_out_of_capacity=capacity):
             return "overloaded, teaches" if capacity else "overloaded"
-        case Failed(bare=bare):
+        case Failed(is_intermediary_error=bare):
             return "failed, bare" if bare else "failed"
         case _:
             return repr(outcome)
@@ -66,9 +66,9 @@ def test_each_answer_leads_where_the_table_says(status: str, reason: str, body: 
     if body.startswith("data:"):
         headers["content-type"] = "text/event-stream"
     if status.endswith(", cut"):
-        assert in_words(cut_answer(200, headers, body.encode()) or Failed("cut")) == expected
+        assert in_words(classify_cut_answer(200, headers, body.encode()) or Failed("cut")) == expected
     else:
-        assert in_words(classify(int(status), headers, body.encode(), 0.0)) == expected
+        assert in_words(classify_answer(int(status), headers, body.encode(), 0.0)) == expected
 
 
 async def test_each_answer_of_the_stand_in_leads_where_the_table_says(gateway_to: MakeGateway) -> None:
@@ -123,12 +123,12 @@ NOT_FOUND = list(rows(PAGE, "body of the 404"))
 
 async def judged_in_order(gateway: HttpGateway, body: str, before: str) -> str:
     """Return what the 404 of the last of these requests comes to, in words."""
-    stranger = Stranger()
+    stranger = UnverifiedGateway()
     found: Outcome
     for status, path, model, text in [*((*each, "") for each in BEFORE[before]), (404, PLAIN, "m", body)]:
         sim = {"kind": "status", "status": status, "reason": "", "body": text}
         request = a_request(json.dumps({"model": model, "sim": sim}).encode(), endpoint=path)
-        found = stranger.judged(await outcome(gateway, request), path, request.payload, 1.0)
+        found = stranger.judge_outcome(await outcome(gateway, request), path, request.payload, 1.0)
     return in_words(found)
 
 
@@ -155,15 +155,15 @@ async def test_each_404_behind_a_real_envoy_leads_where_the_table_says(
 
 @pytest.mark.parametrize(("endpoint", "expected"), list(rows(PAGE, "endpoint")))
 def test_each_path_is_sent_or_refused_as_the_table_says(endpoint: str, expected: str) -> None:
-    path = Route(options("http://gateway"), user_agent="").path(endpoint)
+    path = Route(options("http://gateway"), user_agent="").choose_path(endpoint)
     assert ("INVALID_REQUEST" if isinstance(path, Refused) else "sent") == expected
 
 
 def test_headers_that_the_settings_allow_are_sent_and_no_others() -> None:
     member = encode_member("r-1", b"{}", 2_000_000_000, headers={"X-Api-Key": "k", "x-own": "1"})
-    request = parse(member)
+    request = parse_member(member)
     assert isinstance(request, Request)
-    sent = Route(options("http://gateway", allowed_headers=["x-api-*"]), user_agent="").headers_for(
+    sent = Route(options("http://gateway", allowed_headers=["x-api-*"]), user_agent="").build_headers(
         request, ""
     )
     assert sent.get("x-api-key") == "k"
@@ -171,8 +171,8 @@ def test_headers_that_the_settings_allow_are_sent_and_no_others() -> None:
 
 
 def test_the_table_of_headers_left_out_is_complete() -> None:
-    left_out = NOT_PASSED_ON | {prefix + "*" for prefix in PREFIXES_NOT_PASSED_ON}
-    left_out |= DOUBTFUL | {prefix + "*" for prefix in DOUBTFUL_PREFIXES}
+    left_out = FORBIDDEN_HEADERS | {prefix + "*" for prefix in FORBIDDEN_PREFIXES}
+    left_out |= RESTRICTED_HEADERS | {prefix + "*" for prefix in RESTRICTED_PREFIXES}
     table = PAGE.read_text().split("\n| left out |", 1)[1].split("\n\n", 1)[0]
     named = {name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
     assert named == left_out

@@ -20,7 +20,7 @@ async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway
     async def pool(connection: Connection) -> None:
         while True:
             received = await connection.receive()
-            match received.line.split()[1]:
+            match received.take_snapshot.split()[1]:
                 case "/v1/slow":
                     await connection.server.go_on.wait()
                 case "/v1/plain/reset":
@@ -44,17 +44,17 @@ async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway
         assert isinstance(await at("/v1/plain/evicted"), Evicted)
         no_route = await at("/v1/nowhere")
         assert isinstance(no_route, Failed)
-        assert (no_route.status, no_route.bare) == (404, True)
+        assert (no_route.status, no_route.is_intermediary_error) == (404, True)
         picker_down = await at("/v1/picked")
-        assert picker_down == Failed("the gateway answered 500", 500, b"", bare=True)
+        assert picker_down == Failed("the gateway answered 500", 500, b"", is_intermediary_error=True)
         for endpoint, status in (("/v1/gone", 503), ("/v1/plain/reset", 503), ("/v1/slow", 504)):
             found = await at(endpoint)
             assert isinstance(found, Failed)
-            assert (found.status, found.bare) == (status, True)
+            assert (found.status, found.is_intermediary_error) == (status, True)
         # One endpoint of two is dead: Envoy says so itself, in milliseconds, and routes the others.
         partly = [await at("/v1/partly") for _ in range(10)]
         assert Delivered(200, body) in partly
         bounced = [each for each in partly if isinstance(each, Failed)]
         assert bounced
-        assert all(each.bare for each in bounced)
+        assert all(each.is_intermediary_error for each in bounced)
     assert isinstance(await outcome(gateway), Unreachable)

@@ -64,7 +64,7 @@ async def test_a_new_connection_that_ends_before_an_answer_is_a_failure(
         found = await outcome(gateway_to(server.url))
     assert isinstance(found, Failed)
     assert found.status is None
-    assert not found.bare
+    assert not found.is_intermediary_error
     assert len(server.received) == 1  # not sent twice: the first may have run
 
 
@@ -168,7 +168,7 @@ async def test_a_gateway_that_hangs_and_takes_no_connection_is_unreachable(gatew
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", server.port))
-        await connection.gone()
+        await connection.find_ended_owners()
 
     with socket.socket() as hole:
         hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -294,7 +294,7 @@ async def test_an_answer_to_nothing_spoils_no_later_request(gateway_to: MakeGate
         received = await connection.receive()
         own = received.headers["x-request-id"].encode()
         connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(own), own) * 2)
-        await connection.gone()
+        await connection.find_ended_owners()
 
     async with serving(script) as server:
         gateway = gateway_to(server.url)
@@ -304,13 +304,13 @@ async def test_an_answer_to_nothing_spoils_no_later_request(gateway_to: MakeGate
 
 async def silence(connection: Connection) -> None:
     await connection.receive()
-    await connection.gone()
+    await connection.find_ended_owners()
 
 
 async def half_an_answer(connection: Connection) -> None:
     await connection.receive()
     connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhello")
-    await connection.gone()
+    await connection.find_ended_owners()
 
 
 async def never_reading(connection: Connection) -> None:
@@ -318,7 +318,7 @@ async def never_reading(connection: Connection) -> None:
     connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await connection.server.go_on.wait()
     connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
-    await connection.gone()
+    await connection.find_ended_owners()
 
 
 LARGE = b'{"a":"' + b"x" * (32 << 20) + b'"}'
@@ -337,13 +337,13 @@ async def test_cancelling_closes_the_connection_at_once(
         request = a_request(payload)
         task = asyncio.create_task(outcome(gateway, request, token="one"))
         await wait_until(lambda: server.received or (payload is LARGE and server.connections))
-        await wait_until(lambda: gateway.connected("one") is not None)
+        await wait_until(lambda: gateway.get_connected_at("one") is not None)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert gateway.connected("one") is None
+        assert gateway.get_connected_at("one") is None
         server.go_on.set()
-        await wait_until(server.gone.is_set, what="the server to see the connection closed")
+        await wait_until(server.find_ended_owners.is_set, what="the server to see the connection closed")
 
 
 @pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
@@ -353,14 +353,14 @@ async def test_a_try_takes_no_longer_than_the_timeout(gateway_to: MakeGateway, s
         assert isinstance(forwarded.outcome, Failed)
         assert forwarded.outcome.why == "no answer within 0.3 s"
         assert 0.2 < forwarded.ended_at - forwarded.sent_at < 10
-        await wait_until(server.gone.is_set)
+        await wait_until(server.find_ended_owners.is_set)
 
 
 @pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
 async def test_a_try_ends_with_the_deadline(gateway_to: MakeGateway, script: Script) -> None:
     async with serving(script) as server:
         assert await outcome(gateway_to(server.url), within_s=0.3) == TooLate()
-        await wait_until(server.gone.is_set)
+        await wait_until(server.find_ended_owners.is_set)
 
 
 @pytest.mark.parametrize("within_s", [0.0, -1.0, float("-inf")])
@@ -382,16 +382,16 @@ async def test_a_running_try_tells_since_when_it_is_connected(gateway_to: MakeGa
     async with serving(script) as server:
         gateway = gateway_to(server.url)
         before = now()
-        assert gateway.connected("one") is None
+        assert gateway.get_connected_at("one") is None
         task = asyncio.create_task(forward(gateway, token="one"))
         await wait_until(lambda: server.received)
-        since = gateway.connected("one")
+        since = gateway.get_connected_at("one")
         assert since is not None
         assert before <= since <= now()
-        assert gateway.connected("another") is None
+        assert gateway.get_connected_at("another") is None
         go_on.set()
         assert (await task).sent_at == since
-        assert gateway.connected("one") is None
+        assert gateway.get_connected_at("one") is None
 
 
 async def test_resizing_closes_idle_connections_beyond_the_limit(gateway_to: MakeGateway) -> None:
@@ -401,16 +401,16 @@ async def test_resizing_closes_idle_connections_beyond_the_limit(gateway_to: Mak
         await connection.receive()
         await wait_until(lambda: len(server.received) >= 6)
         await connection.answer()
-        await connection.gone()
+        await connection.find_ended_owners()
         closed.append(connection.number)
 
     async with serving(script) as server:
         gateway = gateway_to(server.url)
-        gateway.resize(3)  # nothing is open yet
+        gateway.resize_connection_pool(3)  # nothing is open yet
         await asyncio.gather(*(outcome(gateway) for _ in range(6)))
-        gateway.resize(2)
+        gateway.resize_connection_pool(2)
         await wait_until(lambda: len(closed) == 4)
-        gateway.resize(0)
+        gateway.resize_connection_pool(0)
         await wait_until(lambda: len(closed) == 6)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, TooLarge
 from dispatcher.forward import HttpGateway
-from dispatcher.forward.transport import INTERIM_MOST
-from dispatcher.forward.unpack import CODINGS_MOST, MEMBERS_MOST, OUT_BYTES, unpacked
+from dispatcher.forward.transport import MAX_INTERIM_RESPONSES
+from dispatcher.forward.unpack import MAX_CODINGS, MAX_MEMBERS, STEP_OUTPUT_BYTES, decode_content
 from tests.forward.scripted import Connection, always, outcome, serving
 
 MakeGateway = Callable[..., HttpGateway]
@@ -44,7 +44,7 @@ def stored(body: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("members", "fits"), [(MEMBERS_MOST, True), (MEMBERS_MOST + 1, False), (100_000, False)]
+    ("members", "fits"), [(MAX_MEMBERS, True), (MAX_MEMBERS + 1, False), (100_000, False)]
 )
 async def test_members_of_a_packed_body_are_bounded(
     gateway_to: MakeGateway, members: int, fits: bool
@@ -57,10 +57,10 @@ async def test_members_of_a_packed_body_are_bounded(
         assert found == Delivered(200, b"{}")
     else:
         assert isinstance(found, Failed)
-        assert f"more than {MEMBERS_MOST} members" in found.why
+        assert f"more than {MAX_MEMBERS} members" in found.why
 
 
-@pytest.mark.parametrize(("layers", "fits"), [(CODINGS_MOST, True), (CODINGS_MOST + 1, False), (20, False)])
+@pytest.mark.parametrize(("layers", "fits"), [(MAX_CODINGS, True), (MAX_CODINGS + 1, False), (20, False)])
 async def test_codings_over_each_other_are_bounded(gateway_to: MakeGateway, layers: int, fits: bool) -> None:
     body = b"{}"
     for _ in range(layers):
@@ -80,15 +80,15 @@ async def test_codings_over_each_other_are_bounded(gateway_to: MakeGateway, laye
 )
 async def test_others_have_their_turns_while_a_large_body_is_unpacked(packed: bytes) -> None:
     async with Turns() as turns:
-        assert await unpacked(packed, "gzip", 16 * MB) == bytes(8 * MB)
-    assert turns.count >= 8 * MB // OUT_BYTES - 2
+        assert await decode_content(packed, "gzip", 16 * MB) == bytes(8 * MB)
+    assert turns.count >= 8 * MB // STEP_OUTPUT_BYTES - 2
 
 
 async def test_a_body_larger_than_the_limit_is_unpacked_no_further() -> None:
     packed = gzip.compress(bytes(64 * MB), 1)
     async with Turns() as turns:
-        assert await unpacked(packed, "gzip", MB) is None
-    assert turns.count <= MB // OUT_BYTES + 2
+        assert await decode_content(packed, "gzip", MB) is None
+    assert turns.count <= MB // STEP_OUTPUT_BYTES + 2
 
 
 async def test_no_thread_works_on_an_answer_and_it_ends_with_its_try(gateway_to: MakeGateway) -> None:
@@ -99,7 +99,7 @@ async def test_no_thread_works_on_an_answer_and_it_ends_with_its_try(gateway_to:
         gateway = gateway_to(server.url, max_response_bytes=MB)
         assert await outcome(gateway) == TooLarge(200, MB)
         assert threading.active_count() == threads
-    unpacking = asyncio.create_task(unpacked(body, "gzip", 16 * MB))
+    unpacking = asyncio.create_task(decode_content(body, "gzip", 16 * MB))
     for _ in range(3):
         await asyncio.sleep(0)
     unpacking.cancel()
@@ -122,21 +122,21 @@ def interim(count: int, status: str = "102 Processing") -> Callable[[Connection]
 
 @pytest.mark.parametrize("status", ["100 Continue", "102 Processing", "103 Early Hints", "199 Own"])
 async def test_a_few_interim_answers_are_passed_over(gateway_to: MakeGateway, status: str) -> None:
-    async with serving(interim(INTERIM_MOST, status)) as server:  # type: ignore[arg-type]
+    async with serving(interim(MAX_INTERIM_RESPONSES, status)) as server:  # type: ignore[arg-type]
         gateway = gateway_to(server.url)
         for _ in range(3):
             assert await outcome(gateway) == Delivered(200, b"{}")
     assert len(server.connections) == 1, "each answer is counted anew"
 
 
-@pytest.mark.parametrize("count", [INTERIM_MOST + 1, 3000])
+@pytest.mark.parametrize("count", [MAX_INTERIM_RESPONSES + 1, 3000])
 async def test_more_of_them_are_a_failure_and_end_the_connection(gateway_to: MakeGateway, count: int) -> None:
     async with serving(interim(count)) as server:  # type: ignore[arg-type]
         gateway = gateway_to(server.url)
         for number in (1, 2):
             found = await outcome(gateway)
             assert isinstance(found, Failed)
-            assert f"more than {INTERIM_MOST} interim answers" in found.why
+            assert f"more than {MAX_INTERIM_RESPONSES} interim answers" in found.why
             assert len({each.number for each in server.connections}) >= number
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from dispatcher import __version__
 from dispatcher.core.gateway.outcome import Delivered, Refused, Unreachable, Unsent
-from dispatcher.core.requests.headers import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
+from dispatcher.core.requests.headers import FORBIDDEN_HEADERS, FORBIDDEN_PREFIXES
 from dispatcher.core.sequences.turns import Session
 from dispatcher.forward import STREAMED_BYTES, HttpGateway
 from dispatcher.settings.small_files import BackgroundRead
@@ -28,7 +28,7 @@ async def test_a_plain_request_goes_out_with_exactly_these_headers(gateway_to: M
     async with serving(always()) as server:
         assert await outcome(gateway_to(server.url)) == Delivered(200, b"{}")
     (received,) = server.received
-    assert received.line == "POST /v1/completions HTTP/1.1"
+    assert received.take_snapshot == "POST /v1/completions HTTP/1.1"
     assert received.body == b'{"prompt":"hi"}'
     assert received.headers == {
         "host": f"127.0.0.1:{server.port}",
@@ -87,7 +87,7 @@ async def test_objective_fairness_trace_and_the_operators_headers_are_added(gate
         )
         assert isinstance(await outcome(gateway, request), Delivered)
     (received,) = server.received
-    assert received.line == "POST /base/v1/chat/completions HTTP/1.1"
+    assert received.take_snapshot == "POST /base/v1/chat/completions HTTP/1.1"
     expected = {
         "host": "pool.example",
         "x-llm-d-inference-objective": "batch",
@@ -127,8 +127,8 @@ async def test_a_callers_headers_pass_unless_they_are_not_the_callers_to_set(
     gateway_to: MakeGateway,
 ) -> None:
     hostile = {
-        **dict.fromkeys(NOT_PASSED_ON - {"connection"}, "evil"),
-        **{prefix + "x": "evil" for prefix in PREFIXES_NOT_PASSED_ON},
+        **dict.fromkeys(FORBIDDEN_HEADERS - {"connection"}, "evil"),
+        **{prefix + "x": "evil" for prefix in FORBIDDEN_PREFIXES},
         "X_LLM_D_Inference_Objective": "evil",
         "X-Gateway-Destination-Endpoint": "evil:80",
         "Connection": "close, X-Named",
@@ -168,7 +168,7 @@ async def test_an_allowed_path_is_used(gateway_to: MakeGateway, endpoint: str) -
     async with serving(always()) as server:
         gateway = gateway_to(server.url, path="/default")
         assert isinstance(await outcome(gateway, a_request(endpoint=endpoint)), Delivered)
-    assert server.received[0].line == f"POST {endpoint} HTTP/1.1"
+    assert server.received[0].take_snapshot == f"POST {endpoint} HTTP/1.1"
 
 
 HOSTILE_PATHS = [
@@ -276,8 +276,8 @@ async def test_tries_go_on_with_the_token_while_its_file_system_hangs(
     async with serving(always()) as server:
         gateway = gateway_to(server.url, token_file=str(token))
         assert isinstance(await outcome(gateway), Delivered)
-        gateway._bearer._look = BackgroundRead(hang, timeout_s=0)
-        gateway._bearer._look_at = 0.0
+        gateway._bearer._background_load = BackgroundRead(hang, timeout_s=0)
+        gateway._bearer._next_check_at = 0.0
         for _ in range(3):
             assert isinstance(await outcome(gateway), Delivered)
         assert gateway._bearer.fault == f"{token} cannot be read: its file system does not answer"
@@ -331,7 +331,7 @@ async def test_changed_options_hold_for_the_next_request_and_not_for_a_running_o
         gateway.reconfigure(options(server.url, max_response_bytes=10))
         assert isinstance(await outcome(gateway), Delivered)
         assert len(server.connections) == 2  # nothing about the connections changed: they were kept
-    assert server.received[1].line == "POST /v1/new HTTP/1.1"
+    assert server.received[1].take_snapshot == "POST /v1/new HTTP/1.1"
     assert server.received[1].headers["x-new"] == "1"
 
 
@@ -346,7 +346,7 @@ async def test_a_request_of_a_sequence_takes_its_session_there_and_back(gateway_
         told = await forward(gateway, msgspec.structs.replace(request, session=session))
         first = Session({"x-session-id": "a"}, "x-session-token")
         await forward(gateway, msgspec.structs.replace(request, session=first))
-    assert (plainly.session, told.session) == ("", "pod-2")
+    assert (plainly.sticky_token, told.sticky_token) == ("", "pod-2")
     of_none, of_one, without_token = (each.headers for each in server.received)
     assert of_none["x-session-token"] == "theirs", "of no sequence: as gateway.allowed_headers say"
     assert (of_one["x-session-id"], of_one["x-session-token"]) == ("ch%C3%A4t%201", "pod-1")

@@ -18,44 +18,44 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.admin import Limits
-from dispatcher.client.files.lines import BatchLine, LineRules, answered_line, group_of, read_line
-from dispatcher.core.gateway.outcome import classify
-from dispatcher.core.gateway.retry_after import RETRY_AFTER_CAP_S
+from dispatcher.admin import AdminLimits
+from dispatcher.client.files.lines import BatchLine, LineRules, build_answer_line, group_key, parse_line
+from dispatcher.core.gateway.outcome import classify_answer
+from dispatcher.core.gateway.retry_after import MAX_RETRY_AFTER_S
 from dispatcher.core.limit.budget import Policy
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.poll import Unread
-from dispatcher.core.limit.realtime_impact import Growth
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.core.limit.realtime_impact import HistogramGrowth
 from dispatcher.core.merging.shapes import (
     SHAPES,
     Part,
-    cut,
-    differs,
-    join,
-    merge,
-    read,
-    split,
-    too_many,
-    too_many_tokens,
+    cut_part,
+    find_difference,
+    join_answers,
+    merge_parts,
+    parse_item_cap,
+    parse_part,
+    parse_token_cap,
+    split_answer,
 )
-from dispatcher.core.requests.request import Rejection, encode_member, parse
-from dispatcher.core.requests.result import PoppedResult, answered, decode_result
-from dispatcher.core.requests.usage import tokens
+from dispatcher.core.requests.request import Rejection, encode_member, parse_member
+from dispatcher.core.requests.result import PoppedResult, decode_result, encode_answer
+from dispatcher.core.requests.usage import parse_token_usage
 from dispatcher.core.sequences.turns import OnError, Turn
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import QueueUrlError, connect
-from dispatcher.queue.requeue import accept_anew
+from dispatcher.queue.requeue import build_resubmission
 from dispatcher.settings import Problem, SecretUrl, Settings
-from dispatcher.settings.effective import as_json
-from dispatcher.settings.load import parse as parse_settings
+from dispatcher.settings.effective import settings_as_json
+from dispatcher.settings.load import parse_settings as parse_settings
 from dispatcher.settings.yaml_source import MAX_BYTES
 from dispatcher.signals.epp import latency
-from dispatcher.signals.epp.series import NAMES, View, view
-from dispatcher.signals.exposition import MalformedPageError, Page, Sample
-from dispatcher.signals.prometheus.instant_query import QueryError, document, vector
+from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
+from dispatcher.signals.exposition import MalformedPageError, PageParser, Sample
+from dispatcher.signals.prometheus.instant_query import QueryError, parse_document, parse_vector
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
-from dispatcher.signals.readings import Lessons, at_most, judge
+from dispatcher.signals.readings import PickerFacts, derive_readings, list_possible_signals
 from tests.admin.stage import Stage, write_token
 from tests.batchfiles import bent, line
 from tests.fuzz.engine import MB, cases, flaw
@@ -89,30 +89,30 @@ def refusal(kind: type[Exception], act: Callable[[], object]) -> str | None:
 
 
 def member(data: bytes) -> None:
-    parsed = parse(data, max_payload_bytes=MB)
+    parsed = parse_member(data, max_payload_bytes=MB)
     if not isinstance(parsed, Rejection):
         assert parsed.deadline > 0
-        assert accept_anew(Names("q", "results"), data, 5.0, 2_000_000_000) is not None
+        assert build_resubmission(QueueNames("q", "results"), data, 5.0, 2_000_000_000) is not None
 
 
-def law(views: Sequence[View]) -> None:
+def law(views: Sequence[PoolView]) -> None:
     """What the dispatcher makes of views."""
     for policy in (Policy(), Policy(per_endpoint=0.4), Policy(max_sys=50.0)):
-        lessons = Lessons()
-        lessons.learn(views)
-        verdict = judge(views, "both", policy, "epp", lessons)
-        judge(views, "auto", policy, "epp", lessons)
-        limiter = Limiter(policy, at_most("both"))
+        lessons = PickerFacts()
+        lessons.learn_from_views(views)
+        verdict = derive_readings(views, "both", policy, "epp", lessons)
+        derive_readings(views, "auto", policy, "epp", lessons)
+        limiter = Limiter(policy, list_possible_signals("both"))
         for reading in verdict.readings:
-            limiter.reading(reading, 2.0)
+            limiter.add_reading(reading, 2.0)
         for unread in verdict.unread:
-            limiter.reading_failed(unread.reason, unread.why, 2.0)
-        allowance = limiter.allowance(2.0)
+            limiter.record_read_failure(unread.reason, unread.why, 2.0)
+        allowance = limiter.get_allowance(2.0)
         assert 0 <= allowance.limit <= 1_000_000
 
 
 def page(data: bytes) -> None:
-    taken = Page(NAMES, also=latency.NAMES, also_most=latency.SERIES_MOST)
+    taken = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=latency.MAX_SERIES)
 
     def read() -> None:
         for at in range(0, len(data), 65_536):
@@ -122,13 +122,20 @@ def page(data: bytes) -> None:
     if (why := refusal(MalformedPageError, read)) is not None:
         assert len(why) < 700
         return
-    seen = view(taken.samples, "qwen", 1.0, 1.5)
-    if isinstance(seen, View):
+    seen = build_view(taken.samples, "qwen", 1.0, 1.5)
+    if isinstance(seen, PoolView):
         law([seen])
         law([seen, seen])
-    growth = Growth()
-    growth.saw(1.0, [latency.histograms(taken.also, "a", marked=True, spoiled=taken.spoiled)])
-    growth.price(None, "epp")
+    growth = HistogramGrowth()
+    growth.add_histograms(
+        1.0,
+        [
+            latency.build_histograms(
+                taken.optional_samples, "a", has_objective=True, problem=taken.optional_problem
+            )
+        ],
+    )
+    growth.compute_impact(None, "epp")
 
 
 SOURCE = PrometheusSource(
@@ -138,15 +145,17 @@ SOURCE = PrometheusSource(
 
 def prometheus(data: bytes) -> None:
     rows: list[Sample] = []
-    why = refusal(QueryError, lambda: rows.extend(vector(document(200, False, data)["data"]["result"])))
+    why = refusal(
+        QueryError, lambda: rows.extend(parse_vector(parse_document(200, False, data)["data"]["result"]))
+    )
     assert len(why or "") < 700
     if why is None:
-        latency.grown(rows)
-        seen = SOURCE._views(rows, [], 1.0, 1.5)
-        if not isinstance(seen, Unread):
+        latency.parse_latency_rows(rows)
+        seen = SOURCE._build_views(rows, [], 1.0, 1.5)
+        if not isinstance(seen, ReadFailure):
             law(seen)
     for status in (400, 503):
-        assert refusal(QueryError, partial(document, status, False, data))
+        assert refusal(QueryError, partial(parse_document, status, False, data))
 
 
 def configuration(data: bytes) -> None:
@@ -161,7 +170,7 @@ def environment(data: bytes) -> None:
 def shown(found: Settings | list[Problem]) -> None:
     """It is printed, or every problem of it."""
     if isinstance(found, Settings):
-        json.dumps(as_json(found))
+        json.dumps(settings_as_json(found))
     else:
         assert found
         assert all(str(problem) for problem in found)
@@ -174,7 +183,7 @@ def url(data: bytes) -> None:
     begins = re.match(r"(?:redis|https)(?:\+[a-z]+)?://(?:user)?:[^@:/?#]*hunter2", head)
     hidden = bool(begins and at) and head.count("hunter2") == 1 and "hunter2" not in tail
     assert not hidden or "hunter2" not in str(secret)
-    assert isinstance((secret.hosts, secret.credentials, secret.bare), tuple)
+    assert isinstance((secret.hosts, secret.credentials, secret.without_credentials), tuple)
     quoted = json.dumps(text)
     parse_settings(f'{{"gateway": {{"url": {quoted}}}, "queue": {{"url": {quoted}}}}}', {})
     told = refusal(QueueUrlError, lambda: connect(text))
@@ -189,18 +198,18 @@ def retry_after(data: bytes) -> None:
         {"retry-after": text, "date": text},
     ):
         for status in (429, 503, 200):
-            outcome = classify(status, headers, b"", LONG_AGO)
+            outcome = classify_answer(status, headers, b"", LONG_AGO)
             waits_s = getattr(outcome, "retry_after_s", None)
-            assert waits_s is None or 0 <= waits_s <= RETRY_AFTER_CAP_S
+            assert waits_s is None or 0 <= waits_s <= MAX_RETRY_AFTER_S
 
 
 def batch_line(data: bytes) -> None:
     rules = LineRules(max_body_bytes=MB)
-    line = read_line(data, rules)
+    line = parse_line(data, rules)
     if isinstance(line, BatchLine):
         written = encode_member("id", line.body, 2_000_000_000, endpoint=line.url)
-        assert not isinstance(parse(written, max_payload_bytes=MB), Rejection)
-        group_of(line)
+        assert not isinstance(parse_member(written, max_payload_bytes=MB), Rejection)
+        group_key(line)
     else:
         assert all(fault.code and len(fault.message) < 700 for fault in line.faults)
         assert line.faults
@@ -208,12 +217,12 @@ def batch_line(data: bytes) -> None:
 
 def result(data: bytes) -> None:
     popped = PoppedResult("id", data.decode(errors="replace"), 200)
-    assert answered_line("id", "custom", popped).text.count(b"\n") == 1
+    assert build_answer_line("id", "custom", popped).text.count(b"\n") == 1
     refusal(ValueError, lambda: decode_result(data))
-    assert decode_result(answered("id", 200, data)).id == "id"
-    tokens(data)
+    assert decode_result(encode_answer("id", 200, data)).id == "id"
+    parse_token_usage(data)
     for status in (200, 400, 404, 429, 500):
-        classify(status, {}, data, LONG_AGO)
+        classify_answer(status, {}, data, LONG_AGO)
 
 
 LISTS = [
@@ -238,20 +247,22 @@ LISTED = [
 ]
 WHOLE_BYTES = 65_536
 """What is longer is taken in by one shape only, for each of them may cost what the law allows."""
-PARTS = [one for data in LISTS for shape in SHAPES.values() if isinstance(one := read(shape, data), Part)]
+PARTS = [
+    one for data in LISTS for shape in SHAPES.values() if isinstance(one := parse_part(shape, data), Part)
+]
 
 
 def list_call(data: bytes) -> None:
     """Read by every shape; what is understood is merged, cut, and as good as before."""
     shapes = list(SHAPES.values())
     for shape in shapes if len(data) <= WHOLE_BYTES else [shapes[len(data) % len(shapes)]]:
-        one = read(shape, data)
+        one = parse_part(shape, data)
         if isinstance(one, Part):
             assert one.size > 0
-            twice = read(shape, merge([one, one]))
+            twice = parse_part(shape, merge_parts([one, one]))
             assert isinstance(twice, Part)
             assert twice.size == 2 * one.size
-            assert sum(piece.size for piece in cut(one, max(1, one.size // 3))) == one.size
+            assert sum(piece.size for piece in cut_part(one, max(1, one.size // 3))) == one.size
         else:
             assert one.why
             assert len(one.why) < 700
@@ -259,14 +270,14 @@ def list_call(data: bytes) -> None:
 
 def list_answer(data: bytes) -> None:
     for one in PARTS if len(data) <= WHOLE_BYTES else [PARTS[len(data) % len(PARTS)]]:
-        answers = split([one, one], data)
+        answers = split_answer([one, one], data)
         assert isinstance(answers, list) or 0 < len(answers.why) < 700
-        pieces = cut(one, 1)
-        joined = join(one, pieces, [data] * len(pieces))
+        pieces = cut_part(one, 1)
+        joined = join_answers(one, pieces, [data] * len(pieces))
         assert isinstance(joined, bytes) or joined.why
-        assert len(differs(one, data, data) or "") < 700
+        assert len(find_difference(one, data, data) or "") < 700
     for status in (400, 413, 422):
-        for most in (too_many(status, data), too_many_tokens(status, data)):
+        for most in (parse_item_cap(status, data), parse_token_cap(status, data)):
             assert most is None or 0 <= most <= 10_000_000
 
 
@@ -332,7 +343,7 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
         result,
         600,
         [
-            answered("a", 200, b'{"usage":{"prompt_tokens":1,"completion_tokens":2}}'),
+            encode_answer("a", 200, b'{"usage":{"prompt_tokens":1,"completion_tokens":2}}'),
             b'{"id":"a","payload":"x"}',
         ],
     ),
@@ -390,7 +401,7 @@ async def answers(port: int, request: bytes) -> bytes:
 async def ask(tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int, count: int | None) -> int:
     """Bent requests at a real port, then a good one; how many were answered."""
     done = 0
-    limits = Limits(head_s=0.2)
+    limits = AdminLimits(request_timeout_s=0.2)
     async with Stage(token_file=write_token(tmp_path, "s3cret"), limits=limits).open() as url:
         port = int(url.rpartition(":")[2])
         with caplog.at_level(logging.WARNING):

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from sbom import bill, plain
 
 from dispatcher import __version__
-from dispatcher.cli.connection import config_path
+from dispatcher.cli.connection import find_config_path
 from dispatcher.settings.model import AdminSettings
 from tests.paths import ROOT
 
@@ -84,7 +84,7 @@ def test_it_runs_without_rights_and_starts_our_program() -> None:
     assert Path(entrypoint).name in PROJECT["scripts"]
     assert json.loads(said(IMAGE, "CMD")[0]) == ["run"]
     environ = dict(word.split("=", 1) for word in shlex.split(said(IMAGE, "ENV")[0]))
-    assert config_path(None, environ) == Path("/etc/batch-dispatcher/config/config.yaml")
+    assert find_config_path(None, environ) == Path("/etc/batch-dispatcher/config/config.yaml")
     assert said(IMAGE, "EXPOSE") == [str(AdminSettings().port)]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from dispatcher.telemetry.catalogue import CATALOGUE, Kind
+from dispatcher.telemetry.catalogue import CATALOGUE, SeriesKind
 from tests.monitoring.files import recorded
 from tests.monitoring.promql import named
 
@@ -32,7 +32,7 @@ def known() -> dict[str, Known]:
     ours = dict.fromkeys(TARGET, ())
     for series in CATALOGUE:
         labels = Known({**ours, **series.labels})
-        if series.kind is Kind.HISTOGRAM:
+        if series.kind is SeriesKind.HISTOGRAM:
             buckets = Known({**ours, "le": ()})
             found |= {f"{series.page_name}_bucket": buckets}
             found |= dict.fromkeys((f"{series.page_name}_sum", f"{series.page_name}_count"), labels)

@@ -149,7 +149,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         axes.stackplot(
             [at - began for at in moments],
             layers,
-            labels=[legend for legend, _ in shown],
+            get_server_labels=[legend for legend, _ in shown],
             colors=[colours.get(legend, f"C{number % 10}") for number, (legend, _) in enumerate(shown)],
             alpha=0.75,
             linewidth=0,
@@ -161,7 +161,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
             on = other if other is not None and legend in right else axes
             on.plot(
                 *_broken(line, began),
-                label=legend,
+                set_label=legend,
                 linewidth=1.0,
                 color=f"C{number % 10}",
             )

@@ -24,7 +24,7 @@ _LABEL_LISTS = {"by", "without", "on", "ignoring", "group_left", "group_right"}
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    label: str
+    set_label: str
     how: str
     """`=`, `!=`, `=~` or `!~`."""
     value: str

@@ -25,9 +25,9 @@ from tests.support import require_tool
 def healthy(every_s: int) -> dict[str, str]:
     """The page of a healthy, idle dispatcher as it goes on, without the pool's label."""
     metrics = Metrics("qwen")
-    metrics.show(lambda: IDLE)
+    metrics.set_status_source(lambda: IDLE)
     series = {}
-    for family in text_string_to_metric_families(metrics.page()[0].decode()):
+    for family in text_string_to_metric_families(metrics.render_page()[0].decode()):
         for sample in family.samples:
             if sample.name.startswith("batch_dispatcher_") and "le" not in sample.labels:
                 labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "pool")

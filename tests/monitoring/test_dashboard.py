@@ -112,7 +112,7 @@ def test_queries_of_a_panel_ask_for_what_was_chosen(panel: dict[str, Any]) -> No
         assert "{{pool}}" in target["legendFormat"]
         legends.append(target["legendFormat"])
         for selector in named(target["expr"]).selectors:
-            chosen = {(m.label, m.how, m.value) for m in selector.matchers}
+            chosen = {(m.set_label, m.how, m.value) for m in selector.matchers}
             wanted = {(name, "=~", f"${name}") for name in ("job", "namespace", "pool", "instance")}
             if selector.name.startswith("process_"):
                 wanted = {(name, "=~", f"${name}") for name in ("job", "instance")}

@@ -39,12 +39,12 @@ def faults(query: Query) -> list[str]:
             continue
         labels = every[selector.name].labels
         for matcher in selector.matchers:
-            if matcher.label not in labels:
-                found.append(f"{query.where}: {selector.name} has no label {matcher.label}")
-            elif labels[matcher.label]:
+            if matcher.set_label not in labels:
+                found.append(f"{query.where}: {selector.name} has no label {matcher.set_label}")
+            elif labels[matcher.set_label]:
                 found += [
-                    f"{query.where}: {selector.name} has no {matcher.label}={value!r}"
-                    for value in unmatched(matcher, labels[matcher.label])
+                    f"{query.where}: {selector.name} has no {matcher.set_label}={value!r}"
+                    for value in unmatched(matcher, labels[matcher.set_label])
                 ]
     there = {label for s in seen.selectors if s.name in every for label in every[s.name].labels}
     found += [f"{query.where}: grouped by {label}, which nothing has" for label in seen.labels - there]

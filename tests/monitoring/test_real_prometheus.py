@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-from dispatcher.telemetry.catalogue import CATALOGUE, Kind
+from dispatcher.telemetry.catalogue import CATALOGUE, SeriesKind
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.status import (
     BatchingStatus,
     BudgetStatus,
-    LineStatus,
+    ImpactStatus,
     ModelsStatus,
-    PriceStatus,
+    QueueStatus,
     SequencesStatus,
     Terms,
-    Watch,
+    WatchStatus,
 )
 from tests.monitoring.alertmanager import Alertmanager
 from tests.monitoring.cases import IDLE, MERGED
@@ -63,12 +63,12 @@ ALL_KNOWN = replace(
         terms=[Terms(name, 0.9, 0.1, -0.05, -2, 32.0) for name in ("saturation", "requests")],
     ),
     signals=replace(IDLE.signals, signals_problem="timed out", signals_failing_s=3.0, signals_close_in_s=1.0),
-    watch=Watch(watch_endpoints=1, watch_unsure_s=5.0, watch_problems=["one"]),
-    line=LineStatus(
+    watch=WatchStatus(watch_endpoints=1, watch_stale_s=5.0, watch_problems=["one"]),
+    queue=QueueStatus(
         pending=20, leased=2, delayed=1, dead=3, paused=True, oldest_pending_age_s=30.0,
         earliest_deadline_s=-5.0, at_risk=4, service_rate=0.5, replica_count=2,
     ),
-    price=PriceStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
+    impact=ImpactStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
     batching=BatchingStatus([MERGED, {**MERGED, "model": "other", "why_off": "it mixes things up"}], 3),
     sequences=SequencesStatus({"active": 5, "parked": 1, "held": 1, "aborted": 1, "waiting": 9}),
     models=ModelsStatus([{"name": "qwen", "serving": 2, "waiting": 7, "versions": [
@@ -124,16 +124,16 @@ def test_every_expression_returns_something_where_all_is_known(tmp_path: Path) -
     """Two replicas of which every gauge is known and every counter moves: no panel is empty then."""
     pages = [Metrics(POOL), Metrics(POOL)]
     for metrics in pages:
-        metrics.show(lambda: ALL_KNOWN)
+        metrics.set_status_source(lambda: ALL_KNOWN)
 
     def page(number: int) -> bytes:
         for series in CATALOGUE:
-            if series.kind is Kind.HISTOGRAM:
+            if series.kind is SeriesKind.HISTOGRAM:
                 pages[number].observe(series, 0.3)
-            elif series.kind is Kind.COUNTER:
+            elif series.kind is SeriesKind.COUNTER:
                 for labels in product(*series.labels.values()):
                     pages[number].count(series, *labels)
-        return pages[number].page()[0]
+        return pages[number].render_page()[0]
 
     with ExitStack() as stack:
         ports = {name: stack.enter_context(exporter(partial(page, n))) for n, name in enumerate("ab")}

@@ -16,7 +16,7 @@ import pytest
 import requests
 import trustme
 
-from dispatcher.ports.network_errors import addressed, nobody_listens, words
+from dispatcher.ports.network_errors import describe_error, describe_error_with_address, is_connection_refused
 from tests.support import free_port
 
 Ask = Callable[[str], Awaitable[Any]]
@@ -55,17 +55,19 @@ CLIENTS = [by_asyncio, by_aiohttp, by_requests]
 @pytest.mark.parametrize("ask", CLIENTS)
 async def test_a_refused_connection(ask: Ask) -> None:
     error = await error_of(ask, f"http://127.0.0.1:{free_port()}")
-    assert words(error) == "connection refused"
+    assert describe_error(error) == "connection refused"
 
 
 async def test_several_addresses_of_a_name_have_one_reason() -> None:
-    assert words(await error_of(by_asyncio, f"http://localhost:{free_port()}")) == "connection refused"
+    assert (
+        describe_error(await error_of(by_asyncio, f"http://localhost:{free_port()}")) == "connection refused"
+    )
 
 
 @pytest.mark.parametrize("ask", CLIENTS)
 async def test_a_name_that_nobody_knows(ask: Ask) -> None:
     error = await error_of(ask, "http://no-such-host.invalid:80")
-    assert words(error).startswith("the name cannot be resolved (")
+    assert describe_error(error).startswith("the name cannot be resolved (")
 
 
 @pytest.mark.parametrize("ask", CLIENTS)
@@ -80,7 +82,7 @@ async def test_a_certificate_of_an_authority_that_nobody_knows(ask: Ask) -> None
     async with listening:
         port = listening.sockets[0].getsockname()[1]
         error = await error_of(ask, f"https://localhost:{port}/")
-    assert words(error) == "its certificate is not trusted: unable to get local issuer certificate"
+    assert describe_error(error) == "its certificate is not trusted: unable to get local issuer certificate"
 
 
 async def test_what_is_no_http_is_told_without_the_url_that_may_hold_secrets() -> None:
@@ -94,15 +96,15 @@ async def test_what_is_no_http_is_told_without_the_url_that_may_hold_secrets() -
     async with listening:
         port = listening.sockets[0].getsockname()[1]
         error = await error_of(by_aiohttp, f"http://127.0.0.1:{port}/?token=sesame")
-    assert words(error).startswith("the answer is not HTTP")
-    assert "sesame" not in words(error)
+    assert describe_error(error).startswith("the answer is not HTTP")
+    assert "sesame" not in describe_error(error)
 
 
 async def test_an_address_stands_before_it_where_the_error_names_one() -> None:
     port = free_port()
     error = await error_of(by_aiohttp, f"http://127.0.0.1:{port}")
-    assert addressed(error) == f"127.0.0.1:{port}: connection refused"
-    assert addressed(OSError("some")) == "some"
+    assert describe_error_with_address(error) == f"127.0.0.1:{port}: connection refused"
+    assert describe_error_with_address(OSError("some")) == "some"
 
 
 @pytest.mark.parametrize(
@@ -120,19 +122,19 @@ async def test_an_address_stands_before_it_where_the_error_names_one() -> None:
     ],
 )
 def test_other_errors(error: Exception, told: str) -> None:
-    assert words(error) == told
+    assert describe_error(error) == told
 
 
 def test_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file") as raised:
         (tmp_path / "none").read_text()
-    assert words(raised.value) == f"{tmp_path / 'none'}: no such file or directory"
+    assert describe_error(raised.value) == f"{tmp_path / 'none'}: no such file or directory"
 
 
 def test_errors_that_cause_each_other_end() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
-    assert words(one) == "one"
+    assert describe_error(one) == "one"
 
 
 REFUSED = "[Errno 111] Connect call failed"
@@ -152,7 +154,7 @@ REFUSED = "[Errno 111] Connect call failed"
     ],
 )
 def test_nobody_listens_only_where_every_address_has_refused(error: Exception, nobody: bool) -> None:
-    assert nobody_listens(error) is nobody
+    assert is_connection_refused(error) is nobody
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error
-    assert nobody_listens(wrapped) is nobody
+    assert is_connection_refused(wrapped) is nobody

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.batched.calls import Attempt, Raised
+from dispatcher.batched.calls import BatchRun, Raised
 from dispatcher.batched.decorator import batched
 from dispatcher.lab.simulation import virtual_loop
 
@@ -24,13 +24,13 @@ def attempted(
     count: int, call: Callable[[list[int]], list[Any]], *, isolate: bool = True
 ) -> tuple[list[Any], list[list[int]]]:
     """The outcome of each item, and all calls."""
-    attempt, calls = Attempt[int, Any](range(count), isolate=isolate), []
-    while part := attempt.part():
+    attempt, calls = BatchRun[int, Any](range(count), isolate=isolate), []
+    while part := attempt.next_part():
         calls.append(part)
         try:
-            attempt.ran(call(part))
+            attempt.record_part(call(part))
         except LookupError as error:
-            attempt.ran(Raised(error))
+            attempt.record_part(Raised(error))
     return attempt.outcomes, calls
 
 
@@ -178,7 +178,7 @@ def test_each_caller_gets_its_own_result(
         await function.aclose()
         assert function.running == 0
 
-    virtual_loop.run(main())
+    virtual_loop.run_in_virtual_time(main())
     assert all(0 < len(items) <= max_size for items in calls)
     if not isolate:
         runs = Counter(item for items in calls for item in items)

@@ -21,15 +21,15 @@ FEW = settings(max_examples=30)
 def sent(lines: list[tuple[str | None, bytes]], *, by_group: bool) -> list[SendLine]:
     with tempfile.TemporaryDirectory() as folder:
         journal = FileJournal(Path(folder) / "journal")
-        with journal.step():
+        with journal.transaction():
             turns = [None if name is None else LineTurn(name) for name, _ in lines]
             found = [
                 InputLine(n + 1, n, 1, f"c-{n}", group, turn)
                 for n, ((_, group), turn) in enumerate(zip(lines, turns, strict=True))
             ]
-            journal.add(found, ())
-            assert journal.misplaced(10) == []
-            journal.arrange(by_group=by_group)
+            journal.add_lines(found, ())
+            assert journal.find_misplaced(10) == []
+            journal.arrange_lines(by_group=by_group)
         told = journal.next_lines(1000)
         journal.close()
         return told
@@ -41,13 +41,13 @@ def test_each_line_is_sent_once_and_those_of_a_sequence_in_the_order_of_the_file
     lines: list[tuple[str | None, bytes]], by_group: bool
 ) -> None:
     order = sent(lines, by_group=by_group)
-    assert sorted(each.n for each in order) == [*range(1, len(lines) + 1)]
+    assert sorted(each.line_number for each in order) == [*range(1, len(lines) + 1)]
     for name in ("a", "b", "c"):
         numbers = [n for n, (each, _) in enumerate(lines, 1) if each == name]
         mine = [each for each in order if each.sequence == name]
-        assert [each.n for each in mine] == numbers
+        assert [each.line_number for each in mine] == numbers
         assert [each.index for each in mine] == [*range(len(numbers))]
-        assert [bool(each.ends) for each in mine] == [n == numbers[-1] for n in numbers]
+        assert [bool(each.is_last) for each in mine] == [n == numbers[-1] for n in numbers]
 
 
 @FEW
@@ -59,6 +59,6 @@ def test_a_group_is_sent_without_a_gap_and_a_sequence_goes_with_its_first_line(
     for name, group in lines:
         if name is not None:
             groups.setdefault(name, group)
-    order = [lines[each.n - 1] for each in sent(lines, by_group=True)]
+    order = [lines[each.line_number - 1] for each in sent(lines, by_group=True)]
     told = [group if name is None else groups[name] for name, group in order]
     assert sum(before != after for before, after in pairwise(told)) <= 1

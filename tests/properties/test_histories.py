@@ -15,10 +15,10 @@ from random import Random
 import pytest
 
 from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.capacity import BEAT_MOST_S, GROWTH_LIVE
+from dispatcher.core.limit.capacity import GROWTH_FREQUENT, MAX_READING_INTERVAL_S
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.limit.load_ledger import DELTA_S
-from dispatcher.core.limit.transit_time import MOST_S
+from dispatcher.core.limit.transit_time import MAX_TRANSIT_S
 
 SLOTS = (2, 8, 20, 64, 200, 512, 2000)
 MOST_READINGS = 30
@@ -63,36 +63,38 @@ class History:
             self.now += self.dice.choice((0.0, 0.05, 0.5, 2.0, 15.0)) * self.dice.random()
             self.dice.choice(events)()
             if self.dice.random() < 0.7:
-                self.limiter.allowance(self.about_now())
+                self.limiter.get_allowance(self.about_now())
 
     def readings_until_open(self) -> int:
         """From the moment at which all is well; more than `most_readings`: not by then."""
-        self.limiter.pause(False, self.now)
-        self.limiter.queue(None, self.now)
-        self.limiter.capacity(None, self.now)
-        self.now += RETRY_AFTER_S + 2.0 + self.limiter.learned.hold_s
+        self.limiter.set_paused(False, self.now)
+        self.limiter.set_queue_problem(None, self.now)
+        self.limiter.set_capacity_bound(None, self.now)
+        self.now += RETRY_AFTER_S + 2.0 + self.limiter.capacity_estimate.hold_s
         for key in self.running:
-            self.limiter.answered(key, self.now)
+            self.limiter.record_answer(key, self.now)
         self.running.clear()
-        full = self.policy.most(float(self.slots))
-        self.limiter.waiting(full + 1, self.now)
+        full = self.policy.compute_max_limit(float(self.slots))
+        self.limiter.set_waiting_count(full + 1, self.now)
         for several in range(self.most_readings + 1):
-            self.limiter.leases(self.now, others=0, young=0, lost=self.lost)
+            self.limiter.record_lease_counts(
+                self.now, other_owners_units=0, just_leased_units=0, lost_units=self.lost
+            )
             self._probe()
-            if self.limiter.allowance(self.now).limit == full:
+            if self.limiter.get_allowance(self.now).limit == full:
                 return several
             self._fill_up()
             self.now += 1.0
             self._show(load=len(self.running), waiting=0)
-            self.now += MOST_S + 0.01
+            self.now += MAX_TRANSIT_S + 0.01
         return self.most_readings + 1
 
     @property
     def most_readings(self) -> int:
         """The bound: the longest first hold, and the growth from one request to all slots. The smallest steps
         add one request each."""
-        growth = math.log(self.slots) / math.log(GROWTH_LIVE) + 1.0 / (GROWTH_LIVE - 1.0)
-        return MOST_READINGS + math.ceil(BEAT_MOST_S + growth)
+        growth = math.log(self.slots) / math.log(GROWTH_FREQUENT) + 1.0 / (GROWTH_FREQUENT - 1.0)
+        return MOST_READINGS + math.ceil(MAX_READING_INTERVAL_S + growth)
 
     # What may happen.
 
@@ -103,7 +105,7 @@ class History:
         load = self.dice.randint(0, round(1.3 * self.slots))
         waiting = self.dice.choice((0, 0, self.dice.randint(0, self.slots)))
         self._show(load=load, waiting=waiting, at=self.about_now(), window_s=self.dice.random() * 5)
-        self.limiter.allowance(self.now + DELTA_S)
+        self.limiter.get_allowance(self.now + DELTA_S)
 
     def fill(self) -> None:
         self._fill_up(most=self.dice.randint(1, self.slots))
@@ -113,46 +115,52 @@ class History:
         for _ in range(self.dice.randint(1, 20)):
             if self.running:
                 key = self.running.pop(self.dice.randrange(len(self.running)))
-                self.limiter.answered(key, self.about_now(), opened_s)
+                self.limiter.record_answer(key, self.about_now(), opened_s)
 
     def refuse(self) -> None:
         at = self.about_now()
-        self.limiter.overloaded(
+        self.limiter.record_refusal(
             at,
-            until=at + self.dice.choice((0.0, 1.0, RETRY_AFTER_S, 1e6)),
-            capacity=self.dice.random() < 0.8,
+            retry_at=at + self.dice.choice((0.0, 1.0, RETRY_AFTER_S, 1e6)),
+            is_out_of_capacity=self.dice.random() < 0.8,
             in_flight=self.dice.randint(0, self.slots),
-            heard=self.dice.random() < 0.3,
+            is_remote=self.dice.random() < 0.3,
         )
 
     def lose_scrape(self) -> None:
         closes_at = self.now + self.dice.random() * 5
-        self.limiter.reading_failed(Reason.UNREADABLE, "lost", self.about_now(), closes_at=closes_at)
+        self.limiter.record_read_failure(Reason.UNREADABLE, "lost", self.about_now(), closes_at=closes_at)
 
     def count_leases(self) -> None:
         gone = self.dice.choice((0, 0, self.dice.randint(0, 5)))
         self.lost += gone
         others = self.dice.randint(0, self.slots)
         young, stray = self.dice.randint(0, others), self.dice.randint(0, gone)
-        self.limiter.leases(self.about_now(), others=others, young=young, lost=self.lost, stray=stray)
+        self.limiter.record_lease_counts(
+            self.about_now(),
+            other_owners_units=others,
+            just_leased_units=young,
+            lost_units=self.lost,
+            orphaned_units=stray,
+        )
 
     def tell_limit(self) -> None:
-        self.limiter.shared(self.dice.randint(0, self.slots), self.about_now())
+        self.limiter.set_shared_limit(self.dice.randint(0, self.slots), self.about_now())
 
     def lose_gateway(self) -> None:
         if self.dice.random() < 0.5:
-            self.limiter.unreachable(self.about_now(), "refused")
+            self.limiter.record_connection_failure(self.about_now(), "refused")
         else:
-            self.limiter.bare_answer(self.now, self.now - 0.01, "empty 503")
+            self.limiter.record_intermediary_error(self.now, self.now - 0.01, "empty 503")
 
     def meet_switch(self) -> None:
         if self.dice.random() < 0.5:
-            self.limiter.pause(self.dice.random() < 0.5, self.now)
+            self.limiter.set_paused(self.dice.random() < 0.5, self.now)
         else:
-            self.limiter.queue(self.dice.choice((None, "away")), self.now)
+            self.limiter.set_queue_problem(self.dice.choice((None, "away")), self.now)
 
     def shrink(self) -> None:
-        self.limiter.capacity(
+        self.limiter.set_capacity_bound(
             self.dice.choice((None, 0.0, float(self.dice.randint(1, self.slots)))), self.now
         )
 
@@ -172,20 +180,23 @@ class History:
                 running=float(load - waiting),
                 waiting=float(waiting),
             )
-            self.limiter.reading(reading, self.now)
+            self.limiter.add_reading(reading, self.now)
 
     def _fill_up(self, most: int | None = None) -> None:
-        room = self.limiter.allowance(self.now).limit - len(self.running)
+        room = self.limiter.get_allowance(self.now).limit - len(self.running)
         for _ in range(room if most is None else min(room, most)):
             self.keys += 1
             self.running.append(self.keys)
-            self.limiter.sent(self.keys, self.now)
+            self.limiter.record_send(self.keys, self.now)
 
     def _probe(self) -> None:
-        if self.limiter.without_gateway_since is not None and self.limiter.allowance(self.now).probe:
-            self.limiter.probed(self.now)
+        if (
+            self.limiter.gateway_unreachable_since is not None
+            and self.limiter.get_allowance(self.now).probe_limit
+        ):
+            self.limiter.record_probe(self.now)
             self.now += 0.05
-            self.limiter.reached(self.now, self.now - 0.05)
+            self.limiter.record_gateway_answer(self.now, self.now - 0.05)
 
 
 @pytest.mark.parametrize("histories", [400, pytest.param(100_000, marks=pytest.mark.long)])
@@ -196,5 +207,5 @@ def test_any_past_is_over_in_time(histories: int) -> None:
         history.live()
         took = history.readings_until_open()
         if took > history.most_readings:
-            shut.append((seed, history.slots, repr(history.limiter.allowance(history.now))))
+            shut.append((seed, history.slots, repr(history.limiter.get_allowance(history.now))))
     assert not shut, shut[:5]

@@ -27,10 +27,10 @@ from hypothesis.stateful import (
 )
 
 from dispatcher.core.requests.lanes import Lane
-from dispatcher.core.requests.result import answered
+from dispatcher.core.requests.result import encode_answer
 from dispatcher.ports import (
-    Burial,
-    Claimed,
+    ClaimResult,
+    DeadLetter,
     Overload,
     Release,
     Settlement,
@@ -79,14 +79,14 @@ class QueueModel(Twins):
 
     @rule(score=scores, member=members)
     def zadd(self, score: float, member: bytes) -> None:
-        self.add(score, member)
+        self.add_line(score, member)
 
     @precondition(lambda self: self.store.line.entries)
     @rule(data=st.data())
     def zadd_again(self, data: st.DataObject) -> None:
         """A member identical to one that was claimed before."""
-        entry = self.store.line.entries[data.draw(st.sampled_from(sorted(self.store.line.entries)))]
-        self.add(entry.score, entry.member)
+        entry = self.store.queue.entries[data.draw(st.sampled_from(sorted(self.store.queue.entries)))]
+        self.add_line(entry.score, entry.member)
 
     @rule(owner=owners, number=st.integers(0, 2), deadline=st.sampled_from([1000, 4 * 10**9]), lose=lost)
     def submit(self, owner: int, number: int, deadline: int, lose: bool) -> None:
@@ -102,16 +102,16 @@ class QueueModel(Twins):
         assert real == twin
         self.accepted += twin
 
-    def claimed(self, owner: int, real: Claimed, twin: Claimed) -> None:
+    def record_claim(self, owner: int, real: ClaimResult, twin: ClaimResult) -> None:
         assert len(real.leases) == len(twin.leases)
         for one, other in zip(real.leases, twin.leases, strict=True):
             alike(one, other)
-        assert real.waiting == twin.waiting
+        assert real.claimable_count == twin.claimable_count
         self.same_facts(owner, real, twin)
         self.seen["leases"] += len(real.leases)
         self.seen["suspects"] += sum(lease.deliveries > 2 for lease in real.leases)
-        self.seen["counted losses"] += sum(lease.losses > 0 for lease in real.leases)
-        self.seen["probes"] += real.shared.prober is not None
+        self.seen["counted losses"] += sum(lease.deaths_as_suspect > 0 for lease in real.leases)
+        self.seen["probes"] += real.shared.probing_owner is not None
         known = {held.real.token for held in self.known[owner]}
         self.known[owner] += [
             Held(one, other)
@@ -129,7 +129,14 @@ class QueueModel(Twins):
         units=st.sampled_from([0, 1, 1, 1, 2, 4]),
     )
     def claim(
-        self, owner: int, most: int, limit: int, lag: int, suspects: int, lose: bool, units: int = 1
+        self,
+        owner: int,
+        max_count: int,
+        limit: int,
+        lag: int,
+        suspects: int,
+        lose: bool,
+        assumed_units: int = 1,
     ) -> None:
         self.serial += 1
         nonce = f"n-{self.serial}"
@@ -137,12 +144,14 @@ class QueueModel(Twins):
         permit = self.permit(owner, limit, lag)
         real, twin = self.both(
             owner,
-            lambda queue, _: queue.claim(most, nonce, permit, lanes={Lane.SUSPECTS: suspects}, units=units),
+            lambda queue, _: queue.claim(
+                max_count, nonce, permit, lanes={Lane.SUSPECTS: suspects}, units=assumed_units
+            ),
             lose,
         )
-        self.claimed(owner, real, twin)
+        self.record_claim(owner, real, twin)
         if real.leases:
-            assert len(real.leases) <= most
+            assert len(real.leases) <= max_count
             assert real.count.live <= limit
             assert real.count.live <= real.shared.limit
             assert not real.shared.paused
@@ -161,24 +170,24 @@ class QueueModel(Twins):
             real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
         else:
             real, twin = self.both(owner, lambda queue, _: queue.claim(5, nonce, permit), lose)
-        self.claimed(owner, real, twin)
+        self.record_claim(owner, real, twin)
         assert real.count.live == before
 
     @rule(owner=owners, limit=limits, lose=lost)
-    def probe(self, owner: int, limit: int, lose: bool) -> None:
+    def claim_probe(self, owner: int, limit: int, lose: bool) -> None:
         self.serial += 1
         permit = self.permit(owner, limit)
         nonce = f"n-{self.serial}"
         self.nonces[owner] = (nonce, True)
         real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
-        self.claimed(owner, real, twin)
+        self.record_claim(owner, real, twin)
         assert not real.leases or real.count.live <= limit
 
     def pick(self, owner: int, data: st.DataObject, most: int = 4) -> list[Held]:
         """Some leases the owner holds or thinks it holds, or ended ones, each once."""
         if not self.known[owner]:
             self.claim(owner, 4, data.draw(self.limits), 0, 2, False)
-        pool = self.known[owner] + self.ended[-2:]
+        pool = self.known[owner] + self.record_completion[-2:]
         if not pool:
             return []
         at = st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=most, unique=True)
@@ -186,17 +195,17 @@ class QueueModel(Twins):
 
     def drop(self, owner: int, held: Sequence[Held]) -> None:
         self.known[owner] = [one for one in self.known[owner] if one not in held]
-        self.ended += [one for one in held if one not in self.ended]
+        self.record_completion += [one for one in held if one not in self.record_completion]
 
     def end(self, held: Held, name: str, which: int, request: tuple[str, str]) -> Settlement:
         self.serial += which
-        result = answered(request[0] or "r", 200, b"%d" % held.real.entry)
+        result = encode_answer(request[0] or "r", 200, b"%d" % held.real.entry_id)
         return Settlement((held.real, held.twin)[which], result, name, *request)
 
     @rule(data=st.data(), owner=owners, lose=lost, bury=st.booleans())
     def settle(self, data: st.DataObject, owner: int, lose: bool, bury: bool) -> None:
         """Answer some, or bury them. What ended before stays ended."""
-        chosen = sorted(self.pick(owner, data), key=lambda held: held.real.entry)
+        chosen = sorted(self.pick(owner, data), key=lambda held: held.real.entry_id)
         lists = [data.draw(st.sampled_from((*LISTS, LISTS[-1]))) for _ in chosen]
         requests = [_request_of(held.real.member) for held in chosen]
         ends = [
@@ -207,7 +216,7 @@ class QueueModel(Twins):
             for which in (0, 1)
         ]
         if bury:
-            burials = [[Burial(end, "why") for end in side] for side in ends]
+            burials = [[DeadLetter(end, "why") for end in side] for side in ends]
             real, twin = self.both(owner, lambda queue, which: queue.bury(burials[which]), lose)
         else:
             real, twin = self.both(owner, lambda queue, which: queue.settle(ends[which]), lose)
@@ -215,7 +224,7 @@ class QueueModel(Twins):
         for said, end in zip(real, ends[0], strict=True):
             self.seen[f"{said} {bury=}"] += 1
             if said == "done":
-                self.written[end.results or NAMES.results, end.result] += 1
+                self.written[end.result_list or NAMES.result_list, end.result] += 1
             if said != "lost" and not bury:
                 self.finished += 1
         self.drop(owner, chosen)
@@ -271,29 +280,30 @@ class QueueModel(Twins):
         self.claim(owner, 6, 16, 0, 2, False)
         chosen = self.known[owner][-4:]
         sides = [
-            [Release((held.real, held.twin)[which], awaits=model) for held in chosen] for which in (0, 1)
+            [Release((held.real, held.twin)[which], missing_model=model) for held in chosen]
+            for which in (0, 1)
         ]
         real, twin = self.both(owner, lambda queue, which: queue.release(sides[which]))
         assert list(real) == list(twin)
         self.drop(owner, chosen)
         self.seen["awaiting"] += len(chosen)
         if then == "cancel":
-            self.cancel(owner, number)
+            self.cancel_request(owner, number)
             self.sweep(owner, False)
         elif then == "expire":
-            self.expire(owner, False)
+            self.settle_unleased(owner, False)
 
     @rule(owner=owners, models=st.lists(st.sampled_from((*MODELS, "none's")), max_size=3), lose=lost)
-    def recall(self, owner: int, models: list[str], lose: bool) -> None:
+    def return_waiting_for_models(self, owner: int, models: list[str], lose: bool) -> None:
         """Models are served. Without a reply to the first call the second one finds nothing left."""
-        waited = self.store.line.counts().awaiting
+        waited = self.store.queue.count_requests().waiting_for_model
         real, twin = self.both(owner, lambda queue, _: queue.recall(models), lose)
         assert real == twin or (lose and (real.moved, real.left) == (0, twin.left))
-        assert self.store.line.counts().awaiting == waited - twin.moved
+        assert self.store.queue.count_requests().waiting_for_model == waited - twin.moved
         self.seen["recalled"] += twin.moved
 
     @rule(data=st.data(), owner=owners, limit=limits, lag=lags, lose=lost)
-    def weigh(self, data: st.DataObject, owner: int, limit: int, lag: int, lose: bool) -> None:
+    def set_lease_units(self, data: st.DataObject, owner: int, limit: int, lag: int, lose: bool) -> None:
         """Some requests were read: heavier or lighter than they were taken for. Heavy ones may go back."""
         chosen = self.pick(owner, data)
         units = [data.draw(st.integers(0, 8)) for _ in chosen]
@@ -312,15 +322,15 @@ class QueueModel(Twins):
 
     @rule(owner=owners, lose=lost)
     def renew(self, owner: int, lose: bool) -> None:
-        mine = self.known[owner] + self.ended[-3:]
+        mine = self.known[owner] + self.record_completion[-3:]
         sides = [[held.real for held in mine], [held.twin for held in mine]]
         real, twin = self.both(owner, lambda queue, which: queue.renew(sides[which]), lose)
         assert sorted(real.lost) == sorted(twin.lost)
         self.same_facts(owner, real, twin)
-        self.drop(owner, [held for held in self.known[owner] if held.real.entry in real.lost])
+        self.drop(owner, [held for held in self.known[owner] if held.real.entry_id in real.lost])
 
     @rule(owner=owners, limit=limits, lag=lags, lose=lost)
-    def share(self, owner: int, limit: int, lag: int, lose: bool) -> None:
+    def share_state(self, owner: int, limit: int, lag: int, lose: bool) -> None:
         permit = self.permit(owner, limit, lag)
         real, twin = self.both(owner, lambda queue, _: queue.share(permit, None), lose)
         self.same_facts(owner, real, twin)
@@ -354,7 +364,7 @@ class QueueModel(Twins):
     def time_of_some_leases_runs_out(self, data: st.DataObject, owner: int, swept: bool) -> None:
         if swept:
             self.sweep(owner, False)
-        if held := sorted(self.store.pool.grants):
+        if held := sorted(self.store.pool.leases):
             self._run_out(data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True)))
             if swept:
                 self.sweep(owner, False)
@@ -366,13 +376,13 @@ class QueueModel(Twins):
             self.third_of_a_lease_passes()
             self.claim(owner, 3, limit, 0, 2, False)
             self.drop(owner, self.known[owner])
-            self._run_out(sorted(self.store.pool.grants))
+            self._run_out(sorted(self.store.pool.leases))
             self.sweep(owner, False)
 
     def _run_out(self, entries: Sequence[int]) -> None:
-        key = f"{NAMES.prefix}:leases"
+        key = f"{NAMES.queue_prefix}:leases"
         for entry in entries:
-            held = self.store.pool.grants[entry]
+            held = self.store.pool.leases[entry]
             held.expires_at = 0.0
             heapq.heappush(self.store.pool.expiries, (0.0, entry))
             units = held.entry.units
@@ -383,32 +393,34 @@ class QueueModel(Twins):
 
     @rule(owner=owners)
     def all_delays_pass(self, owner: int) -> None:
-        key = f"{NAMES.prefix}:delayed"
+        key = f"{NAMES.queue_prefix}:delayed"
         if delayed := self.bench.raw.zrange(key, 0, -1):
             self.bench.raw.zadd(key, dict.fromkeys(delayed, 0.0), xx=True)
-        heap = self.store.line.delayed.heap
-        self.store.line.delayed.heap = [(0.0, *item[1:]) for item in heap]
-        heapq.heapify(self.store.line.delayed.heap)
+        heap = self.store.queue.delayed.heap
+        self.store.queue.delayed.heap = [(0.0, *item[1:]) for item in heap]
+        heapq.heapify(self.store.queue.delayed.heap)
         self.sweep(owner, False)
 
     @rule()
     def retry_after_passes(self) -> None:
         if self.store.pool.overload is not None:
-            self.store.pool.overload = replace(self.store.pool.overload, until=self.store.pool.overload.at)
-            control = f"{NAMES.prefix}:control"
+            self.store.pool.overload = replace(
+                self.store.pool.overload, retry_at=self.store.pool.overload.refused_at
+            )
+            control = f"{NAMES.queue_prefix}:control"
             self.bench.raw.hset(control, "overload_until", self.bench.raw.hget(control, "overload_at"))
 
     @rule()
     def redis_is_away_for_longer_than_a_lease(self) -> None:
         self.swept_ago_s = 2 * LEASE_S
-        self._run_out(sorted(self.store.pool.grants))
+        self._run_out(sorted(self.store.pool.leases))
 
     @rule()
     def third_of_a_lease_passes(self) -> None:
         """And so whatever time is quiet for the beats, by which no owner falls silent here."""
-        self.store.pool.quiet_until -= LEASE_S / 3 + 1
+        self.store.pool.no_expiry_until -= LEASE_S / 3 + 1
         self._move_control("quiet_until", -LEASE_S / 3 - 1)
-        self.store.pool.beats_quiet_until -= LEASE_S + 1
+        self.store.pool.no_silence_until -= LEASE_S + 1
         self._move_control("beats_quiet_until", -LEASE_S - 1)
 
     @rule(owner=owners, silent=st.sets(owners, min_size=1), passes=st.booleans())
@@ -418,33 +430,33 @@ class QueueModel(Twins):
             self.sweep(owner, False)
             self.third_of_a_lease_passes()
         for name in (f"owner-{number}" for number in silent):
-            if name in self.store.pool.beats:
-                self.store.pool.beats[name] = 0.0
-            self.bench.raw.zadd(f"{NAMES.prefix}:beats", {name: 0.0}, xx=True)
-        before = self.store.pool.lost
+            if name in self.store.pool.heartbeats:
+                self.store.pool.heartbeats[name] = 0.0
+            self.bench.raw.zadd(f"{NAMES.queue_prefix}:beats", {name: 0.0}, xx=True)
+        before = self.store.pool.lost_units
         self.sweep(owner, False)
-        self.seen["of silent owners"] += self.store.pool.lost - before
+        self.seen["of silent owners"] += self.store.pool.lost_units - before
 
     @rule(owner=owners, gone=st.sets(owners, min_size=1))
     def owners_are_proven_gone(self, owner: int, gone: set[int]) -> None:
         """Whatever is known of them else; their successors have their names."""
-        self.knows.ended = {f"owner-{number}" for number in gone}
-        before = self.store.pool.lost
+        self.knows.record_completion = {f"owner-{number}" for number in gone}
+        before = self.store.pool.lost_units
         self.sweep(owner, False)
-        self.seen["of owners proven gone"] += self.store.pool.lost - before
-        self.knows.ended = set()
+        self.seen["of owners proven gone"] += self.store.pool.lost_units - before
+        self.knows.record_completion = set()
         for number in gone - {owner}:
             self.crash(number)
 
     def _move_control(self, field: str, seconds: float) -> None:
-        key = f"{NAMES.prefix}:control"
+        key = f"{NAMES.queue_prefix}:control"
         if (at := self.bench.raw.hget(key, field)) is not None:
             self.bench.raw.hset(key, field, f"{float(at) + seconds:.6f}")
 
     @rule(owner=owners, seconds=st.sampled_from([5000.0, 200_000.0]))
     def clock_steps_back(self, owner: int, seconds: float) -> None:
         """What Redis keeps lies ahead by then; the twin's own clock does step."""
-        clock, prefix = self.store.pool.clock, NAMES.prefix
+        clock, prefix = self.store.pool.clock, NAMES.queue_prefix
         self.store.pool.clock = lambda: clock() - seconds
         self.store.pool.unix_origin += seconds
         for key in ("leases", "delayed", "beats"):
@@ -454,17 +466,17 @@ class QueueModel(Twins):
         known = {field: self.bench.raw.hget(f"{prefix}:control", field) for field in shared}
         for field in (*shared, "quiet_until", "beats_quiet_until", "probe_waits", *TICKS):
             self._move_control(field, seconds)
-        permit, overload = self.store.pool.permit, self.store.pool.overload
+        permit, overload = self.store.pool.shared_permit, self.store.pool.overload
         self.renew(owner, False)
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
         assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
         self.seen["steps back"] += 1
         # What was shared is of now. No moment here ever is: it goes back to its own.
         if permit is not None:
-            self.store.pool.permit = permit.but(read_at=permit.read_at - seconds)
+            self.store.pool.shared_permit = permit.copy_with(read_at=permit.read_at - seconds)
         if overload is not None and self.store.pool.overload is not None:
-            at, until = overload.at - seconds, overload.until - seconds
-            self.store.pool.overload = replace(self.store.pool.overload, at=at, until=until)
+            at, until = overload.refused_at - seconds, overload.retry_at - seconds
+            self.store.pool.overload = replace(self.store.pool.overload, refused_at=at, retry_at=until)
         if kept := {field: at for field, at in known.items() if at is not None}:
             self.bench.raw.hset(f"{prefix}:control", mapping=kept)
 
@@ -473,10 +485,10 @@ class QueueModel(Twins):
 
     @rule(owner=owners, lose=lost)
     def sweep(self, owner: int, lose: bool) -> None:
-        if self.store.pool.tick is not None:
-            self.store.pool.tick = self.store.line.tick = self.store.pool.clock() - self.swept_ago_s
+        if self.store.pool.swept_at is not None:
+            self.store.pool.swept_at = self.store.queue.swept_at = self.store.pool.clock() - self.swept_ago_s
             ticks = dict.fromkeys(TICKS, f"{time.time() - self.swept_ago_s:.6f}")
-            self.bench.raw.hset(f"{NAMES.prefix}:control", mapping=ticks)
+            self.bench.raw.hset(f"{NAMES.queue_prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
         assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
@@ -490,13 +502,13 @@ class QueueModel(Twins):
     def pause_and_resume(self, owner: int, probing: bool) -> None:
         self.both(owner, lambda queue, which: (queue, self.store)[which].pause("me", "why"))
         if probing:
-            self.probe(owner, 100, False)
+            self.claim_probe(owner, 100, False)
         else:
             self.claim(owner, 6, 16, 0, 1, False)
         self.both(owner, lambda queue, which: (queue, self.store)[which].resume())
 
     @rule(owner=owners, lose=lost)
-    def expire(self, owner: int, lose: bool) -> None:
+    def settle_unleased(self, owner: int, lose: bool) -> None:
         """Whatever both call expired, in as many calls as that takes; and again, which does nothing."""
         found: list[dict[tuple[str, bytes], Any]] = [{}, {}]
 
@@ -507,15 +519,15 @@ class QueueModel(Twins):
 
         self.both(owner, look)
         real, twin = (list(side.values()) for side in found)
-        lying = {entry.where: entry for entry in self.store.line.entries.values()}
+        lying = {entry.location_token: entry for entry in self.store.queue.entries.values()}
         self.seen["expired awaiting"] += sum(
-            entry.awaits != "" for one in twin if (entry := lying.get(one.place)) is not None
+            entry.missing_model != "" for one in twin if (entry := lying.get(one.place)) is not None
         )
         assert {one.member for one in real} == {one.member for one in twin}
         items = [[(one, Settlement(UNLEASED, b"gone", "")) for one in side] for side in (real, twin)]
         done = self.both(owner, lambda queue, which: queue.expire(items[which]), lose)
         assert done[0] == done[1]
-        self.written[NAMES.results, b"gone"] += done[0]
+        self.written[NAMES.result_list, b"gone"] += done[0]
         self.finished += done[0]
         self.seen["expired"] += done[0]
         assert self.both(owner, lambda queue, which: queue.expire(items[which])) == (0, 0)
@@ -523,25 +535,32 @@ class QueueModel(Twins):
     @precondition(lambda self: self.store.line.dead)
     @rule(data=st.data(), owner=owners, purge=st.booleans(), lose=lost)
     def decide_about_the_dead(self, data: st.DataObject, owner: int, purge: bool, lose: bool) -> None:
-        entries = data.draw(st.lists(st.sampled_from([*self.store.line.dead, 10**6]), unique=True))
-        dead = self.store.line.counts().dead
-        pending = self.store.line.counts().pending
+        entries = data.draw(st.lists(st.sampled_from([*self.store.queue.dead, 10**6]), unique=True))
+        dead = self.store.queue.count_requests().dead
+        pending = self.store.queue.count_requests().pending
         if purge:
             real, twin = self.both(
-                owner, lambda queue, which: (queue, self.store)[which].dead_purge(entries), lose
+                owner, lambda queue, which: (queue, self.store)[which].purge_dead(entries), lose
             )
         else:
             real, twin = self.both(
-                owner, lambda queue, which: (queue, self.store)[which].dead_requeue(entries, 4 * 10**9)
+                owner, lambda queue, which: (queue, self.store)[which].requeue_dead(entries, 4 * 10**9)
             )
         assert real == twin or (lose and purge)
-        assert self.store.line.counts().dead == dead - twin
+        assert self.store.queue.count_requests().dead == dead - twin
         # Requeued into an identical pending member, it is that same request.
-        self.finished += dead + pending - self.store.line.counts().dead - self.store.line.counts().pending
+        self.finished += (
+            dead
+            + pending
+            - self.store.queue.count_requests().dead
+            - self.store.queue.count_requests().pending
+        )
 
     @rule(owner=owners, number=st.integers(0, 2))
-    def cancel(self, owner: int, number: int) -> None:
-        real, twin = self.both(owner, lambda queue, which: (queue, self.store)[which].cancel(f"r-{number}"))
+    def cancel_request(self, owner: int, number: int) -> None:
+        real, twin = self.both(
+            owner, lambda queue, which: (queue, self.store)[which].cancel_request(f"r-{number}")
+        )
         assert real == twin
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.requests.request import Rejection, Request, encode_member, parse
-from dispatcher.core.requests.result import ErrorCode, answered, decode_result, failed
-from dispatcher.core.requests.score import PRIORITY_STEP, deadline_of_score, score_of
+from dispatcher.core.requests.request import Rejection, Request, encode_member, parse_member
+from dispatcher.core.requests.result import ErrorCode, decode_result, encode_answer, encode_failure
+from dispatcher.core.requests.score import PRIORITY_STEP, compute_score, decode_deadline
 
 text = st.text(st.characters(codec="utf-8"))
 ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=200)
@@ -51,13 +51,13 @@ def sensible(found: Request | Rejection) -> None:
 
 @given(st.binary())
 def test_no_bytes_make_parsing_raise(member: bytes) -> None:
-    sensible(parse(member, max_payload_bytes=100))
+    sensible(parse_member(member, max_payload_bytes=100))
 
 
 @given(member_like)
 def test_no_json_makes_parsing_raise(member: Any) -> None:
-    sensible(parse(json.dumps(member).encode(), max_payload_bytes=100))
-    sensible(parse(json.dumps(member, ensure_ascii=False).encode("utf-8", "surrogatepass")))
+    sensible(parse_member(json.dumps(member).encode(), max_payload_bytes=100))
+    sensible(parse_member(json.dumps(member, ensure_ascii=False).encode("utf-8", "surrogatepass")))
 
 
 VALID = encode_member(
@@ -72,12 +72,12 @@ def test_no_damage_makes_parsing_raise_or_names_another(data: st.DataObject) -> 
         at = data.draw(st.integers(0, len(damaged)))
         end = data.draw(st.integers(at, min(at + 8, len(damaged))))
         damaged[at:end] = data.draw(st.binary(max_size=4))
-    sensible(parse(bytes(damaged)))
+    sensible(parse_member(bytes(damaged)))
 
 
 @given(st.integers(0, len(VALID) - 1))
 def test_of_a_torn_member_only_what_stands_there_is_read(length: int) -> None:
-    found = parse(VALID[:length])
+    found = parse_member(VALID[:length])
     assert isinstance(found, Rejection)
     assert found.id in (None, "r-1")
     assert found.token in ("", "t")
@@ -115,7 +115,7 @@ def test_what_is_encoded_comes_back(
         token=other,
         results=other,
     )
-    assert parse(member) == Request(
+    assert parse_member(member) == Request(
         id=request_id,
         deadline=deadline,
         payload=raw,
@@ -130,7 +130,7 @@ def test_what_is_encoded_comes_back(
 
 @given(ids, st.integers(100, 599), st.binary())
 def test_results_keep_the_body_or_say_that_they_could_not(request_id: str, status: int, body: bytes) -> None:
-    result = decode_result(answered(request_id, status, body))
+    result = decode_result(encode_answer(request_id, status, body))
     assert (result.id, result.status_code, result.error_code) == (request_id, status, None)
     if result.payload_note is None:
         assert result.payload.encode() == body
@@ -140,7 +140,7 @@ def test_results_keep_the_body_or_say_that_they_could_not(request_id: str, statu
 
 @given(ids, st.sampled_from(ErrorCode), text)
 def test_failures_tell_code_and_message_twice_the_same(request_id: str, code: ErrorCode, why: str) -> None:
-    result = decode_result(failed(request_id, code, why))
+    result = decode_result(encode_failure(request_id, code, why))
     assert (result.id, result.status_code, result.error_code) == (request_id, None, code.value)
     assert json.loads(result.payload) == {"error": why}
     assert result.error_message == why
@@ -148,11 +148,11 @@ def test_failures_tell_code_and_message_twice_the_same(request_id: str, code: Er
 
 @given(st.integers(1, PRIORITY_STEP - 1), st.integers(0, 9), st.integers(1, PRIORITY_STEP - 1))
 def test_priority_is_strict_and_the_deadline_survives_it(deadline: int, priority: int, other: int) -> None:
-    assert deadline_of_score(score_of(deadline, priority)) == deadline
+    assert decode_deadline(compute_score(deadline, priority)) == deadline
     if priority:
-        assert score_of(other, priority - 1) < score_of(deadline, priority)
+        assert compute_score(other, priority - 1) < compute_score(deadline, priority)
 
 
 @given(st.floats())
 def test_any_score_tells_some_deadline(score: float) -> None:
-    assert 0 <= deadline_of_score(score) < PRIORITY_STEP
+    assert 0 <= decode_deadline(score) < PRIORITY_STEP

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.models.body_rewrite import with_model
+from dispatcher.core.models.body_rewrite import replace_model
 
 TEXTS = st.one_of(
     st.text(max_size=6),
@@ -64,7 +64,7 @@ def test_the_model_is_all_that_differs(
 ) -> None:
     fields.insert(at, ("model", model))
     body = written(fields, layout)
-    replaced = with_model(body, name)
+    replaced = replace_model(body, name)
     plain = (
         isinstance(model, str)
         and len({field for field, _ in fields}) == len(fields)
@@ -87,7 +87,7 @@ def test_the_model_is_all_that_differs(
 @given(OBJECTS, st.integers(0, 8), st.binary(min_size=1, max_size=3), NAMES)
 def test_no_bytes_raise(fields: list[tuple[str, Any]], at: int, noise: bytes, name: str) -> None:
     body = written([*fields, ("model", "a")], {})
-    replaced = with_model(body[:at] + noise + body[at:], name)
+    replaced = replace_model(body[:at] + noise + body[at:], name)
     assert replaced is None or json.loads(replaced)["model"] == name
 
 

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.sequences.decisions import Barred, Goes, SequenceTerms, TurnEnd, Waits
-from dispatcher.core.sequences.turns import OnError, SequenceSeen, Turn
-from dispatcher.ports import Burial, Release, Settlement
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted, TurnRejected, TurnWaits
+from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, Turn
+from dispatcher.ports import DeadLetter, Release, Settlement
 from tests.properties.twins import NAMES, OWNERS, UNLEASED, Bench, Held, Twins, alike, open_bench
 from tests.queue.aging import age_memory, age_redis
 
@@ -68,7 +68,7 @@ class SequenceModel(Twins):
             # Most requests were submitted after any cancel, some before, and some do not say when.
             fields["created"] = {0: PAST, 4: None}.get(self.serial % 7, NEVER)
             member = json.dumps({"request_kind": "redis", "data": fields}).encode()
-            self.add(float(PAST if late else NEVER - 10 + self.serial % 3), member)
+            self.add_line(float(PAST if late else NEVER - 10 + self.serial % 3), member)
 
     @rule(turns=st.lists(turns, min_size=1, max_size=5), owner=owners)
     def submit_and_take(self, turns: list[dict[str, Any]], owner: int) -> None:
@@ -102,11 +102,11 @@ class SequenceModel(Twins):
         pairs = [Held(*both) for both in zip(real.leases, twin.leases, strict=True)]
         for held in pairs:
             alike(held.real, held.twin)
-        self.line_up(owner, pairs, lose)
+        self.claim_turns(owner, pairs, lose)
         if again:
-            self.line_up(owner, [held for held in self.known[owner] if held.real.member], False)
+            self.claim_turns(owner, [held for held in self.known[owner] if held.real.member], False)
 
-    def line_up(self, owner: int, pairs: Sequence[Held], lose: bool) -> None:
+    def claim_turns(self, owner: int, pairs: Sequence[Held], lose: bool) -> None:
         turns: list[list[Any]] = [[], []]
         mine, kept = [], []
         for held in pairs:
@@ -129,16 +129,16 @@ class SequenceModel(Twins):
         counts, twins = self.both(owner, lambda queue, _: queue.counts())
         assert counts.sequences == twins.sequences
         for (held, turn), verdict in zip(mine, real.verdicts, strict=True):
-            entry = held.real.entry
+            entry = held.real.entry_id
             self.seen[type(verdict).__name__] += 1
-            if isinstance(verdict, Waits):
+            if isinstance(verdict, TurnWaits):
                 self.known[owner] = [one for one in self.known[owner] if one is not held]
                 continue
-            if isinstance(verdict, Goes):
+            if isinstance(verdict, TurnGranted):
                 assert self.goes.get(turn.id, entry) == entry, "two of one sequence go at once"
                 self.goes[turn.id] = entry
             else:
-                assert isinstance(verdict, Barred)
+                assert isinstance(verdict, TurnRejected)
                 self.seen[verdict.code] += 1
                 self.refused.add(held.real.token)
             kept.append(held)
@@ -151,13 +151,16 @@ class SequenceModel(Twins):
 
     def pick(self, owner: int, data: st.DataObject) -> Held | None:
         refused = [held for held in self.known[owner] if held.real.token in self.refused]
-        going = [held for held in self.known[owner] if held.real.entry in self.goes.values()]
-        pool = data.draw(st.sampled_from([refused, going, going])) or [*self.known[owner], *self.ended[-2:]]
+        going = [held for held in self.known[owner] if held.real.entry_id in self.goes.values()]
+        pool = data.draw(st.sampled_from([refused, going, going])) or [
+            *self.known[owner],
+            *self.record_completion[-2:],
+        ]
         return data.draw(st.sampled_from(pool)) if pool else None
 
     def drop(self, owner: int, held: Held) -> None:
         self.known[owner] = [one for one in self.known[owner] if one is not held]
-        self.ended.append(held)
+        self.record_completion.append(held)
 
     ends = st.builds(
         lambda failed, token, carry: (failed, token, carry),
@@ -178,7 +181,7 @@ class SequenceModel(Twins):
         for _ in range(rounds):
             self.take(owner, most, False, False)
             for held in self.known[owner]:
-                if held.real.entry in self.goes.values() or held.real.token in self.refused:
+                if held.real.entry_id in self.goes.values() or held.real.token in self.refused:
                     self.end(owner, held, data.draw(self.ends), bury=False, lose=False, told=True)
 
     def end(
@@ -187,28 +190,30 @@ class SequenceModel(Twins):
         turn, (failed, token, carry) = turn_of(held.real.member), end
         left = None
         if turn is not None and told and held.real.token not in self.refused:
-            left = TurnEnd(turn, failed=failed, cause="it: failed", token=token, carry=carry)
-        result = b"%d" % held.real.entry
-        ends = [Settlement(lease, result, "", turn=left) for lease in (held.real, held.twin)]
+            left = TurnEnd(
+                turn, has_failed=failed, cause="it: failed", sticky_token=token, conversation=carry
+            )
+        result = b"%d" % held.real.entry_id
+        ends = [Settlement(lease, result, "", turn_end=left) for lease in (held.real, held.twin)]
         if bury:
-            burials = [Burial(one, "why") for one in ends]
+            burials = [DeadLetter(one, "why") for one in ends]
             real, twin = self.both(owner, lambda queue, at: queue.bury([burials[at]]), lose)
         else:
             real, twin = self.both(owner, lambda queue, at: queue.settle([ends[at]]), lose)
         assert list(real) == list(twin)
         if real[0] == "done":
-            self.written[NAMES.results, result] += 1
+            self.written[NAMES.result_list, result] += 1
             self.finished += not bury
-            self.stopped(held.real.entry)
-            self.seen["failed"] += left is not None and left.failed
+            self.stopped(held.real.entry_id)
+            self.seen["failed"] += left is not None and left.has_failed
         self.drop(owner, held)
 
     @rule(data=st.data(), owner=owners, end=ends, limit=st.sampled_from([0, 1, 2, 3, 100, 100]), lose=lost)
-    def hand_over(
+    def settle_and_claim_next(
         self, data: st.DataObject, owner: int, end: tuple[Any, ...], limit: int, lose: bool
     ) -> None:
         """End some that go, by an owner that takes what comes next."""
-        going = [held for held in self.known[owner] if held.real.entry in self.goes.values()]
+        going = [held for held in self.known[owner] if held.real.entry_id in self.goes.values()]
         if going:
             ended = data.draw(st.lists(st.sampled_from(going), min_size=1, unique_by=id))
             self.end_and_take(owner, ended, end, limit, lose)
@@ -234,7 +239,7 @@ class SequenceModel(Twins):
         self.submit_and_take(turns, owner)
         self.take(owner, 9, False, False)
         for _ in range(rounds):
-            if going := [held for held in self.known[owner] if held.real.entry in self.goes.values()]:
+            if going := [held for held in self.known[owner] if held.real.entry_id in self.goes.values()]:
                 self.end_and_take(owner, going, data.draw(self.ends), limit, lose)
 
     @rule(data=st.data(), owner=owners, name=names, lose=st.booleans())
@@ -246,14 +251,14 @@ class SequenceModel(Twins):
     @rule(turn=turns, owner=owners)
     def one_comes_too_late(self, turn: dict[str, Any], owner: int) -> None:
         self.submit([turn], True)
-        self.expire(owner, False, False)
+        self.settle_unleased(owner, False, False)
 
     @rule(owner=owners, name=names, verb=st.sampled_from(["release", "release", "abort"]))
     def fail_one_and_decide(self, owner: int, name: str, verb: str) -> None:
         """One that stops at an error does, and somebody decides: by chance alone both seldom meet."""
         turn = {"id": name, "index": None, "last": False, "reset": False, "on_error": "hold"}
         self.submit_and_take([turn] * 2, owner)
-        if going := [held for held in self.known[owner] if held.real.entry == self.goes.get(name)]:
+        if going := [held for held in self.known[owner] if held.real.entry_id == self.goes.get(name)]:
             self.end_and_take(owner, going, (True, None, None), 100, False)
         if name in self.held():
             self.decide(owner, name, verb)
@@ -266,18 +271,20 @@ class SequenceModel(Twins):
             turn = turn_of(held.real.member)
             assert turn is not None
             failed, token, carry = end
-            left = TurnEnd(turn, failed=failed, cause="it: failed", token=token, carry=carry)
+            left = TurnEnd(
+                turn, has_failed=failed, cause="it: failed", sticky_token=token, conversation=carry
+            )
             for side, lease in zip(sides, (held.real, held.twin), strict=True):
-                side.append(Settlement(lease, b"%d" % lease.entry, "", turn=left))
+                side.append(Settlement(lease, b"%d" % lease.entry_id, "", turn_end=left))
         self.serial += 1
         nonce, permit = f"n-{self.serial}", self.permit(owner, limit)
         real, twin = self.both(owner, lambda queue, at: queue.hand_over(sides[at], nonce, permit), lose)
         assert list(real.answers) == list(twin.answers)
         for held, answer in zip(ended, real.answers, strict=True):
             if answer == "done":
-                self.written[NAMES.results, b"%d" % held.real.entry] += 1
+                self.written[NAMES.result_list, b"%d" % held.real.entry_id] += 1
                 self.finished += 1
-                self.stopped(held.real.entry)
+                self.stopped(held.real.entry_id)
             self.drop(owner, held)
         if real.claimed is None:  # the next claim tells
             real, twin = self.both(owner, lambda queue, _: queue.claim(9, nonce, permit))
@@ -285,7 +292,7 @@ class SequenceModel(Twins):
             # What was handed over is in no order, so that what tells of it again is in none.
             leases = (sorted(one.leases, key=lambda lease: lease.entry) for one in (real, twin))
             pairs = [Held(*both) for both in zip(*leases, strict=True)]
-            self.line_up(owner, pairs, False)
+            self.claim_turns(owner, pairs, False)
             self.seen["told again"] += len(pairs)
             return
         self.same_facts(owner, real.claimed, twin.claimed)
@@ -300,8 +307,8 @@ class SequenceModel(Twins):
             assert goes == twin_goes
             turn = turn_of(held.real.member)
             assert turn is not None
-            assert self.goes.get(turn.id, held.real.entry) == held.real.entry, "two of one sequence go"
-            self.goes[turn.id] = held.real.entry
+            assert self.goes.get(turn.id, held.real.entry_id) == held.real.entry_id, "two of one sequence go"
+            self.goes[turn.id] = held.real.entry_id
             self.known[owner].append(held)
             self.seen["handed over"] += 1
         waits = real.claimed.waiting > 0
@@ -318,11 +325,11 @@ class SequenceModel(Twins):
 
     @rule(owner=owners, killed=owners)
     def owner_is_killed(self, owner: int, killed: int) -> None:
-        self.knows.ended = {f"owner-{killed}"} - {f"owner-{owner}"}
+        self.knows.record_completion = {f"owner-{killed}"} - {f"owner-{owner}"}
         self.sweep(owner)
-        self.knows.ended = set()
+        self.knows.record_completion = set()
         if killed != owner:
-            self.ended.extend(self.known[killed])
+            self.record_completion.extend(self.known[killed])
             self.known[killed] = []
 
     @rule(owner=owners)
@@ -339,14 +346,14 @@ class SequenceModel(Twins):
 
     @rule(owner=owners)
     def delays_pass(self, owner: int) -> None:
-        key = f"{NAMES.prefix}:delayed"
+        key = f"{NAMES.queue_prefix}:delayed"
         if delayed := self.bench.raw.zrange(key, 0, -1):
             self.bench.raw.zadd(key, dict.fromkeys(delayed, 0.0), xx=True)
-        self.store.line.delayed.shift(-(10.0**6))
+        self.store.queue.delayed.shift_keys(-(10.0**6))
         self.sweep(owner)
 
     @rule(owner=owners, lose=lost, failing=st.booleans())
-    def expire(self, owner: int, lose: bool, failing: bool) -> None:
+    def settle_unleased(self, owner: int, lose: bool, failing: bool) -> None:
         found: list[dict[Any, Any]] = [{}, {}]
 
         async def look(queue: Any, which: int) -> None:
@@ -375,15 +382,15 @@ class SequenceModel(Twins):
         for which, side in enumerate(sides):
             for item in side:
                 turn = turn_of(item.member)
-                left = None if turn is None else TurnEnd(turn, failed=failing, cause="too late")
-                items[which].append((item, Settlement(UNLEASED, why, "", turn=left)))
+                left = None if turn is None else TurnEnd(turn, has_failed=failing, cause="too late")
+                items[which].append((item, Settlement(UNLEASED, why, "", turn_end=left)))
         before = dict(self.goes)
         real, twin = self.both(owner, lambda queue, at: queue.expire(items[at]), lose)
         assert real == twin == len(items[0])
         for entry in before.values():
-            if entry not in self.store.line.entries:
+            if entry not in self.store.queue.entries:
                 self.stopped(entry)
-        self.written[NAMES.results, why] += real
+        self.written[NAMES.result_list, why] += real
         self.finished += real
         self.seen[f"expired {why!r}"] += real
 
@@ -403,15 +410,15 @@ class SequenceModel(Twins):
         self.decide(owner, self.in_line()[0], verb)
 
     def in_line(self) -> list[str]:
-        known = self.store.line.sequences.known.values()
-        return [one.id for one in known if one.waiting and one.status in ("open", "held")]
+        known = self.store.queue.sequences.records.values()
+        return [one.id for one in known if one.waiting_count and one.status in ("open", "held")]
 
     def over(self) -> list[str]:
-        known = self.store.line.sequences.known.values()
-        return [one.id for one in known if one.head is None and not one.waiting]
+        known = self.store.queue.sequences.records.values()
+        return [one.id for one in known if one.next_request is None and not one.waiting_count]
 
     def held(self) -> list[str]:
-        return [one.id for one in self.store.line.sequences.known.values() if one.status == "held"]
+        return [one.id for one in self.store.queue.sequences.records.values() if one.status == "held"]
 
     @rule(owner=owners, name=names, verb=st.sampled_from(["release", "abort", "cancel", "forget"]))
     def decide(self, owner: int, name: str, verb: str) -> None:
@@ -428,8 +435,8 @@ class SequenceModel(Twins):
     @precondition(lambda self: self.store.line.dead)
     @rule(owner=owners)
     def purge(self, owner: int) -> None:
-        dead = len(self.store.line.dead)
-        self.both(owner, lambda queue, at: (queue, self.store)[at].dead_purge())
+        dead = len(self.store.queue.dead)
+        self.both(owner, lambda queue, at: (queue, self.store)[at].purge_dead())
         self.finished += dead
 
     def compare(self, found: dict[str, Any]) -> None:
@@ -440,7 +447,7 @@ class SequenceModel(Twins):
     def sequences_are_known_alike(self) -> None:
         loop = self.bench.loops[0]
 
-        async def look(desk: Any) -> tuple[object, list[SequenceSeen | None]]:
+        async def look(desk: Any) -> tuple[object, list[SequenceSnapshot | None]]:
             return (await desk.counts()).news, [await desk.sequence(name) for name in ("a", "b", "ü")]
 
         (news, real), (news_of_twin, twin) = (
@@ -451,36 +458,36 @@ class SequenceModel(Twins):
         assert [timeless(one) for one in real] == [timeless(one) for one in twin]
         for one, other in zip(real, twin, strict=True):
             if one is not None and other is not None:
-                times = (one.began_at or 0, one.touched_at, one.gap_since or 0)
-                others = (other.began_at or 0, other.touched_at, other.gap_since or 0)
+                times = (one.began_at or 0, one.last_active_at, one.gap_since or 0)
+                others = (other.began_at or 0, other.last_active_at, other.gap_since or 0)
                 assert times == pytest.approx(others, abs=self.error_s)
                 self.seen[f"{one.status}"] += 1
-                self.seen["lives"] += one.lives > 1
+                self.seen["lives"] += one.run_count > 1
                 self.seen["gaps"] += one.gap_since is not None
 
     def lines_hold_what_waits_and_nothing_else(self, found: dict[str, Any]) -> None:
         waiting = {int(seat[-16:]) for seat, _ in found["sequenced"]}
         line = [name[34:] for name, _ in found["sequences:turns"]]
         assert waiting == {int(name) for name in line if not name.startswith(b"-")}
-        mine = self.store.line
-        assert waiting == {entry.id for entry in mine.entries.values() if entry.in_line}
+        mine = self.store.queue
+        assert waiting == {entry.id for entry in mine.entries.values() if entry.waits_for_turn}
         passed = sum(name.startswith(b"-") for name in line)
         over = len(found["sequences:over"])
-        assert over == len(mine.sequences.over)
+        assert over == len(mine.sequences.closed_runs)
         if not over:
-            in_line = sum(one.in_line for one in mine.sequences.known.values())
+            in_line = sum(one.item_count for one in mine.sequences.records.values())
             assert passed == in_line - len(waiting)
-        assert {name.decode() for name in found["sequences"]} - {""} == set(mine.sequences.known)
+        assert {name.decode() for name in found["sequences"]} - {""} == set(mine.sequences.records)
         carried = {name.decode() for name in found["sequences:carried"]}
-        assert carried == {name for name, one in mine.sequences.known.items() if one.carry}
+        assert carried == {name for name, one in mine.sequences.records.items() if one.conversation}
 
 
-def timeless(one: SequenceSeen | None) -> SequenceSeen | None:
-    return None if one is None else replace(one, began_at=None, touched_at=0.0, gap_since=None)
+def timeless(one: SequenceSnapshot | None) -> SequenceSnapshot | None:
+    return None if one is None else replace(one, began_at=None, last_active_at=0.0, gap_since=None)
 
 
 def turn_of(member: bytes) -> Turn | None:
-    request = parse(member)
+    request = parse_member(member)
     return request.sequence if isinstance(request, Request) else None
 
 
@@ -488,7 +495,15 @@ NEWS = ("held", "released", "aborted", "cancelled", "gaps")
 """Not those of idle and age: they are seldom here, and a conformance test has them."""
 HAPPENS = (
     *(f"news {what}" for what in NEWS),
-    *("Goes", "Waits", "Barred", "SEQUENCE_FULL", "SEQUENCE_INDEX", "SEQUENCE_ABORTED", "SEQUENCE_ENDED"),
+    *(
+        "TurnGranted",
+        "TurnWaits",
+        "TurnRejected",
+        "SEQUENCE_FULL",
+        "SEQUENCE_INDEX",
+        "SEQUENCE_ABORTED",
+        "SEQUENCE_ENDED",
+    ),
     *("failed", "turns by time", "unserved", "expired b'late'", "expired b'over'", "release", "abort"),
     *("cancel", "forget", "open", "parked", "held", "aborted", "ended", "lives", "gaps", "replies lost"),
     *("handed over", "not handed over", "told again", "SEQUENCE_DENIED", "CANCELLED"),

@@ -15,16 +15,16 @@ from dispatcher.core.merging.shapes import (
     SHAPES,
     Part,
     Unfit,
-    cut,
-    differs,
-    join,
-    merge,
-    read,
-    split,
-    too_many,
-    too_many_tokens,
+    cut_part,
+    find_difference,
+    join_answers,
+    merge_parts,
+    parse_item_cap,
+    parse_part,
+    parse_token_cap,
+    split_answer,
 )
-from dispatcher.core.merging.shapes.shares import apportioned
+from dispatcher.core.merging.shapes.shares import apportion_count
 from tests.listcalls import Group, anything, groups, model, part, texts, without
 
 NUMBERED = ("embeddings", "rerank", "tei_rerank", "score")
@@ -46,20 +46,20 @@ def usage_of(answer: bytes) -> list[int]:
 @given(groups())
 def test_each_gets_out_of_a_merged_call_what_it_would_have_got_alone(group: Group) -> None:
     parts = group.parts
-    assert len({one.key for one in parts}) == 1
-    body = model(group.name, merge(parts))
-    answers = split(parts, body)
+    assert len({one.merge_key for one in parts}) == 1
+    body = model(group.name, merge_parts(parts))
+    answers = split_answer(parts, body)
     assert not isinstance(answers, Unfit)
     alone = [model(group.name, one.payload) for one in parts]
     assert [without(each, "usage") for each in answers] == [without(each, "usage") for each in alone]
-    assert [differs(*each) for each in zip(parts, answers, alone, strict=True)] == [None] * len(parts)
+    assert [find_difference(*each) for each in zip(parts, answers, alone, strict=True)] == [None] * len(parts)
 
 
 @given(groups())
 def test_usage_of_all_is_that_of_the_call(group: Group) -> None:
     parts = group.parts
-    body = model(group.name, merge(parts))
-    answers = split(parts, body)
+    body = model(group.name, merge_parts(parts))
+    answers = split_answer(parts, body)
     assert not isinstance(answers, Unfit)
     shares = [usage_of(each) for each in answers]
     assert [sum(each) for each in zip(*shares, strict=True)] == usage_of(body)
@@ -68,13 +68,13 @@ def test_usage_of_all_is_that_of_the_call(group: Group) -> None:
 @given(groups(), st.integers(1, 4), st.floats(0, 30) | st.just(math.inf))
 def test_cut_and_joined_is_as_one_call(group: Group, most: int, most_tokens: float) -> None:
     one = group.parts[0]
-    pieces = cut(one, most, most_tokens)
+    pieces = cut_part(one, most, most_tokens)
     assert sum(piece.size for piece in pieces) == one.size
-    assert {piece.key for piece in pieces} == {one.key}
+    assert {piece.merge_key for piece in pieces} == {one.merge_key}
     if len(pieces) > 1:
         assert all(piece.size <= most for piece in pieces)
         assert all(piece.tokens <= most_tokens for piece in pieces if piece.size > 1)
-    joined = join(one, pieces, [model(group.name, merge([piece])) for piece in pieces])
+    joined = join_answers(one, pieces, [model(group.name, merge_parts([piece])) for piece in pieces])
     assert not isinstance(joined, Unfit)
     assert json.loads(joined) == json.loads(model(group.name, one.payload))
 
@@ -82,13 +82,13 @@ def test_cut_and_joined_is_as_one_call(group: Group, most: int, most_tokens: flo
 @given(groups(), st.integers(1, 3))
 def test_pieces_travel_with_others(group: Group, most: int) -> None:
     parts = group.parts
-    pieces = [piece for one in parts for piece in cut(one, most)]
-    answers = split(pieces, model(group.name, merge(pieces)))
+    pieces = [piece for one in parts for piece in cut_part(one, most)]
+    answers = split_answer(pieces, model(group.name, merge_parts(pieces)))
     assert not isinstance(answers, Unfit)
     left = iter(answers)
     for one in parts:
-        own = cut(one, most)
-        joined = join(one, own, [next(left) for _ in own])
+        own = cut_part(one, most)
+        joined = join_answers(one, own, [next(left) for _ in own])
         assert not isinstance(joined, Unfit)
         assert without(joined, "usage") == without(model(group.name, one.payload), "usage")
 
@@ -97,11 +97,11 @@ def test_pieces_travel_with_others(group: Group, most: int) -> None:
 def test_items_are_placed_by_what_they_say_their_index_is(group: Group, chance: Any) -> None:
     parts = group.parts
     assume(len(parts) > 1)
-    answer = json.loads(model(group.name, merge(parts)))
-    listed = answer if isinstance(answer, list) else answer[group.shape.answer]
-    if not group.shape.ranked:
+    answer = json.loads(model(group.name, merge_parts(parts)))
+    listed = answer if isinstance(answer, list) else answer[group.shape.answer_field]
+    if not group.shape.is_ranked:
         chance.shuffle(listed)
-    answers = split(parts, json.dumps(answer, indent=2).encode())
+    answers = split_answer(parts, json.dumps(answer, indent=2).encode())
     assert not isinstance(answers, Unfit)
     alone = [model(group.name, one.payload) for one in parts]
     assert [without(each, "usage") for each in answers] == [without(each, "usage") for each in alone]
@@ -113,8 +113,8 @@ def test_an_answer_that_lacks_an_item_or_has_one_twice_is_not_split(
 ) -> None:
     parts = group.parts
     assume(len(parts) > 1)
-    answer = json.loads(model(group.name, merge(parts)))
-    listed = answer if isinstance(answer, list) else answer[group.shape.answer]
+    answer = json.loads(model(group.name, merge_parts(parts)))
+    listed = answer if isinstance(answer, list) else answer[group.shape.answer_field]
     at = data.draw(st.integers(0, len(listed) - 1))
     match data.draw(st.sampled_from(["less", "more", "twice", "above", "none", "null"])):
         case "less":
@@ -128,18 +128,18 @@ def test_an_answer_that_lacks_an_item_or_has_one_twice_is_not_split(
         case "none":
             del listed[at]["index"]
         case _:
-            listed[at] = {"index": listed[at]["index"], group.shape.needs: None, "error": "x"}
-    assert isinstance(split(parts, json.dumps(answer).encode()), Unfit)
+            listed[at] = {"index": listed[at]["index"], group.shape.item_field: None, "error": "x"}
+    assert isinstance(split_answer(parts, json.dumps(answer).encode()), Unfit)
 
 
 @given(groups(("tensorflow", "embed", "predict")), st.integers(-1, 1).filter(bool))
 def test_a_list_of_another_length_is_not_split(group: Group, more: int) -> None:
     parts = group.parts
     assume(len(parts) > 1)
-    answer = json.loads(model(group.name, merge(parts)))
-    listed = answer if isinstance(answer, list) else answer[group.shape.answer]
+    answer = json.loads(model(group.name, merge_parts(parts)))
+    listed = answer if isinstance(answer, list) else answer[group.shape.answer_field]
     listed[:] = listed[:-1] if more < 0 else [*listed, listed[0]]
-    assert isinstance(split(parts, json.dumps(answer).encode()), Unfit)
+    assert isinstance(split_answer(parts, json.dumps(answer).encode()), Unfit)
 
 
 fields_beside = st.dictionaries(
@@ -158,8 +158,8 @@ def shuffled(value: Any, chance: Any) -> Any:
 
 def key_of(text: str) -> bytes | None:
     """None: it goes alone."""
-    found = read(SHAPES["embeddings"], text.encode())
-    return found.key if isinstance(found, Part) else None
+    found = parse_part(SHAPES["embeddings"], text.encode())
+    return found.merge_key if isinstance(found, Part) else None
 
 
 @given(fields_beside, st.randoms(), st.sampled_from([None, 1, "\t"]))
@@ -196,7 +196,7 @@ def test_a_body_with_a_field_twice_goes_alone(rest: dict[str, Any], chance: Any,
 
 @given(st.integers(0, 10**12), st.lists(st.integers(0, 10**6), min_size=1, max_size=40).filter(any))
 def test_a_count_is_shared_out_whole_and_in_proportion(count: int, weights: list[int]) -> None:
-    shares = apportioned(count, weights)
+    shares = apportion_count(count, weights)
     assert sum(shares) == count
     exact = [Fraction(count * weight, sum(weights)) for weight in weights]
     assert all(abs(share - each) < 1 for share, each in zip(shares, exact, strict=True))
@@ -207,18 +207,18 @@ def test_a_count_is_shared_out_whole_and_in_proportion(count: int, weights: list
 )
 def test_no_bytes_make_anything_raise(data: bytes, group: Group) -> None:
     for shape in SHAPES.values():
-        found = read(shape, data)
+        found = parse_part(shape, data)
         assert isinstance(found, Part) or found.why
     parts = group.parts
-    answers = split([*parts, *parts], data)
+    answers = split_answer([*parts, *parts], data)
     assert isinstance(answers, list) or answers.why
-    joined = join(parts[0], parts, [data] * len(parts))
+    joined = join_answers(parts[0], parts, [data] * len(parts))
     assert isinstance(joined, bytes) or joined.why
     for one in (data, model(group.name, parts[0].payload)):
-        assert isinstance(differs(parts[0], data, one), str | None)
+        assert isinstance(find_difference(parts[0], data, one), str | None)
     for status in (200, 400, 413, 422):
-        assert isinstance(too_many(status, data), int | None)
-        assert isinstance(too_many_tokens(status, data), int | None)
+        assert isinstance(parse_item_cap(status, data), int | None)
+        assert isinstance(parse_token_cap(status, data), int | None)
 
 
 @given(groups(), st.data())
@@ -227,26 +227,26 @@ def test_bent_bodies_and_answers_are_taken_or_refused_with_a_reason(
 ) -> None:
     """Bytes that are nearly good."""
     parts = group.parts
-    for good in (parts[0].payload, model(group.name, merge([*parts, *parts]))):
+    for good in (parts[0].payload, model(group.name, merge_parts([*parts, *parts]))):
         at = data.draw(st.integers(0, len(good) - 1))
         bent = (
             good[:at]
             + data.draw(st.sampled_from([b"", b'"', b"]", b"[", b"}", b"1", b",", b"\\", b"\xff"]))
             + good[at + 1 :]
         )
-        found = read(group.shape, bent)
+        found = parse_part(group.shape, bent)
         if isinstance(found, Part):
-            again = merge([found, found])
+            again = merge_parts([found, found])
             json.loads(again)
-            assert isinstance(read(group.shape, again), Part)
-        answers = split([*parts, *parts], bent)
+            assert isinstance(parse_part(group.shape, again), Part)
+        answers = split_answer([*parts, *parts], bent)
         assert isinstance(answers, Unfit) or len(answers) == 2 * len(parts)
-        differs(parts[0], bent, good)
+        find_difference(parts[0], bent, good)
 
 
 def test_one_part_alone_goes_and_comes_as_it_is() -> None:
     payload = b' { "input":"a" ,"model" : "m"} '
     one = part("embeddings", payload)
-    assert merge([one]) == payload
-    assert split([one], b"anything") == [b"anything"]
-    assert join(one, cut(one, 1), [b"anything"]) == b"anything"
+    assert merge_parts([one]) == payload
+    assert split_answer([one], b"anything") == [b"anything"]
+    assert join_answers(one, cut_part(one, 1), [b"anything"]) == b"anything"

@@ -25,16 +25,16 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.lab.memory_queue.entries import Place
+from dispatcher.lab.memory_queue.entries import Location
 from dispatcher.ports import (
-    Claimed,
+    ClaimResult,
     Lease,
-    Leases,
+    LeaseCounts,
     Permit,
-    Renewed,
-    Shared,
+    RenewResult,
+    SharedState,
 )
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import OwnerAndDesk, entry_of, units_of
 from tests.queue.servers import Server, server
@@ -46,7 +46,7 @@ OWNER_TIMEOUT_S = 1000.0
 DEAD_MAX = 3
 LISTS = ("", "l:{m}:1", "l:{m}:2", "m:{m}:q:leases")
 """The default, two of the requests' own, and one that takes no results."""
-NAMES = Names("m:{m}:q", "m:{m}:results")
+NAMES = QueueNames("m:{m}:q", "m:{m}:results")
 MARKED = ("r-0", "r-1", "r-2")
 """Ids that may have markers."""
 SETS = (
@@ -125,10 +125,10 @@ class Knows:
     """A prover that knows what a run tells it."""
 
     def __init__(self) -> None:
-        self.ended: set[str] = set()
+        self.record_completion: set[str] = set()
 
-    def gone(self, owners: Sequence[str]) -> Sequence[str]:
-        return [owner for owner in owners if owner in self.ended]
+    def find_ended_owners(self, owners: Sequence[str]) -> Sequence[str]:
+        return [owner for owner in owners if owner in self.record_completion]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _part(model: str) -> str:
 
 
 def alike(real: Lease, twin: Lease) -> None:
-    assert real.but(token="") == twin.but(token="")
+    assert real.copy_with(token="") == twin.copy_with(token="")
 
 
 class Twins(RuleBasedStateMachine):
@@ -159,7 +159,7 @@ class Twins(RuleBasedStateMachine):
         self.began_at = time.time()
         # Redis TIME and time.time() are one clock on one machine: the twin's time is Redis's.
         self.store = MemoryStore(
-            time.time, lease_s=LEASE_S, name=NAMES.queue, results=NAMES.results, dead_max=DEAD_MAX
+            time.time, lease_s=LEASE_S, name=NAMES.queue, result_list=NAMES.result_list, dead_max=DEAD_MAX
         )
         self.knows = Knows()
         self.real: list[OwnerAndDesk] = []
@@ -175,7 +175,7 @@ class Twins(RuleBasedStateMachine):
                 loop.run_until_complete(queue.renew([]))
             loop.run_until_complete(self.twin[number].renew([]))
         self.known: list[list[Held]] = [[] for _ in range(OWNERS)]
-        self.ended: list[Held] = []
+        self.record_completion: list[Held] = []
         self.nonces: list[tuple[str, bool]] = [("", False)] * OWNERS
         self.written: Counter[tuple[str, bytes]] = Counter()
         self.accepted = self.finished = self.serial = 0
@@ -184,7 +184,7 @@ class Twins(RuleBasedStateMachine):
         self.error_s = 0.3
         """How far two ideas of one moment may lie apart: as long as the longest step took."""
         for number in range(10):
-            self.add(4.0e9 + number // 3, b"%d" % (number % 4))
+            self.add_line(4.0e9 + number // 3, b"%d" % (number % 4))
 
     seen: Counter[str]
     """What happened in all runs: a model in which nothing happens would prove nothing."""
@@ -216,30 +216,36 @@ class Twins(RuleBasedStateMachine):
         return self.at(owner, moment)
 
     def permit(self, owner: int, limit: int, lag: int = 0) -> Permit:
-        return Permit(limit, self.when(owner, lag), self.store.pool.lost)
+        return Permit(limit, self.when(owner, lag), self.store.pool.lost_units)
 
-    def same_facts(self, owner: int, real: Claimed | Renewed, twin: Claimed | Renewed) -> None:
-        self.same_count(real.count, twin.count)
+    def same_facts(
+        self, owner: int, real: ClaimResult | RenewResult, twin: ClaimResult | RenewResult
+    ) -> None:
+        self.same_count(real.lease_counts, twin.lease_counts)
         self.same_shared(real.shared, twin.shared)
 
-    def same_count(self, real: Leases, twin: Leases) -> None:
-        assert (real.live, real.others) == (twin.live, twin.others)
-        assert (real.lost, real.stray) == (twin.lost, twin.stray)
-        assert real.at == pytest.approx(twin.at, abs=self.error_s)
+    def same_count(self, real: LeaseCounts, twin: LeaseCounts) -> None:
+        assert (real.live_units, real.other_owners_units) == (twin.live_units, twin.other_owners_units)
+        assert (real.lost_units, real.orphaned_units) == (twin.lost_units, twin.orphaned_units)
+        assert real.counted_at == pytest.approx(twin.counted_at, abs=self.error_s)
 
-    def same_shared(self, real: Shared, twin: Shared) -> None:
-        assert (real.limit, real.prober, real.paused) == (twin.limit, twin.prober, twin.paused)
+    def same_shared(self, real: SharedState, twin: SharedState) -> None:
+        assert (real.limit, real.probing_owner, real.is_paused) == (
+            twin.limit,
+            twin.probing_owner,
+            twin.is_paused,
+        )
         if real.limit is not None:
             assert real.read_at == pytest.approx(twin.read_at, abs=self.error_s)
         assert (real.overload is None) == (twin.overload is None)
         if real.overload is not None and twin.overload is not None:
             a, b = real.overload, twin.overload
-            assert (a.capacity, a.in_flight) == (b.capacity, b.in_flight)
-            assert (a.at, a.until) == pytest.approx((b.at, b.until), abs=self.error_s)
+            assert (a.is_out_of_capacity, a.in_flight) == (b.is_out_of_capacity, b.in_flight)
+            assert (a.refused_at, a.retry_at) == pytest.approx((b.refused_at, b.retry_at), abs=self.error_s)
 
-    def add(self, score: float, member: bytes) -> None:
+    def add_line(self, score: float, member: bytes) -> None:
         """A foreign producer's ZADD."""
-        new = self.store.add(member, score)
+        new = self.store.add_member(member, score)
         assert self.bench.raw.zadd(NAMES.queue, {member: score}) == new
         self.accepted += new
 
@@ -250,18 +256,18 @@ class Twins(RuleBasedStateMachine):
     def look(self) -> dict[str, Any]:
         """All that lies in Redis, by the end of its name: in one go, for each way there costs more than the
         answer."""
-        prefix, pipe = NAMES.prefix, self.bench.raw.pipeline(transaction=False)
+        prefix, pipe = NAMES.queue_prefix, self.bench.raw.pipeline(transaction=False)
         pipe.zrange(NAMES.queue, 0, -1, withscores=True)
         for end in SETS:
             pipe.zrange(f"{prefix}:{end}", 0, -1, withscores=True)
         for end in HASHES:
             pipe.hgetall(f"{prefix}:{end}")
-        for name in (NAMES.results, *LISTS[1:3]):
+        for name in (NAMES.result_list, *LISTS[1:3]):
             pipe.lrange(name, 0, -1)
         for name in MARKED:
-            pipe.get(NAMES.active(name))
-        pipe.keys(NAMES.cancel("*", "*"))
-        ends = ("", *SETS, *HASHES, NAMES.results, *LISTS[1:3], *MARKED, "cancels")
+            pipe.get(NAMES.active_key(name))
+        pipe.keys(NAMES.cancel_key("*", "*"))
+        ends = ("", *SETS, *HASHES, NAMES.result_list, *LISTS[1:3], *MARKED, "cancels")
         return dict(zip(ends, pipe.execute(), strict=True))
 
     def compare(self, found: dict[str, Any]) -> None:
@@ -277,12 +283,12 @@ class Twins(RuleBasedStateMachine):
     def every_request_is_in_exactly_one_place(self, found: dict[str, Any]) -> None:
         places = self.real_places(found)
         assert places == {
-            entry.id: (entry.place.value, entry.member, entry.score)
-            for entry in self.store.line.entries.values()
+            entry.id: (entry.location.value, entry.member, entry.score)
+            for entry in self.store.queue.entries.values()
         }
         pending = dict(found[""])
-        assert pending == {member: entry.score for member, entry in self.store.line.pending.items()}
-        dropped = self.store.line.dead_dropped
+        assert pending == {member: entry.score for member, entry in self.store.queue.pending.items()}
+        dropped = self.store.queue.dropped_dead_count
         assert self.accepted == self.finished + dropped + len(places) + len(pending)
 
     def real_places(self, lie: dict[str, Any]) -> dict[int, tuple[str, bytes, float]]:
@@ -291,52 +297,52 @@ class Twins(RuleBasedStateMachine):
         returned = [seat for several in waiting for seat in several]
         order, members = lie["delayed:order"], lie["members"]
         found: list[tuple[int, str]] = []
-        found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in returned]
-        found += [(int(seat[-16:]), Place.DELAYED.value) for seat, _ in order]
-        found += [(entry_of(name), Place.LEASED.value) for name, _ in lie["leases"]]
-        found += [(int(entry), Place.DEAD.value) for entry, _ in lie["dead"]]
+        found += [(int(seat[-16:]), Location.RETURNED.value) for seat, _ in returned]
+        found += [(int(seat[-16:]), Location.DELAYED.value) for seat, _ in order]
+        found += [(entry_of(name), Location.LEASED.value) for name, _ in lie["leases"]]
+        found += [(int(entry), Location.DEAD.value) for entry, _ in lie["dead"]]
         places = dict(found)
         assert len(places) == len(found)
         assert {int(name) for name, _ in lie["delayed"]} == {entry for entry, at in found if at == "delayed"}
         assert {int(entry) for entry in members} == {int(entry) for entry in lie["entries"]} == set(places)
         scores = {int(seat[-16:]): score for seat, score in [*returned, *order]}
         return {
-            entry: (place, members[b"%d" % entry], scores.get(entry, self.store.line.entries[entry].score))
+            entry: (place, members[b"%d" % entry], scores.get(entry, self.store.queue.entries[entry].score))
             for entry, place in places.items()
         }
 
     def what_waits_for_its_model_is_counted_and_ordered(self, found: dict[str, Any]) -> None:
         """What is kept by model is of exactly those that lie in the lane."""
-        awaiting = {one.id: one for one in self.store.line.entries.values() if one.awaits}
+        awaiting = {one.id: one for one in self.store.queue.entries.values() if one.missing_model}
         assert {int(seat[-16:]) for seat, _ in found["absent"]} == set(awaiting)
         order = [name.decode() for name, _ in found["absent:order"]]
-        place = sorted(awaiting.values(), key=lambda one: (_part(one.awaits), one.score, one.id))
+        place = sorted(awaiting.values(), key=lambda one: (_part(one.missing_model), one.score, one.id))
         assert [(name[:-33], int(name[-16:])) for name in order] == [
-            (_part(one.awaits), one.id) for one in place
+            (_part(one.missing_model), one.id) for one in place
         ]
         counts = {name.decode(): count for name, count in found["absent:counts"]}
-        assert counts == Counter(one.awaits for one in awaiting.values())
+        assert counts == Counter(one.missing_model for one in awaiting.values())
 
     def real_units(self) -> int:
         """What all leases count, by their names."""
-        leases = self.bench.raw.zrange(f"{NAMES.prefix}:leases", 0, -1)
+        leases = self.bench.raw.zrange(f"{NAMES.queue_prefix}:leases", 0, -1)
         return sum(units_of(name) for name in leases)
 
     def units_are_counted_as_they_are_held(self, found: dict[str, Any]) -> None:
         by_owner = {key.decode(): int(n) for key, n in found["owners"].items()}
-        assert by_owner == dict(self.store.pool.held_by)
+        assert by_owner == dict(self.store.pool.units_by_owner)
         more = int(found["control"].get(b"more") or 0)
         leases = found["leases"]
         units = sum(units_of(name) for name, _ in leases)
-        assert len(leases) + more == units == self.store.pool.units
+        assert len(leases) + more == units == self.store.pool.leased_units
 
     def the_same_owners_are_presumed_alive(self, found: dict[str, Any]) -> None:
-        assert {owner.decode() for owner, _ in found["beats"]} == set(self.store.pool.beats)
+        assert {owner.decode() for owner, _ in found["beats"]} == set(self.store.pool.heartbeats)
 
     def each_result_is_there_exactly_once(self, found: dict[str, Any]) -> None:
         there: Counter[tuple[str, bytes]] = Counter()
-        for name in (NAMES.results, *LISTS[1:3]):
-            assert sorted(found[name]) == sorted(self.store.lists.get(name, ()))
+        for name in (NAMES.result_list, *LISTS[1:3]):
+            assert sorted(found[name]) == sorted(self.store.result_lists.get(name, ()))
             for result in found[name]:
                 if b'"error_code":"INVALID_REQUEST"' not in result:
                     there[name, result] += 1
@@ -346,9 +352,9 @@ class Twins(RuleBasedStateMachine):
         for name in MARKED:
             packed = found[name]
             tokens = {} if packed is None else msgspec.msgpack.decode(packed, type=dict[str, float])
-            assert tokens.keys() == self.store.line.active.get(name, {}).keys()
+            assert tokens.keys() == self.store.queue.active_tokens.get(name, {}).keys()
         assert {key.decode() for key in found["cancels"]} == {
-            NAMES.cancel(*name.split(":")) for name in self.store.line.cancels
+            NAMES.cancel_key(*name.split(":")) for name in self.store.queue.cancel_markers
         }
 
     def desks_tell_the_same(self, found: dict[str, Any]) -> None:

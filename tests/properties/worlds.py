@@ -16,10 +16,10 @@ from functools import partial
 from itertools import count
 from random import Random
 
-from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal, whole
+from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal, round_down
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.limit.load_ledger import DELTA_S
-from dispatcher.core.limit.transit_time import EACH_WAY, OPENINGS
+from dispatcher.core.limit.transit_time import MIN_CONNECTS, ONE_WAY_SHARE
 
 AFTER_S = 1.01 * DELTA_S
 POLICY = Policy(reserve=0.05, max_age_s=1e6)
@@ -67,9 +67,9 @@ class World:
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.policy, (Signal.SATURATION,))
         if self.travel_s != DELTA_S:
-            for key in range(-OPENINGS, 0):
-                self.limiter.sent(key, self.now - 40)
-                self.limiter.answered(key, self.now - 30, opened_s=self.travel_s)
+            for key in range(-MIN_CONNECTS, 0):
+                self.limiter.record_send(key, self.now - 40)
+                self.limiter.record_answer(key, self.now - 30, opened_s=self.travel_s)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._running: dict[int, Sent] = {}
@@ -81,13 +81,13 @@ class World:
     # What happens.
 
     @property
-    def room(self) -> float:
+    def compute_room(self) -> float:
         return self.max_sys * (1 - self.policy.reserve)
 
     @property
     def fair(self) -> int:
         """The limit that a dispatcher would choose who knows everything."""
-        return max(0, whole(self.room - self.realtime))
+        return max(0, round_down(self.compute_room - self.realtime))
 
     @property
     def in_flight(self) -> int:
@@ -106,7 +106,7 @@ class World:
     @property
     def _least_s(self) -> float:
         """Openings count for exchanges that are not shorter than this."""
-        return 1.01 * self.travel_s / EACH_WAY if self.travel_s > DELTA_S else 0.0
+        return 1.01 * self.travel_s / ONE_WAY_SHARE if self.travel_s > DELTA_S else 0.0
 
     def later(self, delay_s: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (self.now + delay_s, next(self._order), do))
@@ -132,9 +132,9 @@ class World:
 
     def _answer(self, key: int) -> None:
         self._running.pop(key).answered_at = self.now
-        before = self.limiter.allowance(self.now).limit
-        self.limiter.answered(key, self.now)
-        assert self.limiter.allowance(self.now).limit == before, "a completion moved the limit"
+        before = self.limiter.get_allowance(self.now).limit
+        self.limiter.record_answer(key, self.now)
+        assert self.limiter.get_allowance(self.now).limit == before, "a completion moved the limit"
 
     def sample(self, earlier_s: float = 0.0, later_s: float = 0.0, lag_s: float = 0.0) -> float:
         """A sample taken now; its window is wider, and it is handed in late. How long until it is applied."""
@@ -157,7 +157,7 @@ class World:
             running=load - waiting if self.crowd else None,
             waiting=waiting,
         )
-        self.later(later_s + lag_s, lambda: self.limiter.reading(reading, self.now))
+        self.later(later_s + lag_s, lambda: self.limiter.add_reading(reading, self.now))
         # Look at the limit the moment each reading is applied, so that none hides what another did.
         heapq.heappush(self._agenda, (closed_at + self.travel_s, next(self._order), lambda: None))
         return later_s + max(lag_s, self.after_s)
@@ -165,24 +165,28 @@ class World:
     # Trouble.
 
     def lose_a_scrape(self, closes_in_s: float) -> None:
-        self.limiter.reading_failed(Reason.UNREADABLE, "lost", self.now, closes_at=self.now + closes_in_s)
+        self.limiter.record_read_failure(
+            Reason.UNREADABLE, "lost", self.now, closes_at=self.now + closes_in_s
+        )
 
     def refuse(self, retry_after_s: float) -> None:
         until = self.now + retry_after_s
-        self.limiter.overloaded(self.now, until=until, capacity=True, in_flight=self.in_flight)
+        self.limiter.record_refusal(
+            self.now, retry_at=until, is_out_of_capacity=True, in_flight=self.in_flight
+        )
 
     def echo(self, step_s: float) -> None:
         """The queue tells the limit of our newest reading, by a clock that was stepped meanwhile; what would
         be of later than now counts as now."""
-        allowance = self.limiter.allowance(self.now)
-        if not allowance.reason.closed:
+        allowance = self.limiter.get_allowance(self.now)
+        if not allowance.reason.is_closed:
             self.stepped |= step_s != 0
-            self.limiter.shared(allowance.limit, min(self.now, allowance.read_at + step_s))
+            self.limiter.set_shared_limit(allowance.limit, min(self.now, allowance.read_at + step_s))
 
     # What the dispatcher does, and the laws.
 
     def act(self) -> None:
-        allowance = self.limiter.allowance(self.now)
+        allowance = self.limiter.get_allowance(self.now)
         self.check()
         most = allowance.limit - self.in_flight
         for _ in range(most if self.greedy else self.dice.randint(0, max(0, most))):
@@ -192,11 +196,13 @@ class World:
             sent = Sent(self.now, self.now + self._travels_s, self.dice.randrange(self.pickers), units)
             self.log.append(sent)
             self._running[key] = sent
-            self.limiter.sent(key, self.now, units)
+            self.limiter.record_send(key, self.now, units)
             assert self.proven_by is not None
             if self.stepped:
                 continue
-            assert self.proven_by + self.in_flight <= self.room + 1e-6, "more than a reading ever proved"
+            assert self.proven_by + self.in_flight <= self.compute_room + 1e-6, (
+                "more than a reading ever proved"
+            )
 
     def _head_fits(self, limit: int) -> bool:
         """Whether there is room for all of the head. One that is heavier than the limit is passed over; any
@@ -206,20 +212,22 @@ class World:
         return self.head <= limit - self.in_flight
 
     def check(self) -> None:
-        allowance = self.limiter.allowance(self.now)
+        allowance = self.limiter.get_allowance(self.now)
         limit = allowance.limit
-        assert limit <= whole(self.room)
+        assert limit <= round_down(self.compute_room)
         if allowance.reason in (Reason.UNREADABLE, Reason.BACKPRESSURE):
             return  # closed for a while; what opens again is no rise
-        newest = self.limiter.readings
+        newest = self.limiter.newest_readings
         if newest:
             realtime, ours = self._seen[newest[0].closed_at]
             if limit > self.last_limit:
                 self.proven_by = realtime
-                proven = limit <= self.room - realtime + 1e-6
+                proven = limit <= self.compute_room - realtime + 1e-6
                 assert proven or self.stepped, "raised beyond what the reading proves"
             most = self._most_held(newest[0].opened_at, newest[0].closed_at)
-            assert limit <= max(0, whole(self.room - realtime) + most - ours), "beyond the interval"
+            assert limit <= max(0, round_down(self.compute_room - realtime) + most - ours), (
+                "beyond the interval"
+            )
         self.last_limit = limit
         self.limits.append(limit)
 

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 
 from dispatcher.lab.memory_queue import MemoryStore
-from dispatcher.queue.keys import BOARD_KEYS, Names
+from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, QueueNames
 
 _TIMES = (1, 6, 7, 14)
 """Where touched, born, gap and look stand in what sequences.lua packs."""
 
 
-def age_redis(raw: Any, names: Names, seconds: float) -> None:
+def age_redis(raw: Any, names: QueueNames, seconds: float) -> None:
     """`raw`: a blocking client."""
-    key, looks = f"{names.prefix}:sequences", f"{names.prefix}:sequences:looks"
+    key, looks = f"{names.queue_prefix}:sequences", f"{names.queue_prefix}:sequences:looks"
     for name, packed in raw.hgetall(key).items():
         if name != b"":
             values = _values(packed)
@@ -34,17 +34,17 @@ def _values(packed: bytes) -> list[Any]:
 
 
 def age_memory(store: MemoryStore, seconds: float) -> None:
-    sequences = store.line.sequences
-    sequences.step_back(-seconds)
-    for one in sequences.known.values():
-        one.touched_at -= seconds
-        one.born_at = None if one.born_at is None else one.born_at - seconds
+    sequences = store.queue.sequences
+    sequences.shift_checks(-seconds)
+    for one in sequences.records.values():
+        one.last_active_at -= seconds
+        one.began_at = None if one.began_at is None else one.began_at - seconds
         one.gap_since = None if one.gap_since is None else one.gap_since - seconds
 
 
-def age_board_redis(raw: Any, names: Names, seconds: float) -> None:
+def age_board_redis(raw: Any, names: QueueNames, seconds: float) -> None:
     """`raw`: a blocking client."""
-    at = dict(zip(BOARD_KEYS, names.board, strict=True))
+    at = dict(zip(MODEL_REGISTRY_KEYS, names.model_registry_keys, strict=True))
     for name in ("WARM", "WARMING", "USED", "PINS_ASKED"):
         for member in raw.zrange(at[name], 0, -1):
             raw.zincrby(at[name], -seconds, member)
@@ -54,9 +54,9 @@ def age_board_redis(raw: Any, names: Names, seconds: float) -> None:
 
 
 def age_board_memory(store: MemoryStore, seconds: float) -> None:
-    board = store.pool.board
-    board.warm = {name: until - seconds for name, until in board.warm.items()}
-    board.warming = {name: until - seconds for name, until in board.warming.items()}
-    board.used = {name: until - seconds for name, until in board.used.items()}
+    board = store.pool.model_registry
+    board.warm_until = {name: until - seconds for name, until in board.warm_until.items()}
+    board.lock_until = {name: until - seconds for name, until in board.lock_until.items()}
+    board.in_use_until = {name: until - seconds for name, until in board.in_use_until.items()}
     for key, (until, version) in board.pins.items():
         board.pins[key] = until - seconds, version

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 
 
-async def assert_only_known_keys(client: Any, names: Names, *lists: str) -> None:
+async def assert_only_known_keys(client: Any, names: QueueNames, *lists: str) -> None:
     """Fail on a key that is neither the queue's own, nor a result list named here, nor expiring."""
-    by_operators = [key for key in names.board if key.endswith((":labels", ":drains"))]
+    by_operators = [key for key in names.model_registry_keys if key.endswith((":labels", ":drains"))]
     known = {
-        key.encode() for key in (*names.keys, *by_operators, names.results, names.sequence_secret, *lists)
+        key.encode()
+        for key in (*names.script_keys, *by_operators, names.result_list, names.sequence_secret_key, *lists)
     }
     found = [key async for key in client.scan_iter(count=1000)]
     stray = [key for key in found if key not in known and await client.pttl(key) == -1]
@@ -20,9 +21,9 @@ async def assert_only_known_keys(client: Any, names: Names, *lists: str) -> None
     )
 
 
-async def assert_drained(client: Any, names: Names, *lists: str) -> None:
+async def assert_drained(client: Any, names: QueueNames, *lists: str) -> None:
     """Nothing of any request is left: every set is empty, and nothing but control data stays."""
     await assert_only_known_keys(client, names, *lists)
-    lasting = {f"{names.prefix}:control", f"{names.prefix}:beats", names.paused}
-    left = [key for key in names.keys if key not in lasting and await client.exists(key)]
+    lasting = {f"{names.queue_prefix}:control", f"{names.queue_prefix}:beats", names.paused_key}
+    left = [key for key in names.script_keys if key not in lasting and await client.exists(key)]
     assert not left, f"left over: {left}"

@@ -13,13 +13,13 @@ import msgspec
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request
-from dispatcher.ports import Claimed, Forwarded, Lease, Permit, Queue, Settlement, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.ports import AttemptResult, ClaimResult, Lease, Permit, Queue, Settlement, Submission
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.queue_admin import RedisDesk
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 
-NAMES = Names("batch:{pool}:requests", "batch:{pool}:results", lists=("*",))
+NAMES = QueueNames("batch:{pool}:requests", "batch:{pool}:results", allowed_lists=("*",))
 """Any list may be named: test_contract.py has which may by default."""
 
 
@@ -54,7 +54,7 @@ def permit(limit: int = 1000, *, read_at: float | None = None, lost: int = 0) ->
 _nonces = iter(range(10**9))
 
 
-async def claim(queue: Queue, most: int = 1000, limit: int = 1000, **options: Any) -> Claimed:
+async def claim(queue: Queue, most: int = 1000, limit: int = 1000, **options: Any) -> ClaimResult:
     """A fresh claim under a fresh permit."""
     return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit), **options)
 
@@ -71,15 +71,17 @@ class Answers:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         now = asyncio.get_running_loop().time()
         self.sent.append(request.id)
-        return Forwarded(Delivered(200, b"{}"), now, now)
+        return AttemptResult(Delivered(200, b"{}"), now, now)
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         return None
 
-    def resize(self, limit: int) -> None: ...
+    def resize_connection_pool(self, max_requests: int) -> None: ...
 
 
 def entry_of(lease: bytes) -> int:
@@ -100,9 +102,11 @@ def ids(members: Iterable[bytes]) -> list[str]:
 class OwnerAndDesk(RedisQueue):
     """An owner with a desk over the same connection: most tests of the queue submit what they claim."""
 
-    def __init__(self, client: Any, names: Names, owner: str, *, try_s: float = 3.0, **options: Any) -> None:
-        super().__init__(client, names, owner, try_s=try_s, **options)
-        self.desk = RedisDesk(client, names, try_s=try_s)
+    def __init__(
+        self, client: Any, names: QueueNames, owner: str, *, attempt_timeout_s: float = 3.0, **options: Any
+    ) -> None:
+        super().__init__(client, names, owner, attempt_timeout_s=attempt_timeout_s, **options)
+        self.desk = RedisQueueAdmin(client, names, attempt_timeout_s=attempt_timeout_s)
 
     def __getattr__(self, name: str) -> Any:
         """What an owner has not is the desk's: submit, cancel, pause …"""
@@ -111,7 +115,7 @@ class OwnerAndDesk(RedisQueue):
 
 @asynccontextmanager
 async def queues(
-    url: str, *owners: str, names: Names = NAMES, **options: Any
+    url: str, *owners: str, names: QueueNames = NAMES, **options: Any
 ) -> AsyncIterator[list[OwnerAndDesk]]:
     """One queue per owner, each with connections of its own."""
     async with AsyncExitStack() as stack:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
-from dispatcher.queue.redis.outbox import posted
-from dispatcher.queue.redis.producer import Box, kept
+from dispatcher.queue.redis.outbox import read_outbox
+from dispatcher.queue.redis.producer import ResultBox, iterate_kept_results
 from tests.paths import DOCS, ROOT
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
 from tests.queue.servers import Server
@@ -100,15 +100,15 @@ class Sent:
         return self._total() - self._before
 
 
-@pytest.mark.parametrize("marker", [NAMES.cancel("x", "t"), "request-cancel:x"])
+@pytest.mark.parametrize("marker", [NAMES.cancel_key("x", "t"), "request-cancel:x"])
 async def test_large_cancel_marker_is_compared_inside_the_server(
     queue: OwnerAndDesk, admin: redis.Redis, marker: str
 ) -> None:
     asked = [("x", "t")] * 32 + [("y", "u")]
     admin.set(marker, LARGE)
-    admin.set(NAMES.cancel("y", "u"), "u")
+    admin.set(NAMES.cancel_key("y", "u"), "u")
     sent = Sent(admin)
-    assert await queue.cancelled(asked) == [False] * 32 + [True]
+    assert await queue.check_cancelled(asked) == [False] * 32 + [True]
     assert await queue.being_cancelled(asked) == [False] * 32 + [True]
     assert sent.bytes < FEW_BYTES
 
@@ -116,17 +116,17 @@ async def test_large_cancel_marker_is_compared_inside_the_server(
 async def test_marker_that_begins_with_the_token_cancels_nothing(
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
-    admin.set(NAMES.cancel("x", "t"), "tt")
+    admin.set(NAMES.cancel_key("x", "t"), "tt")
     admin.set("request-cancel:x", "t ")
-    assert await queue.cancelled([("x", "t"), ("x", "")]) == [False, False]
+    assert await queue.check_cancelled([("x", "t"), ("x", "")]) == [False, False]
     admin.set("request-cancel:x", "t")
-    assert await queue.cancelled([("x", "t"), ("x", "")]) == [True, False]
+    assert await queue.check_cancelled([("x", "t"), ("x", "")]) == [True, False]
 
 
 async def test_marker_of_another_type_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
     admin.lpush("request-cancel:x", "t")
-    admin.lpush(NAMES.cancel("x", "t"), "t")
-    assert await queue.cancelled([("x", "t")]) == [False]
+    admin.lpush(NAMES.cancel_key("x", "t"), "t")
+    assert await queue.check_cancelled([("x", "t")]) == [False]
 
 
 async def test_large_markers_of_a_finished_request_are_not_read_whole(
@@ -151,13 +151,13 @@ async def test_large_token_under_an_id_cancels_nothing(queue: OwnerAndDesk, admi
     sent = Sent(admin)
     assert not await queue.cancel("x")
     assert sent.bytes < FEW_BYTES
-    assert admin.keys(f"{NAMES.prefix}:cancel:*") == []
+    assert admin.keys(f"{NAMES.queue_prefix}:cancel:*") == []
 
 
 async def test_so_many_tokens_under_one_id_that_each_submission_would_be_slow_count_as_none(
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
-    admin.set(NAMES.active("x"), LARGE)
+    admin.set(NAMES.active_key("x"), LARGE)
     assert not await queue.cancel("x")
     sent = Sent(admin)
     page = await queue.near("x")
@@ -166,7 +166,7 @@ async def test_so_many_tokens_under_one_id_that_each_submission_would_be_slow_co
 
 
 async def test_large_reason_of_a_pause_is_cut(queue: OwnerAndDesk, admin: redis.Redis) -> None:
-    admin.set(NAMES.paused, LARGE)
+    admin.set(NAMES.paused_key, LARGE)
     sent = Sent(admin)
     told = await queue.paused()
     assert told == ("", "x" * FEW_BYTES)
@@ -176,9 +176,9 @@ async def test_large_reason_of_a_pause_is_cut(queue: OwnerAndDesk, admin: redis.
 async def test_outbox_is_read_a_megabyte_at_once(queue: OwnerAndDesk, admin: redis.Redis) -> None:
     sizes = [300_000] * 5 + [3 << 20, 10, 10]
     made = {b"%d\n1\na" % at + b"x" * size: at for at, size in enumerate(sizes, 1)}
-    admin.zadd(NAMES.outbox, made)
+    admin.zadd(NAMES.outbox_key, made)
     pages, after = [], "-inf"
-    while page := await posted(queue.backend, after, 100):
+    while page := await read_outbox(queue.backend, after, 100):
         pages.append(len(page))
         after = "(" + page[-1].partition(b"\n")[0].decode()
     assert pages == [3, 2, 1, 2]
@@ -187,9 +187,9 @@ async def test_outbox_is_read_a_megabyte_at_once(queue: OwnerAndDesk, admin: red
 async def test_large_results_that_a_client_left_are_read_a_few_at_once(
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
-    box = Box("batch-results:{nightly}")
-    admin.hset(box.keep, mapping={str(at): b"x" * 400_000 for at in range(40)})
+    box = ResultBox("batch-results:{nightly}")
+    admin.hset(box.kept_key, mapping={str(at): b"x" * 400_000 for at in range(40)})
     admin.config_resetstat()
-    found = {number async for number, _ in kept(queue.backend.scripts, box)}
+    found = {number async for number, _ in iterate_kept_results(queue.backend.scripts, box)}
     assert found == set(range(40))
     assert admin.info("commandstats")["cmdstat_hscan"]["calls"] >= 4, "Valkey has seven in a bucket"

@@ -17,9 +17,16 @@ from redis.crc import key_slot
 
 from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd
 from dispatcher.core.sequences.turns import Turn
-from dispatcher.ports import Burial, PinAsked, Release
-from dispatcher.queue.constants import LUA
-from dispatcher.queue.keys import BOARD_KEYS, KEYS, POOL_KEYS, Names, QueueNameError, queue_of
+from dispatcher.ports import DeadLetter, PinRequest, Release
+from dispatcher.queue.constants import LUA_CONSTANTS
+from dispatcher.queue.keys import (
+    MODEL_REGISTRY_KEYS,
+    POOL_KEYS,
+    SCRIPT_KEYS,
+    QueueNameError,
+    QueueNames,
+    parse_queue_name,
+)
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.paths import DOCS, ROOT
 from tests.queue.made import OwnerAndDesk, answer, claim, claim_one, queues, submission
@@ -45,12 +52,12 @@ FRAGMENTS = {
     "time",
     "versions",
 }
-QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+QWEN = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
 @pytest.fixture
 async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
-    async with queues(any_server.url, "a", names=QWEN) as (one,):
+    async with queues(any_server.url, "a", list_names=QWEN) as (one,):
         yield one
 
 
@@ -70,12 +77,12 @@ async def test_shell_examples_submit_cancel_and_read_a_result(queue: RedisQueue,
     data = msgspec.json.decode(lease.member)
     token = data["internal"]["request_token"]
     assert (data["data"]["id"], lease.score) == ("r-1", data["data"]["deadline"])
-    assert await queue.cancelled([("r-1", token)]) == [False]
+    assert await queue.check_cancelled([("r-1", token)]) == [False]
     shell("cancel", any_server, token)
-    assert await queue.cancelled([("r-1", token), ("r-1", "another")]) == [True, False]
+    assert await queue.check_cancelled([("r-1", token), ("r-1", "another")]) == [True, False]
     await queue.settle([answer(lease, token=token)])
     listed, result = shell("result", any_server).splitlines()
-    assert listed == QWEN.results
+    assert listed == QWEN.result_list
     assert msgspec.json.decode(result) == {"id": "r-1", "status_code": 200, "payload": "ok"}
 
 
@@ -99,41 +106,48 @@ def test_every_example_is_executed() -> None:
 async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
     """Bring every kind of key into being, then compare with the table: names and types."""
     rows = re.findall(r"^\| `(<[^`]+)` \| (\w+) \|", PAGE, re.MULTILINE)
-    names = {"<queue>": QWEN.queue, "<prefix>": QWEN.prefix, "<pool>": QWEN.pool_prefix}
+    names = {"<queue>": QWEN.queue, "<prefix>": QWEN.queue_prefix, "<pool>": QWEN.pool_prefix}
     listed = {re.sub("<(?:queue|prefix|pool)>", lambda of: names[of[0]], key): kind for key, kind in rows}
     own = {key: kind for key, kind in listed.items() if "<" not in key}
-    assert set(own) == {*QWEN.keys, *QWEN.board, QWEN.sequence_secret}
-    passing = [key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.prefix}:") and "<" in key]
-    cancels = {f"{QWEN.prefix}:cancel:", f"{QWEN.prefix}:sequences:cancelled:"}
-    assert set(passing) == {QWEN.reply(""), QWEN.active(""), f"{QWEN.prefix}:streams:", *cancels}
+    assert set(own) == {*QWEN.script_keys, *QWEN.model_registry_keys, QWEN.sequence_secret_key}
+    passing = [
+        key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.queue_prefix}:") and "<" in key
+    ]
+    cancels = {f"{QWEN.queue_prefix}:cancel:", f"{QWEN.queue_prefix}:sequences:cancelled:"}
+    assert set(passing) == {
+        QWEN.reply_key(""),
+        QWEN.active_key(""),
+        f"{QWEN.queue_prefix}:streams:",
+        *cancels,
+    }
 
     await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
     assert await queue.cancel("r-7", "t")
     leases = (await claim(queue, 6)).leases
     await sequences_of_every_kind(queue)
-    await queue.desk.sequence_secret()
+    await queue.desk.get_or_create_sequence_secret()
     await queue.cancel_sequence("z")
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
-    await queue.bury([Burial(answer(leases[2]), "why")])
-    await client.zadd(f"{QWEN.prefix}:leases", {f"{leases[3].entry}:a": 0}, xx=True)
+    await queue.move_to_dead_letters([DeadLetter(answer(leases[2]), "why")])
+    await client.zadd(f"{QWEN.queue_prefix}:leases", {f"{leases[3].entry_id}:a": 0}, xx=True)
     for _ in range(2):  # its owner dies twice: a suspect
-        assert (await queue.sweep()).reclaimed == 1
-        last = next(one for one in (await claim(queue, 2)).leases if one.entry == leases[3].entry)
-        await client.zadd(f"{QWEN.prefix}:leases", {f"{last.entry}:a": 0}, xx=True)
+        assert (await queue.sweep()).reclaimed_count == 1
+        last = next(one for one in (await claim(queue, 2)).leases if one.entry_id == leases[3].entry_id)
+        await client.zadd(f"{QWEN.queue_prefix}:leases", {f"{last.entry_id}:a": 0}, xx=True)
     await queue.sweep()
-    await queue.release([Release(leases[4]), Release(leases[5], awaits="m")])
+    await queue.release([Release(leases[4]), Release(leases[5], missing_model="m")])
     await queue.submit([submission("waits")])
     await queue.pause("me", "why")
-    await queue.warmed("qwen-v1", "10.0.0.1:8000")
-    await queue.warming("qwen-v2", "10.0.0.1:8000")
-    await queue.marks((), (), ["qwen-v1"])
-    await queue.pin([PinAsked("chat-7", "qwen-v1", (), 100)])
+    await queue.mark_warm("qwen-v1", "10.0.0.1:8000")
+    await queue.take_warm_up_lock("qwen-v2", "10.0.0.1:8000")
+    await queue.refresh_warm_markers((), (), ["qwen-v1"])
+    await queue.pin_versions([PinRequest("chat-7", "qwen-v1", (), 100)])
     await queue.label("qwen", "stable", "1", "me")
     await queue.drain("qwen-v0", "me")
     seen = {key.decode(): cast("bytes", await client.type(key)).decode() async for key in client.scan_iter()}
-    expected = {key: kind for key, kind in own.items() if key != QWEN.outbox}  # a Cluster's, tested there
+    expected = {key: kind for key, kind in own.items() if key != QWEN.outbox_key}  # a Cluster's, tested there
     assert {key: kind for key, kind in seen.items() if key in own} == expected
-    for key in seen.keys() - own.keys() - {QWEN.results}:
+    for key in seen.keys() - own.keys() - {QWEN.result_list}:
         assert key.startswith(tuple(passing)), key
         assert await client.ttl(key) > 0, key
 
@@ -144,12 +158,12 @@ async def sequences_of_every_kind(queue: OwnerAndDesk) -> None:
     leases = (await claim(queue, 5)).leases
     terms = SequenceTerms(max_active=2)
     a, b, c = Turn("a"), Turn("b"), Turn("c")
-    await queue.line_up([(leases[0], a), (leases[1], b), (leases[2], b), (leases[3], b)], terms)
-    end = TurnEnd(a, token="t", carry=b"so far")
-    await queue.settle([answer(leases[0]).but(turn=end)])
+    await queue.claim_turns([(leases[0], a), (leases[1], b), (leases[2], b), (leases[3], b)], terms)
+    end = TurnEnd(a, sticky_token="t", conversation=b"so far")
+    await queue.settle([answer(leases[0]).copy_with(turn=end)])
     await queue.abort_sequence("b", "why")
     (again,) = (await claim(queue, 1)).leases
-    await queue.line_up([(leases[4], c), (again, Turn("d"))], terms)
+    await queue.claim_turns([(leases[4], c), (again, Turn("d"))], terms)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -167,7 +181,7 @@ def test_every_script_is_on_the_page_and_states_its_promise(script: Any) -> None
 def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script: Any) -> None:
     locals_ = re.findall(r"^local ([A-Z_, ]+) =", script.read_text(encoding="utf-8"), re.MULTILINE)
     named = {name.strip() for names in locals_ for name in names.split(",")}
-    assert named & {*LUA, *KEYS, *BOARD_KEYS, "OWN", "TYPES"} == set()
+    assert named & {*LUA_CONSTANTS, *SCRIPT_KEYS, *MODEL_REGISTRY_KEYS, "OWN", "TYPES"} == set()
 
 
 @pytest.mark.parametrize(
@@ -179,47 +193,52 @@ def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script: An
     ],
 )
 def test_all_keys_share_the_slot_of_the_queue(queue: str, prefix: str) -> None:
-    names = Names(queue, "results")
-    assert names.prefix == prefix
-    assert {key_slot(key.encode()) for key in (*names.keys, *names.board, names.reply("x"))} == {
-        key_slot(queue.encode())
-    }
+    names = QueueNames(queue, "results")
+    assert names.queue_prefix == prefix
+    assert {
+        key_slot(key.encode())
+        for key in (*names.script_keys, *names.model_registry_keys, names.reply_key("x"))
+    } == {key_slot(queue.encode())}
 
 
 def test_lines_of_a_pool_share_its_keys_and_nothing_else() -> None:
-    urgent = Names("batch:{qwen}:urgent", QWEN.results, pool=QWEN.queue)
-    shared = set(urgent.keys) & set(QWEN.keys)
-    assert shared == {f"{QWEN.prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()}
-    assert {key_slot(key.encode()) for key in urgent.keys} == {key_slot(QWEN.queue.encode())}
-    assert urgent.paused == QWEN.paused
-    assert urgent.board == QWEN.board
-    assert not set(QWEN.board) & set(QWEN.keys)
-    assert urgent.refused_list(f"{QWEN.prefix}:made-up") is not None
+    urgent = QueueNames("batch:{qwen}:urgent", QWEN.result_list, pool=QWEN.queue)
+    shared = set(urgent.script_keys) & set(QWEN.script_keys)
+    assert shared == {f"{QWEN.queue_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()}
+    assert {key_slot(key.encode()) for key in urgent.script_keys} == {key_slot(QWEN.queue.encode())}
+    assert urgent.paused_key == QWEN.paused_key
+    assert urgent.model_registry_keys == QWEN.model_registry_keys
+    assert not set(QWEN.model_registry_keys) & set(QWEN.script_keys)
+    assert urgent.find_list_problem(f"{QWEN.queue_prefix}:made-up") is not None
 
 
 @pytest.mark.parametrize("pool", ["batch:{other}:requests", "batch", "a{", "{qwen"])
 def test_a_pool_in_another_slot_is_refused(pool: str) -> None:
     with pytest.raises(QueueNameError):
-        Names("batch:{qwen}:urgent", "results", pool=pool)
+        QueueNames("batch:{qwen}:urgent", "results", pool=pool)
 
 
 @pytest.mark.parametrize("queue", ["", "a{", "a}", "{}", "a{}b", "}{", "{a}{b}", "{{a}}", "{a", "a}b{c"])
 def test_stray_braces_are_refused(queue: str) -> None:
     with pytest.raises(QueueNameError):
-        Names(queue, "results")
+        QueueNames(queue, "results")
 
 
 @pytest.mark.parametrize("queue", ["batch:{qwen}:requests", "a:{b}", "{b}c:d", "plain", "plain:more"])
 def test_the_queue_of_a_lasting_key_is_told_by_its_name(queue: str) -> None:
-    names = Names(queue, "results")
-    assert {queue_of(key) for key in (*names.keys, *names.board) if key != queue} == {queue}
-    assert queue_of(names.answers("r-1")) is queue_of(names.active("r-1")) is None
+    names = QueueNames(queue, "results")
+    assert {
+        parse_queue_name(key) for key in (*names.script_keys, *names.model_registry_keys) if key != queue
+    } == {queue}
+    assert (
+        parse_queue_name(names.result_list_for_id("r-1")) is parse_queue_name(names.active_key("r-1")) is None
+    )
 
 
 def test_a_queue_that_has_only_been_submitted_to_is_told_by_the_usual_name_alone() -> None:
-    assert queue_of("batch:{qwen}:requests") == "batch:{qwen}:requests"
+    assert parse_queue_name("batch:{qwen}:requests") == "batch:{qwen}:requests"
     for other in ("batch:{}:requests", "batch:{qwen}:results", "plain", "leases", "{}:leases", "a:leases"):
-        assert queue_of(other) is None, other
+        assert parse_queue_name(other) is None, other
 
 
 OWN_OR_ANOTHERS = [
@@ -242,8 +261,8 @@ OF_A_CLIENT += [
 @pytest.mark.parametrize("name", [*OWN_OR_ANOTHERS, *OF_A_CLIENT])
 @pytest.mark.parametrize("lists", [None, ("*",)])
 def test_no_queues_key_takes_results_whatever_is_allowed(name: Any, lists: tuple[str] | None) -> None:
-    names = Names(QWEN.queue, QWEN.results, lists)
-    assert names.refused_list(name) is not None
+    names = QueueNames(QWEN.queue, QWEN.result_list, lists)
+    assert names.find_list_problem(name) is not None
 
 
 @pytest.mark.parametrize(
@@ -261,12 +280,12 @@ def test_no_queues_key_takes_results_whatever_is_allowed(name: Any, lists: tuple
 def test_only_lists_that_the_operator_allows_take_results(
     lists: tuple[str, ...] | None, taken: list[str], refused: list[str]
 ) -> None:
-    names = Names(QWEN.queue, QWEN.results, lists)
-    assert [names.refused_list(name) for name in (*taken, QWEN.results)] == [None] * (len(taken) + 1)
-    assert {names.refused_list(name) for name in refused} == {"is not among queue.result_lists"}
+    names = QueueNames(QWEN.queue, QWEN.result_list, lists)
+    assert [names.find_list_problem(name) for name in (*taken, QWEN.result_list)] == [None] * (len(taken) + 1)
+    assert {names.find_list_problem(name) for name in refused} == {"is not among queue.result_lists"}
 
 
 @pytest.mark.parametrize("results", ["", "q", "{q}:leases", "{q}:x", "request-active:1", "request-cancel:1"])
 def test_default_list_cannot_be_one_of_the_queues_keys(results: str) -> None:
     with pytest.raises(QueueNameError):
-        Names("q", results)
+        QueueNames("q", results)

@@ -9,9 +9,9 @@ import pytest
 import redis.asyncio
 
 import dispatcher.queue
-from dispatcher.core.requests.found_request import OF_LANE
+from dispatcher.core.requests.found_request import LOCATION_BY_LANE
 from dispatcher.core.requests.lanes import Lane
-from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import Lease, Release
 from tests.queue.known import assert_drained
@@ -46,12 +46,12 @@ async def test_a_claim_costs_the_same_whatever_it_passes_over(
     for _ in range(2):  # their owner dies twice
         held = []
         while leases := (await claim(queue, 256, 5_000, lanes={Lane.SUSPECTS: PASSED})).leases:
-            held += [lease.entry for lease in leases if lease.score < 4_000_000_000]
+            held += [lease.entry_id for lease in leases if lease.score < 4_000_000_000]
         names = {f"{entry}:a": 0 for entry in held}
-        assert await client.zadd(f"{NAMES.prefix}:leases", names, xx=True, ch=True) == PASSED
-        while (await queue.sweep()).reclaimed:
+        assert await client.zadd(f"{NAMES.queue_prefix}:leases", names, xx=True, ch=True) == PASSED
+        while (await queue.sweep()).reclaimed_count:
             pass
-    assert await client.zcard(f"{NAMES.prefix}:suspects") == PASSED
+    assert await client.zcard(f"{NAMES.queue_prefix}:suspects") == PASSED
     await queue.submit([submission(f"more-{number}", 4_000_000_001) for number in range(OTHERS)])
     passing = [await commands(queue, client, room) for room in (0, 0)]
     assert [scores for _, scores in passing] == [[4_000_000_001.0] * 5] * 2
@@ -93,8 +93,8 @@ async def line_up(queue: OwnerAndDesk, names: Sequence[str]) -> list[Lease]:
         await queue.submit([submission(f"{at + number:09}", 1_000) for number in range(len(some))])
         leases = (await claim(queue, 250, 10**6)).leases
         turns = [(lease, Turn(name)) for lease, name in zip(leases, some, strict=True)]
-        verdicts = (await queue.line_up(turns, TERMS)).verdicts
-        going += [one for one, said in zip(leases, verdicts, strict=True) if isinstance(said, Goes)]
+        verdicts = (await queue.claim_turns(turns, TERMS)).decisions
+        going += [one for one, said in zip(leases, verdicts, strict=True) if isinstance(said, TurnGranted)]
     return going
 
 
@@ -110,7 +110,7 @@ async def test_what_is_of_no_sequence_costs_the_same_beside_many(
     await line_up(queue, ["chat"] * in_one)
     names = [f"chat-{number}" for number in range(sequences)]
     await line_up(queue, names + names)
-    waiting = await client.zcard(f"{NAMES.prefix}:sequenced")
+    waiting = await client.zcard(f"{NAMES.queue_prefix}:sequenced")
     assert waiting == max(0, in_one - 1) + sequences
     claims, settlements = await costs(queue, client)
     assert claims <= alone[0]
@@ -124,14 +124,14 @@ async def test_a_turn_costs_the_same_however_many_wait_behind_it(
 
     async def turn() -> tuple[int, int, int]:
         """Of the settlement of the one that goes, and of the claim and line-up of the next."""
-        ended = answer(head.pop()).but(turn=TurnEnd(Turn("chat")))
+        ended = answer(head.pop()).copy_with(turn=TurnEnd(Turn("chat")))
         settlement = await count(client, queue.settle([ended]))
 
         async def take() -> None:
             head.extend((await claim(queue, 1, 10**6)).leases)
 
         claims = await count(client, take())
-        return settlement, claims, await count(client, queue.line_up([(head[0], Turn("chat"))], TERMS))
+        return settlement, claims, await count(client, queue.claim_turns([(head[0], Turn("chat"))], TERMS))
 
     head = await line_up(queue, ["chat"] * 5)
     await turn()
@@ -142,7 +142,7 @@ async def test_a_turn_costs_the_same_however_many_wait_behind_it(
 
 def test_a_lane_is_named_in_the_tables_alone() -> None:
     """Whatever else looks at lanes goes through these, so that a new lane needs no change there."""
-    assert set(OF_LANE) == set(Lane)
+    assert set(LOCATION_BY_LANE) == set(Lane)
     room = Path(dispatcher.queue.__file__).parent
     named = {
         file.name
@@ -163,7 +163,7 @@ async def put_off(queue: OwnerAndDesk, models: int, each: int) -> None:
         assert len(leases) == len(some)
         await queue.release(
             [
-                Release(lease, undelivered=True, awaits=f"m-{(at + number) % models}")
+                Release(lease, is_undelivered=True, missing_model=f"m-{(at + number) % models}")
                 for number, lease in enumerate(leases)
             ]
         )
@@ -186,7 +186,7 @@ async def test_what_waits_for_its_model_costs_the_others_nothing(
     await given_back(queue, client)
     alone = *await costs(queue, client), await given_back(queue, client)
     await put_off(queue, models, each)
-    assert (await queue.counts()).awaiting == models * each
+    assert (await queue.count_requests()).waiting_for_model == models * each
     assert (*await costs(queue, client), await given_back(queue, client)) == alone
 
 
@@ -198,12 +198,12 @@ async def test_a_recall_touches_what_it_moves_and_nothing_that_waits_for_other_m
         """Of a recall of five requests, of one that finds none, and of asking who waits."""
         await queue.submit([submission(f"mine-{number}", 900) for number in range(5)])
         leases = (await claim(queue, 5, 10**6)).leases
-        await queue.release([Release(lease, awaits="m-500x") for lease in leases])
-        moving = await count(client, queue.recall(["m-500x"]))
-        nothing = await count(client, queue.recall(["m-500x"]))
-        told = await count(client, queue.awaited())
+        await queue.release([Release(lease, missing_model="m-500x") for lease in leases])
+        moving = await count(client, queue.return_waiting_for_models(["m-500x"]))
+        nothing = await count(client, queue.return_waiting_for_models(["m-500x"]))
+        told = await count(client, queue.count_waiting_by_model())
         back = (await claim(queue, 5, 10**6)).leases
-        assert [lease.entry for lease in back] == [lease.entry for lease in leases]
+        assert [lease.entry_id for lease in back] == [lease.entry_id for lease in leases]
         await queue.settle([answer(lease) for lease in back])
         return moving, nothing, told
 
@@ -211,7 +211,7 @@ async def test_a_recall_touches_what_it_moves_and_nothing_that_waits_for_other_m
     few = await recalled()
     await put_off(queue, 1_000, others // 1_000)
     assert await recalled() == few
-    assert len(await queue.awaited()) == 1_000
+    assert len(await queue.count_waiting_by_model()) == 1_000
 
 
 async def test_what_is_kept_by_model_goes_with_the_last_that_waits(
@@ -219,7 +219,7 @@ async def test_what_is_kept_by_model_goes_with_the_last_that_waits(
 ) -> None:
     await put_off(queue, 3, 300)
     await queue.sweep()
-    while (await queue.recall(["m-0", "m-1", "m-2"])).left:
+    while (await queue.return_waiting_for_models(["m-0", "m-1", "m-2"])).remaining_count:
         pass
     await queue.settle([answer(lease) for lease in (await claim(queue, 1000, 10**6)).leases])
-    await assert_drained(client, NAMES, NAMES.results)
+    await assert_drained(client, NAMES, NAMES.result_list)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from dispatcher.cli.find_requests import by_id
-from dispatcher.core.requests.found_request import Looked, Whereabouts, spellings
+from dispatcher.cli.find_requests import find_by_id
+from dispatcher.core.requests.found_request import LookupPage, RequestLocation, encode_spellings
 from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import Release, Submission
 from tests.queue.made import claim, member, queues
@@ -38,15 +38,17 @@ async def test_no_call_blocks_for_long_while_a_hundred_thousand_wait(
         assert ([each.member for each in near.found], near.after) == ([sought], "")
         assert near.looked_at == 1, "the one that bears the token, and no other of its deadline"
 
-        found, looked, after, words = 0, 0, "", [spellings("sought")]
+        found, looked, after, words = 0, 0, "", [encode_spellings("sought")]
         while True:
-            page: Looked = await queue.search(words, after)
-            assert page.looked_at <= PAGE * 2, "a cursor's page may be somewhat larger than was asked for"
-            found, looked, after = found + len(page.found), looked + page.looked_at, page.after
+            page: LookupPage = await queue.search(words, after)
+            assert page.examined_count <= PAGE * 2, (
+                "a cursor's page may be somewhat larger than was asked for"
+            )
+            found, looked, after = found + len(page.requests), looked + page.examined_count, page.after
             if not after:
                 break
         assert (found, looked >= MANY) == (1, True)
-        last = await queue.lying(Whereabouts.PENDING, PAGE, str(MANY - 10))
+        last = await queue.lying(RequestLocation.PENDING, PAGE, str(MANY - 10))
         assert (len(last.found), last.after) == (11, "")
 
         told: Any = await client.info("commandstats")
@@ -71,7 +73,7 @@ async def test_large_members_are_read_in_smaller_pages(
             if not (after := page.after):
                 break
         assert seen == set(large)
-        page = await queue.lying(Whereabouts.PENDING, 99)
+        page = await queue.lying(RequestLocation.PENDING, 99)
         assert (len(page.found), page.after) == (2, "2")
 
 
@@ -123,7 +125,7 @@ async def test_request_that_no_index_leads_to_is_sought_among_so_many_and_no_mor
 ) -> None:
     async with queues(any_server.url, "a") as (queue,):
         await client.zadd(queue.names.queue, {member(f"r-{at}"): at for at in range(5000)})
-        found, looked_at = await by_id(queue.desk, "nobody", 1000)
+        found, looked_at = await find_by_id(queue.desk, "nobody", 1000)
         assert (found, 1000 <= looked_at < 1000 + 2 * PAGE) == ([], True)
-        found, looked_at = await by_id(queue.desk, "nobody")
+        found, looked_at = await find_by_id(queue.desk, "nobody")
         assert (found, looked_at) == ([], 5000)

@@ -8,30 +8,30 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from dispatcher.ports import ModelMarks, PinAsked, QueueUnavailableError
-from dispatcher.queue.constants import MARKS_MOST, PIN_MOST_S, USED_S, WARM_S, WARMING_S
-from dispatcher.queue.keys import BOARD_KEYS, Names
-from dispatcher.queue.redis.model_registry import pin
+from dispatcher.ports import ModelRegistryState, PinRequest, QueueUnavailableError
+from dispatcher.queue.constants import MAX_MARKERS, MAX_PIN_S, MODEL_IN_USE_S, WARM_MARKER_S, WARM_UP_LOCK_S
+from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, QueueNames
+from dispatcher.queue.redis.model_registry import pin_versions
 from tests.queue.known import assert_drained, assert_only_known_keys
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues, submission
 from tests.queue.servers import Server
 
 PAIR = ("qwen-v1", "10.0.0.1:8000")
-AT = dict(zip(BOARD_KEYS, NAMES.board, strict=True))
+AT = dict(zip(MODEL_REGISTRY_KEYS, NAMES.model_registry_keys, strict=True))
 
 
 @pytest.fixture
 async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
     async with queues(any_server.url, "a") as (one,):
         yield one
-    await assert_only_known_keys(client, NAMES, *NAMES.board)
+    await assert_only_known_keys(client, NAMES, *NAMES.model_registry_keys)
 
 
-async def say_all(queue: OwnerAndDesk) -> ModelMarks:
-    await queue.warmed(*PAIR)
-    await queue.warming("qwen-v2", PAIR[1])
-    await queue.pin([PinAsked("chat-7", "qwen-v1", ["qwen-v1"], 100)])
-    return await queue.marks([PAIR], (), ["qwen-v1"])
+async def say_all(queue: OwnerAndDesk) -> ModelRegistryState:
+    await queue.mark_warm(*PAIR)
+    await queue.take_warm_up_lock("qwen-v2", PAIR[1])
+    await queue.pin_versions([PinRequest("chat-7", "qwen-v1", ["qwen-v1"], 100)])
+    return await queue.refresh_warm_markers([PAIR], (), ["qwen-v1"])
 
 
 async def test_a_pool_that_nobody_serves_leaves_nothing_but_what_operators_said(
@@ -41,7 +41,13 @@ async def test_a_pool_that_nobody_serves_leaves_nothing_but_what_operators_said(
     await queue.drain("qwen-v2", "ada")
     await say_all(queue)
     lives = {name: await client.ttl(key) for name, key in AT.items()}
-    expected = {"WARM": WARM_S, "WARMING": WARMING_S, "USED": USED_S, "PINS": 101, "PINS_ASKED": 101}
+    expected = {
+        "WARM": WARM_MARKER_S,
+        "WARMING": WARM_UP_LOCK_S,
+        "USED": MODEL_IN_USE_S,
+        "PINS": 101,
+        "PINS_ASKED": 101,
+    }
     assert dict.fromkeys(("LABELS", "DRAINS"), -1) == {name: left for name, left in lives.items() if left < 0}
     assert all(0 < lives[name] <= most + 1 for name, most in expected.items()), lives
     await queue.label("qwen", "stable", None, "ada")
@@ -52,24 +58,24 @@ async def test_a_pool_that_nobody_serves_leaves_nothing_but_what_operators_said(
 async def test_two_pools_that_serve_the_same_names_know_nothing_of_each_other(
     queue: OwnerAndDesk, any_server: Server, client: redis.asyncio.Redis
 ) -> None:
-    theirs = Names("batch:{other}:requests", "batch:{other}:results")
+    theirs = QueueNames("batch:{other}:requests", "batch:{other}:results")
     await queue.label("qwen", "stable", "1", "ada")
     await queue.drain("qwen-v2", "ada")
     await say_all(queue)
-    async with queues(any_server.url, "a", names=theirs) as (other,):
-        assert await other.marks([PAIR], (), ()) == ModelMarks()
-        assert await other.warming("qwen-v2", PAIR[1])
-        pinned = await other.pin([PinAsked("chat-7", "qwen-v2", ["qwen-v1", "qwen-v2"], 100)])
+    async with queues(any_server.url, "a", list_names=theirs) as (other,):
+        assert await other.refresh_warm_markers([PAIR], (), ()) == ModelRegistryState()
+        assert await other.take_warm_up_lock("qwen-v2", PAIR[1])
+        pinned = await other.pin_versions([PinRequest("chat-7", "qwen-v2", ["qwen-v1", "qwen-v2"], 100)])
         assert pinned == ["qwen-v2"]
-    await client.delete(*theirs.board)
+    await client.delete(*theirs.model_registry_keys)
 
 
 async def test_pins_last_as_long_as_the_longest_of_them(
     queue: OwnerAndDesk, client: redis.asyncio.Redis
 ) -> None:
     for for_s in (1000.0, 10.0, 1e30):
-        await queue.pin([PinAsked(f"for-{for_s}", "v1", (), for_s)])
-        longest = min(max(for_s, 1000), PIN_MOST_S)
+        await queue.pin_versions([PinRequest(f"for-{for_s}", "v1", (), for_s)])
+        longest = min(max(for_s, 1000), MAX_PIN_S)
         assert longest - 5 < await client.ttl(AT["PINS"]) <= longest + 2
         assert longest - 5 < await client.ttl(AT["PINS_ASKED"]) <= longest + 2
 
@@ -78,7 +84,7 @@ async def test_no_more_pins_are_kept_than_may_be_and_what_is_over_goes(
     queue: OwnerAndDesk, client: Any
 ) -> None:
     async def ask(*keys: str, most: int = 3, for_s: float = 100.0) -> set[str]:
-        await pin(queue.backend, [PinAsked(key, "v1", ["v1"], for_s) for key in keys], most)
+        await pin_versions(queue.backend, [PinRequest(key, "v1", ["v1"], for_s) for key in keys], most)
         kept = {key.decode() for key in await client.hkeys(AT["PINS"])} - {""}
         assert kept == {key.decode() for key in await client.zrange(AT["PINS_ASKED"], 0, -1)}
         return kept
@@ -96,7 +102,7 @@ async def test_pins_asked_for_before_the_clock_stepped_back_go_before_those_of_n
     queue: OwnerAndDesk, client: redis.asyncio.Redis
 ) -> None:
     async def ask(key: str) -> list[str]:
-        return await pin(queue.backend, [PinAsked(key, "v1", ["v1"], 100)], 2)
+        return await pin_versions(queue.backend, [PinRequest(key, "v1", ["v1"], 100)], 2)
 
     await ask("a")
     await ask("b")
@@ -123,7 +129,7 @@ async def put(client: redis.asyncio.Redis, key: str, kind: str) -> None:
         await client.zadd(key, value)
 
 
-@pytest.mark.parametrize("name", BOARD_KEYS)
+@pytest.mark.parametrize("name", MODEL_REGISTRY_KEYS)
 async def test_a_foreign_key_is_left_alone_costs_what_it_stands_for_and_is_told_of(
     queue: OwnerAndDesk, client: redis.asyncio.Redis, name: str
 ) -> None:
@@ -132,16 +138,16 @@ async def test_a_foreign_key_is_left_alone_costs_what_it_stands_for_and_is_told_
     whole = await say_all(queue)
     await client.delete(AT[name])
     await put(client, AT[name], "list")
-    for told in (await say_all(queue), await queue.model_marks()):
-        kind = BOARD_KEYS[name][1]
+    for told in (await say_all(queue), await queue.read_model_registry()):
+        kind = MODEL_REGISTRY_KEYS[name][1]
         assert told.problem == f"{AT[name]} holds a list, not a {kind}"
-        assert (told.warm == whole.warm) is (name != "WARM")
-        assert (told.used == whole.used) is (name != "USED")
+        assert (told.warm_markers == whole.warm_markers) is (name != "WARM")
+        assert (told.models_in_use == whole.models_in_use) is (name != "USED")
         assert (told.labels == whole.labels) is (name != "LABELS")
-        assert (told.drained.keys() == whole.drained.keys()) is (name != "DRAINS")
-    assert await queue.warming(*PAIR) is (name != "WARMING")
-    await queue.unwarmed(*PAIR)
-    again = await queue.pin([PinAsked("chat-7", "qwen-v2", ["qwen-v1"], 100)])
+        assert (told.drained_models.keys() == whole.drained_models.keys()) is (name != "DRAINS")
+    assert await queue.take_warm_up_lock(*PAIR) is (name != "WARMING")
+    await queue.release_warm_up_lock(*PAIR)
+    again = await queue.pin_versions([PinRequest("chat-7", "qwen-v2", ["qwen-v1"], 100)])
     assert again == ["qwen-v2" if name.startswith("PINS") else "qwen-v1"]
     if name == "LABELS":
         with pytest.raises(QueueUnavailableError, match="models:labels holds a list, not a zset"):
@@ -152,22 +158,27 @@ async def test_a_foreign_key_is_left_alone_costs_what_it_stands_for_and_is_told_
     assert await client.lrange(AT[name], 0, -1) == [b"someone's"]
     await client.delete(AT[name])
     if name in ("LABELS", "DRAINS"):
-        assert (await queue.model_marks()).problem == ""
+        assert (await queue.read_model_registry()).problem == ""
         return
     assert await say_all(queue) == whole
 
 
 async def test_foreign_keys_stop_no_other_step(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
-    for key in NAMES.board:
+    for key in NAMES.model_registry_keys:
         await put(client, key, "list")
     await queue.submit([submission("r-1")])
     (lease,) = (await claim(queue)).leases
     assert await queue.settle([answer(lease)]) == ["done"]
     await queue.sweep()
-    told = await queue.marks([PAIR], [PAIR], ["qwen-v1"])
-    assert told.problem.count("holds a list") == len(BOARD_KEYS)
-    assert (told.warm, told.used, told.labels, told.drained) == (frozenset(), frozenset(), {}, {})
-    await client.delete(*NAMES.board)
+    told = await queue.refresh_warm_markers([PAIR], [PAIR], ["qwen-v1"])
+    assert told.problem.count("holds a list") == len(MODEL_REGISTRY_KEYS)
+    assert (told.warm_markers, told.models_in_use, told.labels, told.drained_models) == (
+        frozenset(),
+        frozenset(),
+        {},
+        {},
+    )
+    await client.delete(*NAMES.model_registry_keys)
 
 
 ODD = [
@@ -192,12 +203,16 @@ async def test_what_others_write_among_it_counts_for_nothing(
     whole = await say_all(queue)
     await client.zadd(AT[name], dict.fromkeys(ODD, 1e300))
     told = await say_all(queue)
-    assert (told.warm, told.used, told.labels) == (whole.warm, whole.used, whole.labels)
-    assert told.drained.keys() == whole.drained.keys()
+    assert (told.warm_markers, told.models_in_use, told.labels) == (
+        whole.warm_markers,
+        whole.models_in_use,
+        whole.labels,
+    )
+    assert told.drained_models.keys() == whole.drained_models.keys()
     assert f"{len(ODD)} cannot be read" in told.problem
     assert told.problem.isprintable()
     assert len(told.problem) < 300
-    assert await queue.warming("qwen-v2", PAIR[1])
+    assert await queue.take_warm_up_lock("qwen-v2", PAIR[1])
     await queue.label("qwen", "stable", "2", "ada")
     assert await queue.undrain("qwen-v2")
 
@@ -207,7 +222,7 @@ async def test_a_drain_of_no_known_time_is_one(
     queue: OwnerAndDesk, client: redis.asyncio.Redis, score: str
 ) -> None:
     await client.zadd(AT["DRAINS"], {'["qwen-v1","ada","why"]': float(score)})
-    assert (await queue.model_marks()).drained == {"qwen-v1": "by ada: why"}
+    assert (await queue.read_model_registry()).drained_models == {"qwen-v1": "by ada: why"}
     assert await queue.undrain("qwen-v1")
 
 
@@ -216,7 +231,7 @@ async def test_a_label_that_was_written_twice_means_what_was_said_last(
 ) -> None:
     twice = {'["qwen","stable","2","ada"]': 2, '["qwen","stable","1","bob"]': 1}
     await client.zadd(AT["LABELS"], twice)
-    assert (await queue.model_marks()).labels == {("qwen", "stable"): "2"}
+    assert (await queue.read_model_registry()).labels == {("qwen", "stable"): "2"}
     await queue.label("qwen", "stable", "3", "ada")
     assert await client.zcard(AT["LABELS"]) == 1
 
@@ -240,22 +255,22 @@ async def test_a_pin_that_others_wrote_is_kept_no_longer_than_one_of_ours(
 ) -> None:
     for key in ("", "chat-7"):
         await client.hset(AT["PINS"], key, value.encode("latin-1"))
-    told = await queue.pin([PinAsked("chat-7", "v2", ["v1"], 100)])
+    told = await queue.pin_versions([PinRequest("chat-7", "v2", ["v1"], 100)])
     assert told == ["v1" if value.startswith("999") and value.endswith("v1") else "v2"]
-    assert 0 < await client.ttl(AT["PINS"]) <= PIN_MOST_S + 2
-    again = await queue.pin([PinAsked("chat-7", "v3", ["v1", "v2"], 100)])
+    assert 0 < await client.ttl(AT["PINS"]) <= MAX_PIN_S + 2
+    again = await queue.pin_versions([PinRequest("chat-7", "v3", ["v1", "v2"], 100)])
     assert again == told
 
 
 async def test_marks_of_more_than_any_pool_has_are_told_in_part(
     queue: OwnerAndDesk, client: redis.asyncio.Redis
 ) -> None:
-    await queue.warmed(*PAIR)
+    await queue.mark_warm(*PAIR)
     async with client.pipeline() as pipeline:
-        for start in range(0, MARKS_MOST + 10, 10_000):
+        for start in range(0, MAX_MARKERS + 10, 10_000):
             pipeline.zadd(AT["WARM"], {f'["v{start + at}","e"]': 1e300 for at in range(10_000)})
         await pipeline.execute()
-    assert len((await queue.model_marks()).warm) == MARKS_MOST
+    assert len((await queue.read_model_registry()).warm_markers) == MAX_MARKERS
     await client.delete(AT["WARM"])
 
 
@@ -269,7 +284,7 @@ async def test_a_full_server_lets_marks_be_refreshed_and_refuses_what_operators_
         assert await say_all(queue) == whole
         with pytest.raises(QueueUnavailableError, match="out of memory"):
             await queue.label("qwen", "stable", "2", "ada")
-        assert (await queue.model_marks()).labels == {("qwen", "stable"): "1"}
+        assert (await queue.read_model_registry()).labels == {("qwen", "stable"): "1"}
         assert await queue.label("qwen", "stable", None, "ada")
     finally:
         await client.config_set("maxmemory", 0)
@@ -279,12 +294,12 @@ async def test_a_large_pool_is_told_in_one_step(queue: OwnerAndDesk) -> None:
     """More than one command of a script may name."""
     pairs = {(f"qwen-v{version}", f"10.0.{host}.1:8000") for version in range(40) for host in range(250)}
     models = [f"qwen-v{number}" for number in range(3000)]
-    assert (await queue.marks(pairs, (), models)).used == set(models)
+    assert (await queue.refresh_warm_markers(pairs, (), models)).models_in_use == set(models)
     for pair in list(pairs)[:20]:
-        await queue.warmed(*pair)
-    assert len((await queue.marks(pairs, (), models)).warm) == 20
-    told = await queue.marks((), pairs, ())
-    assert (told.warm, told.used) == (frozenset(), frozenset())
+        await queue.mark_warm(*pair)
+    assert len((await queue.refresh_warm_markers(pairs, (), models)).warm_markers) == 20
+    told = await queue.refresh_warm_markers((), pairs, ())
+    assert (told.warm_markers, told.models_in_use) == (frozenset(), frozenset())
 
 
 async def test_nothing_of_it_counts_as_left_of_a_request(

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from dispatcher.queue import owners
-from dispatcher.queue.owners import NOWHERE, presence
+from dispatcher.queue.owners import NO_SCOPE, register_owner
 from tests.support import require_tool, running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has abstract sockets")
@@ -53,59 +53,59 @@ def end(process: subprocess.Popen[bytes], how: signal.Signals = signal.SIGKILL) 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_process_that_ended_is_proven_gone_and_not_before(how: signal.Signals) -> None:
-    with presence() as me, owner_process() as ([owner], process):
-        assert me.gone([owner]) == []
+    with register_owner() as me, owner_process() as ([owner], process):
+        assert me.find_ended_owners([owner]) == []
         end(process, how)
-        assert me.gone([owner]) == [owner]
-        assert me.gone([owner]) == [owner], "asking leaves nothing behind"
+        assert me.find_ended_owners([owner]) == [owner]
+        assert me.find_ended_owners([owner]) == [owner], "asking leaves nothing behind"
 
 
 def test_stopped_process_lives() -> None:
-    with presence() as me, owner_process() as ([owner], process):
+    with register_owner() as me, owner_process() as ([owner], process):
         process.send_signal(signal.SIGSTOP)
-        assert me.gone([owner]) == []
+        assert me.find_ended_owners([owner]) == []
         process.send_signal(signal.SIGCONT)
 
 
 def test_zombie_is_gone() -> None:
     """Nobody has waited for it yet: it holds nothing any more."""
-    with presence() as me, owner_process() as ([owner], process):
+    with register_owner() as me, owner_process() as ([owner], process):
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert me.gone([owner]) == [owner]
+        assert me.find_ended_owners([owner]) == [owner]
 
 
 def test_child_of_a_dead_owner_does_not_keep_its_name() -> None:
-    with presence() as me, owner_process(code=HAVE_A_CHILD) as ([owner, child], process):
+    with register_owner() as me, owner_process(code=HAVE_A_CHILD) as ([owner, child], process):
         try:
             end(process)
             os.kill(int(child), 0)
-            assert me.gone([owner]) == [owner]
+            assert me.find_ended_owners([owner]) == [owner]
         finally:
             os.kill(int(child), signal.SIGKILL)
 
 
 def test_owner_that_stops_being_one_is_gone() -> None:
-    with presence() as me:
-        with presence() as other:
-            assert me.gone([other.owner]) == []
-        assert me.gone([other.owner]) == [other.owner]
+    with register_owner() as me:
+        with register_owner() as other:
+            assert me.find_ended_owners([other.owner]) == []
+        assert me.find_ended_owners([other.owner]) == [other.owner]
 
 
 def test_nothing_is_proven_about_oneself() -> None:
-    with presence() as me:
-        assert me.gone([me.owner]) == []
-    assert me.gone([me.owner]) == [], "not even when that is so"
+    with register_owner() as me:
+        assert me.find_ended_owners([me.owner]) == []
+    assert me.find_ended_owners([me.owner]) == [], "not even when that is so"
 
 
 def test_nothing_is_proven_across_network_namespaces() -> None:
     unshare = require_tool("unshare")
     if subprocess.run([unshare, "-n", "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may make no network namespace")
-    with presence() as me, owner_process(unshare, "-n") as ([owner], process):
-        assert me.gone([owner]) == []
+    with register_owner() as me, owner_process(unshare, "-n") as ([owner], process):
+        assert me.find_ended_owners([owner]) == []
         end(process)
-        assert me.gone([owner]) == [], "it may as well live in a place that we cannot see"
+        assert me.find_ended_owners([owner]) == [], "it may as well live in a place that we cannot see"
 
 
 @pytest.mark.parametrize(
@@ -114,54 +114,56 @@ def test_nothing_is_proven_across_network_namespaces() -> None:
 )
 def test_ids_that_tell_no_place_are_never_proven_gone(stranger: str) -> None:
     """Of older versions, of other systems, of other programs."""
-    with presence() as me:
-        assert me.gone([stranger]) == []
+    with register_owner() as me:
+        assert me.find_ended_owners([stranger]) == []
 
 
 def test_owner_without_a_name_of_its_own_cannot_be_proven_gone() -> None:
     """Where the system gives none the id says so, and others wait for its silence."""
-    with presence() as me, presence(place=NOWHERE) as nameless:
-        assert nameless.owner.split(":")[2] == NOWHERE
-        assert me.gone([nameless.owner]) == []
-        assert nameless.gone([me.owner]) == []
+    with register_owner() as me, register_owner(scope=NO_SCOPE) as nameless:
+        assert nameless.owner.split(":")[2] == NO_SCOPE
+        assert me.find_ended_owners([nameless.owner]) == []
+        assert nameless.find_ended_owners([me.owner]) == []
 
 
 def test_neighbour_that_holds_a_dead_owner_s_name_hides_its_death_and_no_more() -> None:
-    with presence() as me:
-        with presence() as other:
+    with register_owner() as me:
+        with register_owner() as other:
             pass
         with socket.socket(socket.AF_UNIX) as squatter:
-            squatter.bind(owners._name_of(other.owner))
-            assert me.gone([other.owner]) == []
-        assert me.gone([other.owner]) == [other.owner]
+            squatter.bind(owners._socket_name(other.owner))
+            assert me.find_ended_owners([other.owner]) == []
+        assert me.find_ended_owners([other.owner]) == [other.owner]
 
 
 def test_neighbour_that_listens_or_connects_changes_nothing() -> None:
-    with presence() as me, owner_process() as ([owner], process):
-        name = owners._name_of(owner)
+    with register_owner() as me, owner_process() as ([owner], process):
+        name = owners._socket_name(owner)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as another_kind:
             another_kind.bind(name)
-            assert me.gone([owner]) == []
+            assert me.find_ended_owners([owner]) == []
             end(process)
-            assert me.gone([owner]) == [owner]
+            assert me.find_ended_owners([owner]) == [owner]
 
 
 def test_whoever_took_over_a_directory_knows_that_all_found_there_are_gone() -> None:
     """Wherever they were; unless they show that they live, against all rules."""
-    with presence() as rebel, presence(alone=True) as me:
+    with register_owner() as rebel, register_owner(is_embedded=True) as me:
         found = ["other-host:1:0123456789abcdef:00", "host:4711:0a1b2c3d", rebel.owner, me.owner]
-        assert me.gone(found) == found[:2]
-        assert me.gone(["later:2:0123456789abcdef:00", *found]) == found[:2], "those who came later are not"
+        assert me.find_ended_owners(found) == found[:2]
+        assert me.find_ended_owners(["later:2:0123456789abcdef:00", *found]) == found[:2], (
+            "those who came later are not"
+        )
 
 
 def test_whoever_found_an_empty_directory_proves_nothing_by_it() -> None:
-    with presence(alone=True) as me:
-        assert me.gone([]) == []
-        assert me.gone(["host:4711:0a1b2c3d"]) == []
+    with register_owner(is_embedded=True) as me:
+        assert me.find_ended_owners([]) == []
+        assert me.find_ended_owners(["host:4711:0a1b2c3d"]) == []
 
 
 def test_ids_are_unique_and_short_enough_to_be_named() -> None:
     with ExitStack() as stack:
-        made = [stack.enter_context(presence()).owner for _ in range(50)]
+        made = [stack.enter_context(register_owner()).owner for _ in range(50)]
         assert len(set(made)) == 50
-        assert {len(owners._name_of(owner)) for owner in [*made, "h" * 255]} == {50}
+        assert {len(owners._socket_name(owner)) for owner in [*made, "h" * 255]} == {50}

@@ -18,14 +18,22 @@ from dispatcher.client import BatchClient
 from dispatcher.core.gateway.outcome import RetryPolicy
 from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.sequences.decisions import Goes, SequenceTerms, TurnEnd, Waits
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnEnd, TurnGranted, TurnWaits
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Claimed, Permit, PinAsked, QueueUnavailableError, Recalled, Release, Settled
-from dispatcher.queue.keys import Names
+from dispatcher.ports import (
+    ClaimResult,
+    Permit,
+    PinRequest,
+    QueueUnavailableError,
+    Release,
+    ReturnedRequests,
+    SettleStatus,
+)
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.survey import survey
+from dispatcher.queue.redis.survey import inspect_server
 from dispatcher.telemetry.metrics import Metrics
 from tests.client.answering import Answering
 from tests.queue.known import assert_drained
@@ -67,7 +75,7 @@ async def client(cluster: ClusterSet) -> AsyncIterator[redis.asyncio.cluster.Red
 @pytest.fixture
 async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndDesk]:
     """It has the time that a busy machine takes to find the nodes."""
-    async with queues(cluster.url, "a", try_s=15.0) as (one,):
+    async with queues(cluster.url, "a", attempt_timeout_s=15.0) as (one,):
         yield one
 
 
@@ -92,16 +100,16 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(
     await queue.submit([submission(f"r-{number}", token="t") for number in range(4)])
     assert await queue.cancel("r-3")
     asked = [(f"r-{number}", "t") for number in range(4)]
-    assert await queue.cancelled(asked) == await queue.being_cancelled(asked) == [False] * 3 + [True]
-    line = await queue.line(1.0, 1.0)
-    assert (line.pending, line.settled, len(line.heads)) == (4, 0, 1)
+    assert await queue.check_cancelled(asked) == await queue.being_cancelled(asked) == [False] * 3 + [True]
+    line = await queue.take_snapshot(1.0, 1.0)
+    assert (line.pending_count, line.settled_count, len(line.first_requests)) == (4, 0, 1)
     leases = (await claim(queue)).leases
     lists = ["", elsewhere, "{pool}-list", elsewhere]
     said = await queue.settle(
         [answer(lease, name, token="t") for lease, name in zip(leases, lists, strict=True)]
     )
-    assert said == [Settled.DONE] * 4
-    assert [await client.llen(name) for name in (NAMES.results, elsewhere, "{pool}-list")] == [1, 2, 1]
+    assert said == [SettleStatus.DONE] * 4
+    assert [await client.llen(name) for name in (NAMES.result_list, elsewhere, "{pool}-list")] == [1, 2, 1]
     assert await client.ttl(elsewhere) > 0
     await client.persist(elsewhere)
     await queue.submit([submission("r-4")])
@@ -119,11 +127,11 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(
 async def test_default_list_in_another_slot(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
-    names = Names("batch:{pool}:requests", apart(cluster, 1)[0])
-    async with queues(cluster.url, "a", names=names) as (queue,):
+    names = QueueNames("batch:{pool}:requests", apart(cluster, 1)[0])
+    async with queues(cluster.url, "a", list_names=names) as (queue,):
         await queue.submit([submission("r-1")])
-        assert await queue.settle([answer(await claim_one(queue))]) == [Settled.DONE]
-        assert await client.llen(names.results) == 1
+        assert await queue.settle([answer(await claim_one(queue))]) == [SettleStatus.DONE]
+        assert await client.llen(names.result_list) == 1
 
 
 async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default_list(
@@ -134,7 +142,7 @@ async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default
     await queue.submit([submission("r-1"), submission("r-2")])
     first, second = (await claim(queue)).leases
     await queue.settle([answer(first, elsewhere), answer(second)])
-    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.result_list, 0, -1)]
     assert {one["id"]: one.get("error_code") for one in results} == {"r-1": "INVALID_REQUEST", "r-2": None}
     await assert_drained(client, NAMES)
 
@@ -150,14 +158,14 @@ async def test_a_key_in_the_place_of_a_marker_costs_the_results_of_that_list_alo
     await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
     first, second, third = (await claim(queue)).leases
     said = await queue.settle([answer(first, elsewhere), answer(second, "{other}-list"), answer(third)])
-    assert said == [Settled.DONE] * 3
+    assert said == [SettleStatus.DONE] * 3
     await queue.sweep()
-    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.result_list, 0, -1)]
     assert {one["id"]: one.get("error_code") for one in results} == {"r-1": "INVALID_REQUEST", "r-3": None}
     assert await client.llen("{other}-list") == 1
     assert await client.type(marker) == (b"list" if kind == "list" else b"string")
     assert await client.ttl(marker) == -1
-    assert not await client.exists(NAMES.outbox)
+    assert not await client.exists(NAMES.outbox_key)
 
 
 async def test_name_that_no_marker_can_join_is_refused(
@@ -165,8 +173,8 @@ async def test_name_that_no_marker_can_join_is_refused(
 ) -> None:
     """`a}b` has no hash tag, and no other key can be put into its slot by name."""
     await queue.submit([submission("r-1")])
-    assert await queue.settle([answer(await claim_one(queue), "a}b")]) == [Settled.BAD_LIST]
-    assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.results, 0))
+    assert await queue.settle([answer(await claim_one(queue), "a}b")]) == [SettleStatus.BAD_LIST]
+    assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.result_list, 0))
 
 
 async def test_carriers_that_work_and_die_at_once_double_nothing(
@@ -205,7 +213,7 @@ def drop_removals(owner: RedisQueue) -> None:
 async def carried(owner: RedisQueue, client: redis.asyncio.cluster.RedisCluster) -> bool:
     with suppress(QueueUnavailableError):
         await owner.sweep()
-    return not await client.exists(NAMES.outbox)
+    return not await client.exists(NAMES.outbox_key)
 
 
 async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(
@@ -216,14 +224,14 @@ async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(
     await impatient.submit([submission("r-1"), submission("r-2")])
     leases = (await claim(impatient)).leases
     with away.frozen():
-        assert await impatient.settle([answer(leases[0], elsewhere)]) == [Settled.DONE]
+        assert await impatient.settle([answer(leases[0], elsewhere)]) == [SettleStatus.DONE]
         # Neighbours are served as ever, without waiting for that node again and again.
         started = asyncio.get_running_loop().time()
-        assert await impatient.settle([answer(leases[1])]) == [Settled.DONE]
+        assert await impatient.settle([answer(leases[1])]) == [SettleStatus.DONE]
         await impatient.sweep()
         assert asyncio.get_running_loop().time() - started < 0.9
-        assert (await impatient.counts()).leased == 0
-        assert await client.zcard(NAMES.outbox) == 1
+        assert (await impatient.count_requests()).leased == 0
+        assert await client.zcard(NAMES.outbox_key) == 1
     await wait_until(lambda: carried(impatient, client), 20)
     assert await client.llen(elsewhere) == 1
 
@@ -263,7 +271,7 @@ async def test_wake_up_is_heard_across_nodes(
     async with queues(cluster.url, "a", "b", poll_s=5) as (hearing, submitting), asyncio.TaskGroup() as tasks:
         started = asyncio.get_running_loop().time()
         waiting = tasks.create_task(hearing.wait_for_work())
-        await wait_until(lambda: hearing._wake_ups._heard is not None)
+        await wait_until(lambda: hearing._wake_ups._subscription is not None)
         await submitting.submit([submission("r-1")])
         await waiting
         assert asyncio.get_running_loop().time() - started < 4
@@ -271,14 +279,14 @@ async def test_wake_up_is_heard_across_nodes(
 
 async def test_release_and_sweep_on_a_cluster(queue: OwnerAndDesk) -> None:
     await queue.submit([submission("r-1")])
-    await queue.release([Release(await claim_one(queue), delay_s=0.01, attempt=True)])
+    await queue.release([Release(await claim_one(queue), delay_s=0.01, is_failed_attempt=True)])
 
     async def due() -> bool:
-        return (await queue.sweep()).due == 1
+        return (await queue.sweep()).due_count == 1
 
     assert await queue.unserved_s() is None
     await wait_until(due)
-    assert (await claim_one(queue)).attempts == 1
+    assert (await claim_one(queue)).failed_attempts == 1
     assert 0 <= (await queue.unserved_s() or 0.0) < 30
 
 
@@ -287,14 +295,16 @@ async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> Non
     await queue.submit([submission(f"r-{number}") for number in range(3)])
     leases = (await claim(queue)).leases
     turns = [(lease, Turn("s", 2 - at)) for at, lease in enumerate(leases)]
-    said = (await queue.line_up(turns, SequenceTerms())).verdicts
-    assert [type(one) for one in said] == [Waits, Waits, Goes]
-    await queue.settle([answer(leases[2]).but(turn=TurnEnd(turns[2][1], failed=True, cause="it broke"))])
-    unserved = await queue.unserved(9)
-    assert [(one.code, one.why) for one in unserved] == [("SEQUENCE_ABORTED", "it broke")] * 2
-    items = [(one.item, answer(leases[0]).but(results="elsewhere")) for one in unserved]
-    assert await queue.expire(items) == 2
-    assert (await queue.counts()).pending == 0
+    said = (await queue.claim_turns(turns, SequenceTerms())).decisions
+    assert [type(one) for one in said] == [TurnWaits, TurnWaits, TurnGranted]
+    await queue.settle(
+        [answer(leases[2]).copy_with(turn=TurnEnd(turns[2][1], has_failed=True, cause="it broke"))]
+    )
+    unserved = await queue.find_remaining_requests(9)
+    assert [(one.error_code, one.message) for one in unserved] == [("SEQUENCE_ABORTED", "it broke")] * 2
+    items = [(one.request, answer(leases[0]).copy_with(results="elsewhere")) for one in unserved]
+    assert await queue.settle_unleased(items) == 2
+    assert (await queue.count_requests()).pending == 0
     assert [one.id for one in (await queue.sequences(9)).found] == ["s"]
 
 
@@ -304,37 +314,37 @@ async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_clu
     await queue.submit([submission(f"r-{number}", token="t") for number in range(3)])
     await queue.submit([submission("late", 1_700_000_000, token="t")])
     leases = (await claim(queue)).leases
-    await queue.release([Release(lease, awaits="m") for lease in leases])
+    await queue.release([Release(lease, missing_model="m") for lease in leases])
     assert await queue.cancel("r-2", "t")
-    assert (await queue.sweep()).revoked == 1
-    (late,) = await queue.expired(9)
-    assert await queue.expire([(late, answer(leases[0]))]) == 1
-    assert await queue.awaited() == {"m": 2}
-    assert await queue.recall(["m"]) == Recalled(2, 0)
+    assert (await queue.sweep()).cancelled_count == 1
+    (late,) = await queue.find_overdue(9)
+    assert await queue.settle_unleased([(late, answer(leases[0]))]) == 1
+    assert await queue.count_waiting_by_model() == {"m": 2}
+    assert await queue.return_waiting_for_models(["m"]) == ReturnedRequests(2, 0)
     assert len((await claim(queue)).leases) == 3
 
 
 async def test_what_is_said_of_versions_is_shared_on_a_cluster(queue: OwnerAndDesk) -> None:
-    assert await queue.warming("qwen-v1", "10.0.0.1:8000")
-    await queue.warmed("qwen-v1", "10.0.0.1:8000")
+    assert await queue.take_warm_up_lock("qwen-v1", "10.0.0.1:8000")
+    await queue.mark_warm("qwen-v1", "10.0.0.1:8000")
     await queue.label("qwen", "stable", "1", "ada")
     await queue.drain("qwen-v2", "ada")
-    assert await queue.pin([PinAsked("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
-    told = await queue.marks([("qwen-v1", "10.0.0.1:8000")], (), ["qwen-v1"])
-    assert told == await queue.model_marks()
-    assert (set(told.warm), set(told.used)) == ({("qwen-v1", "10.0.0.1:8000")}, {"qwen-v1"})
-    assert (told.labels, set(told.drained)) == ({("qwen", "stable"): "1"}, {"qwen-v2"})
+    assert await queue.pin_versions([PinRequest("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
+    told = await queue.refresh_warm_markers([("qwen-v1", "10.0.0.1:8000")], (), ["qwen-v1"])
+    assert told == await queue.read_model_registry()
+    assert (set(told.warm_markers), set(told.models_in_use)) == ({("qwen-v1", "10.0.0.1:8000")}, {"qwen-v1"})
+    assert (told.labels, set(told.drained_models)) == ({("qwen", "stable"): "1"}, {"qwen-v2"})
     assert await queue.undrain("qwen-v2")
 
 
 class Counts(RedisQueue):
     """Counts what it claims."""
 
-    claimed = 0
+    record_claim = 0
 
-    async def claim(self, most: int, nonce: str, permit: Permit, **how: Any) -> Claimed:
-        claimed = await super().claim(most, nonce, permit, **how)
-        self.claimed += len(claimed.leases)
+    async def claim(self, max_count: int, nonce: str, permit: Permit, **how: Any) -> ClaimResult:
+        claimed = await super().claim(max_count, nonce, permit, **how)
+        self.record_claim += len(claimed.leases)
         return claimed
 
 
@@ -345,10 +355,10 @@ async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(
     names = (f"r-{number}" for number in range(1000))
     home = cluster.node_of(NAMES.queue)
     name = next(one for one in names if cluster.node_of(f"request-cancel:{one}") is not home)
-    gateway, queue = Answers(), Counts(connect(cluster.url), NAMES, "a", try_s=0.5)
+    gateway, queue = Answers(), Counts(connect(cluster.url), NAMES, "a", attempt_timeout_s=0.5)
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     now = asyncio.get_running_loop().time()
-    limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
+    limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
     dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
     await client.zadd(NAMES.queue, {member(name, token="t"): 1})
     with cluster.node_of(f"request-cancel:{name}").frozen():
@@ -358,8 +368,8 @@ async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(
             told_at = asyncio.get_running_loop().time()
             await wait_until(lambda: asyncio.get_running_loop().time() > told_at + 3, 10)
             assert "markers" in (dispatcher.view.problem or "")
-            assert queue.claimed == 1
-            assert (await queue.counts()).pending == 1
+            assert queue.record_claim == 1
+            assert (await queue.count_requests()).pending == 1
             assert gateway.sent == []
             os.kill(cluster.node_of(f"request-cancel:{name}").pid, signal.SIGCONT)
             await wait_until(lambda: gateway.sent == [name], 10)
@@ -382,12 +392,12 @@ async def test_the_rights_of_the_page_suffice_on_a_cluster(
         async with queues(cluster.url, "p") as (producer,), queues(url, "a") as (queue,):
             await producer.submit([submission("r-1", token="t"), submission("r-2", token="t")])
             await queue.sweep()
-            assert await queue.cancelled([("r-1", "t"), ("r-2", "t")]) == [False, False]
+            assert await queue.check_cancelled([("r-1", "t"), ("r-2", "t")]) == [False, False]
             first, second = (await claim(queue)).leases
             said = await queue.settle([answer(first, elsewhere, token="t"), answer(second, token="t")])
-            assert said == [Settled.DONE] * 2
-            assert [await client.llen(name) for name in (NAMES.results, elsewhere)] == [1, 1]
-            assert (await survey(url, NAMES)).wakes
+            assert said == [SettleStatus.DONE] * 2
+            assert [await client.llen(name) for name in (NAMES.result_list, elsewhere)] == [1, 1]
+            assert (await inspect_server(url, NAMES)).can_subscribe
             async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
                 tasks.create_task(queue.wait_for_work())
                 await producer.submit([submission("r-3")])
@@ -402,7 +412,7 @@ async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_li
 ) -> None:
     """In another slot, where the script that settles cannot see it."""
     forbidden, allowed = apart(cluster, 2)
-    refusals = f"~{NAMES.results}:posted:*"
+    refusals = f"~{NAMES.result_list}:posted:*"
     more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not its marker
     for node in cluster.nodes:
         with node.client() as admin:
@@ -413,13 +423,13 @@ async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_li
             await producer.submit([submission("r-1"), submission("r-2"), submission("r-3")])
             first, second, third = (await claim(queue)).leases
             said = await queue.settle([answer(first, forbidden), answer(second, allowed), answer(third)])
-            assert said == [Settled.DONE] * 3
-            results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+            assert said == [SettleStatus.DONE] * 3
+            results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.result_list, 0, -1)]
             assert {one["id"]: one.get("error_code") for one in results} == {
                 "r-1": "INVALID_REQUEST",
                 "r-3": None,
             }
-            assert await client.zcard(NAMES.outbox) == 1, "what the operator has forgotten is his to mend"
+            assert await client.zcard(NAMES.outbox_key) == 1, "what the operator has forgotten is his to mend"
             for node in cluster.nodes:
                 with node.client() as admin:
                     grant(admin, "dispatcher", *more, f"~{{{allowed}}}:posted:*", tag="pool")

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import trustme
 
-from dispatcher.ports import Lease, QueueUnavailableError, Settled
+from dispatcher.ports import Lease, QueueUnavailableError, SettleStatus
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import NAMES, answer, claim, claim_one, queues, submission
@@ -98,10 +98,10 @@ async def test_tls_with_a_private_authority(tmp_path: Path) -> None:
     with server("redis", tmp_path / "data", *options):
         async with queues(f"rediss://127.0.0.1:{port}/2?ssl_ca_certs={ca}", "a") as (queue,):
             await queue.submit([submission("r-1")])
-            assert await queue.settle([answer(await claim_one(queue))]) == [Settled.DONE]
+            assert await queue.settle([answer(await claim_one(queue))]) == [SettleStatus.DONE]
         async with queues(f"rediss://127.0.0.1:{port}/2", "a") as (stranger,):
             with pytest.raises(QueueUnavailableError, match=r"(?i)certificate"):
-                await stranger.counts()
+                await stranger.count_requests()
 
 
 async def test_unix_socket(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ async def test_unix_socket(tmp_path: Path) -> None:
     with server("redis", tmp_path / "data", "--unixsocket", str(path)):
         async with queues(f"unix://{path}?db=1", "a") as (queue,):
             assert await queue.submit([submission("r-1")]) == 1
-            assert (await queue.counts()).pending == 1
+            assert (await queue.count_requests()).pending == 1
 
 
 async def test_work_goes_on_after_a_failover(tmp_path: Path) -> None:
     """The primary is killed under load: what the new one knows of is answered, once. Valkey: tests/chaos."""
     with sentinel_set("redis", tmp_path) as sentinels:
-        async with queues(sentinels.url, "a", try_s=1.0, lease_s=3) as (queue,):
+        async with queues(sentinels.url, "a", attempt_timeout_s=1.0, lease_s=3) as (queue,):
             await queue.submit([submission(f"r-{number}") for number in range(300)])
             first = sentinels.primary()
             await wait_until(lambda: replica_caught_up(first), 10)
@@ -128,7 +128,7 @@ async def test_work_goes_on_after_a_failover(tmp_path: Path) -> None:
             await asyncio.wait_for(work, 40)
             assert time.monotonic() - failed_over_at < 15, f"{failed_over_at - killed_at:.1f} s to elect"
             with sentinels.primary().client() as client:
-                results = [msgspec.json.decode(one)["id"] for one in client.lrange(NAMES.results, 0, -1)]
+                results = [msgspec.json.decode(one)["id"] for one in client.lrange(NAMES.result_list, 0, -1)]
         assert len(results) == len(set(results))
         # What replication had not carried over was undone whole: its requests ran again.
         assert set(results) == {f"r-{number}" for number in range(300)}
@@ -142,7 +142,7 @@ def replica_caught_up(primary: Server) -> bool:
 
 def settled(primary: Server) -> int:
     with suppress(Exception), primary.client() as client:
-        return int(client.llen(NAMES.results))
+        return int(client.llen(NAMES.result_list))
     return 0
 
 
@@ -163,7 +163,7 @@ async def work_off(queue: RedisQueue) -> None:
             if held:
                 await queue.settle([answer(lease) for lease in held])
                 held = []
-            elif (counts := await queue.counts()).pending + counts.leased == 0:
+            elif (counts := await queue.count_requests()).pending + counts.leased == 0:
                 return
         except QueueUnavailableError:
             continue

@@ -12,22 +12,22 @@ import pytest
 import redis.asyncio
 
 from dispatcher.ports import (
-    Burial,
-    Dead,
+    DeadLetter,
+    DeadRequest,
     Lease,
     QueueUnavailableError,
-    Recalled,
     Release,
-    Settled,
+    ReturnedRequests,
     Settlement,
+    SettleStatus,
     Submission,
 )
-from dispatcher.queue.keys import MODEL_KEYS
+from dispatcher.queue.keys import WAITING_FOR_MODEL_KEYS
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.queue_admin import RedisDesk
-from dispatcher.queue.redis.scripts import Scripts
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.queue.redis.scripts import ScriptRunner
+from dispatcher.telemetry.events import Event, divert_events
 from tests.queue.known import assert_drained, assert_only_known_keys
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, claim_one, ids, member, queues, submission
 from tests.queue.servers import Server, server
@@ -67,7 +67,7 @@ async def test_full_redis_refuses_a_submission_whole(
     await full()
     with pytest.raises(QueueUnavailableError, match="out of memory"):
         await queue.submit([submission("r-1"), submission("r-2")])
-    assert (await queue.counts()).pending == 0
+    assert (await queue.count_requests()).pending == 0
 
 
 async def test_full_redis_can_be_worked_empty(
@@ -78,21 +78,21 @@ async def test_full_redis_can_be_worked_empty(
     early = await claim(queue, 2)
     await full()
     late = await claim(queue, 4)
-    assert (await queue.renew([*early.leases, *late.leases])).lost == []
+    assert (await queue.renew([*early.leases, *late.leases])).lost_entry_ids == []
     first, second, third, fourth = late.leases
-    assert await queue.settle([answer(lease) for lease in early.leases]) == [Settled.DONE] * 2
-    assert await queue.release([Release(first), Release(second, delay_s=0.001)]) == [Settled.DONE] * 2
-    assert await queue.bury([Burial(answer(third), "why")]) == [Settled.DONE]
-    assert await queue.settle([answer(fourth)]) == [Settled.DONE]
+    assert await queue.settle([answer(lease) for lease in early.leases]) == [SettleStatus.DONE] * 2
+    assert await queue.release([Release(first), Release(second, delay_s=0.001)]) == [SettleStatus.DONE] * 2
+    assert await queue.move_to_dead_letters([DeadLetter(answer(third), "why")]) == [SettleStatus.DONE]
+    assert await queue.settle([answer(fourth)]) == [SettleStatus.DONE]
     await wait_until(lambda: swept(queue))
     again = await claim(queue)
-    assert await queue.settle([answer(lease) for lease in again.leases]) == [Settled.DONE] * 2
-    assert await client.llen(NAMES.results) == 6
+    assert await queue.settle([answer(lease) for lease in again.leases]) == [SettleStatus.DONE] * 2
+    assert await client.llen(NAMES.result_list) == 6
 
 
 async def swept(queue: RedisQueue) -> bool:
     await queue.sweep()
-    return (await queue.counts()).delayed == 0
+    return (await queue.count_requests()).delayed == 0
 
 
 async def test_read_only_replica_changes_nothing_and_says_so(
@@ -110,7 +110,7 @@ async def test_read_only_replica_changes_nothing_and_says_so(
             lambda: queue.renew([lease]),
             lambda: queue.settle([answer(lease)]),
             lambda: queue.release([Release(lease)]),
-            lambda: queue.bury([Burial(answer(lease), "why")]),
+            lambda: queue.move_to_dead_letters([DeadLetter(answer(lease), "why")]),
             lambda: queue.sweep(),
         ):
             with pytest.raises(QueueUnavailableError, match="replica"):
@@ -118,7 +118,7 @@ async def test_read_only_replica_changes_nothing_and_says_so(
         assert await dump(client) == before
     finally:
         await client.execute_command("REPLICAOF", "NO", "ONE")
-    assert await queue.settle([answer(lease)]) == [Settled.DONE]
+    assert await queue.settle([answer(lease)]) == [SettleStatus.DONE]
 
 
 async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_first_write(
@@ -126,40 +126,40 @@ async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_fi
 ) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     lease = await claim_one(queue)
-    await client.set(f"{NAMES.prefix}:returned", "someone's")
+    await client.set(f"{NAMES.queue_prefix}:returned", "someone's")
     before = await dump(client)
     for act in (lambda: claim(queue), lambda: queue.release([Release(lease)]), lambda: queue.sweep()):
         with pytest.raises(QueueUnavailableError, match="returned holds a string, not a zset"):
             await act()
     assert await dump(client) == before
-    await client.delete(f"{NAMES.prefix}:returned")
-    assert await queue.release([Release(lease)]) == [Settled.DONE]
+    await client.delete(f"{NAMES.queue_prefix}:returned")
+    assert await queue.release([Release(lease)]) == [SettleStatus.DONE]
 
 
-@pytest.mark.parametrize("key", [suffix for suffix, _ in MODEL_KEYS.values()])
+@pytest.mark.parametrize("key", [suffix for suffix, _ in WAITING_FOR_MODEL_KEYS.values()])
 async def test_foreign_key_where_requests_wait_for_their_model_stops_what_would_write_there(
     queue: OwnerAndDesk, client: redis.asyncio.Redis, key: str
 ) -> None:
     await queue.submit([submission(f"r-{number}", 1_700_000_000) for number in range(3)])
     first, second, third = (await claim(queue)).leases
-    await queue.release([Release(first, awaits="m")])
-    (late,) = await queue.expired(9)
-    at = f"{NAMES.prefix}:{key}"
+    await queue.release([Release(first, missing_model="m")])
+    (late,) = await queue.find_overdue(9)
+    at = f"{NAMES.queue_prefix}:{key}"
     await client.rename(at, "aside")
     await client.set(at, "someone's")
     before = await dump(client)
     steps = [
-        lambda: queue.release([Release(second), Release(third, awaits="m")]),
-        lambda: queue.recall(["m"]),
-        lambda: queue.expire([(late, answer(first))]),
+        lambda: queue.release([Release(second), Release(third, missing_model="m")]),
+        lambda: queue.return_waiting_for_models(["m"]),
+        lambda: queue.settle_unleased([(late, answer(first))]),
     ]
     for act in steps:
         with pytest.raises(QueueUnavailableError, match=f"{key} holds a string, not a zset"):
             await act()
     assert await dump(client) == before
-    assert await queue.release([Release(second)]) == [Settled.DONE], "which is not of it"
+    assert await queue.release([Release(second)]) == [SettleStatus.DONE], "which is not of it"
     await client.rename("aside", at)
-    assert await queue.recall(["m"]) == Recalled(1, 0)
+    assert await queue.return_waiting_for_models(["m"]) == ReturnedRequests(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,16 @@ async def test_hostile_list_name_costs_that_request_alone(
     await client.set("a-string", "kept", ex=60)
     await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
     leases = (await claim(queue)).leases
-    assert list(await queue.refused_lists(["elsewhere", name])) == [name], "known before the work is done"
+    assert list(await queue.find_invalid_result_lists(["elsewhere", name])) == [name], (
+        "known before the work is done"
+    )
     said = await queue.settle([answer(leases[0], "elsewhere"), answer(leases[1], name), answer(leases[2])])
-    assert said == [Settled.DONE, Settled.BAD_LIST, Settled.DONE]
+    assert said == [SettleStatus.DONE, SettleStatus.BAD_LIST, SettleStatus.DONE]
     assert await client.llen("elsewhere") == 1
-    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.result_list, 0, -1)]
     assert {one["id"]: one.get("error_code") for one in results} == {"r-2": "INVALID_REQUEST", "r-3": None}
     assert await client.get("a-string") == b"kept"
-    assert (await queue.counts()).leased == 0
+    assert (await queue.count_requests()).leased == 0
 
 
 @pytest.mark.parametrize(
@@ -221,17 +223,17 @@ async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not
     monkeypatch.setattr(queue.backend.scripts, "run", counted)
     await client.set("a-string", "kept")
     for _ in range(3):
-        assert await queue.refused_lists([]) == {}
-        refused = await queue.refused_lists(["a", "b", "a-string", NAMES.queue])
+        assert await queue.find_invalid_result_lists([]) == {}
+        refused = await queue.find_invalid_result_lists(["a", "b", "a-string", NAMES.queue])
         assert set(refused) == {"a-string", NAMES.queue}
     assert asked == [("unfit", [b"a", b"b", b"a-string"]), *[("unfit", [b"a-string"])] * 2]
     await client.delete("a-string")
-    assert await queue.refused_lists(["a-string"]) == {}
+    assert await queue.find_invalid_result_lists(["a-string"]) == {}
 
 
 async def test_what_lists_are_cannot_be_learned_while_redis_is_away_and_nobody_is_refused_for_it() -> None:
-    async with queues("redis://127.0.0.1:1", "a", try_s=0.1) as (queue,):
-        assert list(await queue.refused_lists(["a", NAMES.queue])) == [NAMES.queue]
+    async with queues("redis://127.0.0.1:1", "a", attempt_timeout_s=0.1) as (queue,):
+        assert list(await queue.find_invalid_result_lists(["a", NAMES.queue])) == [NAMES.queue]
 
 
 async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(
@@ -239,27 +241,27 @@ async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(
 ) -> None:
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)
-    said = await queue.bury([Burial(answer(lease, "batch:{pool}:requests"), "no use")])
-    assert said == [Settled.BAD_LIST]
+    said = await queue.move_to_dead_letters([DeadLetter(answer(lease, "batch:{pool}:requests"), "no use")])
+    assert said == [SettleStatus.BAD_LIST]
     (dead,) = await queue.dead_list(10)
     assert dead.reason == "no use"
-    assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.results, 0))
+    assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.result_list, 0))
 
 
 async def test_default_list_of_the_wrong_type_keeps_the_request(
     queue: OwnerAndDesk, client: redis.asyncio.Redis
 ) -> None:
     """A result that nobody can read would break the one promise there is: exactly one result."""
-    await client.hset(NAMES.results, "a", "hash")
+    await client.hset(NAMES.result_list, "a", "hash")
     await queue.submit([submission("r-1"), submission("r-2")])
     own, other = (await claim(queue)).leases
-    assert await queue.settle([answer(own), answer(other, "elsewhere")]) == [None, Settled.DONE]
+    assert await queue.settle([answer(own), answer(other, "elsewhere")]) == [None, SettleStatus.DONE]
     with pytest.raises(QueueUnavailableError, match="is no list"):
         await queue.settle([answer(own)])
-    assert (await queue.counts()).leased == 1
+    assert (await queue.count_requests()).leased == 1
     assert await client.llen("elsewhere") == 1
-    await client.delete(NAMES.results)
-    assert await queue.settle([answer(own)]) == [Settled.DONE]
+    await client.delete(NAMES.result_list)
+    assert await queue.settle([answer(own)]) == [SettleStatus.DONE]
 
 
 async def test_scripts_are_loaded_again_after_a_flush(
@@ -269,7 +271,7 @@ async def test_scripts_are_loaded_again_after_a_flush(
     await client.script_flush()
     lease = await claim_one(queue)
     await client.script_flush()
-    assert await queue.settle([answer(lease)]) == [Settled.DONE]
+    assert await queue.settle([answer(lease)]) == [SettleStatus.DONE]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,12 @@ async def test_scripts_are_loaded_again_after_a_flush(
 async def test_unreachable_server_is_a_sentence_not_a_crash(url: str) -> None:
     queue = OwnerAndDesk(connect(url), NAMES, "a")
     try:
-        for act in (queue.sweep, queue.counts, lambda: claim(queue), lambda: queue.cancelled([("r-1", "t")])):
+        for act in (
+            queue.sweep,
+            queue.count_requests,
+            lambda: claim(queue),
+            lambda: queue.check_cancelled([("r-1", "t")]),
+        ):
             with pytest.raises(QueueUnavailableError, match="cannot be reached"):
                 await act()
         assert queue.unix_now() > 1_700_000_000
@@ -289,15 +296,15 @@ async def test_unreachable_server_is_a_sentence_not_a_crash(url: str) -> None:
 
 async def test_frozen_server_does_not_hang_a_call(any_server: Server, client: redis.asyncio.Redis) -> None:
     """SIGSTOP: connected, and silent."""
-    queue = OwnerAndDesk(connect(any_server.url, answer_s=0.3), NAMES, "a", try_s=0.4)
+    queue = OwnerAndDesk(connect(any_server.url, response_timeout_s=0.3), NAMES, "a", attempt_timeout_s=0.4)
     try:
         await queue.submit([submission("r-1")])
         with any_server.frozen():
             started = asyncio.get_running_loop().time()
             with pytest.raises(QueueUnavailableError, match="in time"):
-                await queue.counts()
+                await queue.count_requests()
             assert asyncio.get_running_loop().time() - started < 5
-        assert (await queue.counts()).pending == 1
+        assert (await queue.count_requests()).pending == 1
     finally:
         await queue.aclose()
 
@@ -318,8 +325,8 @@ async def test_lost_reply_of_a_settlement_is_remembered(
         return reply
 
     queue.backend.scripts.client.execute_command = cut
-    assert await queue.settle([answer(lease)]) == [Settled.DONE]
-    assert await client.llen(NAMES.results) == 1
+    assert await queue.settle([answer(lease)]) == [SettleStatus.DONE]
+    assert await client.llen(NAMES.result_list) == 1
 
 
 async def test_lost_reply_of_a_submission_adds_nothing_twice(
@@ -341,7 +348,7 @@ async def test_lost_reply_of_a_submission_adds_nothing_twice(
 
     queue.backend.scripts.client.execute_command = cut
     assert await queue.submit([submission("r-1")]) == 1
-    counts = await queue.counts()
+    counts = await queue.count_requests()
     assert (counts.pending, counts.leased) == (0, 1)
 
 
@@ -367,9 +374,9 @@ async def test_right_that_is_missing_inside_a_script_is_a_sentence_on_every_serv
     async def refuses() -> None:
         raise redis.ResponseError(said)
 
-    scripts = Scripts(connect("redis://127.0.0.1:1"))
+    scripts = ScriptRunner(connect("redis://127.0.0.1:1"))
     with pytest.raises(QueueUnavailableError, match="does not permit this user") as caught:
-        await scripts.attempt(refuses)
+        await scripts.call_with_retries(refuses)
     assert "@user_script" not in str(caught.value)
     await scripts.client.aclose()
 
@@ -397,18 +404,18 @@ async def test_password_database_and_restricted_user(tmp_path: Path) -> None:
             assert await queue.cancel("r-1")
             leases = (await claim(queue)).leases
             said = await queue.settle([answer(leases[0], token="t"), answer(leases[1], "not-granted")])
-            assert said == [Settled.DONE, Settled.BAD_LIST]
+            assert said == [SettleStatus.DONE, SettleStatus.BAD_LIST]
             await asyncio.wait_for(woken_by(queue, submission("r-3")), 5)
-            assert (await queue.counts()).pending == 1
+            assert (await queue.count_requests()).pending == 1
         with running.client(db=3) as third:
-            assert third.llen(NAMES.results) == 2
-        desk = RedisDesk(connect(f"redis://batch:wrong@127.0.0.1:{running.port}/0"), NAMES)
+            assert third.llen(NAMES.result_list) == 2
+        desk = RedisQueueAdmin(connect(f"redis://batch:wrong@127.0.0.1:{running.port}/0"), NAMES)
         with pytest.raises(QueueUnavailableError, match="password"):
-            await desk.counts()
+            await desk.count_requests()
         await desk.aclose()
-        other = RedisDesk(connect(url), type(NAMES)("elsewhere", "elsewhere-results"))
+        other = RedisQueueAdmin(connect(url), type(NAMES)("elsewhere", "elsewhere-results"))
         with pytest.raises(QueueUnavailableError, match="permit"):
-            await other.counts()
+            await other.count_requests()
         await other.aclose()
 
 
@@ -427,14 +434,14 @@ async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, a
             leases = (await claim(queue, 5)).leases
             await queue.settle([answer(leases[0])])
             await queue.release([Release(leases[1]), Release(leases[2], delay_s=60)])
-            await queue.bury([Burial(answer(leases[3]), "why")])
-            before = await queue.counts()
+            await queue.move_to_dead_letters([DeadLetter(answer(leases[3]), "why")])
+            before = await queue.count_requests()
             running.kill()
             with pytest.raises(QueueUnavailableError):
-                await queue.counts()
+                await queue.count_requests()
             running.start()
-            assert await queue.counts() == before
-            assert await queue.settle([answer(leases[4])]) == [Settled.DONE]
+            assert await queue.count_requests() == before
+            assert await queue.settle([answer(leases[4])]) == [SettleStatus.DONE]
 
 
 async def test_poison_disappears_nowhere_and_blocks_nobody(
@@ -448,13 +455,15 @@ async def test_poison_disappears_nowhere_and_blocks_nobody(
     while leases := (await claim(queue)).leases:
         seen += [lease.member for lease in leases]
         assert len(leases) == 1 or sum(map(len, [lease.member for lease in leases])) <= 2**20
-        await queue.bury([Burial(answer_nothing(lease), "unreadable") for lease in leases])
+        await queue.move_to_dead_letters(
+            [DeadLetter(answer_nothing(lease), "unreadable") for lease in leases]
+        )
     assert seen == sorted([*poison, member_of(seen, "fine")])
-    dead: list[Dead] = []
-    while found := await queue.dead_list(100, dead[-1].entry if dead else 0):
+    dead: list[DeadRequest] = []
+    while found := await queue.dead_list(100, dead[-1].entry_id if dead else 0):
         dead += found
     assert [one.member for one in dead] == seen
-    assert await client.llen(NAMES.results) == 0
+    assert await client.llen(NAMES.result_list) == 0
     assert await queue.dead_purge() == len(seen)
     await assert_drained(client, NAMES)
 
@@ -478,7 +487,7 @@ async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_
     served = (await claim(queue)).leases
     assert served == []
     again = await queue.release([Release(lease) for lease in rest[200:]])
-    assert set(again) == {Settled.DONE}
+    assert set(again) == {SettleStatus.DONE}
     order = [lease.member for lease in (await claim(queue)).leases]
     assert order == sorted(order)
     assert ids(order)
@@ -489,11 +498,11 @@ async def test_a_lease_named_twice_in_one_call_ends_once(
 ) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     first, second = (await claim(queue)).leases
-    assert await queue.release([Release(first), Release(first)]) == [Settled.DONE, Settled.LOST]
-    assert await queue.settle([answer(second), answer(second)]) == [Settled.DONE, Settled.LOST]
-    assert await client.llen(NAMES.results) == 1
-    counts = (await queue.renew([])).count
-    assert (counts.live, counts.others) == (0, 0)
+    assert await queue.release([Release(first), Release(first)]) == [SettleStatus.DONE, SettleStatus.LOST]
+    assert await queue.settle([answer(second), answer(second)]) == [SettleStatus.DONE, SettleStatus.LOST]
+    assert await client.llen(NAMES.result_list) == 1
+    counts = (await queue.renew([])).lease_counts
+    assert (counts.live_units, counts.other_owners_units) == (0, 0)
 
 
 async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(
@@ -502,12 +511,14 @@ async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(
     told: list[tuple[Event, int]] = []
     async with queues(any_server.url, "a", dead_max=3) as (queue,):
         await queue.submit([submission(f"r-{number}", 2_000_000_000 + number) for number in range(5)])
-        with diverted(lambda event, fields: told.append((event, fields["count"]))):
+        with divert_events(lambda event, fields: told.append((event, fields["count"]))):
             for number in range(5):
-                await queue.bury([Burial(answer(await claim_one(queue)), f"reason {number}")])
+                await queue.move_to_dead_letters(
+                    [DeadLetter(answer(await claim_one(queue)), f"reason {number}")]
+                )
         assert [dead.reason for dead in await queue.dead_list(10)] == ["reason 2", "reason 3", "reason 4"]
         assert told == [(Event.DEAD_DROPPED, 1)] * 2
         assert await queue.dead_purge() == 3
-    assert await client.llen(NAMES.results) == 5
-    await client.delete(NAMES.results)
+    assert await client.llen(NAMES.result_list) == 5
+    await client.delete(NAMES.result_list)
     await assert_drained(client, NAMES)

@@ -16,15 +16,15 @@ from dispatcher.cli.run import _loop_factory
 from dispatcher.core.gateway.outcome import RetryPolicy
 from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.requests.request import Rejection, parse
+from dispatcher.core.requests.request import Rejection, parse_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Burial, Lease, QueueUnavailableError, Settled
-from dispatcher.queue.keys import Names
+from dispatcher.ports import DeadLetter, Lease, QueueUnavailableError, SettleStatus
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.scripts import Scripts
-from dispatcher.queue.redis.wake_ups import WakeUps
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.queue.redis.scripts import ScriptRunner
+from dispatcher.queue.redis.wake_ups import WakeUpListener
+from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, Answers, OwnerAndDesk, answer, claim, member, permit, queues, submission
@@ -59,9 +59,9 @@ async def test_whatever_a_call_raises_is_a_sentence(error: Exception) -> None:
     async def fails() -> None:
         raise error
 
-    scripts = Scripts(connect("redis://127.0.0.1:1"))
+    scripts = ScriptRunner(connect("redis://127.0.0.1:1"))
     with pytest.raises(QueueUnavailableError, match="Redis"):
-        await scripts.attempt(fails)
+        await scripts.call_with_retries(fails)
 
 
 async def test_a_reply_that_repeats_what_it_was_sent_is_cut_short() -> None:
@@ -69,7 +69,7 @@ async def test_a_reply_that_repeats_what_it_was_sent_is_cut_short() -> None:
         raise redis.ResponseError("ERR unknown command, with args beginning with: " + "x" * 10**6)
 
     with pytest.raises(QueueUnavailableError) as caught:
-        await Scripts(connect("redis://127.0.0.1:1")).attempt(fails)
+        await ScriptRunner(connect("redis://127.0.0.1:1")).call_with_retries(fails)
     assert len(str(caught.value)) < 500
 
 
@@ -93,17 +93,17 @@ async def test_a_subscription_that_breaks_in_any_way_leaves_the_looking(
     any_server: Server, client: Any
 ) -> None:
     breaks = Breaks(client)
-    scripts = Scripts(client)
+    scripts = ScriptRunner(client)
     scripts.client = breaks
-    wake_ups = WakeUps(scripts, NAMES, 0.01)
+    wake_ups = WakeUpListener(scripts, NAMES, 0.01)
     await client.zadd(NAMES.queue, {member(): 1})
     heard: list[Event] = []
-    with diverted(lambda event, _: heard.append(event)):
-        await asyncio.wait_for(wake_ups.wait(), 5)
-        wake_ups._heard = breaks  # type: ignore[assignment]
-        await asyncio.wait_for(wake_ups.wait(), 5)
+    with divert_events(lambda event, _: heard.append(event)):
+        await asyncio.wait_for(wake_ups.wait_for_wake_up(), 5)
+        wake_ups._subscription = breaks  # type: ignore[assignment]
+        await asyncio.wait_for(wake_ups.wait_for_wake_up(), 5)
         await wake_ups.aclose()
-    assert heard == [Event.WAKE_UPS_GONE]
+    assert heard == [Event.WAKE_UPS_UNAVAILABLE]
     assert breaks.broke >= 3
 
 
@@ -127,7 +127,7 @@ def test_connections_that_break_as_they_are_made_end_nothing() -> None:
         for url in (f"redis://127.0.0.1:{port}", f"redis+cluster://127.0.0.1:{port}"):
             queue = OwnerAndDesk(connect(url), NAMES, "a", poll_s=0.001)
             for _ in range(3):
-                for call in (queue.sweep(), queue.cancelled([("r-1", "t")]), queue.wait_for_work()):
+                for call in (queue.sweep(), queue.check_cancelled([("r-1", "t")]), queue.wait_for_work()):
                     with pytest.raises(QueueUnavailableError):
                         await call
             await queue.aclose()
@@ -165,15 +165,15 @@ async def test_no_reply_ends_the_dispatcher_and_it_works_on_when_they_are_good_a
     with server("redis", tmp_path) as running:
         async with asyncio.TaskGroup() as scenes:
             for number, (odd, said) in enumerate(ODD.items()):
-                names = Names(f"batch:{{{number}}}:requests", f"batch:{{{number}}}:results")
+                names = QueueNames(f"batch:{{{number}}}:requests", f"batch:{{{number}}}:results")
                 scenes.create_task(bears(running, names, odd, said, some))
 
 
-async def bears(running: Server, names: Names, odd: str, said: bytes, some: asyncio.Semaphore) -> None:
+async def bears(running: Server, names: QueueNames, odd: str, said: bytes, some: asyncio.Semaphore) -> None:
     async with (
         some,
         relay(running) as way,
-        queues(way.url, "a", names=names, try_s=1.0) as (queue,),
+        queues(way.url, "a", list_names=names, attempt_timeout_s=1.0) as (queue,),
     ):
         gateway, heard = Answers(), list[Event]()
 
@@ -183,9 +183,9 @@ async def bears(running: Server, names: Names, odd: str, said: bytes, some: asyn
 
         limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
         now = asyncio.get_running_loop().time()
-        limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
+        limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
         dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
-        with diverted(lambda event, _: heard.append(event)):
+        with divert_events(lambda event, _: heard.append(event)):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(dispatcher.run())
                 submit("r-1")
@@ -194,17 +194,17 @@ async def bears(running: Server, names: Names, odd: str, said: bytes, some: asyn
                 submit("r-2")
                 await wait_until(lambda: dispatcher.view.problem, 20, what=f"{odd} to be noticed")
                 await wait_until(lambda: way.answered >= 12, 20, what=f"{odd} to be heard often")
-                assert dispatcher.allowance().reason is Reason.QUEUE_UNREACHABLE
+                assert dispatcher.get_allowance().reason is Reason.QUEUE_UNREACHABLE
                 # Twice where a call that was under way still went through.
                 told = heard[before:]
                 assert told.count(Event.QUEUE_UNREACHABLE) <= 2, f"{odd} is told once: {told}"
-                assert told.count(Event.SURPRISE) <= 2
+                assert told.count(Event.INTERNAL_ERROR) <= 2
                 way.says = None
                 await wait_until(lambda: len(gateway.sent) == 2, 20, what=f"work after {odd}")
                 dispatcher.drain(5.0)
     with running.client() as client:
-        assert client.llen(names.results) == 2
-        assert not client.exists(*names.waiting, f"{names.prefix}:leases")
+        assert client.llen(names.result_list) == 2
+        assert not client.exists(*names.claimable_keys, f"{names.queue_prefix}:leases")
 
 
 # What is too large for the server, or for the way to it.
@@ -242,17 +242,17 @@ async def test_a_result_too_large_for_the_server_costs_that_request_alone(narrow
 
         async def hand_in(some: list[Any]) -> Any:
             if bury:
-                return await queue.bury([Burial(each, "why") for each in some])
+                return await queue.move_to_dead_letters([DeadLetter(each, "why") for each in some])
             return await queue.settle(some)
 
-        assert await hand_in(given) == [Settled.DONE, None, None]
-        assert (await queue.counts()).leased == 2
-        assert await hand_in(given[1:]) == [Settled.TOO_LARGE] * 2
-        assert await codes(client, NAMES.results) == {"r-0": None, "r-2": "TOO_LARGE"}
+        assert await hand_in(given) == [SettleStatus.DONE, None, None]
+        assert (await queue.count_requests()).leased == 2
+        assert await hand_in(given[1:]) == [SettleStatus.TOO_LARGE] * 2
+        assert await codes(client, NAMES.result_list) == {"r-0": None, "r-2": "TOO_LARGE"}
         assert await codes(client, "elsewhere") == {"r-1": "TOO_LARGE"}
-        counts = await queue.counts()
+        counts = await queue.count_requests()
         assert (counts.leased, counts.dead) == (0, 3 if bury else 0)
-        assert not queue._writer._doubted
+        assert not queue._result_writer._maybe_too_large
         if not bury:
             await assert_drained(client, NAMES, "elsewhere")
     await client.aclose()
@@ -260,15 +260,15 @@ async def test_a_result_too_large_for_the_server_costs_that_request_alone(narrow
 
 async def test_a_large_result_gets_the_time_that_it_takes(way: Relay, client: redis.asyncio.Redis) -> None:
     """It takes a second and a half, and a call may take one."""
-    async with queues(way.url, "a", try_s=1.0) as (queue,):
+    async with queues(way.url, "a", attempt_timeout_s=1.0) as (queue,):
         leases = await leased(queue, 3)
         way.bytes_per_s = 1.3e6
         given = [
             answer(lease, text="x" * size) for lease, size in zip(leases, (2_000_000, 9, 9), strict=True)
         ]
-        assert await queue.settle(given) == [Settled.DONE] * 3
+        assert await queue.settle(given) == [SettleStatus.DONE] * 3
         assert [
-            each["id"] for each in map(msgspec.json.decode, await client.lrange(NAMES.results, 0, -1))
+            each["id"] for each in map(msgspec.json.decode, await client.lrange(NAMES.result_list, 0, -1))
         ] == [
             "r-0",
             "r-2",
@@ -280,13 +280,13 @@ async def test_a_result_that_never_gets_through_holds_up_nothing_and_ends_as_too
     way: Relay, client: redis.asyncio.Redis
 ) -> None:
     """The way swallows it: no answer, and no error."""
-    async with queues(way.url, "a", try_s=1.0) as (queue,):
+    async with queues(way.url, "a", attempt_timeout_s=1.0) as (queue,):
         leases = await leased(queue, 4)
         way.swallows = 65_536
         given = [answer(leases[0], text="x" * 300_000), *map(answer, leases[1:])]
-        assert await queue.settle(given) == [None, *[Settled.DONE] * 3]
-        assert await queue.settle(given[:1]) == [Settled.TOO_LARGE]
-        assert await codes(client, NAMES.results) == {
+        assert await queue.settle(given) == [None, *[SettleStatus.DONE] * 3]
+        assert await queue.settle(given[:1]) == [SettleStatus.TOO_LARGE]
+        assert await codes(client, NAMES.result_list) == {
             "r-0": "TOO_LARGE",
             "r-1": None,
             "r-2": None,
@@ -301,7 +301,7 @@ def weighing(size: int, deadline: int | None = None) -> bytes:
 async def test_a_large_member_gets_the_time_that_it_takes(way: Relay, client: redis.asyncio.Redis) -> None:
     large, late = weighing(2_000_000), weighing(2_000_001, 1000)
     await client.zadd(NAMES.queue, {late: 1000, large: 2**31, member("small"): 2**31 + 1})
-    async with queues(way.url, "a", try_s=1.0) as (queue,):
+    async with queues(way.url, "a", attempt_timeout_s=1.0) as (queue,):
         way.bytes_per_s = 1.3e6
         assert [item.member for item in await found_late(queue)] == [late]
         assert [lease.member for lease in (await claim(queue)).leases] == [late]
@@ -311,7 +311,7 @@ async def test_a_large_member_gets_the_time_that_it_takes(way: Relay, client: re
 
 async def found_late(queue: RedisQueue) -> list[Any]:
     for _ in range(20):
-        if found := await queue.expired(10):
+        if found := await queue.find_overdue(10):
             return list(found)
     return []
 
@@ -321,20 +321,20 @@ async def test_a_member_that_never_gets_through_ends_as_too_large(
 ) -> None:
     """It is leased, so that nobody else takes it, and its head tells whom to answer."""
     await client.zadd(NAMES.queue, {weighing(1_100_000): 1, member("small"): 2})
-    async with queues(way.url, "a", try_s=1.0) as (queue,):
+    async with queues(way.url, "a", attempt_timeout_s=1.0) as (queue,):
         way.mute = 65_536
         for _ in range(2):
             with pytest.raises(QueueUnavailableError, match="in time"):
                 await queue.claim(10, "nonce", permit())
         (lease,) = (await queue.claim(10, "nonce", permit())).leases
-        told = parse(lease.member)
+        told = parse_member(lease.member)
         assert isinstance(told, Rejection)
         assert (told.code, told.id) == ("TOO_LARGE", "large")
-        head = await client.hget(f"{NAMES.prefix}:members", str(lease.entry))
+        head = await client.hget(f"{NAMES.queue_prefix}:members", str(lease.entry_id))
         assert head is not None
         assert len(head) < 20_000
         assert len((await claim(queue)).leases) == 1
-        assert not queue._unmoved
+        assert not queue._failed_transfers
 
 
 async def test_a_member_too_long_for_any_payload_is_not_moved(
@@ -346,11 +346,11 @@ async def test_a_member_too_long_for_any_payload_is_not_moved(
         way.mute = 65_536  # whatever is large would be seen
         assert await found_late(queue) == []
         first, second = (*(await claim(queue)).leases, *(await claim(queue)).leases)
-        told = parse(first.member)
+        told = parse_member(first.member)
         assert isinstance(told, Rejection)
         assert (told.code, told.id) == ("TOO_LARGE", "large")
         assert b"small" in second.member
-        used = await client.memory_usage(f"{NAMES.prefix}:members")
+        used = await client.memory_usage(f"{NAMES.queue_prefix}:members")
         assert used is not None
         assert used < 50_000
 
@@ -358,7 +358,7 @@ async def test_a_member_too_long_for_any_payload_is_not_moved(
 async def test_no_result_is_called_too_large_while_the_server_is_away(
     way: Relay, client: redis.asyncio.Redis
 ) -> None:
-    async with queues(way.url, "a", try_s=1.0) as (queue,):
+    async with queues(way.url, "a", attempt_timeout_s=1.0) as (queue,):
         (lease,) = await leased(queue, 1)
         given = [answer(lease, text="x" * 300_000)]
         for way.says in (b"", b"-ERR odd\r\n"):
@@ -366,8 +366,8 @@ async def test_no_result_is_called_too_large_while_the_server_is_away(
                 with pytest.raises(QueueUnavailableError):
                     await queue.settle(given)
         way.says = None
-        assert await queue.settle(given) == [Settled.DONE]
-        assert await codes(client, NAMES.results) == {"r-0": None}
+        assert await queue.settle(given) == [SettleStatus.DONE]
+        assert await codes(client, NAMES.result_list) == {"r-0": None}
 
 
 # What a URL may ask for.
@@ -411,4 +411,4 @@ def test_scripts_are_read_before_they_are_needed(monkeypatch: pytest.MonkeyPatch
     names = [path.stem for path in Path(str(scripts._FOLDER)).glob("*.lua")]
     assert len(names) > 15
     for name in names:
-        assert scripts.source(name)[0]
+        assert scripts.build_source(name)[0]

@@ -12,7 +12,7 @@ import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.ports import Expired, Lease, Overload, Permit, Release
+from dispatcher.ports import Lease, Overload, Permit, Release, UnleasedRequest
 from dispatcher.queue.redis.clock import ServerClock
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
@@ -31,9 +31,9 @@ from tests.queue.made import (
 from tests.queue.servers import Server
 from tests.support import wait_until
 
-CONTROL = f"{NAMES.prefix}:control"
-LEASES = f"{NAMES.prefix}:leases"
-BEATS = f"{NAMES.prefix}:beats"
+CONTROL = f"{NAMES.queue_prefix}:control"
+LEASES = f"{NAMES.queue_prefix}:leases"
+BEATS = f"{NAMES.queue_prefix}:beats"
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterato
 
 async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
     """As if the server's clock had jumped: what scripts kept moves the other way."""
-    for key in (LEASES, BEATS, f"{NAMES.prefix}:delayed"):
+    for key in (LEASES, BEATS, f"{NAMES.queue_prefix}:delayed"):
         scores: Any = await client.zrange(key, 0, -1, withscores=True)
         for name, score in scores:
             await client.zadd(key, {name: score - by_s}, xx=True)
@@ -74,30 +74,32 @@ def test_offset_stays_within_the_tightest_round_trip(
     clock, now, tightest = ServerClock(), start, float("inf")
     for pause, there, back in trips:
         sent, ran, received = now + pause, now + pause + there, now + pause + there + back
-        clock.observe(sent, received, ran + offset)
+        clock.observe_reply(sent, received, ran + offset)
         now = received
         tightest = min(tightest, received - sent)
-        assert abs(clock.offset(now) - offset) <= tightest + 1e-5
+        assert abs(clock.get_offset(now) - offset) <= tightest + 1e-5
 
 
 @given(jump=st.floats(-1e6, 1e6), trip=st.floats(0, 0.5))
 def test_a_jump_is_taken_over_with_the_first_reply_after_it(jump: float, trip: float) -> None:
     clock = ServerClock()
-    clock.observe(10.0, 10.001, 1000.0)
-    clock.observe(20.0, 20.0 + trip, 1010.0 + jump)
-    assert abs(clock.server(20.0 + trip) - (1010.0 + jump)) <= trip + 1e-5
+    clock.observe_reply(10.0, 10.001, 1000.0)
+    clock.observe_reply(20.0, 20.0 + trip, 1010.0 + jump)
+    assert abs(clock.to_server_time(20.0 + trip) - (1010.0 + jump)) <= trip + 1e-5
 
 
 async def test_times_cross_the_boundary_and_come_back(queue: RedisQueue) -> None:
     loop = asyncio.get_running_loop()
-    await queue.counts()
+    await queue.count_requests()
     read_at, seen_at = loop.time() - 3, loop.time() - 1
-    await queue.share(Permit(9, read_at, 0), Overload(seen_at, seen_at + 50, capacity=True, in_flight=4))
+    await queue.share_state(
+        Permit(9, read_at, 0), Overload(seen_at, seen_at + 50, is_out_of_capacity=True, in_flight=4)
+    )
     shared = (await queue.renew([])).shared
     assert shared.overload is not None
     assert abs(shared.read_at - read_at) < 0.5
-    assert abs(shared.overload.at - seen_at) < 0.5
-    assert shared.overload.until - shared.overload.at == pytest.approx(50, abs=1e-3)
+    assert abs(shared.overload.refused_at - seen_at) < 0.5
+    assert shared.overload.retry_at - shared.overload.refused_at == pytest.approx(50, abs=1e-3)
     assert abs(queue.unix_now() - time.time()) < 5
 
 
@@ -106,8 +108,8 @@ async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(
 ) -> None:
     """Loop clocks of two processes have nothing in common but the server's time."""
     async with queues(any_server.url, "a", "b") as (near, far):
-        await near.counts()
-        await far.counts()
+        await near.count_requests()
+        await far.count_requests()
         assert far.backend.clock._offset is not None
         far.backend.clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
         monkeypatch.setattr(far.backend.clock, "observe", lambda *_: None)
@@ -127,12 +129,12 @@ async def test_nothing_is_reclaimed_right_after_a_gap(
     alive, _dead = (await claim(queue)).leases
     await queue.sweep()
     await shift_server_clock(client, 60)
-    assert (await queue.sweep()).reclaimed == 0
-    assert (await queue.renew([alive])).lost == []
+    assert (await queue.sweep()).reclaimed_count == 0
+    assert (await queue.renew([alive])).lost_entry_ids == []
     await client.hset(CONTROL, "quiet_until", "0")
-    assert (await queue.sweep()).reclaimed == 1
-    assert (await queue.renew([])).count.lost == 1
-    assert (await queue.renew([alive])).lost == []
+    assert (await queue.sweep()).reclaimed_count == 1
+    assert (await queue.renew([])).lease_counts.lost_units == 1
+    assert (await queue.renew([alive])).lost_entry_ids == []
 
 
 async def test_clock_that_jumps_back_takes_every_kept_time_with_it(
@@ -143,16 +145,18 @@ async def test_clock_that_jumps_back_takes_every_kept_time_with_it(
     await queue.submit([submission("r-1"), submission("r-2")])
     held, delayed = (await claim(queue)).leases
     await queue.release([Release(delayed, delay_s=5)])
-    await queue.share(permit(), Overload(loop.time(), loop.time() + 3, capacity=False, in_flight=0))
+    await queue.share_state(
+        permit(), Overload(loop.time(), loop.time() + 3, is_out_of_capacity=False, in_flight=0)
+    )
     await queue.sweep()
     await shift_server_clock(client, -3600)
     swept = await queue.sweep()
     assert swept.next_due_at is not None
     assert 0 < swept.next_due_at - loop.time() < 6
-    assert await ahead_s(client, LEASES, f"{held.entry}:a") < 31
+    assert await ahead_s(client, LEASES, f"{held.entry_id}:a") < 31
     overload = (await queue.renew([])).shared.overload
     assert overload is not None
-    assert overload.until - loop.time() < 4
+    assert overload.retry_at - loop.time() < 4
 
 
 async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(
@@ -165,12 +169,12 @@ async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(
         mine = await claim_one(queue)
         await shift_server_clock(client, -3600)
         await queue.renew([mine])  # the first to speak since the jump, before any sweep
-        assert (await queue.sweep()).reclaimed == 0
+        assert (await queue.sweep()).reclaimed_count == 0
         assert await ahead_s(client, BEATS, "dead") < 6
         await client.zadd(BEATS, {"dead": 0}, xx=True)
-        assert (await queue.sweep()).reclaimed == 0
+        assert (await queue.sweep()).reclaimed_count == 0
         await client.hset(CONTROL, "beats_quiet_until", "0")
-        assert (await queue.sweep()).reclaimed == 1
+        assert (await queue.sweep()).reclaimed_count == 1
 
 
 async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_s(
@@ -181,10 +185,10 @@ async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_
     before = await claim_one(queue)
     await shift_server_clock(client, -3600)
     since = await claim_one(queue)
-    assert (await queue.sweep()).reclaimed == 0
-    assert (await queue.sweep()).reclaimed == 0
+    assert (await queue.sweep()).reclaimed_count == 0
+    assert (await queue.sweep()).reclaimed_count == 0
     for lease in (before, since):
-        assert 0 < await ahead_s(client, LEASES, f"{lease.entry}:a") < 31
+        assert 0 < await ahead_s(client, LEASES, f"{lease.entry_id}:a") < 31
 
 
 @pytest.mark.parametrize(("gap_s", "reclaimed"), [(1.0, 1), (2.5, 0), (-7200.0, 0)])
@@ -198,7 +202,7 @@ async def test_silence_counts_unless_sweeps_were_silent_too(
         await client.zadd(BEATS, {"dead": 0}, xx=True)
         for tick in ("tick", "beats_tick"):
             await client.hset(CONTROL, tick, f"{time.time() - gap_s:.6f}")
-        assert (await queue.sweep()).reclaimed == reclaimed
+        assert (await queue.sweep()).reclaimed_count == reclaimed
 
 
 async def sweep_as_older_version(client: redis.asyncio.Redis) -> None:
@@ -216,8 +220,8 @@ async def test_older_version_that_sweeps_first_after_an_outage_hides_it_from_nob
         kept = await claim_one(living)
         await shift_server_clock(client, 20)
         await sweep_as_older_version(client)
-        assert (await queue.sweep()).reclaimed == 0
-        assert (await living.renew([kept])).lost == []
+        assert (await queue.sweep()).reclaimed_count == 0
+        assert (await living.renew([kept])).lost_entry_ids == []
 
 
 async def test_first_sweep_after_an_upgrade_waits_for_those_who_live(
@@ -229,7 +233,7 @@ async def test_first_sweep_after_an_upgrade_waits_for_those_who_live(
         await claim_one(living)
         await sweep_as_older_version(client)
         await client.zadd(BEATS, {"living": 1}, xx=True)
-        assert (await queue.sweep()).reclaimed == 0
+        assert (await queue.sweep()).reclaimed_count == 0
         until = await client.hget(CONTROL, "beats_quiet_until")
         assert until is not None
         assert 0 < float(until) - time.time() < 6
@@ -244,7 +248,7 @@ async def test_older_version_that_sweeps_first_after_a_jump_leaves_the_beats_to_
         await claim_one(dead)
         await shift_server_clock(client, -3600)
         await sweep_as_older_version(client)
-        assert (await queue.sweep()).reclaimed == 0
+        assert (await queue.sweep()).reclaimed_count == 0
         assert await ahead_s(client, BEATS, "dead") < 6
         until = await client.hget(CONTROL, "beats_quiet_until")
         assert until is not None
@@ -262,7 +266,7 @@ async def test_owner_that_fell_silent_is_replaced_within_its_timeout(
         died_at = time.monotonic()
 
         async def reclaimed() -> bool:
-            return (await successor.sweep()).reclaimed == 1
+            return (await successor.sweep()).reclaimed_count == 1
 
         await wait_until(reclaimed, 10, every_s=0.1)
         assert time.monotonic() - died_at > 0.9
@@ -280,20 +284,20 @@ async def test_owner_that_died_is_replaced_within_its_lease(
         died_at = time.monotonic()
 
         async def reclaimed() -> bool:
-            return (await successor.sweep()).reclaimed == 1
+            return (await successor.sweep()).reclaimed_count == 1
 
         await wait_until(reclaimed, 10, every_s=0.2)
         again = await claim_one(successor)
         assert time.monotonic() - died_at < 1.5 + 2
-        assert (again.deliveries, again.losses) == (2, 0)
+        assert (again.deliveries, again.deaths_as_suspect) == (2, 0)
 
 
 async def sweep_deadlines(queue: RedisQueue, most: int) -> list[bytes]:
     """One turn of the dispatcher's deadline sweep, with members that hold their deadline."""
-    items = await queue.expired(most)
+    items = await queue.find_overdue(most)
     now = time.time()
     late = [item for item in items if int(item.member.split(b'"deadline":')[1].split(b",")[0]) <= now]
-    await queue.expire([(item, answer(fake_lease(item.member))) for item in late])
+    await queue.settle_unleased([(item, answer(fake_lease(item.member))) for item in late])
     return [item.member for item in late]
 
 
@@ -308,7 +312,7 @@ async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_d
     future = int(time.time()) + 600
     fill = {member(f"f-{number}", future): number for number in range(5000)}
     await client.zadd(NAMES.queue, fill)
-    await queue.expired(10)
+    await queue.find_overdue(10)
     late = int(time.time()) + 1
     await client.zadd(NAMES.queue, {member("late", late): late, member("late-p3", late): 3 * 10**11 + late})
     found: list[bytes] = []
@@ -319,8 +323,8 @@ async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_d
 
     await wait_until(swept, 10, every_s=0.05)
     assert set(ids(found)) == {"late", "late-p3"}
-    assert await client.llen(NAMES.results) == 2
-    assert (await queue.counts()).pending == 5000
+    assert await client.llen(NAMES.result_list) == 2
+    assert (await queue.count_requests()).pending == 5000
 
 
 async def test_sweep_goes_round_so_that_a_late_one_among_old_scores_is_found(
@@ -343,7 +347,7 @@ async def test_expiry_reaches_every_place_but_leases(
     await queue.submit([submission(f"r-{number}", soon) for number in range(4)])
     leases = (await claim(queue)).leases
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=600)])
-    await make_suspect(queue, client, leases[2].entry)
+    await make_suspect(queue, client, leases[2].entry_id)
     await queue.pause("test", "expiry runs all the same")
     found: list[bytes] = []
 
@@ -352,10 +356,10 @@ async def test_expiry_reaches_every_place_but_leases(
         return len(found) == 3
 
     await wait_until(swept, 10, every_s=0.05)
-    counts = await queue.counts()
+    counts = await queue.count_requests()
     assert (counts.pending, counts.delayed, counts.leased) == (0, 0, 1)
-    assert await client.hlen(f"{NAMES.prefix}:entries") == 1
-    assert await client.hlen(f"{NAMES.prefix}:members") == 1
+    assert await client.hlen(f"{NAMES.queue_prefix}:entries") == 1
+    assert await client.hlen(f"{NAMES.queue_prefix}:members") == 1
     await queue.resume()
 
 
@@ -363,10 +367,10 @@ async def make_suspect(queue: OwnerAndDesk, client: redis.asyncio.Redis, entry: 
     """Its owner dies twice."""
     for round_ in range(2):
         if round_:
-            others = [lease for lease in (await claim(queue)).leases if lease.entry != entry]
-            await queue.release([Release(lease, undelivered=True) for lease in others])
+            others = [lease for lease in (await claim(queue)).leases if lease.entry_id != entry]
+            await queue.release([Release(lease, is_undelivered=True) for lease in others])
         await client.zadd(LEASES, {f"{entry}:a": 0}, xx=True)
-        assert (await queue.sweep()).reclaimed == 1
+        assert (await queue.sweep()).reclaimed_count == 1
 
 
 async def test_expired_list_stays_within_a_megabyte(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
@@ -375,12 +379,12 @@ async def test_expired_list_stays_within_a_megabyte(queue: OwnerAndDesk, client:
     await client.zadd(NAMES.queue, dict.fromkeys(large, past))
     seen: list[bytes] = []
     while len(seen) < len(large):
-        items = await queue.expired(100)
+        items = await queue.find_overdue(100)
         assert 0 < sum(len(item.member) for item in items) <= 2**20
         seen += await sweep_deadlines_of(queue, items)
-    assert (await queue.counts()).pending == 0
+    assert (await queue.count_requests()).pending == 0
 
 
-async def sweep_deadlines_of(queue: RedisQueue, items: Sequence[Expired]) -> list[bytes]:
-    await queue.expire([(item, answer(fake_lease(item.member.strip()))) for item in items])
+async def sweep_deadlines_of(queue: RedisQueue, items: Sequence[UnleasedRequest]) -> list[bytes]:
+    await queue.settle_unleased([(item, answer(fake_lease(item.member.strip()))) for item in items])
     return [item.member for item in items]

@@ -32,7 +32,7 @@ async def subscribed(queue: RedisQueue, client: redis.asyncio.Redis) -> asyncio.
     waiting = asyncio.create_task(queue.wait_for_work())
 
     async def listens() -> bool:
-        return (await client.pubsub_numsub(NAMES.wake))[0][1] == 1
+        return (await client.pubsub_numsub(NAMES.wake_channel))[0][1] == 1
 
     await wait_until(listens)
     return waiting
@@ -62,7 +62,7 @@ async def test_what_operators_do_wakes_too(
     elif act == "resume":
         await hearing.resume()
     else:
-        await client.publish(NAMES.wake, "any message will do")
+        await client.publish(NAMES.wake_channel, "any message will do")
     await woken_within(waiting)
     await hearing.resume()
 
@@ -170,4 +170,4 @@ async def test_one_subscription_per_process(hearing: OwnerAndDesk, client: redis
         waiting = await subscribed(hearing, client)
         await hearing.submit([submission(f"r-{number}")])
         await woken_within(waiting)
-    assert (await client.pubsub_numsub(NAMES.wake))[0][1] == 1
+    assert (await client.pubsub_numsub(NAMES.wake_channel))[0][1] == 1

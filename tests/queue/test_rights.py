@@ -14,28 +14,28 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from dispatcher.client import BatchClient, Item, NoResultError, QueueAwayError
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.requests.result import answered
+from dispatcher.client import BatchClient, Item, NoResultError, QueueUnreachableError
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.requests.result import encode_answer
 from dispatcher.ports import (
-    Burial,
     CallRefusedError,
-    Expired,
+    DeadLetter,
     Lease,
     Overload,
-    PinAsked,
+    PinRequest,
     QueueUnavailableError,
     Release,
-    Settled,
     Settlement,
+    SettleStatus,
+    UnleasedRequest,
 )
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.queue_admin import RedisDesk
-from dispatcher.queue.redis.rights import needed
-from dispatcher.queue.redis.survey import survey
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.queue.redis.rights import list_required_permissions
+from dispatcher.queue.redis.survey import inspect_server
+from dispatcher.telemetry.events import Event, divert_events
 from tests.batchfiles import line
 from tests.paths import ROOT
 from tests.queue.made import OwnerAndDesk, answer, claim, member, permit, queues, submission
@@ -43,7 +43,7 @@ from tests.queue.roles import ROLES, commands, grant, rules, url_of
 from tests.queue.servers import Server
 from tests.support import wait_until
 
-QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+QWEN = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 LUA = ROOT / "dispatcher" / "queue" / "lua"
 NEVER, PAST = 2_000_000_000, 1_700_000_000
 """Deadlines: of no test's time, and of none any more."""
@@ -91,7 +91,9 @@ def called(script: str) -> list[str]:
 
 
 def test_check_asks_for_what_the_page_grants() -> None:
-    assert {right.command for right in needed(QWEN)} | {"subscribe"} == commands("dispatcher")
+    assert {right.command for right in list_required_permissions(QWEN)} | {"subscribe"} == commands(
+        "dispatcher"
+    )
 
 
 def test_each_step_asks_for_all_that_any_step_runs() -> None:
@@ -164,9 +166,9 @@ def test_what_is_said_of_versions_is_asked_for_before_it_is_written(script: str)
 async def test_a_dispatcher_has_all_the_rights_it_needs_and_no_others(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    async with queues(any_server.url, "p", names=QWEN) as (producer,):
+    async with queues(any_server.url, "p", list_names=QWEN) as (producer,):
         with uses_all(admin, "dispatcher"):
-            assert (await survey(url_of(any_server, "dispatcher"), QWEN)).wakes
+            assert (await inspect_server(url_of(any_server, "dispatcher"), QWEN)).can_subscribe
             async with dispatcher(any_server) as queue, dispatcher(any_server, "dying") as dying:
                 await producer.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(6)])
                 await producer.submit([submission("late", PAST, token="t")])
@@ -180,19 +182,21 @@ async def everything(queue: OwnerAndDesk, dying: RedisQueue) -> None:
     await wait_until(lambda: expire(queue), what="the late one to be found")
     await claim(dying, 1)
     first, second, third, fourth, fifth = (await claim(queue)).leases
-    assert await queue.cancelled([("r-1", "t")]) == [False]
-    assert await queue.refused_lists(["batch-results:alice:1"]) == {}
-    assert not (await queue.renew([first, second])).lost
+    assert await queue.check_cancelled([("r-1", "t")]) == [False]
+    assert await queue.find_invalid_result_lists(["batch-results:alice:1"]) == {}
+    assert not (await queue.renew([first, second])).lost_entry_ids
     now = asyncio.get_running_loop().time()
-    await queue.share(permit(), Overload(now - 1, now - 1, True, 3))
+    await queue.share_state(permit(), Overload(now - 1, now - 1, True, 3))
     await queue.settle([answer(first, token="t")])
-    await queue.bury([Burial(answer(lease, token="t"), "why") for lease in (second, third)])
+    await queue.move_to_dead_letters(
+        [DeadLetter(answer(lease, token="t"), "why") for lease in (second, third)]
+    )
     await queue.release([Release(fourth), Release(fifth, delay_s=0.01)])
-    await queue.line()
-    await queue.warming("qwen-v1", "10.0.0.1:8000")
-    await queue.warmed("qwen-v1", "10.0.0.1:8000")
-    assert await queue.pin([PinAsked("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
-    assert (await queue.marks((), (), ["qwen-v1"])).used == {"qwen-v1"}
+    await queue.take_snapshot()
+    await queue.take_warm_up_lock("qwen-v1", "10.0.0.1:8000")
+    await queue.mark_warm("qwen-v1", "10.0.0.1:8000")
+    assert await queue.pin_versions([PinRequest("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
+    assert (await queue.refresh_warm_markers((), (), ["qwen-v1"])).models_in_use == {"qwen-v1"}
     assert len(await queue.dead_newest(5)) == 1
     assert await queue.paused() is None
     await wait_until(lambda: all_back(queue), what="the silent one's and the delayed one to come back")
@@ -201,11 +205,11 @@ async def everything(queue: OwnerAndDesk, dying: RedisQueue) -> None:
 
 
 async def expire(queue: RedisQueue) -> int:
-    found = await queue.expired(10)
-    return await queue.expire([(item, too_late(item)) for item in found])
+    found = await queue.find_overdue(10)
+    return await queue.settle_unleased([(item, too_late(item)) for item in found])
 
 
-def too_late(item: Expired) -> Settlement:
+def too_late(item: UnleasedRequest) -> Settlement:
     request_id = msgspec.json.decode(item.member)["data"]["id"]
     result = msgspec.json.encode({"id": request_id, "payload": "too late"})
     return Settlement(UNLEASED, result, "", request_id, "t")
@@ -213,12 +217,12 @@ def too_late(item: Expired) -> Settlement:
 
 async def all_back(queue: RedisQueue) -> bool:
     await queue.sweep()
-    return (await queue.counts()).pending == 3
+    return (await queue.count_requests()).pending == 3
 
 
 def told(admin: redis.Redis) -> list[str]:
     """The ids of all results in the default list."""
-    return sorted(msgspec.json.decode(one)["id"] for one in admin.lrange(QWEN.results, 0, -1))
+    return sorted(msgspec.json.decode(one)["id"] for one in admin.lrange(QWEN.result_list, 0, -1))
 
 
 async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing_else(
@@ -230,25 +234,25 @@ async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing
             for number in range(2):
                 submitted = member(f"r-{number}", NEVER, token=f"t-{number}", results=own)
                 assert producer.zadd(QWEN.queue, {submitted: NEVER}) == 1
-                producer.publish(QWEN.wake, "work")
-            producer.set(QWEN.cancel("r-0", "t-0"), "t-0", ex=60)
+                producer.publish(QWEN.wake_channel, "work")
+            producer.set(QWEN.cancel_key("r-0", "t-0"), "t-0", ex=60)
             async with dispatcher(any_server) as queue:
-                assert await queue.cancelled([("r-0", "t-0"), ("r-1", "t-1")]) == [True, False]
+                assert await queue.check_cancelled([("r-0", "t-0"), ("r-1", "t-1")]) == [True, False]
                 leases = (await claim(queue)).leases
                 await queue.settle([answer(lease, own, token="t-0") for lease in leases])
             assert producer.brpop([own], 5)
             assert producer.brpop([own], 5)
         for forbidden in (
-            lambda: producer.zadd(f"{QWEN.prefix}:leases", {"1:me": 1}),
-            lambda: producer.set(QWEN.paused, "mine"),
+            lambda: producer.zadd(f"{QWEN.queue_prefix}:leases", {"1:me": 1}),
+            lambda: producer.set(QWEN.paused_key, "mine"),
             lambda: producer.delete(QWEN.queue),
             lambda: producer.set(QWEN.queue, "mine"),
-            lambda: producer.brpop([QWEN.results], 1),
+            lambda: producer.brpop([QWEN.result_list], 1),
             lambda: producer.brpop(["batch-results:bob:1"], 1),
             lambda: producer.zrange(QWEN.queue, 0, -1),
             lambda: producer.eval("return 1", 0),
-            lambda: producer.get(QWEN.cancel("r-1", "t-1")),
-            lambda: producer.get(QWEN.active("r-1")),
+            lambda: producer.get(QWEN.cancel_key("r-1", "t-1")),
+            lambda: producer.get(QWEN.active_key("r-1")),
             lambda: producer.get("request-active:r-1"),
             lambda: producer.publish("batch:{other}:requests:wake", "work"),
         ):
@@ -260,55 +264,55 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
     any_server: Server, admin: redis.Redis
 ) -> None:
     url = url_of(any_server, "operator")
-    desk, client = RedisDesk(connect(url), QWEN), BatchClient(url, pool="qwen")
+    desk, client = RedisQueueAdmin(connect(url), QWEN), BatchClient(url, pool="qwen")
     with uses_all(admin, "operator"):
         handle = await client.enqueue(b'{"prompt": "hi"}')
-        assert (await desk.counts()).pending == 1
+        assert (await desk.count_requests()).pending == 1
         assert await client.cancel(handle)
-        assert await desk.cancel(handle.id)
-        assert len(await desk.peek(10)) == 1
-        (found,) = (await desk.near(handle.id)).found
-        assert await desk.ahead(found) == 0
+        assert await desk.cancel_request(handle.id)
+        assert len(await desk.peek_next(10)) == 1
+        (found,) = (await desk.find_by_id(handle.id)).requests
+        assert await desk.count_ahead(found) == 0
         await desk.pause("me", "why")
-        assert await desk.paused() == ("me", "why")
+        assert await desk.read_pause() == ("me", "why")
         await desk.resume()
-        await desk.label("qwen", "stable", "1", "me")
-        await desk.drain("qwen-v1", "me")
-        assert set((await desk.model_marks()).drained) == {"qwen-v1"}
-        assert await desk.undrain("qwen-v1")
+        await desk.set_label("qwen", "stable", "1", "me")
+        await desk.drain_version("qwen-v1", "me")
+        assert set((await desk.read_model_registry()).drained_models) == {"qwen-v1"}
+        assert await desk.undrain_version("qwen-v1")
         async with dispatcher(any_server, dead_max=9) as queue:
             (lease,) = (await claim(queue)).leases
-            result = answered(handle.id, 200, b"ok", token=handle.token)
+            result = encode_answer(handle.id, 200, b"ok", token=handle.token)
             waiting = asyncio.create_task(client.result(handle, timeout=10))
             await wait_until(lambda: admin.info("clients")["blocked_clients"])
             await queue.settle([Settlement(lease, result, handle.results, handle.id, handle.token)])
             assert (await waiting).status == 200
             await desk.submit([submission("r-1"), submission("r-2"), submission("r-3")])
             first, *others = (await claim(queue)).leases
-            await queue.bury([Burial(answer(lease), "why") for lease in others])
+            await queue.move_to_dead_letters([DeadLetter(answer(lease), "why") for lease in others])
             await queue.release([Release(first)])
-        assert len(await desk.peek(10)) == 1
-        dead, _ = await desk.dead_list(10)
-        assert len(await desk.dead_newest(10)) == 2
-        assert await desk.dead_requeue([dead.entry], NEVER) == 1
-        assert await desk.dead_purge() == 1
+        assert len(await desk.peek_next(10)) == 1
+        dead, _ = await desk.list_dead(10)
+        assert len(await desk.list_newest_dead(10)) == 2
+        assert await desk.requeue_dead([dead.entry_id], NEVER) == 1
+        assert await desk.purge_dead() == 1
         await desk.submit([submission("r-9")])
-        entries = await desk.search([])
-        pending = await desk.search([], entries.after)
-        assert [len(look.found) for look in (entries, pending)] == [1, 2]
-        assert await desk.restore("another", pending.found) == 2
+        entries = await desk.search_requests([])
+        pending = await desk.search_requests([], entries.after)
+        assert [len(look.requests) for look in (entries, pending)] == [1, 2]
+        assert await desk.restore_requests("another", pending.requests) == 2
         async with BatchClient(url, pool="qwen", name="nightly") as nightly:
             with pytest.raises(NoResultError):
                 await nightly.result("never-submitted", timeout=0.1)
             stream = nightly.stream([Item({"prompt": "hi"}, id="r-1")], name="nightly")
             waiting = asyncio.create_task(anext(stream))
-            await wait_until(lambda: admin.exists(QWEN.stream("nightly")[0]))
+            await wait_until(lambda: admin.exists(QWEN.stream_keys("nightly")[0]))
             waiting.cancel()
             await asyncio.wait([waiting])
             assert (await nightly.stream_status("nightly")).unconsumed == 1
             await nightly.forget_stream("nightly")
-        oldest, _ = await desk.read_results(QWEN.results, 9)
-        assert await desk.take_result(QWEN.results, oldest)
+        oldest, _ = await desk.read_results(QWEN.result_list, 9)
+        assert await desk.take_result(QWEN.result_list, oldest)
     await desk.aclose()
     await client.aclose()
 
@@ -317,12 +321,12 @@ async def test_a_mark_that_may_not_be_read_hides_no_other(any_server: Server, ad
     """`list` and `describe` go on without it."""
     blind = [rule for rule in rules("operator") if rule != "~request-cancel:*"]
     admin.execute_command("ACL", "SETUSER", "operator", *blind)
-    desk = RedisDesk(connect(url_of(any_server, "operator")), QWEN)
+    desk = RedisQueueAdmin(connect(url_of(any_server, "operator")), QWEN)
     await desk.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(3)])
-    admin.set(QWEN.cancel("r-1", "t"), "t")
+    admin.set(QWEN.cancel_key("r-1", "t"), "t")
     admin.set("request-cancel:r-2", "t")
     asked = [(f"r-{at}", "t") for at in range(3)]
-    assert await desk.being_cancelled(asked) == [False, True, False]
+    assert await desk.check_cancelled(asked) == [False, True, False]
     await desk.aclose()
 
 
@@ -339,9 +343,9 @@ async def test_an_operators_rights_suffice_for_a_batch_file_that_is_broken_off(
         second = asyncio.create_task(client.run_file(source, output))
         async with dispatcher(any_server) as queue:
             for lease in (await claim(queue)).leases:
-                asked = parse(lease.member)
+                asked = parse_member(lease.member)
                 assert isinstance(asked, Request)
-                result = answered(asked.id, 200, b"{}", token=asked.token)
+                result = encode_answer(asked.id, 200, b"{}", token=asked.token)
                 await queue.settle([Settlement(lease, result, asked.results, asked.id, asked.token)])
             assert (await asyncio.wait_for(second, 20)).answered == 2
 
@@ -352,18 +356,18 @@ async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read
     """In its pod, by `kubectl exec` and `helm test`, it is the only one; with a few rights more
     it reads them, too."""
     url = url_of(any_server, "dispatcher")
-    desk, client = RedisDesk(connect(url), QWEN), BatchClient(url, pool="qwen")
+    desk, client = RedisQueueAdmin(connect(url), QWEN), BatchClient(url, pool="qwen")
     await desk.pause("me", "why")
     await desk.resume()
-    assert await desk.paused() is None
+    assert await desk.read_pause() is None
     handle = await client.enqueue(b'{"prompt": "hi"}')
-    assert await desk.cancel(handle.id)
-    with pytest.raises(QueueAwayError, match="does not permit"):
+    assert await desk.cancel_request(handle.id)
+    with pytest.raises(QueueUnreachableError, match="does not permit"):
         await client.result(handle, timeout=5)
     with pytest.raises(CallRefusedError, match="lrange"):
-        await desk.read_results(QWEN.answers(handle.id), 9)
+        await desk.read_results(QWEN.result_list_for_id(handle.id), 9)
     grant(admin, "dispatcher", "+lrange", "+rpop", "+ttl", "+blmove")
-    assert await desk.read_results(QWEN.answers(handle.id), 9) == []
+    assert await desk.read_results(QWEN.result_list_for_id(handle.id), 9) == []
     with pytest.raises(NoResultError):
         await client.result(handle, timeout=2.5)
     await desk.aclose()
@@ -371,12 +375,12 @@ async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read
 
 
 async def test_a_consumer_can_pop_results_and_nothing_else(any_server: Server, admin: redis.Redis) -> None:
-    admin.lpush(QWEN.results, b"one")
+    admin.lpush(QWEN.result_list, b"one")
     with any_server.client(username="consumer", password="its-password") as consumer:
         with uses_all(admin, "consumer"):
-            assert consumer.brpop([QWEN.results], 5) == (QWEN.results.encode(), b"one")
+            assert consumer.brpop([QWEN.result_list], 5) == (QWEN.result_list.encode(), b"one")
         for forbidden in (
-            lambda: consumer.lpush(QWEN.results, b"forged"),
+            lambda: consumer.lpush(QWEN.result_list, b"forged"),
             lambda: consumer.zrange(QWEN.queue, 0, -1),
             lambda: consumer.get("request-active:r-1"),
         ):
@@ -390,17 +394,17 @@ async def test_a_result_goes_to_no_list_that_the_dispatcher_was_not_given(
     """Another program's list, another pool's: that request alone is refused, whatever the settings allow."""
     others = ["celery", "batch:{other}:results", "batch:{other}:elsewhere"]
     admin.lpush("celery", "a task")
-    anywhere = Names(QWEN.queue, QWEN.results, ("*",))
+    anywhere = QueueNames(QWEN.queue, QWEN.result_list, ("*",))
     async with (
-        queues(any_server.url, "p", names=QWEN) as (producer,),
-        dispatcher(any_server, names=anywhere) as queue,
+        queues(any_server.url, "p", list_names=QWEN) as (producer,),
+        dispatcher(any_server, list_names=anywhere) as queue,
     ):
         await producer.submit([submission(f"r-{at}", NEVER + at) for at in range(4)])
         leases = (await claim(queue)).leases
         lists = [*others, "batch-results:alice:1"]
-        assert list(await queue.refused_lists(lists)) == others, "known before the work is done"
+        assert list(await queue.find_invalid_result_lists(lists)) == others, "known before the work is done"
         said = await queue.settle([answer(lease, name) for lease, name in zip(leases, lists, strict=True)])
-    assert said == [Settled.BAD_LIST] * 3 + [Settled.DONE]
+    assert said == [SettleStatus.BAD_LIST] * 3 + [SettleStatus.DONE]
     assert told(admin) == ["r-0", "r-1", "r-2"]
     assert admin.llen("batch-results:alice:1") == 1
     assert admin.lrange("celery", 0, -1) == [b"a task"]
@@ -440,7 +444,7 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
     said: list[str] = []
 
     def hear(event: Event, fields: Any) -> None:
-        said.extend([fields["why"]] if event is Event.WAKE_UPS_GONE else [])
+        said.extend([fields["why"]] if event is Event.WAKE_UPS_UNAVAILABLE else [])
 
     async def try_to(act: Callable[[], Awaitable[object]]) -> None:
         try:
@@ -449,14 +453,14 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
             said.append(str(error))
 
     async with (
-        queues(any_server.url, "p", names=QWEN) as (producer,),
+        queues(any_server.url, "p", list_names=QWEN) as (producer,),
         dispatcher(any_server, owner_timeout_s=20) as queue,
     ):
         await producer.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(5)])
         await producer.submit([submission("late", PAST, token="t")])
         await queue.sweep()
         late, first, second, third, fourth = (await claim(queue, 5)).leases
-        await queue.bury([Burial(answer(late, token="t"), "why")])
+        await queue.move_to_dead_letters([DeadLetter(answer(late, token="t"), "why")])
         grant(admin, "dispatcher", *rules)
         taken: list[Lease] = []
 
@@ -464,7 +468,7 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
             taken.extend((await claim(queue)).leases)
 
         async def listen() -> None:
-            with diverted(hear):
+            with divert_events(hear):
                 waiting = asyncio.create_task(queue.wait_for_work())
             if rules == ("-subscribe",):
                 await wait_until(lambda: said)
@@ -473,14 +477,14 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
 
         for act in (
             take,
-            lambda: queue.cancelled([("r-1", "t")]),
+            lambda: queue.check_cancelled([("r-1", "t")]),
             lambda: queue.renew([second]),
             lambda: queue.settle([answer(first, token="t")]),
             lambda: queue.settle([answer(first, token="t")]),
-            lambda: queue.bury([Burial(answer(third, token="t"), "why")]),
+            lambda: queue.move_to_dead_letters([DeadLetter(answer(third, token="t"), "why")]),
             lambda: queue.release([Release(fourth, delay_s=0.001)]),
-            lambda: queue.expired(10),
-            lambda: queue.line(),
+            lambda: queue.find_overdue(10),
+            lambda: queue.take_snapshot(),
             lambda: queue.dead_newest(5),
             lambda: queue.paused(),
             lambda: queue.sweep(),
@@ -498,7 +502,7 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
 async def all_ended(queue: RedisQueue) -> bool:
     await queue.sweep()
     await queue.settle([answer(lease, token="t") for lease in (await claim(queue)).leases])
-    counts = await queue.counts()
+    counts = await queue.count_requests()
     return counts.pending + counts.leased + counts.delayed == 0
 
 
@@ -521,10 +525,10 @@ async def test_check_names_every_right_that_is_missing_at_once(
     grant(admin, "dispatcher", *rules)
     before = admin.dbsize()
     with pytest.raises(QueueUnavailableError, match=re.escape(sentence)):
-        await survey(url_of(any_server, "dispatcher"), QWEN)
+        await inspect_server(url_of(any_server, "dispatcher"), QWEN)
     assert admin.dbsize() == before == 0
 
 
 async def test_check_warns_where_the_channel_is_missing(any_server: Server, admin: redis.Redis) -> None:
     grant(admin, "dispatcher", "resetchannels")
-    assert not (await survey(url_of(any_server, "dispatcher"), QWEN)).wakes
+    assert not (await inspect_server(url_of(any_server, "dispatcher"), QWEN)).can_subscribe

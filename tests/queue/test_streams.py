@@ -9,12 +9,12 @@ import redis
 from redis.crc import key_slot
 
 from dispatcher.core.requests.submission import CallRefusedError, QueueFullError
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import streams
 from tests.queue.made import NAMES, OwnerAndDesk, queues, submission
 from tests.queue.servers import Server
 
-PENDING, CONSUMED = NAMES.stream("s")
+PENDING, CONSUMED = NAMES.stream_keys("s")
 
 
 @pytest.fixture
@@ -32,11 +32,11 @@ async def test_a_repeated_submission_submits_nothing_though_a_dispatcher_took_th
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
     asked = [(submission(f"r-{n}", token=f"t-{n}"), "digest") for n in range(3)]
-    assert await streams.enlist(queue.backend, "s", asked) == 3
+    assert await streams.submit_to_stream(queue.backend, "s", asked) == 3
     assert admin.zpopmin(NAMES.queue)
-    assert await streams.enlist(queue.backend, "s", asked) == 0
-    assert await streams.consume(queue.backend, "s", "me", "r-1", 7) == ""
-    assert await streams.enlist(queue.backend, "s", asked) == 0
+    assert await streams.submit_to_stream(queue.backend, "s", asked) == 0
+    assert await streams.consume_result(queue.backend, "s", "me", "r-1", 7) == ""
+    assert await streams.submit_to_stream(queue.backend, "s", asked) == 0
     assert admin.zcard(NAMES.queue) == 2
 
 
@@ -44,29 +44,29 @@ async def test_a_stream_may_have_so_many_ids_and_is_refused_whole(
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
     asked = [(submission(f"r-{n}", token=f"t-{n}"), "digest") for n in range(4)]
-    assert await streams.enlist(queue.backend, "s", asked[:2], most=3) == 2
-    await streams.consume(queue.backend, "s", "me", "r-0", 0)
+    assert await streams.submit_to_stream(queue.backend, "s", asked[:2], max_ids=3) == 2
+    await streams.consume_result(queue.backend, "s", "me", "r-0", 0)
     with pytest.raises(CallRefusedError, match="it would have 4 ids, and may have 3"):
-        await streams.enlist(queue.backend, "s", asked, most=3)
+        await streams.submit_to_stream(queue.backend, "s", asked, max_ids=3)
     assert (admin.zcard(NAMES.queue), admin.hlen(PENDING), admin.hlen(CONSUMED)) == (2, 1, 1)
 
 
 async def test_a_full_queue_refuses_a_stream_whole(queue: OwnerAndDesk, admin: redis.Redis) -> None:
-    admin.hset(NAMES.control, f"max_pending:{NAMES.queue}", 1)
+    admin.hset(NAMES.control_key, f"max_pending:{NAMES.queue}", 1)
     asked = [(submission(f"r-{n}", token=f"t-{n}"), "digest") for n in range(2)]
     with pytest.raises(QueueFullError):
-        await streams.enlist(queue.backend, "s", asked)
+        await streams.submit_to_stream(queue.backend, "s", asked)
     assert admin.keys("*stream*") == []
 
 
 async def test_a_result_that_is_consumed_is_removed_and_noted_once(
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
-    await streams.enlist(queue.backend, "s", [(submission("r-1", token="t"), "digest")])
-    keep = streams.box_of(queue.backend, "s").keep
+    await streams.submit_to_stream(queue.backend, "s", [(submission("r-1", token="t"), "digest")])
+    keep = streams.get_stream_box(queue.backend, "s").kept_key
     admin.hset(keep, mapping={"first": 7, "last": 8, "7": "result", "8": "another's"})
     for _ in range(2):
-        assert await streams.consume(queue.backend, "s", "me", "r-1", 7) == ""
+        assert await streams.consume_result(queue.backend, "s", "me", "r-1", 7) == ""
         assert admin.hgetall(keep) == {b"first": b"7", b"last": b"8", b"8": b"another's"}
         assert admin.hgetall(CONSUMED) == {b"r-1": b"digest"}
         assert not admin.exists(PENDING)
@@ -76,16 +76,16 @@ async def test_a_result_that_is_consumed_is_removed_and_noted_once(
 @pytest.mark.parametrize("name", ["nightly", "dead", "reply", "kept", "a.b-c_d", "x" * 64])
 def test_the_keys_of_a_stream_are_the_queues_own_and_share_its_slot(queue_name: str, name: str) -> None:
     """Its list may take results, whatever the stream is called, and its notes may not."""
-    names = Names(queue_name, f"{queue_name}-results")
-    results, notes = names.stream_results(name), names.stream(name)
+    names = QueueNames(queue_name, f"{queue_name}-results")
+    results, notes = names.stream_result_list(name), names.stream_keys(name)
     assert {key_slot(key.encode()) for key in (results, *notes)} == {key_slot(queue_name.encode())}
-    assert names.refused_list(results) is None
-    assert all(names.is_own(key) for key in notes)
-    other = Names("batch:{other}:requests", "batch:{other}:results", ("*",))
-    assert all(other.refused_list(key) == "may be a key of a queue" for key in notes)
+    assert names.find_list_problem(results) is None
+    assert all(names.is_queue_key(key) for key in notes)
+    other = QueueNames("batch:{other}:requests", "batch:{other}:results", ("*",))
+    assert all(other.find_list_problem(key) == "may be a key of a queue" for key in notes)
 
 
 def test_streams_of_one_name_in_two_queues_share_nothing() -> None:
-    first, second = Names("a:{t}", "results"), Names("b:{t}", "results")
-    assert first.stream_results("s") != second.stream_results("s")
-    assert not set(first.stream("s")) & set(second.stream("s"))
+    first, second = QueueNames("a:{t}", "results"), QueueNames("b:{t}", "results")
+    assert first.stream_result_list("s") != second.stream_result_list("s")
+    assert not set(first.stream_keys("s")) & set(second.stream_keys("s"))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dispatcher.lab.standin.listmodels import read
+from dispatcher.lab.standin.listmodels import parse_call
 from tests.support import running
 
 DIMS = 8
@@ -42,7 +42,7 @@ def list_server(**config: Any) -> Iterator[ListProcess]:
 
 def alone(path: str, body: bytes, model: str = "m") -> Any:
     """What it answers to this body alone, as `comparable` has it."""
-    answer = read(path, body, model=model, dims=DIMS, index_last=True).answer(False)
+    answer = parse_call(path, body, model=model, dims=DIMS, index_last=True).make_answer(False)
     return comparable(json.loads(json.dumps(answer)))
 
 

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from dispatcher.core.requests.request import encode_member
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from tests import kubelet
 from tests.queue.servers import Server
 from tests.support import plain_client, wait_until_sync
@@ -34,7 +34,7 @@ from tests.telemetry.throttle import Throttle
 from tests.warm import Warm, cold, warm
 
 POOL = "qwen"
-NAMES = Names(f"batch:{{{POOL}}}:requests", f"batch:{{{POOL}}}:results")
+NAMES = QueueNames(f"batch:{{{POOL}}}:requests", f"batch:{{{POOL}}}:results")
 START_S = 30.0
 """An interpreter, its imports and a first reading; on a machine that does other things beside."""
 Process = subprocess.Popen[bytes] | Warm
@@ -157,7 +157,7 @@ class Dispatcher:
         assert self._http is not None
         return dict(self._http.get("/status").json())
 
-    def probe(self, path: str) -> tuple[int, str]:
+    def claim_probe(self, path: str) -> tuple[int, str]:
         """Status and text of /livez or /readyz."""
         assert self._http is not None
         answer = self._http.get(path)
@@ -254,7 +254,7 @@ class Producer:
     """A foreign producer: it knows the queue contract, and none of the dispatcher's code that submits."""
 
     client: redis.Redis
-    names: Names = NAMES
+    names: QueueNames = NAMES
     submitted: list[str] = field(default_factory=list)
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """What was collected, by id; more than one for an id is a defect of the dispatcher."""
@@ -278,7 +278,7 @@ class Producer:
 
     def collect(self) -> dict[str, list[dict[str, Any]]]:
         """Take what has arrived in the default result list; everything that ever did, by id."""
-        while found := self.client.rpop(self.names.results, 1000):
+        while found := self.client.rpop(self.names.result_list, 1000):
             assert isinstance(found, list)
             for raw in found:
                 result = json.loads(raw)
@@ -307,21 +307,21 @@ class Producer:
         """Ids with more than one result."""
         return [id_ for id_, several in self.results.items() if len(several) > 1]
 
-    def counts(self) -> dict[str, int]:
+    def count_requests(self) -> dict[str, int]:
         """Where requests lie now, read in one step."""
         names = self.names
         with self.client.pipeline() as pipe:
-            for key in names.waiting:
+            for key in names.claimable_keys:
                 pipe.zcard(key)
             pipe.zcard(f"{names.pool_prefix}:leases")
             for suffix in ("delayed", "dead"):
-                pipe.zcard(f"{names.prefix}:{suffix}")
+                pipe.zcard(f"{names.queue_prefix}:{suffix}")
             pending, back, apart, leased, later, buried = pipe.execute()
         return {"pending": pending + back + apart, "leased": leased, "delayed": later, "dead": buried}
 
     def unaccounted(self) -> set[str]:
         """Ids with no result, when nothing lies in the queue any more: requests that were lost."""
-        assert sum(self.counts().values()) == 0, f"not finished: {self.counts()}"
+        assert sum(self.count_requests().values()) == 0, f"not finished: {self.count_requests()}"
         return set(self.submitted) - self.collect().keys()
 
 

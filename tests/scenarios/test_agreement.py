@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from dispatcher.core.requests.request import encode_member
-from dispatcher.lab.simulation.experiment import Name, play
+from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.metrics import Detector
-from dispatcher.lab.simulation.scenario import Setting
-from dispatcher.lab.simulation.world import Batch
+from dispatcher.lab.simulation.scenario import Scenario
+from dispatcher.lab.simulation.world import BatchProfile
 from dispatcher.lab.standin import shapes
-from dispatcher.lab.standin.trace import BUNDLED, load
+from dispatcher.lab.standin.trace import BUNDLED, load_trace
 from tests.scenarios.processes import Stage
 from tests.support import wait_until_sync
 
@@ -28,7 +28,7 @@ SLOTS, FROM_S = 64, 450.0
 WARM_S, MEASURED_S = 60.0, 360.0
 SEEDS = range(8)
 LIVES = 4
-LONG = Batch(2000)
+LONG = BatchProfile(2000)
 WORLDS: dict[str, dict[str, Any]] = {
     "as it is by default": {"scrape_s": 5.0},
     "first come": {"scrape_s": 15.0, "detector": Detector.NONE},
@@ -42,10 +42,14 @@ def simulated(setting: dict[str, Any]) -> tuple[float, float]:
     rates, waits = [], []
     for seed in SEEDS:
         earlier_s = seed / len(SEEDS) * setting.get("scrape_s", 1.0)
-        trace = shapes.begun_at(load(BUNDLED, slots=SLOTS), FROM_S - earlier_s)
+        trace = shapes.cut_start(load_trace(BUNDLED, slots=SLOTS), FROM_S - earlier_s)
         warm_s = WARM_S + earlier_s
         first, whole = (
-            play(Setting(seed=seed, lag_s=0.01, max_age_s=60.0, seconds=seconds, **setting), trace, Name.LAW)
+            run_scenario(
+                Scenario(seed=seed, lag_s=0.01, max_age_s=60.0, seconds=seconds, **setting),
+                trace,
+                PolicyName.DISPATCHER,
+            )
             for seconds in (warm_s, warm_s + MEASURED_S)  # the first is the beginning of the second
         )
         rates.append((whole.tokens - first.tokens) / MEASURED_S)
@@ -58,7 +62,7 @@ class Life:
 
     def __init__(self, stage: Stage, number: int, setting: dict[str, Any]) -> None:
         pool = f"life-{number}"
-        batch = setting.get("batch", Batch())
+        batch = setting.get("batch", BatchProfile())
         flow_control = setting.get("detector", Detector.UTILIZATION) is not Detector.NONE
         draws = random.Random(f"{number}/batch")
         deadline = int(time.time() + 3600)
@@ -103,7 +107,7 @@ def lived(stage: Stage, setting: dict[str, Any]) -> tuple[float, float]:
         lives.append(life)
     for life in lives:
         at(life.begun + WARM_S)
-        life.world.control(restart=True)
+        life.world.control(restart_measurement=True)
     found = []
     for life in lives:
         at(life.begun + WARM_S + MEASURED_S)

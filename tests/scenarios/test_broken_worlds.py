@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dispatcher.cli import render, top
-from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, Unreachable, classify
+from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, Unreachable, classify_answer
 from dispatcher.core.health import Health
 from dispatcher.core.requests.request import Request
 from dispatcher.ports import CallRefusedError
@@ -43,7 +43,7 @@ def answered(status: int, body: bytes = b"x", *, share: float = 1.0) -> Break:
             if chance.random() >= share:
                 return None
             await asyncio.sleep(0.01)
-            return classify(status, {}, body, 0.0)
+            return classify_answer(status, {}, body, 0.0)
 
         stage.fault = fault
 
@@ -60,7 +60,7 @@ def metrics(kind: Metrics, *, for_s: float = 1e9) -> Break:
 
 def queue_away(why: str) -> Break:
     async def break_(stage: Stage) -> None:
-        stage.store.down = why
+        stage.store.outage_message = why
 
     return break_
 
@@ -149,14 +149,14 @@ async def live(stage: Stage, world: BrokenWorld) -> None:
     assert said_by_all(stage, None).startswith("working none")
     await world.break_(stage)
     await asyncio.sleep(30)
-    soon = said_by_all(stage, stage.store.down)
+    soon = said_by_all(stage, stage.store.outage_message)
     await asyncio.sleep(270)
-    later = said_by_all(stage, stage.store.down)
+    later = said_by_all(stage, stage.store.outage_message)
     assert soon.startswith(f"{world.soon}: ")
     assert later.startswith(f"{world.later}: ")
     assert world.holds in soon
     assert world.holds in later
-    stage.fault, stage.metrics, stage.store.down = None, Metrics.FINE, None
+    stage.fault, stage.metrics, stage.store.outage_message = None, Metrics.FINE, None
     for name in WRITES:
         vars(stage.alive[0].queue).pop(name, None)
 
@@ -165,20 +165,22 @@ def said_by_all(stage: Stage, queue_problem: str | None) -> str:
     """Return the health that all surfaces show."""
     (replica,) = stage.alive
     dispatcher = replica.dispatcher
-    dispatcher.health.assess(stage.now)
+    dispatcher.health.assess_health(stage.now)
     status = status_of(
         replica.limiter,
         stage.now,
         SETTINGS,
         queue=dispatcher.view,
-        running=dispatcher.running,
-        recent=dispatcher.health.recent,
+        running=dispatcher.running_count,
+        recent=dispatcher.health.recent_attempts,
         health=dispatcher.health.record,
     )
-    told = status.json()
+    told = status.to_dict()
     health, cause, sentence = told["health"], told["health_cause"], told["health_sentence"]
     counts = (
-        dict.fromkeys(render.COUNTS) if queue_problem else {name: told[name] or 0 for name in render.COUNTS}
+        dict.fromkeys(render.COUNT_NAMES)
+        if queue_problem
+        else {name: told[name] or 0 for name in render.COUNT_NAMES}
     )
     shown = {
         "queue": told["queue"],
@@ -188,16 +190,18 @@ def said_by_all(stage: Stage, queue_problem: str | None) -> str:
         "dispatcher": told,
         "dispatcher_problem": None,
     }
-    first = render.lines(shown)[0]
-    assert first == render.paragraph(shown)[: len(first)] == top.rows(shown, 100, "12:00:00")[2]
+    first = render.format_status(shown)[0]
+    assert (
+        first == render.format_explanation(shown)[: len(first)] == top.format_page(shown, 100, "12:00:00")[2]
+    )
     assert first.startswith(health.capitalize())
     assert sentence in first
-    assert f"  {health} (" in render.line(shown)
-    assert series.HEALTH.sampled is not None
-    assert series.HEALTH.sampled(status) == {str(each): float(each == health) for each in Health}
+    assert f"  {health} (" in render.format_log_line(shown)
+    assert series.HEALTH.sampler is not None
+    assert series.HEALTH.sampler(status) == {str(each): float(each == health) for each in Health}
     assert logged(stage) == f"{health} {cause}"
     if health not in (Health.WORKING, Health.IDLE):
-        everything = " ".join([*render.lines(shown), render.paragraph(shown)])
+        everything = " ".join([*render.format_status(shown), render.format_explanation(shown)])
         assert "othing waits" not in everything
         nothing_stale(status)
     return f"{health} {cause}: {sentence}"
@@ -206,12 +210,12 @@ def said_by_all(stage: Stage, queue_problem: str | None) -> str:
 def nothing_stale(status: Status) -> None:
     """Assert that values which are too old are shown as unknown."""
     if status.health.health_cause == "queue":
-        line = status.line
+        line = status.queue
         assert (line.pending, line.leased, line.delayed, line.dead, line.service_rate) == (None,) * 5
     if status.health.health_cause == "signals":
         budget = status.budget
         assert (budget.f_sys, budget.budget, budget.headroom, budget.max_sys) == (None,) * 4
-        assert (status.signals.realtime, status.gate.free) == (None, None)
+        assert (status.signals.realtime, status.gate.free_share) == (None, None)
 
 
 def logged(stage: Stage) -> str:

@@ -102,7 +102,7 @@ class Day:
         self.config = one.folder / "asked.yaml"
         self.config.write_text(json.dumps(asked))
 
-    async def run(self, verb: str, *options: str) -> str:
+    async def run_batch(self, verb: str, *options: str) -> str:
         """What a command prints; it has a loop of its own."""
         command = [verb, "--config", str(self.config), *options]
         done = await asyncio.to_thread(CliRunner().invoke, app, command)
@@ -121,7 +121,7 @@ class Day:
             "page": (await self._page.text("#badge")).partition(": ")[2].removesuffix("."),
         }
         if queue:
-            found["explain"] = json.loads(await self.run("explain", "--json"))["dispatcher"]["reason"]
+            found["explain"] = json.loads(await self.run_batch("explain", "--json"))["dispatcher"]["reason"]
         return found
 
     def look(self) -> None:
@@ -216,10 +216,10 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
     world.control(seconds=0.5)
     submit(stage, 1500, deadline_s=12)
     prometheus.wait_for("batch_dispatcher_deadline_at_risk > 0")
-    await today.run("pause")
+    await today.run_batch("pause")
     submit(stage, 50, deadline_s=2)
     prometheus.wait_for("batch_dispatcher_expired_total > 0")
-    await today.run("resume")
+    await today.run_batch("resume")
 
     cluster.do(lambda server: setattr(server, "tokens", set()))
     cluster.do(lambda server: server.cut())
@@ -323,9 +323,9 @@ async def test_every_surface_names_one_reason_through_a_day(
             await today.says("full")
 
             # An operator's hand.
-            await today.run("pause")
+            await today.run_batch("pause")
             await today.says("paused")
-            await today.run("resume")
+            await today.run_batch("resume")
             await today.says("full")
 
             # What else can happen to requests, replicas, the watch.

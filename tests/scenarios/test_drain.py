@@ -38,7 +38,12 @@ def test_sigterm_lets_finish_what_runs_and_sends_nothing_more(stage: Stage) -> N
     log = world.log()
     assert not [entry for entry in log if entry.arrived_at > asked_at + ON_THE_WIRE_S]
     assert {entry.status for entry in log} == {200}, "every request that was running has its answer"
-    assert stage.producer.counts() == {"pending": 200 - len(log), "leased": 0, "delayed": 0, "dead": 0}
+    assert stage.producer.count_requests() == {
+        "pending": 200 - len(log),
+        "leased": 0,
+        "delayed": 0,
+        "dead": 0,
+    }
     stage.producer.collect()
     assert stage.producer.answers() == {"200": len(log)}
     assert not stage.producer.twice()
@@ -52,7 +57,7 @@ def test_what_does_not_finish_in_time_is_given_back_at_once(stage: Stage) -> Non
     assert one.terminate() == 0
     took_s = time.monotonic() - asked_at
     assert 1 <= took_s < 1 + 4
-    assert stage.producer.counts() == {"pending": 200, "leased": 0, "delayed": 0, "dead": 0}
+    assert stage.producer.count_requests() == {"pending": 200, "leased": 0, "delayed": 0, "dead": 0}
     wait_until_sync(lambda: world.in_flight() == 0, 5, what="their connections to be closed")
     assert [entry.status for entry in world.log()] == [0] * LIMIT
     # The next one has them at once, and no delivery was counted: a drain is nobody's fault.
@@ -71,7 +76,7 @@ def test_a_second_sigterm_stops_now(stage: Stage) -> None:
     asked_at = time.monotonic()
     assert one.terminate(10) == 0
     print(f"ended {time.monotonic() - asked_at:.2f} s after the second SIGTERM")
-    assert stage.producer.counts() == {"pending": 200, "leased": 0, "delayed": 0, "dead": 0}
+    assert stage.producer.count_requests() == {"pending": 200, "leased": 0, "delayed": 0, "dead": 0}
 
 
 def test_sigterm_while_redis_is_away_ends_too(own_stage: Stage) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.requests.result import ErrorCode, answered, failed
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_failure
 from tests.scenarios.foreign import EXAMPLES, PROGRAMS, go_program, submitting
 from tests.scenarios.processes import NAMES, Stage
 from tests.support import require_tool, wait_until_sync
@@ -29,7 +29,7 @@ def program(request: pytest.FixtureRequest) -> list[str]:
 def in_line(stage: Stage) -> list[Request]:
     """In the order in which they would leave."""
     members: Any = stage.producer.client.zrange(NAMES.queue, 0, -1)
-    found = [parse(member) for member in members]
+    found = [parse_member(member) for member in members]
     assert all(isinstance(each, Request) for each in found), found
     return [each for each in found if isinstance(each, Request)]
 
@@ -44,7 +44,7 @@ def test_every_request_is_answered_once(stage: Stage, tmp_path: Path, program: l
     assert [result["status_code"] for result in results.values()] == [200] * 40
     assert all("choices" in json.loads(result["payload"]) for result in results.values())
     assert running.told() == ""
-    assert sum(stage.producer.counts().values()) == 0
+    assert sum(stage.producer.count_requests().values()) == 0
     assert stage.producer.client.keys("batch-results:*") == []
 
 
@@ -70,7 +70,9 @@ def test_what_it_submits_and_takes_is_of_the_contract(
     client, bodies = stage.producer.client, [ODD, *('{"prompt":"hi"}',) * 1200]
     with submitting(program, tmp_path, stage.server.url, NAMES.queue, bodies, 900) as running:
         wait_until_sync(
-            lambda: stage.producer.counts()["pending"] == len(bodies), 20, what=f"in line; {running.told()}"
+            lambda: stage.producer.count_requests()["pending"] == len(bodies),
+            20,
+            what=f"in line; {running.told()}",
         )
         requests = in_line(stage)
         numbers = [int(request.id.partition("-")[2]) for request in requests]
@@ -79,9 +81,9 @@ def test_what_it_submits_and_takes_is_of_the_contract(
         )
         first = requests[0]
         assert first.payload == ODD.encode()
-        assert NAMES.refused_list(first.results) is None
+        assert NAMES.find_list_problem(first.results) is None
         assert len({request.token for request in requests}) == len(bodies)
-        forged = answered(first.id, 200, b"forged", token="another")
+        forged = encode_answer(first.id, 200, b"forged", token="another")
         client.lpush(first.results, forged, b'{"id":"none"}', *(result_of(each) for each in requests))
         assert running.end(20) == 1, "one failed"
         results = running.printed()
@@ -94,8 +96,10 @@ def test_what_it_submits_and_takes_is_of_the_contract(
 def result_of(request: Request) -> bytes:
     """The last one's deadline has passed."""
     if request.id.endswith("-1201"):
-        return failed(request.id, ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded", token=request.token)
-    return answered(request.id, 200, "ä".encode(), token=request.token)
+        return encode_failure(
+            request.id, ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded", token=request.token
+        )
+    return encode_answer(request.id, 200, "ä".encode(), token=request.token)
 
 
 @pytest.mark.parametrize("body", ["{", "[1]", '"text"', "null"])
@@ -113,7 +117,7 @@ def test_redis_may_go_and_come_back_meanwhile(own_stage: Stage, tmp_path: Path, 
     url = own_stage.server.url
     with submitting(program, tmp_path, url, NAMES.queue, ['{"prompt":"hi"}'] * 3) as running:
         wait_until_sync(
-            lambda: own_stage.producer.counts()["pending"] == 3, 20, what=f"in line; {running.told()}"
+            lambda: own_stage.producer.count_requests()["pending"] == 3, 20, what=f"in line; {running.told()}"
         )
         requests = in_line(own_stage)
         own_stage.server.kill()

@@ -99,4 +99,4 @@ async def test_each_caller_has_exactly_its_own_answers(
             assert [(answer["caller"], answer["n"]) for answer in answers] == [
                 (caller, number) for number in range(requests)
             ]
-        assert not any(client.passed_over for client in clients)
+        assert not any(client.ignored_count for client in clients)

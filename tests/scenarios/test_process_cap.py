@@ -95,7 +95,7 @@ def test_three_replicas_share_one_limit_though_one_is_killed(stage: Stage, stret
         print(f"{list(shares.values())} full again {time.monotonic() - died_at:.1f} s after the kill")
     hold(lambda: world.in_flight() <= LIMIT + 1, 2.0)
     producer.client.delete(producer.names.queue)  # what is left would only take time
-    wait_until_sync(lambda: not any(producer.counts().values()), 10, what="every request to end")
+    wait_until_sync(lambda: not any(producer.count_requests().values()), 10, what="every request to end")
     seen = world.observed()["gateway"]
     assert seen["batch"]["peak"] <= LIMIT + 1
     producer.collect()

@@ -28,7 +28,7 @@ def test_quarter_of_a_core_is_enough_to_start_keep_leases_and_drain(quarter: Thr
     stage.producer.submit(LIMIT + 20)
     began_at = time.monotonic()
     one = stage.dispatcher(stage.settings(world, shutdown={"drain_s": 15}), limit=quarter)
-    wait_until_sync(lambda: one.probe("/readyz")[0] == 200, 20.0, what="readiness")
+    wait_until_sync(lambda: one.claim_probe("/readyz")[0] == 200, 20.0, what="readiness")
     print(f"ready after {time.monotonic() - began_at:.1f} s")
     wait_until_sync(lambda: len(stage.producer.collect()) >= LIMIT, 30.0, what="the first answers")
     wait_until_sync(lambda: world.in_flight() == 20, 10.0, what="the last requests to be sent")
@@ -50,7 +50,7 @@ def slow(one: Dispatcher) -> bool:
 def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -> None:
     world = stage.world(slots=64, seconds=0.005)  # its longest turn takes a few seconds of the clock
     one = stage.dispatcher(stage.settings(world, max_sys=64))
-    wait_until_sync(lambda: one.probe("/readyz")[0] == 200, 20.0, what="readiness")
+    wait_until_sync(lambda: one.claim_probe("/readyz")[0] == 200, 20.0, what="readiness")
     before = one.status()
     assert (before["loop_lag_s"] < 1, "CPU" in before["explanation"]) == (True, False)
     with cpu_limit(0.03) as limit:

@@ -49,7 +49,7 @@ def test_half_requests_leave_descriptors_for_redis_gateway_and_files(stage: Stag
         assert len(list(Path(f"/proc/{one.child.pid}/fd").iterdir())) < FILES - 64
         stage.producer.submit(40)
         stage.producer.wait_for_all(timeout_s=20)
-        assert one.probe("/livez")[0] == 200
+        assert one.claim_probe("/livez")[0] == 200
         one.reconfigure(budget={"reserve": 0.1})
         one.wait_for(config_generation=2)
     assert stage.producer.answers() == {"200": 40}

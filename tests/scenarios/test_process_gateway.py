@@ -58,11 +58,13 @@ class Pair:
         leave()
         for one in replicas:
             one.wait_for(reason="gateway-unreachable")
-        wait_until_sync(lambda: producer.counts()["leased"] <= 1, 10, what="all but a probe to be back")
+        wait_until_sync(
+            lambda: producer.count_requests()["leased"] <= 1, 10, what="all but a probe to be back"
+        )
         # The one may be the last that got through, which runs for half a second.
-        hold(lambda: producer.counts()["leased"] <= 1, 1.0, what="two probes at a time")
+        hold(lambda: producer.count_requests()["leased"] <= 1, 1.0, what="two probes at a time")
         finished, probes = len(producer.collect()), sum(map(probed, replicas))
-        hold(lambda: producer.counts()["leased"] <= 1, gone_s, what="two probes at a time")
+        hold(lambda: producer.count_requests()["leased"] <= 1, gone_s, what="two probes at a time")
         assert sum(map(probed, replicas)) > probes, "otherwise nothing was looked for"
         assert len(producer.collect()) == finished, "no result without a gateway"
         assert {one.status()["reason"] for one in replicas} == {"gateway-unreachable"}
@@ -281,7 +283,7 @@ def test_a_body_that_makes_the_gateway_reset_stops_nobody_but_itself(stage: Stag
     assert {producer.results[id_][0]["status_code"] for id_ in plain} == {200}
     assert {producer.results[id_][0]["error_code"] for id_ in poison} == {"RETRIES_EXHAUSTED"}
     assert not producer.twice()
-    assert producer.counts() == {"pending": 0, "leased": 0, "delayed": 0, "dead": 5}
+    assert producer.count_requests() == {"pending": 0, "leased": 0, "delayed": 0, "dead": 5}
     assert burnt(one) == 4 * len(poison)
     assert not [event for event in one.events("gate") if event["reason"] == "gateway-unreachable"]
 
@@ -347,6 +349,6 @@ def test_token_files_that_are_pipes_stop_nothing(stage: Stage, tmp_path: Path) -
         "signals": {"epp": {"token_file": str(tmp_path / "epp")}},
     }
     one = stage.dispatcher(merged(stage.settings(world), files))
-    wait_until_sync(lambda: one.probe("/livez")[0] == 200, what="it to be live")
+    wait_until_sync(lambda: one.claim_probe("/livez")[0] == 200, what="it to be live")
     wait_until_sync(lambda: "not a regular file" in json.dumps(one.status()), what="the reason to be shown")
     assert one.terminate() == 0

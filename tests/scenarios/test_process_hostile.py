@@ -25,7 +25,7 @@ class Crowd:
         self._members: dict[bytes, float] = {}
         self.deadline = int(time.time()) + 600
 
-    def add(self, id_: str, expected: str, **data: Any) -> None:
+    def add_line(self, id_: str, expected: str, **data: Any) -> None:
         """A request whose result is to be this status, or this error code."""
         internal = data.pop("internal", {})
         data = {"id": id_, "deadline": self.deadline, "payload": {"prompt": "hi"}} | data
@@ -69,15 +69,15 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
     crowd = Crowd(stage.producer)
 
     for number, (endpoint, fate) in enumerate(rows(DOCS / "reference" / "forwarding.md", "endpoint")):
-        crowd.add(f"endpoint-{number}", "200" if fate == "sent" else fate, endpoint=endpoint)
-    crowd.add("crlf-in-endpoint", "INVALID_REQUEST", endpoint="/v1/x\r\nx-evil: 1")
-    crowd.add("nul-in-endpoint", "INVALID_REQUEST", endpoint="/v1/x\0")
+        crowd.add_line(f"endpoint-{number}", "200" if fate == "sent" else fate, endpoint=endpoint)
+    crowd.add_line("crlf-in-endpoint", "INVALID_REQUEST", endpoint="/v1/x\r\nx-evil: 1")
+    crowd.add_line("nul-in-endpoint", "INVALID_REQUEST", endpoint="/v1/x\0")
 
     for number, value in enumerate(("a\r\nx-evil: 1", "a\nb", "a\0b", "a\x7fb")):
-        crowd.add(f"header-value-{number}", "INVALID_REQUEST", headers={"x-a": value})
+        crowd.add_line(f"header-value-{number}", "INVALID_REQUEST", headers={"x-a": value})
     for number, name in enumerate(("", "x a", "x:a", "x\r\na", "é")):
-        crowd.add(f"header-name-{number}", "INVALID_REQUEST", headers={name: "a"})
-    crowd.add("header-flood", "INVALID_REQUEST", headers={f"x-{at}": "a" * 1000 for at in range(20)})
+        crowd.add_line(f"header-name-{number}", "INVALID_REQUEST", headers={name: "a"})
+    crowd.add_line("header-flood", "INVALID_REQUEST", headers={f"x-{at}": "a" * 1000 for at in range(20)})
     smuggled = {
         "Host": "evil",
         "Content-Length": "1",
@@ -88,18 +88,18 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
         "X-Request-Id": "another",
         "x-llm-d-inference-objective": "realtime",
     }
-    crowd.add("smuggled-headers", "200", headers=smuggled)
-    crowd.add("evil id\r\nx-evil: 1", "200")
-    crowd.add("tenant", "200", metadata={"userid": "t\r\nx-evil: 1"})
+    crowd.add_line("smuggled-headers", "200", headers=smuggled)
+    crowd.add_line("evil id\r\nx-evil: 1", "200")
+    crowd.add_line("tenant", "200", metadata={"userid": "t\r\nx-evil: 1"})
 
-    crowd.add("payload-list", "INVALID_REQUEST", payload=[1])
-    crowd.add("payload-text", "INVALID_REQUEST", payload="hi")
-    crowd.add("payload-too-large", "TOO_LARGE", payload={"prompt": "x" * 50_000})
-    crowd.add("deadline-of-text", "INVALID_REQUEST", deadline="soon")
-    crowd.add("deadline-past", "DEADLINE_EXCEEDED", deadline=int(time.time()) - 5)
+    crowd.add_line("payload-list", "INVALID_REQUEST", payload=[1])
+    crowd.add_line("payload-text", "INVALID_REQUEST", payload="hi")
+    crowd.add_line("payload-too-large", "TOO_LARGE", payload={"prompt": "x" * 50_000})
+    crowd.add_line("deadline-of-text", "INVALID_REQUEST", deadline="soon")
+    crowd.add_line("deadline-past", "DEADLINE_EXCEEDED", deadline=int(time.time()) - 5)
     wrong_type = f"a-string:{{{POOL}}}"
     stage.producer.client.set(wrong_type, "x")
-    crowd.add("list-of-wrong-type", "INVALID_REQUEST", internal={"result_queue_name": wrong_type})
+    crowd.add_line("list-of-wrong-type", "INVALID_REQUEST", internal={"result_queue_name": wrong_type})
     stage.producer.client.lpush("celery", "a task")
     others = [
         "batch:{other}:requests",
@@ -108,7 +108,7 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
         "batch-results:1",
     ]
     for number, name in enumerate((stage.producer.names.queue, "celery", *others)):
-        crowd.add(f"list-of-another-{number}", "INVALID_REQUEST", internal={"result_queue_name": name})
+        crowd.add_line(f"list-of-another-{number}", "INVALID_REQUEST", internal={"result_queue_name": name})
 
     to_its_own = {"id": "to-its-own", "deadline": crowd.deadline, "payload": {"prompt": "hi"}}
     internal = {"result_queue_name": "own:list", "request_token": "0f"}
@@ -116,7 +116,7 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
     crowd.add_raw(json.dumps(member).encode())
 
     def answered(id_: str, expected: str, **how: Any) -> None:
-        crowd.add(id_, expected, payload={"sim": how})
+        crowd.add_line(id_, expected, payload={"sim": how})
 
     answered("not-found", "404", kind="status", status=404, body="no such model")
     answered("bad-request", "400", kind="status", status=400, body="bad")
@@ -141,11 +141,11 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
         what=f"all results; {one.status()}",
         every_s=0.05,
     )
-    wait_until_sync(lambda: not stage.producer.counts()["leased"], 10, what="all leases to end")
+    wait_until_sync(lambda: not stage.producer.count_requests()["leased"], 10, what="all leases to end")
     assert crowd.outcomes() == crowd.expected
     retried_in_vain = list(crowd.expected.values()).count("RETRIES_EXHAUSTED")
     dead = retried_in_vain + crowd.unreadable
-    assert stage.producer.counts() == {"pending": 0, "leased": 0, "delayed": 0, "dead": dead}
+    assert stage.producer.count_requests() == {"pending": 0, "leased": 0, "delayed": 0, "dead": dead}
     log = world.log()
     assert all(entry.batch for entry in log), "nobody chose an objective"
     never_sent = {id_ for id_, fate in crowd.expected.items() if fate == "INVALID_REQUEST"}

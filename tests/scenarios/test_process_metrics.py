@@ -55,7 +55,7 @@ def test_the_gate_closes_when_the_metrics_go_and_opens_when_they_return(stage: S
         last, count = last_sent_at(world), sent(world)
         hold(partial(no_more_than, count), 2 * interval_s, what=f"{kind}: sent blind")
         assert last - gone_at <= max_age_s + SLACK_S
-        assert stage.producer.counts()["pending"] > 0, "otherwise nothing was held back"
+        assert stage.producer.count_requests()["pending"] > 0, "otherwise nothing was held back"
         back_at = world.control(metrics="ok")["at"]
         wait_until_sync(partial(more_than, count), 10, what="work to go on")
         resumed_s = next(e.arrived_at for e in world.log() if e.arrived_at > last) - back_at

@@ -19,7 +19,7 @@ def test_an_observer_beside_a_working_dispatcher_claims_nothing_and_shows_what_i
     observer = stage.dispatcher(settings, "--observe")
     producer.submit(400)
     observer.wait_for(limit=LIMIT, pending=400, reason="open")
-    hold(lambda: producer.counts() == {"pending": 400, "leased": 0, "delayed": 0, "dead": 0}, 1.5)
+    hold(lambda: producer.count_requests() == {"pending": 400, "leased": 0, "delayed": 0, "dead": 0}, 1.5)
     assert world.observed()["gateway"]["arrived"] == 0
     before = set(producer.client.scan_iter())
 

@@ -106,7 +106,7 @@ def test_a_tenant_that_is_always_refused_stops_nobody_else(stage: Stage) -> None
     refused = [entry for entry in world.log() if entry.status == 429]
     print(f"{len(refused)} refused, {one.status()}")
     assert {entry.tenant for entry in refused} == {"greedy"}
-    counts = producer.counts()
+    counts = producer.count_requests()
     assert counts["dead"] == 0
     assert counts["pending"] + counts["delayed"] + counts["leased"] == len(greedy)
     assert one.status()["max_sys"] >= 12, "it lowers nobody else's room"

@@ -34,7 +34,7 @@ def test_a_changed_reserve_holds_at_once_and_costs_no_request(stage: Stage) -> N
     one.wait_for(config_generation=2, limit=16)
     took_s = [time.monotonic() - changed_at]
     # Leases tell, for all that run may have finished at once while their successors were already claimed.
-    wait_until_sync(lambda: producer.counts()["leased"] <= 16, 5, what="the rest to finish")
+    wait_until_sync(lambda: producer.count_requests()["leased"] <= 16, 5, what="the rest to finish")
     wait_until_sync(lambda: world.in_flight() <= 16, 5, what="the rest to leave the gateway")
     world.control(restart=True)
     hold(lambda: world.in_flight() <= 16 + 1, 1.5)

@@ -28,8 +28,8 @@ def test_with_the_least_rights_each_request_has_one_result_though_a_right_is_tak
             1.5,
             what="what can still be read opens nothing",
         )
-        assert one.probe("/livez")[0] == 200
-        assert producer.counts()["leased"] <= 8
+        assert one.claim_probe("/livez")[0] == 200
+        assert producer.count_requests()["leased"] <= 8
 
     lacks("hincrby")
     assert world.observed()["gateway"]["batch"]["peak"] == 0, "nothing is sent"

@@ -20,7 +20,7 @@ def test_replicas_are_replaced_one_by_one_and_nobody_notices(stage: Stage) -> No
 
     def ready() -> Dispatcher:
         one = stage.dispatcher(settings)
-        wait_until_sync(lambda: one.probe("/readyz")[0] == 200, READY_S, what="the replica to be ready")
+        wait_until_sync(lambda: one.claim_probe("/readyz")[0] == 200, READY_S, what="the replica to be ready")
         return one
 
     old = [ready(), ready()]
@@ -28,7 +28,7 @@ def test_replicas_are_replaced_one_by_one_and_nobody_notices(stage: Stage) -> No
     def both_take_part() -> bool:
         """Who runs a request runs its successor: the work comes in drops until each runs some. And none comes
         while some waits, or who has filled the limit first would keep it."""
-        if not producer.counts()["pending"]:
+        if not producer.count_requests()["pending"]:
             producer.submit(2, token="t")
         return all(one.status()["running"] for one in old)
 
@@ -38,9 +38,9 @@ def test_replicas_are_replaced_one_by_one_and_nobody_notices(stage: Stage) -> No
     new = []
     for leaving in old:
         new.append(ready())
-        producer.submit(max(0, 300 - producer.counts()["pending"]), token="t")
+        producer.submit(max(0, 300 - producer.count_requests()["pending"]), token="t")
         assert leaving.terminate(READY_S) == 0
-        assert producer.counts()["pending"], "under load until the end of the update"
+        assert producer.count_requests()["pending"], "under load until the end of the update"
     wait_until_sync(lambda: world.in_flight() >= LIMIT, 10, what="the slack to be filled by the new ones")
 
     world.control(seconds=0.02)

@@ -68,7 +68,7 @@ def test_neither_log_nor_traces_hold_a_payload_a_token_or_a_secret(stage: Stage,
             {b'{"the-member-must-not-show': 1.0, b'{"data":{"the-member-must-not-show":1}}': 2.0}
         )
         stage.producer.wait_for_all(timeout_s=40)
-        wait_until_sync(lambda: stage.producer.counts()["leased"] == 0, what="all leases to end")
+        wait_until_sync(lambda: stage.producer.count_requests()["leased"] == 0, what="all leases to end")
         assert one.terminate() == 0
     log = "".join(path.read_text() for path in sorted(one.folder.glob("log.*")))
     for told in (log, *(body.decode("latin-1") for body in collector.bodies)):

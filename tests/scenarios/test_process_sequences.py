@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from dispatcher.core.requests.request import encode_member
-from dispatcher.core.sequences.turns import Carry, OnError, Turn
+from dispatcher.core.sequences.turns import CarryMode, OnError, Turn
 from tests.scenarios.processes import Dispatcher, Entry, Producer, Stage, World
 from tests.scenarios.responses_server import responses_server
 from tests.support import wait_until_sync
@@ -135,9 +135,9 @@ def converse(producer: Producer, conversations: int, turn: int) -> None:
         message = {"role": "assistant", "content": f"answer {one} {turn}"}
         answer = {"body": json.dumps({"choices": [{"message": message}]})}
         body = json.dumps({"messages": [{"role": "user", "content": said}], "sim": answer}).encode()
-        members[encode_member(id_, body, deadline, sequence=Turn(f"c{one}", turn, carry=Carry.MESSAGES))] = (
-            deadline
-        )
+        members[
+            encode_member(id_, body, deadline, sequence=Turn(f"c{one}", turn, carry=CarryMode.MESSAGES))
+        ] = deadline
     producer.put(members)
     producer.wait_for_all(ids)
 

@@ -63,7 +63,7 @@ def test_model_servers_own_pages_fill_the_pool_and_one_that_goes_away_closes_the
     world.control(seconds=0.01)
     count = world.observed()["gateway"]["arrived"]
     hold(lambda: world.observed()["gateway"]["arrived"] == count, 1.0, what="sent blind")
-    assert stage.producer.counts()["pending"], "otherwise nothing was held back"
+    assert stage.producer.count_requests()["pending"], "otherwise nothing was held back"
 
     world.control(endpoints=SERVERS)
     stage.producer.wait_for_all(timeout_s=60)

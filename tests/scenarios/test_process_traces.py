@@ -31,4 +31,4 @@ def test_requests_and_drain_do_not_wait_for_the_trace_endpoint(stage: Stage, kin
     assert bool(collector.spans()) is (kind == "well")
     assert stage.producer.answers() == {"200": 300}, "each was sent once, and answered"
     assert not stage.producer.twice()
-    assert stage.producer.counts()["pending"] == len(held), "the rest is back in its place"
+    assert stage.producer.count_requests()["pending"] == len(held), "the rest is back in its place"

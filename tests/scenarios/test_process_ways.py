@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dispatcher.settings import Settings, parse
+from dispatcher.settings import Settings, parse_settings
 from tests.scenarios.processes import POOL, Stage, World
 from tests.support import wait_until_sync
 from tests.warm import warm_run
@@ -22,7 +22,7 @@ def initialized(folder: Path, *flags: str) -> dict[str, Any]:
     file = folder / "config.yaml"
     done = warm_run("init", "--pool", POOL, "--output", file, *flags)
     assert done.returncode == 0, done.stderr
-    assert isinstance(parse(file.read_text(), {}), Settings)
+    assert isinstance(parse_settings(file.read_text(), {}), Settings)
     return dict(yaml.safe_load(file.read_text()))
 
 

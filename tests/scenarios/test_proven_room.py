@@ -81,6 +81,6 @@ async def test_realtime_is_shown_beside_calls_of_several_items(stage: Stage) -> 
     await asyncio.sleep(20)
     limiter = stage.alive[0].limiter
     assert limiter.in_flight > stage.in_flight
-    assert limiter.not_ours == (20.0, 0.0)
-    units, calls = limiter.counted_as_calls(stage.now) or (0, 0)
+    assert limiter.realtime_requests == (20.0, 0.0)
+    units, calls = limiter.count_units_as_calls(stage.now) or (0, 0)
     assert (units, calls) == (4 * stage.in_flight, stage.in_flight)

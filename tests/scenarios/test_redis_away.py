@@ -66,7 +66,7 @@ def test_running_requests_are_answered_once_after_its_return(
     assert not producer.twice()
     assert not producer.unaccounted()
     assert world.observed()["gateway"]["ids"]["arrived_again"] == 0, "what was answered did not run again"
-    wait_until_sync(lambda: one.probe("/readyz")[0] == 200, 5, what="it to be ready again")
+    wait_until_sync(lambda: one.claim_probe("/readyz")[0] == 200, 5, what="it to be ready again")
     assert [event["event"] for event in one.events() if event["event"].startswith("queue-")] == [
         "queue-unreachable",
         "queue-back",
@@ -79,7 +79,7 @@ def noticed(one: Dispatcher) -> None:
 
 def calm(one: Dispatcher, world: World, sent: int) -> bool:
     """It lives, says why it is not ready, and sends nothing."""
-    live, ready = one.probe("/livez"), one.probe("/readyz")
+    live, ready = one.claim_probe("/livez"), one.claim_probe("/readyz")
     return (
         one.child.poll() is None
         and live == (200, "ok")
@@ -96,8 +96,8 @@ def test_a_dispatcher_that_starts_before_its_redis_waits_for_it(own_stage: Stage
     own_stage.server.kill()
     one = own_stage.dispatcher(own_stage.settings(world))
     noticed(one)
-    assert one.probe("/livez")[0] == 200
-    assert one.probe("/readyz")[0] == 503
+    assert one.claim_probe("/livez")[0] == 200
+    assert one.claim_probe("/readyz")[0] == 503
     own_stage.server.start()
     own_stage.producer.wait_for_all(timeout_s=15)
     assert own_stage.producer.answers() == {"200": 50}

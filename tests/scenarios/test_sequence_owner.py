@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from dispatcher.core.requests.request import encode_member
-from dispatcher.core.sequences.turns import Carry, Turn
+from dispatcher.core.sequences.turns import CarryMode, Turn
 from tests.queue.roles import PASSWORD, grant, rules, url_of
 from tests.scenarios.processes import NAMES, Stage
 from tests.scenarios.responses_server import responses_server
@@ -79,15 +79,15 @@ def test_a_producer_with_the_least_rights_reads_nothing_of_another_ones_conversa
                 queue={"url": url_of(stage.server, "dispatcher")},
             )
         )
-        turn = Turn("chat-7", carry=Carry.MESSAGES, secret=secret)
+        turn = Turn("chat-7", carry=CarryMode.MESSAGES, secret=secret)
         alice.put("a-0", form(IN_CONFIDENCE), turn)
         assert alice.result()["status_code"] == 200
         attacks: list[Turn | None] = [
-            Turn("chat-7", carry=Carry.MESSAGES),
-            Turn("chat-7", 1, carry=Carry.MESSAGES),
-            Turn("chat-7", carry=Carry.MESSAGES, reset=True),
-            Turn("chat-7", carry=Carry.MESSAGES, secret="a secret that bob guessed"),
-            Turn("chat-7", carry=Carry.MESSAGES, secret=alice.results),
+            Turn("chat-7", carry=CarryMode.MESSAGES),
+            Turn("chat-7", 1, carry=CarryMode.MESSAGES),
+            Turn("chat-7", carry=CarryMode.MESSAGES, reset=True),
+            Turn("chat-7", carry=CarryMode.MESSAGES, secret="a secret that bob guessed"),
+            Turn("chat-7", carry=CarryMode.MESSAGES, secret=alice.results),
         ]
         for number, attack in enumerate(attacks):
             bob.put(f"b-{number}", form(SMUGGLED), attack)

@@ -186,7 +186,9 @@ def test_stalled_replica_s_requests_count_while_they_run_and_it_cuts_them_when_i
     stopped_at = time.monotonic()
 
     def taken_back() -> bool:
-        return stage.producer.counts()["leased"] == cap - share  # as Redis has it; a status is a second old
+        return (
+            stage.producer.count_requests()["leased"] == cap - share
+        )  # as Redis has it; a status is a second old
 
     wait_until_sync(taken_back, TAKEN_OVER_S, what="its leases to be taken back")
     print(f"taken for dead after {time.monotonic() - stopped_at:.1f} s, with {share} of {cap} still running")
@@ -238,7 +240,7 @@ def test_what_was_claimed_before_its_process_stopped_is_not_sent_when_it_wakes(
     stage.producer.submit(2 * LIMIT)
     process = psutil.Process(stopped.child.pid)
     wait_until_sync(lambda: process.status() == psutil.STATUS_STOPPED, 10, what="it to come to its first try")
-    assert stage.producer.counts()["leased"] == LIMIT
+    assert stage.producer.count_requests()["leased"] == LIMIT
     other = stage.dispatcher(plain)
     wait_until_sync(lambda: world.in_flight() == LIMIT, START_S, what="another to run what it had")
     stopped.send(signal.SIGCONT)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Evicted, Outcome, RetryPolicy, classify
+from dispatcher.core.gateway.outcome import Evicted, Outcome, RetryPolicy, classify_answer
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
@@ -25,10 +25,10 @@ def evict(stage: Stage, share: float, prefix: str = "") -> None:
         if not request.id.startswith(prefix) or draws.random() >= share:
             return None
         job = stage.job_of(request)
-        stage.road.send(job, lambda _end: None)
+        stage.road.send_job(job, lambda _end: None)
         await asyncio.sleep(draws.uniform(0.1, 0.9) * stage.setting.work_s)
-        stage.road.leave(job)
-        return classify(429, {"x-llm-d-request-dropped-reason": "evicted-priority"}, b"", 0.0)
+        stage.road.cancel_job(job)
+        return classify_answer(429, {"x-llm-d-request-dropped-reason": "evicted-priority"}, b"", 0.0)
 
     stage.fault = fault
 
@@ -66,9 +66,11 @@ async def test_evictions_cost_what_they_took_and_no_request(
     assert len(evicted(stage)) > 0.08 * len(tries), "otherwise this shows nothing"
     assert per_s >= 0.97 * calm_per_s * (1 - lost)
     assert set(stage.statuses()) == {200}
-    assert {replica.limiter.most for replica in stage.alive} == {stage.setting.most}, "nothing was learned"
+    assert {replica.limiter.max_limit for replica in stage.alive} == {stage.setting.max_limit}, (
+        "nothing was learned"
+    )
     assert stage.reasons() <= {Reason.OPEN, Reason.FULL}
-    assert stage.peak <= stage.setting.most + 1
+    assert stage.peak <= stage.setting.max_limit + 1
 
 
 @scenario(retry=RetryPolicy(base_s=2.0, max_s=16.0, max_attempts=2))
@@ -82,7 +84,7 @@ async def test_request_that_is_always_evicted_waits_longer_each_time_and_ends_by
     closed = set()
     while stage.answered < len(others):
         await asyncio.sleep(0.25)
-        closed |= {reason for reason in stage.reasons() if reason.closed}
+        closed |= {reason for reason in stage.reasons() if reason.is_closed}
     assert closed <= {Reason.STARTING}
     await stage.until_answered(130)
     began = [one.began_at for one in stage.tries if one.id == victim]

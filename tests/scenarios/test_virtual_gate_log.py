@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from dispatcher.core.gateway.outcome import Outcome, classify
+from dispatcher.core.gateway.outcome import Outcome, classify_answer
 from dispatcher.core.requests.request import Request
 from dispatcher.telemetry.events import Event
 from tests.scenarios.virtual_stage import Stage, scenario
@@ -32,7 +32,7 @@ async def test_a_gate_that_shuts_for_less_than_a_second_is_told_with_every_term(
     async def once(request: Request) -> Outcome | None:
         nonlocal refused
         refused += 1
-        return classify(429, {}, b"", 0.0) if refused == 1 else None
+        return classify_answer(429, {}, b"", 0.0) if refused == 1 else None
 
     stage.fault = once
     await asyncio.sleep(1.0)

@@ -7,8 +7,15 @@ import random
 
 import pytest
 
-from dispatcher.core.gateway.intermediary_errors import FREE
-from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, RetryPolicy, Unreachable, classify
+from dispatcher.core.gateway.intermediary_errors import FREE_CHARGES
+from dispatcher.core.gateway.outcome import (
+    Delivered,
+    Failed,
+    Outcome,
+    RetryPolicy,
+    Unreachable,
+    classify_answer,
+)
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
@@ -35,7 +42,7 @@ def empty_500s(stage: Stage) -> None:
         if not AWAY_AT <= stage.now < BACK_AT:
             return None
         await asyncio.sleep(2 * stage.setting.way_s)
-        return classify(500, {}, b"", 0.0)
+        return classify_answer(500, {}, b"", 0.0)
 
     stage.fault = fault
 
@@ -67,7 +74,7 @@ async def test_gateway_away_for_a_minute_burns_nothing(
     counted = [t for t in stage.tries if isinstance(t.outcome, Failed)]
     print(f"{len(counted)} bare answers, {len(stage.sent(AWAY_AT + 5, BACK_AT))} probes in 55 s")
     assert (len(counted) > 0) == (kind == "500")
-    burnt = [each.attempts for each in stage.store.line.entries.values()]
+    burnt = [each.failed_attempts for each in stage.store.queue.entries.values()]
     assert not any(burnt), "no attempt burnt, not even before it was recognised"
     assert at_once(stage, AWAY_AT + 3, BACK_AT) == 1, "one probe at a time over all replicas"
     probes = len(stage.sent(AWAY_AT + 5, BACK_AT))
@@ -76,8 +83,8 @@ async def test_gateway_away_for_a_minute_burns_nothing(
     resumed_s = await stage.until(lambda: stage.in_flight > 5, 3.0, "work to resume")
     print(f"resumed {resumed_s:.2f} s after its return")
     await asyncio.sleep(5)
-    assert stage.in_flight >= stage.setting.most - 2
-    assert stage.peak <= stage.setting.most + 1
+    assert stage.in_flight >= stage.setting.max_limit - 2
+    assert stage.peak <= stage.setting.max_limit + 1
     assert set(stage.statuses()) == {200}
 
 
@@ -93,7 +100,7 @@ async def test_dead_endpoint_among_others_is_no_gateway_that_is_away(
         if not 10.0 <= stage.now < 20.0 or rand.random() * 3 >= dead_of_three:
             return None
         await asyncio.sleep(2 * stage.setting.way_s)
-        return classify(503, {}, b"upstream connect error or disconnect/reset before headers", 0.0)
+        return classify_answer(503, {}, b"upstream connect error or disconnect/reset before headers", 0.0)
 
     stage.fault = fault
     await stage.submit(3000)
@@ -101,7 +108,7 @@ async def test_dead_endpoint_among_others_is_no_gateway_that_is_away(
     shut_s, before = 0.0, stage.answered
     while stage.now < 20.0:
         await asyncio.sleep(0.01)
-        shut_s += 0.01 * (stage.reasons() != {Reason.FULL} and stage.in_flight < stage.setting.most / 2)
+        shut_s += 0.01 * (stage.reasons() != {Reason.FULL} and stage.in_flight < stage.setting.max_limit / 2)
     bounced = [t for t in stage.tries if isinstance(t.outcome, Failed)]
     print(f"{len(bounced)} bounced, {stage.answered - before} answered, half empty for {shut_s:.2f} s")
     assert len(bounced) > 50, "the world must bounce for this to show anything"
@@ -109,7 +116,9 @@ async def test_dead_endpoint_among_others_is_no_gateway_that_is_away(
     assert stage.answered - before >= 0.9 * before
     await asyncio.sleep(20)
     assert set(stage.statuses()) == {200}
-    assert {held.lease.attempts for replica in stage.alive for held in replica.dispatcher._holding} == {0}
+    assert {
+        held.lease.failed_attempts for replica in stage.alive for held in replica.dispatcher._in_flight
+    } == {0}
 
 
 @scenario(retry=RetryPolicy(base_s=0.1, max_s=0.5))
@@ -120,7 +129,7 @@ async def test_request_that_is_always_answered_like_that_ends_by_itself(stage: S
         if not request.id.startswith("poison"):
             return None
         await asyncio.sleep(2 * stage.setting.way_s)
-        return classify(503, {}, b"upstream connect error", 0.0)
+        return classify_answer(503, {}, b"upstream connect error", 0.0)
 
     stage.fault = fault
     await stage.submit(1, "poison")
@@ -128,7 +137,7 @@ async def test_request_that_is_always_answered_like_that_ends_by_itself(stage: S
     await stage.until(lambda: 503 in stage.statuses(), 20)
     assert stage.statuses()[200] < 1500, "there were others all the time"
     tries = len([t for t in stage.tries if t.id.startswith("poison")])
-    assert FREE + 8 < tries <= 2 * (FREE + 8), "not every try is followed by another's answer"
+    assert FREE_CHARGES + 8 < tries <= 2 * (FREE_CHARGES + 8), "not every try is followed by another's answer"
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -176,9 +185,9 @@ async def test_request_that_breaks_its_connection_stops_nobody_but_itself(stage:
     await stage.submit(600)
     await stage.until(lambda: stage.answered >= 600, 30)
     assert stage.statuses() == {200: 600}
-    assert stage.peak <= stage.setting.most + 1
+    assert stage.peak <= stage.setting.max_limit + 1
     assert not [t for t in stage.tries if isinstance(t.outcome, Unreachable)]
     await stage.until_answered(400)
     assert len([t for t in stage.tries if t.id.startswith("breaker")]) == 8, "retry.max_attempts"
     assert stage.statuses() == {200: 600, "RETRIES_EXHAUSTED": 1}
-    assert (await stage.store.counts()).dead == 1
+    assert (await stage.store.count_requests()).dead == 1

@@ -34,8 +34,8 @@ async def test_blindness_closes_the_gate_and_sight_opens_it(
     stage.metrics, back_at = Metrics.FINE, stage.now
     await stage.until(lambda: stage.sent(back_at), 1.2, "to be sent with the next reading")
     await asyncio.sleep(4)
-    assert stage.in_flight >= stage.setting.most - 1
-    assert stage.peak <= stage.setting.most + 1
+    assert stage.in_flight >= stage.setting.max_limit - 1
+    assert stage.peak <= stage.setting.max_limit + 1
     assert set(stage.statuses()) == {200}
 
 
@@ -51,10 +51,10 @@ async def test_one_failed_scrape_closes_nothing_and_several_close_until_the_next
         await asyncio.sleep(0.25)
     stage.metrics = Metrics.FINE
     await asyncio.sleep(4)
-    assert stage.in_flight >= stage.setting.most - 1
+    assert stage.in_flight >= stage.setting.max_limit - 1
     stage.metrics = Metrics.GONE
     await stage.until(lambda: stage.reasons() == {Reason.UNREADABLE}, 8)
     stage.metrics = Metrics.FINE
     await stage.until(lambda: Reason.UNREADABLE not in stage.reasons(), 3.1)
     await asyncio.sleep(2)
-    assert stage.in_flight >= stage.setting.most - 1
+    assert stage.in_flight >= stage.setting.max_limit - 1

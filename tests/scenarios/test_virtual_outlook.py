@@ -15,7 +15,7 @@ LOST = "DEADLINE_EXCEEDED"
 async def test_requests_at_risk_are_those_that_are_lost_in_the_end(stage: Stage) -> None:
     await stage.submit(4000, deadline_s=150)
     await asyncio.sleep(40)
-    outlook = stage.alive[0].dispatcher.view.outlook
+    outlook = stage.alive[0].dispatcher.view.forecast
     assert outlook is not None
     assert outlook.earliest_deadline_s == pytest.approx(110, abs=6)
     await stage.until_answered(400)
@@ -32,7 +32,7 @@ async def test_every_replica_knows_the_rate_of_all(stage: Stage) -> None:
     await asyncio.sleep(30)
     rate = (stage.answered - before) / 30
     for replica in stage.alive:
-        outlook = replica.dispatcher.view.outlook
+        outlook = replica.dispatcher.view.forecast
         assert outlook is not None
         assert outlook.service_rate == pytest.approx(rate, rel=0.05)
         assert outlook.service_s == pytest.approx(stage.in_flight / rate, rel=0.05)
@@ -47,19 +47,19 @@ async def test_a_closed_gate_puts_all_that_wait_at_risk(stage: Stage) -> None:
     await stage.submit(100, deadline_s=5000)
     await asyncio.sleep(30)
     view = stage.alive[0].dispatcher.view
-    first = view.outlook
+    first = view.forecast
     assert first is not None
     assert first.at_risk is None, "nobody knows what the pool can do"
     await asyncio.sleep(65)
-    assert view.outlook is not None
-    assert (view.outlook.at_risk, view.outlook.service_rate) == (100, 0)
+    assert view.forecast is not None
+    assert (view.forecast.at_risk, view.forecast.service_rate) == (100, 0)
 
 
 @scenario(observe=True)
 async def test_who_only_observes_looks_ahead_too_and_is_not_seen(stage: Stage) -> None:
     await stage.submit(10, deadline_s=500)
     await asyncio.sleep(11)
-    outlook = stage.alive[0].dispatcher.view.outlook
+    outlook = stage.alive[0].dispatcher.view.forecast
     assert outlook is not None
     assert outlook.replicas == ()
     assert outlook.earliest_deadline_s == pytest.approx(490, abs=6)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Outcome, Overloaded, RetryPolicy, classify
+from dispatcher.core.gateway.outcome import Outcome, Overloaded, RetryPolicy, classify_answer
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
@@ -29,7 +29,7 @@ def refuse(stage: Stage, times: int, retry_after: str | None = None) -> None:
         headers = {"x-llm-d-request-dropped-reason": "rejected-saturated"}
         if retry_after is not None:
             headers["retry-after"] = retry_after
-        return classify(429, headers, b"", 0.0)
+        return classify_answer(429, headers, b"", 0.0)
 
     stage.fault = fault
 
@@ -98,8 +98,8 @@ async def test_pool_of_a_third_of_its_declared_size_is_learned(stage: Stage, rep
     running = 0.0
     for _ in range(200):
         await asyncio.sleep(0.5)
-        stage.road.now()
-        running += stage.world.observe().running / 200
+        stage.road.advance_world()
+        running += stage.world.observe_pool().running / 200
     per_1000 = 1000 * (len(refusals(stage)) - refused) / (len(stage.tries) - sent)
     print(f"{refused} refused while learning, then {per_1000:.1f} of 1,000; {running:.2f} of 11 run")
     assert per_1000 < 25
@@ -114,7 +114,7 @@ async def test_tenant_whose_every_request_is_refused_stops_nobody_else(stage: St
         if request.metadata.get("userid") != "greedy":
             return None
         await asyncio.sleep(2 * stage.setting.way_s)
-        return Overloaded(429, "rejected-saturated", capacity=True)
+        return Overloaded(429, "rejected-saturated", is_out_of_capacity=True)
 
     stage.fault = fault
     # An earlier deadline: all of them lie before the others.
@@ -122,13 +122,15 @@ async def test_tenant_whose_every_request_is_refused_stops_nobody_else(stage: St
     modest = await stage.submit(600, "modest", userid="modest")
     took_s = await stage.until_answered(80, modest)
     print(f"600 answered in {took_s:.0f} s, {len(refusals(stage))} refusals")
-    assert took_s <= 2.0 * 600 / stage.setting.most, "at half of the speed that they would have alone"
+    assert took_s <= 2.0 * 600 / stage.setting.max_limit, "at half of the speed that they would have alone"
     assert stage.statuses() == {200: 600}
-    counts = await stage.store.counts()
+    counts = await stage.store.count_requests()
     assert counts.dead == 0
     assert counts.pending + counts.delayed + counts.leased == len(greedy)
-    budgets = [r.dispatcher.allowance().budget for r in stage.alive]
-    assert all(b is None or b.max_sys >= 0.9 * b.configured for b in budgets), "it lowers nobody else's room"
+    budgets = [r.dispatcher.get_allowance().budget for r in stage.alive]
+    assert all(b is None or b.max_sys >= 0.9 * b.configured_max_sys for b in budgets), (
+        "it lowers nobody else's room"
+    )
 
 
 def _curse(stage: Stage) -> None:
@@ -138,7 +140,7 @@ def _curse(stage: Stage) -> None:
         if not request.id.startswith("cursed"):
             return None
         await asyncio.sleep(2 * stage.setting.way_s)
-        return Overloaded(429, "rejected-saturated", capacity=True)
+        return Overloaded(429, "rejected-saturated", is_out_of_capacity=True)
 
     stage.fault = fault
 

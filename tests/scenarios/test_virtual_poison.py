@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dispatcher.core.gateway.intermediary_errors import FREE, RESTS_PER_S
-from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, classify
+from dispatcher.core.gateway.intermediary_errors import FREE_CHARGES, REST_PER_SECOND
+from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, classify_answer
 from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
@@ -29,7 +29,7 @@ def answers(
             await asyncio.sleep(after_s)
         finally:
             del stage.held_open[request.id]
-        return classify(status, {}, body, 0.0)
+        return classify_answer(status, {}, body, 0.0)
 
     stage.fault = fault
 
@@ -96,8 +96,10 @@ async def test_poison_among_others_ends_by_itself(stage: Stage, status: int) -> 
     await stage.submit(1500)
     await stage.until(lambda: status in stage.statuses(), 30)
     assert stage.statuses()[200] < 1500, "there were others all the time"
-    assert FREE + 8 < tries(stage, name) <= 2 * (FREE + 8), "not every try is followed by another's answer"
-    assert (await stage.store.counts()).dead == 1
+    assert FREE_CHARGES + 8 < tries(stage, name) <= 2 * (FREE_CHARGES + 8), (
+        "not every try is followed by another's answer"
+    )
+    assert (await stage.store.count_requests()).dead == 1
 
 
 @scenario(retry=RETRY)
@@ -153,7 +155,9 @@ async def test_gateway_that_sends_everybody_away_costs_nobody_an_attempt(
         probes = len(stage.sent(15, back_at))
         print(f"{replicas} replicas: {probes} probes in 55 s")
         assert probes <= 300 * replicas
-        resumed_s = await stage.until(lambda: stage.in_flight >= stage.setting.most - 2, 3.0, "to resume")
+        resumed_s = await stage.until(
+            lambda: stage.in_flight >= stage.setting.max_limit - 2, 3.0, "to resume"
+        )
         print(f"full {resumed_s:.2f} s after its return")
     await stage.until_answered(200)
     assert stage.statuses() == {200: 2500}
@@ -194,6 +198,6 @@ async def test_whatever_the_outages_and_the_poisons_the_others_are_answered_soon
         await asyncio.sleep(rand.uniform(0, 10))
         honest = await stage.submit(rand.randint(1, 50))
         await stage.until(lambda: not away(), 40)
-        await all_of(stage, honest, 30 * (1 + RESTS_PER_S) + 10)
+        await all_of(stage, honest, 30 * (1 + REST_PER_SECOND) + 10)
     ends = {each.id: each.status_code for each in stage.results}
     assert {ends[name] for name in stage.submitted if not name.startswith("poison")} == {200}

@@ -73,8 +73,8 @@ async def test_failed_tries_back_off_and_end_dead(stage: Stage) -> None:
     (result,) = stage.results
     assert (result.id, result.error_code, result.status_code) == (name, "RETRIES_EXHAUSTED", 500)
     assert "it broke" in result.payload
-    (dead,) = await stage.store.dead_list(10)
-    assert dead.attempts == 4, "the fifth ended it"
+    (dead,) = await stage.store.list_dead(10)
+    assert dead.failed_attempts == 4, "the fifth ended it"
 
 
 @scenario()
@@ -115,7 +115,7 @@ async def test_request_that_kills_its_owners_is_isolated_and_put_aside(stage: St
     deliveries = sum(t.id == poison for t in stage.tries)
     print(f"{deliveries} deliveries of the poison, all done after {took_s:.0f} s")
     assert stage.statuses() == {200: 300, "DELIVERIES_EXHAUSTED": 1}, "no bystander is blamed"
-    (dead,) = await stage.store.dead_list(10)
+    (dead,) = await stage.store.list_dead(10)
     assert b"poison" in dead.member
     assert deliveries == 2 + 1 + stage.setting.retry.max_deliveries
 
@@ -125,17 +125,17 @@ async def test_replica_that_was_taken_for_dead_cuts_what_it_lost_at_once(stage: 
     """Not with its next renewal, 10 s later; and it goes on with the rest."""
     await stage.submit(80)
     await asyncio.sleep(3)
-    stalled, other = sorted(stage.alive, key=lambda replica: -replica.dispatcher.running)
-    running = stalled.dispatcher.running
+    stalled, other = sorted(stage.alive, key=lambda replica: -replica.dispatcher.running_count)
+    running = stalled.dispatcher.running_count
     assert running
-    stage.store.pool.beats[stalled.queue.owner] = 0.0
-    assert (await other.queue.sweep()).reclaimed == running
+    stage.store.pool.heartbeats[stalled.queue.owner] = 0.0
+    assert (await other.queue.sweep()).reclaimed_count == running
     took_s = await stage.until(lambda: not [t for t in running_of(stage, stalled) if t.began_at < 3], 5)
     assert took_s <= 1.0
     assert sum(event is Event.LEASE_LOST for event, _ in stage.events) == running
     await stage.until_answered(500)
     assert stage.statuses() == {200: 80}
-    assert stage.peak <= stage.setting.most + 1
+    assert stage.peak <= stage.setting.max_limit + 1
 
 
 def running_of(stage: Stage, replica: Replica) -> list[Try]:
@@ -150,9 +150,9 @@ async def test_drain_sends_nothing_more_and_leaves_no_lease(stage: Stage, drain_
     await asyncio.sleep(5.3)
     leaving, staying = stage.alive
     # Both must have work for this to show anything.
-    busy = leaving if leaving.dispatcher.running else staying
+    busy = leaving if leaving.dispatcher.running_count else staying
     index = stage.replicas.index(busy)
-    running, at = busy.dispatcher.running, stage.now
+    running, at = busy.dispatcher.running_count, stage.now
     assert running
     busy.dispatcher.drain(drain_s)
     await busy.task
@@ -162,7 +162,7 @@ async def test_drain_sends_nothing_more_and_leaves_no_lease(stage: Stage, drain_
     assert len(ended) == running
     answered = sum(t.outcome is not None for t in ended)
     assert answered == running if drain_s >= 2.0 else answered < running
-    assert busy.queue.owner not in {held.owner for held in stage.store.pool.grants.values()}
+    assert busy.queue.owner not in {held.owner for held in stage.store.pool.leases.values()}
     stage.replicas[index] = None
     await stage.until_answered(60)
     assert stage.statuses() == {200: 500}
@@ -178,8 +178,8 @@ async def test_cancelled_before_it_is_sent_and_in_flight(stage: Stage) -> None:
     waiting = [name for name in names if name not in running]
     assert running
     assert waiting
-    assert await stage.store.cancel(running[0], TOKEN)
-    assert await stage.store.cancel(waiting[0], TOKEN)
+    assert await stage.store.cancel_request(running[0], TOKEN)
+    assert await stage.store.cancel_request(waiting[0], TOKEN)
     await asyncio.sleep(1.2)
     cut = next(t for t in stage.tries if t.id == running[0])
     assert cut.outcome is None
@@ -211,9 +211,9 @@ async def test_observer_claims_nothing_and_shows_what_it_would_do(stage: Stage) 
     await stage.submit(100)
     await asyncio.sleep(30)
     assert not stage.tries
-    assert (await stage.store.counts()).pending == 100
-    allowance = stage.alive[0].dispatcher.allowance()
-    assert (allowance.limit, allowance.reason) == (stage.setting.most, Reason.OPEN)
+    assert (await stage.store.count_requests()).pending == 100
+    allowance = stage.alive[0].dispatcher.get_allowance()
+    assert (allowance.limit, allowance.reason) == (stage.setting.max_limit, Reason.OPEN)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -225,12 +225,12 @@ async def test_results_of_requests_in_flight_arrive_once_after_the_queue_was_awa
     await asyncio.sleep(6.3)
     done, running = len(stage.results), stage.in_flight
     assert running
-    stage.store.down, away_at = "connection refused", stage.now
+    stage.store.outage_message, away_at = "connection refused", stage.now
     await asyncio.sleep(20)
     assert not stage.sent(away_at + 0.001), "nothing new is sent"
     assert stage.reasons() == {Reason.QUEUE_UNREACHABLE}
     assert len(stage.results) == done
-    stage.store.down = None
+    stage.store.outage_message = None
     await stage.until(lambda: stage.answered >= done + running, 1.5, "what was kept to be handed in")
     await stage.until_answered(80)
     assert stage.statuses() == {200: 400}
@@ -243,13 +243,13 @@ async def test_changed_settings_hold_in_flight_and_cost_nothing(stage: Stage) ->
     await asyncio.sleep(5)
     assert stage.in_flight >= 28
     replica = stage.alive[0]
-    replica.limiter.settings(Policy(reserve=0.5, per_endpoint=32), stage.now)
-    replica.dispatcher.poke()
+    replica.limiter.set_policy(Policy(reserve=0.5, per_endpoint=32), stage.now)
+    replica.dispatcher.wake_up()
     await asyncio.sleep(3)
     stage.restart_peak()
     assert stage.in_flight <= 16
-    replica.limiter.settings(Policy(reserve=0.05, per_endpoint=32, max_in_flight=20), stage.now)
-    replica.dispatcher.poke()
+    replica.limiter.set_policy(Policy(reserve=0.05, per_endpoint=32, max_in_flight=20), stage.now)
+    replica.dispatcher.wake_up()
     await asyncio.sleep(4)
     assert 19 <= stage.in_flight <= 20
     assert stage.peak <= 20
@@ -278,7 +278,7 @@ def test_whatever_happens_in_whatever_order_each_request_has_one_result(
         async def fault(request: Request) -> Outcome | None:
             await asyncio.sleep(0.001)
             if "refuse" in faulty and int(request.id[-2:]) % 3 == 0:
-                return Overloaded(429, "", capacity=True)
+                return Overloaded(429, "", is_out_of_capacity=True)
             if "fail" in faulty and int(request.id[-2:]) % 5 == 0:
                 return Failed("the answer was cut short")
             return None
@@ -294,7 +294,7 @@ def test_whatever_happens_in_whatever_order_each_request_has_one_result(
                 case "start" if dead:
                     stage.start(dead[nth % len(dead)])
                 case "queue":
-                    stage.store.down = "connection refused"
+                    stage.store.outage_message = "connection refused"
                 case "metrics":
                     stage.metrics = Metrics.GONE
                 case "pause":
@@ -306,8 +306,8 @@ def test_whatever_happens_in_whatever_order_each_request_has_one_result(
                 case _:
                     pass
             await asyncio.sleep(for_s)
-            assert stage.peak <= stage.setting.most + 1
-            stage.store.down, stage.metrics = None, Metrics.FINE
+            assert stage.peak <= stage.setting.max_limit + 1
+            stage.store.outage_message, stage.metrics = None, Metrics.FINE
             await stage.store.resume()
             faulty.clear()
         for i, replica in enumerate(stage.replicas):
@@ -315,7 +315,7 @@ def test_whatever_happens_in_whatever_order_each_request_has_one_result(
                 stage.start(i)
         await stage.until_answered(600)
         assert set(stage.statuses()) == {200}
-        assert stage.peak <= stage.setting.most + 1
+        assert stage.peak <= stage.setting.max_limit + 1
 
     perform(scene, replicas=replicas, scrape_s=scrape_s, lease_s=6.0)
 

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, classify
-from dispatcher.core.limit.allowance import explain
+from dispatcher.core.gateway.outcome import Outcome, RetryPolicy, classify_answer
+from dispatcher.core.limit.allowance import explain_allowance
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.models.names import model_of
+from dispatcher.core.models.names import parse_model
 from dispatcher.core.requests.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
@@ -23,14 +23,14 @@ async def test_web_server_that_is_no_gateway_eats_no_queue(stage: Stage, status:
 
     async def fault(request: Request) -> Outcome | None:
         await asyncio.sleep(0.001)
-        return classify(status, {}, PAGE, 0.0)
+        return classify_answer(status, {}, PAGE, 0.0)
 
     stage.fault = fault
     await stage.submit(200)
     await stage.until(lambda: stage.reasons() == {Reason.GATEWAY_UNREACHABLE}, 3)
     await asyncio.sleep(30)
     assert stage.reasons() == {Reason.GATEWAY_UNREACHABLE}
-    told = explain(stage.alive[0].dispatcher.allowance(), stage.alive[0].limiter.in_flight)
+    told = explain_allowance(stage.alive[0].dispatcher.get_allowance(), stage.alive[0].limiter.in_flight)
     assert str(status) in told
     assert "gateway.url" in told
     print(f"{replicas} replicas, {status}: {len(stage.tries)} tries in half a minute, no result")
@@ -46,12 +46,12 @@ async def test_web_server_that_is_no_gateway_eats_no_queue(stage: Stage, status:
 async def test_requests_that_end_while_credentials_are_refused_say_so(stage: Stage, status: int) -> None:
     async def fault(request: Request) -> Outcome | None:
         await asyncio.sleep(0.001)
-        return classify(status, {}, b"", 0.0)
+        return classify_answer(status, {}, b"", 0.0)
 
     stage.fault = fault
     await stage.submit(3, deadline_s=60.0)
     await stage.until(lambda: stage.reasons() == {Reason.GATEWAY_UNREACHABLE}, 3)
-    told = explain(stage.alive[0].dispatcher.allowance(), stage.alive[0].limiter.in_flight)
+    told = explain_allowance(stage.alive[0].dispatcher.get_allowance(), stage.alive[0].limiter.in_flight)
     assert "gateway.token_file" in told
     await stage.until_answered(70)
     assert stage.statuses() == {"DEADLINE_EXCEEDED": 3}
@@ -69,7 +69,7 @@ async def test_requests_of_a_wrong_model_among_others_end_with_their_404(stage: 
         if not request.id.startswith("wrong"):
             return None
         await asyncio.sleep(0.001)
-        return classify(404, {}, b'{"error": "no such model"}', 0.0)
+        return classify_answer(404, {}, b'{"error": "no such model"}', 0.0)
 
     stage.fault = fault
     await stage.submit(5, "wrong", deadline_s=1e5)
@@ -92,7 +92,7 @@ async def test_model_that_a_server_does_not_have_closes_no_gate(stage: Stage) ->
 
     async def fault(request: Request) -> Outcome | None:
         await asyncio.sleep(0.001)
-        return classify(404, {}, says_no_model(model_of(request.payload)), 0.0)
+        return classify_answer(404, {}, says_no_model(parse_model(request.payload)), 0.0)
 
     stage.fault = fault
     await stage.submit(40, model="gone")
@@ -107,7 +107,7 @@ async def test_model_without_a_route_closes_no_gate_while_others_have_one(stage:
 
     async def fault(request: Request) -> Outcome | None:
         await asyncio.sleep(0.001)
-        return classify(404, {}, b"", 0.0) if b"gone" in request.payload else None
+        return classify_answer(404, {}, b"", 0.0) if b"gone" in request.payload else None
 
     stage.fault = fault
     await stage.until_answered(1, await stage.submit(1))

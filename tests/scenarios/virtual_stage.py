@@ -21,17 +21,17 @@ from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limit.poll import Poll
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.core.requests.result import PoppedResult, decode_result
-from dispatcher.core.requests.score import score_of
-from dispatcher.core.requests.units import units_of
+from dispatcher.core.requests.score import compute_score
+from dispatcher.core.requests.units import compute_units
 from dispatcher.dispatch import Journal, Options
 from dispatcher.lab.memory_queue import MemoryStore
 from dispatcher.lab.simulation import virtual_loop
 from dispatcher.lab.simulation.fleet import EPOCH, Replica
 from dispatcher.lab.simulation.metrics import Exporter, Signals
-from dispatcher.lab.simulation.transport import Road, RoadGateway
+from dispatcher.lab.simulation.transport import SimulatedGateway, SimulatedTransport
 from dispatcher.lab.simulation.world import Job, World
-from dispatcher.ports import Forwarded, Submission
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.ports import AttemptResult, Submission
+from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics as Counters
 
 TOKEN = "0" * 32
@@ -82,7 +82,7 @@ class Setting:
     max_age_s: float = 10.0
     tenant_from: str = ""
     observe: bool = False
-    weigh: Callable[[Request], int] = units_of
+    set_lease_units: Callable[[Request], int] = compute_units
     """Weight of a request in the limit. The pool and its metrics count each request once."""
 
     @property
@@ -97,11 +97,11 @@ class Setting:
     @property
     def options(self) -> Options:
         return Options(
-            retry=self.retry, lease_s=self.lease_s, tenant_from=self.tenant_from, observe=self.observe
+            retry=self.retry, lease_s=self.lease_s, tenant_attribute=self.tenant_from, observe=self.observe
         )
 
     @property
-    def most(self) -> int:
+    def max_limit(self) -> int:
         """What ours may be at the most: floor(slots × (1 − reserve))."""
         return int(self.slots * 0.95 + 1e-9)
 
@@ -122,7 +122,7 @@ Fault = Callable[[Request], Awaitable[Outcome | None]]
 """What a broken gateway does with a request; None: it takes it after all."""
 
 
-class Gateway(RoadGateway):
+class Gateway(SimulatedGateway):
     """One replica's way to the pool, with a log and the faults of the stage."""
 
     def __init__(self, stage: Stage, replica: int) -> None:
@@ -133,7 +133,7 @@ class Gateway(RoadGateway):
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
-    ) -> Forwarded:
+    ) -> AttemptResult:
         stage = self._stage
         self._ids[token] = request.id
         one = Try(request.id, self._replica, stage.now)
@@ -144,16 +144,16 @@ class Gateway(RoadGateway):
                 forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
             else:
                 sent_at = stage.now if isinstance(outcome, Unreachable) else one.began_at
-                forwarded = Forwarded(outcome, sent_at, stage.now)
+                forwarded = AttemptResult(outcome, sent_at, stage.now)
             one.outcome = forwarded.outcome
         finally:
             one.ended_at = stage.now
             del self._ids[token]
         return forwarded
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         held_open = self._stage.held_open.get(self._ids.get(token, ""))
-        return super().connected(token) if held_open is None else held_open
+        return super().get_connected_at(token) if held_open is None else held_open
 
 
 class Stage:
@@ -176,11 +176,11 @@ class Stage:
             true_slots,
             reserve=1.0,  # so that every request in the system counts as overshoot
             queue_limit=setting.queue_limit,
-            realtime=[(at, Job(work_s, 1, batch=False)) for at, work_s in setting.realtime],
+            realtime=[(at, Job(work_s, 1, is_batch=False)) for at, work_s in setting.realtime],
             outages=setting.outages,
         )
         answer_s = setting.way_s if setting.answer_s is None else setting.answer_s
-        self.road = Road(self.world, send_s=setting.way_s, answer_s=answer_s)
+        self.road = SimulatedTransport(self.world, send_s=setting.way_s, answer_s=answer_s)
         self.store = MemoryStore(self._loop.time, unix_origin=EPOCH, lease_s=setting.lease_s)
         self._exporter = Exporter(
             Signals.SATURATION, policy=Policy(per_endpoint=setting.slots), picker_per_pod=true_slots
@@ -206,10 +206,10 @@ class Stage:
             [Signal.SATURATION],
             self.setting.options,
             call_s=self.setting.call_s,
-            weigh=self.setting.weigh,
+            weigh=self.setting.set_lease_units,
             journal=Journal(Counters()) if self.setting.journal else None,
         )
-        replica.limiter.looped(self.setting.late_s)
+        replica.limiter.set_loop_delay(self.setting.late_s)
         # No two replicas scrape at the same moment.
         phase_s = self.setting.scrape_s * index / len(self.replicas)
         self._tasks.create_task(self._scrape(replica, phase_s))
@@ -230,25 +230,27 @@ class Stage:
         while not replica.task.done():
             await asyncio.sleep(phase_s + nth * setting.scrape_s - self.now)
             nth += 1
-            self.road.now()
-            found = self._exporter.read(self.world.observe()).readings
-            readings = [replace(reading, exact=True, beyond_calls=0.0) for reading in found]
+            self.road.advance_world()
+            found = self._exporter.scrape_pages(self.world.observe_pool()).readings
+            readings = [replace(reading, is_request_count=True, items_beyond_calls=0.0) for reading in found]
             self._loop.call_later(setting.lag_s, self._tell, replica, readings, self.metrics)
 
     def _poll(self, readings: list[Reading]) -> Poll:
-        return Poll(at=self.now, signals=tuple(r.signal for r in readings), readings=tuple(readings))
+        return Poll(
+            completed_at=self.now, signals=tuple(r.signal for r in readings), readings=tuple(readings)
+        )
 
     def _tell(self, replica: Replica, readings: list[Reading], metrics: Metrics) -> None:
         match metrics:
             case Metrics.FINE:
                 self._frozen = readings
-                replica.read(self._poll(readings))
+                replica.handle_poll(self._poll(readings))
             case Metrics.FROZEN:
-                replica.read(self._poll(self._frozen))
+                replica.handle_poll(self._poll(self._frozen))
             case Metrics.GONE:
-                replica.unread("the metrics endpoint does not answer", self.now)
+                replica.handle_scrape_failure("the metrics endpoint does not answer", self.now)
             case Metrics.GARBAGE:
-                replica.read(self._poll([_garbage(reading) for reading in readings]))
+                replica.handle_poll(self._poll([_garbage(reading) for reading in readings]))
             case Metrics.ABSENT:
                 pass
 
@@ -271,7 +273,7 @@ class Stage:
         submissions = [
             Submission(
                 encode_member(name, payload, deadline, created=0, token=TOKEN, metadata=metadata),
-                score_of(deadline),
+                compute_score(deadline),
                 name,
                 TOKEN,
                 deadline,
@@ -283,15 +285,17 @@ class Stage:
         return names
 
     def job_of(self, request: Request) -> Job:
-        return Job(self.setting.work_s, 1, batch=True)
+        return Job(self.setting.work_s, 1, is_batch=True)
 
     @property
     def results(self) -> list[PoppedResult]:
-        return [decode_result(each) for each in self.store.lists.get(self.store.results, ())]
+        return [
+            decode_result(each) for each in self.store.result_lists.get(self.store.default_result_list, ())
+        ]
 
     @property
     def answered(self) -> int:
-        return len(self.store.lists.get(self.store.results, ()))
+        return len(self.store.result_lists.get(self.store.default_result_list, ()))
 
     def statuses(self) -> Counter[int | str | None]:
         """How many results there are, by status or error code."""
@@ -306,33 +310,33 @@ class Stage:
     @property
     def in_flight(self) -> int:
         """Of ours, in the pool."""
-        self.road.now()
-        state = self.world.observe()
+        self.road.advance_world()
+        state = self.world.observe_pool()
         return state.batch_running + state.batch_waiting
 
     def reasons(self) -> set[Reason]:
-        return {replica.dispatcher.allowance().reason for replica in self.alive}
+        return {replica.dispatcher.get_allowance().reason for replica in self.alive}
 
     def sent(self, since: float = -inf, until: float = inf) -> list[Try]:
         """What set out for the gateway in that time."""
         return [one for one in self.tries if since < one.began_at < until]
 
     def restart_peak(self) -> None:
-        self.road.now()
+        self.road.advance_world()
         self.world.overshoot.worst = self.world.in_system
 
     @property
     def peak(self) -> float:
         """The most requests in the system since `restart_peak`, realtime included."""
-        self.road.now()
+        self.road.advance_world()
         return self.world.overshoot.worst
 
     async def mean_over(self, seconds: float) -> float:
         """Requests in the system on average over the next seconds."""
-        self.road.now()
+        self.road.advance_world()
         before = self.world.overshoot.request_seconds
         await asyncio.sleep(seconds)
-        self.road.now()
+        self.road.advance_world()
         return (self.world.overshoot.request_seconds - before) / seconds
 
     async def until(self, condition: Callable[[], object], within_s: float, what: str = "") -> float:
@@ -359,11 +363,11 @@ class Stage:
         results = Counter(result.id for result in self.results)
         assert set(results) <= set(self.submitted)
         assert not [name for name, count in results.items() if count > 1], "one result each"
-        counts = await self.store.counts()
+        counts = await self.store.count_requests()
         assert counts.leased == 0
         waiting = len(self.submitted) - len(results)
         assert counts.pending + counts.delayed == waiting, "no result and not in the queue: lost"
-        assert not [fields for event, fields in self.events if event is Event.SURPRISE]
+        assert not [fields for event, fields in self.events if event is Event.INTERNAL_ERROR]
 
 
 def _garbage(reading: Reading) -> Reading:
@@ -386,8 +390,8 @@ def perform(scene: Scene, **setting: Any) -> None:
             await stage.close()
 
     events: list[tuple[Event, Mapping[str, Any]]] = []
-    with diverted(lambda event, told: events.append((event, told))):
-        virtual_loop.run(live())
+    with divert_events(lambda event, told: events.append((event, told))):
+        virtual_loop.run_in_virtual_time(live())
 
 
 def scenario(**setting: Any) -> Callable[[Scene], Callable[..., None]]:

@@ -10,8 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.settings import Problem, Refusal, Settings, parse, reload, watch
-from dispatcher.settings.effective import changes
+from dispatcher.settings import (
+    Problem,
+    ReloadRejection,
+    Settings,
+    parse_settings,
+    reload_settings,
+    watch_config,
+)
+from dispatcher.settings.effective import describe_changes
 from tests.kubelet import mount, swap
 from tests.support import wait_until
 
@@ -20,7 +27,7 @@ OTHER = "gateway: {url: http://gw}\nbudget: {reserve: 0.2}\n"
 
 
 def settings(text: str = MINIMAL) -> Settings:
-    found = parse(text, {})
+    found = parse_settings(text, {})
     assert isinstance(found, Settings)
     return found
 
@@ -34,7 +41,7 @@ retry: {max_attempts: 2}
 shutdown: {drain_s: 9}
 log: {level: debug}
 """
-    new = reload(settings(), text, {})
+    new = reload_settings(settings(), text, {})
     assert new == settings(text)
 
 
@@ -51,25 +58,25 @@ log: {level: debug}
     ],
 )
 def test_what_needs_a_restart_refuses_the_whole_file(text: str, paths: list[str]) -> None:
-    refusal = reload(settings(), text, {}, name="new.yaml")
-    assert refusal == Refusal(tuple(f"new.yaml: {path}: needs a restart to change" for path in paths))
+    refusal = reload_settings(settings(), text, {}, name="new.yaml")
+    assert refusal == ReloadRejection(tuple(f"new.yaml: {path}: needs a restart to change" for path in paths))
 
 
 def test_refusal_shows_no_secret() -> None:
     old = settings(MINIMAL + "queue: {url: 'redis://:sesame@h'}")
-    refusal = reload(old, MINIMAL + "queue: {url: 'redis://:open@h'}", {})
-    assert isinstance(refusal, Refusal)
+    refusal = reload_settings(old, MINIMAL + "queue: {url: 'redis://:open@h'}", {})
+    assert isinstance(refusal, ReloadRejection)
     assert str(refusal) == "config.yaml: queue.url: needs a restart to change"
 
 
 def test_wrong_file_is_refused_with_all_its_problems() -> None:
-    refusal = reload(settings(), "gateway: {url: http://gw, pat: /}\nlog: {level: x}", {})
-    assert isinstance(refusal, Refusal)
+    refusal = reload_settings(settings(), "gateway: {url: http://gw, pat: /}\nlog: {level: x}", {})
+    assert isinstance(refusal, ReloadRejection)
     assert len(refusal.reasons) == 2
 
 
 def test_environment_still_wins_after_a_reload() -> None:
-    new = reload(settings(), OTHER, {"BATCH_DISPATCHER__BUDGET__RESERVE": "0.3"})
+    new = reload_settings(settings(), OTHER, {"BATCH_DISPATCHER__BUDGET__RESERVE": "0.3"})
     assert isinstance(new, Settings)
     assert new.budget.reserve == 0.3
 
@@ -80,7 +87,7 @@ async def watched(path: Path, known: str) -> AsyncIterator[list[str | Problem]]:
     seen: list[str | Problem] = []
 
     async def collect() -> None:
-        async for found in watch(path, known):
+        async for found in watch_config(path, known):
             seen.append(found)  # noqa: PERF401 -- seen as it comes, not at the end
 
     async with asyncio.TaskGroup() as tasks:
@@ -204,7 +211,7 @@ async def test_a_file_that_was_empty_at_the_start_is_a_problem_only_once_it_was_
 def test_a_reload_tells_what_it_changed_and_no_secret() -> None:
     old = settings(MINIMAL + "budget: {max_in_flight: 3}\nsignals: {prometheus: {url: 'http://u:one@p'}}")
     new = settings(OTHER + "signals: {prometheus: {url: 'http://u:two@p'}}")
-    assert changes(old, new) == [
+    assert describe_changes(old, new) == [
         "signals.prometheus.url: another secret",
         "budget.reserve: 0.05 → 0.2",
         "budget.max_in_flight: 3 → null",

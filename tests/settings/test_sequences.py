@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.core.sequences.decisions import SequenceTerms
-from dispatcher.core.sequences.turns import Carry, OnError
-from dispatcher.settings import Settings, parse
+from dispatcher.core.sequences.turns import CarryMode, OnError
+from dispatcher.settings import Settings, parse_settings
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
 
 def test_defaults_are_those_of_the_queue() -> None:
-    found = parse(MINIMAL, {})
+    found = parse_settings(MINIMAL, {})
     assert isinstance(found, Settings)
-    assert found.sequences.terms() == SequenceTerms()
-    assert found.sequences.carries() is Carry.OFF
+    assert found.sequences.build_terms() == SequenceTerms()
+    assert found.sequences.default_carry() is CarryMode.OFF
     assert (found.sequences.header, found.sequences.session_id_header) == ("x-session-token", "x-session-id")
 
 
@@ -24,10 +24,10 @@ def test_what_is_set_holds() -> None:
         "sequences: {max_idle_s: 5, max_age_s: 50, max_active: 7, max_waiting: 3, on_error: hold, gap_s: 2, "
         "after_end: refuse, carry: messages}"
     )
-    found = parse(MINIMAL + text, {})
+    found = parse_settings(MINIMAL + text, {})
     assert isinstance(found, Settings)
-    assert found.sequences.terms() == SequenceTerms(5, 50, 7, 3, OnError.HOLD, 2, True)
-    assert found.sequences.carries() is Carry.MESSAGES
+    assert found.sequences.build_terms() == SequenceTerms(5, 50, 7, 3, OnError.HOLD, 2, True)
+    assert found.sequences.default_carry() is CarryMode.MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,6 @@ def test_what_is_set_holds() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
-    found = parse(f"{MINIMAL}sequences: {text}", {})
+    found = parse_settings(f"{MINIMAL}sequences: {text}", {})
     assert isinstance(found, list)
     assert why in str(found[0])

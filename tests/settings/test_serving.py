@@ -6,22 +6,22 @@ import json
 
 import pytest
 
-from dispatcher.core.requests.lanes import MODEL_BYTES
-from dispatcher.settings import ModelSettings, Settings, effective, parse
-from dispatcher.settings.load import reload
-from dispatcher.settings.models import MODELS_MOST
+from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
+from dispatcher.settings import ModelSettings, Settings, effective, parse_settings
+from dispatcher.settings.load import reload_settings
+from dispatcher.settings.models import MAX_MODELS
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
 
 def settings(text: str, **environ: str) -> Settings:
-    found = parse(MINIMAL + text, environ)
+    found = parse_settings(MINIMAL + text, environ)
     assert isinstance(found, Settings), found
     return found
 
 
 def refused(text: str, **environ: str) -> str:
-    found = parse(MINIMAL + text, environ)
+    found = parse_settings(MINIMAL + text, environ)
     assert isinstance(found, list)
     return "; ".join(map(str, found))
 
@@ -60,15 +60,17 @@ def vllm(*pages: str, serving: str = "", more: str = "") -> Settings:
 )
 def test_servers_are_those_whose_metrics_pages_are_read(page: str, listed: str) -> None:
     found = vllm(page)
-    assert [each.reveal() for each in found.asks.urls] == [listed] * bool(listed)
+    assert [each.reveal() for each in found.serving_with_servers.urls] == [listed] * bool(listed)
     assert found.serving.urls == (), "what the operator said stays as he said it"
 
 
 def test_servers_of_the_signals_come_with_their_token_and_tls_where_none_is_said() -> None:
     theirs = ", token_file: /theirs, tls: {ca_file: /ca}"
-    found = vllm("http://a", more=theirs).asks
+    found = vllm("http://a", more=theirs).serving_with_servers
     assert (found.token_file, found.tls.ca_file) == ("/theirs", "/ca")
-    found = vllm("http://a", more=theirs, serving="token_file: /mine, tls: {ca_file: /my-ca}").asks
+    found = vllm(
+        "http://a", more=theirs, serving="token_file: /mine, tls: {ca_file: /my-ca}"
+    ).serving_with_servers
     assert (found.token_file, found.tls.ca_file, len(found.urls)) == ("/mine", "/my-ca", 1)
 
 
@@ -78,17 +80,17 @@ def test_servers_of_the_signals_come_with_their_token_and_tls_where_none_is_said
 )
 def test_servers_of_the_signals_are_not_taken_where_something_else_is_said(serving: str) -> None:
     found = vllm("http://a", serving=serving, more=", token_file: /theirs")
-    assert found.asks is found.serving
+    assert found.serving_with_servers is found.serving
 
 
 def test_where_one_page_tells_no_server_none_is_taken() -> None:
-    assert vllm("http://a", "http://b/stats").asks.urls == ()
-    assert settings("signals: {vllm: {service: servers}}").asks.urls == ()
+    assert vllm("http://a", "http://b/stats").serving_with_servers.urls == ()
+    assert settings("signals: {vllm: {service: servers}}").serving_with_servers.urls == ()
 
 
 def test_a_model_waits_unless_it_is_told_otherwise() -> None:
     found = settings("models:\n- name: Qwen/Qwen3-32B\n- {name: 'ein größeres', absent: fail}\n")
-    assert [(each.name, each.absent) for each in found.models] == [
+    assert [(each.name, each.when_not_served) for each in found.models] == [
         ("Qwen/Qwen3-32B", "wait"),
         ("ein größeres", "fail"),
     ]
@@ -103,11 +105,11 @@ def test_models_come_from_a_variable_as_json() -> None:
 
 
 def test_as_many_models_as_are_allowed_can_be_written_down_and_read_back() -> None:
-    lines = "\n".join(f"- name: model-{number}\n  absent: fail" for number in range(MODELS_MOST))
+    lines = "\n".join(f"- name: model-{number}\n  absent: fail" for number in range(MAX_MODELS))
     found = settings(f"models:\n{lines}\n")
-    assert len(found.models) == MODELS_MOST
-    shown = "\n".join(map(str, effective.lines(found)))
-    again = parse(shown, {})
+    assert len(found.models) == MAX_MODELS
+    shown = "\n".join(map(str, effective.render_lines(found)))
+    again = parse_settings(shown, {})
     assert isinstance(again, Settings)
     assert again.models == found.models
     more = f"models:\n{lines}\n- name: one-more\n"
@@ -115,7 +117,7 @@ def test_as_many_models_as_are_allowed_can_be_written_down_and_read_back() -> No
 
 
 def test_a_name_may_be_as_long_as_a_server_lists_it() -> None:
-    longest = "ü" * (MODEL_BYTES // 2)
+    longest = "ü" * (MAX_MODEL_NAME_BYTES // 2)
     assert settings(f"models: [{{name: {longest}}}]").models == (ModelSettings(name=longest),)
     assert "must not be longer than 256 bytes" in refused(f"models: [{{name: {longest}x}}]")
 
@@ -149,9 +151,9 @@ def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
 
 def test_all_of_it_can_change_while_the_dispatcher_runs() -> None:
     old = settings("")
-    new = reload(old, MINIMAL + "serving: {interval_s: 1, absent: fail}\nmodels: [{name: a}]\n", {})
+    new = reload_settings(old, MINIMAL + "serving: {interval_s: 1, absent: fail}\nmodels: [{name: a}]\n", {})
     assert isinstance(new, Settings)
-    assert effective.changes(old, new) == [
+    assert effective.describe_changes(old, new) == [
         "serving.interval_s: 5 → 1",
         "serving.absent: wait → fail",
         'models: [] → [{"name": "a", "absent": "wait"}]',
@@ -160,4 +162,6 @@ def test_all_of_it_can_change_while_the_dispatcher_runs() -> None:
 
 def test_passwords_of_servers_do_not_show() -> None:
     found = settings("serving: {urls: ['http://user:hunter2@a:8000']}\nmodels: [{name: a}]")
-    assert "hunter2" not in json.dumps(effective.as_json(found)) + "\n".join(map(str, effective.lines(found)))
+    assert "hunter2" not in json.dumps(effective.settings_as_json(found)) + "\n".join(
+        map(str, effective.render_lines(found))
+    )

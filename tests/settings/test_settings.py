@@ -13,22 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.limit.budget import Policy
-from dispatcher.settings import Problem, SecretUrl, Settings, load, parse
-from dispatcher.settings.effective import as_json, lines
+from dispatcher.settings import Problem, SecretUrl, Settings, load_settings, parse_settings
+from dispatcher.settings.effective import render_lines, settings_as_json
 from dispatcher.settings.load import key_paths
-from dispatcher.settings.values import secret_name
+from dispatcher.settings.values import is_secret_name
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
 
 def good(text: str = MINIMAL, **environ: str) -> Settings:
-    found = parse(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
+    found = parse_settings(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
     assert isinstance(found, Settings), [str(problem) for problem in found]
     return found
 
 
 def bad(text: str, **environ: str) -> list[str]:
-    found = parse(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
+    found = parse_settings(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
     assert isinstance(found, list)
     assert found
     return [str(problem) for problem in found]
@@ -60,8 +60,8 @@ def test_dispatcher_is_dead_after_five_seconds_of_silence_and_never_later_than_i
     queue: str, timeout_s: float
 ) -> None:
     settings = good(MINIMAL + f"queue: {queue}")
-    assert settings.queue.timeout_s() == timeout_s
-    assert settings.policy().stray_s == settings.queue.lease_s
+    assert settings.queue.effective_owner_timeout_s() == timeout_s
+    assert settings.limit_policy().orphan_timeout_s == settings.queue.lease_s
 
 
 def test_queue_is_named_after_its_pool_unless_named() -> None:
@@ -246,7 +246,9 @@ def test_wrong_variable_is_named(variable: str, value: str, what: str) -> None:
 
 def test_other_variables_of_a_pod_are_left_alone() -> None:
     """Kubernetes sets BATCH_DISPATCHER_SERVICE_HOST where a Service has our name."""
-    assert isinstance(parse(MINIMAL, {"BATCH_DISPATCHER_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}), Settings)
+    assert isinstance(
+        parse_settings(MINIMAL, {"BATCH_DISPATCHER_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}), Settings
+    )
 
 
 @pytest.mark.parametrize("variable", ["POOL", "pool", "GATEWAY__OBJECTIVE", "budget__reserve"])
@@ -296,15 +298,15 @@ signals: {prometheus: {url: 'http://prom:sesame@prom/?sig=sesame&x=1', headers: 
 def test_secrets_never_show_but_where_they_are_asked_for() -> None:
     settings = good(SECRETS)
     shown = [repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()]
-    shown += [repr(settings.gateway), f"{settings.queue.url}", json.dumps(as_json(settings))]
-    shown.append("\n".join(str(line) for line in lines(settings)))
+    shown += [repr(settings.gateway), f"{settings.queue.url}", json.dumps(settings_as_json(settings))]
+    shown.append("\n".join(str(line) for line in render_lines(settings)))
     for text in shown:
         assert "sesame" not in text
     assert "https://user:***@gw/x" in shown[-1]
     assert "sig=***&x=1" in shown[-1]
     assert "blue" in shown[-1]
     assert settings.gateway.url.credentials == ("user", "sesame")
-    assert settings.gateway.url.bare == "https://gw/x"
+    assert settings.gateway.url.without_credentials == "https://gw/x"
     assert settings.gateway.headers["x-api-key"] == "sesame"
 
 
@@ -312,12 +314,12 @@ def test_secrets_never_show_but_where_they_are_asked_for() -> None:
     "name", ["X-Tenant-Pw", "x-sig", "SIG", "db_pwd", "pass", "X-Amz-Signature", "ssl_passphrase", "sid"]
 )
 def test_names_of_credentials_are_known(name: str) -> None:
-    assert secret_name(name)
+    assert is_secret_name(name)
 
 
 @pytest.mark.parametrize("name", ["X-Power", "x-design", "compass", "X-Scope-OrgID", "pwned-by", "outside"])
 def test_names_that_only_hold_the_letters_are_not(name: str) -> None:
-    assert not secret_name(name)
+    assert not is_secret_name(name)
 
 
 def test_problems_never_repeat_what_may_be_secret() -> None:
@@ -345,7 +347,7 @@ def test_no_password_shows_however_badly_the_url_is_written(user: str, password:
 def test_no_file_raises(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_bytes(raw)
-    found = load(path, {})
+    found = load_settings(path, {})
     assert isinstance(found, list)
     assert all(isinstance(problem, Problem) for problem in found)
 
@@ -357,25 +359,25 @@ def test_no_file_raises(tmp_path_factory: pytest.TempPathFactory, raw: bytes) ->
 )
 def test_no_environment_raises(values: dict[str, str]) -> None:
     environ = {f"BATCH_DISPATCHER__{path.replace('.', '__').upper()}": text for path, text in values.items()}
-    found = parse(MINIMAL, environ)
+    found = parse_settings(MINIMAL, environ)
     assert isinstance(found, Settings) or all(isinstance(problem, Problem) for problem in found)
 
 
 def test_unreadable_files_are_problems(tmp_path: Path) -> None:
-    [missing] = load(tmp_path / "none.yaml", {})
+    [missing] = load_settings(tmp_path / "none.yaml", {})
     assert str(missing) == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory"
-    [directory] = load(tmp_path, {})
+    [directory] = load_settings(tmp_path, {})
     assert "cannot be read" in str(directory)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"gateway:\n  url: http://gw\n# caf\xe9\n")
-    [undecodable] = load(latin, {})
+    [undecodable] = load_settings(latin, {})
     assert str(undecodable) == "latin.yaml: line 3: is not valid UTF-8"
 
 
 def test_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
     path = tmp_path / "bom.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
-    assert isinstance(load(path, {}), Settings)
+    assert isinstance(load_settings(path, {}), Settings)
 
 
 def test_effective_configuration_reads_back_as_itself() -> None:
@@ -385,22 +387,22 @@ def test_effective_configuration_reads_back_as_itself() -> None:
         "log: {level: debug}\n"
         "signals: {max_age_s: 30, prometheus: {queries: {queued: 'sum(x{a=\"b\"}) # y'}}}\n"
     )
-    text = "\n".join(str(line) for line in lines(settings))
+    text = "\n".join(str(line) for line in render_lines(settings))
     assert good(text) == settings
 
 
 def test_effective_configuration_marks_defaults() -> None:
     settings = good("gateway: {url: http://gw}\nbudget: {reserve: 0.2}\n", LOG__LEVEL="debug")
-    text = [str(line) for line in lines(settings)]
+    text = [str(line) for line in render_lines(settings)]
     assert "  reserve: 0.2" in text
     assert "  level: debug" in text
     assert "  upper: null  # default: 0.8, the room of an idle pool" in text
     assert "  owner_timeout_s: null  # default: 5" in text
     short = good("gateway: {url: http://gw}\nqueue: {lease_s: 3}\n")
-    assert "  owner_timeout_s: null  # default: 3" in map(str, lines(short))
+    assert "  owner_timeout_s: null  # default: 3" in map(str, render_lines(short))
     assert "  result_lists: null  # default: batch-results:* batch:{default}:results:* *{default}*" in text
     assert '  name: "batch:{default}:requests"  # default' in text
-    defaults = as_json(settings)["defaults"]
+    defaults = settings_as_json(settings)["defaults"]
     assert "budget.upper" in defaults
     assert not {"budget.reserve", "log.level", "gateway.url"} & set(defaults)
 
@@ -409,10 +411,10 @@ def test_policy_is_what_the_limiter_needs() -> None:
     settings = good(
         MINIMAL + "budget: {reserve: 0.1, per_endpoint: 16, max_in_flight: 9}\nretry: {max_s: 30}\n"
     )
-    assert settings.policy() == Policy(
+    assert settings.limit_policy() == Policy(
         reserve=0.1, per_endpoint=16, max_in_flight=9, max_age_s=10, retry_after_max_s=30
     )
-    assert settings.policy("prometheus").max_age_s == 60
+    assert settings.limit_policy("prometheus").max_age_s == 60
 
 
 @pytest.mark.parametrize(
@@ -442,8 +444,8 @@ def test_rules_of_batching_come_from_a_variable_as_json_and_are_refused_by_their
         [{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32], "check_every": 9}]
     )
     settings = good(BATCHING__RULES=rules, BATCHING__MODE="on")
-    (rule,) = settings.batching.in_force()
-    assert (rule.shape.name, rule.mode, rule.forming.preferred_sizes) == ("tensorflow", "on", (16, 32))
+    (rule,) = settings.batching.active_rules()
+    assert (rule.shape.name, rule.mode, rule.grouping.preferred_sizes) == ("tensorflow", "on", (16, 32))
     assert rule.check_every == 9
     assert bad(MINIMAL, BATCHING__RULES='[{"paths": ["/v1/embeddings"]}, {"paths": ["/odd"]}]') == [
         "environment: BATCH_DISPATCHER__BATCHING__RULES[1].shape: must be given: no shape is usual at /odd"
@@ -465,4 +467,4 @@ def test_rules_of_batching_come_from_a_variable_as_json_and_are_refused_by_their
     ],
 )
 def test_which_rules_of_batching_are_in_force(text: str, rules: list[str]) -> None:
-    assert [rule.shape.name for rule in good(MINIMAL + text).batching.in_force()] == rules
+    assert [rule.shape.name for rule in good(MINIMAL + text).batching.active_rules()] == rules

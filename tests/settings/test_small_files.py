@@ -15,9 +15,9 @@ import pytest
 
 from dispatcher.core.models.warmup import WarmupRules
 from dispatcher.settings import TlsSettings
-from dispatcher.settings.load import read
-from dispatcher.settings.small_files import BackgroundRead, read_in_time, read_regular
-from dispatcher.settings.warmups import read_file
+from dispatcher.settings.load import read_config
+from dispatcher.settings.small_files import BackgroundRead, read_regular_file, read_with_timeout
+from dispatcher.settings.warmups import read_warmup_file
 from dispatcher.settings.watched_files import MAX_TOKEN_BYTES, TokenFileError, TokenReader, read_token
 from dispatcher.settings.yaml_source import Problem
 
@@ -42,7 +42,7 @@ def irregular(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_only_regular_files_are_read(irregular: Path) -> None:
     with pytest.raises(OSError, match=r"regular file|directory|No such device"):
-        read_regular(irregular, 100)
+        read_regular_file(irregular, 100)
 
 
 def test_links_to_a_file_are_followed(tmp_path: Path) -> None:
@@ -51,14 +51,14 @@ def test_links_to_a_file_are_followed(tmp_path: Path) -> None:
     (tmp_path / "..2026" / "file").write_bytes(b"text")
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "file").symlink_to("..data/file")
-    assert read_regular(tmp_path / "file", 100) == b"text"
-    assert read_regular(tmp_path / "file", 2) == b"tex", "one byte more than was asked for"
+    assert read_regular_file(tmp_path / "file", 100) == b"text"
+    assert read_regular_file(tmp_path / "file", 2) == b"tex", "one byte more than was asked for"
 
 
 def test_a_token_file_that_is_no_file_cannot_be_read(irregular: Path) -> None:
     with pytest.raises(TokenFileError, match="cannot be read") as raised:
         read_token(irregular)
-    assert not raised.value.readable
+    assert not raised.value.is_readable
 
 
 def test_a_huge_token_file_is_refused(tmp_path: Path) -> None:
@@ -68,20 +68,20 @@ def test_a_huge_token_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_configuration_that_is_no_file_is_a_problem(irregular: Path) -> None:
-    found = read(irregular)
+    found = read_config(irregular)
     assert isinstance(found, Problem)
     assert "cannot be read" in found.what
 
 
 def test_a_warm_up_that_is_no_file_is_a_problem(irregular: Path) -> None:
-    assert "cannot be read" in str(read_file(irregular, WarmupRules("/v1/completions")))
+    assert "cannot be read" in str(read_warmup_file(irregular, WarmupRules("/v1/completions")))
 
 
 @pytest.mark.parametrize("settings", [{"ca_file": "{}"}, {"cert_file": "{}", "key_file": "{}"}])
 def test_a_certificate_that_is_no_file_is_an_error(irregular: Path, settings: dict[str, str]) -> None:
     tls = TlsSettings(**{name: text.format(irregular) for name, text in settings.items()})  # type: ignore[arg-type]
     with pytest.raises(OSError, match=r"regular file|directory|No such device"):
-        tls.context()
+        tls.build_context()
 
 
 class Hanging:
@@ -129,13 +129,13 @@ async def test_what_a_read_raises_is_raised() -> None:
     with pytest.raises(TimeoutError, match="of its own"):
         await BackgroundRead(fail)()
     with pytest.raises(TimeoutError, match="of its own"):
-        read_in_time(fail)
+        read_with_timeout(fail)
 
 
 def test_a_blocking_read_is_given_up() -> None:
     hanging = Hanging()
     with pytest.raises(TimeoutError, match="file system does not answer"):
-        read_in_time(hanging, timeout_s=0)
+        read_with_timeout(hanging, timeout_s=0)
     hanging.let.set()
 
 
@@ -143,9 +143,9 @@ async def test_a_token_reader_reads_the_file_that_it_is_asked_for(tmp_path: Path
     tokens = TokenReader()
     for name in ("one", "two", "one"):
         (tmp_path / name).write_text(name)
-        assert await tokens.read(str(tmp_path / name)) == name
+        assert await tokens.read_token(str(tmp_path / name)) == name
     (tmp_path / "one").write_text("anew")
-    assert await tokens.read(str(tmp_path / "one")) == "anew"
+    assert await tokens.read_token(str(tmp_path / "one")) == "anew"
 
 
 ENDS = """
@@ -168,4 +168,4 @@ def test_a_process_ends_while_a_read_hangs() -> None:
 
 def test_dev_null_is_an_empty_file() -> None:
     """`--config /dev/null` is the usual way to say that there is no configuration."""
-    assert read_regular("/dev/null", 10) == b""
+    assert read_regular_file("/dev/null", 10) == b""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.settings import Settings, effective, parse
-from dispatcher.settings.load import reload
-from dispatcher.settings.models import VERSIONS_MOST, ModelSettings
+from dispatcher.settings import Settings, effective, parse_settings
+from dispatcher.settings.load import reload_settings
+from dispatcher.settings.models import MAX_VERSIONS, ModelSettings
 
 MINIMAL = "gateway: {url: http://gw}\n"
 MATCH = "name: qwen, match: 'qwen-v(?P<version>[0-9]+)'"
@@ -32,20 +32,20 @@ models:
 
 
 def settings(text: str, directory: Path | None = None, **environ: str) -> Settings:
-    found = parse(MINIMAL + text, environ, directory=directory)
+    found = parse_settings(MINIMAL + text, environ, directory=directory)
     assert isinstance(found, Settings), found
     return found
 
 
 def refused(text: str, **environ: str) -> str:
-    found = parse(MINIMAL + text, environ)
+    found = parse_settings(MINIMAL + text, environ)
     assert isinstance(found, list), found
     return "; ".join(map(str, found))
 
 
 def test_a_model_that_is_only_named_has_no_versions() -> None:
     (model,) = settings("models: [{name: qwen}]").models
-    assert model.pattern is None
+    assert model.version_pattern is None
     assert not model.is_family
     assert (model.policy, model.transition, model.pin) == (VersionPolicy(1), "availability", "request")
     assert (model.labels, model.weights, model.warmup, model.warmup_required) == ({}, {}, "", False)
@@ -55,8 +55,8 @@ def test_all_that_is_written_holds() -> None:
     found = settings(WHOLE)
     (model,) = found.models
     assert model.is_family
-    assert model.pattern is not None
-    met = model.pattern.fullmatch("qwen-v12")
+    assert model.version_pattern is not None
+    met = model.version_pattern.fullmatch("qwen-v12")
     assert met is not None
     assert met["version"] == "12"
     assert model.policy == VersionPolicy(label="stable")
@@ -83,21 +83,23 @@ def test_a_policy_is_written_in_each_of_its_ways(
     written: str, policy: VersionPolicy, most: int | None, shown: str
 ) -> None:
     (model,) = settings(f"models: [{{{MATCH}, policy: {written}}}]").models
-    assert (model.policy, model.policy.most, str(model.policy)) == (policy, most, shown)
+    assert (model.policy, model.policy.max_count, str(model.policy)) == (policy, most, shown)
     assert ModelSettings(name="q", match="q.+", policy=policy).policy == policy
 
 
 def test_what_is_shown_reads_back_the_same_and_leaves_defaults_out() -> None:
     found = settings(WHOLE)
-    shown = "\n".join(map(str, effective.lines(found)))
-    again = parse(shown, {})
+    shown = "\n".join(map(str, effective.render_lines(found)))
+    again = parse_settings(shown, {})
     assert isinstance(again, Settings)
     assert again.models == found.models
     assert again.serving == found.serving
-    dumped = effective.as_json(found)["settings"]["models"]
+    dumped = effective.settings_as_json(found)["settings"]["models"]
     assert dumped[0]["policy"] == {"label": "stable"}
     json.dumps(dumped)
-    (bare,) = effective.as_json(settings("models: [{name: a, warmup: b.jsonl}]"))["settings"]["models"]
+    (bare,) = effective.settings_as_json(settings("models: [{name: a, warmup: b.jsonl}]"))["settings"][
+        "models"
+    ]
     assert bare == {"name": "a", "absent": "wait", "warmup": "b.jsonl"}
 
 
@@ -113,14 +115,14 @@ def test_the_file_of_a_warmup_lies_beside_the_configuration(tmp_path: Path) -> N
 
 def test_wrong_lists_of_models_hold_up_no_path(tmp_path: Path) -> None:
     for text in ("models: 7", "models: [7]", "models: {warmup: a}", "models: [{name: a, warmup: 7}]"):
-        assert isinstance(parse(MINIMAL + text, {}, directory=tmp_path), list)
+        assert isinstance(parse_settings(MINIMAL + text, {}, directory=tmp_path), list)
 
 
 def test_rollback_by_label_is_one_line_of_a_reload() -> None:
     old = settings(WHOLE)
-    new = reload(old, MINIMAL + WHOLE.replace('stable: "2"', 'stable: "1"'), {})
+    new = reload_settings(old, MINIMAL + WHOLE.replace('stable: "2"', 'stable: "1"'), {})
     assert isinstance(new, Settings)
-    (told,) = effective.changes(old, new)
+    (told,) = effective.describe_changes(old, new)
     assert told.startswith("models: ")
     assert '"stable": "2"' in told.partition(" → ")[0]
     assert '"stable": "1"' in told.partition(" → ")[2]
@@ -133,7 +135,7 @@ def test_all_of_it_comes_from_the_environment_as_well() -> None:
         "BATCH_DISPATCHER__SERVING__SUBSET_HEADER": "x-subset",
         "BATCH_DISPATCHER__SERVING__WARMUP__TIMEOUT_S": "5",
     }
-    found = parse(MINIMAL, variables)
+    found = parse_settings(MINIMAL, variables)
     assert isinstance(found, Settings), found
     assert (found.models[0].policy.latest, found.models[0].weights) == (2, {"2": 0})
     assert (found.serving.subset_header, found.serving.warmup.timeout_s) == ("x-subset", 5)
@@ -146,9 +148,9 @@ def test_two_models_may_share_a_pattern() -> None:
     assert [each.match for each in found.models] == ["m-.+", "m-.+"]
 
 
-MANY = ", ".join(f"v{number}: 0.001" for number in range(VERSIONS_MOST + 1))
-NAMES = ", ".join(f'"{number}"' for number in range(VERSIONS_MOST + 1))
-LABELS = ", ".join(f'l{number}: "1"' for number in range(VERSIONS_MOST + 1))
+MANY = ", ".join(f"v{number}: 0.001" for number in range(MAX_VERSIONS + 1))
+NAMES = ", ".join(f'"{number}"' for number in range(MAX_VERSIONS + 1))
+LABELS = ", ".join(f'l{number}: "1"' for number in range(MAX_VERSIONS + 1))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_what_makes_no_sense_beside_something_else_is_refused(text: str, said: s
 
 def test_a_header_of_the_gateways_is_not_taken_for_the_subset() -> None:
     text = "gateway: {url: http://gw, headers: {X-Subset: a}}\nserving: {subset_header: x-subset}\n"
-    found = parse(text, {})
+    found = parse_settings(text, {})
     assert isinstance(found, list)
     assert "serving: subset_header: gateway.headers has that header already" in str(found[0])
 

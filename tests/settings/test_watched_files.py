@@ -27,7 +27,7 @@ def test_what_is_no_token_is_told_without_what_it_holds(tmp_path: Path, content:
     path.write_bytes(content)
     with pytest.raises(TokenFileError) as raised:
         read_token(path)
-    assert raised.value.readable
+    assert raised.value.is_readable
     assert str(raised.value).startswith(
         f"{path} {'holds no bearer token' if content.strip() else 'is empty'}"
     )
@@ -37,7 +37,7 @@ def test_what_is_no_token_is_told_without_what_it_holds(tmp_path: Path, content:
 def test_a_file_that_cannot_be_read_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(TokenFileError, match="cannot be read: No such file") as raised:
         read_token(tmp_path / "none")
-    assert not raised.value.readable
+    assert not raised.value.is_readable
 
 
 def test_nobody_else_reads_a_token_file() -> None:

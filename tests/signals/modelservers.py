@@ -42,14 +42,14 @@ class FakeServer:
         self.page = ""
         self.asked: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self.running = self.most = 0
+        self.running = self.max_limit = 0
         self.url = self.address = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
         self.headers.append(dict(request.headers))
         self.running += 1
-        self.most = max(self.most, self.running)
+        self.max_limit = max(self.max_limit, self.running)
         try:
             if self.slow_s:
                 await asyncio.sleep(self.slow_s)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from dispatcher.signals.kubernetes.mirror import (
+    EARLY_FOR_S,
     HOLD_S,
-    LATE_S,
+    MAX_EARLY_PAUSE_S,
+    MAX_LATE_PAUSE_S,
+    MAX_UNSERVED_PAUSE_S,
+    MAX_WATCH_S,
     SILENCE_S,
-    SOON_FOR_S,
-    SOON_S,
-    UNSERVED_S,
-    WATCH_MOST_S,
 )
 from tests.signals.apiserver import (
     OLD_POOLS,
@@ -100,8 +100,8 @@ class TestALostWatch:
                 given_up_at = await on.ready(None, 2 * SILENCE_S)
                 assert given_up_at - lost_at <= 85.0 + 1.0, "what the documentation says"
                 assert "did not answer in time" in str(on.seen.now.problems)
-                assert on.seen.now.unsure_since is not None
-                assert on.seen.now.unsure_since <= lost_at
+                assert on.seen.now.outdated_since is not None
+                assert on.seen.now.outdated_since <= lost_at
 
         run(scenario())
 
@@ -117,14 +117,14 @@ class TestALostWatch:
                 await on.pause(100.0)
                 on.server.put(PODS, pod("p4"))
                 await on.ready(5, 1.0)
-                problem_at = await on.until(lambda: on.seen.now.unsure_since is not None, WATCH_MOST_S)
+                problem_at = await on.until(lambda: on.seen.now.outdated_since is not None, MAX_WATCH_S)
                 assert on.seen.now.ready == 5
                 assert on.seen.now.problems
                 # Pool and pods are watched by themselves: what was heard first of them is given up first.
-                given_up_at = await on.ready(None, WATCH_MOST_S)
+                given_up_at = await on.ready(None, MAX_WATCH_S)
                 assert given_up_at >= problem_at + HOLD_S - 1.0
-                assert on.seen.now.unsure_since is not None
-                assert given_up_at - on.seen.now.unsure_since == pytest.approx(HOLD_S, abs=2 * LOOK_S)
+                assert on.seen.now.outdated_since is not None
+                assert given_up_at - on.seen.now.outdated_since == pytest.approx(HOLD_S, abs=2 * LOOK_S)
 
         run(scenario())
 
@@ -154,13 +154,17 @@ class TestALostWatch:
                 await on.fine(3, 5.0)
                 on.server.faults.rules = []
                 on.server.cut()
-                await on.pause(SOON_FOR_S + LATE_S)
+                await on.pause(EARLY_FOR_S + MAX_LATE_PAUSE_S)
                 on.server.requests.clear()
                 await on.pause(300.0)
                 # The pool in both versions, pods and slices; pauses are half of LATE_S at least.
-                assert 4 * (300 / LATE_S - 1) <= len(on.server.requests) <= 4 * (300 / (LATE_S / 2) + 1)
+                assert (
+                    4 * (300 / MAX_LATE_PAUSE_S - 1)
+                    <= len(on.server.requests)
+                    <= 4 * (300 / (MAX_LATE_PAUSE_S / 2) + 1)
+                )
                 on.server.faults.rules = None
-                await on.fine(3, LATE_S + 1.0)
+                await on.fine(3, MAX_LATE_PAUSE_S + 1.0)
 
         run(scenario())
 
@@ -174,7 +178,7 @@ class TestALostWatch:
                 on.server.requests.clear()
                 await on.pause(100.0)
                 per_collection = len(on.server.asked(PODS, watch=True))
-                assert per_collection <= 100 / (SOON_S / 2) + 1
+                assert per_collection <= 100 / (MAX_EARLY_PAUSE_S / 2) + 1
 
         run(scenario())
 
@@ -188,7 +192,7 @@ class TestNewCredentials:
                 await on.fine(3, 5.0)
                 await expire(on.server)
                 on.server.cut()
-                await on.pause(SOON_FOR_S + 60.0)
+                await on.pause(EARLY_FOR_S + 60.0)
                 on.server.tokens = {"t1"}
                 on.server.put(PODS, pod("p3"))
                 on.server.write_kubeconfig("t1")
@@ -204,7 +208,7 @@ class TestNewCredentials:
                 await on.fine(3, 5.0)
                 await expire(on.server)
                 on.server.cut()
-                await on.pause(SOON_FOR_S + 60.0)
+                await on.pause(EARLY_FOR_S + 60.0)
                 on.server.tokens = {"another"}
                 (tmp_path / "token").write_text("another")
                 await on.fine(3, 2.0)
@@ -215,7 +219,7 @@ class TestNewCredentials:
 
 async def served_by_the_older_api(on: Stage) -> None:
     """Have a pool of one pod in the older API alone, and two pods of the pool that the newer one gets."""
-    on.server.faults.unserved = {POOLS}
+    on.server.faults.find_remaining_requests = {POOLS}
     on.server.put(OLD_POOLS, old_pool())
     on.server.put(PODS, pod("p0"))
     on.server.put(PODS, pod("n0", app="newer"))
@@ -238,9 +242,9 @@ class TestTheOlderApi:
             async with stage(tmp_path, pods=0) as on:
                 await served_by_the_older_api(on)
                 await on.pause(100.0)
-                on.server.faults.unserved = set()
+                on.server.faults.find_remaining_requests = set()
                 on.server.put(POOLS, pool(app="newer"))
-                await on.ready(2, UNSERVED_S + 1.0)
+                await on.ready(2, MAX_UNSERVED_PAUSE_S + 1.0)
                 await on.pause(1.0)
                 on.server.requests.clear()
                 await on.pause(100.0)
@@ -255,7 +259,7 @@ class TestTheOlderApi:
             async with stage(tmp_path, pods=0) as on:
                 await served_by_the_older_api(on)
                 await on.pause(1_000.0)
-                on.server.faults.unserved = set()
+                on.server.faults.find_remaining_requests = set()
                 on.server.put(POOLS, pool(app="newer"))
                 on.server.delete(OLD_POOLS, "qwen")
                 await on.ready(2, 1.0)

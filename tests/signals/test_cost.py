@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from dispatcher.core.limit.budget import Policy
-from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.poll import ReadFailure
 from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp.source import EppSource
 from dispatcher.signals.poller import Poller, SourcePoll
@@ -94,7 +94,7 @@ async def test_a_page_of_300_pods_is_cheap_and_leaves_the_loop_its_turns(
 
             async def scrape() -> float:
                 began = time.thread_time()
-                assert not isinstance(await source.poll(), Unread)
+                assert not isinstance(await source.poll(), ReadFailure)
                 return time.thread_time() - began
 
             async def longest_piece() -> float:
@@ -102,7 +102,7 @@ async def test_a_page_of_300_pods_is_cheap_and_leaves_the_loop_its_turns(
                 before = time.thread_time()
                 pieces.clear()
                 handle = [loop.call_soon(turn)]
-                assert not isinstance(await source.poll(), Unread)
+                assert not isinstance(await source.poll(), ReadFailure)
                 handle[0].cancel()
                 return max(pieces)
 

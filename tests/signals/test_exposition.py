@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from dispatcher.signals.epp.series import NAMES
-from dispatcher.signals.exposition import LINE_MAX_BYTES, MalformedPageError, Page, Sample
+from dispatcher.signals.epp.series import SERIES_NAMES
+from dispatcher.signals.exposition import LINE_MAX_BYTES, MalformedPageError, PageParser, Sample
 from tests.signals.fakes import PAGES
 
 WANTED = ("queue_size", "pool:saturation")
@@ -20,7 +20,7 @@ WANTED = ("queue_size", "pool:saturation")
 
 def parse(text: str | bytes, *, open_metrics: bool = False, slice_bytes: int = 1 << 20) -> list[Sample]:
     data = text if isinstance(text, bytes) else text.encode()
-    page = Page(WANTED, open_metrics=open_metrics)
+    page = PageParser(WANTED, open_metrics=open_metrics)
     for at in range(0, len(data), slice_bytes):
         page.feed(data[at : at + slice_bytes])
     return page.close()
@@ -127,14 +127,14 @@ def test_no_bytes_make_the_parser_fail_in_another_way(noise: bytes, open_metrics
 @pytest.mark.parametrize("path", sorted(PAGES.glob("*.txt")), ids=lambda path: path.stem)
 def test_golden_pages_read_as_the_reference_parser_reads_them(path: Path) -> None:
     text = path.read_text()
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed(text.encode())
     ours = {(each.name, frozenset(each.labels.items()), each.value) for each in page.close()}
     theirs = {
         (sample.name, frozenset(sample.labels.items()), sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name in NAMES
+        if sample.name in SERIES_NAMES
     }
     assert ours == theirs
     assert ours

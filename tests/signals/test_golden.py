@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.limit.poll import Unread
-from dispatcher.signals.epp.series import NAMES, View, view
-from dispatcher.signals.exposition import Page
-from dispatcher.signals.readings import Lessons, Verdict, judge
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
+from dispatcher.signals.exposition import PageParser
+from dispatcher.signals.readings import PickerFacts, PollReadings, derive_readings
 from tests.signals.fakes import PAGES, golden
 from tests.signals.goldens import GOLDEN, IN_FLIGHT, NEWEST, POLICY
 
@@ -20,19 +20,19 @@ OPENED_AT, CLOSED_AT = 100.0, 100.25
 SATURATION, REQUESTS = Signal.SATURATION, Signal.REQUESTS
 
 
-def seen(*pages: str, pool: str = "qwen") -> tuple[View, ...]:
+def seen(*pages: str, pool: str = "qwen") -> tuple[PoolView, ...]:
     views = []
     for name in pages:
-        page = Page(NAMES)
+        page = PageParser(SERIES_NAMES)
         page.feed(golden(name).encode())
-        made = view(page.close(), pool, OPENED_AT, CLOSED_AT)
-        assert isinstance(made, View), made
+        made = build_view(page.close(), pool, OPENED_AT, CLOSED_AT)
+        assert isinstance(made, PoolView), made
         views.append(made)
     return tuple(views)
 
 
-def read(*pages: str, use: str = "auto", policy: Policy = POLICY) -> Verdict:
-    return judge(seen(*pages), use, policy, "epp")
+def read(*pages: str, use: str = "auto", policy: Policy = POLICY) -> PollReadings:
+    return derive_readings(seen(*pages), use, policy, "epp")
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -69,7 +69,7 @@ def test_replicas_are_the_fullest_saturation_the_whole_queue_and_one_pool() -> N
     assert (saturation.f_sys, saturation.f_epp) == (0.55, 15 / 400)
     assert requests.f_sys == pytest.approx(NEWEST)
     assert requests.f_epp == 15 / 400
-    assert saturation.raw["llm_d_epp_flow_control_pool_saturation#1"] == 0.55
+    assert saturation.raw_values["llm_d_epp_flow_control_pool_saturation#1"] == 0.55
 
 
 def test_requests_in_flight_add_up_over_replicas() -> None:
@@ -97,11 +97,11 @@ def test_truncated_averages_do_not_hide_requests(
         else line
         for line in golden("router-newest-flow-control-off").splitlines()
     ]
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed("\n".join([*lines, ""]).encode())
-    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
-    assert isinstance(made, View)
-    (reading,) = judge([made], "auto", POLICY, "epp").readings
+    made = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, PoolView)
+    (reading,) = derive_readings([made], "auto", POLICY, "epp").readings
     assert reading.f_sys * 400 == pytest.approx(counted)
 
 
@@ -114,16 +114,16 @@ def test_use_says_what_is_read(use: str, signals: set[Signal]) -> None:
     assert {reading.signal for reading in verdict.readings} == set(verdict.signals) == signals
 
 
-def filled(requests: int, **changed: Any) -> View:
+def filled(requests: int, **changed: Any) -> PoolView:
     """A page of the concurrency detector (maxConcurrency 100, four endpoints) with so many in flight."""
     (made,) = seen("router-newest-concurrency-detector")
     return replace(made, saturation=requests / 400, in_flight=float(requests), **changed)
 
 
-def taught(*requests: int) -> Lessons:
-    lessons = Lessons()
+def taught(*requests: int) -> PickerFacts:
+    lessons = PickerFacts()
     for number, each in enumerate(requests):
-        lessons.learn([filled(each, closed_at=CLOSED_AT + 2 * number)])
+        lessons.learn_from_views([filled(each, closed_at=CLOSED_AT + 2 * number)])
     return lessons
 
 
@@ -132,33 +132,35 @@ KNOWN = (100, 110, 120, 127, 135, 140, 127)
 
 def test_only_a_true_count_is_exact() -> None:
     """A pressure score does not show our requests one by one: nothing is proved by their absence."""
-    exact = {reading.signal: reading.exact for reading in read("router-newest-flow-control-on").readings}
+    exact = {
+        reading.signal: reading.is_request_count for reading in read("router-newest-flow-control-on").readings
+    }
     assert exact == {SATURATION: False, REQUESTS: True}
-    verdict = judge([filled(140)], "auto", POLICY, "epp", taught(*KNOWN, 140))
+    verdict = derive_readings([filled(140)], "auto", POLICY, "epp", taught(*KNOWN, 140))
     (counted,) = verdict.readings
-    assert (counted.signal, counted.exact, counted.f_sys) == (SATURATION, True, 140 / 400)
+    assert (counted.signal, counted.is_request_count, counted.f_sys) == (SATURATION, True, 140 / 400)
     assert verdict.detector == "counts requests, maxConcurrency 100"
 
 
 def test_it_is_known_how_far_a_reading_counts_beyond_calls() -> None:
     """The picker counts calls. Requests that the model servers count beyond them may be items of calls."""
-    (counted,) = judge([filled(140)], "auto", POLICY, "epp", taught(*KNOWN, 140)).readings
-    assert counted.beyond_calls == 0.0
-    lessons = Lessons()
-    lessons.outside.requests = 12.0
+    (counted,) = derive_readings([filled(140)], "auto", POLICY, "epp", taught(*KNOWN, 140)).readings
+    assert counted.items_beyond_calls == 0.0
+    lessons = PickerFacts()
+    lessons.outside.request_count = 12.0
     (made,) = seen("router-newest-flow-control-off")
-    (sent,) = judge([made], "requests", POLICY, "epp", lessons).readings
-    assert sent.beyond_calls == 12.0
-    of_servers = replace(made, in_flight=None, of_now=True)
-    (averaged,) = judge([of_servers], "requests", POLICY, "vllm", lessons).readings
-    assert averaged.beyond_calls == math.inf
+    (sent,) = derive_readings([made], "requests", POLICY, "epp", lessons).readings
+    assert sent.items_beyond_calls == 12.0
+    of_servers = replace(made, in_flight=None, has_current_averages=True)
+    (averaged,) = derive_readings([of_servers], "requests", POLICY, "vllm", lessons).readings
+    assert averaged.items_beyond_calls == math.inf
 
 
 def test_the_name_of_a_detector_is_not_its_kind() -> None:
     verdict = read("router-newest-misnamed-detector")
     assert set(verdict.signals) == {SATURATION, REQUESTS}
     assert verdict.detector == "utilization (high-concurrency-pool)"
-    assert not any(reading.exact for reading in verdict.readings if reading.signal is SATURATION)
+    assert not any(reading.is_request_count for reading in verdict.readings if reading.signal is SATURATION)
 
 
 @pytest.mark.parametrize(
@@ -166,23 +168,23 @@ def test_the_name_of_a_detector_is_not_its_kind() -> None:
 )
 def test_a_count_is_a_share_of_the_capacity_that_is_set(policy: Policy, max_sys: float) -> None:
     """The picker's share is of what it takes for the capacity; the operator may know better."""
-    (reading,) = judge([filled(40)], "auto", policy, "epp", taught(*KNOWN, 40)).readings
+    (reading,) = derive_readings([filled(40)], "auto", policy, "epp", taught(*KNOWN, 40)).readings
     assert (reading.max_sys, reading.f_sys) == (max_sys, 40 / max_sys)
 
 
 def test_counts_of_several_pickers_add_up() -> None:
     """Each counts what it sent itself."""
-    lessons = Lessons()
+    lessons = PickerFacts()
     for number, each in enumerate(KNOWN):
         at = CLOSED_AT + 2 * number
-        lessons.learn([filled(each, closed_at=at), filled(each + 3, closed_at=at)])
-    (reading,) = judge([filled(40), filled(60)], "auto", POLICY, "epp", lessons).readings
+        lessons.learn_from_views([filled(each, closed_at=at), filled(each + 3, closed_at=at)])
+    (reading,) = derive_readings([filled(40), filled(60)], "auto", POLICY, "epp", lessons).readings
     assert reading.f_sys == pytest.approx(100 / 400)
 
 
 STANDBY = {
-    "nothing but its build": View(OPENED_AT, CLOSED_AT),
-    "zeros, and the saturation of an empty pool": View(
+    "nothing but its build": PoolView(OPENED_AT, CLOSED_AT),
+    "zeros, and the saturation of an empty pool": PoolView(
         OPENED_AT, CLOSED_AT, saturation=1.0, queued=0, running=0, waiting=0, kv_cache=0, ready=0, in_flight=0
     ),
     "the pool as the leader sees it": replace(filled(0), in_flight=None, queued=None),
@@ -191,65 +193,65 @@ STANDBY = {
 
 @pytest.mark.parametrize("standby", STANDBY.values(), ids=STANDBY)
 @pytest.mark.parametrize("use", ["auto", "saturation", "requests", "both"])
-def test_a_picker_that_waits_to_be_elected_does_not_matter(standby: View, use: str) -> None:
-    alone, beside = Lessons(), Lessons()
+def test_a_picker_that_waits_to_be_elected_does_not_matter(standby: PoolView, use: str) -> None:
+    alone, beside = PickerFacts(), PickerFacts()
     for number, each in enumerate((*KNOWN, 140)):
         at = CLOSED_AT + 2 * number
-        alone.learn([filled(each, closed_at=at)])
-        beside.learn([filled(each, closed_at=at), replace(standby, closed_at=at)])
-    assert (beside.count.k, beside.outside.requests) == (alone.count.k, alone.outside.requests)
-    expected = judge([filled(140)], use, POLICY, "epp", alone)
-    found = judge([filled(140), standby], use, POLICY, "epp", beside)
-    assert [replace(each, raw={}) for each in found.readings] == [
-        replace(each, raw={}) for each in expected.readings
+        alone.learn_from_views([filled(each, closed_at=at)])
+        beside.learn_from_views([filled(each, closed_at=at), replace(standby, closed_at=at)])
+    assert (beside.count.k, beside.outside.request_count) == (alone.count.k, alone.outside.request_count)
+    expected = derive_readings([filled(140)], use, POLICY, "epp", alone)
+    found = derive_readings([filled(140), standby], use, POLICY, "epp", beside)
+    assert [replace(each, raw_values={}) for each in found.readings] == [
+        replace(each, raw_values={}) for each in expected.readings
     ]
     assert (found.unread, found.signals, found.detector) == ((), expected.signals, expected.detector)
 
 
 def test_pickers_that_all_see_no_endpoint_are_believed() -> None:
     empty = STANDBY["zeros, and the saturation of an empty pool"]
-    assert [each.reason for each in judge([empty, empty], "auto", POLICY, "epp").unread] == [
+    assert [each.reason for each in derive_readings([empty, empty], "auto", POLICY, "epp").unread] == [
         Reason.NO_ENDPOINTS
     ]
 
 
 def test_a_picker_that_sees_no_endpoint_and_has_requests_is_no_standby() -> None:
     odd = replace(filled(3), ready=0.0)
-    assert [each.reason for each in judge([filled(140), odd], "auto", POLICY, "epp").unread] == [
+    assert [each.reason for each in derive_readings([filled(140), odd], "auto", POLICY, "epp").unread] == [
         Reason.NO_ENDPOINTS
     ]
 
 
 def test_several_saturations_of_unknown_kind_have_requests_counted_beside_them() -> None:
     """The fullest of several counts is but a part of what runs."""
-    both = judge([filled(140), filled(150)], "saturation", POLICY, "epp")
+    both = derive_readings([filled(140), filled(150)], "saturation", POLICY, "epp")
     assert [(each.signal, each.f_sys) for each in both.readings] == [
         (SATURATION, 150 / 400),
         (REQUESTS, pytest.approx(290 / 400)),
     ]
-    assert judge([filled(140)], "saturation", POLICY, "epp").signals == (SATURATION,)
-    scored = replace(filled(140), utilization=frozenset({"default"}))
-    assert judge([scored, scored], "saturation", POLICY, "epp").signals == (SATURATION,)
+    assert derive_readings([filled(140)], "saturation", POLICY, "epp").signals == (SATURATION,)
+    scored = replace(filled(140), utilization_detectors=frozenset({"default"}))
+    assert derive_readings([scored, scored], "saturation", POLICY, "epp").signals == (SATURATION,)
     blind = replace(filled(140), in_flight=None, running=None)
-    assert judge([blind, blind], "saturation", POLICY, "epp").signals == (SATURATION,)
+    assert derive_readings([blind, blind], "saturation", POLICY, "epp").signals == (SATURATION,)
 
 
 def test_a_utilization_detector_ends_what_was_learned() -> None:
     lessons = taught(*KNOWN)
     assert lessons.count.k == 100
-    lessons.learn(seen("router-newest-misnamed-detector"))
+    lessons.learn_from_views(seen("router-newest-misnamed-detector"))
     assert lessons.count.k is None
 
 
-def stale(endpoints: str) -> View:
+def stale(endpoints: str) -> PoolView:
     """Return a page of the utilization detector with four ready endpoints, of which `endpoints` are stale."""
     text = golden("router-newest-flow-control-on")
     before = 'stale_endpoints{detector="utilization-detector"} 0'
     assert before in text
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed(text.replace(before, f"{before[:-1]}{endpoints}").encode())
-    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
-    assert isinstance(made, View)
+    made = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, PoolView)
     return made
 
 
@@ -259,7 +261,7 @@ def stale(endpoints: str) -> View:
 )
 def test_stale_endpoints_are_no_room(endpoints: str, f_sys: float) -> None:
     """A picker may leave stale endpoints out of its saturation, which is then 0 when all are stale."""
-    verdict = judge([stale(endpoints)], "saturation", POLICY, "epp")
+    verdict = derive_readings([stale(endpoints)], "saturation", POLICY, "epp")
     (reading,) = verdict.readings
     assert reading.f_sys == pytest.approx(f_sys)
     assert ("count as full" in verdict.detector) is (endpoints != "0")
@@ -267,13 +269,13 @@ def test_stale_endpoints_are_no_room(endpoints: str, f_sys: float) -> None:
 
 @pytest.mark.parametrize("endpoints", ["NaN", "-1"])
 def test_a_number_of_stale_endpoints_that_cannot_be_reaches_the_limiter(endpoints: str) -> None:
-    (reading,) = judge([stale(endpoints)], "saturation", POLICY, "epp").readings
+    (reading,) = derive_readings([stale(endpoints)], "saturation", POLICY, "epp").readings
     assert math.isnan(reading.f_sys)
 
 
 def test_a_saturation_above_1_is_not_lowered_by_stale_endpoints() -> None:
     full = replace(stale("2"), saturation=3.0)
-    (reading,) = judge([full], "saturation", POLICY, "epp").readings
+    (reading,) = derive_readings([full], "saturation", POLICY, "epp").readings
     assert reading.f_sys == 3.0
 
 
@@ -284,20 +286,20 @@ def test_a_saturation_above_1_is_not_lowered_by_stale_endpoints() -> None:
 )
 def test_endpoints_that_kubernetes_alone_sees_are_no_room(policy: Policy, f_sys: float) -> None:
     (page,) = seen("router-newest-flow-control-on")
-    (reading,) = judge([page], "saturation", policy, "epp", endpoints=5).readings
+    (reading,) = derive_readings([page], "saturation", policy, "epp", endpoints=5).readings
     assert reading.f_sys == pytest.approx(f_sys)
 
 
 @pytest.mark.parametrize(("endpoints", "k"), [(None, 200), (2, 200), (4, None)])
 def test_pages_without_all_endpoints_prove_no_capacity(endpoints: int | None, k: int | None) -> None:
     """The detector divides by four endpoints, but the page shows two of them for a long time."""
-    lessons = Lessons()
+    lessons = PickerFacts()
     for number, each in enumerate((*KNOWN, 140)):
-        lessons.learn([filled(each, ready=2.0, closed_at=CLOSED_AT + 2 * number)], endpoints)
+        lessons.learn_from_views([filled(each, ready=2.0, closed_at=CLOSED_AT + 2 * number)], endpoints)
     assert lessons.count.k == k
 
 
-def composite(requests: int, other: float, *, kind: str = "utilization", tokens: float = 0.0) -> View:
+def composite(requests: int, other: float, *, kind: str = "utilization", tokens: float = 0.0) -> PoolView:
     """Return a page with the maximum of the concurrency detector (maxConcurrency 100) and another one."""
     saturations = {"requests": requests / 400, kind: other}
     if tokens:
@@ -309,17 +311,17 @@ def composite(requests: int, other: float, *, kind: str = "utilization", tokens:
     ]
     if kind == "utilization":
         lines.append(f'llm_d_epp_flow_control_stale_endpoints{{detector="{kind}"}} 0')
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed("\n".join([golden("router-newest-concurrency-detector").strip(), *lines, ""]).encode())
-    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
-    assert isinstance(made, View)
+    made = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, PoolView)
     return replace(made, saturation=max(saturations.values()), in_flight=float(requests))
 
 
-def taught_by(pages: list[View]) -> Lessons:
-    lessons = Lessons()
+def taught_by(pages: list[PoolView]) -> PickerFacts:
+    lessons = PickerFacts()
     for number, each in enumerate(pages):
-        lessons.learn([replace(each, closed_at=CLOSED_AT + 2 * number)])
+        lessons.learn_from_views([replace(each, closed_at=CLOSED_AT + 2 * number)])
     return lessons
 
 
@@ -327,10 +329,10 @@ def taught_by(pages: list[View]) -> Lessons:
 def test_of_several_detectors_the_one_that_counts_is_read_by_itself(other: float) -> None:
     pages = [composite(each, other) for each in (*KNOWN, 140)]
     lessons = taught_by(pages)
-    verdict = judge(pages[-1:], "auto", Policy(), "epp", lessons)
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", lessons)
     assert (verdict.per_endpoint, verdict.per_endpoint_from) == (100, "picker")
     assert verdict.detector == "the maximum of requests, utilization"
-    exact = {reading.signal: (reading.f_sys, reading.exact) for reading in verdict.readings}
+    exact = {reading.signal: (reading.f_sys, reading.is_request_count) for reading in verdict.readings}
     # The maximum may stop being a count at any moment, so requests are counted beside it.
     assert exact == {SATURATION: (max(140 / 400, other), False), REQUESTS: (140 / 400, True)}
 
@@ -339,10 +341,10 @@ def test_of_several_detectors_the_one_that_counts_is_read_by_itself(other: float
 def test_of_several_detectors_nothing_is_proven_where_it_is_not_known_which_counts(tokens: float) -> None:
     """The pages of the concurrency detector would prove its k while it is the larger one."""
     pages = [composite(each, 0.02, tokens=tokens) for each in (*KNOWN, 140)]
-    verdict = judge(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
     assert (verdict.per_endpoint_from, verdict.signals) == ("search", (SATURATION, REQUESTS))
     pages = [composite(each, tokens, kind="tokens") for each in (*KNOWN, 140)]
-    verdict = judge(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
     assert (verdict.per_endpoint_from, verdict.signals) == ("search", (SATURATION, REQUESTS))
 
 
@@ -350,11 +352,13 @@ def test_maxima_of_several_pickers_have_requests_counted_beside_them() -> None:
     """Each maximum covers only the requests that its own picker sent."""
     lessons = taught_by([composite(each, 0.02, kind="tokens") for each in KNOWN])
     pages = [composite(each, 0.02, kind="tokens") for each in (140, 150)]
-    verdict = judge(pages, "saturation", POLICY, "epp", lessons)
+    verdict = derive_readings(pages, "saturation", POLICY, "epp", lessons)
     assert verdict.signals == (SATURATION, REQUESTS)
 
 
-def at_address(requests: int, number: int, *, address: str = "a:9090", started: float | None = 1e9) -> View:
+def at_address(
+    requests: int, number: int, *, address: str = "a:9090", started: float | None = 1e9
+) -> PoolView:
     return filled(requests, closed_at=CLOSED_AT + 2 * number, address=address, started=started)
 
 
@@ -370,21 +374,21 @@ def at_address(requests: int, number: int, *, address: str = "a:9090", started: 
 )
 def test_what_a_picker_taught_is_forgotten_with_it(changed: dict[str, Any], k: int | None) -> None:
     """The next picker may be configured differently, which its pages show only after a while."""
-    lessons = Lessons()
+    lessons = PickerFacts()
     for number, each in enumerate(KNOWN):
-        lessons.learn([at_address(each, number)])
+        lessons.learn_from_views([at_address(each, number)])
     assert lessons.count.k == 100
-    after_reload = Lessons(lessons.count, lessons)
-    after_reload.learn([at_address(0, 20, **changed)])
-    assert (lessons.count.k, lessons.count.last) == (k, k)
+    after_reload = PickerFacts(lessons.count, lessons)
+    after_reload.learn_from_views([at_address(0, 20, **changed)])
+    assert (lessons.count.k, lessons.count.last_k) == (k, k)
 
 
 def test_a_picker_that_is_back_after_a_scrape_that_failed_is_the_same() -> None:
-    lessons = Lessons()
+    lessons = PickerFacts()
     for number, each in enumerate(KNOWN):
-        lessons.learn([at_address(each, number), at_address(each + 3, number, address="b:9090")])
-    lessons.learn([at_address(50, 10)])
-    lessons.learn([at_address(60, 11), at_address(63, 11, address="b:9090")])
+        lessons.learn_from_views([at_address(each, number), at_address(each + 3, number, address="b:9090")])
+    lessons.learn_from_views([at_address(50, 10)])
+    lessons.learn_from_views([at_address(60, 11), at_address(63, 11, address="b:9090")])
     assert lessons.count.k == 100
 
 
@@ -393,15 +397,15 @@ def test_a_picker_that_is_back_after_a_scrape_that_failed_is_the_same() -> None:
 def test_a_capacity_that_nobody_names_is_searched_for(page: str, policy: Policy, max_sys: float) -> None:
     verdict = read(page, policy=policy)
     assert (verdict.per_endpoint, verdict.per_endpoint_from) == (policy.initial_per_endpoint, "search")
-    assert {(each.max_sys, each.capacity_known) for each in verdict.readings} == {(max_sys, False)}
+    assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(max_sys, False)}
 
 
 def test_before_any_request_was_seen_the_capacity_is_not_known() -> None:
     """The first page with a request may show what an endpoint runs at once."""
     idle = filled(0, running=0.0, waiting=0.0)
-    verdict = judge([idle], "auto", Policy(), "epp")
+    verdict = derive_readings([idle], "auto", Policy(), "epp")
     assert verdict.per_endpoint_from == "search"
-    assert {(each.max_sys, each.capacity_known) for each in verdict.readings} == {(32, False)}
+    assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(32, False)}
 
 
 @pytest.mark.parametrize(
@@ -416,9 +420,9 @@ def test_before_any_request_was_seen_the_capacity_is_not_known() -> None:
 def test_a_capacity_that_somebody_names_is_known(
     policy: Policy, learned: tuple[int, ...], said_by: str | None
 ) -> None:
-    verdict = judge([filled(140)], "both", policy, "epp", taught(*learned, 140))
+    verdict = derive_readings([filled(140)], "both", policy, "epp", taught(*learned, 140))
     assert verdict.per_endpoint_from == said_by
-    assert {(each.max_sys, each.capacity_known) for each in verdict.readings} == {(400, True)}
+    assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(400, True)}
 
 
 def test_a_k_above_the_picker_s_default_is_not_taken_for_the_capacity() -> None:
@@ -427,30 +431,30 @@ def test_a_k_above_the_picker_s_default_is_not_taken_for_the_capacity() -> None:
         replace(filled(each, closed_at=CLOSED_AT + 2 * number), saturation=each / 1024)
         for number, each in enumerate((*KNOWN, 140))
     ]
-    lessons = Lessons()
+    lessons = PickerFacts()
     for each in pages:
-        lessons.learn([each])
+        lessons.learn_from_views([each])
     assert lessons.count.k == 256
-    verdict = judge(pages[-1:], "auto", Policy(), "epp", lessons)
+    verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", lessons)
     (reading,) = verdict.readings
     assert (verdict.per_endpoint, verdict.per_endpoint_from) == (8, "search")
-    assert (reading.max_sys, reading.capacity_known) == (32, False)
-    assert reading.exact
+    assert (reading.max_sys, reading.is_capacity_known) == (32, False)
+    assert reading.is_request_count
     assert reading.f_sys * reading.max_sys == pytest.approx(140)
 
 
 def test_saturation_alone_is_not_enough_while_the_capacity_is_not_known() -> None:
     """A share of an unknown capacity bounds nothing, so requests are counted as well where possible."""
-    page = replace(filled(140), utilization=frozenset({"default"}))
-    unknown = judge([page], "saturation", Policy(), "epp")
+    page = replace(filled(140), utilization_detectors=frozenset({"default"}))
+    unknown = derive_readings([page], "saturation", Policy(), "epp")
     assert unknown.signals == (SATURATION, REQUESTS)
     assert [reading.signal for reading in unknown.readings] == [SATURATION, REQUESTS]
-    assert judge([page], "saturation", POLICY, "epp").signals == (SATURATION,)
+    assert derive_readings([page], "saturation", POLICY, "epp").signals == (SATURATION,)
     blind = replace(page, in_flight=None, running=None)
-    uncounted = judge([blind], "saturation", Policy(), "epp")
+    uncounted = derive_readings([blind], "saturation", Policy(), "epp")
     assert (uncounted.signals, uncounted.unread) == ((SATURATION,), ())
-    own = replace(page, own=True)
-    assert judge([own], "saturation", Policy(), "prometheus").signals == (SATURATION,)
+    own = replace(page, has_own_saturation=True)
+    assert derive_readings([own], "saturation", Policy(), "prometheus").signals == (SATURATION,)
 
 
 @pytest.mark.parametrize("use", ["saturation", "both"])
@@ -467,13 +471,13 @@ def test_the_configured_capacity_stands_for_the_counted_one() -> None:
     assert (requests.max_sys, requests.f_sys) == (254, 120 / 254)
 
 
-def drop(page: str, *prefixes: str) -> View:
+def drop(page: str, *prefixes: str) -> PoolView:
     """The view of a golden page without some of its lines."""
     lines = [line for line in golden(page).splitlines(keepends=True) if not line.startswith(prefixes)]
-    parsed = Page(NAMES)
+    parsed = PageParser(SERIES_NAMES)
     parsed.feed("".join(lines).encode())
-    made = view(parsed.close(), "qwen", OPENED_AT, CLOSED_AT)
-    assert isinstance(made, View)
+    made = build_view(parsed.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, PoolView)
     return made
 
 
@@ -487,7 +491,7 @@ def drop(page: str, *prefixes: str) -> View:
 )
 def test_a_missing_series_is_named(missing: tuple[str, ...], named: str) -> None:
     made = drop("router-newest-flow-control-on", *missing, "llm_d_epp_request_running")
-    verdict = judge([made], "requests", POLICY, "epp")
+    verdict = derive_readings([made], "requests", POLICY, "epp")
     (unread,) = verdict.unread
     assert verdict.readings == ()
     assert unread.reason is Reason.UNREADABLE
@@ -498,7 +502,7 @@ def test_a_missing_series_is_named(missing: tuple[str, ...], named: str) -> None
 def test_a_picker_that_has_just_started_is_not_taken_for_an_old_one() -> None:
     """Before its first flush it shows no averages, and counts in flight only what it sent since its start."""
     made = drop("router-newest-flow-control-off", "llm_d_epp_average")
-    verdict = judge([made], "auto", Policy(max_sys=400), "epp")
+    verdict = derive_readings([made], "auto", Policy(max_sys=400), "epp")
     assert verdict.readings == ()
     assert verdict.unread[0].reason is Reason.UNREADABLE
 
@@ -515,7 +519,7 @@ def test_sums_beyond_all_numbers_raise_nothing() -> None:
     for queued, running in ((1.2e308, 1.2e308), (float("inf"), float("inf"))):
         views = [filled(100, queued=queued, running=sign * running) for sign in (1, -1)]
         for use in ("auto", "requests", "saturation"):
-            for reading in judge(views, use, POLICY, "epp").readings:
+            for reading in derive_readings(views, use, POLICY, "epp").readings:
                 assert not float("-inf") < reading.f_epp < float("inf")
 
 
@@ -535,29 +539,29 @@ def test_what_is_not_a_finite_number_reaches_the_limiter_as_such(series: str, va
         f"{line.rsplit(' ', 1)[0]} {value}\n" if line.startswith(series) else f"{line}\n"
         for line in golden("router-newest-flow-control-on").splitlines()
     ]
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed("".join(lines).encode())
-    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
-    assert isinstance(made, View)
-    readings: list[Reading] = list(judge([made], "both", POLICY, "epp").readings)
+    made = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, PoolView)
+    readings: list[Reading] = list(derive_readings([made], "both", POLICY, "epp").readings)
     terms = [term for each in readings for term in (each.f_sys, each.f_epp, each.max_sys)]
     assert any(not float("-inf") < term < float("inf") for term in terms)
 
 
 def test_a_page_of_any_program_is_no_pickers() -> None:
     """The page of any program shows the start time of its process."""
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed(b"process_start_time_seconds 1.7e+09\n")
-    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
-    assert isinstance(made, Unread)
+    made = build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, ReadFailure)
     assert made.why == "none of the endpoint picker's series is there"
 
 
 def test_another_pools_page_is_refused() -> None:
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed(golden("router-newest-flow-control-on").encode())
-    made = view(page.close(), "llama", OPENED_AT, CLOSED_AT)
-    assert not isinstance(made, View)
+    made = build_view(page.close(), "llama", OPENED_AT, CLOSED_AT)
+    assert not isinstance(made, PoolView)
     assert "qwen" in made.why
     assert made.hint == "pool.name"
 
@@ -565,14 +569,14 @@ def test_another_pools_page_is_refused() -> None:
 Counts = tuple[float | None, float, bool, tuple[float, float] | None]
 
 
-def apart(*views: View) -> Counts:
+def apart(*views: PoolView) -> Counts:
     """What ran, what waited, whether both were counted together, and both at the picker's last flush."""
     use = "requests" if views[0].running is not None else "saturation"
-    (reading,) = judge(views, use, Policy(max_sys=400), "epp").readings
-    return reading.running, reading.waiting, reading.exact_counts, reading.averages
+    (reading,) = derive_readings(views, use, Policy(max_sys=400), "epp").readings
+    return reading.running, reading.waiting, reading.has_exact_counts, reading.averages
 
 
-PAGE = View(OPENED_AT, CLOSED_AT, running=12, waiting=2.5, ready=4, queued=0, in_flight=70)
+PAGE = PoolView(OPENED_AT, CLOSED_AT, running=12, waiting=2.5, ready=4, queued=0, in_flight=70)
 
 
 @pytest.mark.parametrize(
@@ -619,12 +623,12 @@ def test_requests_that_came_past_the_picker_run_as_well() -> None:
         replace(PAGE, running=running, server_queued=9, closed_at=CLOSED_AT + 5 * number)
         for number, running in enumerate((25, 26, 27))  # 4 × 2.5 more wait at each flush
     ]
-    lessons = Lessons()
+    lessons = PickerFacts()
     for each in pages:
-        lessons.learn([each])
-    assert lessons.outside.requests == 4 * 26 + 10 - 70
-    (reading,) = judge(pages[-1:], "requests", POLICY, "epp", lessons).readings
-    assert reading.running == 70 + lessons.outside.requests - 9
+        lessons.learn_from_views([each])
+    assert lessons.outside.request_count == 4 * 26 + 10 - 70
+    (reading,) = derive_readings(pages[-1:], "requests", POLICY, "epp", lessons).readings
+    assert reading.running == 70 + lessons.outside.request_count - 9
 
 
 SERVER_QUEUES = {
@@ -633,15 +637,15 @@ SERVER_QUEUES = {
 }
 
 
-def with_server_queues(name: str, *queues: str | float) -> View | Unread:
+def with_server_queues(name: str, *queues: str | float) -> PoolView | ReadFailure:
     """A golden page whose model servers have these queues under one of the names of the series."""
     lines = [
         line for line in golden("router-newest-flow-control-off").splitlines() if "_queue_size{m" not in line
     ]
     lines += [f'{SERVER_QUEUES[name]}="pod-{at}",name="qwen"}} {queue}' for at, queue in enumerate(queues)]
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed("\n".join([*lines, ""]).encode())
-    return view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    return build_view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
 
 
 @pytest.mark.parametrize("name", SERVER_QUEUES)
@@ -652,7 +656,7 @@ def test_queues_of_the_model_servers_add_up(
     name: str, queues: tuple[float, ...], queued: float | None
 ) -> None:
     made = with_server_queues(name, *queues)
-    assert isinstance(made, View)
+    assert isinstance(made, PoolView)
     assert made.server_queued == queued
     shown = {series: value for series, value in made.raw.items() if "queue_size" in series}
     assert shown.get(SERVER_QUEUES[name].partition("{")[0]) == queued
@@ -667,12 +671,12 @@ def test_of_two_names_of_one_series_the_newer_counts() -> None:
 @pytest.mark.parametrize("queue", ["NaN", "+Inf"])
 def test_a_queue_that_is_no_finite_number_is_not_hidden(queue: str) -> None:
     made = with_server_queues("newest", 3, queue)
-    assert isinstance(made, View)
+    assert isinstance(made, PoolView)
     assert made.server_queued is not None
     assert not math.isfinite(made.server_queued)
 
 
 def test_nothing_is_told_apart_where_the_operator_asks_for_quantities_of_his_own() -> None:
-    own = replace(PAGE, own=True, saturation=0.5, capacity=1e6)
-    (reading,) = judge([replace(own, server_queued=9)], "saturation", POLICY, "prometheus").readings
+    own = replace(PAGE, has_own_saturation=True, saturation=0.5, capacity=1e6)
+    (reading,) = derive_readings([replace(own, server_queued=9)], "saturation", POLICY, "prometheus").readings
     assert (reading.running, reading.averages) == (None, None)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from dispatcher.check.readings import ask
+from dispatcher.check.readings import check_sources
 from dispatcher.core.limit.budget import Policy, Reason, Signal
-from dispatcher.core.limit.poll import Unread
-from dispatcher.settings import Problem, Settings, parse
-from dispatcher.signals.epp.series import View
-from dispatcher.signals.model_servers import ServersSource
-from dispatcher.signals.readings import judge
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.settings import Problem, Settings, parse_settings
+from dispatcher.signals.epp.series import PoolView
+from dispatcher.signals.model_servers import ModelServersSource
+from dispatcher.signals.readings import derive_readings
 from dispatcher.signals.scrape import Targets
-from dispatcher.signals.sources import sources
+from dispatcher.signals.sources import build_sources
 from tests.signals.fakes import PATIENT_S, golden, serving
 from tests.support import free_port
 
@@ -45,26 +45,26 @@ async def servers(*pages: str | int) -> AsyncIterator[tuple[str, ...]]:
         yield tuple(f"http://127.0.0.1:{port}" for port in ports)
 
 
-async def poll(urls: tuple[str, ...]) -> tuple[View, ...] | Unread:
-    source = ServersSource(Targets(urls=urls), timeout_s=PATIENT_S)
+async def poll(urls: tuple[str, ...]) -> tuple[PoolView, ...] | ReadFailure:
+    source = ModelServersSource(Targets(urls=urls), timeout_s=PATIENT_S)
     try:
         return await source.poll()
     finally:
         await source.close()
 
 
-async def view_of(*pages: str) -> View:
+async def view_of(*pages: str) -> PoolView:
     async with servers(*pages) as urls:
         seen = await poll(urls)
-    assert not isinstance(seen, Unread), seen
+    assert not isinstance(seen, ReadFailure), seen
     (view,) = seen
     return view
 
 
-async def unread(*pages: str | int) -> Unread:
+async def unread(*pages: str | int) -> ReadFailure:
     async with servers(*pages) as urls:
         seen = await poll(urls)
-    assert isinstance(seen, Unread)
+    assert isinstance(seen, ReadFailure)
     assert seen.reason is Reason.UNREADABLE
     return seen
 
@@ -87,15 +87,15 @@ async def test_each_kind_of_server_is_read(
 
 async def test_servers_add_up_and_nothing_is_taken_for_older_than_the_pages() -> None:
     view = await view_of(VLLM, (PAGES / "vllm-0.6.txt").read_text(), (PAGES / "sglang.txt").read_text())
-    verdict = judge([view], "auto", Policy(per_endpoint=32), "vllm")
+    verdict = derive_readings([view], "auto", Policy(per_endpoint=32), "vllm")
     (reading,) = verdict.readings
     assert (reading.signal, reading.max_sys, reading.f_epp) == (Signal.REQUESTS, 96, 0)
     assert reading.f_sys == pytest.approx((20 + 2 + 8 + 4 + 6 + 1) / 96)
     assert (reading.opened_at, reading.closed_at) == (view.opened_at, view.closed_at)
     assert reading.running == pytest.approx(34)
     assert reading.waiting == pytest.approx(7)
-    assert (reading.exact_counts, reading.averages) == (True, None)
-    assert reading.raw == {"servers": 3, "running": 34, "waiting": 7, "kv_cache_most": 0.97}
+    assert (reading.has_exact_counts, reading.averages) == (True, None)
+    assert reading.raw_values == {"servers": 3, "running": 34, "waiting": 7, "kv_cache_most": 0.97}
 
 
 def waits(reasons: dict[str, str]) -> str:
@@ -128,16 +128,18 @@ def waits(reasons: dict[str, str]) -> str:
 async def test_deferred_requests_are_load_but_no_sign_of_a_full_server(
     reasons: dict[str, str], for_capacity: int
 ) -> None:
-    (reading,) = judge([await view_of(waits(reasons))], "auto", Policy(per_endpoint=32), "vllm").readings
+    (reading,) = derive_readings(
+        [await view_of(waits(reasons))], "auto", Policy(per_endpoint=32), "vllm"
+    ).readings
     assert reading.waiting == for_capacity
     assert reading.load == pytest.approx(22), "they run in a moment, and ours among them have been sent"
 
 
 async def test_a_capacity_that_no_page_shows_is_searched_for() -> None:
-    verdict = judge([await view_of(VLLM)], "auto", Policy(), "vllm")
+    verdict = derive_readings([await view_of(VLLM)], "auto", Policy(), "vllm")
     (reading,) = verdict.readings
     assert (verdict.per_endpoint, verdict.per_endpoint_from) == (8, "search")
-    assert (reading.max_sys, reading.capacity_known) == (8, False)
+    assert (reading.max_sys, reading.is_capacity_known) == (8, False)
 
 
 def limited(*limits: str | float) -> str:
@@ -173,7 +175,7 @@ async def test_sglangs_parts_by_priority_are_not_added_to_their_total() -> None:
 
 async def test_requests_that_wait_for_a_grammar_in_sglang_are_load_but_no_sign_of_a_full_server() -> None:
     page = SGLANG + sglang_gauge("num_grammar_queue_reqs", 2)
-    (reading,) = judge([await view_of(page)], "auto", Policy(per_endpoint=32), "vllm").readings
+    (reading,) = derive_readings([await view_of(page)], "auto", Policy(per_endpoint=32), "vllm").readings
     assert reading.load == pytest.approx(6 + 1 + 2)
     assert reading.waiting == 1
 
@@ -183,10 +185,10 @@ async def test_limits_that_all_servers_show_are_the_capacity() -> None:
     view = await view_of(limited(128, 64), SGLANG_LIMITED)
     assert view.per_endpoint == pytest.approx((128 + 64 + 48) / 2)
     assert view.raw == {"servers": 2, "running": 26, "waiting": 3, "kv_cache_most": 0.41, "limit": 240}
-    verdict = judge([view], "auto", Policy(), "vllm")
+    verdict = derive_readings([view], "auto", Policy(), "vllm")
     (reading,) = verdict.readings
     assert (verdict.per_endpoint, verdict.per_endpoint_from) == (120, "server")
-    assert (reading.max_sys, reading.capacity_known) == (240, True)
+    assert (reading.max_sys, reading.is_capacity_known) == (240, True)
     assert reading.f_sys == pytest.approx((26 + 3) / 240)
 
 
@@ -197,10 +199,10 @@ async def test_limits_that_all_servers_show_are_the_capacity() -> None:
 async def test_a_setting_wins_over_the_limits_that_the_servers_show(
     policy: Policy, source: str | None, max_sys: float
 ) -> None:
-    verdict = judge([await view_of(limited(128, 64), SGLANG_LIMITED)], "auto", policy, "vllm")
+    verdict = derive_readings([await view_of(limited(128, 64), SGLANG_LIMITED)], "auto", policy, "vllm")
     (reading,) = verdict.readings
     assert verdict.per_endpoint_from == source
-    assert (reading.max_sys, reading.capacity_known) == (max_sys, True)
+    assert (reading.max_sys, reading.is_capacity_known) == (max_sys, True)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +212,14 @@ async def test_limits_do_not_count_unless_every_server_shows_a_positive_number(o
     view = await view_of(limited(128), other)
     assert view.per_endpoint is None
     assert "limit" not in view.raw
-    assert judge([view], "auto", Policy(), "vllm").per_endpoint_from == "search"
+    assert derive_readings([view], "auto", Policy(), "vllm").per_endpoint_from == "search"
 
 
 async def test_check_tells_that_the_servers_show_their_limit() -> None:
     async with servers(limited(128), SGLANG_LIMITED) as urls:
         read = settings(f"{{vllm: {{urls: {list(urls)}}}}}")
         assert isinstance(read, Settings)
-        findings = await ask(read, sources(read))
+        findings = await check_sources(read, build_sources(read))
     told = [(finding.level, finding.what) for finding in findings if finding.where == "budget.per_endpoint"]
     assert told == [("ok", "auto: 88, by the model servers' own pages")]
 
@@ -249,31 +251,31 @@ async def test_one_server_that_cannot_be_read_hides_what_runs_there(page: str | 
 async def test_server_that_is_gone_is_told() -> None:
     async with servers(VLLM) as urls:
         seen = await poll((*urls, f"http://127.0.0.1:{free_port()}"))
-    assert isinstance(seen, Unread)
+    assert isinstance(seen, ReadFailure)
     assert "refused" in seen.why
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-3"])
 async def test_numbers_that_cannot_be_reach_the_limiter_which_refuses_them(value: str) -> None:
     page = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 0\n"
-    (reading,) = judge([await view_of(page)], "auto", Policy(per_endpoint=32), "vllm").readings
+    (reading,) = derive_readings([await view_of(page)], "auto", Policy(per_endpoint=32), "vllm").readings
     assert not 0 <= reading.f_sys < float("inf")
 
 
 async def test_each_address_behind_a_service_is_asked() -> None:
     async with servers(VLLM) as (url,):
         targets = Targets(service="localhost", port=int(url.rpartition(":")[2]))
-        source = ServersSource(targets, timeout_s=PATIENT_S)
+        source = ModelServersSource(targets, timeout_s=PATIENT_S)
         try:
             seen = await source.poll()
         finally:
             await source.close()
-    assert not isinstance(seen, Unread)
+    assert not isinstance(seen, ReadFailure)
     assert seen[0].ready == 1
 
 
 def settings(signals: str) -> Settings | list[Problem]:
-    return parse(f"gateway: {{url: 'http://gateway'}}\nsignals: {signals}\n", {})
+    return parse_settings(f"gateway: {{url: 'http://gateway'}}\nsignals: {signals}\n", {})
 
 
 @pytest.mark.parametrize(
@@ -282,8 +284,8 @@ def settings(signals: str) -> Settings | list[Problem]:
 def test_servers_that_are_named_are_the_only_source(signals: str) -> None:
     read = settings(signals)
     assert isinstance(read, Settings)
-    assert [source.name for source in sources(read)] == ["vllm"]
-    assert read.policy().max_age_s == 10
+    assert [source.name for source in build_sources(read)] == ["vllm"]
+    assert read.limit_policy().max_age_s == 10
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,7 @@ async def test_check_tells_what_the_servers_show_and_asks_for_their_limit() -> N
     async with servers(VLLM, (PAGES / "sglang.txt").read_text()) as urls:
         read = settings(f"{{vllm: {{urls: {list(urls)}}}}}")
         assert isinstance(read, Settings)
-        findings = await ask(read, sources(read))
+        findings = await check_sources(read, build_sources(read))
     read_in, shown, *_ = (finding.what for finding in findings)
     assert read_in.startswith("2 model servers, read in ")
     assert shown.startswith("servers 2, running 26, waiting 3, kv_cache_most 0.41, ")

@@ -17,12 +17,12 @@ from structlog.testing import capture_logs
 
 from dispatcher.core.limit.budget import Policy, Reason, Signal
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.poll import Unread
-from dispatcher.core.limit.realtime_impact import Histograms
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.core.limit.realtime_impact import ReplicaHistograms
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.epp.series import View
+from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.epp.source import EppSource
-from dispatcher.signals.poller import RETURN_AFTER, Poller, Preference, Source, SourcePoll
+from dispatcher.signals.poller import RETURN_AFTER_POLLS, Poller, SignalSource, SourcePoll, SourcePreference
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
@@ -31,7 +31,7 @@ from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, gold
 from tests.support import free_port, wait_until
 
 INTERVAL_S = 0.05
-FAILED = Unread(Reason.UNREADABLE, "broken 1", "mend it")
+FAILED = ReadFailure(Reason.UNREADABLE, "broken 1", "mend it")
 
 
 @dataclass
@@ -39,13 +39,13 @@ class Scripted:
     """A source that says what it is told to say."""
 
     name: Literal["epp", "prometheus"]
-    answer: tuple[View, ...] | Unread | None = None
+    answer: tuple[PoolView, ...] | ReadFailure | None = None
     """None: a healthy view of this moment."""
     fails_every: int = 0
     """Each poll of this number fails whatever `answer` says; 0: none."""
     age_s: float = 0.0
-    interval_least_s: float = 0.0
-    latencies: Histograms | None = None
+    min_interval_s: float = 0.0
+    latencies: ReplicaHistograms | None = None
     polls: int = 0
     under_way: int = 0
     most_under_way: int = 0
@@ -54,7 +54,7 @@ class Scripted:
     began_at: list[float] = field(default_factory=list)
     addresses: list[tuple[str, ...] | None] = field(default_factory=list)
 
-    async def poll(self) -> tuple[View, ...] | Unread:
+    async def poll(self) -> tuple[PoolView, ...] | ReadFailure:
         self.polls += 1
         self.began_at.append(asyncio.get_running_loop().time())
         self.under_way += 1
@@ -72,21 +72,21 @@ class Scripted:
     async def close(self) -> None:
         self.closed = True
 
-    async def latency(self) -> Histograms | None:
+    async def read_latencies(self) -> ReplicaHistograms | None:
         return self.latencies
 
-    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+    def set_replicas(self, addresses: tuple[str, ...] | None) -> None:
         self.addresses.append(addresses)
 
 
-def healthy(age_s: float = 0.0, **changes: Any) -> View:
+def healthy(age_s: float = 0.0, **changes: Any) -> PoolView:
     now = asyncio.get_running_loop().time() - age_s
-    return replace(View(now, now, saturation=0.5, queued=0, running=10, waiting=0, ready=1), **changes)
+    return replace(PoolView(now, now, saturation=0.5, queued=0, running=10, waiting=0, ready=1), **changes)
 
 
 @contextlib.asynccontextmanager
 async def polling(
-    *sources: Source, policy: Policy | None = None, **signals: Any
+    *sources: SignalSource, policy: Policy | None = None, **signals: Any
 ) -> AsyncIterator[tuple[Poller, list[SourcePoll]]]:
     """A poller at work, and everything it has told."""
     told: list[SourcePoll] = []
@@ -115,9 +115,9 @@ def later(told: list[SourcePoll], want: Callable[[SourcePoll], bool]) -> Callabl
 
 
 async def test_a_defect_in_reckoning_latencies_costs_no_poll() -> None:
-    epp = Scripted("epp", latencies=Histograms("", ttft={inf: "no number"}))  # type: ignore[dict-item]
+    epp = Scripted("epp", latencies=ReplicaHistograms("", ttft={inf: "no number"}))  # type: ignore[dict-item]
     async with polling(epp) as (_, told):
-        poll = await later(told, lambda poll: poll.price.why_not != "not read yet")()
+        poll = await later(told, lambda poll: poll.realtime_impact.why_not != "not read yet")()
         assert poll.price.why_not.startswith("the dispatcher failed")
         await later(told, lambda poll: bool(poll.readings))()
 
@@ -127,11 +127,13 @@ async def test_every_poll_is_told_with_what_it_came_from() -> None:
     async with polling(epp) as (_, told):
         await wait_until(lambda: len(told) >= 3)
     poll = told[-1]
-    assert (poll.source, poll.unread) == ("epp", ())
+    assert (poll.source, poll.failures) == ("epp", ())
     assert poll.signals == (Signal.SATURATION, Signal.REQUESTS)
     assert {reading.signal for reading in poll.readings} == set(poll.signals)
-    assert all(reading.source == "epp" and reading.closed_at <= poll.at for reading in poll.readings)
-    assert {reading.good_s for reading in poll.readings} == {10}
+    assert all(
+        reading.source == "epp" and reading.closed_at <= poll.completed_at for reading in poll.readings
+    )
+    assert {reading.max_age_s for reading in poll.readings} == {10}
     assert epp.closed
 
 
@@ -160,7 +162,7 @@ async def test_polls_keep_their_cadence() -> None:
 
 
 async def test_a_source_is_not_asked_more_often_than_it_learns_anything() -> None:
-    slow = Scripted("prometheus", interval_least_s=3600)
+    slow = Scripted("prometheus", min_interval_s=3600)
     async with polling(slow) as (_, told):
         await wait_until(lambda: told)
         await asyncio.sleep(5 * INTERVAL_S)
@@ -178,7 +180,7 @@ async def test_poll_soon_does_not_wait_for_the_turn() -> None:
 async def test_a_failure_names_its_reason_and_a_return_is_told() -> None:
     epp = Scripted("epp", FAILED)
     async with polling(epp) as (_, told):
-        poll = await later(told, lambda poll: bool(poll.unread))()
+        poll = await later(told, lambda poll: bool(poll.failures))()
         assert (poll.readings, poll.unread) == ((), (FAILED,))
         epp.answer = None
         await later(told, lambda poll: bool(poll.readings))()
@@ -187,7 +189,7 @@ async def test_a_failure_names_its_reason_and_a_return_is_told() -> None:
 async def test_an_old_sample_is_stale() -> None:
     epp = Scripted("epp", age_s=11)
     async with polling(epp) as (_, told):
-        poll = await later(told, lambda poll: bool(poll.unread))()
+        poll = await later(told, lambda poll: bool(poll.failures))()
         assert poll.readings == ()
         assert poll.unread[0].reason is Reason.STALE
         assert re.fullmatch(r"the samples are 1\d\.\d s old, more than 10 s", poll.unread[0].why)
@@ -199,11 +201,11 @@ async def test_a_hidden_replica_closes() -> None:
     epp = Scripted("epp")
     async with polling(epp) as (poller, told):
         await wait_until(lambda: told)
-        poller.discovered(("10.0.0.1", "10.0.0.2"))
-        poll = await later(told, lambda poll: bool(poll.unread))()
+        poller.update_from_watch(("10.0.0.1", "10.0.0.2"))
+        poll = await later(told, lambda poll: bool(poll.failures))()
         assert "1 of the endpoint picker's 2 replicas" in poll.unread[0].why
         assert epp.addresses[-1] == ("10.0.0.1", "10.0.0.2")
-        poller.discovered(("10.0.0.1",))
+        poller.update_from_watch(("10.0.0.1",))
         await later(told, lambda poll: bool(poll.readings))()
 
 
@@ -211,7 +213,7 @@ async def test_reconfigure_takes_effect_at_once_and_closes_what_was() -> None:
     old, new = Scripted("epp"), Scripted("prometheus")
     async with polling(old, interval_s=3600) as (poller, told):
         await wait_until(lambda: told)
-        poller.discovered(("10.0.0.1",))
+        poller.update_from_watch(("10.0.0.1",))
         settings = SignalsSettings.model_validate({"interval_s": INTERVAL_S, "use": "requests"})
         poller.reconfigure([new], settings, Policy(max_sys=64))
         poll = await later(told, lambda poll: poll.source == "prometheus")()
@@ -230,7 +232,7 @@ async def test_what_is_learned_is_logged_once_and_each_setting_that_differs() ->
     def pages() -> None:
         fill = next(fills)
         now = 10.0 * len(told)  # as far apart as they must be for a proof
-        epp.answer = (View(now, now, saturation=fill / 16, queued=0, ready=1, in_flight=fill),)
+        epp.answer = (PoolView(now, now, saturation=fill / 16, queued=0, ready=1, in_flight=fill),)
 
     with capture_logs() as logs:
         async with polling(epp, max_age_s=3600) as (poller, told):
@@ -257,10 +259,10 @@ async def test_a_picker_that_began_anew_is_not_judged_by_the_number_of_the_one_b
     """The picker was set to the number in our settings and restarted, between two polls."""
     epp = Scripted("epp")
 
-    def pages(k: int, started: float, fills: Iterable[int]) -> Iterator[View]:
+    def pages(k: int, started: float, fills: Iterable[int]) -> Iterator[PoolView]:
         for number, fill in enumerate(fills):
             at = 10.0 * number + started
-            yield View(
+            yield PoolView(
                 at,
                 at,
                 saturation=fill / k,
@@ -268,13 +270,13 @@ async def test_a_picker_that_began_anew_is_not_judged_by_the_number_of_the_one_b
                 ready=1,
                 in_flight=fill,
                 address="a:9090",
-                started=started,
+                started_at=started,
             )
 
     with capture_logs() as logs:
-        async with polling(epp, policy=Policy(per_endpoint=16), max_age_s=1e9) as (_, told):
+        async with polling(epp, limit_policy=Policy(per_endpoint=16), max_age_s=1e9) as (_, told):
 
-            async def show(page: View) -> SourcePoll:
+            async def show(page: PoolView) -> SourcePoll:
                 epp.answer, count = (page,), len(told)
                 await wait_until(lambda: len(told) > count + 1)
                 return told[-1]
@@ -295,7 +297,7 @@ async def test_the_log_tells_changes_only() -> None:
     """A number that moves within a sentence is no change."""
     epp = Scripted("epp", FAILED)
     with capture_logs() as logs:
-        async with polling(epp, policy=Policy(per_endpoint=100)) as (_, told):
+        async with polling(epp, limit_policy=Policy(per_endpoint=100)) as (_, told):
             await wait_until(lambda: len(told) >= 5)
             epp.answer = replace(FAILED, why="broken 2.5")
             count = len(told)
@@ -333,7 +335,7 @@ async def test_prometheus_stands_in_without_closing_the_gate() -> None:
         poll = await later(told, lambda poll: poll.source == "prometheus")()
         assert {reading.good_s for reading in poll.readings} == {60}
         await wait_until(lambda: len(told) >= 8)
-    assert all(not poll.unread for poll in told)
+    assert all(not poll.failures for poll in told)
 
 
 async def test_the_way_back_is_taken_after_some_good_scrapes() -> None:
@@ -342,21 +344,21 @@ async def test_the_way_back_is_taken_after_some_good_scrapes() -> None:
         await later(told, lambda poll: poll.source == "prometheus")()
         epp.answer, epp.polls = None, 0
         await later(told, lambda poll: poll.source == "epp")()
-        assert epp.polls >= RETURN_AFTER
+        assert epp.polls >= RETURN_AFTER_POLLS
 
 
 async def test_a_flapping_source_does_not_take_the_word() -> None:
     """It is always one good scrape short of having it back."""
-    epp, prometheus = Scripted("epp", fails_every=RETURN_AFTER), Scripted("prometheus")
+    epp, prometheus = Scripted("epp", fails_every=RETURN_AFTER_POLLS), Scripted("prometheus")
     async with polling(epp, prometheus) as (_, told):
-        await wait_until(lambda: epp.polls >= 4 * RETURN_AFTER and told)
+        await wait_until(lambda: epp.polls >= 4 * RETURN_AFTER_POLLS and told)
     assert {poll.source for poll in told} == {"prometheus"}
 
 
 async def test_with_both_gone_both_are_named() -> None:
     epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus", replace(FAILED, why="gone too"))
     async with polling(epp, prometheus) as (_, told):
-        poll = await later(told, lambda poll: len(poll.unread) == 2)()
+        poll = await later(told, lambda poll: len(poll.failures) == 2)()
         assert [unread.why for unread in poll.unread] == ["epp: broken 1", "prometheus: gone too"]
         epp.answer = None  # the way back need not be a long one where nothing else is left
         epp.polls = 0
@@ -380,28 +382,28 @@ async def test_no_endpoint_is_a_fact_and_not_a_failure() -> None:
     async with polling(epp, prometheus) as (_, told):
         await wait_until(lambda: len(told) >= 5)
     assert prometheus.polls == 0
-    assert {unread.reason for poll in told for unread in poll.unread} == {Reason.NO_ENDPOINTS}
+    assert {unread.reason for poll in told for unread in poll.failures} == {Reason.NO_ENDPOINTS}
 
 
 def test_nobody_is_preferred_before_it_has_answered() -> None:
-    preference = Preference(["epp", "prometheus"])
-    assert preference.needed("epp")
-    assert not preference.needed("prometheus")
-    assert not preference.heard("epp", good=False)
-    assert preference.needed("prometheus")
-    assert preference.heard("prometheus", good=False)
-    assert preference.heard("epp", good=True)
-    assert not preference.heard("prometheus", good=True)  # an answer that was under way
+    preference = SourcePreference(["epp", "prometheus"])
+    assert preference.is_needed("epp")
+    assert not preference.is_needed("prometheus")
+    assert not preference.record_answer("epp", is_good=False)
+    assert preference.is_needed("prometheus")
+    assert preference.record_answer("prometheus", is_good=False)
+    assert preference.record_answer("epp", is_good=True)
+    assert not preference.record_answer("prometheus", is_good=True)  # an answer that was under way
 
 
 # ── every failure of every source, seen by the limiter ──────────────────────────────────────────────────
 
 
-def epp_source(url: str, fault: str = "") -> Source:
+def epp_source(url: str, fault: str = "") -> SignalSource:
     return EppSource("qwen", Targets(urls=(url,)), timeout_s=fakes.patience_s(fault))
 
 
-def prometheus_source(url: str, fault: str = "") -> Source:
+def prometheus_source(url: str, fault: str = "") -> SignalSource:
     timeout_s = fakes.patience_s(fault)
     return PrometheusSource(PrometheusAddress(url), "qwen", "default", timeout_s=timeout_s, max_age_s=60)
 
@@ -484,7 +486,7 @@ async def test_no_fault_of_prometheus_series_leaves_an_allowance(fault: str, bef
         await closes(prometheus_source(prometheus.url), reason, before)
 
 
-async def closes(source: Source, reason: Reason, before: str) -> None:
+async def closes(source: SignalSource, reason: Reason, before: str) -> None:
     """One poll of a faulty source: the limiter, open until then or just started, allows nothing."""
     loop = asyncio.get_running_loop()
     limiter = Limiter(Policy(max_age_s=60), (Signal.SATURATION, Signal.REQUESTS))
@@ -492,19 +494,19 @@ async def closes(source: Source, reason: Reason, before: str) -> None:
         # Older than what follows: the limiter goes by the newest sample.
         async with polling(Scripted("epp", age_s=8)) as (_, told):
             await wait_until(lambda: told)
-        limiter.poll(told[-1], told[-1].at)
-        assert limiter.allowance(told[-1].at + 1).limit > 0
+        limiter.apply_poll(told[-1], told[-1].completed_at)
+        assert limiter.get_allowance(told[-1].completed_at + 1).limit > 0
     async with polling(source, use="both") as (_, told):
         await wait_until(lambda: told)
-    limiter.poll(told[0], told[0].at)
-    allowance = limiter.allowance(loop.time() + 1)
+    limiter.apply_poll(told[0], told[0].completed_at)
+    allowance = limiter.get_allowance(loop.time() + 1)
     assert allowance.limit == 0
-    if told[0].unread:
-        assert told[0].unread[0].reason is reason
-    if told[0].unread and before == "starting":
+    if told[0].failures:
+        assert told[0].failures[0].reason is reason
+    if told[0].failures and before == "starting":
         reason = Reason.STARTING  # the failure is told in its sentence
     assert allowance.reason is reason
-    assert not told[0].unread or told[0].unread[0].why
+    assert not told[0].failures or told[0].failures[0].why
 
 
 async def test_one_failed_scrape_of_several_closes_nothing_and_two_do() -> None:
@@ -513,21 +515,21 @@ async def test_one_failed_scrape_of_several_closes_nothing_and_two_do() -> None:
     async with polling(epp, interval_s=0.5) as (_, told):
         await wait_until(lambda: len(told) > 2)
         for poll in told:
-            limiter.poll(poll, poll.at)
+            limiter.apply_poll(poll, poll.completed_at)
         read_at = told[-1].readings[0].closed_at
         epp.answer = FAILED
-        first = await later(told, lambda poll: bool(poll.unread))()
-        limiter.poll(first, first.at)
+        first = await later(told, lambda poll: bool(poll.failures))()
+        limiter.apply_poll(first, first.at)
         assert first.failing_since == first.at
         assert read_at + 2.2 * 0.5 < first.closes_at < read_at + 3 * 0.5
-        assert limiter.allowance(first.at).limit > 0
-        second = await later(told, lambda poll: bool(poll.unread))()
+        assert limiter.get_allowance(first.at).limit > 0
+        second = await later(told, lambda poll: bool(poll.failures))()
         assert (second.failing_since, second.closes_at) == (first.at, first.closes_at)
-        limiter.poll(second, second.at)
-        closed = limiter.allowance(first.closes_at)
+        limiter.apply_poll(second, second.at)
+        closed = limiter.get_allowance(first.closes_at)
         assert (closed.limit, closed.reason) == (0, Reason.UNREADABLE)
         epp.answer = None
-        good = await later(told, lambda poll: not poll.unread)()
+        good = await later(told, lambda poll: not poll.failures)()
         assert good.failing_since is None
 
 
@@ -536,11 +538,11 @@ async def test_a_fact_closes_at_once_and_a_failure_after_it_opens_nothing(fact: 
     epp = Scripted("epp")
     async with polling(epp) as (_, told):
         await wait_until(lambda: told)
-        epp.answer = Unread(fact, "no pods")
-        poll = await later(told, lambda poll: bool(poll.unread))()
+        epp.answer = ReadFailure(fact, "no pods")
+        poll = await later(told, lambda poll: bool(poll.failures))()
         assert poll.closes_at == -inf
         epp.answer = FAILED
-        poll = await later(told, lambda poll: poll.unread == (FAILED,))()
+        poll = await later(told, lambda poll: poll.failures == (FAILED,))()
         assert poll.closes_at == -inf
 
 
@@ -549,7 +551,7 @@ async def test_after_a_new_configuration_nothing_stands_that_was_read_before() -
     async with polling(epp) as (poller, told):
         await wait_until(lambda: told)
         poller.reconfigure((other,), SignalsSettings(interval_s=INTERVAL_S), Policy())
-        poll = await later(told, lambda poll: bool(poll.unread))()
+        poll = await later(told, lambda poll: bool(poll.failures))()
         assert poll.closes_at == -inf
 
 
@@ -557,23 +559,23 @@ async def test_a_real_scrape_opens_the_limiter() -> None:
     """The table above proves nothing unless a good page does allow something."""
     policy = Policy(per_endpoint=100)
     limiter = Limiter(policy, (Signal.SATURATION, Signal.REQUESTS))
-    async with fake_epp() as epp, polling(epp_source(epp.url), policy=policy) as (_, told):
+    async with fake_epp() as epp, polling(epp_source(epp.url), limit_policy=policy) as (_, told):
         await wait_until(lambda: told)
-    limiter.poll(told[0], told[0].at)
+    limiter.apply_poll(told[0], told[0].completed_at)
     # D = 1 − (0.4 + 12/400 + 0.05) = 0.52 of 400
-    assert limiter.allowance(told[0].at + 1).limit == 208
+    assert limiter.get_allowance(told[0].completed_at + 1).limit == 208
 
 
 async def test_a_defect_in_a_source_closes_the_gate_and_ends_nothing() -> None:
     class Broken(Scripted):
-        async def poll(self) -> tuple[View, ...] | Unread:
+        async def poll(self) -> tuple[PoolView, ...] | ReadFailure:
             await super().poll()
             raise ImportError("half a package")
 
     async with polling(Broken("epp"), interval_s=0.05) as (_, polls):
         await wait_until(lambda: len(polls) >= 2)
     for poll in polls:
-        (unread,) = poll.unread
+        (unread,) = poll.failures
         assert unread.reason is Reason.UNREADABLE
         assert "half a package" in unread.why
 
@@ -595,7 +597,7 @@ async def test_what_no_pool_has_is_implausible_and_no_defect(values: dict[str, f
     told: list[SourcePoll] = []
 
     def hear(poll: SourcePoll) -> None:
-        limiter.poll(poll, poll.at)
+        limiter.apply_poll(poll, poll.completed_at)
         told.append(poll)
 
     poller = Poller([Scripted("epp", two)], SignalsSettings(interval_s=0.1), policy, hear)
@@ -603,8 +605,8 @@ async def test_what_no_pool_has_is_implausible_and_no_defect(values: dict[str, f
     await wait_until(lambda: len(told) >= 2 or task.done())
     assert not task.done(), task.exception()
     task.cancel()
-    assert limiter.allowance(told[-1].at).limit == 0
-    assert not [unread.why for poll in told for unread in poll.unread if "failed" in unread.why]
+    assert limiter.get_allowance(told[-1].completed_at).limit == 0
+    assert not [unread.why for poll in told for unread in poll.failures if "failed" in unread.why]
 
 
 async def test_a_defect_in_what_hears_of_a_poll_ends_nothing() -> None:
@@ -620,4 +622,4 @@ async def test_a_defect_in_what_hears_of_a_poll_ends_nothing() -> None:
     await wait_until(lambda: len(told) >= 4 or task.done())
     assert not task.done(), task.exception()
     task.cancel()
-    assert ["of ours" in each.unread[0].why for each in told if each.unread] == [True] * (len(told) // 2)
+    assert ["of ours" in each.failures[0].why for each in told if each.failures] == [True] * (len(told) // 2)

@@ -20,15 +20,15 @@ import yaml
 from aiohttp import web
 
 from dispatcher.core.limit.budget import Policy, Reason, Signal
-from dispatcher.core.limit.poll import Poll, Unread
-from dispatcher.core.limit.realtime_impact import Histograms, quantile
+from dispatcher.core.limit.poll import Poll, ReadFailure
+from dispatcher.core.limit.realtime_impact import ReplicaHistograms, compute_quantile
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.epp.series import NAMES, View, view
-from dispatcher.signals.exposition import Page
+from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
+from dispatcher.signals.exposition import PageParser
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.prometheus.session import PrometheusAddress
-from dispatcher.signals.prometheus.source import PrometheusSource, pool_query
-from dispatcher.signals.readings import judge
+from dispatcher.signals.prometheus.source import PrometheusSource, build_pool_query
+from dispatcher.signals.readings import derive_readings
 from tests.paths import DOCS
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
 from tests.signals.goldens import GOLDEN, POLICY
@@ -99,7 +99,7 @@ class Server:
             timeout_s=5,
             max_age_s=max_age_s,
             queries=queries,
-            marked=marked,
+            has_objective=marked,
         )
 
 
@@ -118,12 +118,12 @@ def server(tmp_path: Path) -> Server:
     return Server(tmp_path)
 
 
-async def seen(source: PrometheusSource, timeout_s: float = 30) -> tuple[View, ...]:
+async def seen(source: PrometheusSource, timeout_s: float = 30) -> tuple[PoolView, ...]:
     """What the source shows once it can be read."""
 
-    async def poll() -> tuple[View, ...] | None:
+    async def poll() -> tuple[PoolView, ...] | None:
         answer = await source.poll()
-        return None if isinstance(answer, Unread) else answer
+        return None if isinstance(answer, ReadFailure) else answer
 
     answer = await wait_until(poll, timeout_s, what="Prometheus shows the pool", every_s=0.1)
     assert answer is not None
@@ -160,9 +160,9 @@ async def check_dates(server: Server, namespace: str, epp: FakeEpp, interval_s: 
         assert any(view.opened_at - CLOCK_S <= each.at <= view.closed_at + CLOCK_S for each in since)
         took_s = max(scrape.took_s for scrape in since)
         assert view.closed_at - view.opened_at <= loop.time() - began + took_s
-        assert (view.address, view.started) == (f"127.0.0.1:{epp.port}", 1.76386e9)
+        assert (view.address, view.started_at) == (f"127.0.0.1:{epp.port}", 1.76386e9)
         shown.append(newest)
-        _, requests = judge([view], "both", Policy(), "prometheus").readings
+        _, requests = derive_readings([view], "both", Policy(), "prometheus").readings
         assert requests.opened_at == view.opened_at
         await asyncio.sleep(interval_s / 10)
     await source.close()
@@ -215,10 +215,10 @@ async def test_a_stopped_exporter_closes_the_gate_and_its_return_opens_it(server
             epp.respond = refuse
             await asyncio.wait_for(gone.wait(), 10)
             gone_at = asyncio.get_running_loop().time()
-            await wait_until(lambda: told[-1].unread, 8)
-            assert told[-1].at - gone_at < 8
-            assert told[-1].unread[0].reason is Reason.UNREADABLE
-            assert "no series" in told[-1].unread[0].why
+            await wait_until(lambda: told[-1].failures, 8)
+            assert told[-1].completed_at - gone_at < 8
+            assert told[-1].failures[0].reason is Reason.UNREADABLE
+            assert "no series" in told[-1].failures[0].why
             epp.respond = None
             assert port == epp.port
             await wait_until(lambda: told[-1].readings, 10)
@@ -246,17 +246,17 @@ async def test_a_prometheus_that_stops_scraping_goes_stale(server: Server) -> No
             )
             polling = asyncio.create_task(Poller([source], settings, Policy(), told.append).run())
             try:
-                await wait_until(lambda: told and told[-1].unread, 10)
+                await wait_until(lambda: told and told[-1].failures, 10)
             finally:
                 polling.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await polling
-            (stale,) = told[-1].unread
+            (stale,) = told[-1].failures
             assert stale.reason is Reason.STALE
             # The age is that of the last scrape, whole or in tenths.
             said = re.fullmatch(r"the samples are (\d+\.\d) s old, more than 2 s", stale.why)
             assert said is not None, stale.why
-            assert float(said[1]) == pytest.approx(told[-1].at - kept.at, abs=0.2)
+            assert float(said[1]) == pytest.approx(told[-1].completed_at - kept.at, abs=0.2)
 
 
 async def test_a_restart_and_a_reload_are_survived(server: Server) -> None:
@@ -272,11 +272,11 @@ async def test_a_restart_and_a_reload_are_survived(server: Server) -> None:
 
             async def renewed() -> bool:
                 answer = await source.poll()
-                return not isinstance(answer, Unread) and answer[0].saturation == 0.55
+                return not isinstance(answer, ReadFailure) and answer[0].saturation == 0.55
 
             await wait_until(renewed, 30, every_s=0.1)
         gone = await source.poll()
-        assert isinstance(gone, Unread)
+        assert isinstance(gone, ReadFailure)
         assert "refused" in gone.why
         async with server.up():
             await wait_until(renewed, 30, every_s=0.1)  # not at once where the last scrape before had failed
@@ -299,7 +299,7 @@ async def test_both_ways_to_the_series_give_the_same_reading(server: Server) -> 
             for number, (name, expected) in enumerate(GOLDEN.items()):
                 source = server.source(f"ns-{number}")
                 views = await seen(source)
-                verdict = judge(views, "auto", POLICY, "prometheus")
+                verdict = derive_readings(views, "auto", POLICY, "prometheus")
                 await source.close()
                 assert [view.server_queued for view in views] == [scraped(name).server_queued], name
                 got = {reading.signal: (reading.f_sys, reading.f_epp) for reading in verdict.readings}
@@ -309,12 +309,12 @@ async def test_both_ways_to_the_series_give_the_same_reading(server: Server) -> 
                     assert terms is None or got[signal_] == pytest.approx(terms), name
 
 
-def scraped(name: str) -> View:
+def scraped(name: str) -> PoolView:
     """What a direct scrape makes of a golden page."""
-    page = Page(NAMES)
+    page = PageParser(SERIES_NAMES)
     page.feed(golden(name).encode())
-    made = view(page.close(), "qwen", 0.0, 0.0)
-    assert isinstance(made, View)
+    made = build_view(page.close(), "qwen", 0.0, 0.0)
+    assert isinstance(made, PoolView)
     return made
 
 
@@ -341,7 +341,7 @@ async def test_of_the_queues_of_the_model_servers_only_the_sum_travels(server: S
                 (view,) = await seen(source)
                 await source.close()
                 assert view.server_queued == 13.5
-                rows = await server.rows(pool_query("qwen", namespace, 60))
+                rows = await server.rows(build_pool_query("qwen", namespace, 60))
                 sums = [row for row in rows if row["metric"].get("dispatcher_value") == "SERVER_QUEUES"]
                 assert [float(row["value"][1]) for row in sums] == [13.5]
 
@@ -356,7 +356,7 @@ def left_behind(*series: str) -> str:
     return "".join(f"{each} {at_ms}\n" for each in series)
 
 
-async def fresh_poll(server: Server, old: str, count: int) -> tuple[View, SourcePoll]:
+async def fresh_poll(server: Server, old: str, count: int) -> tuple[PoolView, SourcePoll]:
     """What the source shows and the poller publishes while Prometheus still answers with `count` old series.
 
     `old`: the query for them. Everything that is shown has to be of the newest scrapes.
@@ -398,7 +398,7 @@ async def test_flows_that_left_the_page_neither_age_a_reading_nor_count(server: 
     expected = scraped("router-newest-flow-control-on")
     assert (shown.queued, shown.in_flight, shown.server_queued) == (12, 120, 1.5)
     assert (shown.queued, shown.in_flight) == (expected.queued, expected.in_flight)
-    assert poll.unread == ()
+    assert poll.failures == ()
     assert [reading.signal for reading in poll.readings] == [Signal.SATURATION, Signal.REQUESTS]
     assert {reading.f_epp for reading in poll.readings} == {12 / 400}
 
@@ -414,7 +414,7 @@ async def test_a_family_that_left_the_page_is_absent(server: Server) -> None:
         async with server.up():
             shown, poll = await fresh_poll(server, '{__name__=~"llm_d_epp_flow_control_.+"}', 2)
     assert (shown.saturation, shown.queued) == (None, None)
-    assert (poll.signals, poll.unread) == ((Signal.REQUESTS,), ())
+    assert (poll.signals, poll.failures) == ((Signal.REQUESTS,), ())
     assert [reading.f_epp for reading in poll.readings] == [0]
 
 
@@ -431,13 +431,13 @@ async def test_replicas_and_a_pool_of_the_same_name(server: Server) -> None:
         async with server.up():
             source = server.source()
 
-            async def pair() -> tuple[View, ...] | None:
+            async def pair() -> tuple[PoolView, ...] | None:
                 answer = await source.poll()
-                return answer if not isinstance(answer, Unread) and len(answer) == 2 else None
+                return answer if not isinstance(answer, ReadFailure) and len(answer) == 2 else None
 
             views = await wait_until(pair, 30, every_s=0.1)
             assert views is not None
-            (reading,) = judge(views, "saturation", POLICY, "prometheus").readings
+            (reading,) = derive_readings(views, "saturation", POLICY, "prometheus").readings
             assert (reading.f_sys, reading.f_epp) == (0.55, 15 / 400)
             await source.close()
         server.configure(both + job(two.port, 1, name="again"))
@@ -446,7 +446,7 @@ async def test_replicas_and_a_pool_of_the_same_name(server: Server) -> None:
 
             async def refused() -> bool:
                 answer = await source.poll()
-                return isinstance(answer, Unread) and 'job="again", job="epp"' in answer.why
+                return isinstance(answer, ReadFailure) and 'job="again", job="epp"' in answer.why
 
             await wait_until(refused, 30, every_s=0.1)
             await source.close()
@@ -469,7 +469,7 @@ async def test_the_documented_queries_work(server: Server) -> None:
             queries: dict[str, Any] = {**documented_queries()}
             source = server.source(**queries)
             (view,) = await seen(source)
-            (reading,) = judge([view], "auto", Policy(), "prometheus").readings
+            (reading,) = derive_readings([view], "auto", Policy(), "prometheus").readings
             assert (reading.f_sys, reading.f_epp, reading.max_sys) == (0.3, 0, 100)
             await source.close()
 
@@ -515,8 +515,8 @@ async def test_latencies_are_those_of_the_pool_s_own_picker(
         ours.page = grown(ours.page, 'priority="-10",streaming="true"', 10, 900)
         theirs.page = grown(theirs.page, 'priority="0",streaming="true"', 120, 5000)
 
-        async def latencies() -> Histograms | None:
-            found = await source.latency()
+        async def latencies() -> ReplicaHistograms | None:
+            found = await source.read_latencies()
             assert not found.why_not
             return found if found.ttft and found.ttft[math.inf] > 100 else None
 
@@ -524,8 +524,8 @@ async def test_latencies_are_those_of_the_pool_s_own_picker(
         await source.close()
     assert found is not None
     assert found.ttft is not None
-    assert (found.of, found.name) == (of, "llm_d_epp_request_ttft_seconds")
-    assert quantile(found.ttft, 0.5) == pytest.approx(median_s, rel=0.2)
+    assert (found.scope, found.series_name) == (of, "llm_d_epp_request_ttft_seconds")
+    assert compute_quantile(found.ttft, 0.5) == pytest.approx(median_s, rel=0.2)
 
 
 async def test_latencies_of_model_servers_are_the_pool_s_where_the_scrape_says_so(server: Server) -> None:
@@ -544,16 +544,16 @@ async def test_latencies_of_model_servers_are_the_pool_s_where_the_scrape_says_s
         await wait_until(lambda: len(vllm.asked_at) >= asked + 3)
         vllm.page = VLLM.format(half=55, all=110)
 
-        async def latencies() -> Histograms | None:
-            found = await source.latency()
+        async def latencies() -> ReplicaHistograms | None:
+            found = await source.read_latencies()
             return found if found.ttft and found.ttft[math.inf] > 50 else None
 
         found = await wait_until(latencies, 30, every_s=0.1)
         await source.close()
     assert found is not None
     assert found.ttft is not None
-    assert (found.of, found.name, found.tpot) == ("all", "vllm:time_to_first_token_seconds", None)
-    assert quantile(found.ttft, 0.5) == pytest.approx(0.25, rel=0.05)
+    assert (found.scope, found.series_name, found.tpot) == ("all", "vllm:time_to_first_token_seconds", None)
+    assert compute_quantile(found.ttft, 0.5) == pytest.approx(0.25, rel=0.05)
 
 
 def grown(page: str, labels: str, bound: float, by: int) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.budget import assess
-from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.budget import compute_budget
+from dispatcher.core.limit.poll import ReadFailure
 from dispatcher.settings import Settings
 from dispatcher.settings.model import BudgetSettings
-from dispatcher.signals.readings import judge
-from dispatcher.signals.sources import sources
+from dispatcher.signals.readings import derive_readings
+from dispatcher.signals.sources import build_sources
 
 
 def settings(**signals: Any) -> Settings:
@@ -37,7 +37,7 @@ def settings(**signals: Any) -> Settings:
     ],
 )
 def test_the_settings_say_which_sources_and_which_first(signals: dict[str, Any], names: list[str]) -> None:
-    assert [source.name for source in sources(settings(**signals))] == names
+    assert [source.name for source in build_sources(settings(**signals))] == names
 
 
 async def test_a_fixed_limit_is_all_of_an_empty_pool_whatever_else_the_budget_says() -> None:
@@ -45,15 +45,15 @@ async def test_a_fixed_limit_is_all_of_an_empty_pool_whatever_else_the_budget_sa
     given = given.model_copy(
         update={"budget": BudgetSettings(max_in_flight=16, reserve=0.5, upper=0.5, max_sys=4)}
     )
-    (source,) = sources(given)
+    (source,) = build_sources(given)
     seen = await source.poll()
-    assert not isinstance(seen, Unread)
-    policy = given.policy()
-    (reading,) = judge(seen, given.signals.use, policy, source.name).readings
-    budget = assess(reading, policy)
-    assert (budget.fault, budget.headroom, policy.most(budget.max_sys)) == (None, 16, 16)
+    assert not isinstance(seen, ReadFailure)
+    policy = given.limit_policy()
+    (reading,) = derive_readings(seen, given.signals.use, policy, source.name).readings
+    budget = compute_budget(reading, policy)
+    assert (budget.fault, budget.headroom, policy.compute_max_limit(budget.max_sys)) == (None, 16, 16)
 
 
 def test_a_missing_authority_file_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        sources(settings(epp={"tls": {"ca_file": str(tmp_path / "none.pem")}}))
+        build_sources(settings(epp={"tls": {"ca_file": str(tmp_path / "none.pem")}}))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from dispatcher.signals.kubernetes.mirror import (
     HOLD_S,
-    RETRY_AFTER_MOST_S,
+    MAX_RETRY_AFTER_S,
+    MAX_UNSERVED_PAUSE_S,
+    MAX_WATCH_S,
+    MIN_WATCH_S,
     SILENCE_S,
-    UNSERVED_S,
-    WATCH_LEAST_S,
-    WATCH_MOST_S,
 )
 from dispatcher.signals.kubernetes.rewrites import RewriteWatch
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.events import Event, divert_events
 from tests.signals.apiserver import (
     OLD_REWRITES,
     PODS,
@@ -46,7 +46,7 @@ class TestAHealthyWatch:
                 for collection in (POOLS, PODS, SLICES):
                     assert len(on.server.asked(collection, watch=False)) == 1
                     watches = on.server.asked(collection, watch=True)
-                    assert LONG_S / WATCH_MOST_S <= len(watches) <= LONG_S / WATCH_LEAST_S + 1
+                    assert LONG_S / MAX_WATCH_S <= len(watches) <= LONG_S / MIN_WATCH_S + 1
                     # As replicas that were started together, which must not come back together.
                     assert len({each.query["timeoutSeconds"] for each in watches}) > 1
 
@@ -85,7 +85,7 @@ class TestAServerThatAsksToWait:
     def test_is_no_problem_while_what_was_seen_counts(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             told: list[Event] = []
-            with diverted(lambda event, fields: told.append(event)):
+            with divert_events(lambda event, fields: told.append(event)):
                 async with stage(tmp_path) as on:
                     await on.fine(3, 5.0)
                     on.server.faults.busy_s = 8
@@ -99,7 +99,7 @@ class TestAServerThatAsksToWait:
                     await on.fine(3, 8.0 + 1.0)
                     refused = [each.at for each in on.server.refused(429) if each.collection == PODS]
                     assert all(after - before >= 8.0 for before, after in pairwise(refused))
-            assert told == [Event.KUBERNETES_THROTTLED, Event.KUBERNETES_FINE]
+            assert told == [Event.KUBERNETES_THROTTLED, Event.KUBERNETES_RECOVERED]
 
         run(scenario())
 
@@ -124,14 +124,14 @@ class TestAServerThatAsksToWait:
                 on.server.cut()
                 await on.pause(2.0)
                 on.server.faults.busy_s = None
-                await on.fine(3, RETRY_AFTER_MOST_S)
+                await on.fine(3, MAX_RETRY_AFTER_S)
 
         run(scenario())
 
     def test_leaves_the_rewrites_as_they_were_without_a_warning(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             told: list[Event] = []
-            with diverted(lambda event, fields: told.append(event)):
+            with divert_events(lambda event, fields: told.append(event)):
                 async with rewrites(tmp_path) as (server, watch):
                     server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
                     await asyncio.sleep(1.0)
@@ -153,25 +153,25 @@ class TestACollectionThatIsNotServed:
     def test_is_asked_for_a_few_times_and_then_seldom(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with rewrites(tmp_path) as (server, watch):
-                server.faults.unserved = {REWRITES}
+                server.faults.find_remaining_requests = {REWRITES}
                 await asyncio.sleep(220.0)
-                assert watch.settled
+                assert watch.is_settled
                 assert len(server.asked(REWRITES, watch=False)) <= 6
                 before = len(server.requests)
                 await asyncio.sleep(LONG_S)
                 asked = [each for each in list(server.requests)[before:] if each.collection == REWRITES]
-                assert LONG_S / UNSERVED_S - 1 <= len(asked) <= 2 * LONG_S / UNSERVED_S
+                assert LONG_S / MAX_UNSERVED_PAUSE_S - 1 <= len(asked) <= 2 * LONG_S / MAX_UNSERVED_PAUSE_S
 
         run(scenario())
 
     def test_is_seen_within_minutes_of_its_installation(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with rewrites(tmp_path) as (server, watch):
-                server.faults.unserved = {REWRITES, OLD_REWRITES}
-                await asyncio.sleep(UNSERVED_S + 1.0)
+                server.faults.find_remaining_requests = {REWRITES, OLD_REWRITES}
+                await asyncio.sleep(MAX_UNSERVED_PAUSE_S + 1.0)
                 server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
-                server.faults.unserved = {OLD_REWRITES}
-                await asyncio.sleep(UNSERVED_S + 1.0)
+                server.faults.find_remaining_requests = {OLD_REWRITES}
+                await asyncio.sleep(MAX_UNSERVED_PAUSE_S + 1.0)
                 assert watch.aliases.exact == {"chat": ("v1",)}
 
         run(scenario())
@@ -179,11 +179,11 @@ class TestACollectionThatIsNotServed:
     def test_is_asked_for_at_once_when_its_objects_may_have_moved_there(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with rewrites(tmp_path) as (server, watch):
-                server.faults.unserved = {REWRITES}
+                server.faults.find_remaining_requests = {REWRITES}
                 server.put(OLD_REWRITES, rewrite("a", (["chat"], ["v1"])))
-                await asyncio.sleep(UNSERVED_S)
+                await asyncio.sleep(MAX_UNSERVED_PAUSE_S)
                 server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
-                server.faults.unserved = set()
+                server.faults.find_remaining_requests = set()
                 server.delete(OLD_REWRITES, "a")
                 await asyncio.sleep(1.0)
                 assert watch.aliases.exact == {"chat": ("v1",)}

@@ -28,7 +28,7 @@ class Seen:
 
     def fine(self, ready: int, *epp_addresses: str) -> bool:
         """So much is known, and nothing is wrong."""
-        return replace(self.now, addresses=None) == Endpoints(ready, epp_addresses or None, whole=True)
+        return replace(self.now, addresses=None) == Endpoints(ready, epp_addresses or None, is_complete=True)
 
     async def ready(self, number: int | None) -> None:
         await wait_until(lambda: bool(self.history) and self.now.ready == number, what=f"ready == {number}")

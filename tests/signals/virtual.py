@@ -79,7 +79,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    api.prepare()  # no thread is waited for in virtual time
+    api.import_client()  # no thread is waited for in virtual time
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(main)
 

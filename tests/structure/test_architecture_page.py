@@ -7,7 +7,13 @@ import tomllib
 
 import pytest
 
-from dispatcher.queue.keys import BOARD_KEYS, LINE_KEYS, MODEL_KEYS, POOL_KEYS, SEQUENCE_KEYS
+from dispatcher.queue.keys import (
+    MODEL_REGISTRY_KEYS,
+    POOL_KEYS,
+    QUEUE_KEYS,
+    SEQUENCE_KEYS,
+    WAITING_FOR_MODEL_KEYS,
+)
 from tests.paths import DOCS, PACKAGE, ROOT
 from tests.structure.symbols import exists, symbols
 
@@ -81,9 +87,11 @@ def test_every_lasting_key_has_its_place() -> None:
         owner = belongs.partition(",")[0] or owner
         if owner in found:
             found[owner] |= set(re.findall(r"`([\w:]+)`", keys))
-    assert found["the pool"] == {suffix for suffix, _ in (*POOL_KEYS.values(), *BOARD_KEYS.values())}
+    assert found["the pool"] == {suffix for suffix, _ in (*POOL_KEYS.values(), *MODEL_REGISTRY_KEYS.values())}
     assert found["the line"] == {
-        suffix for suffix, _ in (*LINE_KEYS.values(), *SEQUENCE_KEYS.values(), *MODEL_KEYS.values()) if suffix
+        suffix
+        for suffix, _ in (*QUEUE_KEYS.values(), *SEQUENCE_KEYS.values(), *WAITING_FOR_MODEL_KEYS.values())
+        if suffix
     }
 
 

@@ -72,7 +72,7 @@ def test_what_is_shown_is_there() -> None:
         | {series.page_name for series in CATALOGUE}
         | {field.name for part in parts for field in fields(part)}
         | {str(reason) for reason in Reason}
-        | {event.event for event in Event}
+        | {event.event_name for event in Event}
         | set(OUTCOMES.values())
     )
     assert {name for each in rows() for name in quoted(each[4])} - shown == set()

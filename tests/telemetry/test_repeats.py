@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from structlog import DropEvent
 
 from dispatcher.telemetry import logs
-from dispatcher.telemetry.events import Event, emit, heard_by
-from dispatcher.telemetry.logs import MOST_KINDS, REPEATS_S, STATES, Repeats
+from dispatcher.telemetry.events import Event, add_sink, emit
+from dispatcher.telemetry.logs import MAX_LINE_KINDS, NEVER_SUPPRESSED, REPEAT_WINDOW_S, RepeatFilter
 
 
 def line(event: str = "lease-lost", **fields: Any) -> dict[str, Any]:
@@ -27,65 +27,75 @@ def line(event: str = "lease-lost", **fields: Any) -> dict[str, Any]:
 
 
 def test_the_first_is_told_the_rest_counted_and_told_once() -> None:
-    repeats = Repeats(30.0)
-    assert repeats.come(line(entry=1), 0.0)
-    assert not any(repeats.come(line(entry=n), n / 100) for n in range(2, 100))
-    assert repeats.due(29.9) == []
-    assert repeats.due(30.0) == [line(entry=99, repeated=98)]
-    assert repeats.due(60.0) == [], "nothing came since"
-    assert repeats.come(line(entry=100), 61.0), "a new burst begins with a line of its own"
+    repeats = RepeatFilter(30.0)
+    assert repeats.should_log(line(entry=1), 0.0)
+    assert not any(repeats.should_log(line(entry=n), n / 100) for n in range(2, 100))
+    assert repeats.pop_due_lines(29.9) == []
+    assert repeats.pop_due_lines(30.0) == [line(entry=99, repeated=98)]
+    assert repeats.pop_due_lines(60.0) == [], "nothing came since"
+    assert repeats.should_log(line(entry=100), 61.0), "a new burst begins with a line of its own"
 
 
 def test_a_burst_that_goes_on_is_told_again_each_time() -> None:
-    repeats = Repeats(30.0)
-    told = [repeats.come(line(entry=n), n / 10) or repeats.due(n / 10) for n in range(901)]
+    repeats = RepeatFilter(30.0)
+    told = [repeats.should_log(line(entry=n), n / 10) or repeats.pop_due_lines(n / 10) for n in range(901)]
     first, *again = [found for found in told if found]
     assert first is True
     assert [found is True or found[0]["repeated"] for found in again] == [300, 300, 300]
 
 
 def test_errors_that_differ_are_all_told() -> None:
-    repeats = Repeats()
-    assert all(repeats.come(line("surprise", where=where, error="KeyError('a')"), 0.0) for where in "abc")
-    assert repeats.come(line("surprise", where="a", error="KeyError('b')"), 0.0)
-    assert repeats.come(line("dead-dropped", where="a"), 0.0)
+    repeats = RepeatFilter()
+    assert all(
+        repeats.should_log(line("surprise", where=where, error="KeyError('a')"), 0.0) for where in "abc"
+    )
+    assert repeats.should_log(line("surprise", where="a", error="KeyError('b')"), 0.0)
+    assert repeats.should_log(line("dead-dropped", where="a"), 0.0)
 
 
 def test_the_same_of_another_request_is_the_same() -> None:
-    repeats = Repeats()
-    assert repeats.come(line(request="r-1", trace="aa", attempt=1, why="x"), 0.0)
-    assert not repeats.come(line(request="r-2", trace="bb", attempt=2, why="x"), 0.0)
+    repeats = RepeatFilter()
+    assert repeats.should_log(line(request="r-1", trace="aa", attempt=1, why="x"), 0.0)
+    assert not repeats.should_log(line(request="r-2", trace="bb", attempt=2, why="x"), 0.0)
 
 
 def test_what_is_remembered_is_bounded_and_beyond_it_all_is_told() -> None:
-    repeats = Repeats()
-    assert all(repeats.come(line(why=f"{n}"), 0.0) for n in range(2 * MOST_KINDS))
-    assert len(repeats._bursts) == MOST_KINDS
-    assert repeats.come(line(why=f"{2 * MOST_KINDS - 1}"), 0.0)
+    repeats = RepeatFilter()
+    assert all(repeats.should_log(line(why=f"{n}"), 0.0) for n in range(2 * MAX_LINE_KINDS))
+    assert len(repeats._bursts) == MAX_LINE_KINDS
+    assert repeats.should_log(line(why=f"{2 * MAX_LINE_KINDS - 1}"), 0.0)
 
 
 def test_what_says_that_something_changed_is_never_held_back() -> None:
-    assert {"gate", "started", "draining", "stopped", "left-behind", "config-refused", "queue-back"} <= STATES
-    assert {"queue-unreachable", "signals-unreadable", "wake-ups-gone", "traces-lost"} <= STATES
-    assert not {"lease-lost", "surprise", "dead-dropped", "taken-back", "result-list-away"} & STATES
+    assert {
+        "gate",
+        "started",
+        "draining",
+        "stopped",
+        "left-behind",
+        "config-refused",
+        "queue-back",
+    } <= NEVER_SUPPRESSED
+    assert {"queue-unreachable", "signals-unreadable", "wake-ups-gone", "traces-lost"} <= NEVER_SUPPRESSED
+    assert not {"lease-lost", "surprise", "dead-dropped", "taken-back", "result-list-away"} & NEVER_SUPPRESSED
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.floats(0, 20)), max_size=200))
 def test_every_line_is_told_or_counted(steps: list[tuple[str, int, float]]) -> None:
-    repeats, now = Repeats(), 0.0
+    repeats, now = RepeatFilter(), 0.0
     told = counted = 0
     for why, number, pause_s in steps:
         now += pause_s
-        counted += sum(due["repeated"] for due in repeats.due(now))
-        told += repeats.come(line(why=why, n=number), now)
-    counted += sum(due["repeated"] for due in repeats.due(float("inf")))
+        counted += sum(due["repeated"] for due in repeats.pop_due_lines(now))
+        told += repeats.should_log(line(why=why, n=number), now)
+    counted += sum(due["repeated"] for due in repeats.pop_due_lines(float("inf")))
     assert told + counted == len(steps)
     at = repeats.next_at
-    assert at is None or at > now + REPEATS_S or at == float("inf")
+    assert at is None or at > now + REPEAT_WINDOW_S or at == float("inf")
 
 
 def test_libraries_may_log_from_any_thread() -> None:
-    counting, surprises = logs._Counting(), []
+    counting, surprises = logs._RepeatProcessor(), []
 
     def many(name: int) -> None:
         try:
@@ -184,9 +194,9 @@ def test_a_sink_that_raises_ends_nothing_and_the_others_hear() -> None:
     heard: list[Event] = []
 
     def broken(event: Event, _: Mapping[str, Any]) -> None:
-        raise RuntimeError(event.event)
+        raise RuntimeError(event.event_name)
 
-    with heard_by(broken), heard_by(lambda event, _: heard.append(event)):
+    with add_sink(broken), add_sink(lambda event, _: heard.append(event)):
         emit(Event.STARTED)
     assert heard == [Event.STARTED]
 

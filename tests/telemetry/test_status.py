@@ -6,7 +6,7 @@ from typing import Any
 
 from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.limit.poll import Unread
+from dispatcher.core.limit.poll import ReadFailure
 from dispatcher.settings import Settings
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.metrics import Metrics
@@ -17,17 +17,17 @@ SETTINGS = Settings.model_validate({"pool": {"name": "qwen"}, "gateway": {"url":
 REQUESTS = (Signal.REQUESTS,)
 
 
-def told_at(now: float, *unread: Unread, **told: Any) -> Status:
+def told_at(now: float, *unread: ReadFailure, **told: Any) -> Status:
     """The status at `now`, after a reading of 100 s and then, where something was unread, a poll of 101 s."""
     limiter = Limiter(Policy(), REQUESTS)
-    limiter.reading(Reading(Signal.REQUESTS, 100.0, 100.0, 0.5, 0.0, 64.0), 100.0)
-    poll = SourcePoll(at=101.0, source="epp", signals=REQUESTS, unread=unread, **told)
-    limiter.poll(poll, 101.0)
+    limiter.add_reading(Reading(Signal.REQUESTS, 100.0, 100.0, 0.5, 0.0, 64.0), 100.0)
+    poll = SourcePoll(completed_at=101.0, source="epp", signals=REQUESTS, failures=unread, **told)
+    limiter.apply_poll(poll, 101.0)
     return status_of(limiter, now, SETTINGS, poll=poll)
 
 
 def test_failing_signals_are_told_with_what_and_since_when_though_the_gate_is_open() -> None:
-    missing = Unread(Reason.UNREADABLE, "ready endpoints are not there", signal=Signal.REQUESTS)
+    missing = ReadFailure(Reason.UNREADABLE, "ready endpoints are not there", signal=Signal.REQUESTS)
     failing = {"closes_at": 102.5, "failing_since": 101.0}
     status = told_at(102.0, missing, **failing)
     assert status.gate.open
@@ -37,8 +37,8 @@ def test_failing_signals_are_told_with_what_and_since_when_though_the_gate_is_op
     ) in status.gate.explanation
     assert (status.signals.signals_failing_s, status.signals.signals_close_in_s) == (1.0, 0.5)
     metrics = Metrics("qwen")
-    metrics.show(lambda: status)
-    page = metrics.page()[0].decode()
+    metrics.set_status_source(lambda: status)
+    page = metrics.render_page()[0].decode()
     assert 'batch_dispatcher_signals_failing_seconds{pool="qwen"} 1.0' in page
     assert 'batch_dispatcher_reachable{part="signals",pool="qwen"} 0.0' in page
     closed = told_at(102.5, missing, **failing)

@@ -12,17 +12,17 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from dispatcher.settings import SecretUrl
 from dispatcher.telemetry import otlp
-from dispatcher.telemetry.events import Event, heard_by
-from dispatcher.telemetry.otlp import AT_ONCE, IN_LINE, endpoint_of, exporter_to
-from dispatcher.telemetry.tracing import EndedSpan, Parent, Tracing
+from dispatcher.telemetry.events import Event, add_sink
+from dispatcher.telemetry.otlp import BATCH_SIZE, MAX_QUEUED_SPANS, create_exporter, get_traces_url
+from dispatcher.telemetry.tracing import EndedSpan, ParentSpan, Tracing
 from tests.support import free_port, wait_until, wait_until_sync
 from tests.telemetry.traces import Collector, Told, line_into
 
-ENOUGH = 3 * IN_LINE
+ENOUGH = 3 * MAX_QUEUED_SPANS
 
 
 def a_span(number: int = 1) -> EndedSpan:
-    return EndedSpan("POST", "CLIENT", Parent(0xA, 0xB, "k=v"), number, 10, 20, {"n": number})
+    return EndedSpan("POST", "CLIENT", ParentSpan(0xA, 0xB, "k=v"), number, 10, 20, {"n": number})
 
 
 @contextmanager
@@ -30,9 +30,9 @@ def endpoint(kind: str) -> Iterator[tuple[SpanExporter, Collector]]:
     collector = Collector({"fails": 500, "busy": 503, "hangs": None}.get(kind, 200))
     with collector.serve():
         if kind == "refuses":
-            yield exporter_to(SecretUrl(f"http://127.0.0.1:{free_port()}")), collector
+            yield create_exporter(SecretUrl(f"http://127.0.0.1:{free_port()}")), collector
         else:
-            yield exporter_to(SecretUrl(collector.url)), collector
+            yield create_exporter(SecretUrl(collector.url)), collector
 
 
 def losses(told: Told) -> list[Event]:
@@ -43,11 +43,11 @@ def test_spans_arrive_once_each_with_credentials_where_otlp_has_them() -> None:
     collector = Collector()
     with collector.serve():
         url = SecretUrl(collector.url.replace("//", "//user:pa%20ss@"))
-        with line_into(exporter_to(url)) as (line, told):
-            for number in range(1, AT_ONCE + 11):
-                line.add(a_span(number))
+        with line_into(create_exporter(url)) as (line, told):
+            for number in range(1, BATCH_SIZE + 11):
+                line.add_span(a_span(number))
     spans = collector.spans()
-    assert sorted(int.from_bytes(span.span_id, "big") for span in spans) == list(range(1, AT_ONCE + 11))
+    assert sorted(int.from_bytes(span.span_id, "big") for span in spans) == list(range(1, BATCH_SIZE + 11))
     (first, *_) = spans
     assert (first.name, first.start_time_unix_nano, first.end_time_unix_nano) == ("POST", 10, 20)
     assert (int.from_bytes(first.trace_id, "big"), int.from_bytes(first.parent_span_id, "big")) == (0xA, 0xB)
@@ -66,7 +66,7 @@ def test_spans_arrive_once_each_with_credentials_where_otlp_has_them() -> None:
     ],
 )
 def test_without_a_path_spans_go_where_otlp_has_them(url: str, where: str) -> None:
-    assert endpoint_of(SecretUrl(url)) == where
+    assert get_traces_url(SecretUrl(url)) == where
 
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs", "fails", "busy"])
@@ -76,12 +76,12 @@ def test_an_endpoint_that_is_not_well_costs_spans_and_one_line_in_the_log(
     with endpoint(kind) as (exporter, collector):
         with line_into(exporter) as (line, told):
             for number in range(1, ENOUGH + 1):
-                line.add(a_span(number))
-                assert len(line) <= IN_LINE
+                line.add_span(a_span(number))
+                assert len(line) <= MAX_QUEUED_SPANS
             wait_until_sync(lambda: losses(told), 20, what="a loss to be told")
             for number in range(1, ENOUGH + 1):
-                line.add(a_span(number))
-            assert len(line) <= IN_LINE
+                line.add_span(a_span(number))
+            assert len(line) <= MAX_QUEUED_SPANS
             began = time.monotonic()
             line.close()
             took_s = time.monotonic() - began
@@ -94,15 +94,15 @@ def test_an_endpoint_that_is_not_well_costs_spans_and_one_line_in_the_log(
 
 def test_what_an_endpoint_says_is_in_the_event() -> None:
     with endpoint("fails") as (exporter, _), line_into(exporter) as (line, told):
-        line.add(a_span())
+        line.add_span(a_span())
         wait_until_sync(lambda: losses(told), what="a loss to be told")
     assert "500" in told[0][1]["why"]
 
 
 def test_why_spans_are_lost_holds_no_secret_of_the_endpoints_url() -> None:
     url = SecretUrl(f"http://user:hunter2@127.0.0.1:{free_port()}/v1/traces?key=hunter3&a=b")
-    with line_into(exporter_to(url), each_s=0.01) as (line, told):
-        line.add(a_span())
+    with line_into(create_exporter(url), each_s=0.01) as (line, told):
+        line.add_span(a_span())
         wait_until_sync(lambda: losses(told), what="a loss to be told")
     assert "/v1/traces?" in told[0][1]["why"]
     assert "hunter" not in told[0][1]["why"]
@@ -113,12 +113,12 @@ def test_an_endpoint_that_came_back_is_told_with_what_was_lost() -> None:
         endpoint("fails") as (exporter, collector),
         line_into(exporter, each_s=0.01, pause_s=0.2) as (line, told),
     ):
-        line.add(a_span(1))
+        line.add_span(a_span(1))
         wait_until_sync(lambda: losses(told), what="a loss to be told")
         collector.status = 200
-        line.add(a_span(2))
+        line.add_span(a_span(2))
         wait_until_sync(lambda: len(told) == 2, what="it to be told that all is well")
-    assert losses(told) == [Event.TRACES_LOST, Event.TRACES_FINE]
+    assert losses(told) == [Event.TRACES_LOST, Event.TRACES_RECOVERED]
     assert told[1][1]["lost"] == 1
     assert [int.from_bytes(span.span_id, "big") for span in collector.spans()] == [2]
 
@@ -128,17 +128,19 @@ async def test_nothing_is_spent_on_spans_that_would_be_lost() -> None:
         endpoint("fails") as (exporter, collector),
         line_into(exporter, each_s=0.5, pause_s=1.0) as (line, told),
     ):
-        tracing = Tracing(line.add, queue="q", gateway="http://g", sample_ratio=1.0, takes=line.takes)
+        tracing = Tracing(
+            line.add_span, queue="q", gateway="http://g", sample_ratio=1.0, can_accept=line.can_accept
+        )
 
         def followed() -> bool:
-            return tracing.follow(0.0, request_id="r", seed="r", delivery=1) is not None
+            return tracing.start_delivery(0.0, request_id="r", seed="r", delivery=1) is not None
 
         assert followed()
-        line.add(a_span())
+        line.add_span(a_span())
         await wait_until(lambda: losses(told), what="a loss to be told")
         assert followed(), "it may be back before the line is full"
-        while len(line) < IN_LINE:
-            line.add(a_span())
+        while len(line) < MAX_QUEUED_SPANS:
+            line.add_span(a_span())
         assert not followed()
         collector.status = 200
         await wait_until(followed, what="it to be back")
@@ -150,9 +152,9 @@ def test_an_exporter_that_raises_stops_nothing() -> None:
             raise RuntimeError("no " + "x" * 1000)
 
     with line_into(Broken(), each_s=0.01, pause_s=0.02) as (line, told):
-        line.add(a_span())
+        line.add_span(a_span())
         wait_until_sync(lambda: losses(told), what="a loss to be told")
-        line.add(a_span())
+        line.add_span(a_span())
         wait_until_sync(lambda: not len(line), what="the next one to be tried")
     assert told[0][1]["why"].startswith("RuntimeError('no xxx")
     assert len(told[0][1]["why"]) <= 200
@@ -160,9 +162,9 @@ def test_an_exporter_that_raises_stops_nothing() -> None:
 
 async def test_what_is_told_comes_from_the_loops_own_thread() -> None:
     heard: list[tuple[str, bool]] = []
-    with heard_by(lambda event, _: heard.append((event.event, asyncio.get_running_loop() is loop))):
+    with add_sink(lambda event, _: heard.append((event.event_name, asyncio.get_running_loop() is loop))):
         loop = asyncio.get_running_loop()
-        tell = otlp._teller()
+        tell = otlp._create_loop_emitter()
         await asyncio.to_thread(tell, Event.TRACES_LOST, {"lost": 1, "why": "x"})
         await asyncio.sleep(0)
     assert heard == [("traces-lost", True)]

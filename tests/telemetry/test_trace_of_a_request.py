@@ -27,10 +27,10 @@ from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.ports import Queue, Submission
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.settings import Settings
-from dispatcher.settings.load import parse
-from dispatcher.telemetry.events import heard_by
+from dispatcher.settings.load import parse_settings
+from dispatcher.telemetry.events import add_sink
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.otlp import SpanSender
 from dispatcher.telemetry.tracing import EndedSpan, Tracing
@@ -78,7 +78,7 @@ async def dispatching(queue: Queue, gateway: Server, tracing: Tracing | None) ->
     """The loop at work, with a reading that shows room."""
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     at = asyncio.get_running_loop().time()
-    limiter.reading(Reading(Signal.REQUESTS, at, at, 0.0, 0.0, 10), at)
+    limiter.add_reading(Reading(Signal.REQUESTS, at, at, 0.0, 0.0, 10), at)
     journal = Journal(Metrics())
     journal.tracing = tracing
     sender = HttpGateway(options(gateway.url))
@@ -94,7 +94,7 @@ async def dispatching(queue: Queue, gateway: Server, tracing: Tracing | None) ->
 
 
 def tracing_into(line: SpanSender, ratio: float = 1.0) -> Tracing:
-    return Tracing(line.add, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=ratio)
+    return Tracing(line.add_span, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=ratio)
 
 
 async def spans_of(
@@ -110,7 +110,7 @@ async def spans_of(
         with line_into(exporter) as (line, _):
             queue = MemoryQueue(store, "a")
             async with dispatching(queue, gateway, tracing_into(line, ratio)):
-                await wait_until(lambda: store.lists.get(store.results), what="a result")
+                await wait_until(lambda: store.result_lists.get(store.default_result_list), what="a result")
     return list(exporter.get_finished_spans()), gateway
 
 
@@ -138,10 +138,12 @@ async def test_one_trace_leads_from_the_producer_through_a_retry_to_the_settled_
     tmp_path: Path,
 ) -> None:
     exporter = in_memory()
-    names = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+    names = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
     with server("redis", tmp_path / "redis") as redis, line_into(exporter) as (line, _):
         url = f"redis://127.0.0.1:{redis.port}"
-        settings = parse(f"gateway: {{url: http://gateway}}\nqueue: {{url: {url}}}\npool: {{name: qwen}}", {})
+        settings = parse_settings(
+            f"gateway: {{url: http://gateway}}\nqueue: {{url: {url}}}\npool: {{name: qwen}}", {}
+        )
         assert isinstance(settings, Settings), settings
         async with (
             serving(answers("503 Busy")) as gateway,
@@ -149,7 +151,7 @@ async def test_one_trace_leads_from_the_producer_through_a_retry_to_the_settled_
             dispatching(queue, gateway, tracing_into(line)),
         ):
             producer = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", PRODUCER, url, names.queue, names.results),
+                *(sys.executable, "-c", PRODUCER, url, names.queue, names.result_list),
                 stdout=asyncio.subprocess.PIPE,
             )
             printed, _stderr = await asyncio.wait_for(producer.communicate(), 60)
@@ -212,11 +214,11 @@ async def test_a_request_that_is_cancelled_before_it_is_sent_ends_its_trace_all_
     deadline = int(time.time() + 600)
     member = encode_member("r", b"{}", deadline, token="t", metadata={"traceparent": PARENT})
     await store.submit([Submission(member, float(deadline), "r", "t", deadline)])
-    assert await store.cancel("r", "t")
+    assert await store.cancel_request("r", "t")
     async with serving(answers()) as gateway:
         with line_into(exporter) as (line, _):
             async with dispatching(MemoryQueue(store, "a"), gateway, tracing_into(line)):
-                await wait_until(lambda: store.lists.get(store.results), what="a result")
+                await wait_until(lambda: store.result_lists.get(store.default_result_list), what="a result")
     assert not gateway.received
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert spans.keys() == {f"process {QUEUE}", f"settle {QUEUE}"}
@@ -247,11 +249,11 @@ async def test_about_the_share_that_was_asked_for_is_traced() -> None:
     with line_into(in_memory()) as (line, _):
         tracing = tracing_into(line, 0.25)
         followed = [
-            tracing.follow(0.0, request_id=f"r-{n}", seed=f"r-{n}", delivery=1) is not None
+            tracing.start_delivery(0.0, request_id=f"r-{n}", seed=f"r-{n}", delivery=1) is not None
             for n in range(4000)
         ]
         assert followed == [
-            tracing.follow(9.0, request_id=f"r-{n}", seed=f"r-{n}", delivery=2) is not None
+            tracing.start_delivery(9.0, request_id=f"r-{n}", seed=f"r-{n}", delivery=2) is not None
             for n in range(4000)
         ], "each delivery is decided alike"
     assert 850 < sum(followed) < 1150
@@ -307,9 +309,9 @@ async def test_a_defect_in_what_is_only_shown_costs_no_request_anything() -> Non
     deadline = int(time.time() + 600)
     await store.submit([Submission(encode_member("r-1", b"{}", deadline), float(deadline))])
     tracing = Tracing(broken, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=1.0)
-    with heard_by(lambda event, fields: heard.append(f"{event.event} {fields.get('where')}")):
+    with add_sink(lambda event, fields: heard.append(f"{event.event_name} {fields.get('where')}")):
         async with serving(answers()) as gateway, dispatching(MemoryQueue(store, "a"), gateway, tracing):
-            await wait_until(lambda: store.lists.get(store.results), what="a result")
+            await wait_until(lambda: store.result_lists.get(store.default_result_list), what="a result")
     assert len(gateway.received) == 1
     told = [each for each in heard if each.startswith("surprise")]
     assert told == ["surprise journal: sent", "surprise journal: ended"]

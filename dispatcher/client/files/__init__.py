@@ -18,7 +18,7 @@ from __future__ import annotations
 from dispatcher.client.files.database import JournalError
 from dispatcher.client.files.intake import BadInputError, InputError
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
-from dispatcher.client.files.progress import FileProgress, facts_of, summary, told
+from dispatcher.client.files.progress import FileProgress, progress_facts, progress_line, summarize_run
 from dispatcher.client.files.run import run_file
 from dispatcher.client.files.sinks import SinkError
 from dispatcher.client.files.template import TemplateError
@@ -33,8 +33,8 @@ __all__ = [
     "JournalError",
     "SinkError",
     "TemplateError",
-    "facts_of",
+    "progress_facts",
     "run_file",
-    "summary",
-    "told",
+    "summarize_run",
+    "progress_line",
 ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from dispatcher.batched.errors import BatchError
 
 _CACHE_KIB = 16_384
-_OPENINGS = 5
+_OPEN_ATTEMPTS = 5
 """Number of attempts to open a file that other processes keep replacing."""
 
 
@@ -23,16 +23,16 @@ def open_locked(path: Path) -> sqlite3.Connection:
 
     Raises JournalError.
     """
-    for _ in range(_OPENINGS):
-        pinned = _pin(path)
+    for _ in range(_OPEN_ATTEMPTS):
+        pinned = _pin_inode(path)
         try:
-            database = _connect(path)
-            if _names(path, pinned):
+            database = _connect_locked(path)
+            if _is_same_file(path, pinned):
                 return database
             # The owner removed the file between our open and our lock. We would lock a file without a name.
             database.close()
         except JournalError:  # SQLite may also fail because the file was removed: then try again
-            if _names(path, pinned):
+            if _is_same_file(path, pinned):
                 raise
         finally:
             os.close(pinned)
@@ -65,7 +65,7 @@ def _not_opened(path: Path) -> JournalError:
     return JournalError(f"{path} cannot be opened: {why}")
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect_locked(path: Path) -> sqlite3.Connection:
     try:
         # No timeout: a locked journal means that another process works on this output. Transactions are begun
         # explicitly (`isolation_level`), and another thread may interrupt a statement.
@@ -86,7 +86,7 @@ def _connect(path: Path) -> sqlite3.Connection:
     return database
 
 
-def _pin(path: Path) -> int:
+def _pin_inode(path: Path) -> int:
     """Return a descriptor that keeps the number of the file's inode from being given to another file.
 
     It must be O_PATH: closing any other descriptor of the file would release SQLite's locks on it.
@@ -99,7 +99,7 @@ def _pin(path: Path) -> int:
         raise _not_opened(path) from error
 
 
-def _names(path: Path, pinned: int) -> bool:
+def _is_same_file(path: Path, pinned: int) -> bool:
     """Return whether the path still names the pinned file. If not, another process may lock the new file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(pinned), path.stat())

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dispatcher.core.sequences.turns import INDEX_MOST, MAX_SEQUENCE_BYTES, Carry, OnError
+from dispatcher.core.sequences.turns import MAX_INDEX, MAX_SEQUENCE_ID_BYTES, CarryMode, OnError
 
-_NOTHING = (b"", b"null")
+_ABSENT_VALUES = (b"", b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class LineTurn:
     index: int | None = None
     last: bool = False
     on_error: OnError | None = None
-    carry: Carry | None = None
+    carry: CarryMode | None = None
 
 
 class TurnFaultError(ValueError):
@@ -34,7 +34,7 @@ class TurnFaultError(ValueError):
 
 class _TurnObject(msgspec.Struct, forbid_unknown_fields=True):
     id: str
-    index: Annotated[int, msgspec.Meta(ge=0, le=INDEX_MOST)] | None = None
+    index: Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)] | None = None
     last: bool | None = None
     reset: bool | None = None
     on_error: Literal["continue", "abort", "hold"] | None = None
@@ -46,60 +46,60 @@ _decode_string = msgspec.json.Decoder(str).decode
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def turn_in(sequence: bytes, line: bytes, field: str) -> LineTurn | None:
+def parse_turn(sequence: bytes, line: bytes, field: str) -> LineTurn | None:
     """Return the turn from the field `sequence`, or else from `field` if it is given. `None` if the line has
     neither. Raises TurnFaultError."""
-    turn = line_turn(sequence)
-    return turn_by(field, line) if turn is None and field else turn
+    turn = parse_sequence_field(sequence)
+    return parse_named_field(field, line) if turn is None and field else turn
 
 
-def line_turn(sequence: bytes) -> LineTurn | None:
+def parse_sequence_field(sequence: bytes) -> LineTurn | None:
     """Parse the field `sequence`: an id, or an object as in the queue contract. Raises TurnFaultError."""
-    if sequence in _NOTHING:
+    if sequence in _ABSENT_VALUES:
         return None
     if sequence.startswith(b'"'):
-        return LineTurn(_fit("sequence", _decode_string(sequence)))
+        return LineTurn(_check_id("sequence", _decode_string(sequence)))
     if not sequence.startswith(b"{"):
         raise TurnFaultError("sequence: must be an id or an object")
     try:
-        told = _decode_object(sequence)
+        fields = _decode_object(sequence)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).replace("`", "").partition(" - at $")
-        raise TurnFaultError(f"sequence{where}: {what[:1].lower()}{what[1:]}") from error
-    if told.reset:
+        problem, _, where = str(error).replace("`", "").partition(" - at $")
+        raise TurnFaultError(f"sequence{where}: {problem[:1].lower()}{problem[1:]}") from error
+    if fields.reset:
         raise TurnFaultError("sequence.reset: not in a file: give what begins anew an id of its own")
-    on_error = None if told.on_error is None else OnError(told.on_error)
-    carry = None if told.carry is None else Carry(told.carry)
-    return LineTurn(_fit("sequence.id", told.id), told.index, bool(told.last), on_error, carry)
+    on_error = None if fields.on_error is None else OnError(fields.on_error)
+    carry = None if fields.carry is None else CarryMode(fields.carry)
+    return LineTurn(_check_id("sequence.id", fields.id), fields.index, bool(fields.last), on_error, carry)
 
 
-def turn_by(field: str, line: bytes) -> LineTurn | None:
+def parse_named_field(field: str, line: bytes) -> LineTurn | None:
     """Return the turn from a field of the line or of its body, such as `metadata.conversation`.
 
     The value must be a string or a whole number. Return `None` if the field is missing. Raises
     TurnFaultError.
     """
     fields = _decode_fields(line)
-    raw = _found(fields, field.split("."))
-    if raw in _NOTHING and (body := bytes(fields.get("body", msgspec.Raw()))).startswith(b"{"):
-        raw = _found(_decode_fields(body), field.split("."))
-    if raw in _NOTHING:
+    raw = _find_field(fields, field.split("."))
+    if raw in _ABSENT_VALUES and (body := bytes(fields.get("body", msgspec.Raw()))).startswith(b"{"):
+        raw = _find_field(_decode_fields(body), field.split("."))
+    if raw in _ABSENT_VALUES:
         return None
     if raw.startswith(b'"'):
-        return LineTurn(_fit(field, _decode_string(raw)))
+        return LineTurn(_check_id(field, _decode_string(raw)))
     if raw.removeprefix(b"-").isdigit():
-        return LineTurn(_fit(field, raw.decode()))
+        return LineTurn(_check_id(field, raw.decode()))
     raise TurnFaultError(f"{field}: must be a string or a whole number, to name a sequence")
 
 
-def _found(fields: dict[str, msgspec.Raw], path: list[str]) -> bytes:
+def _find_field(fields: dict[str, msgspec.Raw], path: list[str]) -> bytes:
     raw = bytes(fields.get(path[0], msgspec.Raw()))
     if len(path) == 1 or not raw.startswith(b"{"):
         return raw if len(path) == 1 else b""
-    return _found(_decode_fields(raw), path[1:])
+    return _find_field(_decode_fields(raw), path[1:])
 
 
-def _fit(where: str, name: str) -> str:
-    if not 0 < (size := len(name.encode())) <= MAX_SEQUENCE_BYTES:
-        raise TurnFaultError(f"{where}: an id of 1 to {MAX_SEQUENCE_BYTES} bytes, not of {size}")
+def _check_id(where: str, name: str) -> str:
+    if not 0 < (size := len(name.encode())) <= MAX_SEQUENCE_ID_BYTES:
+        raise TurnFaultError(f"{where}: an id of 1 to {MAX_SEQUENCE_ID_BYTES} bytes, not of {size}")
     return name

@@ -16,30 +16,30 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.client.files.line_sequences import LineTurn, TurnFaultError, turn_in
-from dispatcher.core.patterns import any_fits
-from dispatcher.core.printable import shortened
+from dispatcher.client.files.line_sequences import LineTurn, TurnFaultError, parse_turn
+from dispatcher.core.patterns import matches_any
+from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.result import ErrorCode, PoppedResult
 from dispatcher.core.requests.routing import is_plain_path
-from dispatcher.core.requests.surrogates import without_surrogates
+from dispatcher.core.requests.surrogates import replace_surrogates
 
-CUSTOM_ID_CHARS = 1024
-URLS = ("/v1/*",)
+MAX_CUSTOM_ID_CHARS = 1024
+DEFAULT_URLS = ("/v1/*",)
 """Paths that a line may name by default, as in the setting `gateway.allowed_paths`."""
-BODY_BYTES = 16_777_216
+DEFAULT_MAX_BODY_BYTES = 16_777_216
 """Default of the setting `queue.max_payload_bytes`."""
-BESIDE_BYTES = 65_536
+MAX_OVERHEAD_BYTES = 65_536
 """Largest size of a line without its body."""
-GROUP_BYTES = 8
-EXPIRED = "batch_expired"
+GROUP_KEY_BYTES = 8
+EXPIRED_CODE = "batch_expired"
 """Error code of a request whose deadline has passed."""
 
-_SHOWN_CHARS = 60
-_UNKNOWN_MOST = 20
+_MAX_SHOWN_CHARS = 60
+_MAX_UNKNOWN_FIELDS = 20
 """Largest number of unknown fields that are reported for one line."""
 _FIELDS = ("custom_id", "method", "url", "body", "sequence")
 _QUOTED = tuple(f'"{name}"'.encode() for name in _FIELDS)
-_SYSTEM = ("system", "developer")
+_SYSTEM_ROLES = ("system", "developer")
 """Roles of the leading messages, which are usually the same in many lines."""
 
 
@@ -53,7 +53,7 @@ class BatchLine:
     """JSON object, exactly as in the file."""
     turn: LineTurn | None = None
     """Turn in a sequence, or `None` if the line belongs to no sequence."""
-    unknown: tuple[str, ...] = ()
+    unknown_fields: tuple[str, ...] = ()
     """Names of unknown fields, which are ignored. Some may be misspelt."""
 
 
@@ -79,16 +79,16 @@ class BadLine:
 class LineRules:
     """Rules for valid lines."""
 
-    urls: Sequence[str] = URLS
+    urls: Sequence[str] = DEFAULT_URLS
     """Patterns of allowed paths."""
-    max_body_bytes: int = BODY_BYTES
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     sequence_by: str = ""
     """Field that names the sequence of a line without the field `sequence`. Empty if there is none."""
 
     @property
-    def longest_bytes(self) -> int:
+    def max_line_bytes(self) -> int:
         """Size of the longest line that can be valid."""
-        return self.max_body_bytes + BESIDE_BYTES
+        return self.max_body_bytes + MAX_OVERHEAD_BYTES
 
 
 class _StrictLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -151,147 +151,157 @@ _decode_body = msgspec.json.Decoder(_BodyFields).decode
 _decode_messages = msgspec.json.Decoder(list[_PromptMessage]).decode
 _encode = msgspec.json.Encoder().encode
 
-_CODES: dict[str, str] = {
-    ErrorCode.DEADLINE_EXCEEDED: EXPIRED,
+_OPENAI_CODES: dict[str, str] = {
+    ErrorCode.DEADLINE_EXCEEDED: EXPIRED_CODE,
     ErrorCode.CANCELLED: "batch_cancelled",
 }
 """OpenAI's error codes by code of the queue contract. Other codes are used in lower case."""
 
 
-def read_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
+def parse_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
     """Parse a line of an input file. Never raises."""
-    if len(text) > rules.longest_bytes:
-        return _bad("line_too_large", f"longer than {rules.longest_bytes} bytes")
+    if len(text) > rules.max_line_bytes:
+        return _bad_line("line_too_large", f"longer than {rules.max_line_bytes} bytes")
     if not text.isascii():
         try:
             text.decode()
         except UnicodeDecodeError as error:
-            return _bad("invalid_encoding", _not_utf_8(text, error))
+            return _bad_line("invalid_encoding", _utf_8_error_message(text, error))
     # The fast path, for valid lines. A line that fails any check is parsed again to find all its faults.
     try:
         line = _decode_line(text)
         body = _decode_body(bytes(line.body))
-        turn = turn_in(bytes(line.sequence), text, rules.sequence_by)
+        turn = parse_turn(bytes(line.sequence), text, rules.sequence_by)
     except (msgspec.DecodeError, RecursionError, TurnFaultError):
-        return _told(text, rules)
-    right = (
+        return _explain_line(text, rules)
+    is_valid = (
         line.method == "POST"
-        and 0 < len(line.custom_id) <= CUSTOM_ID_CHARS
-        and not _faults_of_url(line.url, rules)
-        and not _faults_of_body(bytes(line.body), body, rules)
-        and not _repeated(text)
+        and 0 < len(line.custom_id) <= MAX_CUSTOM_ID_CHARS
+        and not _url_faults(line.url, rules)
+        and not _body_faults(bytes(line.body), body, rules)
+        and not _repeated_fields(text)
     )
-    return BatchLine(line.custom_id, line.url, bytes(line.body), turn) if right else _told(text, rules)
+    return (
+        BatchLine(line.custom_id, line.url, bytes(line.body), turn)
+        if is_valid
+        else _explain_line(text, rules)
+    )
 
 
-def _told(text: bytes, rules: LineRules) -> BatchLine | BadLine:
+def _explain_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
     """Return all faults of a line, or the request if its only oddity is unknown fields."""
     try:
         line = _decode_any(text)
-        unknown = [shortened(name, _SHOWN_CHARS) for name in _decode_fields(text) if name not in _FIELDS]
+        unknown = [
+            truncate_text(name, _MAX_SHOWN_CHARS) for name in _decode_fields(text) if name not in _FIELDS
+        ]
     except msgspec.ValidationError:
-        return _bad("invalid_json_line", f"must be a JSON object, not {_kind(text.strip())}")
+        return _bad_line("invalid_json_line", f"must be a JSON object, not {_json_kind(text.strip())}")
     except msgspec.DecodeError as error:
-        return _bad("invalid_json_line", _not_json(text, error))
+        return _bad_line("invalid_json_line", _json_error_message(text, error))
     except RecursionError:
-        return _bad("invalid_json_line", "nested too deeply")
-    del unknown[_UNKNOWN_MOST:]
-    faults = [LineFault("invalid_json_line", f"{name}: given twice") for name in _repeated(text)]
-    custom_id, wrong = _string("custom_id", bytes(line.custom_id), unknown)
-    faults += wrong
-    if custom_id is not None and len(custom_id) > CUSTOM_ID_CHARS:
-        faults.append(LineFault("invalid_custom_id", f"custom_id: longer than {CUSTOM_ID_CHARS} characters"))
+        return _bad_line("invalid_json_line", "nested too deeply")
+    del unknown[_MAX_UNKNOWN_FIELDS:]
+    faults = [LineFault("invalid_json_line", f"{name}: given twice") for name in _repeated_fields(text)]
+    custom_id, string_faults = _parse_string("custom_id", bytes(line.custom_id), unknown)
+    faults += string_faults
+    if custom_id is not None and len(custom_id) > MAX_CUSTOM_ID_CHARS:
+        faults.append(
+            LineFault("invalid_custom_id", f"custom_id: longer than {MAX_CUSTOM_ID_CHARS} characters")
+        )
         custom_id = None
-    method, wrong = _string("method", bytes(line.method), unknown)
-    faults += wrong
+    method, string_faults = _parse_string("method", bytes(line.method), unknown)
+    faults += string_faults
     if method is not None and method != "POST":
-        faults.append(LineFault("invalid_method", f"method: must be POST, not {_shown(method)}"))
-    url, wrong = _string("url", bytes(line.url), unknown)
-    faults += wrong
+        faults.append(LineFault("invalid_method", f"method: must be POST, not {_quote_short(method)}"))
+    url, string_faults = _parse_string("url", bytes(line.url), unknown)
+    faults += string_faults
     if url is not None:
-        faults += _faults_of_url(url, rules)
+        faults += _url_faults(url, rules)
     raw = bytes(line.body)
     if raw.startswith(b"{"):
-        faults += _faults_of_body(raw, _decode_body(raw), rules)
+        faults += _body_faults(raw, _decode_body(raw), rules)
     else:
-        faults.append(_no_body(raw, bytes(line.params), unknown))
+        faults.append(_missing_body_fault(raw, bytes(line.params), unknown))
     turn = None
     try:
-        turn = turn_in(bytes(line.sequence), text, rules.sequence_by)
+        turn = parse_turn(bytes(line.sequence), text, rules.sequence_by)
     except (TurnFaultError, msgspec.DecodeError) as error:
         faults.append(LineFault("invalid_sequence", str(error)))
     if faults or custom_id is None or url is None:
         return BadLine(tuple(faults), custom_id)
-    named = rules.sequence_by.partition(".")[0]
-    return BatchLine(custom_id, url, raw, turn, tuple(name for name in unknown if name != named))
+    sequence_field = rules.sequence_by.partition(".")[0]
+    return BatchLine(custom_id, url, raw, turn, tuple(name for name in unknown if name != sequence_field))
 
 
-def _bad(code: str, message: str) -> BadLine:
+def _bad_line(code: str, message: str) -> BadLine:
     return BadLine((LineFault(code, message),))
 
 
-def _missing(name: str, unknown: Sequence[str]) -> str:
+def _missing_message(name: str, unknown: Sequence[str]) -> str:
     """Return the message about a missing field. It names an unknown field with a similar name."""
     named = {each.lower(): each for each in unknown}
     near = get_close_matches(name, named, 1, 0.65)
-    return f"{name}: is missing" + (f" (is it what stands under {_shown(named[near[0]])}?)" if near else "")
+    return f"{name}: is missing" + (
+        f" (is it what stands under {_quote_short(named[near[0]])}?)" if near else ""
+    )
 
 
-def _string(name: str, raw: bytes, unknown: Sequence[str]) -> tuple[str | None, list[LineFault]]:
+def _parse_string(name: str, raw: bytes, unknown: Sequence[str]) -> tuple[str | None, list[LineFault]]:
     """Parse a field that must be a string and not empty. Return the value, or `None` and the faults."""
     if not raw:
-        return None, [LineFault("missing_required_parameter", _missing(name, unknown))]
+        return None, [LineFault("missing_required_parameter", _missing_message(name, unknown))]
     if not raw.startswith(b'"'):
-        return None, [LineFault("invalid_type", f"{name}: must be a string, not {_kind(raw)}")]
+        return None, [LineFault("invalid_type", f"{name}: must be a string, not {_json_kind(raw)}")]
     value = msgspec.json.decode(raw, type=str)
     if not value:
         return None, [LineFault("missing_required_parameter", f"{name}: is empty")]
     return value, []
 
 
-def _faults_of_url(url: str, rules: LineRules) -> list[LineFault]:
+def _url_faults(url: str, rules: LineRules) -> list[LineFault]:
     if "://" in url:
         why = "give the path alone, such as /v1/chat/completions"
     elif not is_plain_path(url):
         why = "is no plain path, such as /v1/chat/completions"
-    elif not any_fits(rules.urls, url):
+    elif not matches_any(rules.urls, url):
         why = f"is not allowed; allowed are {', '.join(rules.urls)}"
     else:
         return []
-    return [LineFault("invalid_url", f"url: {_shown(url)}: {why}")]
+    return [LineFault("invalid_url", f"url: {_quote_short(url)}: {why}")]
 
 
-def _faults_of_body(raw: bytes, body: _BodyFields, rules: LineRules) -> list[LineFault]:
+def _body_faults(raw: bytes, body: _BodyFields, rules: LineRules) -> list[LineFault]:
     faults = []
     if len(raw) > rules.max_body_bytes:
         what = f"body: {len(raw)} bytes, at most {rules.max_body_bytes} are accepted"
         faults.append(LineFault("line_too_large", what))
     model, stream = bytes(body.model), bytes(body.stream)
     if model and (not model.startswith(b'"') or model == b'""'):
-        kind = "an empty string" if model == b'""' else _kind(model)
+        kind = "an empty string" if model == b'""' else _json_kind(model)
         faults.append(LineFault("invalid_type", f"body.model: must be the name of a model, not {kind}"))
     if stream == b"true":
         faults.append(
             LineFault("invalid_request", "body.stream: true cannot be had in a batch: leave it out")
         )
     elif stream not in (b"", b"false", b"null"):
-        faults.append(LineFault("invalid_type", f"body.stream: must be false, not {_kind(stream)}"))
+        faults.append(LineFault("invalid_type", f"body.stream: must be false, not {_json_kind(stream)}"))
     return faults
 
 
-def _no_body(raw: bytes, params: bytes, unknown: Sequence[str]) -> LineFault:
+def _missing_body_fault(raw: bytes, params: bytes, unknown: Sequence[str]) -> LineFault:
     if not raw and params:
         what = "body: is missing (params is what Anthropic's message batches call it)"
         return LineFault("missing_required_parameter", what)
     if not raw:
-        return LineFault("missing_required_parameter", _missing("body", unknown))
-    what = f"body: must be a JSON object, not {_kind(raw)}"
+        return LineFault("missing_required_parameter", _missing_message("body", unknown))
+    what = f"body: must be a JSON object, not {_json_kind(raw)}"
     if raw.startswith(b'"{'):
         what += ": it was encoded twice"
     return LineFault("invalid_type", what)
 
 
-def _repeated(text: bytes) -> list[str]:
+def _repeated_fields(text: bytes) -> list[str]:
     """Return the fields that the line has twice."""
     if all(text.count(quoted) <= 1 for quoted in _QUOTED):
         return []
@@ -304,23 +314,23 @@ def _repeated(text: bytes) -> list[str]:
     return [name for name in _FIELDS if names.count(name) > 1]
 
 
-def _kind(raw: bytes) -> str:
+def _json_kind(raw: bytes) -> str:
     kinds = {b"{": "an object", b"[": "a list", b'"': "a string", b"t": "true", b"f": "false", b"n": "null"}
     return kinds.get(raw[:1], "a number")
 
 
-def _shown(text: str) -> str:
-    return repr(shortened(text, _SHOWN_CHARS))
+def _quote_short(text: str) -> str:
+    return repr(truncate_text(text, _MAX_SHOWN_CHARS))
 
 
-def _not_json(text: bytes, error: msgspec.DecodeError) -> str:
+def _json_error_message(text: bytes, error: msgspec.DecodeError) -> str:
     if text.startswith(b"\xef\xbb\xbf"):
         return "begins with a byte order mark"
     if b"\0" in text:
         return "holds NUL bytes"
-    if without_surrogates(text) != text:
+    if replace_surrogates(text) != text:
         try:
-            _decode_any(without_surrogates(text))
+            _decode_any(replace_surrogates(text))
         except (msgspec.DecodeError, RecursionError):
             pass
         else:
@@ -328,13 +338,13 @@ def _not_json(text: bytes, error: msgspec.DecodeError) -> str:
     return f"no JSON: {str(error).removeprefix('JSON is malformed: ')}"
 
 
-def _not_utf_8(text: bytes, error: UnicodeDecodeError) -> str:
+def _utf_8_error_message(text: bytes, error: UnicodeDecodeError) -> str:
     if text.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "not UTF-8: this looks like UTF-16"
     return f"not UTF-8 at byte {error.start}"
 
 
-def group_of(line: BatchLine) -> bytes:
+def group_key(line: BatchLine) -> bytes:
     """Return a key that is equal for lines whose prompts probably have a common prefix.
 
     Such lines have the same url, model, tools and system prompt. The system prompt is the field
@@ -348,10 +358,10 @@ def group_of(line: BatchLine) -> bytes:
         except (msgspec.DecodeError, RecursionError):
             messages = []
         for message in messages:
-            if message.role not in _SYSTEM:
+            if message.role not in _SYSTEM_ROLES:
                 break
             parts += (message.role.encode(), bytes(message.content))
-    digest = blake2b(digest_size=GROUP_BYTES)
+    digest = blake2b(digest_size=GROUP_KEY_BYTES)
     for part in parts:
         digest.update(b"%d:" % len(part))  # the length separates the parts, which may hold any byte
         digest.update(part)
@@ -368,30 +378,32 @@ class OutLine:
     """True if the line goes into the output file."""
 
 
-def answered_line(request_id: str, custom_id: str, result: PoppedResult) -> OutLine:
+def build_answer_line(request_id: str, custom_id: str, result: PoppedResult) -> OutLine:
     """Return the line for a request with a result."""
     status, code = result.status_code, result.error_code
-    response = None if status is None else _LineResponse(status, request_id, _body(result.payload))
+    response = None if status is None else _LineResponse(status, request_id, _response_body(result.payload))
     error = None
     if code is not None or status is None:
-        known = code or ErrorCode.GATE_ERROR
-        error = _LineError(_CODES.get(known, known.lower()), result.error_message or "no answer")
-    return _out(request_id, custom_id, response, error)
+        error_code = code or ErrorCode.GATE_ERROR
+        error = _LineError(
+            _OPENAI_CODES.get(error_code, error_code.lower()), result.error_message or "no answer"
+        )
+    return _build_out_line(request_id, custom_id, response, error)
 
 
-def error_line(request_id: str, custom_id: str | None, code: str, message: str, line: int) -> OutLine:
+def build_error_line(request_id: str, custom_id: str | None, code: str, message: str, line: int) -> OutLine:
     """Return the line for a request without a result, or for a bad line."""
-    return _out(request_id, custom_id, None, _LineError(code, message, line))
+    return _build_out_line(request_id, custom_id, None, _LineError(code, message, line))
 
 
-def _out(
+def _build_out_line(
     request_id: str, custom_id: str | None, response: _LineResponse | None, error: _LineError | None
 ) -> OutLine:
     text = _encode(_WrittenLine(f"batch_req_{request_id}", custom_id, response, error)) + b"\n"
     return OutLine(text, error is None and response is not None and 200 <= response.status_code < 300)
 
 
-def _body(payload: str) -> msgspec.Raw | str:
+def _response_body(payload: str) -> msgspec.Raw | str:
     """Return the body of an answer as JSON on one line, or as a string if it is not JSON."""
     raw = payload.encode(errors="replace")
     try:
@@ -401,6 +413,6 @@ def _body(payload: str) -> msgspec.Raw | str:
         return raw.decode()
 
 
-def custom_id_of(out: bytes) -> Any:
+def read_custom_id(line: bytes) -> Any:
     """Return the `custom_id` of a line of an output or errors file."""
-    return msgspec.json.decode(out, type=_WrittenLine).custom_id
+    return msgspec.json.decode(line, type=_WrittenLine).custom_id

@@ -15,9 +15,9 @@ from dispatcher.client.files.intake import InputError, LineReader
 from dispatcher.client.files.journal import FaultyLine
 from dispatcher.client.files.lines import LineRules
 from dispatcher.client.files.template import Template
-from dispatcher.client.item import Body, Deadline, encoded
+from dispatcher.client.item import Body, Deadline, encode_mapping
 
-OF_A_RUN = (".journal", ".journal-wal", ".journal-shm", ".spool", ".input.partial")
+RUN_FILE_SUFFIXES = (".journal", ".journal-wal", ".journal-shm", ".spool", ".input.partial")
 """Suffixes of the files that a run writes beside the output, which must not be named as input or errors file.
 `.input` is allowed: a run can continue with it."""
 
@@ -66,17 +66,17 @@ class FileOptions:
             raise ValueError(f"group {self.group!r}: give prefix or none")
 
 
-def reader_of(options: FileOptions) -> LineReader:
+def build_line_reader(options: FileOptions) -> LineReader:
     """Return the parser of input lines for these options. Raises TemplateError."""
     rules = dataclasses.replace(options.rules, sequence_by=options.sequence_by)
-    template = None if options.template is None else Template(_body_of(options), options.field)
+    template = None if options.template is None else Template(_encode_template(options), options.field)
     return LineReader(rules, template, options.path)
 
 
-def shape_of(options: FileOptions) -> dict[str, Any]:
+def collect_fixed_options(options: FileOptions) -> dict[str, Any]:
     """Return the options that must not change when a run is continued, by the name of their CLI option."""
     return {
-        "--template": sha256(_body_of(options)).hexdigest(),
+        "--template": sha256(_encode_template(options)).hexdigest(),
         "--field": options.field,
         "--endpoint": options.path,
         "--group": options.group,
@@ -85,11 +85,11 @@ def shape_of(options: FileOptions) -> dict[str, Any]:
     }
 
 
-def _body_of(options: FileOptions) -> bytes:
+def _encode_template(options: FileOptions) -> bytes:
     """Return the template as JSON, or empty bytes if there is none."""
     if options.template is None or isinstance(options.template, bytes):
         return options.template or b""
-    return encoded(options.template)
+    return encode_mapping(options.template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class FilePaths:
     """Errors file. `None` stands for `out.errors.jsonl` beside an output `out.jsonl`, or for the output if
     that is a stream."""
 
-    def beside(self, folder: Path, suffix: str) -> Path:
+    def side_path(self, folder: Path, suffix: str) -> Path:
         """Return the path of a side file of the run: beside the output, or in `folder` if the output is a
         stream."""
         if isinstance(self.output, Path):
@@ -126,16 +126,18 @@ class FilePaths:
                 why = f"holds something, and there is no {journal} of a run that could go on"
                 raise JournalError(f"{path} {why}: name another file, or remove it")
 
-    def check(self) -> None:
+    def check_paths(self) -> None:
         """Raise InputError if the same file is given for two purposes."""
-        named = [path for path in (self.source, self.output, self.errors_path) if isinstance(path, Path)]
-        of_run = [self.beside(Path(), suffix) for suffix in OF_A_RUN]
-        for each in (*named, *of_run):
+        given_paths = [
+            path for path in (self.source, self.output, self.errors_path) if isinstance(path, Path)
+        ]
+        run_files = [self.side_path(Path(), suffix) for suffix in RUN_FILE_SUFFIXES]
+        for each in (*given_paths, *run_files):
             _refuse_loop(each)
-        if len({path.resolve() for path in named}) < len(named):
+        if len({path.resolve() for path in given_paths}) < len(given_paths):
             raise InputError("input, output and errors must be files of their own")
         if isinstance(self.output, Path):
-            taken = {path.resolve() for path in of_run}
+            taken = {path.resolve() for path in run_files}
             for path in (self.source, self.errors_path):
                 if isinstance(path, Path) and path.resolve() in taken:
                     raise InputError(f"{path} is a file of the run's own: name another one")
@@ -159,11 +161,11 @@ class FileStart:
     """Number of lines that earlier processes have finished."""
     faulty: Sequence[FaultyLine] = ()
     """Bad lines that are skipped, up to a limit."""
-    resumed: bool = False
+    is_resumed: bool = False
     """True if the run continues an earlier one."""
-    finished: bool = False
+    is_finished: bool = False
     """True if the run was finished before, so that nothing is left to do."""
     name: str = ""
     """Name of the run. Line 7 is the request `<name>-7` in the queue, and has the label `file=<name>`."""
-    unknown: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unknown_fields: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Number of lines by unknown field. The fields are ignored, and may be misspelt."""

@@ -12,10 +12,10 @@ from collections import Counter
 from dispatcher.client.files.line_sequences import LineTurn
 from dispatcher.core.sequences.turns import Turn
 
-AHEAD_MOST = 500
+MAX_OPEN_PER_SEQUENCE = 500
 """Largest number of lines of one sequence that are sent and not done. The queue limits how many requests of
 a sequence may wait (`sequences.max_waiting`)."""
-_BLOCK = 100
+_BLOCK_LINES = 100
 # Lines without an index, in sequences of which other lines have one.
 _MIXED = """
 select line.n, null, at, bytes from line where idx is null and sequence in (
@@ -23,14 +23,14 @@ select line.n, null, at, bytes from line where idx is null and sequence in (
 ) order by line.n limit ?
 """
 # Lines with the same index as an earlier line of their sequence.
-_TWICE = """
+_SAME_INDEX = """
 select line.n, first, at, bytes from (
     select sequence as s, idx as i, min(n) as first from line
     where sequence is not null and idx is not null group by sequence, idx having count(*) > 1
 ) join line on sequence = s and idx = i where line.n > first order by line.n limit ?
 """
 # Lines that come after the last request of their sequence.
-_BEHIND_THE_LAST = """
+_AFTER_LAST = """
 select line.n, ending, at, bytes from (
     select sequence as s, min(coalesce(idx, n)) as i, min(n) as ending from line
     where sequence is not null and ends group by sequence
@@ -38,49 +38,49 @@ select line.n, ending, at, bytes from (
 """
 # The temporary table `numbered` has for each line its index in the order of the file, the number of lines of
 # its sequence, and the first line of its sequence.
-_NUMBERED = """
+_FILL_NUMBERED = """
 insert into numbered select n, row_number() over lines - 1, count(*) over whole, min(n) over whole
 from line where sequence is not null
 window lines as (partition by sequence order by n), whole as (partition by sequence)
 """
-_OPENS = """
+_SET_OPENS = """
 update line set opens = (select opens from numbered where numbered.n = line.n) where sequence is not null
 """
 # Lines without an index get the index in the order of the file, and the last one ends its sequence.
-_INDEXED = """
+_SET_INDEXES = """
 update line set
     ends = (select numbered.idx = of - 1 from numbered where numbered.n = line.n),
     idx = (select idx from numbered where numbered.n = line.n)
 where sequence is not null and idx is null
 """
 # All lines of a sequence join the group of its first line.
-_GROUPED = """
+_SET_GROUPS = """
 update line set grouped = (select opener.grouped from line as opener where opener.n = line.opens)
 where sequence is not null
 """
 _FIRST_OF_GROUP = " join (select grouped as g, min(n) as first from line group by grouped) on grouped = g"
-_TOLD = (
+_MESSAGES = (
     "sequence: other lines of it have an index: give all of them one, or none",
     "sequence.index: line {} of this sequence has the same",
     "sequence: it ends with line {}, which is the last one",
 )
 
 
-def misplaced(db: sqlite3.Connection, most: int) -> list[tuple[int, str, int, int]]:
+def find_misplaced(db: sqlite3.Connection, limit: int) -> list[tuple[int, str, int, int]]:
     """Return up to `limit` lines with an invalid turn: line number, message, offset and size in bytes."""
     if not _has_sequences(db):
         return []
     db.execute("create index turns on line (sequence, idx)")
     try:
-        for query, why in zip((_MIXED, _TWICE, _BEHIND_THE_LAST), _TOLD, strict=True):
-            if rows := db.execute(query, (most,)).fetchall():
+        for query, why in zip((_MIXED, _SAME_INDEX, _AFTER_LAST), _MESSAGES, strict=True):
+            if rows := db.execute(query, (limit,)).fetchall():
                 return [(n, why.format(other), at, size) for n, other, at, size in rows]
         return []
     finally:
         db.execute("drop index turns")
 
 
-def arrange(db: sqlite3.Connection, *, by_group: bool) -> None:
+def arrange_lines(db: sqlite3.Connection, *, by_group: bool) -> None:
     """Assign a position in the order of sending to each line.
 
     With `by_group`, groups are in the order in which they first appear in the input, and the lines of a group
@@ -89,9 +89,9 @@ def arrange(db: sqlite3.Connection, *, by_group: bool) -> None:
     """
     place = "{}, line.n"
     if _has_sequences(db):
-        _number(db)
+        _number_lines(db)
         # First the first block of all sequences, then the second block of all, and so on.
-        place = f"coalesce(idx, 0) / {_BLOCK}, {{}}, coalesce(opens, line.n), coalesce(idx, 0), line.n"
+        place = f"coalesce(idx, 0) / {_BLOCK_LINES}, {{}}, coalesce(opens, line.n), coalesce(idx, 0), line.n"
     if by_group:
         db.execute("create index groups on line (grouped, n)")
     join, first = (_FIRST_OF_GROUP, "first") if by_group else ("", "null")
@@ -104,43 +104,43 @@ def _has_sequences(db: sqlite3.Connection) -> bool:
     return bool(found[0])
 
 
-def _number(db: sqlite3.Connection) -> None:
+def _number_lines(db: sqlite3.Connection) -> None:
     """Number the lines of sequences without indexes. The last line of each of them ends its sequence."""
     db.execute("create temp table numbered (n integer primary key, idx integer, of integer, opens integer)")
-    for statement in (_NUMBERED, _OPENS, _INDEXED, _GROUPED):
+    for statement in (_FILL_NUMBERED, _SET_OPENS, _SET_INDEXES, _SET_GROUPS):
         db.execute(statement)
     db.execute("drop table numbered")
 
 
-def columns_of(turn: LineTurn | None) -> tuple[str | None, int | None, bool]:
+def turn_columns(turn: LineTurn | None) -> tuple[str | None, int | None, bool]:
     """Return the columns `sequence`, `idx` and `ends` of a line."""
     return (None, None, False) if turn is None else (turn.id, turn.index, turn.last)
 
 
-def turn_of(told: LineTurn, index: int | None, ends: bool) -> Turn:
+def build_turn(line_turn: LineTurn, index: int | None, is_last: bool) -> Turn:
     """Return the turn of a line. Index and end come from the journal, so they are the same if the line is
     sent again."""
-    return Turn(told.id, index, last=bool(ends), on_error=told.on_error, carry=told.carry)
+    return Turn(line_turn.id, index, last=bool(is_last), on_error=line_turn.on_error, carry=line_turn.carry)
 
 
-class Ahead:
+class OpenLineCounts:
     """Number of lines of each sequence that are sent and not done."""
 
-    def __init__(self, found: dict[str, int]) -> None:
-        self._open = Counter(found)
+    def __init__(self, counts: dict[str, int]) -> None:
+        self._counts = Counter(counts)
 
-    def add(self, sequence: str | None) -> bool:
+    def try_add(self, sequence: str | None) -> bool:
         """Count one more line. Return False, and count nothing, if its sequence has too many open lines."""
         if sequence is None:
             return True
-        if self._open[sequence] >= AHEAD_MOST:
+        if self._counts[sequence] >= MAX_OPEN_PER_SEQUENCE:
             return False
-        self._open[sequence] += 1
+        self._counts[sequence] += 1
         return True
 
-    def done(self, sequence: str | None) -> None:
+    def mark_done(self, sequence: str | None) -> None:
         """Count one line of a sequence as done."""
         if sequence is not None:
-            self._open[sequence] -= 1
-            if self._open[sequence] <= 0:
-                del self._open[sequence]
+            self._counts[sequence] -= 1
+            if self._counts[sequence] <= 0:
+                del self._counts[sequence]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-RATE_OVER_S = 60.0
+RATE_WINDOW_S = 60.0
 """Length of the time window over which the rate is computed."""
-FIRST_AFTER_S = 3.0
+FIRST_RATE_AFTER_S = 3.0
 """Seconds until the first rate is given. An earlier one would rest on the first few answers."""
 
 
@@ -33,7 +33,7 @@ class FileProgress:
     """Seconds that the run has taken so far, in all its processes."""
     rate: float | None = None
     """Lines done per second in the last minute, or `None` if it is not known yet."""
-    trouble: str = ""
+    connection_error: str = ""
     """Error that keeps the run from continuing, or empty."""
 
     @property
@@ -51,51 +51,51 @@ class RecentRate:
     """Rate of lines done over the last minute."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, int]] = deque()
 
-    def rate(self, now: float, done: int) -> float | None:
+    def update_rate(self, now: float, done: int) -> float | None:
         """Add a sample, the number of lines done by now, and return the rate in lines per second."""
-        self._seen.append((now, done))
+        self._samples.append((now, done))
         # Keep one sample that is older than the window, so that the rate covers all of it.
-        while len(self._seen) > 2 and self._seen[1][0] < now - RATE_OVER_S:
-            self._seen.popleft()
-        since, before = self._seen[0]
-        return (done - before) / (now - since) if now - since >= FIRST_AFTER_S else None
+        while len(self._samples) > 2 and self._samples[1][0] < now - RATE_WINDOW_S:
+            self._samples.popleft()
+        since, before = self._samples[0]
+        return (done - before) / (now - since) if now - since >= FIRST_RATE_AFTER_S else None
 
 
-def facts_of(progress: FileProgress) -> list[str]:
+def progress_facts(progress: FileProgress) -> list[str]:
     """Return short descriptions of a progress beside the number of done lines, the most important first."""
     parts = []
     if progress.failed:
         parts.append(f"{progress.failed:,} failed")
     if progress.left_s is not None and progress.done < progress.lines:
-        parts.append(f"{duration(progress.left_s)} left")
+        parts.append(f"{format_duration(progress.left_s)} left")
     if progress.rate is not None:
         parts.append(f"{progress.rate:,.1f}/s")
     if progress.in_queue:
         # A call without an answer may have submitted them. It is repeated until the answer arrives.
-        where = "in the queue" + (" or on their way there" if progress.trouble else "")
+        where = "in the queue" + (" or on their way there" if progress.connection_error else "")
         parts.append(f"{progress.in_queue:,} {where}")
     if progress.tokens_in or progress.tokens_out:
-        parts.append(f"{short(progress.tokens_in)} tokens in, {short(progress.tokens_out)} out")
+        parts.append(f"{format_count(progress.tokens_in)} tokens in, {format_count(progress.tokens_out)} out")
     return parts
 
 
-def told(progress: FileProgress) -> str:
+def progress_line(progress: FileProgress) -> str:
     """Return the progress as one line for a log."""
-    return ", ".join([f"{progress.done:,} of {progress.lines:,} done", *facts_of(progress)])
+    return ", ".join([f"{progress.done:,} of {progress.lines:,} done", *progress_facts(progress)])
 
 
-def summary(progress: FileProgress) -> str:
+def summarize_run(progress: FileProgress) -> str:
     """Return a summary of a finished run."""
     failed = f"{progress.failed:,} failed"
     if progress.bad:
         failed += f" ({progress.bad:,} of them {'a bad line' if progress.bad == 1 else 'bad lines'})"
     tokens = f"{progress.tokens_in:,} tokens in, {progress.tokens_out:,} out"
-    return f"{progress.answered:,} answered, {failed}, {tokens}, {duration(progress.seconds)}"
+    return f"{progress.answered:,} answered, {failed}, {tokens}, {format_duration(progress.seconds)}"
 
 
-def short(number: int) -> str:
+def format_count(number: int) -> str:
     """Return a count in a short form: `950`, `12.3k`, `4.5M`."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
@@ -103,7 +103,7 @@ def short(number: int) -> str:
     return str(number)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a time as text: `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     whole = round(max(0.0, seconds))
     for size, unit, below, smaller in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):

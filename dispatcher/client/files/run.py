@@ -14,38 +14,38 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dispatcher.client.errors import QueueAwayError
-from dispatcher.client.files.job import AT_ONCE, FileJob
+from dispatcher.client.errors import QueueUnreachableError
+from dispatcher.client.files.job import PAGE_LINES, FileJob
 from dispatcher.client.files.journal import Chunk
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
-from dispatcher.client.item import seconds_from
+from dispatcher.client.item import seconds_until
 from dispatcher.core.requests.result import PoppedResult
 from dispatcher.core.requests.submission import QueueUnavailableError
-from dispatcher.queue.keys import Names
-from dispatcher.queue.redis.producer import COLLECTED_MOST
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.redis.producer import MAX_COLLECTED
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
 
 T = TypeVar("T")
 
-PENDING_BYTES = 256 << 20
+MAX_PENDING_BYTES = 256 << 20
 """Largest size of the lines that are in the queue at a time."""
-WRITTEN_EVERY_S = 0.1
+MIN_WRITE_INTERVAL_S = 0.1
 """Shortest time between two writes, each of which waits for the disk."""
-LOOK_EVERY_S = 60.0
+LOST_CHECK_INTERVAL_S = 60.0
 """Seconds without a result after which the run looks for lost requests."""
-SURELY_S = 5.0
+MIN_RESEND_TIME_S = 5.0
 """A lost request is sent again only if its deadline is at least this far away."""
-LATE_S = 30.0
+LATE_RESULT_S = 30.0
 """Seconds after its deadline at which a request without a result is written as expired."""
-CANCEL_S = 10.0
+CANCEL_TIMEOUT_S = 10.0
 """Longest time for which an interrupted run without an output file cancels its requests."""
 
 
 async def run_file(
     url: str,
-    names: Names,
+    names: QueueNames,
     paths: FilePaths,
     options: FileOptions,
     *,
@@ -60,7 +60,7 @@ async def run_file(
     Raises InputError (BadInputError for bad lines), TemplateError, JournalError, SinkError and
     QueueUnreachableError.
     """
-    ends_at = time.time() + seconds_from(options.deadline, time.time())
+    ends_at = time.time() + seconds_until(options.deadline, time.time())
     with ExitStack() as stack:
         folder = Path()
         if not isinstance(paths.output, Path):  # without an output file, the side files have no place
@@ -69,25 +69,25 @@ async def run_file(
         thread = ThreadPoolExecutor(1, "batch file")  # one thread, because the job is not thread-safe
         try:
             try:
-                start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
+                start = await asyncio.get_running_loop().run_in_executor(thread, job.start_run)
             except asyncio.CancelledError:
-                job.end()  # the thread would otherwise go on checking, perhaps for minutes
+                job.interrupt_run()  # the thread would otherwise go on checking, perhaps for minutes
                 raise
             on_start(start)
-            if start.finished:
-                return job.progress()
-            queue = LineQueue(url, names, job.naming)
+            if start.is_finished:
+                return job.get_progress()
+            queue = LineQueue(url, names, job.job_names)
             run = FileRun(job, queue, thread, options.max_pending, ends_at)
             try:
-                await run.work(on_progress)
+                await run.run_to_end(on_progress)
             except BaseException:
                 if not isinstance(paths.output, Path):
                     # Such a run cannot be continued, so its answers have no reader.
-                    await run.cancel()
+                    await run.cancel_open_lines()
                 raise
             finally:
                 await queue.aclose()
-            return job.progress()
+            return job.get_progress()
         finally:
             thread.submit(job.close)  # runs after the last step of the job, even if this task was cancelled
             thread.shutdown(wait=True)
@@ -104,26 +104,26 @@ class FileRun:
     ) -> None:
         self._job, self._queue, self._thread = job, queue, thread
         self._max_pending, self._ends_at = max_pending, ends_at
-        self._room = asyncio.Event()
+        self._room_event = asyncio.Event()
         self._rate = RecentRate()
-        self._seen = 0
-        self._given_back: Sequence[int] = ()
-        self._at_end = False
+        self._last_number = 0
+        self._given_back_numbers: Sequence[int] = ()
+        self._is_caught_up = False
         """True if the last collect call left nothing in the result list."""
-        self._heard_at = time.monotonic()
+        self._last_result_at = time.monotonic()
 
-    async def work(self, on_progress: Callable[[FileProgress], None]) -> None:
+    async def run_to_end(self, on_progress: Callable[[FileProgress], None]) -> None:
         """Send and receive until every line is done."""
-        await self._do(self._job.write_bad)
+        await self._run_in_thread(self._job.write_bad_lines)
         try:
             async with asyncio.TaskGroup() as tasks:
-                ticking = tasks.create_task(self._tick(on_progress))
-                if self._job.open:
-                    await self._settle_doubts()
+                ticking = tasks.create_task(self._report_progress(on_progress))
+                if self._job.open_count:
+                    await self._resolve_unconfirmed()
                     self._rate = RecentRate()  # results of an earlier process would distort the rate
-                receiving = tasks.create_task(self._receive())
-                await self._send()
-                if self._job.complete:  # the receiver would wait for a result that never comes
+                receiving = tasks.create_task(self._receive_results())
+                await self._send_chunks()
+                if self._job.is_complete:  # the receiver would wait for a result that never comes
                     receiving.cancel()
                 else:
                     await receiving
@@ -131,152 +131,163 @@ class FileRun:
         except BaseExceptionGroup as group:  # the first failure cancelled the other tasks
             raise group.exceptions[0] from None
         finally:
-            on_progress(self._job.progress(None, self._queue.trouble))
-        await self._queue.discard()
-        await self._do(self._job.finish)
+            on_progress(self._job.get_progress(None, self._queue.connection_error))
+        await self._queue.discard_results()
+        await self._run_in_thread(self._job.finish_run)
 
-    async def cancel(self) -> None:
+    async def cancel_open_lines(self) -> None:
         """Cancel the requests of all open lines, as far as CANCEL_TIMEOUT_S allows."""
-        until, after = time.monotonic() + CANCEL_S, 0
-        with suppress(QueueUnavailableError, QueueAwayError):
-            while (page := await self._do(self._job.open_lines, after)) and time.monotonic() < until:
+        give_up_at, after = time.monotonic() + CANCEL_TIMEOUT_S, 0
+        with suppress(QueueUnavailableError, QueueUnreachableError):
+            while (
+                page := await self._run_in_thread(self._job.open_lines, after)
+            ) and time.monotonic() < give_up_at:
                 after = page[-1][0]
-                await self._queue.cancel([n for n, _, _ in page], until)
+                await self._queue.cancel_lines([n for n, _, _ in page], give_up_at)
 
-    async def _do(self, act: Callable[..., T], *arguments: Any) -> T:
+    async def _run_in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function in the thread of the files, after the calls before it."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, act, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    async def _tick(self, on_progress: Callable[[FileProgress], None]) -> None:
+    async def _report_progress(self, on_progress: Callable[[FileProgress], None]) -> None:
         while True:
-            rate = self._rate.rate(time.monotonic(), self._job.progress().done)
-            on_progress(self._job.progress(rate, self._queue.trouble))
+            rate = self._rate.update_rate(time.monotonic(), self._job.get_progress().done)
+            on_progress(self._job.get_progress(rate, self._queue.connection_error))
             await asyncio.sleep(1.0)
 
-    async def _send(self) -> None:
+    async def _send_chunks(self) -> None:
         """Send chunks in order, as long as there are lines and time. Wait while too many lines are open."""
-        while not self._job.all_sent:
+        while not self._job.is_all_sent:
             left_s = self._ends_at - time.time()
             if left_s <= 1:
-                await self._do(self._job.give_up_rest)
+                await self._run_in_thread(self._job.expire_unsent)
                 return
             # Before the check, so that results which arrive meanwhile are not missed.
-            self._room.clear()
-            room = self._max_pending - self._job.open
-            found = None
-            if room > 0 and self._job.open_bytes < PENDING_BYTES:
-                found = await self._do(self._job.next_chunk, room, int(self._ends_at))
-            if found is None:
+            self._room_event.clear()
+            room = self._max_pending - self._job.open_count
+            next_chunk = None
+            if room > 0 and self._job.open_bytes < MAX_PENDING_BYTES:
+                next_chunk = await self._run_in_thread(self._job.begin_next_chunk, room, int(self._ends_at))
+            if next_chunk is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
-                        await self._room.wait()
+                        await self._room_event.wait()
                 continue
-            chunk, submissions = found
-            await self._queue.submit(chunk.number, submissions)
-            await self._do(self._job.sure, chunk.number)
+            chunk, submissions = next_chunk
+            await self._queue.submit_chunk(chunk.number, submissions)
+            await self._run_in_thread(self._job.confirm_chunk, chunk.number)
 
-    async def _receive(self) -> None:
-        looked_at = time.monotonic()
-        while not self._job.complete:
-            came = await self._take_some()
+    async def _receive_results(self) -> None:
+        lost_checked_at = time.monotonic()
+        while not self._job.is_complete:
+            has_results = await self._write_arrived()
             now = time.monotonic()
-            if self._job.open and now - max(looked_at, self._heard_at) > LOOK_EVERY_S:
-                looked_at = now
-                await self._look_for_lost()
-            if not came and not self._job.complete:
-                await self._queue.arrival()
+            if (
+                self._job.open_count
+                and now - max(lost_checked_at, self._last_result_at) > LOST_CHECK_INTERVAL_S
+            ):
+                lost_checked_at = now
+                await self._resend_lost()
+            if not has_results and not self._job.is_complete:
+                await self._queue.wait_for_results()
 
-    async def _take_some(self) -> bool:
+    async def _write_arrived(self) -> bool:
         """Collect results, and write them to the files. Return False if there were none."""
-        began = time.monotonic()
-        collected = await self._queue.collect(self._seen, self._given_back)
-        self._given_back = ()
-        if collected.other:  # Redis lost the keep, or it expired: begin at the start of the new one
-            self._seen, self._at_end = 0, False
+        began_at = time.monotonic()
+        collected = await self._queue.collect_results(self._last_number, self._given_back_numbers)
+        self._given_back_numbers = ()
+        if collected.has_been_reset:  # Redis lost the keep, or it expired: begin at the start of the new one
+            self._last_number, self._is_caught_up = 0, False
             return True
-        self._seen = collected.last
+        self._last_number = collected.last_number
         if not collected.results:
             return False
         size = sum(len(raw) for _, raw in collected.results)
-        self._at_end = len(collected.results) < COLLECTED_MOST and size < SCRIPT_BYTES
-        found: dict[int, PoppedResult] = {}
+        self._is_caught_up = len(collected.results) < MAX_COLLECTED and size < MAX_SCRIPT_BYTES
+        results: dict[int, PoppedResult] = {}
         for _, raw in collected.results:
-            if (read := self._queue.read(raw)) is not None:
-                found.setdefault(*read)
-        await self._do(self._job.take, found)
+            if (parsed := self._queue.parse_result(raw)) is not None:
+                results.setdefault(*parsed)
+        await self._run_in_thread(self._job.write_results, results)
         # Only now are the results durable in the files, and may be deleted in Redis.
-        self._given_back = [number for number, _ in collected.results]
-        if found:  # elements that other programs push must not delay the search for lost requests
-            self._heard_at = time.monotonic()
-        self._room.set()
-        if self._at_end:
-            await asyncio.sleep(max(0.0, WRITTEN_EVERY_S - (time.monotonic() - began)))
+        self._given_back_numbers = [number for number, _ in collected.results]
+        if results:  # elements that other programs push must not delay the search for lost requests
+            self._last_result_at = time.monotonic()
+        self._room_event.set()
+        if self._is_caught_up:
+            await asyncio.sleep(max(0.0, MIN_WRITE_INTERVAL_S - (time.monotonic() - began_at)))
         return True
 
     # Lost requests. First ask the queue which requests wait or are in flight, and then collect all results,
     # in this order: a request leaves the queue in the same step in which its result is pushed. So a request
     # that is not in the queue and has no result was never there, or was lost.
 
-    async def _settle_doubts(self) -> None:
+    async def _resolve_unconfirmed(self) -> None:
         """Find out what happened to the lines that an earlier process sent, or was about to send."""
-        unsure = await self._do(self._job.unsure)
-        lost = await self._lost(sure=False)
-        for chunk in unsure:
-            absent = {line.n for line in chunk.lines} & lost.keys()
+        unconfirmed = await self._run_in_thread(self._job.unconfirmed_chunks)
+        lost = await self._find_lost(confirmed_only=False)
+        for chunk in unconfirmed:
+            absent = {line.line_number for line in chunk.lines} & lost.keys()
             if absent and len(absent) == len(chunk.lines):  # the queue accepts a chunk as a whole
-                await self._submit_again(chunk)
-            await self._do(self._job.sure, chunk.number)
+                await self._resubmit_chunk(chunk)
+            await self._run_in_thread(self._job.confirm_chunk, chunk.number)
             for n in absent:
                 del lost[n]
-        await self._send_again(lost)
+        await self._resend_lines(lost)
 
-    async def _submit_again(self, chunk: Chunk) -> None:
+    async def _resubmit_chunk(self, chunk: Chunk) -> None:
         """Submit a chunk again that perhaps never reached the queue.
 
         If its deadline has passed meanwhile, its lines get the deadline of this run.
         """
-        if chunk.deadline <= time.time() + SURELY_S and not await self._queue.took(chunk.number):
-            numbers = [line.n for line in chunk.lines]
-            chunk, submissions = await self._do(self._job.chunk_again, numbers, int(self._ends_at))
-            await self._queue.submit(chunk.number, submissions)
-            await self._do(self._job.sure, chunk.number)
+        if chunk.deadline <= time.time() + MIN_RESEND_TIME_S and not await self._queue.has_chunk(
+            chunk.number
+        ):
+            numbers = [line.line_number for line in chunk.lines]
+            chunk, submissions = await self._run_in_thread(
+                self._job.begin_lost_chunk, numbers, int(self._ends_at)
+            )
+            await self._queue.submit_chunk(chunk.number, submissions)
+            await self._run_in_thread(self._job.confirm_chunk, chunk.number)
         else:
-            await self._queue.submit(chunk.number, await self._do(self._job.submissions, chunk))
+            await self._queue.submit_chunk(
+                chunk.number, await self._run_in_thread(self._job.build_submissions, chunk)
+            )
 
-    async def _look_for_lost(self) -> None:
+    async def _resend_lost(self) -> None:
         """Send requests again that Redis has lost, or whose results expired."""
-        await self._send_again(await self._lost(sure=True))
+        await self._resend_lines(await self._find_lost(confirmed_only=True))
 
-    async def _lost(self, *, sure: bool) -> dict[int, int]:
+    async def _find_lost(self, *, confirmed_only: bool) -> dict[int, int]:
         """Return the deadlines of sent lines that are not in the queue and have no result, by line number.
 
         With `confirmed_only`, only lines of chunks that the queue has accepted. The submission of another
         chunk may still be in progress.
         """
-        absent: dict[int, int] = {}
+        missing: dict[int, int] = {}
         after = 0
-        while page := await self._do(self._job.open_lines, after, sure):
+        while page := await self._run_in_thread(self._job.open_lines, after, confirmed_only):
             after = page[-1][0]
-            gone = await self._queue.inactive([n for n, _, _ in page])
-            absent |= {n: deadline for n, _, deadline in page if n in gone}
-        while await self._take_some() and not self._at_end:
+            inactive = await self._queue.find_inactive([n for n, _, _ in page])
+            missing |= {n: deadline for n, _, deadline in page if n in inactive}
+        while await self._write_arrived() and not self._is_caught_up:
             pass
-        still = await self._do(self._job.still_open, list(absent))
-        return {n: absent[n] for n in still}
+        still = await self._run_in_thread(self._job.select_open, list(missing))
+        return {n: missing[n] for n in still}
 
-    async def _send_again(self, lost: dict[int, int]) -> None:
+    async def _resend_lines(self, lost: dict[int, int]) -> None:
         now = time.time()
-        late = sorted(n for n, deadline in lost.items() if deadline + LATE_S < now)
-        for at in range(0, len(late), AT_ONCE):
-            await self._do(self._job.write_off, late[at : at + AT_ONCE])
+        late = sorted(n for n, deadline in lost.items() if deadline + LATE_RESULT_S < now)
+        for at in range(0, len(late), PAGE_LINES):
+            await self._run_in_thread(self._job.expire_lines, late[at : at + PAGE_LINES])
         by_deadline: dict[int, list[int]] = {}  # the lines of a chunk have one deadline
         for n, deadline in lost.items():
             # Lines with a nearer deadline are written as expired by a later search.
-            if deadline > now + SURELY_S:
+            if deadline > now + MIN_RESEND_TIME_S:
                 by_deadline.setdefault(deadline, []).append(n)
         for deadline, numbers in by_deadline.items():
-            for at in range(0, len(numbers), AT_ONCE):
-                some = numbers[at : at + AT_ONCE]
-                chunk, submissions = await self._do(self._job.chunk_again, some, deadline)
-                await self._queue.submit(chunk.number, submissions)
-                await self._do(self._job.sure, chunk.number)
+            for at in range(0, len(numbers), PAGE_LINES):
+                some = numbers[at : at + PAGE_LINES]
+                chunk, submissions = await self._run_in_thread(self._job.begin_lost_chunk, some, deadline)
+                await self._queue.submit_chunk(chunk.number, submissions)
+                await self._run_in_thread(self._job.confirm_chunk, chunk.number)

@@ -20,7 +20,7 @@ class SinkError(BatchError):
 class Sink(Protocol):
     """Target of written lines, which makes them durable on request."""
 
-    def add(self, text: bytes) -> None: ...
+    def add_line(self, text: bytes) -> None: ...
 
     def sync(self) -> int:
         """Make all added lines durable, and return the total number of bytes."""
@@ -39,7 +39,7 @@ class FileSink:
         except OSError as error:
             raise SinkError(f"{path}: {error.strerror or error}") from error
         try:
-            self._begin(size, journal)
+            self._lock_and_truncate(size, journal)
         except OSError as error:
             self._file.close()
             raise SinkError(f"{path}: {error.strerror or error}") from error
@@ -47,7 +47,7 @@ class FileSink:
             self._file.close()
             raise
 
-    def _begin(self, size: int, journal: Path) -> None:
+    def _lock_and_truncate(self, size: int, journal: Path) -> None:
         try:  # two runs may name the same errors file; the lock ends with the process
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -55,35 +55,35 @@ class FileSink:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                 raise  # with these errors the file system has no locks, and the journal's lock must suffice
-        there = self._file.seek(0, os.SEEK_END)
-        if there < size:
-            told = f"{self.path} has {there} bytes, but {size} were written: put it back as it was"
-            raise SinkError(f"{told}, or remove it and {journal} to begin anew")
+        actual_size = self._file.seek(0, os.SEEK_END)
+        if actual_size < size:
+            message = f"{self.path} has {actual_size} bytes, but {size} were written: put it back as it was"
+            raise SinkError(f"{message}, or remove it and {journal} to begin anew")
         self._file.truncate(size)
         self._file.seek(size)
 
-    def add(self, text: bytes) -> None:
+    def add_line(self, text: bytes) -> None:
         try:
             self._file.write(text)
         except OSError as error:
-            raise self._told(error) from error
+            raise self._write_error(error) from error
 
     def sync(self) -> int:
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._told(error) from error
+            raise self._write_error(error) from error
         return self._file.tell()
 
-    def read(self, at: int, size: int) -> bytes:
-        return os.pread(self._file.fileno(), size, at)
+    def read_at(self, offset: int, size: int) -> bytes:
+        return os.pread(self._file.fileno(), size, offset)
 
     def close(self) -> None:
         with suppress(OSError):  # lines that cannot be flushed are not recorded as done in the journal
             self._file.close()
 
-    def _told(self, error: OSError) -> SinkError:
+    def _write_error(self, error: OSError) -> SinkError:
         return SinkError(f"{self.path} cannot be written: {error.strerror or error}; nothing of it is lost")
 
 
@@ -94,18 +94,18 @@ class StreamSink:
         self._stream = stream
         self._size = 0
 
-    def add(self, text: bytes) -> None:
+    def add_line(self, text: bytes) -> None:
         try:
             self._stream.write(text)
         except OSError as error:
-            raise _told_of_stream(error) from error
+            raise _stream_error(error) from error
         self._size += len(text)
 
     def sync(self) -> int:
         try:
             self._stream.flush()
         except OSError as error:
-            raise _told_of_stream(error) from error
+            raise _stream_error(error) from error
         return self._size
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class StreamSink:
                 self._stream.flush()
 
 
-def _told_of_stream(error: OSError) -> SinkError:
+def _stream_error(error: OSError) -> SinkError:
     if isinstance(error, BrokenPipeError):
         return SinkError("whoever read the output has gone")
     return SinkError(f"the output cannot be written: {error.strerror or error}")

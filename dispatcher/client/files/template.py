@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-MARK = "{}"
+TEXT_MARK = "{}"
 """Mark in a string of a template that the text replaces. Without it, the text replaces the whole value."""
 
 
@@ -32,35 +32,37 @@ class Template:
         # Encode the template once, with a unique stand-in for the text, and split it there. A line then costs
         # only the encoding of its text.
         stand_in = next(mark for n in count() if (mark := f"@@{n}@@").encode() not in encoded)
-        self._put(whole, field, stand_in)
+        self._insert_stand_in(whole, field, stand_in)
         self._before, _, self._after = msgspec.json.encode(whole).partition(stand_in.encode())
 
-    def body(self, text: str) -> bytes:
+    def fill_body(self, text: str) -> bytes:
         """Return the body with this text inserted."""
         return self._before + msgspec.json.encode(text)[1:-1] + self._after
 
-    def _put(self, whole: Any, field: str, stand_in: str) -> None:
-        *way, last = field.split(".")
-        inside: Any = whole
-        for number, key in enumerate(way):
-            inside = inside[_key(inside, key, ".".join(way[: number + 1]), there=True)]
-        key_ = _key(inside, last, field, there=isinstance(inside, list))
-        value = inside.get(key_) if isinstance(inside, dict) else inside[key_]
-        if isinstance(value, str) and MARK in value:
-            before, _, after = value.partition(MARK)
-            inside[key_] = before + stand_in + after
+    def _insert_stand_in(self, whole: Any, field: str, stand_in: str) -> None:
+        *parents, last = field.split(".")
+        container: Any = whole
+        for number, key in enumerate(parents):
+            container = container[
+                _resolve_key(container, key, ".".join(parents[: number + 1]), must_exist=True)
+            ]
+        key_ = _resolve_key(container, last, field, must_exist=isinstance(container, list))
+        value = container.get(key_) if isinstance(container, dict) else container[key_]
+        if isinstance(value, str) and TEXT_MARK in value:
+            before, _, after = value.partition(TEXT_MARK)
+            container[key_] = before + stand_in + after
         else:
-            inside[key_] = stand_in
+            container[key_] = stand_in
 
 
-def _key(inside: Any, key: str, path: str, *, there: bool) -> Any:
+def _resolve_key(container: Any, key: str, path: str, *, must_exist: bool) -> Any:
     """Return a key of an object, or a position in a list. Raises TemplateError if the template lacks it."""
-    if isinstance(inside, list):
-        if key.isdecimal() and len(key) < 9 and int(key) < len(inside):
+    if isinstance(container, list):
+        if key.isdecimal() and len(key) < 9 and int(key) < len(container):
             return int(key)
         raise TemplateError(
-            f"the template has no {path}: the list has {len(inside)} elements, counted from 0"
+            f"the template has no {path}: the list has {len(container)} elements, counted from 0"
         )
-    if not isinstance(inside, dict) or not key or (there and key not in inside):
+    if not isinstance(container, dict) or not key or (must_exist and key not in container):
         raise TemplateError(f"the template has no {path}")
     return key

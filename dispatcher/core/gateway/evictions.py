@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from dispatcher.core.gateway.outcome import RetryPolicy
 
-KEPT = 8192
+MAX_REMEMBERED = 8192
 """Maximum number of requests that are remembered."""
 
 
@@ -21,20 +21,22 @@ class Evictions:
     """Number of evictions of each request, by its entry in the queue."""
 
     def __init__(self) -> None:
-        self._times: OrderedDict[int, int] = OrderedDict()
+        self._eviction_counts: OrderedDict[int, int] = OrderedDict()
 
-    def evicted(self, entry: int, policy: RetryPolicy, rand: float, retry_after_s: float | None) -> float:
+    def record_eviction(
+        self, entry: int, policy: RetryPolicy, rand: float, retry_after_s: float | None
+    ) -> float:
         """Count an eviction, and return the seconds for which the request waits.
 
         `rand` is uniform in [0, 1), so that requests which were evicted together do not return together.
         """
-        times = self._times.pop(entry, 0)
-        self._times[entry] = times + 1
-        if len(self._times) > KEPT:
-            self._times.popitem(last=False)
+        times = self._eviction_counts.pop(entry, 0)
+        self._eviction_counts[entry] = times + 1
+        if len(self._eviction_counts) > MAX_REMEMBERED:
+            self._eviction_counts.popitem(last=False)
         pause_s = min(policy.max_s, policy.base_s * 2.0 ** min(times, 64))
         return max((0.5 + rand / 2) * pause_s, min(retry_after_s or 0.0, policy.max_s))
 
-    def ended(self, entry: int) -> None:
+    def forget_request(self, entry: int) -> None:
         """Forget a request that was answered."""
-        self._times.pop(entry, None)
+        self._eviction_counts.pop(entry, None)

@@ -24,84 +24,84 @@ from dataclasses import dataclass
 
 from dispatcher.core.gateway.outcome import RetryPolicy
 
-FREE = 5
+FREE_CHARGES = 5
 """Number of charges that cost no failed attempt."""
-REST_LEAST_S = 10.0
-RESTS_PER_S = 2.0
+MIN_REST_S = 10.0
+REST_PER_SECOND = 2.0
 """Rest time per second without a success. At this rate, two thirds of all probes are requests that were not
 tried before."""
-TRY_MOST_S = 2.0
+MAX_PROBE_INTERVAL_S = 2.0
 """Maximum time that one probe adds to the outage: a pause of a second, and a response that takes as long."""
-DELAY_MOST_S = 30.0
-SLOW_S = 1.0
+MAX_DELAY_S = 30.0
+SLOW_ANSWER_S = 1.0
 """Time from which a request that held a slot without a useful answer has to wait as long before it takes one
 again."""
-KEPT = 8192
+MAX_RECORDS = 8192
 """Maximum number of requests that are remembered."""
 
 
 @dataclass(slots=True)
 class _Record:
-    at: float = 0.0
+    last_error_at: float = 0.0
     """Time of the newest error."""
-    times: int = 0
+    error_count: int = 0
     charges: int = 0
-    rests_until: float = float("-inf")
+    rest_until: float = float("-inf")
 
 
-class Bounces:
+class IntermediaryErrors:
     """Record of each request that got an intermediary error, by its entry in the queue."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self._answered_sent_at = float("-inf")
         """Time at which the newest request was sent that the gateway answered."""
-        self._trouble = (float("-inf"), float("-inf"), 0.0)
+        self._outage = (float("-inf"), float("-inf"), 0.0)
         """Start of the outage, time of the newest error in it, and the time for which this process probed.
         Probes of other replicas, which may have got through, are not included."""
 
-    def answered(self, entry: int, sent_at: float) -> None:
+    def record_answer(self, entry: int, sent_at: float) -> None:
         """Record that a request sent at `sent_at` got an answer that only a gateway gives."""
         self._answered_sent_at = max(self._answered_sent_at, sent_at)
         self._records.pop(entry, None)
 
-    def bounced(self, entry: int, now: float) -> bool:
+    def record_error(self, entry: int, now: float) -> bool:
         """Record an intermediary error. Return True if the request got one before and others were answered
         since, too often for the gateway to be at fault."""
         record = self._records.pop(entry, None) or _Record()
         self._records[entry] = record  # newest last
-        if len(self._records) > KEPT:
+        if len(self._records) > MAX_RECORDS:
             del self._records[next(iter(self._records))]
         # A request that was sent after the last error got through, so there was a gateway in between.
-        if record.times and self._answered_sent_at >= record.at:
+        if record.error_count and self._answered_sent_at >= record.last_error_at:
             record.charges += 1
-        record.at = now
-        record.times += 1
-        return record.charges > FREE
+        record.last_error_at = now
+        record.error_count += 1
+        return record.charges > FREE_CHARGES
 
-    def again_s(self, entry: int, took_s: float, policy: RetryPolicy) -> float:
+    def compute_retry_delay_s(self, entry: int, took_s: float, policy: RetryPolicy) -> float:
         """Return after how many seconds the request is sent again while there is a gateway: at once the first
         time, because it may reach another endpoint, then later each time."""
-        times = self._records[entry].times
+        times = self._records[entry].error_count
         again_s = min(policy.max_s, policy.base_s * 2.0 ** min(times - 2, 64)) if times > 1 else 0.0
         # A slow failure held a slot for `took_s`, so the request gives it to others for as long.
-        return max(again_s, min(took_s, DELAY_MOST_S)) if took_s >= SLOW_S else again_s
+        return max(again_s, min(took_s, MAX_DELAY_S)) if took_s >= SLOW_ANSWER_S else again_s
 
-    def make_way(self, entry: int, now: float, *, since: float, left_s: float) -> float:
+    def set_aside(self, entry: int, now: float, *, since: float, time_left_s: float) -> float:
         """Return for how long the request gives way to others in the outage that began at `since`. It never
         rests for more than half of `time_left_s`, the time until its deadline."""
         record = self._records[entry]
-        began_at, last_at, tried_s = self._trouble
+        began_at, last_at, tried_s = self._outage
         # This is a new outage, so the time without success starts again.
         if began_at != since:
             last_at, tried_s = since, 0.0
-        tried_s += min(now - last_at, TRY_MOST_S)
-        self._trouble = since, now, tried_s
-        record.rests_until = now + min(max(REST_LEAST_S, RESTS_PER_S * tried_s), max(0.0, left_s) / 2)
-        return self.rest_s(entry, now)
+        tried_s += min(now - last_at, MAX_PROBE_INTERVAL_S)
+        self._outage = since, now, tried_s
+        record.rest_until = now + min(max(MIN_REST_S, REST_PER_SECOND * tried_s), max(0.0, time_left_s) / 2)
+        return self.compute_rest_s(entry, now)
 
-    def rest_s(self, entry: int, now: float) -> float:
+    def compute_rest_s(self, entry: int, now: float) -> float:
         """Return for how long the request has to rest from now on, while there is no gateway and others wait.
         0 if it may probe."""
         record = self._records.get(entry)
-        return 0.0 if record is None else min(DELAY_MOST_S, max(0.0, record.rests_until - now))
+        return 0.0 if record is None else min(MAX_DELAY_S, max(0.0, record.rest_until - now))

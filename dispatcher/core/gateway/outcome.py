@@ -13,25 +13,25 @@ from typing import assert_never
 
 import msgspec
 
-from dispatcher.core.gateway.retry_after import retry_after
+from dispatcher.core.gateway.retry_after import parse_retry_after_header
 from dispatcher.core.gateway.server_overload import (
     SERVER_FULL,
-    error_of_stream,
-    is_error_of_full_server,
+    find_stream_error,
     is_server_full,
-    texts_of,
+    is_server_full_error,
+    list_error_texts,
 )
-from dispatcher.core.printable import plain, shortened
+from dispatcher.core.printable import escape_unprintable, truncate_text
 from dispatcher.core.requests.headers import DROP_REASON
 from dispatcher.core.requests.result import ErrorCode
 
-GATEWAY = "the gateway"
-TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
+GATEWAY_NAME = "the gateway"
+UNINFORMATIVE_REASONS = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
 """Prefixes of drop reasons that say nothing about the size of the pool."""
-INTERNAL = "rejected-internal"
+INTERNAL_REASON = "rejected-internal"
 """Prefix of the drop reason for an internal failure of the picker. It concerns the request or the picker, not
 the pool."""
-EVICTED = "evicted"
+EVICTED_REASON = "evicted"
 """Prefix of drop reasons of requests that ran and were stopped to make room for more important ones."""
 _NOT_ADMITTED = b"request cannot be admitted"
 
@@ -52,7 +52,7 @@ class Overloaded:
     status: int
     reason: str
     """Drop reason, SERVER_FULL, or the empty string."""
-    capacity: bool
+    is_out_of_capacity: bool
     """True if the refusal was for lack of capacity, so that the limiter may learn from it."""
     retry_after_s: float | None = None
 
@@ -66,7 +66,7 @@ class Evicted:
     reason: str
     """Drop reason."""
     retry_after_s: float | None = None
-    rest_s: float = 0.0
+    delay_s: float = 0.0
     """Seconds until the request is sent again."""
 
 
@@ -79,7 +79,7 @@ class Failed:
     status: int | None = None
     """Status of a complete answer. `None` if there was none."""
     body: bytes = b""
-    bare: bool = False
+    is_intermediary_error: bool = False
     """True for an intermediary error: a 401 or 407, an empty 404 or 500, or a 502, 503 or 504 without drop
     reason. The cause may be a missing gateway, a dead endpoint, or the request itself."""
     retry_after_s: float | None = None
@@ -91,7 +91,7 @@ class Unreachable:
     request. It counts as no failed attempt."""
 
     why: str
-    rest_s: float = 0.0
+    delay_s: float = 0.0
     """Seconds until the request is sent again."""
 
 
@@ -122,14 +122,14 @@ class Unsent:
 
 
 @dataclass(frozen=True, slots=True)
-class WithoutModel:
+class ModelNotServed:
     """The server answered that it does not have the model, in a situation where that is expected. The request
     waits for the model, or is sent again soon if other servers have it. It counts as no failed attempt."""
 
     why: str
-    awaits: str = ""
+    missing_model: str = ""
     """Model for which the request waits. Empty if it is sent again."""
-    rest_s: float = 0.0
+    delay_s: float = 0.0
     """Seconds until the request is sent again."""
 
 
@@ -143,7 +143,7 @@ Outcome = (
     | Refused
     | TooLate
     | Unsent
-    | WithoutModel
+    | ModelNotServed
 )
 
 
@@ -184,20 +184,20 @@ class Retry:
 
     delay_s: float = 0.0
     """Delay in seconds. 0 returns the request to its place at once."""
-    attempt: bool = False
+    is_failed_attempt: bool = False
     """True if this counts as a failed attempt."""
-    refusal: bool = False
+    is_refusal: bool = False
     """True if this counts as a refusal for overload."""
-    undelivered: bool = False
+    is_undelivered: bool = False
     """True if nothing was tried, so that the delivery is not counted."""
-    last_try: str = ""
+    last_attempt: str = ""
     """Outcome of the attempt in words. Empty if the request was not sent."""
-    awaits: str = ""
+    missing_model: str = ""
     """Model for which the request waits. Empty if it waits for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bury:
+class MoveToDeadLetters:
     """The request gets an error result and is moved to the dead-letter set for an operator."""
 
     code: ErrorCode
@@ -207,41 +207,41 @@ class Bury:
     body: bytes = b""
 
 
-Decision = Answered | Errored | Retry | Bury
+Decision = Answered | Errored | Retry | MoveToDeadLetters
 
-_WHY_CHARS = 200
+_MAX_DESCRIPTION_CHARS = 200
 """Maximum length of the description of an outcome, which is stored for each request that is sent again."""
 
 
-def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
+def make_deadline_error(last_attempt: str, failed_attempts: int, refusals: int) -> Errored:
     """Return the result of a request whose deadline has passed. `last_attempt` is the outcome of the last
     attempt, if there was one."""
-    counts = ((attempts, "attempt"), (refusals, "refusal"))
+    counts = ((failed_attempts, "attempt"), (refusals, "refusal"))
     tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
-    why = (f" after {tries}" if tries else "") + (f"; the last try: {last_try}" if last_try else "")
+    why = (f" after {tries}" if tries else "") + (f"; the last try: {last_attempt}" if last_attempt else "")
     return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{why}")
 
 
-def told(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
+def describe_outcome(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
     """Return the outcome of an attempt in one line of bounded length, with the beginning of the answer."""
     match outcome:
         case Overloaded(status, reason):
-            said = f"the gateway refused it for now: {status}{reason and f', {reason}'}"
+            text = f"the gateway refused it for now: {status}{reason and f', {reason}'}"
         case Evicted(status, reason):
-            said = f"the gateway stopped it for more important requests: {status}, {reason}"
+            text = f"the gateway stopped it for more important requests: {status}, {reason}"
         case Unreachable(why):
-            said = why
+            text = why
         case _:
-            body = " ".join(outcome.body[: 4 * _WHY_CHARS].decode(errors="replace").split())
-            said = outcome.why + (f": {body}" if body else "")
-    return shortened(plain(said), _WHY_CHARS)
+            body = " ".join(outcome.body[: 4 * _MAX_DESCRIPTION_CHARS].decode(errors="replace").split())
+            text = outcome.why + (f": {body}" if body else "")
+    return truncate_text(escape_unprintable(text), _MAX_DESCRIPTION_CHARS)
 
 
-def after(
+def decide_after_attempt(
     outcome: Outcome,
     *,
-    last_try: str = "",
-    attempts: int,
+    last_attempt: str = "",
+    failed_attempts: int,
     refusals: int,
     deadline: float,
     now: float,
@@ -267,66 +267,77 @@ def after(
         case Refused(why):
             return Errored(ErrorCode.INVALID_REQUEST, why)
         case TooLate():
-            return too_late(last_try, attempts, refusals)
-        case Failed() if attempts + 1 >= policy.max_attempts:
-            tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
-            message = f"no answer after {tries}, the last: {outcome.why}"
-            return Bury(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
+            return make_deadline_error(last_attempt, failed_attempts, refusals)
+        case Failed() if failed_attempts + 1 >= policy.max_attempts:
+            counted = f"{failed_attempts + 1} attempt{'s' if failed_attempts else ''}"
+            message = f"no answer after {counted}, the last: {outcome.why}"
+            return MoveToDeadLetters(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
         case Failed():
-            delay = max(rand * _doubled(attempts, policy), min(outcome.retry_after_s or 0.0, policy.max_s))
-            retry = Retry(delay, attempt=True, last_try=told(outcome))
+            delay = max(
+                rand * _compute_backoff_s(failed_attempts, policy),
+                min(outcome.retry_after_s or 0.0, policy.max_s),
+            )
+            retry = Retry(delay, is_failed_attempt=True, last_attempt=describe_outcome(outcome))
         case Overloaded():
             # A refusal closes the gate, so the first retry needs no delay of its own.
-            retry = Retry(_again(refusals, policy), refusal=True, last_try=told(outcome))
+            retry = Retry(
+                _compute_refusal_delay_s(refusals, policy),
+                is_refusal=True,
+                last_attempt=describe_outcome(outcome),
+            )
         case Evicted():
-            retry = Retry(outcome.rest_s, last_try=told(outcome))
-        case Unreachable() | Unsent() | WithoutModel():
-            retry = _untried(outcome)
+            retry = Retry(outcome.delay_s, last_attempt=describe_outcome(outcome))
+        case Unreachable() | Unsent() | ModelNotServed():
+            retry = _retry_uncounted(outcome)
         case _:
             assert_never(outcome)
-    left = deadline - now
-    if left <= 0:
-        return too_late(retry.last_try or last_try, attempts + retry.attempt, refusals + retry.refusal)
-    if retry.delay_s > left:
-        return replace(retry, delay_s=left)
+    time_left_s = deadline - now
+    if time_left_s <= 0:
+        return make_deadline_error(
+            retry.last_attempt or last_attempt,
+            failed_attempts + retry.is_failed_attempt,
+            refusals + retry.is_refusal,
+        )
+    if retry.delay_s > time_left_s:
+        return replace(retry, delay_s=time_left_s)
     return retry
 
 
-def _untried(outcome: Unreachable | Unsent | WithoutModel) -> Retry:
+def _retry_uncounted(outcome: Unreachable | Unsent | ModelNotServed) -> Retry:
     """Return the retry for an outcome that counts neither as failed attempt nor as refusal."""
     match outcome:
         case Unreachable():
-            return Retry(outcome.rest_s, undelivered=True, last_try=told(outcome))
+            return Retry(outcome.delay_s, is_undelivered=True, last_attempt=describe_outcome(outcome))
         case Unsent():
-            return Retry(undelivered=True)
-        case WithoutModel(why, awaits, rest_s):
-            why = shortened(plain(why), _WHY_CHARS)
-            return Retry(rest_s, undelivered=True, last_try=why, awaits=awaits)
+            return Retry(is_undelivered=True)
+        case ModelNotServed(why, awaits, rest_s):
+            why = truncate_text(escape_unprintable(why), _MAX_DESCRIPTION_CHARS)
+            return Retry(rest_s, is_undelivered=True, last_attempt=why, missing_model=awaits)
 
 
-def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:
+def decide_after_deaths(deaths: int, policy: RetryPolicy) -> MoveToDeadLetters | None:
     """Return what happens to a request whose owners died `deaths` times while no other suspect ran next to
     it.
 
     Such a request crashes dispatchers, so after more than max_deliveries it is not given to another one.
     """
-    if losses <= policy.max_deliveries:
+    if deaths <= policy.max_deliveries:
         return None
-    message = f"{losses} dispatchers died while they ran it alone"
-    return Bury(ErrorCode.DELIVERIES_EXHAUSTED, message)
+    message = f"{deaths} dispatchers died while they ran it alone"
+    return MoveToDeadLetters(ErrorCode.DELIVERIES_EXHAUSTED, message)
 
 
-def _again(refusals: int, policy: RetryPolicy) -> float:
+def _compute_refusal_delay_s(refusals: int, policy: RetryPolicy) -> float:
     """Return the delay after a refusal: none the first time, then longer each time."""
-    return _doubled(refusals - 1, policy) if refusals > 0 else 0.0
+    return _compute_backoff_s(refusals - 1, policy) if refusals > 0 else 0.0
 
 
-def _doubled(times: int, policy: RetryPolicy) -> float:
+def _compute_backoff_s(times: int, policy: RetryPolicy) -> float:
     return float(min(policy.max_s, policy.base_s * 2.0 ** min(times, 64)))
 
 
-def classify(
-    status: int, headers: Mapping[str, str], body: bytes, now_unix: float, *, who: str = GATEWAY
+def classify_answer(
+    status: int, headers: Mapping[str, str], body: bytes, now_unix: float, *, answered_by: str = GATEWAY_NAME
 ) -> Outcome:
     """Return the outcome of a complete answer.
 
@@ -335,18 +346,18 @@ def classify(
     docs/forwarding.md lists all cases, and a test checks it.
     """
     reason = headers.get(DROP_REASON, "").strip()
-    retry_after_s = retry_after(headers, now_unix)
+    retry_after_s = parse_retry_after_header(headers, now_unix)
     if status in (429, 500, 503):
-        refused = _refused(status, reason, body, retry_after_s, who)
+        refused = _classify_refusal(status, reason, body, retry_after_s, answered_by)
         if refused is not None:
             return refused
     if status in (401, 407):
-        where = "; look at gateway.token_file" if who == GATEWAY else ""
-        why = f"{who} answered {status}: it does not accept our credentials{where}"
-        return Failed(why, status, body, bare=True)
+        where = "; look at gateway.token_file" if answered_by == GATEWAY_NAME else ""
+        why = f"{answered_by} answered {status}: it does not accept our credentials{where}"
+        return Failed(why, status, body, is_intermediary_error=True)
     if status == 404 and not body:
-        why = f"{who} answered 404 with an empty body: it has no such route"
-        return Failed(why, status, body, bare=True)
+        why = f"{answered_by} answered 404 with an empty body: it has no such route"
+        return Failed(why, status, body, is_intermediary_error=True)
     if 300 <= status < 400:
         # A gateway answered. A redirect belongs to the path of one request, and must not close the gate for
         # the others.
@@ -354,49 +365,55 @@ def classify(
         return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
     # A 4xx is the final answer of a request, except 408, which a retry may fix.
     if 200 <= status < 500 and status != 408:
-        return _refused_in_stream(status, headers, body, retry_after_s) or Delivered(status, body)
-    bare = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
-    return Failed(f"{who} answered {status}", status, body, bare, retry_after_s)
+        return _classify_stream_end(status, headers, body, retry_after_s) or Delivered(status, body)
+    is_intermediary_error = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
+    return Failed(f"{answered_by} answered {status}", status, body, is_intermediary_error, retry_after_s)
 
 
-def _refused(
-    status: int, reason: str, body: bytes, retry_after_s: float | None, who: str
+def _classify_refusal(
+    status: int, reason: str, body: bytes, retry_after_s: float | None, answered_by: str
 ) -> Overloaded | Evicted | Failed | None:
     """Return what a 429, 500 or 503 says about the pool. `None` if it says nothing."""
-    if reason.startswith(EVICTED):
+    if reason.startswith(EVICTED_REASON):
         return Evicted(status, reason, retry_after_s)
     if status == 500 and _NOT_ADMITTED in body:
         # A plugin refused this one request. That closes the gate, but says nothing about the pool's size.
-        return Overloaded(status, reason, capacity=False, retry_after_s=retry_after_s)
-    if reason.startswith(INTERNAL):
-        return Failed(f"{who} answered {status}, {INTERNAL}", status, body, retry_after_s=retry_after_s)
+        return Overloaded(status, reason, is_out_of_capacity=False, retry_after_s=retry_after_s)
+    if reason.startswith(INTERNAL_REASON):
+        return Failed(
+            f"{answered_by} answered {status}, {INTERNAL_REASON}", status, body, retry_after_s=retry_after_s
+        )
     if reason:
-        return Overloaded(status, reason, not reason.startswith(TEACHES_NOTHING), retry_after_s)
+        return Overloaded(status, reason, not reason.startswith(UNINFORMATIVE_REASONS), retry_after_s)
     if status != 500 and is_server_full(body):
-        return Overloaded(status, SERVER_FULL, capacity=True, retry_after_s=retry_after_s)
-    return Overloaded(status, "", capacity=True, retry_after_s=retry_after_s) if status == 429 else None
+        return Overloaded(status, SERVER_FULL, is_out_of_capacity=True, retry_after_s=retry_after_s)
+    return (
+        Overloaded(status, "", is_out_of_capacity=True, retry_after_s=retry_after_s)
+        if status == 429
+        else None
+    )
 
 
-def _refused_in_stream(
+def _classify_stream_end(
     status: int, headers: Mapping[str, str], body: bytes, retry_after_s: float | None
 ) -> Overloaded | Evicted | None:
     """Return the refusal in the last event of a stream, whose status was sent before the refusal."""
-    event = error_of_stream(headers, body)
+    event = find_stream_error(headers, body)
     if event is None:
         return None
-    if is_error_of_full_server(event):
-        return Overloaded(status, SERVER_FULL, capacity=True, retry_after_s=retry_after_s)
-    reason = next((each for each in texts_of(event) if each.startswith(EVICTED)), "")
+    if is_server_full_error(event):
+        return Overloaded(status, SERVER_FULL, is_out_of_capacity=True, retry_after_s=retry_after_s)
+    reason = next((each for each in list_error_texts(event) if each.startswith(EVICTED_REASON)), "")
     return Evicted(status, reason, retry_after_s) if reason else None
 
 
-def cut_answer(status: int, headers: Mapping[str, str], end: bytes) -> Overloaded | Evicted | None:
+def classify_cut_answer(status: int, headers: Mapping[str, str], end: bytes) -> Overloaded | Evicted | None:
     """Return what an answer says whose body broke off after the bytes `end`. `None` if it says nothing.
 
     If a request is evicted after the first bytes of its answer, Envoy ends the connection without a reason
     (kubernetes-sigs/gateway-api-inference-extension#2669). Such a cut says nothing.
     """
     reason = headers.get(DROP_REASON, "").strip()
-    if reason.startswith(EVICTED):
+    if reason.startswith(EVICTED_REASON):
         return Evicted(status, reason)
-    return _refused_in_stream(status, headers, end, None)
+    return _classify_stream_end(status, headers, end, None)

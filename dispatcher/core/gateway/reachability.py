@@ -23,134 +23,147 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dispatcher.core.limit.revision import Revised
+from dispatcher.core.limit.revision import Revisioned
 
-PROBE_FIRST_S = 0.1
-PROBE_MOST_S = 1.0
-PROBE_OTHERS_S = 0.2
+FIRST_PROBE_PAUSE_S = 0.1
+MAX_PROBE_PAUSE_S = 1.0
+MAX_PROBE_PAUSE_OTHERS_S = 0.2
 """Pauses between probes double from the first to the maximum. The shorter maximum applies if a server answers
 and other requests wait, each of which may show that it is a gateway."""
-BARE_IN_A_ROW = 3
+ERRORS_IN_A_ROW = 3
 """Number of intermediary errors in a row after which the gateway is unreachable, unless other requests get
 through."""
-MEMORY_S = 10.0
+SUCCESS_MEMORY_S = 10.0
 """Time for which a success next to such errors is remembered. It shows that only one endpoint is dead, until
 that endpoint is removed or recovers."""
-PATIENCE_S = 0.5
+MIXED_ERRORS_S = 0.5
 CONNECTED_S = 2.0
 """Time for which a request must stay connected to a gateway that refused connections before, to prove that it
 is back."""
-HELD_LEAST_S = 0.25
-HELD_TIMES = 4.0
+MIN_CONNECTED_S = 0.25
+CONNECTED_FACTOR = 4.0
 """Factor on the duration of the quickest intermediary error. A request that stays connected for that product,
 but at least MIN_CONNECTED_S and at most CONNECTED_S longer than the error took, was routed to a working
 endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Closure:
+class GatewayOutage:
     """Period without a gateway."""
 
     since: float
     why: str
     next_probe_at: float
-    bare: bool
+    is_answering: bool
     """True if a server answers at the address."""
-    pause_s: float = PROBE_FIRST_S
+    pause_s: float = FIRST_PROBE_PAUSE_S
 
 
-class Reach(Revised):
+class Reachability(Revisioned):
     """State of the gateway. Events may arrive in any order, each with its time."""
 
     def __init__(self) -> None:
-        self.closure: Closure | None = None
+        self.outage: GatewayOutage | None = None
         """Current outage. `None` if the gateway is reachable as far as known."""
-        self._bare = 0
+        self._error_count = 0
         """Number of intermediary errors in a row."""
-        self._bare_since = self._bare_at = 0.0
+        self._errors_since = self._first_error_at = 0.0
         """Time at which the first of these requests was sent, and the time of its error."""
-        self._quickest_s = CONNECTED_S
+        self._quickest_error_s = CONNECTED_S
         """Shortest duration of one of these errors."""
-        self._through_at = float("-inf")
+        self._success_at = float("-inf")
         """Time at which a request last got through next to such errors."""
 
     @property
-    def held_s(self) -> float:
+    def required_connected_s(self) -> float:
         """Time for which a request must stay connected to prove that it got through."""
-        if not self._bare:
+        if not self._error_count:
             return CONNECTED_S
-        return max(HELD_LEAST_S, min(HELD_TIMES * self._quickest_s, self._quickest_s + CONNECTED_S))
+        return max(
+            MIN_CONNECTED_S,
+            min(CONNECTED_FACTOR * self._quickest_error_s, self._quickest_error_s + CONNECTED_S),
+        )
 
-    def unreachable(self, now: float, why: str) -> None:
+    def record_connection_failure(self, now: float, why: str) -> None:
         """Record that no connection can be opened."""
-        if self.closure is None:
-            self._bare = 0
-            self._close(now, now, why, bare=False)
+        if self.outage is None:
+            self._error_count = 0
+            self._start_outage(now, now, why, is_answering=False)
         else:
-            self.closure = replace(self.closure, why=why, bare=False)
+            self.outage = replace(self.outage, why=why, is_answering=False)
 
-    def bare(self, now: float, sent_at: float, why: str, connected: Iterable[float]) -> bool:
+    def record_intermediary_error(
+        self, now: float, sent_at: float, why: str, connected_since: Iterable[float]
+    ) -> bool:
         """Record an intermediary error of a request that was sent at `sent_at`. Return True if there is no
         gateway.
 
         `connected_since` has the time since which each other request is connected.
         """
         took_s = max(0.0, now - sent_at)
-        if took_s >= PROBE_MOST_S:
-            return self.closure is not None
-        self._quickest_s = min(self._quickest_s, took_s) if self._bare else took_s
-        if self._bare == 0:
-            self._bare_since, self._bare_at = sent_at, now
-        self._bare += 1
-        self.look(now, connected)
-        known = now - self._through_at <= MEMORY_S and now - self._bare_at <= PATIENCE_S
+        if took_s >= MAX_PROBE_PAUSE_S:
+            return self.outage is not None
+        self._quickest_error_s = min(self._quickest_error_s, took_s) if self._error_count else took_s
+        if self._error_count == 0:
+            self._errors_since, self._first_error_at = sent_at, now
+        self._error_count += 1
+        self.check_connections(now, connected_since)
+        is_endpoint_failure = (
+            now - self._success_at <= SUCCESS_MEMORY_S and now - self._first_error_at <= MIXED_ERRORS_S
+        )
         # With a recent success, only one endpoint of several may be dead, so the gate stays open a little
         # longer.
-        if self.closure is None and self._bare >= BARE_IN_A_ROW and not known:
-            self._close(self._bare_since, now, why, bare=True)
-        elif self.closure is not None:
-            self.closure = replace(self.closure, why=why, bare=True)
-        return self.closure is not None
+        if self.outage is None and self._error_count >= ERRORS_IN_A_ROW and not is_endpoint_failure:
+            self._start_outage(self._errors_since, now, why, is_answering=True)
+        elif self.outage is not None:
+            self.outage = replace(self.outage, why=why, is_answering=True)
+        return self.outage is not None
 
-    def look(self, now: float, connected: Iterable[float]) -> bool:
+    def check_connections(self, now: float, connected_since: Iterable[float]) -> bool:
         """Return whether a request has been connected long enough to have got through, and that changes the
         state."""
-        return any(self.reached(now, since) for since in connected if now - since >= self.held_s)
+        return any(
+            self.record_success(now, since)
+            for since in connected_since
+            if now - since >= self.required_connected_s
+        )
 
-    def reached(self, now: float, sent_at: float) -> bool:
+    def record_success(self, now: float, sent_at: float) -> bool:
         """Record that a request sent at `sent_at` was answered or stayed connected. Return True if that ends
         an outage.
 
         A request that was sent before the outage proves nothing about the gateway since then.
         """
-        if self.closure is not None:
-            if sent_at < self.closure.since:
+        if self.outage is not None:
+            if sent_at < self.outage.since:
                 return False
-            self.closure = None
-            self._got_through(now)
+            self.outage = None
+            self._reset_errors(now)
             return True
-        if self._bare and sent_at >= self._bare_since:
-            self._got_through(now)
+        if self._error_count and sent_at >= self._errors_since:
+            self._reset_errors(now)
         return False
 
-    def probed(self, now: float, *, others: bool = False) -> None:
+    def record_probe(self, now: float, *, has_other_requests: bool = False) -> None:
         """Record that a probe was sent, or could not be sent. The next one waits longer. `has_other_requests`
         is True if other requests wait."""
-        closure = self.closure
-        if closure is not None:
-            most_s = PROBE_OTHERS_S if closure.bare and others else PROBE_MOST_S
-            self.closure = replace(
-                closure,
-                next_probe_at=now + min(closure.pause_s, most_s),
-                pause_s=min(closure.pause_s * 2, PROBE_MOST_S),
+        outage = self.outage
+        if outage is not None:
+            most_s = (
+                MAX_PROBE_PAUSE_OTHERS_S if outage.is_answering and has_other_requests else MAX_PROBE_PAUSE_S
+            )
+            self.outage = replace(
+                outage,
+                next_probe_at=now + min(outage.pause_s, most_s),
+                pause_s=min(outage.pause_s * 2, MAX_PROBE_PAUSE_S),
             )
 
-    def _close(self, since: float, now: float, why: str, *, bare: bool) -> None:
-        self.closure = Closure(since, why, now + PROBE_FIRST_S, bare)
+    def _start_outage(self, since: float, now: float, why: str, *, is_answering: bool) -> None:
+        self.outage = GatewayOutage(since, why, now + FIRST_PROBE_PAUSE_S, is_answering)
 
-    def _got_through(self, now: float) -> None:
-        if self._bare:
+    def _reset_errors(self, now: float) -> None:
+        if self._error_count:
             # A success next to errors shows that only one endpoint is dead. A success without errors shows
             # nothing new.
-            self._through_at = now
-        self._bare = 0
+            self._success_at = now
+        self._error_count = 0

@@ -13,58 +13,58 @@ from dataclasses import dataclass
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
 
-KEPT = 20
+KEPT_ATTEMPTS = 20
 """Number of attempts that are kept. After as many successes, earlier failures are forgotten."""
 RECENT_S = 300.0
 """Age from which an attempt is no longer relevant."""
-LEAST = 3
+MIN_FAILURES = 3
 """Minimum number of failures that is reported, even after few attempts."""
-PART = 0.25
+MIN_FAILURE_SHARE = 0.25
 """Minimum share of failures that is reported: five of twenty. A rate of one failure in a hundred never
 reaches it."""
-KINDS_MOST = 3
+MAX_KINDS = 3
 """Number of kinds that the sentence names, the most frequent first."""
-KINDS = {
+FAILURE_KINDS = {
     "no connection": "no connection",
     "no answer within ": "no answer in time",
     "the answer (": "answer broken off",
     "the dispatcher failed": "a defect of the dispatcher",
 }
 """Names of failures without a complete answer, by the prefix of the text of the outcome."""
-RESET = "connection reset"
+CONNECTION_RESET = "connection reset"
 
 
 @dataclass(frozen=True, slots=True)
-class UnansweredTries:
+class UnansweredAttempts:
     """Attempts that ended since the last answered one."""
 
-    since: float
+    first_ended_at: float
     """Time at which the first of them ended."""
-    newest: float
+    last_ended_at: float
     """Time at which the last of them ended."""
-    failed: int = 0
-    refused: int = 0
+    failed_count: int = 0
+    refused_count: int = 0
 
     @property
-    def count(self) -> int:
-        return self.failed + self.refused
+    def total_count(self) -> int:
+        return self.failed_count + self.refused_count
 
 
-class RecentTries:
+class RecentAttempts:
     """Last attempts of one process."""
 
     __slots__ = ("_ended", "answered_at", "unanswered")
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[float, str, str]] = deque(maxlen=KEPT)
+        self._ended: deque[tuple[float, str, str]] = deque(maxlen=KEPT_ATTEMPTS)
         """End of each attempt that was not refused, the kind of its failure, and the status of an answer that
         rejects the request (4xx). Kind and status are empty for a success."""
-        self.unanswered: UnansweredTries | None = None
+        self.unanswered: UnansweredAttempts | None = None
         """Attempts since the last answer. `None` if the last attempt was answered, or there was none."""
         self.answered_at: float | None = None
         """Time at which the last answered attempt ended."""
 
-    def ended(self, at: float, outcome: Outcome, status: int | None) -> None:
+    def record_attempt(self, at: float, outcome: Outcome, status: int | None) -> None:
         """Record that an attempt has ended. `status` is the status of the gateway's answer, if there was one.
 
         An eviction is no failure, and an attempt that was not sent or waits for its model says nothing about
@@ -72,70 +72,72 @@ class RecentTries:
         """
         match outcome:
             case Delivered(status=code):
-                self._answered(at, str(code) if code >= 400 else "")
+                self._record_answered(at, str(code) if code >= 400 else "")
             case TooLarge():
-                self._answered(at, "")
+                self._record_answered(at, "")
             case Failed(why=why) | Unreachable(why=why):
-                self._ended.append((at, _kind(why) if status is None else str(status), ""))
-                self._unanswered(at, failed=1)
+                self._ended.append((at, _classify_failure(why) if status is None else str(status), ""))
+                self._record_unanswered(at, failed=1)
             case Overloaded():
-                self._unanswered(at, refused=1)
+                self._record_unanswered(at, refused=1)
             case _:
                 pass
 
-    def problem(self, now: float) -> str | None:
+    def describe_problem(self, now: float) -> str | None:
         """Return `Of the last 20 attempts 20 failed: 500 (18), connection reset (2), the newest 4 s ago`.
         `None` if too few failed, or none ended recently."""
-        failures = self.failures(now)
+        failures = self.describe_failures(now)
         if failures is None:
             return None
         newest_s = max(0.0, now - max(at for at, kind, _ in self._ended if kind))
         return f"{failures}, the newest {newest_s:.0f} s ago"
 
-    def failures(self, now: float) -> str | None:
+    def describe_failures(self, now: float) -> str | None:
         """Return the sentence of `describe_problem` without the age."""
         recent = [each for each in self._ended if now - each[0] < RECENT_S]
         kinds = [kind for _, kind, _ in recent if kind]
-        if len(kinds) < max(LEAST, PART * len(recent)):
+        if len(kinds) < max(MIN_FAILURES, MIN_FAILURE_SHARE * len(recent)):
             return None
-        return f"Of the last {len(recent)} tries {len(kinds)} failed: {_most_frequent(kinds)}"
+        return f"Of the last {len(recent)} tries {len(kinds)} failed: {_describe_most_frequent(kinds)}"
 
-    def all_failed(self, now: float) -> bool:
+    def has_only_failures(self, now: float) -> bool:
         """Return whether no recent attempt was answered, and there were enough of them to say so."""
         kinds = [kind for at, kind, _ in self._ended if now - at < RECENT_S]
-        return len(kinds) >= LEAST and all(kinds)
+        return len(kinds) >= MIN_FAILURES and all(kinds)
 
-    def rejections(self, now: float) -> str | None:
+    def describe_rejections(self, now: float) -> str | None:
         """Return `Of the last 20 answers 20 rejected their request: 404 (20)`. `None` if too few did."""
         answers = [each for each in self._ended if now - each[0] < RECENT_S and not each[1]]
         rejected = [status for _, _, status in answers if status]
-        if len(rejected) < max(LEAST, PART * len(answers)):
+        if len(rejected) < max(MIN_FAILURES, MIN_FAILURE_SHARE * len(answers)):
             return None
         whole = f"Of the last {len(answers)} answers {len(rejected)} rejected their request"
-        return f"{whole}: {_most_frequent(rejected)}"
+        return f"{whole}: {_describe_most_frequent(rejected)}"
 
-    def _answered(self, at: float, status: str) -> None:
+    def _record_answered(self, at: float, status: str) -> None:
         self._ended.append((at, "", status))
         self.unanswered = None
         self.answered_at = at
 
-    def _unanswered(self, at: float, *, failed: int = 0, refused: int = 0) -> None:
-        before = self.unanswered or UnansweredTries(at, at)
-        self.unanswered = UnansweredTries(before.since, at, before.failed + failed, before.refused + refused)
+    def _record_unanswered(self, at: float, *, failed: int = 0, refused: int = 0) -> None:
+        before = self.unanswered or UnansweredAttempts(at, at)
+        self.unanswered = UnansweredAttempts(
+            before.first_ended_at, at, before.failed_count + failed, before.refused_count + refused
+        )
 
 
-def _most_frequent(kinds: Iterable[str]) -> str:
+def _describe_most_frequent(kinds: Iterable[str]) -> str:
     """Return the most frequent kinds with their counts, and the count of all others."""
     counts = Counter(kinds).most_common()
-    named = [f"{kind} ({count})" for kind, count in counts[:KINDS_MOST]]
-    if more := sum(count for _, count in counts[KINDS_MOST:]):
+    named = [f"{kind} ({count})" for kind, count in counts[:MAX_KINDS]]
+    if more := sum(count for _, count in counts[MAX_KINDS:]):
         named.append(f"others ({more})")
     return ", ".join(named)
 
 
-def _kind(why: str) -> str:
+def _classify_failure(why: str) -> str:
     """Return one of a few kinds. The text after our own prefix may come from the peer and is not kept."""
-    for begins, kind in KINDS.items():
+    for begins, kind in FAILURE_KINDS.items():
         if why.startswith(begins):
             return kind
-    return RESET if RESET in why else "no answer"
+    return CONNECTION_RESET if CONNECTION_RESET in why else "no answer"

@@ -6,19 +6,19 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-RETRY_AFTER_CAP_S = 86400.0
+MAX_RETRY_AFTER_S = 86400.0
 """Maximum Retry-After in seconds. A longer one counts as this. The retry policy may shorten it further."""
 
 
-def retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:
+def parse_retry_after_header(headers: Mapping[str, str], now_unix: float) -> float | None:
     """Return the seconds that an answer asks to wait. `None` if it asks for no wait, or in no valid
     format."""
     value = headers.get("retry-after")
     if value is None:
         return None
     # The date is by the clock of the server that wrote it, which the Date header shows.
-    theirs = _http_date(headers.get("date", ""), now_unix)
-    return parse_retry_after(value, now_unix if theirs is None else theirs)
+    server_now_unix = _parse_http_date(headers.get("date", ""), now_unix)
+    return parse_retry_after(value, now_unix if server_now_unix is None else server_now_unix)
 
 
 def parse_retry_after(value: str, now_unix: float) -> float | None:
@@ -29,9 +29,9 @@ def parse_retry_after(value: str, now_unix: float) -> float | None:
     """
     value = value.strip(" \t")
     if value.isascii() and value.isdigit():
-        return RETRY_AFTER_CAP_S if len(value.lstrip("0")) > 5 else min(float(value), RETRY_AFTER_CAP_S)
-    at = _http_date(value, now_unix)
-    return None if at is None else min(max(at - now_unix, 0.0), RETRY_AFTER_CAP_S)
+        return MAX_RETRY_AFTER_S if len(value.lstrip("0")) > 5 else min(float(value), MAX_RETRY_AFTER_S)
+    at = _parse_http_date(value, now_unix)
+    return None if at is None else min(max(at - now_unix, 0.0), MAX_RETRY_AFTER_S)
 
 
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -45,7 +45,7 @@ _DATE = re.compile(
 `Sun Nov  6 08:49:37 1994`."""
 
 
-def _http_date(value: str, now_unix: float) -> float | None:
+def _parse_http_date(value: str, now_unix: float) -> float | None:
     match = _DATE.fullmatch(value)
     if match is None:
         return None

@@ -28,7 +28,7 @@ import msgspec
 
 SERVER_FULL = "server-full"
 """Drop reason that the dispatcher assigns to such an answer, because it has none of its own."""
-LOOKED_AT_BYTES = 16_384
+MAX_INSPECTED_BYTES = 16_384
 """Maximum size of a body that may be a refusal, and length of the end of a stream that is searched for
 one."""
 _PHRASES = (
@@ -44,13 +44,13 @@ _PHRASES = (
 
 def is_server_full(body: bytes) -> bool:
     """Return whether the body of an error says that the server's own queue is full."""
-    if len(body) > LOOKED_AT_BYTES:
+    if len(body) > MAX_INSPECTED_BYTES:
         return False
-    said = _message(_decoded(body)) or body.decode(errors="replace")
-    return said.strip().lower().startswith(_PHRASES)
+    text = _extract_message(_decode_object(body)) or body.decode(errors="replace")
+    return text.strip().lower().startswith(_PHRASES)
 
 
-def error_of_stream(headers: Mapping[str, str], end: bytes) -> Mapping[str, Any] | None:
+def find_stream_error(headers: Mapping[str, str], end: bytes) -> Mapping[str, Any] | None:
     """Return the error with which a stream of events ends, complete or cut. `None` if it ends without one.
 
     `headers` are those of the answer, with names in lower case. `end` is the last bytes of the stream.
@@ -58,42 +58,42 @@ def error_of_stream(headers: Mapping[str, str], end: bytes) -> Mapping[str, Any]
     if not headers.get("content-type", "").lstrip().lower().startswith("text/event-stream"):
         return None
     # The error is the last event, so the search starts at the end.
-    for line in reversed(end[-LOOKED_AT_BYTES:].splitlines()):
+    for line in reversed(end[-MAX_INSPECTED_BYTES:].splitlines()):
         name, _, value = line.partition(b":")
         value = value.strip()
         if name != b"data" or value == b"[DONE]":
             continue
-        event = _decoded(value)
+        event = _decode_object(value)
         return event if "error" in event or event.get("object") == "error" else None
     return None
 
 
-def is_error_of_full_server(event: Mapping[str, Any]) -> bool:
+def is_server_full_error(event: Mapping[str, Any]) -> bool:
     """Return whether an error says that the server's own queue is full."""
-    return _message(event).strip().lower().startswith(_PHRASES)
+    return _extract_message(event).strip().lower().startswith(_PHRASES)
 
 
-def texts_of(event: Mapping[str, Any]) -> list[str]:
+def list_error_texts(event: Mapping[str, Any]) -> list[str]:
     """Return the type, code and reason of an error, as far as these are strings."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else event
-    said = (fields.get(name) for name in ("type", "code", "reason"))
-    return [each for each in said if isinstance(each, str)]
+    values = (fields.get(name) for name in ("type", "code", "reason"))
+    return [each for each in values if isinstance(each, str)]
 
 
-def _message(event: Mapping[str, Any]) -> str:
+def _extract_message(event: Mapping[str, Any]) -> str:
     error = event.get("error")
     fields = error if isinstance(error, dict) else event
-    said = error if isinstance(error, str) else fields.get("message")
-    return said if isinstance(said, str) else ""
+    message = error if isinstance(error, str) else fields.get("message")
+    return message if isinstance(message, str) else ""
 
 
-def _decoded(text: bytes) -> Mapping[str, Any]:
+def _decode_object(text: bytes) -> Mapping[str, Any]:
     """Return the JSON object in a text. Empty if the text is not a JSON object."""
     if text[:1] != b"{":
         return {}
     try:
-        found = msgspec.json.decode(text)
+        value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

@@ -25,130 +25,130 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
-REST_FROM = 3
+MIN_CLOSURES = 3
 """Number of closures of the gate by one group, without an accepted request in between, after which the group
 rests."""
-REST_FIRST_S = 1.0
-REST_MOST_S = 16.0
-SIFTED = 8
+FIRST_REST_S = 1.0
+MAX_REST_S = 16.0
+MAX_TRIED_AT_ONCE = 8
 """Number of requests that are tried at a time while none is accepted."""
-KEPT = 4096
+MAX_TENANTS = 4096
 """Maximum number of tenants that are remembered, because producers choose the names. The ones refused longest
 ago are dropped first, and then count only as part of the refused."""
-_NAME_CHARS = 64
+_MAX_NAME_CHARS = 64
 """Maximum length of a tenant name. A longer one is remembered by its digest."""
 
 
 @dataclass(slots=True)
-class _Standing:
+class _RefusalRecord:
     closures: int = 0
-    since: float = 0.0
+    first_refused_at: float = 0.0
     """Time of the first refusal in a row."""
-    closed_by: float = float("-inf")
+    counted_read_at: float = float("-inf")
     """Time of the reading under which the newest counted refusal occurred."""
-    rests_until: float = float("-inf")
-    tried_until: float = float("-inf")
+    rest_until: float = float("-inf")
+    trial_until: float = float("-inf")
     """Time until which one request is on trial after a rest. No other request is sent before."""
 
-    def refused(self, now: float, read_at: float) -> bool:
+    def record_refusal(self, now: float, read_at: float) -> bool:
         """Record a refusal. Return whether it says anything about the pool."""
         if not self.closures:
-            self.since = now
-        self.tried_until = float("-inf")
+            self.first_refused_at = now
+        self.trial_until = float("-inf")
         # Refusals under the same reading belong to the same closure of the gate, and count once.
-        if read_at > self.closed_by:
-            self.closed_by = read_at
+        if read_at > self.counted_read_at:
+            self.counted_read_at = read_at
             self.closures += 1
-        over = self.closures - REST_FROM
-        if over >= 0:
-            self.rests_until = now + min(REST_MOST_S, REST_FIRST_S * 2.0 ** min(over, 16))
-        return over < 0
+        excess = self.closures - MIN_CLOSURES
+        if excess >= 0:
+            self.rest_until = now + min(MAX_REST_S, FIRST_REST_S * 2.0 ** min(excess, 16))
+        return excess < 0
 
-    def rest_s(self, now: float) -> float:
-        if self.closures < REST_FROM:
+    def compute_rest_s(self, now: float) -> float:
+        if self.closures < MIN_CLOSURES:
             return 0.0
-        if now < self.rests_until:
-            return self.rests_until - now
-        return min(REST_FIRST_S, self.tried_until - now) if now < self.tried_until else 0.0
+        if now < self.rest_until:
+            return self.rest_until - now
+        return min(FIRST_REST_S, self.trial_until - now) if now < self.trial_until else 0.0
 
 
-class Tenants:
+class TenantRefusals:
     """Refusals by group of requests. `was_refused` says whether the request was refused before."""
 
     def __init__(self) -> None:
-        self._standing: dict[str, _Standing] = {}
-        self._refused = _Standing()
-        self._all = _Standing()
+        self._by_tenant: dict[str, _RefusalRecord] = {}
+        self._refused_before = _RefusalRecord()
+        self._all_requests = _RefusalRecord()
 
-    def refused(
-        self, tenant: str, now: float, read_at: float, *, again: bool = False, alone: bool = False
+    def record_refusal(
+        self, tenant: str, now: float, read_at: float, *, was_refused: bool = False, is_alone: bool = False
     ) -> bool:
         """Record that a request was refused under the reading of `read_at`. Return whether that says anything
         about the pool: False once its group is known to be refused on its own.
 
         `is_alone` is True if no batch request that was sent under an older reading is at the gateway.
         """
-        if not alone:
-            self._all = _Standing()
-        standings = [self._all] if alone else []
-        standings += [self._refused] if again else []
+        if not is_alone:
+            self._all_requests = _RefusalRecord()
+        records = [self._all_requests] if is_alone else []
+        records += [self._refused_before] if was_refused else []
         if tenant:
-            key = _key(tenant)
-            standing = self._standing.pop(key, None) or _Standing()
-            self._standing[key] = standing  # the dict is ordered by refusal, newest last
-            if len(self._standing) > KEPT:
-                del self._standing[next(iter(self._standing))]
-            standings.append(standing)
-        told = [standing.refused(now, read_at) for standing in standings]
-        return all(told)
+            key = _make_tenant_key(tenant)
+            record = self._by_tenant.pop(key, None) or _RefusalRecord()
+            self._by_tenant[key] = record  # the dict is ordered by refusal, newest last
+            if len(self._by_tenant) > MAX_TENANTS:
+                del self._by_tenant[next(iter(self._by_tenant))]
+            records.append(record)
+        informative = [record.record_refusal(now, read_at) for record in records]
+        return all(informative)
 
-    def accepted(self, tenant: str, sent_at: float, *, again: bool = False) -> None:
+    def record_acceptance(self, tenant: str, sent_at: float, *, was_refused: bool = False) -> None:
         """Record that a request sent at `sent_at` was answered."""
-        if self._all.closures and sent_at >= self._all.since:
-            self._all = _Standing()
-        if again and sent_at >= self._refused.since:
-            self._refused = _Standing()
-        key = _key(tenant)
-        standing = self._standing.get(key)
-        if standing is not None and sent_at >= standing.since:
-            del self._standing[key]
+        if self._all_requests.closures and sent_at >= self._all_requests.first_refused_at:
+            self._all_requests = _RefusalRecord()
+        if was_refused and sent_at >= self._refused_before.first_refused_at:
+            self._refused_before = _RefusalRecord()
+        key = _make_tenant_key(tenant)
+        record = self._by_tenant.get(key)
+        if record is not None and sent_at >= record.first_refused_at:
+            del self._by_tenant[key]
 
-    def ended(self, tenant: str, *, again: bool = False) -> None:
+    def end_trial(self, tenant: str, *, was_refused: bool = False) -> None:
         """Record that a request ended neither refused nor answered, so that the next one may be tried."""
-        for standing in self._standings(tenant, again):
-            standing.tried_until = float("-inf")
+        for record in self._list_records(tenant, was_refused):
+            record.trial_until = float("-inf")
 
-    def rest_s(self, tenant: str, now: float, *, again: bool = False) -> float:
+    def admit_request(self, tenant: str, now: float, *, was_refused: bool = False) -> float:
         """Return how long a request must wait unsent. 0 admits it, and then the caller has to send it."""
-        standings = self._standings(tenant, again)
-        if not standings:
+        records = self._list_records(tenant, was_refused)
+        if not records:
             return 0.0
-        rest_s = max(each.rest_s(now) for each in standings)
+        rest_s = max(each.compute_rest_s(now) for each in records)
         if rest_s <= 0:
             # The admitted request is the trial of each group that rested.
-            for standing in standings:
-                if standing.closures >= REST_FROM:
-                    standing.tried_until = now + REST_MOST_S
+            for record in records:
+                if record.closures >= MIN_CLOSURES:
+                    record.trial_until = now + MAX_REST_S
         return rest_s
 
     @property
-    def calm(self) -> bool:
+    def has_no_refusals(self) -> bool:
         """True if no group was refused. Every request may then be sent, and its answer changes nothing."""
-        return not self._standing and not self._all.closures
+        return not self._by_tenant and not self._all_requests.closures
 
     @property
-    def at_once(self) -> int | None:
+    def max_tried_at_once(self) -> int | None:
         """Maximum number of requests that may be tried at a time. `None` for as many as the limit allows."""
-        return SIFTED if self._all.closures >= REST_FROM else None
+        return MAX_TRIED_AT_ONCE if self._all_requests.closures >= MIN_CLOSURES else None
 
-    def _standings(self, tenant: str, again: bool) -> list[_Standing]:
-        standings = [self._refused] if again else []
-        if (standing := self._standing.get(_key(tenant))) is not None:
-            standings.append(standing)
-        return standings
+    def _list_records(self, tenant: str, was_refused: bool) -> list[_RefusalRecord]:
+        records = [self._refused_before] if was_refused else []
+        if (record := self._by_tenant.get(_make_tenant_key(tenant))) is not None:
+            records.append(record)
+        return records
 
 
-def _key(tenant: str) -> str:
-    if len(tenant) <= _NAME_CHARS:
+def _make_tenant_key(tenant: str) -> str:
+    if len(tenant) <= _MAX_NAME_CHARS:
         return tenant
     return "\0" + blake2b(tenant.encode(errors="surrogatepass")).hexdigest()

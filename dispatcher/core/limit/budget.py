@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-SLACK = 1e-6
+ROUNDING_TOLERANCE = 1e-6
 """Tolerance in requests. Sums of fractions such as 0.1 + 0.2 are slightly inexact, and that must not add or
 remove a slot."""
-MOST_IN_FLIGHT = 1_000_000
+MAX_IN_FLIGHT = 1_000_000
 """Upper bound of the limit, whatever a metrics page or a setting says. It is larger than any pool, and well
 within the integer range of Redis."""
 
 
-SERVER_LAG_S = 0.5
+MAX_SERVER_METRICS_AGE_S = 0.5
 """Maximum age of the picker's metrics of the model servers."""
-PLAUSIBLE_MOST = 1e9
+MAX_PLAUSIBLE_REQUESTS = 1e9
 """Maximum plausible capacity or load in requests. A larger number is a defect of its source."""
 
 
@@ -64,14 +64,14 @@ class Reason(StrEnum):
 
     rank: int
     """Position in the order of declaration."""
-    closed: bool
+    is_closed: bool
     """True if nothing is sent for this reason."""
 
 
 for _rank, _reason in enumerate(Reason):
     _reason.rank = _rank
 for _reason in Reason:
-    _reason.closed = _reason.rank <= Reason.NO_ROOM.rank
+    _reason.is_closed = _reason.rank <= Reason.NO_ROOM.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Policy:
 
     reserve: float = 0.05
     """B: share of the pool that batch requests never take."""
-    upper: float | None = None
+    max_budget: float | None = None
     """u: largest budget that is plausible. `None` for 1 − reserve."""
     max_sys: float | None = None
     """Capacity in requests. `None` for ready endpoints × per_endpoint."""
@@ -97,17 +97,17 @@ class Policy:
     """Age from which a sample is no longer used."""
     retry_after_max_s: float = 60.0
     """Maximum Retry-After. A longer one is shortened to this."""
-    stray_s: float = 30.0
+    orphan_timeout_s: float = 30.0
     """Time for which the request of a silent owner may still run after its lease was taken back."""
 
     @property
-    def ceiling_d(self) -> float:
-        return 1.0 - self.reserve if self.upper is None else self.upper
+    def budget_ceiling(self) -> float:
+        return 1.0 - self.reserve if self.max_budget is None else self.max_budget
 
-    def most(self, max_sys: float) -> int:
+    def compute_max_limit(self, max_sys: float) -> int:
         """Return the largest limit that a reading can justify: the smallest of floor(max_SYS × (1 − B)),
         MAX_IN_FLIGHT and `max_in_flight`."""
-        room = min(whole(max_sys * (1.0 - self.reserve)), MOST_IN_FLIGHT)
+        room = min(round_down(max_sys * (1.0 - self.reserve)), MAX_IN_FLIGHT)
         return room if self.max_in_flight is None else min(room, self.max_in_flight)
 
 
@@ -125,32 +125,32 @@ class Reading:
     """Requests in the picker's queue as a share of the capacity: cur_EPP / max_SYS."""
     max_sys: float
     """Capacity in requests, from the same sample."""
-    exact: bool = True
+    is_request_count: bool = True
     """True if the signal counts requests, so that batch requests must be visible in it. The default
     saturation detector is a pressure score and does not."""
     source: str = ""
     """Source of the sample: `epp` or `prometheus`."""
-    raw: Mapping[str, float] = field(default_factory=dict)
+    raw_values: Mapping[str, float] = field(default_factory=dict)
     """Values from which the reading was made, by series, for display."""
     running: float | None = None
     """Requests that run in the model servers at the time of the sample. `None` if no series separates them
     from waiting requests."""
     waiting: float = 0.0
     """Requests that wait at that time, in the picker or in the model servers."""
-    exact_counts: bool = True
+    has_exact_counts: bool = True
     """True if `running` and `waiting` were counted together. Otherwise `running` is the number of requests
     that the picker has sent, minus the number that waited in the model servers up to MAX_SERVER_METRICS_AGE_S
     before."""
     averages: tuple[float, float] | None = None
     """Requests that ran and requests that waited in the model servers at the picker's last flush. `None` if
     the picker does not show both."""
-    capacity_known: bool = True
+    is_capacity_known: bool = True
     """True if `max_sys` comes from a setting, the picker or the model servers. Otherwise `max_sys` is only
     the start of the search for the capacity."""
-    beyond_calls: float = math.inf
+    items_beyond_calls: float = math.inf
     """Number of items of batch calls that the reading may count beyond one per call: 0 if it counts calls,
     infinite if it comes from model servers, which count items."""
-    good_s: float | None = None
+    max_age_s: float | None = None
     """Age from which a sample of this source is no longer used. `None` for `Policy.max_age_s`."""
 
     @property
@@ -171,30 +171,30 @@ class Budget:
     headroom: int
     """H = floor(max_SYS × D), in requests. Negative if the pool is overfull."""
     max_sys: float
-    configured: float
+    configured_max_sys: float
     """max_SYS by the configuration, the sample and the watch. `max_sys` is smaller if a known capacity proved
     too large, and differs in either direction if the capacity is not known."""
-    known: bool = True
+    is_capacity_known: bool = True
     """True if `configured_max_sys` is the capacity. Otherwise it is only the start of the search for the
     capacity."""
     fault: Reason | None = None
     """Reason why the budget must not be used: NO_ENDPOINTS or IMPLAUSIBLE. `None` if it may be used."""
-    because: str = ""
+    fault_detail: str = ""
     """The fault in words."""
 
     @property
-    def learned(self) -> bool:
+    def is_capacity_learned(self) -> bool:
         """True if readings showed that the pool runs less than its known capacity."""
-        return self.known and self.max_sys < self.configured
+        return self.is_capacity_known and self.max_sys < self.configured_max_sys
 
 
-def whole(requests: float) -> int:
+def round_down(requests: float) -> int:
     """Return the number of whole requests, with a tolerance for rounding errors of floats."""
-    return math.floor(requests + SLACK)
+    return math.floor(requests + ROUNDING_TOLERANCE)
 
 
-def assess(
-    reading: Reading, policy: Policy, capacity: float | None = None, share: float | None = None
+def compute_budget(
+    reading: Reading, policy: Policy, capacity: float | None = None, learned_share: float | None = None
 ) -> Budget:
     """Return the budget that a reading leaves under a policy.
 
@@ -205,49 +205,49 @@ def assess(
     """
     f_sys, f_epp, max_sys = reading.f_sys, reading.f_epp, reading.max_sys
     if not (math.isfinite(f_sys) and math.isfinite(f_epp) and math.isfinite(max_sys)):
-        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a value that is not a finite number")
+        return _make_faulty_budget(reading, policy, Reason.IMPLAUSIBLE, "a value that is not a finite number")
     if capacity is not None and math.isnan(capacity):
-        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a capacity that is not a number")
+        return _make_faulty_budget(reading, policy, Reason.IMPLAUSIBLE, "a capacity that is not a number")
     if f_sys < 0 or f_epp < 0 or max_sys < 0:
-        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a negative load or capacity")
-    if max(max_sys, reading.load) > PLAUSIBLE_MOST:
+        return _make_faulty_budget(reading, policy, Reason.IMPLAUSIBLE, "a negative load or capacity")
+    if max(max_sys, reading.load) > MAX_PLAUSIBLE_REQUESTS:
         why = f"a capacity of {max_sys:.3g} and a load of {reading.load:.3g} requests: no pool has so many"
-        return _faulty(reading, policy, Reason.IMPLAUSIBLE, why)
+        return _make_faulty_budget(reading, policy, Reason.IMPLAUSIBLE, why)
     configured = max_sys if capacity is None else min(capacity, max_sys)
-    fitting = configured if share is None else configured * share
+    fitting = configured if learned_share is None else configured * learned_share
     if fitting != max_sys:
         if fitting > 0:
             # A pressure score is a fraction of the real capacity. A smaller learned capacity must not be
             # applied to it a second time, so it is rescaled by the configured capacity only.
-            f_sys *= max_sys / (fitting if reading.exact else configured)
+            f_sys *= max_sys / (fitting if reading.is_request_count else configured)
             f_epp *= max_sys / fitting
         max_sys = fitting
     if max_sys <= 0:
-        return _faulty(reading, policy, Reason.NO_ENDPOINTS, "no endpoint is ready")
+        return _make_faulty_budget(reading, policy, Reason.NO_ENDPOINTS, "no endpoint is ready")
     # D = 1 − (F_SYS + F_EPP + B). Each term is a share of the same max_SYS.
     d = 1.0 - (f_sys + f_epp + policy.reserve)
     if not math.isfinite(max_sys * d):
-        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a load beyond all numbers")
+        return _make_faulty_budget(reading, policy, Reason.IMPLAUSIBLE, "a load beyond all numbers")
     budget = Budget(
         signal=reading.signal,
         f_sys=f_sys,
         f_epp=f_epp,
         reserve=policy.reserve,
         d=d,
-        headroom=whole(max_sys * d),
+        headroom=round_down(max_sys * d),
         max_sys=max_sys,
-        configured=configured,
-        known=reading.capacity_known,
+        configured_max_sys=configured,
+        is_capacity_known=reading.is_capacity_known,
     )
     # More room than an idle pool has means that a series is missing or wrong. Sending on such a reading would
     # overfill the pool.
-    if (d - policy.ceiling_d) * max_sys > SLACK:
-        why = f"D {d:.3f} is above {policy.ceiling_d:.3f}, more room than an idle pool has"
-        return _faulty(reading, policy, Reason.IMPLAUSIBLE, why)
+    if (d - policy.budget_ceiling) * max_sys > ROUNDING_TOLERANCE:
+        why = f"D {d:.3f} is above {policy.budget_ceiling:.3f}, more room than an idle pool has"
+        return _make_faulty_budget(reading, policy, Reason.IMPLAUSIBLE, why)
     return budget
 
 
-def _faulty(reading: Reading, policy: Policy, fault: Reason, because: str) -> Budget:
+def _make_faulty_budget(reading: Reading, policy: Policy, fault: Reason, detail: str) -> Budget:
     return Budget(
         signal=reading.signal,
         f_sys=reading.f_sys,
@@ -256,7 +256,7 @@ def _faulty(reading: Reading, policy: Policy, fault: Reason, because: str) -> Bu
         d=float("nan"),
         headroom=0,
         max_sys=reading.max_sys,
-        configured=reading.max_sys,
+        configured_max_sys=reading.max_sys,
         fault=fault,
-        because=because,
+        fault_detail=detail,
     )

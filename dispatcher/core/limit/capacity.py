@@ -35,54 +35,54 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from dispatcher.core.limit.budget import MOST_IN_FLIGHT, SLACK
+from dispatcher.core.limit.budget import MAX_IN_FLIGHT, ROUNDING_TOLERANCE
 from dispatcher.core.limit.picker_inference import FLUSH_S
 
 GROWTH = 1.24
 """Factor by which more requests may run than ran while none waited."""
-GROWTH_LIVE, LIVE_S = 1.16, 2.0
+GROWTH_FREQUENT, FREQUENT_S = 1.16, 2.0
 """GROWTH if readings come at least every FREQUENT_S: there are more steps then, and they are smaller."""
 GROWTH_REALTIME = 1.1
 """GROWTH for realtime requests: if they fill most of a pool, little room is left."""
-GROWTH_CAREFUL, LONG_S = 1.04, 10.0
+GROWTH_CAREFUL, LONG_REQUEST_S = 1.04, 10.0
 """GROWTH_REALTIME if readings come at least every FREQUENT_S, and batch requests take longer than
 LONG_REQUEST_S or none has been answered yet. Too many requests would then hold their slots for long."""
-PROBE, CLIMBS = 0.04, 3
+PROBE_STEP, PROBE_SUCCESSES = 0.04, 3
 """Share of the ceiling by which the first probe exceeds it (at least one request). Each further probe after a
 success exceeds it by twice as much, and after PROBE_SUCCESSES successes the ceiling is dropped."""
-HOLD_S, HOLD_MOST_S = 10.0, 120.0
+HOLD_S, MAX_HOLD_S = 10.0, 120.0
 """Seconds without waiting requests before a ceiling is probed: for a new ceiling, and at most."""
-HOLD_BEATS, HOLD_TOOK, HOLD_MOST = 4.0, 1.0, 24.0
+HOLD_READINGS, HOLD_DURATIONS, MAX_HOLD_MULTIPLE = 4.0, 1.0, 24.0
 """First hold time in reading intervals, and in mean durations of a batch request (a failed probe holds slots
 for that long); and the maximum hold time in either unit. The largest resulting number of seconds applies."""
-BEAT_MOST_S = 60.0
-SAME = 0.1
+MAX_READING_INTERVAL_S = 60.0
+CONFIRMATION_TOLERANCE = 0.1
 """Relative difference up to which a new ceiling confirms the previous one."""
-RIGHT = 0.97
+CAPACITY_REACHED = 0.97
 """Share of a known capacity that has to run to show that the capacity is right."""
-LATELY_S, LATELY_BEATS, LATELY_MOST_S = 30.0, 30.0, 450.0
+RECENT_S, RECENT_READINGS, MAX_RECENT_S = 30.0, 30.0, 450.0
 """Time, in seconds and in reading intervals, for which a number of requests that ran while none waited bounds
 the effect of a refusal."""
-LEAST = 0.001
+MIN_SHARE = 0.001
 """Smallest share. The estimate has to recover from it in reasonable time."""
-ONE_WAITS = 0.5
+MIN_WAITING = 0.5
 """Number of requests from which on a request counts as waiting. The mean of several samples need not be
 whole."""
-FEW = 0.01
+NEGLIGIBLE_WAITING_SHARE = 0.01
 """Share of the running requests up to which waiting requests are ignored: they wait for the next step of the
 server."""
-FITTED = 0.9
+FITTED_AT_REFUSAL = 0.9
 """Share of the requests present at a refusal that are assumed to have run while the others waited."""
-CROWD, CROWD_TOGETHER = 0.1, 0.4
+BACKLOG_SHARE, BACKLOG_SHARE_SUM = 0.1, 0.4
 """Waiting requests as a share of the running ones. A known capacity is doubted from BACKLOG_SHARE on, if the
 shares of readings in a row add up to BACKLOG_SHARE_SUM."""
-AGAIN, AGAIN_TOGETHER = 0.03, 0.08
+SENSITIVE_BACKLOG_SHARE, SENSITIVE_BACKLOG_SHARE_SUM = 0.03, 0.08
 """Lower limits that apply instead if a ceiling is known, a request was refused, or the capacity is not
 known."""
-ROW = 3
+CEILING_READINGS = 3
 """Number of readings in a row whose largest number of running requests becomes the ceiling."""
 
-LONGEST_ROW = 30
+MAX_BACKLOG_READINGS = 30
 """Maximum number of readings with a backlog that are kept."""
 
 
@@ -92,84 +92,84 @@ class PoolCounts:
 
     running: float
     waiting: float
-    surely_running: float
+    certainly_running: float
     """Part of `running` that certainly ran. It is smaller if `waiting` was counted before `running`, because
     requests that came in between may be waiting."""
-    steady: bool = True
+    is_steady: bool = True
     """True if the counts hardly changed recently, so that they fit together although they were taken at
     different times."""
-    exact: bool = True
+    is_exact: bool = True
     """True if both were counted at the same time."""
-    in_picker: bool = False
+    is_waiting_in_picker: bool = False
     """True if all waiting requests wait in the picker, which counts them together with the requests that it
     sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class PoolSnapshot:
     """State of the whole pool in one sample, in requests."""
 
-    at: float
+    sampled_at: float
     """Time at which the sample was taken."""
-    configured: float
+    configured_capacity: float
     """Capacity that the configuration or the picker names, or else the number with which the search starts.
     """
-    known: bool
+    is_capacity_known: bool
     """True if `configured_capacity` is the capacity. Otherwise it is only the start of the search."""
-    realtime: float
+    realtime_requests: float
     """Realtime requests in the pool, running or waiting."""
-    now: PoolCounts | None = None
+    current_counts: PoolCounts | None = None
     """Counts at the time of the sample. `None` if running and waiting requests cannot be separated."""
-    averages: PoolCounts | None = None
+    average_counts: PoolCounts | None = None
     """Averages of the picker as of its last flush. Other samples show the same averages."""
-    waiting: float = 0.0
+    waiting_requests: float = 0.0
     """Requests that certainly wait at the time of the sample, at least in the picker."""
-    took_s: float = 0.0
+    mean_duration_s: float = 0.0
     """Mean duration of batch requests."""
 
 
 @dataclass(slots=True)
-class Capacity:
+class CapacityEstimate:
     """The estimate and its components. All numbers of requests are shares of the configured capacity."""
 
-    share: float | None = None
+    split_into: float | None = None
     """The estimate. `None` if the capacity is known and nothing else was learned."""
     ceiling: float | None = None
     """Requests that ran while others waited. `None` if no request was seen waiting, or the ceiling was
     disproved."""
-    confirmed: int = 0
+    confirmations: int = 0
     """Number of times in a row that a failed probe measured the same ceiling."""
-    _known: bool | None = None
+    _is_capacity_known: bool | None = None
     """True if the capacity was known at the last reading. `None` before the first reading."""
-    _configured: float = 0.0
+    _configured_capacity: float = 0.0
     """Configured capacity at the last reading."""
-    _probing: bool = False
+    _is_probing: bool = False
     """True while the estimate exceeds the ceiling."""
-    _climbs: int = 0
+    _probe_successes: int = 0
     """Number of probes in a row that succeeded."""
-    _above: int = 0
+    _readings_above_ceiling: int = 0
     """Number of readings in a row in which more requests than the ceiling ran while none waited."""
-    _quiet_since: float = float("-inf")
+    _no_waiting_since: float = float("-inf")
     """Time at which requests waited last, or the ceiling was measured."""
-    _beat_s: float = 1.0
+    _reading_interval_s: float = 1.0
     """Time between the last two readings that showed something new."""
-    _took_s: float = 0.0
+    _mean_duration_s: float = 0.0
     """Mean duration of batch requests, according to the newest reading."""
-    _seen_at: float | None = None
-    _ran: deque[tuple[float, float]] = field(default_factory=deque)
+    _snapshot_at: float | None = None
+    _recent_running: deque[tuple[float, float]] = field(default_factory=deque)
     """Times and numbers of requests that ran recently while none waited."""
-    _crowds: list[tuple[float, float]] = field(default_factory=list)
+    _backlogs: list[tuple[float, float]] = field(default_factory=list)
     """Running requests, and waiting requests as a share of them, for each reading in a row with a backlog."""
-    _flush: tuple[float, PoolCounts] | None = None
+    _newest_flush: tuple[float, PoolCounts] | None = None
     """Time at which the averages of the newest flush were seen first, and the averages."""
-    _realtime: float | None = None
+    _realtime_requests: float | None = None
     """Realtime requests, according to the newest reading."""
-    _ours: int | None = None
+    _in_flight_at_refusal: int | None = None
     """Largest number of batch requests in flight at a refusal that no reading has judged yet."""
-    _turned_away: int = 0
+    _refused_requests: int = 0
     """Number of those requests that were refused themselves."""
 
-    def refused(self, ours: int, *, known: bool = False, heard: bool = False) -> None:
+    def record_refusal(self, in_flight: int, *, is_known: bool = False, is_remote: bool = False) -> None:
         """Record a refusal for lack of capacity with `in_flight` batch requests in flight, those refused with
         it included.
 
@@ -178,211 +178,285 @@ class Capacity:
         right one. `is_known` is True for a refusal at the time of an earlier one. `is_remote` is True for a
         refusal that another replica reported; its request is not among those counted here.
         """
-        if (known and self._ours is None) or self._realtime is None:
+        if (is_known and self._in_flight_at_refusal is None) or self._realtime_requests is None:
             return  # already judged, or older than the first reading of the pool
-        self._ours = max(self._ours or 0, ours)
-        self._turned_away += 0 if heard else 1
+        self._in_flight_at_refusal = max(self._in_flight_at_refusal or 0, in_flight)
+        self._refused_requests += 0 if is_remote else 1
 
-    def reading(self, sight: Sight, *, reserve: float, backoff: float) -> None:
+    def learn_from_snapshot(self, snapshot: PoolSnapshot, *, reserve: float, backoff: float) -> None:
         """Learn from a sample that the limiter applied, taken after the newest refusal.
 
         `reserve` is the share of the pool that batch requests never take. `backoff` is β.
         """
-        self._follow(sight)
-        before, self._realtime = self._realtime, sight.realtime
-        ours, self._ours = self._ours, None
-        refused, now, flush = ours is not None, sight.now, self._new_averages(sight)
-        if now is None and flush is None and sight.averages is not None and not refused:
+        self._update_configured(snapshot)
+        realtime_before, self._realtime_requests = self._realtime_requests, snapshot.realtime_requests
+        in_flight, self._in_flight_at_refusal = self._in_flight_at_refusal, None
+        was_refused, now, flush = (
+            in_flight is not None,
+            snapshot.current_counts,
+            self._take_new_averages(snapshot),
+        )
+        if now is None and flush is None and snapshot.average_counts is not None and not was_refused:
             return  # an earlier sample showed these averages
-        turned_away, self._turned_away = self._turned_away, 0
-        if self._seen_at is not None:
-            self._beat_s = min(max(sight.at - self._seen_at, 0.0), BEAT_MOST_S)
-        self._seen_at, self._took_s = sight.at, min(sight.took_s, BEAT_MOST_S)
-        most = max((each.surely_running for each in (now, flush) if each is not None), default=0.0)
+        refused_requests, self._refused_requests = self._refused_requests, 0
+        if self._snapshot_at is not None:
+            self._reading_interval_s = min(
+                max(snapshot.sampled_at - self._snapshot_at, 0.0), MAX_READING_INTERVAL_S
+            )
+        self._snapshot_at, self._mean_duration_s = (
+            snapshot.sampled_at,
+            min(snapshot.mean_duration_s, MAX_READING_INTERVAL_S),
+        )
+        max_running = max((each.certainly_running for each in (now, flush) if each is not None), default=0.0)
         # The configured capacity runs, so it is right. Waiting requests and refusals are explained by a full
         # pool.
-        if sight.known and most >= RIGHT * sight.configured:
-            self._remember(sight.at, most / sight.configured)
-            self._crowds.clear()
-            self._forget()
+        if snapshot.is_capacity_known and max_running >= CAPACITY_REACHED * snapshot.configured_capacity:
+            self._record_running(snapshot.sampled_at, max_running / snapshot.configured_capacity)
+            self._backlogs.clear()
+            self._reset_estimate()
             return
         # Counts of different times scatter, so they prove a backlog only if there are no averages.
-        fits = now is not None and (now.exact or now.in_picker or sight.averages is None)
-        witness = now if fits else flush
-        if witness is not None and self._shows_crowd(witness, sight, refused=refused):
+        is_consistent = now is not None and (
+            now.is_exact or now.is_waiting_in_picker or snapshot.average_counts is None
+        )
+        witness = now if is_consistent else flush
+        if witness is not None and self._record_backlog(witness, snapshot, was_refused=was_refused):
             return
-        if self._somebody_waits(sight, now or flush):
+        if self._record_waiting(snapshot, now or flush):
             return
-        surely = self._surely(sight, now, flush)
-        if surely is not None:
-            self._remember(sight.at, surely)
-        if ours is not None:
+        proven = self._compute_proven_share(snapshot, now, flush)
+        if proven is not None:
+            self._record_running(snapshot.sampled_at, proven)
+        if in_flight is not None:
             # Nothing explains the refusal: the pool ran less than was there. The larger number of realtime
             # requests counts, because some may have ended between the refusal and this reading.
-            fitted = FITTED * (max(0, ours - turned_away) + max(before or 0.0, sight.realtime))
-            share = 1.0 if self.share is None else self.share
-            self._quiet_since = sight.at
-            self._measured(min(share, max(fitted / sight.configured, self._lately, backoff * share)))
-        elif self.share is not None:
-            self._nobody_waits(sight, surely, witness, reserve)
+            fitted = FITTED_AT_REFUSAL * (
+                max(0, in_flight - refused_requests) + max(realtime_before or 0.0, snapshot.realtime_requests)
+            )
+            share = 1.0 if self.split_into is None else self.split_into
+            self._no_waiting_since = snapshot.sampled_at
+            self._set_ceiling(
+                min(
+                    share,
+                    max(fitted / snapshot.configured_capacity, self._max_recent_running, backoff * share),
+                )
+            )
+        elif self.split_into is not None:
+            self._grow_estimate(snapshot, proven, witness, reserve)
 
     @property
     def hold_s(self) -> float:
         """Seconds without waiting requests before the ceiling is probed."""
-        first = max(HOLD_S, HOLD_BEATS * self._beat_s, HOLD_TOOK * self._took_s)
-        most = max(HOLD_MOST_S, HOLD_MOST * self._beat_s, HOLD_MOST * self._took_s)
-        return min(first * 2.0 ** min(max(0, self.confirmed - 1), 16), most)
+        first = max(HOLD_S, HOLD_READINGS * self._reading_interval_s, HOLD_DURATIONS * self._mean_duration_s)
+        most = max(
+            MAX_HOLD_S,
+            MAX_HOLD_MULTIPLE * self._reading_interval_s,
+            MAX_HOLD_MULTIPLE * self._mean_duration_s,
+        )
+        return min(first * 2.0 ** min(max(0, self.confirmations - 1), 16), most)
 
-    def _follow(self, sight: Sight) -> None:
+    def _update_configured(self, snapshot: PoolSnapshot) -> None:
         """Apply what the sample says about the configured capacity."""
-        if self._known is not sight.known:
-            scale = self._configured / sight.configured
+        if self._is_capacity_known is not snapshot.is_capacity_known:
+            scale = self._configured_capacity / snapshot.configured_capacity
             ceiling = None if self.ceiling is None else self.ceiling * scale
-            self._forget()
-            if not sight.known:  # at the start, or when the capacity is no longer named
-                self.share = 1.0
-            elif ceiling is not None and ceiling < RIGHT:
-                self.share = self.ceiling = ceiling
+            self._reset_estimate()
+            if not snapshot.is_capacity_known:  # at the start, or when the capacity is no longer named
+                self.split_into = 1.0
+            elif ceiling is not None and ceiling < CAPACITY_REACHED:
+                self.split_into = self.ceiling = ceiling
             # The history is kept as shares, so it has to be rescaled to the new configured capacity.
-            self._ran = deque((at, ran * scale) for at, ran in self._ran)
-            self._crowds.clear()
-        self._known, self._configured = sight.known, sight.configured
+            self._recent_running = deque((at, ran * scale) for at, ran in self._recent_running)
+            self._backlogs.clear()
+        self._is_capacity_known, self._configured_capacity = (
+            snapshot.is_capacity_known,
+            snapshot.configured_capacity,
+        )
 
-    def _new_averages(self, sight: Sight) -> PoolCounts | None:
+    def _take_new_averages(self, snapshot: PoolSnapshot) -> PoolCounts | None:
         """Return the averages of a flush that no earlier sample has shown. All samples of one flush are one
         observation."""
-        if sight.averages is None:
+        if snapshot.average_counts is None:
             return None
-        last = self._flush
-        if last is not None and sight.averages == last[1] and sight.at - last[0] < FLUSH_S:
+        last = self._newest_flush
+        if (
+            last is not None
+            and snapshot.average_counts == last[1]
+            and snapshot.sampled_at - last[0] < FLUSH_S
+        ):
             return None
-        self._flush = sight.at, sight.averages
-        return sight.averages
+        self._newest_flush = snapshot.sampled_at, snapshot.average_counts
+        return snapshot.average_counts
 
-    def _shows_crowd(self, count: PoolCounts, sight: Sight, *, refused: bool) -> bool:
+    def _record_backlog(self, count: PoolCounts, snapshot: PoolSnapshot, *, was_refused: bool) -> bool:
         """Return whether enough requests wait to show what the pool runs at once. If they did so often
         enough, that number becomes the ceiling."""
-        sure = refused or self.share is not None or not sight.known
-        least, enough = (AGAIN, AGAIN_TOGETHER) if sure else (CROWD, CROWD_TOGETHER)
-        crowd = count.waiting / count.running if count.running > 0 else 0.0
-        if count.waiting < 2 * ONE_WAITS or crowd < least or not count.steady:
-            self._crowds.clear()
+        is_sensitive = was_refused or self.split_into is not None or not snapshot.is_capacity_known
+        least, enough = (
+            (SENSITIVE_BACKLOG_SHARE, SENSITIVE_BACKLOG_SHARE_SUM)
+            if is_sensitive
+            else (BACKLOG_SHARE, BACKLOG_SHARE_SUM)
+        )
+        waiting_share = count.waiting / count.running if count.running > 0 else 0.0
+        if count.waiting < 2 * MIN_WAITING or waiting_share < least or not count.is_steady:
+            self._backlogs.clear()
             return False
-        self._quiet_since = sight.at
-        self._crowds = [*self._crowds[1 - LONGEST_ROW :], (count.running / sight.configured, crowd)]
+        self._no_waiting_since = snapshot.sampled_at
+        self._backlogs = [
+            *self._backlogs[1 - MAX_BACKLOG_READINGS :],
+            (count.running / snapshot.configured_capacity, waiting_share),
+        ]
         # A burst that has just arrived can look like a backlog in one sample, but not in the averages.
-        alone = refused or (sure and count is sight.averages)
-        if sum(crowd for _, crowd in self._crowds) >= enough and (alone or len(self._crowds) > 1):
-            self._measured(max(ran for ran, _ in self._crowds[-ROW:]))
+        alone = was_refused or (is_sensitive and count is snapshot.average_counts)
+        if sum(waiting_share for _, waiting_share in self._backlogs) >= enough and (
+            alone or len(self._backlogs) > 1
+        ):
+            self._set_ceiling(max(ran for ran, _ in self._backlogs[-CEILING_READINGS:]))
         return True
 
-    def _somebody_waits(self, sight: Sight, count: PoolCounts | None) -> bool:
+    def _record_waiting(self, snapshot: PoolSnapshot, count: PoolCounts | None) -> bool:
         """Return whether any request waits now. A few waiting requests may not show the capacity, but they
         stop the growth."""
         running, waiting = (0.0, 0.0) if count is None else (count.running, count.waiting)
-        if max(waiting, sight.waiting) < max(ONE_WAITS, FEW * running):
+        if max(waiting, snapshot.waiting_requests) < max(MIN_WAITING, NEGLIGIBLE_WAITING_SHARE * running):
             return False
-        self._quiet_since = sight.at
+        self._no_waiting_since = snapshot.sampled_at
         # The probe failed: the ceiling is confirmed.
-        if self._probing and self.ceiling is not None:
-            self._measured(self.ceiling)
+        if self._is_probing and self.ceiling is not None:
+            self._set_ceiling(self.ceiling)
         # An exact count above the estimate is a fact even while requests wait, so the estimate follows it.
-        ran = running / sight.configured
-        if count is not None and count.exact and self.share is not None and ran > self.share:
-            self.share = ran
+        ran = running / snapshot.configured_capacity
+        if count is not None and count.is_exact and self.split_into is not None and ran > self.split_into:
+            self.split_into = ran
             self.ceiling = None if self.ceiling is None else ran
         return True
 
-    def _surely(self, sight: Sight, *counts: PoolCounts | None) -> float | None:
+    def _compute_proven_share(self, snapshot: PoolSnapshot, *counts: PoolCounts | None) -> float | None:
         """Return the largest share that the counts prove to have run. `None` without counts."""
         shown = [each for each in counts if each is not None]
         # After a reading with waiting requests, the picker may just have sent requests that it held back to
         # model servers whose queues it has not read again. Only counts of the same time prove anything then.
-        waited = sight.at <= self._quiet_since + self._beat_s
-        proofs = [each.surely_running for each in shown if each.exact or not waited]
-        return max(proofs, default=0.0) / sight.configured if shown else None
+        waited = snapshot.sampled_at <= self._no_waiting_since + self._reading_interval_s
+        proofs = [each.certainly_running for each in shown if each.is_exact or not waited]
+        return max(proofs, default=0.0) / snapshot.configured_capacity if shown else None
 
-    def _measured(self, share: float) -> None:
+    def _set_ceiling(self, share: float) -> None:
         """Set the ceiling to the number that the pool was seen to run at once."""
-        share = max(LEAST, share)
-        if self._known and share >= 1.0:
-            self._forget()
+        share = max(MIN_SHARE, share)
+        if self._is_capacity_known and share >= 1.0:
+            self._reset_estimate()
             return
-        same = self.ceiling is not None and abs(share - self.ceiling) <= SAME * self.ceiling
+        same = self.ceiling is not None and abs(share - self.ceiling) <= CONFIRMATION_TOLERANCE * self.ceiling
         if not same:
-            self.confirmed = 1
-        elif self._probing:
-            self.confirmed += 1
-        self.share = self.ceiling = share
-        self._probing, self._climbs, self._above = False, 0, 0
+            self.confirmations = 1
+        elif self._is_probing:
+            self.confirmations += 1
+        self.split_into = self.ceiling = share
+        self._is_probing, self._probe_successes, self._readings_above_ceiling = False, 0, 0
 
-    def _nobody_waits(
-        self, sight: Sight, surely: float | None, witness: PoolCounts | None, reserve: float
+    def _grow_estimate(
+        self, snapshot: PoolSnapshot, proven: float | None, witness: PoolCounts | None, reserve: float
     ) -> None:
         """Let the estimate grow as far as running requests prove room.
 
         `witness` is the count that may disprove a ceiling. If its numbers are of different times, it has to
         contradict the ceiling in two readings in a row.
         """
-        one = 1.0 / sight.configured
-        share = 1.0 if self.share is None else self.share
+        one = 1.0 / snapshot.configured_capacity
+        share = 1.0 if self.split_into is None else self.split_into
         if self.ceiling is not None:
-            proof = self._surely(sight, witness)
+            proof = self._compute_proven_share(snapshot, witness)
             if proof is not None:
-                self._above = self._above + 1 if proof >= self.ceiling + ONE_WAITS * one else 0
-            if witness is None or proof is None or self._above < (1 if witness.exact else 2):
-                self._hold_or_probe(sight, surely, self.ceiling, reserve)
+                self._readings_above_ceiling = (
+                    self._readings_above_ceiling + 1 if proof >= self.ceiling + MIN_WAITING * one else 0
+                )
+            if (
+                witness is None
+                or proof is None
+                or self._readings_above_ceiling < (1 if witness.is_exact else 2)
+            ):
+                self._hold_or_probe(snapshot, proven, self.ceiling, reserve)
                 return
-            surely = proof
-            self._climbs, self._above, self.confirmed = self._climbs + 1, 0, 0
-            if self._climbs < CLIMBS:
-                self.ceiling, self._probing = surely, True
-                self._take(sight, max(share, _probed(surely, PROBE * 2.0**self._climbs, sight, reserve)))
+            proven = proof
+            self._probe_successes, self._readings_above_ceiling, self.confirmations = (
+                self._probe_successes + 1,
+                0,
+                0,
+            )
+            if self._probe_successes < PROBE_SUCCESSES:
+                self.ceiling, self._is_probing = proven, True
+                self._set_share(
+                    snapshot,
+                    max(
+                        share,
+                        _compute_probe_share(
+                            proven, PROBE_STEP * 2.0**self._probe_successes, snapshot, reserve
+                        ),
+                    ),
+                )
                 return
-            self.ceiling, self._probing, self._climbs = None, False, 0
-        if surely is not None and surely > 0:
+            self.ceiling, self._is_probing, self._probe_successes = None, False, 0
+        if proven is not None and proven > 0:
             # Batch and realtime requests grow at different rates, so they are separated first.
-            realtime = min(surely, sight.realtime * one)
-            growth, others = GROWTH, GROWTH_REALTIME
-            if self._beat_s <= LIVE_S:
-                growth = GROWTH_LIVE
-                others = GROWTH_REALTIME if 0.0 < self._took_s < LONG_S else GROWTH_CAREFUL
-            may_run = growth * (surely - realtime) + others * realtime
-            self._take(sight, max(share, max(may_run, surely + one) / (1.0 - reserve)))
+            realtime = min(proven, snapshot.realtime_requests * one)
+            growth, realtime_growth = GROWTH, GROWTH_REALTIME
+            if self._reading_interval_s <= FREQUENT_S:
+                growth = GROWTH_FREQUENT
+                realtime_growth = (
+                    GROWTH_REALTIME if 0.0 < self._mean_duration_s < LONG_REQUEST_S else GROWTH_CAREFUL
+                )
+            may_run = growth * (proven - realtime) + realtime_growth * realtime
+            self._set_share(snapshot, max(share, max(may_run, proven + one) / (1.0 - reserve)))
 
-    def _hold_or_probe(self, sight: Sight, surely: float | None, ceiling: float, reserve: float) -> None:
+    def _hold_or_probe(
+        self, snapshot: PoolSnapshot, proven: float | None, ceiling: float, reserve: float
+    ) -> None:
         """Keep the ceiling, which nothing disproves, or start or continue a probe."""
-        if self._probing and self.share is not None:
+        if self._is_probing and self.split_into is not None:
             # Endpoints that came or went, or a changed reserve, may require more than the probe started with.
-            share = max(self.share, _probed(ceiling, PROBE * 2.0**self._climbs, sight, reserve))
+            share = max(
+                self.split_into,
+                _compute_probe_share(ceiling, PROBE_STEP * 2.0**self._probe_successes, snapshot, reserve),
+            )
             # If no reading can show what runs, the absence of waiting requests has to do as proof.
-            self._take(sight, share * GROWTH if surely is None else share)
-        elif sight.at - self._quiet_since >= self.hold_s:
-            self._probing = True
-            self._take(sight, _probed(ceiling, PROBE, sight, reserve))
+            self._set_share(snapshot, share * GROWTH if proven is None else share)
+        elif snapshot.sampled_at - self._no_waiting_since >= self.hold_s:
+            self._is_probing = True
+            self._set_share(snapshot, _compute_probe_share(ceiling, PROBE_STEP, snapshot, reserve))
 
-    def _take(self, sight: Sight, share: float) -> None:
-        self.share = min(max(share, LEAST), max(1.0, MOST_IN_FLIGHT / sight.configured))
-        if sight.known and self.share >= 1.0:
-            self._forget()
+    def _set_share(self, snapshot: PoolSnapshot, share: float) -> None:
+        self.split_into = min(max(share, MIN_SHARE), max(1.0, MAX_IN_FLIGHT / snapshot.configured_capacity))
+        if snapshot.is_capacity_known and self.split_into >= 1.0:
+            self._reset_estimate()
 
-    def _forget(self) -> None:
+    def _reset_estimate(self) -> None:
         """Discard everything that was learned."""
-        self.share = self.ceiling = None
-        self._probing, self._climbs, self._above, self.confirmed = False, 0, 0, 0
+        self.split_into = self.ceiling = None
+        self._is_probing, self._probe_successes, self._readings_above_ceiling, self.confirmations = (
+            False,
+            0,
+            0,
+            0,
+        )
 
-    def _remember(self, at: float, ran: float) -> None:
-        self._ran.append((at, ran))
-        while self._ran[0][0] < at - min(max(LATELY_S, LATELY_BEATS * self._beat_s), LATELY_MOST_S):
-            self._ran.popleft()
+    def _record_running(self, at: float, ran: float) -> None:
+        self._recent_running.append((at, ran))
+        while self._recent_running[0][0] < at - min(
+            max(RECENT_S, RECENT_READINGS * self._reading_interval_s), MAX_RECENT_S
+        ):
+            self._recent_running.popleft()
 
     @property
-    def _lately(self) -> float:
-        return max((ran for _, ran in self._ran), default=0.0)
+    def _max_recent_running(self) -> float:
+        return max((ran for _, ran in self._recent_running), default=0.0)
 
 
-def _probed(ceiling: float, by: float, sight: Sight, reserve: float) -> float:
+def _compute_probe_share(ceiling: float, step: float, snapshot: PoolSnapshot, reserve: float) -> float:
     """Return the estimate that exceeds the ceiling by a share of `step`, and by at least one whole
     request."""
-    requests = ceiling * sight.configured
-    return max(requests * (1.0 + by), math.ceil(requests - SLACK) + 1) / sight.configured / (1.0 - reserve)
+    requests = ceiling * snapshot.configured_capacity
+    return (
+        max(requests * (1.0 + step), math.ceil(requests - ROUNDING_TOLERANCE) + 1)
+        / snapshot.configured_capacity
+        / (1.0 - reserve)
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dispatcher.core.gateway.reachability import Reach
+from dispatcher.core.gateway.reachability import Reachability
 from dispatcher.core.gateway.refusals import Refusals
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.revision import Revised
+from dispatcher.core.limit.revision import Revisioned
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class SignalFailure:
     """Failure to read the signals."""
 
     reason: Reason
@@ -21,65 +21,65 @@ class Failure:
     """Time from which the state of the pool is unknown (`StalenessLimit`)."""
 
 
-class Gate(Revised):
+class Gate(Revisioned):
     """State of the conditions that close the gate."""
 
     def __init__(self) -> None:
-        self.draining = self.paused = False
+        self.is_draining = self.is_paused = False
         self.queue_problem: str | None = None
-        self.failure: Failure | None = None
+        self.signal_failure: SignalFailure | None = None
         self.refusals = Refusals()
-        self.reach = Reach()
+        self.reachability = Reachability()
 
     @property
-    def revisions(self) -> int:
+    def total_revision(self) -> int:
         """Sum of the revisions of all parts. It changes whenever one of them does."""
-        return self.revision + self.refusals.revision + self.reach.revision
+        return self.revision + self.refusals.revision + self.reachability.revision
 
     @property
-    def reachable(self) -> bool:
+    def is_gateway_reachable(self) -> bool:
         """True unless the gateway is known to be unreachable."""
-        return self.reach.closure is None
+        return self.reachability.outage is None
 
-    def closed_to_claiming(self) -> tuple[Reason, str] | None:
+    def check_claiming(self) -> tuple[Reason, str] | None:
         """Return why nothing may be claimed, regardless of the state of the pool. `None` if claiming is
         allowed."""
-        if self.draining:
+        if self.is_draining:
             return Reason.DRAINING, "shutting down"
-        if self.paused:
+        if self.is_paused:
             return Reason.PAUSED, "by an operator"
         if self.queue_problem is not None:
             return Reason.QUEUE_UNREACHABLE, self.queue_problem
         return None
 
-    def unreadable(self, now: float) -> tuple[Reason, str] | None:
+    def check_signals(self, now: float) -> tuple[Reason, str] | None:
         """Return why the state of the pool is unknown. `None` if the signals are readable, or failed only for
         a short time."""
-        failure = self.failure
+        failure = self.signal_failure
         return None if failure is None or now < failure.closes_at else (failure.reason, failure.why)
 
-    def unreachable(self) -> tuple[Reason, str] | None:
+    def check_gateway(self) -> tuple[Reason, str] | None:
         """Return why no gateway can be used. `None` if there is one."""
-        closure = self.reach.closure
+        closure = self.reachability.outage
         return None if closure is None else (Reason.GATEWAY_UNREACHABLE, closure.why)
 
-    def refused(self, now: float, read_at: float) -> tuple[Reason, str] | None:
+    def check_refusals(self, now: float, read_at: float) -> tuple[Reason, str] | None:
         """Return why nothing is sent on a reading of `read_at` after refusals. `None` if refusals do not
         matter."""
-        why = self.refusals.closed(now, read_at)
+        why = self.refusals.explain_closure(now, read_at)
         return (Reason.BACKPRESSURE, why) if why else None
 
-    def may_probe(self, now: float, read_at: float) -> bool:
+    def can_probe(self, now: float, read_at: float) -> bool:
         """Return whether one request may be sent to probe whether the gateway is back."""
-        closure = self.reach.closure
-        return closure is not None and now >= closure.next_probe_at and not self.refused(now, read_at)
+        closure = self.reachability.outage
+        return closure is not None and now >= closure.next_probe_at and not self.check_refusals(now, read_at)
 
     @property
-    def changes_at(self) -> list[float]:
+    def change_times(self) -> list[float]:
         """Times at which the gate may open or close without an event."""
-        times = [self.refusals.until]
-        if self.failure is not None:
-            times.append(self.failure.closes_at)
-        if self.reach.closure is not None:
-            times.append(self.reach.closure.next_probe_at)
+        times = [self.refusals.retry_at]
+        if self.signal_failure is not None:
+            times.append(self.signal_failure.closes_at)
+        if self.reachability.outage is not None:
+            times.append(self.reachability.outage.next_probe_at)
         return times

@@ -14,35 +14,35 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dispatcher.core.limit.budget import SLACK
-from dispatcher.core.limit.revision import Revised
+from dispatcher.core.limit.budget import ROUNDING_TOLERANCE
+from dispatcher.core.limit.revision import Revisioned
 
-KEPT = 1024
+MAX_COUNTS = 1024
 
 
 @dataclass(slots=True)
-class Losses(Revised):
+class LeaseLosses(Revisioned):
     """History of the number of lost leases, and of the orphaned ones among them."""
 
     _counts: tuple[tuple[float, int, int], ...] = ()
 
     @property
-    def lost(self) -> int:
+    def lost_units(self) -> int:
         return self._counts[-1][1] if self._counts else 0
 
-    def counted(self, at: float, lost: int, stray: int) -> bool:
+    def record_counts(self, at: float, lost_units: int, orphaned_units: int) -> bool:
         """Record the counts that were known at `at`. Return False if nothing is known of the time before: for
         the first count, or after the queue was emptied."""
         # The counter lives in Redis and only grows. A smaller value means that the queue was emptied or
         # replaced.
-        if not self._counts or lost < self.lost:
-            self._counts = ((at, lost, stray),)
+        if not self._counts or lost_units < self.lost_units:
+            self._counts = ((at, lost_units, orphaned_units),)
             return False
-        if lost > self.lost:
-            self._counts = (*self._counts[1 - KEPT :], (at, lost, stray))
+        if lost_units > self.lost_units:
+            self._counts = (*self._counts[1 - MAX_COUNTS :], (at, lost_units, orphaned_units))
         return True
 
-    def lost_at(self, at: float) -> int:
+    def count_lost_before(self, at: float) -> int:
         """Return the number of leases that were known to be lost at `at`."""
         lost = self._counts[0][1] if self._counts else 0
         for when, count, _ in self._counts:
@@ -51,7 +51,7 @@ class Losses(Revised):
             lost = count
         return lost
 
-    def strays(self, since: float, bounds: Iterable[tuple[float, float]]) -> tuple[int, float]:
+    def estimate_orphans(self, since: float, bounds: Iterable[tuple[float, float]]) -> tuple[int, float]:
         """Return the number of requests of orphaned leases that became known after `since` and may still run,
         and the time at which the first of them became known.
 
@@ -59,12 +59,12 @@ class Losses(Revised):
         contain. A reading from before the newest loss proves nothing, because the request still counted as a
         leased one then.
         """
-        strays, first_at, last_at = 0, float("inf"), float("-inf")
+        orphans, first_at, last_at = 0, float("inf"), float("-inf")
         for (_, _, before), (at, _, after) in itertools.pairwise(self._counts):
             if at > since and after > before:
-                strays += after - before
+                orphans += after - before
                 first_at, last_at = min(first_at, at), max(last_at, at)
         for at, most in bounds:
-            if at >= last_at and most < strays:
-                strays = math.ceil(max(0.0, most) - SLACK)
-        return strays, first_at
+            if at >= last_at and most < orphans:
+                orphans = math.ceil(max(0.0, most) - ROUNDING_TOLERANCE)
+        return orphans, first_at

@@ -15,25 +15,33 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
-from dispatcher.core.gateway.refusals import HEARD_SLOP_S
-from dispatcher.core.limit.budget import PLAUSIBLE_MOST, SERVER_LAG_S, Budget, Policy, Reading, Reason, Signal
-from dispatcher.core.limit.capacity import ONE_WAITS, Capacity, PoolCounts, Sight
-from dispatcher.core.limit.lease_losses import Losses
-from dispatcher.core.limit.load_ledger import Interval, LoadLedger
-from dispatcher.core.limit.revision import Revised
-from dispatcher.core.limit.signal_limit import Track
-from dispatcher.core.limit.transit_time import LATE_MOST_S, MOST_S, Travel
+from dispatcher.core.gateway.refusals import REMOTE_CLOCK_ERROR_S
+from dispatcher.core.limit.budget import (
+    MAX_PLAUSIBLE_REQUESTS,
+    MAX_SERVER_METRICS_AGE_S,
+    Budget,
+    Policy,
+    Reading,
+    Reason,
+    Signal,
+)
+from dispatcher.core.limit.capacity import MIN_WAITING, CapacityEstimate, PoolCounts, PoolSnapshot
+from dispatcher.core.limit.lease_losses import LeaseLosses
+from dispatcher.core.limit.load_ledger import LoadBounds, LoadLedger
+from dispatcher.core.limit.revision import Revisioned
+from dispatcher.core.limit.signal_limit import SignalLimit
+from dispatcher.core.limit.transit_time import MAX_LOOP_DELAY_S, MAX_TRANSIT_S, TransitTime
 
-WINDOW_MOST_S = 10.0
+MAX_WINDOW_S = 10.0
 """Maximum length of a reading's window. Averages are flushed every 5 s."""
-STEADY = 0.05
+STEADY_SHARE = 0.05
 """Share by which counts may change between two times and still fit together."""
-OTHERS_RECENTLY_S = 3.0
+REALTIME_RECENT_S = 3.0
 """Maximum age of a sample that still shows which realtime requests are not new."""
 CALLS_COUNTED_S = 15.0
 """Time for which readings must show fewer than our units before they are taken to count calls. The picker's
 averages show after two flushes what they count beyond calls."""
-DISBELIEF = 2
+MAX_UNSEEN_READINGS = 2
 """Number of readings in a row that may lack requests which certainly run, before the reading is taken to be
 of another pool."""
 
@@ -48,7 +56,7 @@ class SharedLimit:
     each report."""
 
 
-class Tracking(Revised):
+class LimitTracker(Revisioned):
     """The limit of each signal, and the state from which it follows.
 
     State that takes effect only with the next reading is changed in place, because it does not change the
@@ -57,217 +65,246 @@ class Tracking(Revised):
 
     def __init__(self, policy: Policy, signals: Iterable[Signal]) -> None:
         self.policy = policy
-        self.tracks: dict[Signal, Track] = {signal: Track() for signal in signals}
-        self.held = LoadLedger(horizon_s=_horizon(policy.max_age_s))
-        self.losses = Losses()
-        self.learned = Capacity()
-        self._travel = Travel()
-        self._capacity: float | None = None
-        self._shared = SharedLimit()
-        self._others: tuple[float, float] | None = None
+        self.signal_limits: dict[Signal, SignalLimit] = {signal: SignalLimit() for signal in signals}
+        self.ledger = LoadLedger(horizon_s=_compute_horizon_s(policy.max_age_s))
+        self.losses = LeaseLosses()
+        self.capacity_estimate = CapacityEstimate()
+        self._transit_time = TransitTime()
+        self._capacity_bound: float | None = None
+        self._shared_limit = SharedLimit()
+        self._realtime_sample: tuple[float, float] | None = None
         """Time at which the picker's counters were last read, and the number of realtime requests that the
         picker had sent."""
         self._applied_at = float("-inf")
         """Time of the newest applied sample of any signal."""
-        self._fewer_since: float | None = None
+        self._below_units_since: float | None = None
         """Time since which every reading shows fewer than our units. `None` if the newest reading does not.
         """
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def hand_in(self, reading: Reading, now: float) -> bool:
+    def add_reading(self, reading: Reading, now: float) -> bool:
         """Add a sample of one signal. `apply_due_readings` applies it once δ has passed since its window
         closed. Return False if the sample is invalid or its signal is not in use."""
-        track = self.tracks.get(reading.signal)
+        track = self.signal_limits.get(reading.signal)
         if track is None or not float("-inf") < reading.opened_at <= reading.closed_at < float("inf"):
             return False
         # A sample cannot be newer than its arrival: the clocks of the source and of this process differ.
         if reading.closed_at > now:
             reading = replace(reading, opened_at=min(reading.opened_at, now), closed_at=now)
-        if reading.good_s is not None:
-            self.held.horizon_s = max(self.held.horizon_s, _horizon(reading.good_s))
-        self._travel.reckon()
-        self.held.measure(now)
-        track.hand_in(reading, now)
+        if reading.max_age_s is not None:
+            self.ledger.horizon_s = max(self.ledger.horizon_s, _compute_horizon_s(reading.max_age_s))
+        self._transit_time.update_delta()
+        self.ledger.measure_duration(now)
+        track.add_reading(reading, now)
         return True
 
-    def use(self, signals: Iterable[Signal]) -> None:
+    def set_signals(self, signals: Iterable[Signal]) -> None:
         """Set the signals in use. A new signal has to be read before the limit can be computed."""
-        wanted = set(signals)
-        if wanted != set(self.tracks):
-            self.tracks = {signal: self.tracks.get(signal, Track()) for signal in sorted(wanted)}
+        desired = set(signals)
+        if desired != set(self.signal_limits):
+            self.signal_limits = {
+                signal: self.signal_limits.get(signal, SignalLimit()) for signal in sorted(desired)
+            }
 
-    def set_capacity(self, max_requests: float | None) -> None:
+    def set_capacity_bound(self, max_requests: float | None) -> None:
         """Set the capacity known from elsewhere. A smaller one applies at once, a larger one from the next
         reading on."""
-        self._capacity = max_requests
-        for track in self.tracks.values():
-            if max_requests is not None and (track.capacity is None or max_requests < track.capacity):
-                track.capacity = max_requests
-        self._reassess()
+        self._capacity_bound = max_requests
+        for track in self.signal_limits.values():
+            if max_requests is not None and (
+                track.capacity_bound is None or max_requests < track.capacity_bound
+            ):
+                track.capacity_bound = max_requests
+        self._update_limits()
 
     def set_policy(self, policy: Policy) -> None:
         """Set the policy. It applies at once, also to the current readings."""
         self.policy = policy
-        self.held.horizon_s = max(self.held.horizon_s, _horizon(policy.max_age_s))
-        self._reassess()
+        self.ledger.horizon_s = max(self.ledger.horizon_s, _compute_horizon_s(policy.max_age_s))
+        self._update_limits()
 
-    def answered(self, key: Hashable, now: float, opened_s: float | None) -> None:
-        out_s = self.held.answered(key, now)
+    def record_answer(self, key: Hashable, now: float, opened_s: float | None) -> None:
+        out_s = self.ledger.record_answer(key, now)
         if out_s is not None:
-            self._travel.exchanged(out_s)
+            self._transit_time.record_exchange(out_s)
         if opened_s is not None:
-            self._travel.opened(opened_s)
+            self._transit_time.record_connect(opened_s)
 
-    def looped(self, late_s: float) -> None:
+    def set_loop_delay(self, late_s: float) -> None:
         """Set the largest recent delay of the event loop."""
-        self._travel.looped(late_s)
+        self._transit_time.set_loop_delay(late_s)
 
-    def count_leases(
-        self, now: float, *, others: int, young: int, lost: int, stray: int, reachable: bool
+    def record_lease_counts(
+        self,
+        now: float,
+        *,
+        other_owners_units: int,
+        just_leased_units: int,
+        lost_units: int,
+        orphaned_units: int,
+        is_gateway_reachable: bool,
     ) -> None:
         """Record the leases counted in the queue.
 
         The first count after a reading's window bounds how many requests of other owners that reading
         contained. Only then can the reading prove room beyond our own requests.
         """
-        counted_at = self.held.counted_at
-        self.held.counted(now, others, young)
-        for track in self.tracks.values():
+        counted_at = self.ledger.counted_at
+        self.ledger.record_lease_count(now, other_owners_units, just_leased_units)
+        for track in self.signal_limits.values():
             reading = track.reading
             if reading is not None and counted_at < reading.closed_at <= now:
-                track.interval = self._ours_in(reading, reachable)
-                track.reassess(self.policy, self.learned.share)
-        if not self.losses.counted(now, lost, stray):  # the first count, or the queue was emptied
-            for track in self.tracks.values():
-                track.lost_before = lost
+                track.batch_load = self._bound_batch_load(reading, is_gateway_reachable)
+                track.update_limit(self.policy, self.capacity_estimate.split_into)
+        if not self.losses.record_counts(
+            now, lost_units, orphaned_units
+        ):  # the first count, or the queue was emptied
+            for track in self.signal_limits.values():
+                track.lost_before = lost_units
 
-    def share(self, limit: int, read_at: float) -> None:
+    def set_shared_limit(self, limit: int, read_at: float) -> None:
         """Set the newest limit of any replica. The next reading here moves that limit, and not an older one
         of this process."""
-        self._shared.limit, self._shared.read_at = limit, read_at
+        self._shared_limit.limit, self._shared_limit.read_at = limit, read_at
 
-    def refused(self, in_flight: int, *, known: bool, heard: bool) -> None:
+    def record_refusal(self, in_flight: int, *, is_known: bool, is_remote: bool) -> None:
         """Record a refusal for lack of capacity (`CapacityEstimate.record_refusal`)."""
-        self.learned.refused(in_flight, known=known, heard=heard)
+        self.capacity_estimate.record_refusal(in_flight, is_known=is_known, is_remote=is_remote)
 
-    def apply_due(self, now: float, *, refused_at: float, reachable: bool) -> None:
+    def apply_due_readings(self, now: float, *, refused_at: float, is_gateway_reachable: bool) -> None:
         """Apply every sample whose window closed at least δ ago.
 
         `refused_at` is the time of the gateway's last refusal.
         """
         applied_at = self._applied_at
-        ours_at = self.read_at
-        for track in self.tracks.values():
-            for reading in track.take_due(now, self._travel.delta_s):
+        own_read_at = self.read_at
+        for track in self.signal_limits.values():
+            for reading in track.take_due_readings(now, self._transit_time.delta_s):
                 if track.reading is None or reading.closed_at > track.reading.closed_at:
-                    self._apply(track, reading, ours_at, reachable)
+                    self._apply_reading(track, reading, own_read_at, is_gateway_reachable)
                     applied_at = max(applied_at, reading.closed_at)
         if applied_at > self._applied_at:
             self._applied_at = applied_at
             if self.read_at > refused_at:
-                self._learn()  # once per sample, regardless of the number of its signals
+                self._learn_capacity()  # once per sample, regardless of the number of its signals
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def revisions(self) -> int:
+    def total_revision(self) -> int:
         """Sum of the revisions of everything from which limit and reason follow."""
         revisions = self.revision + self.losses.revision
-        for track in self.tracks.values():  # read several times per turn of the loop, so no generator
+        for track in self.signal_limits.values():  # read several times per turn of the loop, so no generator
             revisions += track.revision
         return revisions
 
     @property
-    def usual_s(self) -> float:
+    def median_duration_s(self) -> float:
         """Median duration of the newest answered requests of this process. 0 until there was one."""
-        return self._travel.median_s
+        return self._transit_time.median_s
 
     @property
-    def due_at(self) -> list[float]:
+    def due_times(self) -> list[float]:
         """Times at which the pending samples may be applied."""
-        return [r.closed_at + self._travel.delta_s for t in self.tracks.values() for r in t.pending]
+        return [
+            r.closed_at + self._transit_time.delta_s
+            for t in self.signal_limits.values()
+            for r in t.pending_readings
+        ]
 
     @property
-    def handed_at(self) -> float:
+    def last_complete_sample_at(self) -> float:
         """Time by which every signal had a sample, repeated samples included."""
-        return min((track.handed_at for track in self.tracks.values()), default=float("inf"))
+        return min((track.last_sample_at for track in self.signal_limits.values()), default=float("inf"))
 
     @property
     def read_at(self) -> float:
         """Time at which the newest reading of any signal was taken."""
-        return max((reading.opened_at for reading in self.readings), default=float("-inf"))
+        return max((reading.opened_at for reading in self.newest_readings), default=float("-inf"))
 
     @property
-    def readings(self) -> list[Reading]:
+    def newest_readings(self) -> list[Reading]:
         """Newest reading of each signal."""
-        return [track.reading for track in self.tracks.values() if track.reading is not None]
+        return [track.reading for track in self.signal_limits.values() if track.reading is not None]
 
     @property
     def budgets(self) -> list[Budget]:
         """Budget of each signal."""
-        return [track.budget for track in self.tracks.values() if track.budget is not None]
+        return [track.budget for track in self.signal_limits.values() if track.budget is not None]
 
     @property
-    def unread(self) -> list[Signal]:
+    def unread_signals(self) -> list[Signal]:
         """Signals without any reading."""
-        return [signal for signal, track in self.tracks.items() if track.reading is None]
+        return [signal for signal, track in self.signal_limits.items() if track.reading is None]
 
-    def smallest(self) -> tuple[Signal | None, int]:
+    def find_smallest_limit(self) -> tuple[Signal | None, int]:
         """Return the signal with the smallest limit, and that limit minus the leases lost since its
         reading."""
         smallest: tuple[Signal | None, int] = (None, 0)
-        lost = self.losses.lost
-        for signal, track in self.tracks.items():
+        lost = self.losses.lost_units
+        for signal, track in self.signal_limits.items():
             limit = track.limit - max(0, lost - track.lost_before)
             if smallest[0] is None or limit < smallest[1]:
                 smallest = (signal, limit)
         return smallest
 
-    def stale(self, now: float) -> tuple[Reason, str] | None:
+    def check_staleness(self, now: float) -> tuple[Reason, str] | None:
         """Return why the newest readings are too old. `None` if they are not."""
-        for reading in self.readings:
-            if now > self._good_until(reading):
+        for reading in self.newest_readings:
+            if now > self._compute_stale_at(reading):
                 age = now - reading.closed_at
                 return Reason.STALE, f"the newest sample of {reading.signal} is {age:.1f} s old"
         return None
 
     @property
-    def stale_at(self) -> list[float]:
+    def stale_times(self) -> list[float]:
         """Times at which the readings become too old. They lie slightly after the limit: at the limit itself
         a reading is still valid, and the next check must make progress."""
-        return [self._good_until(reading) + 1e-6 for reading in self.readings]
+        return [self._compute_stale_at(reading) + 1e-6 for reading in self.newest_readings]
 
-    def fault(self) -> tuple[Reason, str] | None:
+    def check_faults(self) -> tuple[Reason, str] | None:
         """Return why the newest readings cannot be right. `None` if they can."""
-        faults = [(b.fault, f"{b.signal}: {b.because}") for b in self.budgets if b.fault is not None]
+        faults = [(b.fault, f"{b.signal}: {b.fault_detail}") for b in self.budgets if b.fault is not None]
         if faults:
             return min(faults, key=lambda fault: fault[0].rank)
-        for signal, track in self.tracks.items():
-            if track.disbelieved >= DISBELIEF:
+        for signal, track in self.signal_limits.items():
+            if track.unseen_readings >= MAX_UNSEEN_READINGS:
                 return Reason.IMPLAUSIBLE, f"{signal} does not show the requests that we have running"
         return None
 
-    def strays(self, now: float) -> tuple[int, float]:
+    def estimate_orphans(self, now: float) -> tuple[int, float]:
         """Return the number of requests of silent owners that may still run, and the time at which the first
         of them no longer may. A reading shows these requests in addition to the ones that are certainly ours.
         """
-        exact = [(t.reading, t.interval.lo) for t in self.tracks.values() if t.reading and t.reading.exact]
-        since = now - self.policy.stray_s
-        strays, first_at = self.losses.strays(since, [(r.opened_at, r.load - lo) for r, lo in exact])
+        exact = [
+            (t.reading, t.batch_load.lo)
+            for t in self.signal_limits.values()
+            if t.reading and t.reading.is_request_count
+        ]
+        since = now - self.policy.orphan_timeout_s
+        orphans, first_at = self.losses.estimate_orphans(
+            since, [(r.opened_at, r.load - lo) for r, lo in exact]
+        )
         # Slightly later for the same reason as in `stale_times`.
-        return strays, first_at + self.policy.stray_s + 1e-6
+        return orphans, first_at + self.policy.orphan_timeout_s + 1e-6
 
-    def free(self, now: float) -> float | None:
+    def estimate_free_units(self, now: float) -> float | None:
         """Return the units that batch requests may hold according to the newest readings, regardless of a
         closed gate. `None` if that is not known. Signals that count requests are preferred."""
-        known = [t for t in self.tracks.values() if t.reading is not None and t.budget is not None]
-        if any(now > self._good_until(t.reading) for t in known if t.reading):
+        known = [t for t in self.signal_limits.values() if t.reading is not None and t.budget is not None]
+        if any(now > self._compute_stale_at(t.reading) for t in known if t.reading):
             return None
         # A pressure score does not contain batch requests, so its headroom says less about them.
-        counting = [t for t in known if t.reading is not None and t.reading.exact] or known
+        counting = [t for t in known if t.reading is not None and t.reading.is_request_count] or known
         rooms = [
-            max(0.0, min((t.interval.lo + t.interval.hi) / 2 + b.headroom, self.policy.most(b.max_sys)))
+            max(
+                0.0,
+                min(
+                    (t.batch_load.lo + t.batch_load.hi) / 2 + b.headroom,
+                    self.policy.compute_max_limit(b.max_sys),
+                ),
+            )
             for t in counting
             if (b := t.budget) is not None and b.fault is None
         ]
@@ -275,89 +312,95 @@ class Tracking(Revised):
 
     def counts_calls(self, now: float) -> bool:
         """Return whether readings count our calls instead of the units in them."""
-        return self._fewer_since is not None and now - self._fewer_since >= CALLS_COUNTED_S
+        return self._below_units_since is not None and now - self._below_units_since >= CALLS_COUNTED_S
 
     # ── implementation ──────────────────────────────────────────────────────────────────────────────────
 
-    def _good_until(self, reading: Reading) -> float:
+    def _compute_stale_at(self, reading: Reading) -> float:
         """Return the time from which a reading is too old."""
-        return reading.closed_at + (self.policy.max_age_s if reading.good_s is None else reading.good_s)
+        return reading.closed_at + (self.policy.max_age_s if reading.max_age_s is None else reading.max_age_s)
 
-    def _reassess(self) -> None:
-        for track in self.tracks.values():
-            track.reassess(self.policy, self.learned.share)
+    def _update_limits(self) -> None:
+        for track in self.signal_limits.values():
+            track.update_limit(self.policy, self.capacity_estimate.split_into)
 
-    def _apply(self, track: Track, reading: Reading, ours_at: float, reachable: bool) -> None:
-        lost_before = self.losses.lost_at(reading.opened_at)
-        limit, known, shared = track.limit, track.lost_before, self._shared
+    def _apply_reading(
+        self, track: SignalLimit, reading: Reading, own_read_at: float, is_gateway_reachable: bool
+    ) -> None:
+        lost_before = self.losses.count_lost_before(reading.opened_at)
+        limit, lost_before_limit, shared = track.limit, track.lost_before, self._shared_limit
         # Another replica's reading is newer than any here, so its limit is the one to move. The tolerance
         # keeps our own shared limit from looking newer because of a clock error.
-        if shared.read_at - HEARD_SLOP_S > ours_at:
-            limit, known = shared.limit, self.losses.lost_at(shared.read_at)
-        track.before = limit - max(0, lost_before - known)
+        if shared.read_at - REMOTE_CLOCK_ERROR_S > own_read_at:
+            limit, lost_before_limit = shared.limit, self.losses.count_lost_before(shared.read_at)
+        track.previous_limit = limit - max(0, lost_before - lost_before_limit)
         track.lost_before = max(track.lost_before, lost_before)
         track.reading = reading
-        track.capacity = self._capacity
-        track.interval = self._ours_in(reading, reachable)
-        if reading.exact and self.held.own:
-            fewer = self.held.calls + reading.beyond_calls < self.held.own
-            since = reading.closed_at if self._fewer_since is None else self._fewer_since
-            self._fewer_since = since if fewer else None
+        track.capacity_bound = self._capacity_bound
+        track.batch_load = self._bound_batch_load(reading, is_gateway_reachable)
+        if reading.is_request_count and self.ledger.own_units:
+            is_below_units = self.ledger.call_count + reading.items_beyond_calls < self.ledger.own_units
+            since = reading.closed_at if self._below_units_since is None else self._below_units_since
+            self._below_units_since = since if is_below_units else None
         # Half a request of tolerance, because averages are not whole numbers.
-        unseen = reading.exact and reading.load + 0.5 < track.interval.own_lo
-        if unseen and self._travel.explained(lambda delta_s: self._shows(reading, delta_s)):
-            track.interval, unseen = self._ours_in(reading, reachable), False
-        track.disbelieved = track.disbelieved + 1 if unseen else 0
-        track.reassess(self.policy, self.learned.share)
+        is_unseen = reading.is_request_count and reading.load + 0.5 < track.batch_load.own_lo
+        if is_unseen and self._transit_time.increase_delta(
+            lambda delta_s: self._shows_own_requests(reading, delta_s)
+        ):
+            track.batch_load, is_unseen = self._bound_batch_load(reading, is_gateway_reachable), False
+        track.unseen_readings = track.unseen_readings + 1 if is_unseen else 0
+        track.update_limit(self.policy, self.capacity_estimate.split_into)
 
-    def _ours_in(self, reading: Reading, reachable: bool) -> Interval:
+    def _bound_batch_load(self, reading: Reading, is_gateway_reachable: bool) -> LoadBounds:
         """Return the bounds on batch requests in the reading. Without a gateway no request of this process is
         certain, because a request that connects or hangs is not at the gateway."""
-        interval = self._ours_between(reading, reading.opened_at, self._travel.delta_s)
-        return interval if reachable else interval.unsure_of_own()
+        interval = self._bound_batch_load_since(reading, reading.opened_at, self._transit_time.delta_s)
+        return interval if is_gateway_reachable else interval.drop_own_lower_bound()
 
-    def _ours_between(self, reading: Reading, opened_at: float, delta_s: float) -> Interval:
+    def _bound_batch_load_since(self, reading: Reading, opened_at: float, delta_s: float) -> LoadBounds:
         """Return the bounds on our own load in the reading, counted as the reading counts, for a window that
         opened at `opened_at` and a transit time of `delta_s`."""
-        return self.held.between(opened_at, reading.closed_at, delta_s, reading.beyond_calls)
+        return self.ledger.bounds_between(opened_at, reading.closed_at, delta_s, reading.items_beyond_calls)
 
-    def _shows(self, reading: Reading, delta_s: float) -> bool:
+    def _shows_own_requests(self, reading: Reading, delta_s: float) -> bool:
         """Return whether the reading shows every request that was certainly there under this transit time."""
-        return reading.load + 0.5 >= self._ours_between(reading, reading.opened_at, delta_s).own_lo
+        return reading.load + 0.5 >= self._bound_batch_load_since(reading, reading.opened_at, delta_s).own_lo
 
-    def _learn(self) -> None:
+    def _learn_capacity(self) -> None:
         """Update the capacity estimate from the newest sample."""
-        tracks = [t for t in self.tracks.values() if t.budget is not None and t.budget.fault is None]
+        tracks = [t for t in self.signal_limits.values() if t.budget is not None and t.budget.fault is None]
         # A faulty reading closes the gate, so the absence of refusals meanwhile proves nothing.
-        if not tracks or len(tracks) < len(self.tracks):
+        if not tracks or len(tracks) < len(self.signal_limits):
             return
-        self.learned.reading(
-            self._sight(tracks), reserve=self.policy.reserve, backoff=self.policy.overload_backoff
+        self.capacity_estimate.learn_from_snapshot(
+            self._make_snapshot(tracks), reserve=self.policy.reserve, backoff=self.policy.overload_backoff
         )
-        self._reassess()
+        self._update_limits()
 
-    def _sight(self, tracks: list[Track]) -> Sight:
+    def _make_snapshot(self, tracks: list[SignalLimit]) -> PoolSnapshot:
         """Return the state of the whole pool in the newest sample, from all its signals."""
-        seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
-        apart = [r for r, _, _ in seen if _told_apart(r)]
-        newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
+        assessed = [
+            (t.reading, t.batch_load.hi, t.budget) for t in tracks if t.reading is not None and t.budget
+        ]
+        distinct = [r for r, _, _ in assessed if _has_plausible_counts(r)]
+        newest = max(distinct or [r for r, _, _ in assessed], key=lambda r: r.closed_at)
         # A pressure score counts no requests, but the counts of running and waiting requests do.
-        counted = [(r.load, hi) for r, hi, _ in seen if r.exact]
-        counted = counted or [(_counted(r), hi) for r, hi, _ in seen if _told_apart(r)]
-        counted = counted or [(r.load, hi) for r, hi, _ in seen]
-        averages = newest.averages if apart else None
-        return Sight(
-            at=newest.closed_at,
-            configured=min(budget.configured for _, _, budget in seen),
-            known=all(r.capacity_known for r, _, _ in seen),
-            realtime=max(max(0.0, load - hi) for load, hi in counted),
-            now=self._count(newest) if apart else None,
-            averages=None if averages is None else PoolCounts(*averages, averages[0]),
-            waiting=newest.f_epp * newest.max_sys,
-            took_s=self.held.mean_s,
+        counted = [(r.load, hi) for r, hi, _ in assessed if r.is_request_count]
+        counted = counted or [(_sum_counts(r), hi) for r, hi, _ in assessed if _has_plausible_counts(r)]
+        counted = counted or [(r.load, hi) for r, hi, _ in assessed]
+        averages = newest.averages if distinct else None
+        return PoolSnapshot(
+            sampled_at=newest.closed_at,
+            configured_capacity=min(budget.configured_max_sys for _, _, budget in assessed),
+            is_capacity_known=all(r.is_capacity_known for r, _, _ in assessed),
+            realtime_requests=max(max(0.0, load - hi) for load, hi in counted),
+            current_counts=self._count_requests(newest) if distinct else None,
+            average_counts=None if averages is None else PoolCounts(*averages, averages[0]),
+            waiting_requests=newest.f_epp * newest.max_sys,
+            mean_duration_s=self.ledger.mean_duration_s,
         )
 
-    def _count(self, reading: Reading) -> PoolCounts | None:
+    def _count_requests(self, reading: Reading) -> PoolCounts | None:
         """Return the requests that ran and that waited at the time of the sample.
 
         The queues of the model servers may be up to MAX_SERVER_METRICS_AGE_S old, so requests that came since
@@ -366,27 +409,32 @@ class Tracking(Revised):
         """
         if reading.running is None:
             return None
-        if reading.exact_counts:
+        if reading.has_exact_counts:
             return PoolCounts(reading.running, reading.waiting, reading.running)
         in_queues = reading.waiting - reading.f_epp * reading.max_sys
         # δ is 0 here, because only the change of our load between the beginning and the end matters.
-        ours = self._ours_between(reading, reading.opened_at - SERVER_LAG_S, 0.0)
-        now, before = max(0.0, reading.running + in_queues - ours.hi), self._others
+        batch_load = self._bound_batch_load_since(reading, reading.opened_at - MAX_SERVER_METRICS_AGE_S, 0.0)
+        now, before = max(0.0, reading.running + in_queues - batch_load.hi), self._realtime_sample
         then = now
         if before is None or reading.closed_at > before[0]:
-            self._others = reading.closed_at, now
-            if before is not None and reading.closed_at - before[0] <= OTHERS_RECENTLY_S:
+            self._realtime_sample = reading.closed_at, now
+            if before is not None and reading.closed_at - before[0] <= REALTIME_RECENT_S:
                 then = before[1]
-        surely = max(0.0, min(reading.running, ours.lo + min(then, now) - in_queues))
-        moved = ours.hi - ours.lo + abs(now - then)
-        steady = moved <= max(2.0, STEADY * (reading.running + reading.waiting))
-        in_picker = in_queues < ONE_WAITS <= reading.waiting
+        certain = max(0.0, min(reading.running, batch_load.lo + min(then, now) - in_queues))
+        moved = batch_load.hi - batch_load.lo + abs(now - then)
+        steady = moved <= max(2.0, STEADY_SHARE * (reading.running + reading.waiting))
+        in_picker = in_queues < MIN_WAITING <= reading.waiting
         return PoolCounts(
-            reading.running, reading.waiting, surely, steady=steady, exact=False, in_picker=in_picker
+            reading.running,
+            reading.waiting,
+            certain,
+            is_steady=steady,
+            is_exact=False,
+            is_waiting_in_picker=in_picker,
         )
 
 
-def _counted(reading: Reading) -> float:
+def _sum_counts(reading: Reading) -> float:
     """Return all requests in the pool, by a reading that separates running from waiting requests."""
     running, waiting = (
         (reading.averages or (0.0, 0.0)) if reading.running is None else (reading.running, reading.waiting)
@@ -394,14 +442,14 @@ def _counted(reading: Reading) -> float:
     return running + waiting
 
 
-def _told_apart(reading: Reading) -> bool:
+def _has_plausible_counts(reading: Reading) -> bool:
     """Return whether a reading separates running from waiting requests, with plausible numbers."""
     counts = [*(reading.averages or ())]
     if reading.running is not None:
         counts += [reading.running, reading.waiting]
-    return bool(counts) and all(0 <= each <= PLAUSIBLE_MOST for each in counts)
+    return bool(counts) and all(0 <= each <= MAX_PLAUSIBLE_REQUESTS for each in counts)
 
 
-def _horizon(oldest_s: float) -> float:
+def _compute_horizon_s(oldest_s: float) -> float:
     """Return how long ago a request may have ended that a reading of the given age still contains."""
-    return oldest_s + WINDOW_MOST_S + 2 * (MOST_S + LATE_MOST_S)
+    return oldest_s + MAX_WINDOW_S + 2 * (MAX_TRANSIT_S + MAX_LOOP_DELAY_S)

@@ -31,33 +31,33 @@ from typing import Literal
 FLUSH_S = 5.0
 """Interval at which the picker rewrites its averages. An average may be of any time that far back."""
 
-FLUSH_LATE = 1.2
+FLUSH_LATE_FACTOR = 1.2
 """Maximum time between two flushes, as a multiple of FLUSH_S."""
 
-USUAL_MOST = 100.0
+MAX_USUAL_PER_ENDPOINT = 100.0
 """Default of the picker's maxConcurrency. A larger k is not used as the capacity, because tokens in flight
 look like a count of requests while all requests have the same length. The capacity is searched for instead.
 """
 
-Guess = Literal["picker", "suggestion", "search"]
+PerEndpointSource = Literal["picker", "suggestion", "search"]
 """Source of the requests per endpoint if no setting names them: a k that is or was proven, a k that the pages
 so far suggest, or a search because no page shows one."""
 
-PAGES = 6
-FILLS = 4
-SPREAD = 3.0
+MIN_PAGES = 6
+MIN_DISTINCT_LOADS = 4
+MIN_LOAD_SPREAD = 3.0
 """Evidence needed for k: the number of pages that must agree (MIN_PAGES), the number of different loads in
 flight among them, and the smallest difference between the largest and the smallest load. The pages must also
 span more than one flush."""
-EXACT = 1e-6
+RELATIVE_TOLERANCE = 1e-6
 """Relative tolerance: saturation and requests in flight are made of whole numbers."""
-ABOVE_S = 30.0
+MAX_ABOVE_COUNT_S = 30.0
 """Time in seconds (in addition to MIN_PAGES pages) for which endpoints that come and go may keep the
 saturation above the count."""
 SAME_START_S = 5.0
 """Difference up to which two start times are one start. A picker that restarted sooner than that has taught
 nothing, because its first averages come later."""
-RACE = 2.0
+RACE_REQUESTS = 2.0
 RACE_SHARE = 0.1
 """Largest difference between the two counters of one page, in requests and as a share. The picker does not
 read them at the same time."""
@@ -68,7 +68,7 @@ class PickerPage:
     """Values that one replica of the picker shows."""
 
     saturation: float
-    ready: float
+    ready_endpoints: float
     in_flight: float
     pressure: float | None = None
     """Result of the utilization detector's formula for the averages of the page. `None` if the page has no
@@ -76,162 +76,174 @@ class PickerPage:
 
 
 @dataclass(slots=True)
-class Count:
+class ConcurrencyInference:
     """Evidence whether a picker's saturation is a count of requests, and of how many per endpoint (k)."""
 
     k: int | None = None
     """maxConcurrency. `None` if it is not known, or no longer."""
-    last: int | None = None
+    last_k: int | None = None
     """Last k that was proven, whether or not it was contradicted since."""
     _candidate: int | None = None
-    _since: float = 0.0
+    _candidate_since: float = 0.0
     """Time of the first page that showed the candidate."""
-    _pages: int = 0
-    _fills: set[float] = field(default_factory=set)
-    _seen: tuple[PickerPage, ...] = ()
-    _odd: bool = False
+    _candidate_pages: int = 0
+    _candidate_loads: set[float] = field(default_factory=set)
+    _newest_pages: tuple[PickerPage, ...] = ()
+    _is_newest_page_off: bool = False
     """True if the newest page was off by more than a race of the counters explains."""
-    _doubted: bool = False
+    _was_contradicted: bool = False
     """True if a candidate was contradicted."""
-    mixed: bool = False
+    is_mixed: bool = False
     """True if the saturation is a count only at times, so that it can prove nothing any more."""
     _above_since: float | None = None
     """Time of the first page of the current run of pages that show more than the count explains."""
-    _above: int = 0
+    _pages_above: int = 0
     """Number of pages in the current run of pages that show more than the count explains."""
 
     @property
     def per_endpoint(self) -> float | None:
         """Number of requests that an endpoint runs at once by the picker's pages. `None` if they do not show
         it."""
-        match self.guess:
+        match self.per_endpoint_source:
             case "picker":
-                return float(self.last or 0)
+                return float(self.last_k or 0)
             case "suggestion":
                 return float(self._candidate or 0)
             case "search":
                 return None
 
     @property
-    def guess(self) -> Guess:
+    def per_endpoint_source(self) -> PerEndpointSource:
         """Source of `per_endpoint`."""
-        if self.last is not None and self.last <= USUAL_MOST:
+        if self.last_k is not None and self.last_k <= MAX_USUAL_PER_ENDPOINT:
             return "picker"
         # A pressure score may look like a count on one page, but then not on the next.
         suggested = (
-            self.last is None
-            and not self._doubted
+            self.last_k is None
+            and not self._was_contradicted
             and self._candidate is not None
-            and self._candidate <= USUAL_MOST
+            and self._candidate <= MAX_USUAL_PER_ENDPOINT
         )
         return "suggestion" if suggested else "search"
 
-    def unknowable(self) -> None:
+    def mark_not_a_count(self) -> None:
         """Record that the picker shows no saturation, or says that it is no count."""
-        self._contradicted()
+        self._drop_candidate()
 
-    def forget(self) -> None:
+    def forget_picker(self) -> None:
         """Forget everything that was learned, because there is another picker."""
-        unknown = Count()
+        unknown = ConcurrencyInference()
         for each in fields(self):
             setattr(self, each.name, getattr(unknown, each.name))
 
-    def learn(self, pages: Sequence[PickerPage], at: float, *, proves: bool = True) -> None:
+    def learn_from_sample(self, pages: Sequence[PickerPage], at: float, *, can_prove: bool = True) -> None:
         """Learn from one sample: a page of each replica at the time `at`. A repeated sample changes nothing.
 
         `can_prove` says whether the sample may prove a k, or can only contradict one.
         """
-        if tuple(pages) == self._seen:
+        if tuple(pages) == self._newest_pages:
             return
-        self._seen = tuple(pages)
+        self._newest_pages = tuple(pages)
         for page in pages:
-            if not all(map(math.isfinite, (page.saturation, page.ready, page.in_flight))):
-                self._contradicted()
+            if not all(map(math.isfinite, (page.saturation, page.ready_endpoints, page.in_flight))):
+                self._drop_candidate()
             elif page.in_flight > 0 or page.saturation > 0:  # an idle page fits every k
-                self._learn(page, at, proves=proves)
+                self._learn_from_page(page, at, can_prove=can_prove)
 
-    def _learn(self, page: PickerPage, at: float, *, proves: bool) -> None:
-        self._look_above(page, at)
+    def _learn_from_page(self, page: PickerPage, at: float, *, can_prove: bool) -> None:
+        self._check_above_count(page, at)
         believed = self.k if self.k is not None else self._candidate
-        if believed is not None and not self._fits(page, believed):
-            self._contradicted()
-        if self.k is not None or self.mixed or not proves:
+        if believed is not None and not self._is_consistent(page, believed):
+            self._drop_candidate()
+        if self.k is not None or self.is_mixed or not can_prove:
             return
-        found = fitting(page)
-        if found is None:
-            self._doubted = self._doubted or self._candidate is None
+        fitting_k = find_fitting_k(page)
+        if fitting_k is None:
+            self._was_contradicted = self._was_contradicted or self._candidate is None
             return
         if _is_pressure(page):
             return  # both formulas fit, so the page proves neither
         if self._candidate is None:
-            self._candidate, self._since = found, at
-        if found == self._candidate:
-            self._pages += 1
-            self._fills.add(page.in_flight)
+            self._candidate, self._candidate_since = fitting_k, at
+        if fitting_k == self._candidate:
+            self._candidate_pages += 1
+            self._candidate_loads.add(page.in_flight)
             # The number of ready endpoints is as of the last flush. While a new pod is missing in it, pages
             # agree on a wrong k, so the agreement has to last longer than a flush.
-            lasted = at - self._since > FLUSH_LATE * FLUSH_S
-            if lasted and self._pages >= PAGES and len(self._fills) >= FILLS and self._apart() >= SPREAD:
-                self.k = self.last = found
+            has_lasted = at - self._candidate_since > FLUSH_LATE_FACTOR * FLUSH_S
+            if (
+                has_lasted
+                and self._candidate_pages >= MIN_PAGES
+                and len(self._candidate_loads) >= MIN_DISTINCT_LOADS
+                and self._compute_load_spread() >= MIN_LOAD_SPREAD
+            ):
+                self.k = self.last_k = fitting_k
 
-    def _fits(self, page: PickerPage, k: int) -> bool:
+    def _is_consistent(self, page: PickerPage, k: int) -> bool:
         """Return whether the page can come from a detector that counts with this k."""
-        counted = page.saturation * page.ready * k
-        if not math.isfinite(counted) or abs(counted - round(counted)) > EXACT * max(1.0, counted):
+        counted = page.saturation * page.ready_endpoints * k
+        if not math.isfinite(counted) or abs(counted - round(counted)) > RELATIVE_TOLERANCE * max(
+            1.0, counted
+        ):
             return False
         # One page may be off because its counters are not read at the same time. Two in a row, or a page that
         # fits another k exactly, contradict this k.
-        before, self._odd = self._odd, abs(counted - page.in_flight) > max(RACE, RACE_SHARE * page.in_flight)
-        return not (self._odd and (before or fitting(page) is not None))
+        before, self._is_newest_page_off = (
+            self._is_newest_page_off,
+            abs(counted - page.in_flight) > max(RACE_REQUESTS, RACE_SHARE * page.in_flight),
+        )
+        return not (self._is_newest_page_off and (before or find_fitting_k(page) is not None))
 
-    def _look_above(self, page: PickerPage, at: float) -> None:
+    def _check_above_count(self, page: PickerPage, at: float) -> None:
         """Discard k if the saturation stays above the count that k explains."""
-        if self.last is None:
+        if self.last_k is None:
             return
         # The last proven k is checked even after a contradiction, because it still determines `per_endpoint`.
-        most = page.in_flight + max(RACE, RACE_SHARE * page.in_flight)
-        if page.saturation * page.ready * self.last <= most or fitting(page) is not None:
-            self._above_since, self._above = None, 0
+        most = page.in_flight + max(RACE_REQUESTS, RACE_SHARE * page.in_flight)
+        if page.saturation * page.ready_endpoints * self.last_k <= most or find_fitting_k(page) is not None:
+            self._above_since, self._pages_above = None, 0
             return
-        self._above += 1
+        self._pages_above += 1
         if self._above_since is None:
             self._above_since = at
-        elif at - self._above_since > ABOVE_S and self._above >= PAGES:
-            self.last, self.mixed = None, True
-            self._contradicted()
+        elif at - self._above_since > MAX_ABOVE_COUNT_S and self._pages_above >= MIN_PAGES:
+            self.last_k, self.is_mixed = None, True
+            self._drop_candidate()
 
-    def _contradicted(self) -> None:
-        self._doubted = True
+    def _drop_candidate(self) -> None:
+        self._was_contradicted = True
         self.k = self._candidate = None
-        self._pages, self._odd = 0, False
-        self._fills.clear()
+        self._candidate_pages, self._is_newest_page_off = 0, False
+        self._candidate_loads.clear()
 
-    def _apart(self) -> float:
-        return max(self._fills) - min(self._fills)
+    def _compute_load_spread(self) -> float:
+        return max(self._candidate_loads) - min(self._candidate_loads)
 
 
 @dataclass(slots=True)
 class KnownPickers:
     """Replicas of the picker from which the current knowledge was learned."""
 
-    _started: dict[str, float | None] = field(default_factory=dict)
+    _start_times: dict[str, float | None] = field(default_factory=dict)
     """Start time of each replica's process by its address. `None` if its page does not show the time."""
 
-    def began(self, seen: Mapping[str, float | None]) -> bool:
+    def detect_restart(self, start_times: Mapping[str, float | None]) -> bool:
         """Return whether a replica is new or has restarted, so that its configuration may have changed."""
-        before = self._started
-        new = bool(before) and any(
-            address not in before or _differs(started, before[address]) for address, started in seen.items()
+        before = self._start_times
+        is_new = bool(before) and any(
+            address not in before or _is_other_process(started, before[address])
+            for address, started in start_times.items()
         )
         # A replica that could not be scraped for a moment is not a new one when it is back.
-        kept = {} if new else before
-        self._started = kept | {
-            address: kept.get(address) if started is None else started for address, started in seen.items()
+        kept = {} if is_new else before
+        self._start_times = kept | {
+            address: kept.get(address) if started is None else started
+            for address, started in start_times.items()
         }
-        return new
+        return is_new
 
 
-def _differs(started: float | None, before: float | None) -> bool:
+def _is_other_process(started: float | None, before: float | None) -> bool:
     """Return whether these are the start times of two processes.
 
     The kernel reports the start of one process a little differently after the clock was set.
@@ -239,22 +251,24 @@ def _differs(started: float | None, before: float | None) -> bool:
     return started is not None and before is not None and abs(started - before) > SAME_START_S
 
 
-def fitting(page: PickerPage) -> int | None:
+def find_fitting_k(page: PickerPage) -> int | None:
     """Return the k that explains this page exactly. `None` if none does."""
-    share = page.saturation * page.ready
+    share = page.saturation * page.ready_endpoints
     if not (share > 0 and page.in_flight > 0 and math.isfinite(share)):
         return None
     k = page.in_flight / share
-    return round(k) if math.isfinite(k) and k > 0.5 and abs(k - round(k)) <= EXACT * k else None
+    return round(k) if math.isfinite(k) and k > 0.5 and abs(k - round(k)) <= RELATIVE_TOLERANCE * k else None
 
 
 def _is_pressure(page: PickerPage) -> bool:
     """Return whether the formula of the utilization detector explains the page as well."""
-    return page.pressure is not None and math.isclose(page.saturation, page.pressure, rel_tol=EXACT)
+    return page.pressure is not None and math.isclose(
+        page.saturation, page.pressure, rel_tol=RELATIVE_TOLERANCE
+    )
 
 
 @dataclass(slots=True)
-class Outside:
+class UntrackedRequests:
     """Requests in the model servers that the picker did not send, or does not remember.
 
     At a flush, the averages A and the picker's own count n are of the same time, and the difference A − n is
@@ -266,34 +280,36 @@ class Outside:
     happened: A − n was then at least A minus the largest n since.
     """
 
-    requests: float = 0.0
+    request_count: float = 0.0
     _average: float | None = None
-    _before: float | None = None
+    _previous_difference: float | None = None
     """Difference at the previous flush. `None` if none was seen."""
     _flushed_at: float = 0.0
-    _counts: deque[tuple[float, float]] = field(default_factory=deque)
+    _recent_counts: deque[tuple[float, float]] = field(default_factory=deque)
     """Time and n of the samples between which the newest flush may have happened."""
 
-    def learn(self, at: float, average: float | None, in_flight: float) -> None:
+    def learn_from_sample(self, at: float, average: float | None, in_flight: float) -> None:
         """Learn from one sample: the sum of the averages, and the picker's own count at `at`."""
         if not (math.isfinite(in_flight) and (average is None or math.isfinite(average))):
             return  # such a sample is not used for the limit either
-        counts = self._counts
+        counts = self._recent_counts
         # One sample from before the longest flush interval stays, because the flush may have happened right
         # after it.
-        while len(counts) > 1 and counts[1][0] <= at - FLUSH_LATE * FLUSH_S:
+        while len(counts) > 1 and counts[1][0] <= at - FLUSH_LATE_FACTOR * FLUSH_S:
             counts.popleft()
         before = counts[-1][1] if counts else in_flight
         counts.append((at, in_flight))
         if average is None:
-            self.requests, self._average, self._before = 0.0, None, None
+            self.request_count, self._average, self._previous_difference = 0.0, None, None
             return
         if len(counts) == 1:  # of an unknown flush, perhaps of requests that have ended since
-            self._average, self._before, self._flushed_at = average, 0.0, at
+            self._average, self._previous_difference, self._flushed_at = average, 0.0, at
         elif average != self._average:
             newest = max(0.0, average - max(before, in_flight))
-            self.requests = newest if self._before is None else min(newest, self._before)
-            self._before, self._flushed_at = newest, at
-        elif at - self._flushed_at > FLUSH_LATE * FLUSH_S:  # a flush happened that changed nothing
-            self.requests = max(self.requests, average - max(count for _, count in counts))
+            self.request_count = (
+                newest if self._previous_difference is None else min(newest, self._previous_difference)
+            )
+            self._previous_difference, self._flushed_at = newest, at
+        elif at - self._flushed_at > FLUSH_LATE_FACTOR * FLUSH_S:  # a flush happened that changed nothing
+            self.request_count = max(self.request_count, average - max(count for _, count in counts))
         self._average = average

@@ -8,7 +8,7 @@ from dispatcher.core.limit.budget import Reading, Reason, Signal
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class ReadFailure:
     """Reason why a signal (or the whole source if `signal` is `None`) could not be read, and a hint how to
     fix it."""
 
@@ -27,17 +27,17 @@ class Unread:
 class Poll:
     """A reading for each of `signals`, or the failure that prevented it."""
 
-    at: float
+    completed_at: float
     """Time at which the poll was complete, on the clock of the loop. No reading in it is newer."""
     signals: tuple[Signal, ...]
     """Signals that the limit has to follow from now on."""
     readings: tuple[Reading, ...] = ()
-    unread: tuple[Unread, ...] = ()
+    failures: tuple[ReadFailure, ...] = ()
     """Failures. If there is one, the gate closes at `closes_at`, regardless of `readings`."""
     closes_at: float = float("-inf")
     """Time until which earlier readings stay valid if there are `failures`."""
 
     @property
-    def worst(self) -> Unread | None:
+    def worst_failure(self) -> ReadFailure | None:
         """The failure that is reported if there are several."""
-        return min(self.unread, key=lambda unread: unread.reason.rank, default=None)
+        return min(self.failures, key=lambda unread: unread.reason.rank, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Revised:
+class Revisioned:
     """Increment `revision` whenever an attribute gets a different value.
 
     Only assignment is noticed. Values must therefore be replaced and never changed in place.

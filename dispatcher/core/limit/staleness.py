@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections import deque
 
-INTERVALS = 2.5
+MAX_AGE_INTERVALS = 2.5
 """Age of the newest good sample, in intervals, from which it is no longer used. At that age two samples in a
 row are missing."""
 
 
-class Patience:
+class StalenessLimit:
     """Observed interval between the samples of one source.
 
     `min_interval_s` is the shortest interval between two samples. Samples older than `max_age_s` are never
     used.
     """
 
-    def __init__(self, every_s: float, max_age_s: float) -> None:
-        self._every_s = every_s
+    def __init__(self, min_interval_s: float, max_age_s: float) -> None:
+        self._min_interval_s = min_interval_s
         self._max_age_s = max_age_s
         self._newest: tuple[float, float] | None = None
         self._gaps: deque[float] = deque(maxlen=2)
 
-    def read(self, opened_at: float, closed_at: float) -> None:
+    def record_sample(self, opened_at: float, closed_at: float) -> None:
         """Record a good sample that was taken between `opened_at` and `closed_at`. With several replicas the
         window spans from the oldest view to the newest. A repeated sample is ignored."""
         if self._newest is not None:
@@ -37,10 +37,10 @@ class Patience:
             self._gaps.append(closed_at - self._newest[0])
         self._newest = opened_at, closed_at
 
-    def until(self) -> float:
+    def compute_stale_at(self) -> float:
         """Return the time from which the newest sample is no longer used."""
         if self._newest is None:
             return float("-inf")
         # The smaller of the last two gaps counts, because a lost sample must not stretch the interval.
-        interval_s = max(self._every_s, min(self._gaps, default=0.0))
-        return self._newest[0] + min(INTERVALS * interval_s, self._max_age_s)
+        interval_s = max(self._min_interval_s, min(self._gaps, default=0.0))
+        return self._newest[0] + min(MAX_AGE_INTERVALS * interval_s, self._max_age_s)

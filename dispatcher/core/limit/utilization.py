@@ -18,7 +18,7 @@ from dispatcher.core.limit.budget import Reason
 from dispatcher.core.value import Value
 
 
-class Work(StrEnum):
+class WorkState(StrEnum):
     """State of the queue while time passed."""
 
     WAITING = "waiting"
@@ -32,34 +32,34 @@ class Observation(Value, frozen=True):
 
     at: float
     reason: Reason
-    used: float
+    used_units: float
     """Units of batch requests at the gateway."""
-    free: float | None
+    free_units: float | None
     """Units that batch requests may occupy according to the newest readings. `None` if that is not known."""
-    waiting: bool
+    is_work_waiting: bool
     """True if the queue has requests that are not in flight."""
 
 
 @dataclass(slots=True)
-class Meter:
+class UtilizationMeter:
     """Integrals so far, in seconds and unit-seconds."""
 
     reason_s: dict[Reason, float] = field(default_factory=lambda: dict.fromkeys(Reason, 0.0))
-    used_s: dict[Work, float] = field(default_factory=lambda: dict.fromkeys(Work, 0.0))
-    free_s: dict[Work, float] = field(default_factory=lambda: dict.fromkeys(Work, 0.0))
+    used_unit_s: dict[WorkState, float] = field(default_factory=lambda: dict.fromkeys(WorkState, 0.0))
+    free_unit_s: dict[WorkState, float] = field(default_factory=lambda: dict.fromkeys(WorkState, 0.0))
     _last: Observation | None = None
 
-    def observe(self, seen: Observation) -> None:
+    def add_observation(self, observation: Observation) -> None:
         """Add the time since the last observation, and start the next interval. An observation that is older
         than the last one replaces it and adds nothing."""
-        last, self._last = self._last, seen
-        if last is None or seen.at <= last.at:
+        last, self._last = self._last, observation
+        if last is None or observation.at <= last.at:
             return
-        passed_s = seen.at - last.at
+        passed_s = observation.at - last.at
         self.reason_s[last.reason] += passed_s
-        if last.free is None:
-            self.used_s[Work.UNKNOWN] += last.used * passed_s
+        if last.free_units is None:
+            self.used_unit_s[WorkState.UNKNOWN] += last.used_units * passed_s
             return
-        work = Work.WAITING if last.waiting else Work.NONE
-        self.used_s[work] += last.used * passed_s
-        self.free_s[work] += last.free * passed_s
+        work = WorkState.WAITING if last.is_work_waiting else WorkState.NONE
+        self.used_unit_s[work] += last.used_units * passed_s
+        self.free_unit_s[work] += last.free_units * passed_s

@@ -12,17 +12,17 @@ from math import inf
 
 EPOCH_CALLS = 8
 """Number of calls of one size that are measured before the size is judged."""
-EPOCH_LEAST_S = 0.02
+MIN_EPOCH_S = 0.02
 """Shortest time for which calls are measured. In a shorter time the overhead of this process dominates."""
-PROBES = 3
+PROBE_CALLS = 3
 """Number of calls of a trial that are sent before other calls may have its size."""
-COMPANY = 0.6
+FILLED_SHARE = 0.6
 """A larger size is tried only if calls reach this share of the present size. Otherwise there are not enough
 requests to fill larger calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallTime:
+class CallMeasurement:
     """Measured cost of one call."""
 
     size: int
@@ -43,16 +43,16 @@ class Tally:
     calls: int = 0
     items: int = 0
     unit_s: float = 0.0
-    took_s: float = 0.0
+    total_call_s: float = 0.0
 
-    def add(self, call: CallTime) -> None:
+    def add_call(self, call: CallMeasurement) -> None:
         self.calls += 1
-        self.took_s += call.ended_at - call.began_at
+        self.total_call_s += call.ended_at - call.began_at
         self.items += call.items
         self.unit_s += call.unit_s
 
     @property
-    def rate(self) -> float:
+    def items_per_unit_s(self) -> float:
         """Items per unit-second."""
         return self.items / max(self.unit_s, 1e-9)
 
@@ -63,48 +63,50 @@ class Epoch:
 
     size: int
     began_at: float
-    after_trial: bool = False
+    is_after_trial: bool = False
     """True if the epoch follows a trial that was lost. Its effect on the server's queue is part of the cost
     of the trial."""
-    probed: bool = False
+    has_probes: bool = False
     """True if PROBE_CALLS of its calls are sent first, and others only when these have returned."""
-    went: int = 0
-    opens_at: float = inf
+    sent_count: int = 0
+    measured_from_at: float = inf
     """Time at which the first call ended that shared the server with no call of another size. Calls that
     began later are measured."""
-    alone_at: float = -inf
+    others_ended_at: float = -inf
     """Time at which the last call of another size ended."""
-    seen: Tally = field(default_factory=Tally)
+    all_calls: Tally = field(default_factory=Tally)
     """Sums over all calls of the epoch, including those that shared the server with calls of the previous
     size."""
-    measured: Tally = field(default_factory=Tally)
+    measured_calls: Tally = field(default_factory=Tally)
 
-    def count(self, call: CallTime) -> bool:
+    def count_call(self, call: CallMeasurement) -> bool:
         """Count a call. Return whether it belongs to this epoch."""
         if call.size != self.size:
             # The call shared the server with this epoch's calls, so measuring begins anew.
-            self.alone_at, self.opens_at, self.measured = call.ended_at, inf, Tally()
+            self.others_ended_at, self.measured_from_at, self.measured_calls = call.ended_at, inf, Tally()
             return False
         # Calls that waited for more requests when a trial without probes began belong to the trial.
-        if call.began_at < self.began_at and not self.probed:
+        if call.began_at < self.began_at and not self.has_probes:
             return False
-        self.seen.add(call)
-        if call.began_at >= self.opens_at:
-            self.measured.add(call)
+        self.all_calls.add_call(call)
+        if call.began_at >= self.measured_from_at:
+            self.measured_calls.add_call(call)
         # Probes run beside calls of the best size, so they never start the measurement.
-        elif call.began_at >= self.alone_at and (not self.probed or self.seen.calls > PROBES):
-            self.opens_at = min(self.opens_at, call.ended_at)
+        elif call.began_at >= self.others_ended_at and (
+            not self.has_probes or self.all_calls.calls > PROBE_CALLS
+        ):
+            self.measured_from_at = min(self.measured_from_at, call.ended_at)
         return True
 
     @property
-    def probing(self) -> bool:
-        return self.probed and self.seen.calls < PROBES
+    def is_probing(self) -> bool:
+        return self.has_probes and self.all_calls.calls < PROBE_CALLS
 
-    def over(self, now: float) -> bool:
+    def is_over(self, now: float) -> bool:
         """Return whether enough calls were measured."""
-        return self.measured.calls >= EPOCH_CALLS and now - self.opens_at >= EPOCH_LEAST_S
+        return self.measured_calls.calls >= EPOCH_CALLS and now - self.measured_from_at >= MIN_EPOCH_S
 
     @property
-    def filled(self) -> bool:
+    def is_filled(self) -> bool:
         """True if there were enough requests to fill larger calls."""
-        return self.measured.items >= COMPANY * self.measured.calls * self.size
+        return self.measured_calls.items >= FILLED_SHARE * self.measured_calls.calls * self.size

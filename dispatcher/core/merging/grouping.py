@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from dispatcher.core.merging.shapes import Shape
 
 
-class FormedBy(enum.StrEnum):
+class GroupTrigger(enum.StrEnum):
     """Reason why a group is sent now."""
 
     FULL = "full"
     PREFERRED = "preferred"
     DUE = "due"
-    ALONE = "alone"
+    IDLE = "alone"
 
 
 @dataclass(frozen=True, slots=True)
-class Forming:
+class GroupingRule:
     """Limits of one rule. Raise `ValueError` if they are invalid."""
 
     max_size: int
@@ -60,10 +60,10 @@ class Forming:
             raise ValueError(f"max_weight: above 0, not {self.max_weight}")
 
 
-CHECK_EVERY = 200
+DEFAULT_CHECK_EVERY = 200
 
 
-class Mode(enum.StrEnum):
+class MergeMode(enum.StrEnum):
     OFF = "off"
     AUTO = "auto"
     ON = "on"
@@ -76,76 +76,81 @@ class BatchRule:
     paths: tuple[str, ...]
     """Path patterns. The first rule with a pattern that matches a path applies."""
     shape: Shape
-    mode: Mode
-    forming: Forming
+    mode: MergeMode
+    grouping: GroupingRule
     unit_per_call: bool = False
     """True if a call counts one unit, however many items it has. Otherwise each item counts one."""
-    stretches: bool = False
+    can_stretch_delay: bool = False
     """True if requests wait longer than `grouping` says if calls are slow."""
     max_items: int | None = None
     """Number of items above which a list is sent in several calls. `None` if the server's answers are to
     teach it."""
-    check_every: int = CHECK_EVERY
+    check_every: int = DEFAULT_CHECK_EVERY
     """Number of merged calls per check. A check sends one item of the call again on its own, and compares
     the two answers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingItem:
     """An item that waits to be sent."""
 
     size: int
     """Size of the item. A size below 1 counts as 1."""
-    since: float
+    arrived_at: float
     weight: float = 0.0
     """Weight of the item. A weight below 0 counts as 0; NaN fits into no group with other items."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class GroupReady:
     """The first `count` waiting items are sent now, together. Callers then ask again, because more may be
     sent."""
 
     count: int
-    by: FormedBy
+    trigger: GroupTrigger
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitUntil:
     """Nothing is sent before `until` (infinity: never), unless an item arrives, room appears, or no item can
     arrive."""
 
     until: float
 
 
-def form(
-    waiting: Iterable[Waiting], rule: Forming, now: float, *, room: bool = True, alone: bool = False
-) -> Form | Wait:
+def group_requests(
+    waiting: Iterable[WaitingItem],
+    rule: GroupingRule,
+    now: float,
+    *,
+    has_room: bool = True,
+    is_idle: bool = False,
+) -> GroupReady | WaitUntil:
     """Return which of the waiting items, given in order of arrival, are sent now.
 
     `has_room`: a group may be sent. `is_idle`: no other item can arrive now. `now` and `arrived_at` are of
     one clock, which never goes back.
     """
-    if not room:
-        return Wait(inf)
-    together, preferred, oldest, full = _gathered(waiting, rule)
-    if full:
-        return Form(together, FormedBy.FULL)
+    if not has_room:
+        return WaitUntil(inf)
+    gathered, preferred, oldest_at, is_full = _measure_group(waiting, rule)
+    if is_full:
+        return GroupReady(gathered, GroupTrigger.FULL)
     if preferred:
-        return Form(preferred, FormedBy.PREFERRED)
-    due = oldest + rule.max_delay_s
-    if together and (now >= due or not rule.max_delay_s):
-        return Form(together, FormedBy.DUE)
-    if together and alone and rule.idle_flush:
-        return Form(together, FormedBy.ALONE)
-    return Wait(due)
+        return GroupReady(preferred, GroupTrigger.PREFERRED)
+    due_at = oldest_at + rule.max_delay_s
+    if gathered and (now >= due_at or not rule.max_delay_s):
+        return GroupReady(gathered, GroupTrigger.DUE)
+    if gathered and is_idle and rule.idle_flush:
+        return GroupReady(gathered, GroupTrigger.IDLE)
+    return WaitUntil(due_at)
 
 
-def _gathered(waiting: Iterable[Waiting], rule: Forming) -> tuple[int, int, float, bool]:
+def _measure_group(waiting: Iterable[WaitingItem], rule: GroupingRule) -> tuple[int, int, float, bool]:
     """Return how many items could be sent together, how many make the largest preferred size, since when the
     oldest of them waits, and whether no other item can join them."""
     count = size = preferred = 0
-    weight, oldest = 0.0, inf
+    weight, oldest_at = 0.0, inf
     max_size, max_weight, preferred_sizes = rule.max_size, rule.max_weight, rule.preferred_sizes
     for item in waiting:
         # This loop runs for each arrival. With max() and similar functions it is four times as slow.
@@ -155,15 +160,15 @@ def _gathered(waiting: Iterable[Waiting], rule: Forming) -> tuple[int, int, floa
         # Negated comparisons, here and below, treat NaN as too heavy.
         if not item.weight <= 0.0:
             weight += item.weight
-        over = size > max_size or not weight <= max_weight
-        if over and count:
-            return count, preferred, oldest, True
+        is_over = size > max_size or not weight <= max_weight
+        if is_over and count:
+            return count, preferred, oldest_at, True
         count += 1
         # Exactly full, or a first item that exceeds the rule and is sent alone.
-        if over or size == max_size:
-            return count, preferred, oldest, True
-        if item.since < oldest:
-            oldest = item.since
+        if is_over or size == max_size:
+            return count, preferred, oldest_at, True
+        if item.arrived_at < oldest_at:
+            oldest_at = item.arrived_at
         if size in preferred_sizes:
             preferred = count
-    return count, preferred, oldest, False
+    return count, preferred, oldest_at, False

@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-from dispatcher.core.models.names import quoted
-from dispatcher.core.requests.lanes import MODEL_BYTES
+from dispatcher.core.models.names import quote_model
+from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
 
 # docs/decisions/0020-requests-wait-for-their-model.md explains these rules.
 TRUST_S = 30.0
 """Seconds for which the last listing of an endpoint counts while it cannot be read."""
-DENIED_S, DENIED_MOST_S = 5.0, 300.0
+DENIAL_S, MAX_DENIAL_S = 5.0, 300.0
 """Seconds for which a listed model counts as absent after an answer that it is not there. The time doubles
 with each such answer, up to the second value, until a request is answered or other endpoints list the
 model."""
-SEEN_MOST = 10_000
+MAX_REMEMBERED_MODELS = 10_000
 GATEWAY = "gateway"
 """Name of the endpoint if the gateway was asked for the models of all endpoints."""
-_NAMES_TOLD = 10
+_MAX_NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Listing:
     """Ids of models that the endpoint loads and does not serve yet, if it reports them."""
     problem: str = ""
     """One sentence that says why the listing could not be read."""
-    down: bool = False
+    is_down: bool = False
     """True if no process listens there. The next process that listens has none of the earlier state."""
 
 
@@ -63,7 +63,7 @@ class ModelState(StrEnum):
     UNKNOWN = "unknown"
 
 
-class WhenAbsent(StrEnum):
+class WhenNotServed(StrEnum):
     """Behaviour of requests for a model that is expected and not served."""
 
     WAIT = "wait"
@@ -74,47 +74,47 @@ class WhenAbsent(StrEnum):
 class ModelTerms:
     """Settings of the operator."""
 
-    named: Mapping[str, WhenAbsent] = field(default_factory=dict)
+    named_models: Mapping[str, WhenNotServed] = field(default_factory=dict)
     """Models that the settings name."""
-    absent: WhenAbsent = WhenAbsent.WAIT
+    when_not_served: WhenNotServed = WhenNotServed.WAIT
     """Behaviour for other models that were served before."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSeen:
+class ModelSnapshot:
     """One model at one moment."""
 
     name: str
     state: ModelState
-    serving: int
+    serving_count: int
     """Number of endpoints that list it."""
-    endpoints: int
+    endpoint_count: int
     """Number of all endpoints."""
-    unread: int
+    unread_count: int
     """Number of endpoints whose models are not known."""
-    since: float
+    state_since: float
     """Loop time of the last change of its state."""
-    named: bool
+    is_named: bool
     """True if the settings name the model."""
-    denied: bool
+    is_denied: bool
     """True if endpoints list the model, and an answer said that it is not there."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMoved:
+class ModelStateChange:
     """Change of a model's state."""
 
-    seen: ModelSeen
-    before: ModelState
+    snapshot: ModelSnapshot
+    previous_state: ModelState
 
 
 @dataclass(frozen=True, slots=True)
-class GoesToModel:
+class SendToModel:
     """The request is sent: the model is served, as far as is known."""
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitsModel:
+class WaitForModel:
     """The request waits: the model is expected, and not served now."""
 
     why: str
@@ -129,17 +129,17 @@ class NoSuchModel:
     """One sentence with the names of the models that are served."""
 
 
-ModelVerdict = GoesToModel | AwaitsModel | NoSuchModel
-_GOES = GoesToModel()
+ModelDecision = SendToModel | WaitForModel | NoSuchModel
+_SEND = SendToModel()
 
 
 @dataclass(slots=True)
 class _Denial:
-    at: float
-    until: float
-    times: int
+    denied_at: float
+    holds_until: float
+    count: int
     """Number of such answers in a row, while the same endpoints listed the model."""
-    by: frozenset[str]
+    endpoints: frozenset[str]
 
 
 class PoolModels:
@@ -148,17 +148,17 @@ class PoolModels:
     def __init__(self, terms: ModelTerms, now: float) -> None:
         self.terms = terms
         self._began_at = now
-        self._said: dict[str, Listing] = {}
+        self._listings: dict[str, Listing] = {}
         """Last readable listing of each endpoint."""
-        self._endpoints: dict[str, str] = {}
+        self._endpoint_problems: dict[str, str] = {}
         """Endpoints of the newest round, each with its problem. Empty for no problem."""
-        self._down: set[str] = set()
+        self._down_endpoints: set[str] = set()
         """Endpoints of the newest round where no process listens."""
         self._serving: dict[str, list[Listing]] = {}
         self._loading: set[str] = set()
-        self._unread = 0
-        self._heard = False
-        self._seen: dict[str, None] = {}
+        self._unread_count = 0
+        self._has_listings = False
+        self._once_served: dict[str, None] = {}
         """Models that were served once, the most recent ones last."""
         self._states: dict[str, tuple[ModelState, float]] = {}
         """State of each expected model, with the time of its last change."""
@@ -166,52 +166,60 @@ class PoolModels:
 
     # Observations.
 
-    def heard(self, listings: Sequence[Listing], now: float) -> list[ModelMoved]:
+    def record_listings(self, listings: Sequence[Listing], now: float) -> list[ModelStateChange]:
         """Record the listings of a round, one for each endpoint. Return the resulting changes."""
-        self._heard = True
-        self._endpoints = {each.endpoint: each.problem for each in listings}
-        self._down = {each.endpoint for each in listings if each.down}
-        self._said = {name: said for name, said in self._said.items() if name in self._endpoints}
-        for each in listings:
-            if each.models is not None:
-                self._said[each.endpoint] = each
+        self._has_listings = True
+        self._endpoint_problems = {listing.endpoint: listing.problem for listing in listings}
+        self._down_endpoints = {listing.endpoint for listing in listings if listing.is_down}
+        self._listings = {
+            name: last_listing
+            for name, last_listing in self._listings.items()
+            if name in self._endpoint_problems
+        }
+        for listing in listings:
+            if listing.models is not None:
+                self._listings[listing.endpoint] = listing
         # Listings of this round, and recent ones of endpoints that cannot be read now.
-        trusted = [said for said in self._said.values() if said.asked_at > now - TRUST_S]
-        self._unread = len(self._endpoints) - len(trusted)
+        trusted = [
+            last_listing for last_listing in self._listings.values() if last_listing.asked_at > now - TRUST_S
+        ]
+        self._unread_count = len(self._endpoint_problems) - len(trusted)
         self._serving, self._loading = {}, set()
-        for said in trusted:
-            for name in said.models or ():
-                self._serving.setdefault(name, []).append(said)
-            self._loading.update(said.loading)
-        self.expect(self._serving)
-        return self._moved(now)
+        for last_listing in trusted:
+            for name in last_listing.models or ():
+                self._serving.setdefault(name, []).append(last_listing)
+            self._loading.update(last_listing.loading)
+        self.expect_models(self._serving)
+        return self._collect_changes(now)
 
-    def expect(self, names: Iterable[str]) -> None:
+    def expect_models(self, names: Iterable[str]) -> None:
         """Remember models that were served once, or for which requests wait."""
         for name in names:
             # Reinserting moves the model to the end, so that the oldest ones are forgotten first.
-            self._seen.pop(name, None)
-            self._seen[name] = None
-        for name in list(self._seen)[: max(0, len(self._seen) - SEEN_MOST)]:
-            del self._seen[name]
+            self._once_served.pop(name, None)
+            self._once_served[name] = None
+        for name in list(self._once_served)[: max(0, len(self._once_served) - MAX_REMEMBERED_MODELS)]:
+            del self._once_served[name]
 
-    def denied(self, model: str, sent_at: float, now: float) -> None:
+    def record_denial(self, model: str, sent_at: float, now: float) -> None:
         """Record an answer that there is no such model, to a request sent at `sent_at`."""
-        if self.partly(model):  # the request may have reached an endpoint without the model
+        if self.is_partly_served(model):  # the request may have reached an endpoint without the model
             return
-        before = self._denials.get(model)
-        if before is not None and sent_at <= before.at:  # both requests were sent before the first answer
+        previous = self._denials.get(model)
+        if (
+            previous is not None and sent_at <= previous.denied_at
+        ):  # both requests were sent before the first answer
             return
-        by = frozenset(said.endpoint for said in self._serving.get(model, ()))
-        times = before.times + 1 if before is not None and before.by == by else 1
+        endpoints = frozenset(listing.endpoint for listing in self._serving.get(model, ()))
+        times = previous.count + 1 if previous is not None and previous.endpoints == endpoints else 1
         # The exponent is bounded, because a large one would overflow the float.
-        hold_s = min(DENIED_MOST_S, DENIED_S * 2.0 ** min(times - 1, 16))
-        self._denials[model] = _Denial(now, now + hold_s, times, by)
+        hold_s = min(MAX_DENIAL_S, DENIAL_S * 2.0 ** min(times - 1, 16))
+        self._denials[model] = _Denial(now, now + hold_s, times, endpoints)
 
-    def answered(self, model: str, sent_at: float) -> None:
+    def record_answer(self, model: str, sent_at: float) -> None:
         """Record that a request sent at `sent_at` was served."""
         denial = self._denials.get(model)
-        if denial is not None and sent_at > denial.at:
+        if denial is not None and sent_at > denial.denied_at:
             del self._denials[model]
 
     def reconfigure(self, terms: ModelTerms) -> None:
@@ -222,91 +230,93 @@ class PoolModels:
     @property
     def endpoints(self) -> Set[str]:
         """Endpoints of the newest round."""
-        return self._endpoints.keys()
+        return self._endpoint_problems.keys()
 
     @property
-    def loading(self) -> frozenset[str]:
+    def loading_models(self) -> frozenset[str]:
         return frozenset(self._loading)
 
-    def ready(self, now: float) -> dict[str, frozenset[str]]:
+    def list_ready(self, now: float) -> dict[str, frozenset[str]]:
         """Return the models that are served, each with the endpoints that list it."""
         return {
-            name: frozenset([said.endpoint for said in serving])
+            name: frozenset([listing.endpoint for listing in serving])
             for name, serving in self._serving.items()
             if not self._is_denied(name, now)
         }
 
-    def gone(self, model: str, endpoint: str) -> bool:
+    def is_gone(self, model: str, endpoint: str) -> bool:
         """Return whether the endpoint no longer serves the model, or may have become another process."""
-        problem = self._endpoints.get(endpoint)
-        if problem is None or endpoint in self._down:
+        problem = self._endpoint_problems.get(endpoint)
+        if problem is None or endpoint in self._down_endpoints:
             return True
         # An endpoint that cannot be read may still serve the model.
-        return not problem and all(said.endpoint != endpoint for said in self._serving.get(model, ()))
+        return not problem and all(listing.endpoint != endpoint for listing in self._serving.get(model, ()))
 
     # Decisions.
 
-    def verdict(self, model: str, now: float) -> ModelVerdict:
+    def decide_request(self, model: str, now: float) -> ModelDecision:
         """Decide about a request for this model."""
-        state = self._state(model, now)
+        state = self._compute_state(model, now)
         if state is ModelState.READY or not model:
-            return _GOES
-        rule = self._rule(model)
-        if rule is WhenAbsent.WAIT:
-            return AwaitsModel(f"model {quoted(model)} {self._why(model, state)}")
+            return _SEND
+        rule = self._get_rule(model)
+        if rule is WhenNotServed.WAIT:
+            return WaitForModel(f"model {quote_model(model)} {self._explain_state(model, state)}")
         if state is ModelState.ABSENT or (rule is not None and state is ModelState.LOADING):
-            return NoSuchModel(f"no model {quoted(model)} is served here: {self._names()}")
-        return _GOES
+            return NoSuchModel(
+                f"no model {quote_model(model)} is served here: {self._describe_served_names()}"
+            )
+        return _SEND
 
-    def sentence(self, model: str, now: float) -> str:
+    def describe_model(self, model: str, now: float) -> str:
         """Return a description of the model's state."""
-        state = self._state(model, now)
+        state = self._compute_state(model, now)
         if state is not ModelState.READY:
-            return f"it {self._why(model, state)}"
-        count, endpoints = len(self._serving[model]), len(self._endpoints)
+            return f"it {self._explain_state(model, state)}"
+        count, endpoints = len(self._serving[model]), len(self._endpoint_problems)
         return "it is served" if count == endpoints else f"it is served by {count} of {endpoints} endpoints"
 
-    def partly(self, model: str) -> bool:
+    def is_partly_served(self, model: str) -> bool:
         """Return whether some readable endpoints serve the model and others do not, so that a request may
         reach either."""
-        return 0 < len(self._serving.get(model, ())) < len(self._endpoints) - self._unread
+        return 0 < len(self._serving.get(model, ())) < len(self._endpoint_problems) - self._unread_count
 
-    def look(self, model: str, now: float) -> ModelSeen:
-        state = self._state(model, now)
-        at = self._states.get(model, (state, self._began_at))[1]
-        return ModelSeen(
+    def make_snapshot(self, model: str, now: float) -> ModelSnapshot:
+        state = self._compute_state(model, now)
+        state_since = self._states.get(model, (state, self._began_at))[1]
+        return ModelSnapshot(
             name=model,
             state=state,
-            serving=len(self._serving.get(model, ())),
-            endpoints=len(self._endpoints),
-            unread=self._unread,
-            since=at,
-            named=model in self.terms.named,
-            denied=self._is_denied(model, now),
+            serving_count=len(self._serving.get(model, ())),
+            endpoint_count=len(self._endpoint_problems),
+            unread_count=self._unread_count,
+            state_since=state_since,
+            is_named=model in self.terms.named_models,
+            is_denied=self._is_denied(model, now),
         )
 
-    def known(self) -> list[str]:
+    def list_known(self) -> list[str]:
         """Return the models that the settings name, then those that are or were served, sorted by name."""
-        return [*self.terms.named, *sorted(self._seen.keys() - self.terms.named.keys())]
+        return [*self.terms.named_models, *sorted(self._once_served.keys() - self.terms.named_models.keys())]
 
     @property
     def problems(self) -> dict[str, str]:
         """Endpoints that could not be read in the newest round, with the reason."""
-        return {name: problem for name, problem in self._endpoints.items() if problem}
+        return {name: problem for name, problem in self._endpoint_problems.items() if problem}
 
     # Internals.
 
-    def _rule(self, model: str) -> WhenAbsent | None:
+    def _get_rule(self, model: str) -> WhenNotServed | None:
         """Return the behaviour for the model. `None` if it is not expected."""
         # Requests wait under a shortened name, so a longer name could be mistaken for another model.
-        if len(model.encode(errors="replace")) > MODEL_BYTES:
+        if len(model.encode(errors="replace")) > MAX_MODEL_NAME_BYTES:
             return None
-        named = self.terms.named.get(model)
-        if named is not None:
-            return named
-        return self.terms.absent if model in self._seen else None
+        rule = self.terms.named_models.get(model)
+        if rule is not None:
+            return rule
+        return self.terms.when_not_served if model in self._once_served else None
 
-    def _state(self, model: str, now: float) -> ModelState:
+    def _compute_state(self, model: str, now: float) -> ModelState:
         if model in self._serving and not self._is_denied(model, now):
             return ModelState.READY
         if model in self._loading:
@@ -314,31 +324,33 @@ class PoolModels:
         if model in self._serving:
             return ModelState.ABSENT
         return (
-            ModelState.ABSENT if self._heard and self._endpoints and not self._unread else ModelState.UNKNOWN
+            ModelState.ABSENT
+            if self._has_listings and self._endpoint_problems and not self._unread_count
+            else ModelState.UNKNOWN
         )
 
     def _is_denied(self, model: str, now: float) -> bool:
         denial = self._denials.get(model)
-        if denial is None or self.partly(model):
+        if denial is None or self.is_partly_served(model):
             return False
-        newest = max((said.asked_at for said in self._serving.get(model, ())), default=-inf)
+        newest = max((listing.asked_at for listing in self._serving.get(model, ())), default=-inf)
         # A listing counts again if it is newer than the denial, and the pause is over.
-        return newest <= denial.at or now < denial.until
+        return newest <= denial.denied_at or now < denial.holds_until
 
-    def _moved(self, now: float) -> list[ModelMoved]:
-        moved, states = [], {}
-        for name in self.known():
-            state = self._state(name, now)
-            before, at = self._states.get(name, (ModelState.UNKNOWN, self._began_at))
-            states[name] = (state, at if state is before else now)
-            if state is not before:
+    def _collect_changes(self, now: float) -> list[ModelStateChange]:
+        changes, states = [], {}
+        for name in self.list_known():
+            state = self._compute_state(name, now)
+            previous_state, state_since = self._states.get(name, (ModelState.UNKNOWN, self._began_at))
+            states[name] = (state, state_since if state is previous_state else now)
+            if state is not previous_state:
                 self._states[name] = states[name]
-                moved.append(ModelMoved(self.look(name, now), before))
+                changes.append(ModelStateChange(self.make_snapshot(name, now), previous_state))
         self._states = states
-        return moved
+        return changes
 
-    def _why(self, model: str, state: ModelState) -> str:
-        count = len(self._endpoints)
+    def _explain_state(self, model: str, state: ModelState) -> str:
+        count = len(self._endpoint_problems)
         match state:
             case ModelState.LOADING:
                 return "is being loaded"
@@ -346,18 +358,18 @@ class PoolModels:
                 return "is listed, and the server answers that it is not there"
             case ModelState.ABSENT:
                 return f"is served by none of {count} endpoints" if count > 1 else "is not served"
-        if not self._heard:
+        if not self._has_listings:
             return "is not known yet: no endpoint was asked"
-        if not self._endpoints:
+        if not self._endpoint_problems:
             return "cannot be served: the pool has no endpoint"
         endpoint, problem = next(iter(self.problems.items()), ("", ""))
-        said = f": {endpoint}: {problem}" if problem else ""
-        return f"cannot be known: {self._unread} of {count} endpoints cannot be read{said}"
+        reason = f": {endpoint}: {problem}" if problem else ""
+        return f"cannot be known: {self._unread_count} of {count} endpoints cannot be read{reason}"
 
-    def _names(self) -> str:
+    def _describe_served_names(self) -> str:
         names = sorted(self._serving)
         if not names:
             return "none is"
-        told = ", ".join(map(quoted, names[:_NAMES_TOLD]))
-        more = len(names) - _NAMES_TOLD
-        return f"there {'is' if len(names) == 1 else 'are'} {told}{f' and {more} more' if more > 0 else ''}"
+        shown = ", ".join(map(quote_model, names[:_MAX_NAMES_SHOWN]))
+        more = len(names) - _MAX_NAMES_SHOWN
+        return f"there {'is' if len(names) == 1 else 'are'} {shown}{f' and {more} more' if more > 0 else ''}"

@@ -7,11 +7,11 @@ import re
 import msgspec
 from msgspec.structs import replace
 
-from dispatcher.core.merging.shapes.fields import fields, place_of, text_of
+from dispatcher.core.merging.shapes.fields import check_utf8, find_value, parse_fields
 from dispatcher.core.merging.shapes.part import NotUnderstoodError
-from dispatcher.core.models.names import model_of
+from dispatcher.core.models.names import parse_model
 from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.surrogates import without_surrogates
+from dispatcher.core.requests.surrogates import replace_surrogates
 
 # JSON can also write the name with escapes, such as \u006d for m (see _ESCAPED).
 _TOKEN = b'"model"'
@@ -20,7 +20,7 @@ _ESCAPED = b"\\u006"
 _VALUE = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("[^"\\\x00-\x1f]*")')
 
 
-def with_model(payload: bytes, name: str) -> bytes | None:
+def replace_model(payload: bytes, name: str) -> bytes | None:
     """Return the body with this name as the value of its field `model`, and with all other bytes unchanged.
 
     `None` if the effect of the change is not certain: the body is not an object or not UTF-8, the field is
@@ -28,42 +28,48 @@ def with_model(payload: bytes, name: str) -> bytes | None:
     """
     try:
         value = msgspec.json.encode(name)
-        text_of(payload)
-        return _replaced_at_once(payload, name, value) or _replaced(payload, name, value)
+        check_utf8(payload)
+        return _replace_only_field(payload, name, value) or _replace_parsed_field(payload, name, value)
     except (NotUnderstoodError, msgspec.DecodeError, UnicodeError, RecursionError):
         return None
 
 
-def _replaced_at_once(payload: bytes, name: str, value: bytes) -> bytes | None:
+def _replace_only_field(payload: bytes, name: str, value: bytes) -> bytes | None:
     """Replace the value if only one field at any depth has this name, and if the result reads as it should.
     Then this field is the one that servers read."""
     at = payload.find(_TOKEN)
-    found = _VALUE.match(payload, at) if at >= 0 else None
-    if found is None or payload.find(_TOKEN, found.end()) >= 0:
+    match = _VALUE.match(payload, at) if at >= 0 else None
+    if match is None or payload.find(_TOKEN, match.end()) >= 0:
         return None
     if b"\\" in payload and _ESCAPED in payload:
         return None
-    start, end = found.span(1)
+    start, end = match.span(1)
     replaced = payload[:start] + value + payload[end:]
-    return replaced if model_of(replaced) == name else None
+    return replaced if parse_model(replaced) == name else None
 
 
-def _replaced(payload: bytes, name: str, value: bytes) -> bytes | None:
-    clear = without_surrogates(payload)  # the decoder rejects lone surrogates; positions stay the same
-    before = fields(clear).get("model", msgspec.Raw())
-    if bytes(before)[:1] != b'"':
+def _replace_parsed_field(payload: bytes, name: str, value: bytes) -> bytes | None:
+    clean_payload = replace_surrogates(
+        payload
+    )  # the decoder rejects lone surrogates; positions stay the same
+    old_value = parse_fields(clean_payload).get("model", msgspec.Raw())
+    if bytes(old_value)[:1] != b'"':
         return None
-    at = place_of(clear, "model")
-    end = at + len(before)
+    at = find_value(clean_payload, "model")
+    end = at + len(old_value)
     return (
-        payload[:at] + value + payload[end:] if model_of(clear[:at] + value + clear[end:]) == name else None
+        payload[:at] + value + payload[end:]
+        if parse_model(clean_payload[:at] + value + clean_payload[end:]) == name
+        else None
     )
 
 
-def sent_as(request: Request, asked: str, version: str, endpoints: str) -> Request | None:
+def prepare_for_version(request: Request, asked_model: str, version: str, endpoints: str) -> Request | None:
     """Return a request for the model `asked_model` as it is sent to a version of it, and only to these
     endpoints. `None` if its body cannot be changed."""
-    payload = request.payload if version == asked else with_model(request.payload, version)
+    payload = request.payload if version == asked_model else replace_model(request.payload, version)
     if payload is None:
         return None
-    return replace(request, payload=payload, version="" if version == asked else version, endpoints=endpoints)
+    return replace(
+        request, payload=payload, version="" if version == asked_model else version, endpoints=endpoints
+    )

@@ -6,15 +6,15 @@ import re
 
 import msgspec
 
-from dispatcher.core.printable import shortened
-from dispatcher.core.requests.surrogates import without_surrogates
+from dispatcher.core.printable import truncate_text
+from dispatcher.core.requests.surrogates import replace_surrogates
 
-_NAME_CHARS = 100
+_MAX_NAME_CHARS = 100
 
 
-def quoted(model: str) -> str:
+def quote_model(model: str) -> str:
     """Return a model's name in quotes, shortened, for a sentence."""
-    return repr(shortened(model, _NAME_CHARS))
+    return repr(truncate_text(model, _MAX_NAME_CHARS))
 
 
 class _ModelField(msgspec.Struct):
@@ -40,15 +40,15 @@ _named = msgspec.json.Decoder(_ModelField)
 _answer = msgspec.json.Decoder(_ServerAnswer)
 
 
-def model_of(payload: bytes) -> str:
+def parse_model(payload: bytes) -> str:
     """Return the model that a body requests. Empty if there is none, or the value is not a name."""
-    model = _model_in(payload)
+    model = _decode_model(payload)
     if model is None:  # the decoder rejects lone surrogates, which may be elsewhere in the body
-        model = _model_in(without_surrogates(payload))
+        model = _decode_model(replace_surrogates(payload))
     return model or ""
 
 
-def _model_in(text: bytes) -> str | None:
+def _decode_model(text: bytes) -> str | None:
     """Return the model. `None` if the body cannot be decoded."""
     try:
         return _named.decode(text).model or ""
@@ -68,12 +68,12 @@ def says_no_model(status: int, body: bytes, model: str) -> bool:
         answer = _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    said = answer.error if isinstance(answer.error, _ServerError) else answer
-    if said.code == "model_not_found":
+    error = answer.error if isinstance(answer.error, _ServerError) else answer
+    if error.code == "model_not_found":
         return True
     if status != 404:
         return False
     # Match the whole name: a model named `m` is part of the word "model".
-    stands = re.search(rf"(?<![\w/.:-]){re.escape(model)}(?![\w/:-])", said.message)
-    names_it = said.param == "model" or (stands is not None and "model" in said.message.lower())
-    return names_it and (said.type or "NotFoundError") in ("NotFoundError", "not_found_error", "Not Found")
+    name_match = re.search(rf"(?<![\w/.:-]){re.escape(model)}(?![\w/:-])", error.message)
+    names_it = error.param == "model" or (name_match is not None and "model" in error.message.lower())
+    return names_it and (error.type or "NotFoundError") in ("NotFoundError", "not_found_error", "Not Found")

@@ -24,13 +24,13 @@ class VersionPolicy:
     """Label of the desired version."""
 
     @property
-    def most(self) -> int | None:
+    def max_count(self) -> int | None:
         """Largest number of versions that can be desired at once. `None` for any number."""
         if self.label:
             return 1
         return len(self.specific) or (None if self.everything else self.latest)
 
-    def written(self) -> str | dict[str, Any]:
+    def to_setting(self) -> str | dict[str, Any]:
         """Return the policy in the format of the settings."""
         if self.label:
             return {"label": self.label}
@@ -41,5 +41,5 @@ class VersionPolicy:
         return "latest" if self.latest == 1 else {"latest": self.latest}
 
     def __str__(self) -> str:
-        written = self.written()
-        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
+        setting = self.to_setting()
+        return setting if isinstance(setting, str) else json.dumps(setting, ensure_ascii=False)

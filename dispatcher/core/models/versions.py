@@ -21,9 +21,9 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.core.requests.lanes import MODEL_BYTES
+from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
 
-NAMINGS_MOST = 20_000
+MAX_CACHED_NAMES = 20_000
 """Largest number of names whose match with a pattern is remembered."""
 _DIGITS = re.compile("([0-9]+)")
 _LITERAL = re.compile("[A-Za-z0-9_/:-]*")
@@ -35,7 +35,7 @@ class VersionState(StrEnum):
     COLD = "cold"
     OPEN = "open"
     DRAINING = "draining"
-    SPARE = "spare"
+    RETIRING = "spare"
     GONE = "gone"
 
 
@@ -48,7 +48,7 @@ class Transition(StrEnum):
     """The old version is drained before the new one is warmed."""
 
 
-class Pin(StrEnum):
+class PinScope(StrEnum):
     """Unit of work that keeps the version it was assigned."""
 
     REQUEST = "request"
@@ -71,16 +71,16 @@ class FamilyTerms:
     the model's own name is the only version."""
     policy: VersionPolicy = field(default_factory=VersionPolicy)
     transition: Transition = Transition.AVAILABILITY
-    pin: Pin = Pin.REQUEST
+    pin: PinScope = PinScope.REQUEST
     weights: Mapping[str, float] = field(default_factory=dict)
     """Shares of open versions (core/models/weighted_choice.py)."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    warms: bool = False
+    has_warm_up: bool = False
     """True if a warm-up is configured, so that versions begin cold."""
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSight:
+class VersionFacts:
     """Facts about all models at one moment. The object is never changed."""
 
     served: Mapping[str, frozenset[str]]
@@ -95,77 +95,77 @@ class VersionSight:
     of a sentence ("by ada …")."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels of this family that were set by a CLI command. They override labels in the settings."""
-    labelled: Mapping[str, str] = field(default_factory=dict)
+    label_origins: Mapping[str, str] = field(default_factory=dict)
     """Origin of each of these labels: who set it and when, as the continuation of a sentence."""
-    steered: bool = False
+    is_steered: bool = False
     """True if requests can be confined to endpoints."""
 
 
 @dataclass(frozen=True, slots=True)
-class VersionMoved:
+class VersionStateChange:
     """Change of a version from one state to the next."""
 
     family: str
     version: str
-    before: VersionState
+    previous_state: VersionState
     state: VersionState
 
 
 @dataclass(frozen=True, slots=True)
-class VersionSeen:
+class VersionSnapshot:
     """One version at one moment."""
 
     name: str
     label: str
     state: VersionState
-    since: float
+    state_since: float
     """Time of the last change of its state."""
-    serving: frozenset[str]
-    warm: frozenset[str]
+    endpoints: frozenset[str]
+    warm_endpoints: frozenset[str]
     """Endpoints at which the version is warm."""
-    wanted: bool
-    drained: bool
+    is_desired: bool
+    is_drained: bool
     """True if an operator drains the version."""
-    used: bool
+    is_used: bool
     weight: float
     """Share of the work for open versions. 0 if the version takes nothing new."""
     labels: tuple[str, ...]
     """Labels that are set to the version."""
-    words: tuple[str, ...]
+    aliases: tuple[str, ...]
     """Names by which an operator may refer to the version."""
 
 
 _S = VersionState
 EDGES: Mapping[VersionState, tuple[VersionState, ...]] = MappingProxyType(
     {
-        _S.ABSENT: (_S.LOADING, _S.COLD, _S.SPARE),
-        _S.LOADING: (_S.COLD, _S.SPARE, _S.GONE),
-        _S.COLD: (_S.OPEN, _S.SPARE, _S.GONE),
+        _S.ABSENT: (_S.LOADING, _S.COLD, _S.RETIRING),
+        _S.LOADING: (_S.COLD, _S.RETIRING, _S.GONE),
+        _S.COLD: (_S.OPEN, _S.RETIRING, _S.GONE),
         _S.OPEN: (_S.DRAINING,),
-        _S.DRAINING: (_S.OPEN, _S.SPARE, _S.GONE),
-        _S.SPARE: (_S.COLD, _S.GONE),
-        _S.GONE: (_S.LOADING, _S.COLD, _S.SPARE),
+        _S.DRAINING: (_S.OPEN, _S.RETIRING, _S.GONE),
+        _S.RETIRING: (_S.COLD, _S.GONE),
+        _S.GONE: (_S.LOADING, _S.COLD, _S.RETIRING),
     }
 )
 """Possible changes from each state. Each change is reported."""
 
 
-def _ways() -> Mapping[tuple[VersionState, VersionState], tuple[VersionState, ...]]:
+def _compute_state_paths() -> Mapping[tuple[VersionState, VersionState], tuple[VersionState, ...]]:
     """Return the shortest path from each state to each other one, including both."""
-    ways: dict[tuple[VersionState, VersionState], tuple[VersionState, ...]] = {}
+    paths: dict[tuple[VersionState, VersionState], tuple[VersionState, ...]] = {}
     for begin in VersionState:
-        ways[begin, begin] = (begin,)
+        paths[begin, begin] = (begin,)
         reached = [begin]
         # Breadth-first search: `reached` grows during the iteration.
         for state in reached:
             for following in EDGES[state]:
-                if (begin, following) not in ways:
-                    ways[begin, following] = (*ways[begin, state], following)
+                if (begin, following) not in paths:
+                    paths[begin, following] = (*paths[begin, state], following)
                     reached.append(following)
-    return ways
+    return paths
 
 
-WAYS = _ways()
+STATE_PATHS = _compute_state_paths()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,45 +174,45 @@ class VersionNaming:
 
     name: str
     label: str
-    words: tuple[str, ...]
+    aliases: tuple[str, ...]
     """Names by which an operator may refer to the version."""
     order: tuple[tuple[str | int, ...], str, str]
     """Sort key: a newer version is greater. Runs of digits compare as numbers."""
 
 
-def naming_of(name: str, terms: FamilyTerms) -> VersionNaming | None:
+def match_version(name: str, terms: FamilyTerms) -> VersionNaming | None:
     """Return the parts of a name. `None` if it is not a version of this model, or too long to be waited
     for."""
     if terms.match is None and name != terms.name:
         return None
-    return naming_by(name, terms.match)
+    return parse_version(name, terms.match)
 
 
-@lru_cache(maxsize=NAMINGS_MOST)
-def naming_by(name: str, match: re.Pattern[str] | None) -> VersionNaming | None:
+@lru_cache(maxsize=MAX_CACHED_NAMES)
+def parse_version(name: str, match: re.Pattern[str] | None) -> VersionNaming | None:
     """Return the parts of a name that a pattern finds. `None` if the name does not match.
 
     Matching takes 15 µs and several callers ask for each new name, so the result is remembered.
     """
-    if not name or len(name.encode(errors="replace")) > MODEL_BYTES:
+    if not name or len(name.encode(errors="replace")) > MAX_MODEL_NAME_BYTES:
         return None
     label: str = name
     if match is not None:
-        found = match.fullmatch(name)
-        if found is None:
+        match_result = match.fullmatch(name)
+        if match_result is None:
             return None
-        label = found.groupdict().get("version") or name
+        label = match_result.groupdict().get("version") or name
     parts = _DIGITS.split(label)  # texts and digits alternate, so equal positions have equal types
     natural = tuple(int(part) if at % 2 else part for at, part in enumerate(parts))
-    return VersionNaming(name, label, words_of(name, label), (natural, label, name))
+    return VersionNaming(name, label, list_aliases(name, label), (natural, label, name))
 
 
-def words_of(name: str, label: str) -> tuple[str, ...]:
+def list_aliases(name: str, label: str) -> tuple[str, ...]:
     """Return the names by which an operator may refer to a version."""
     return tuple(dict.fromkeys((name, label, f"v{label}") if label[:1].isdigit() else (name, label)))
 
 
-class Membership:
+class FamilyIndex:
     """Find the models of which a name is a version.
 
     Only patterns are tried that begin like the name, or with anything. With a thousand models with as many
@@ -220,29 +220,29 @@ class Membership:
     """
 
     def __init__(self, families: Iterable[FamilyTerms]) -> None:
-        self._by_beginning: dict[str, list[FamilyTerms]] = {}
+        self._terms_by_prefix: dict[str, list[FamilyTerms]] = {}
         for terms in families:
-            self._by_beginning.setdefault(_beginning(terms), []).append(terms)
-        self._lengths = sorted({len(beginning) for beginning in self._by_beginning})
+            self._terms_by_prefix.setdefault(_find_literal_prefix(terms), []).append(terms)
+        self._prefix_lengths = sorted({len(beginning) for beginning in self._terms_by_prefix})
 
-    def of(self, name: str) -> list[str]:
+    def find_families(self, name: str) -> list[str]:
         """Return the names of the models."""
         return [
             terms.name
-            for length in self._lengths
-            for terms in self._by_beginning.get(name[:length], ())
-            if naming_of(name, terms) is not None
+            for length in self._prefix_lengths
+            for terms in self._terms_by_prefix.get(name[:length], ())
+            if match_version(name, terms) is not None
         ]
 
 
-def _beginning(terms: FamilyTerms) -> str:
+def _find_literal_prefix(terms: FamilyTerms) -> str:
     """Return the text with which each name of a version begins, as far as that is obvious."""
     if terms.match is None:
         return terms.name
-    written = terms.match.pattern
-    if "|" in written or terms.match.flags & (re.IGNORECASE | re.VERBOSE):
+    pattern = terms.match.pattern
+    if "|" in pattern or terms.match.flags & (re.IGNORECASE | re.VERBOSE):
         return ""
-    literal = _LITERAL.match(written)
+    literal = _LITERAL.match(pattern)
     text = "" if literal is None else literal[0]
     # A quantifier applies to the last character, which is thus optional.
-    return text[:-1] if written[len(text) :][:1] in ("*", "?", "{") else text
+    return text[:-1] if pattern[len(text) :][:1] in ("*", "?", "{") else text

@@ -15,30 +15,30 @@ import msgspec
 
 from dispatcher.core.merging import shapes
 from dispatcher.core.merging.grouping import BatchRule
-from dispatcher.core.merging.shapes.fields import fields, text_of
+from dispatcher.core.merging.shapes.fields import check_utf8, parse_fields
 from dispatcher.core.merging.shapes.part import NotUnderstoodError
-from dispatcher.core.models.body_rewrite import with_model
-from dispatcher.core.patterns import any_fits
-from dispatcher.core.printable import shortened
+from dispatcher.core.models.body_rewrite import replace_model
+from dispatcher.core.patterns import matches_any
+from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.routing import is_plain_path
-from dispatcher.core.requests.surrogates import without_surrogates
+from dispatcher.core.requests.surrogates import replace_surrogates
 
-LINES_MOST = 1000
-FILE_BYTES_MOST = 10_000_000
-REPEAT_MOST = 1000
-CALLS_MOST = 10_000
+MAX_LINES = 1000
+MAX_FILE_BYTES = 10_000_000
+MAX_REPEAT = 1000
+MAX_CALLS = 10_000
 """Largest number of calls of all lines, with their repeats."""
-MERGED_MOST = 1000
+MAX_MERGED_CALLS = 1000
 """Largest number of further calls, which merge several copies of a request."""
-RECORDED_REPEAT_MOST = 10
+MAX_RECORDED_REPEAT = 10
 """Largest repeat that is recorded. More repeats of a request would be answered from caches."""
-FAULTS_TOLD = 20
+MAX_FAULTS_SHOWN = 20
 
-_SHOWN_CHARS = 60
-_BESIDE_BYTES = 40
+_MAX_SHOWN_CHARS = 60
+_LINE_OVERHEAD_BYTES = 40
 """Estimated bytes of a line besides path and body."""
-_KNOWN = ("url", "body", "repeat")
-_IGNORED = ("custom_id", "method", "sequence")
+_KNOWN_FIELDS = ("url", "body", "repeat")
+_IGNORED_FIELDS = ("custom_id", "method", "sequence")
 """Fields of batch files that are ignored."""
 
 
@@ -70,8 +70,8 @@ class WarmupRules:
 
     path: str
     """Path of lines that name none: the gateway's default."""
-    allowed: Sequence[str] = ("/v1/*",)
-    max_body_bytes: int = FILE_BYTES_MOST
+    allowed_paths: Sequence[str] = ("/v1/*",)
+    max_body_bytes: int = MAX_FILE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,44 +103,44 @@ _encode = msgspec.json.Encoder().encode
 # Parsing.
 
 
-def read_warmup(text: bytes, rules: WarmupRules) -> tuple[WarmupRequest, ...] | tuple[WarmupFault, ...]:
+def parse_warmup(text: bytes, rules: WarmupRules) -> tuple[WarmupRequest, ...] | tuple[WarmupFault, ...]:
     """Return the requests of a file in order, at least one, or its errors. Never raises.
 
     At most MAX_FAULTS_SHOWN errors are listed, followed by the number of further ones.
     """
-    if len(text) > FILE_BYTES_MOST:
-        return (WarmupFault(None, f"is larger than {FILE_BYTES_MOST // 1_000_000} MB"),)
+    if len(text) > MAX_FILE_BYTES:
+        return (WarmupFault(None, f"is larger than {MAX_FILE_BYTES // 1_000_000} MB"),)
     requests: list[WarmupRequest] = []
     faults: list[WarmupFault] = []
     lines = [(number, line.strip()) for number, line in enumerate(text.split(b"\n"), start=1)]
     # Blank lines are skipped, but they count in line numbers.
     lines = [each for each in lines if each[1]]
-    if len(lines) > LINES_MOST:
-        faults.append(WarmupFault(None, f"has {len(lines):,} requests, {LINES_MOST:,} at most"))
+    if len(lines) > MAX_LINES:
+        faults.append(WarmupFault(None, f"has {len(lines):,} requests, {MAX_LINES:,} at most"))
     # A file with more lines is rejected anyway.
-    for number, line in lines[:LINES_MOST]:
-        found = _request(line, rules)
-        if isinstance(found, WarmupRequest):
-            requests.append(found)
+    for number, line in lines[:MAX_LINES]:
+        parsed = _parse_line(line, rules)
+        if isinstance(parsed, WarmupRequest):
+            requests.append(parsed)
         else:
-            faults += [WarmupFault(number, what) for what in found]
+            faults += [WarmupFault(number, what) for what in parsed]
     calls = sum(each.repeat for each in requests)
-    if calls > CALLS_MOST:
-        faults.append(WarmupFault(None, f"asks for {calls:,} calls with all repeats, {CALLS_MOST:,} at most"))
+    if calls > MAX_CALLS:
+        faults.append(WarmupFault(None, f"asks for {calls:,} calls with all repeats, {MAX_CALLS:,} at most"))
     if not lines:
         faults.append(WarmupFault(None, "holds no request"))
     if not faults:
         return tuple(requests)
-    more = len(faults) - FAULTS_TOLD
-    told = faults[:FAULTS_TOLD]
-    return (*told, WarmupFault(None, f"and {more:,} more")) if more > 0 else tuple(told)
+    more = len(faults) - MAX_FAULTS_SHOWN
+    shown = faults[:MAX_FAULTS_SHOWN]
+    return (*shown, WarmupFault(None, f"and {more:,} more")) if more > 0 else tuple(shown)
 
 
-def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
+def _parse_line(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
     """Return the request in a line, or all its errors."""
     try:
-        found = fields(text_of(line))
-        read = _decode(line)
+        line_fields = parse_fields(check_utf8(line))
+        decoded = _decode(line)
     except UnicodeDecodeError as error:
         return [f"is not UTF-8 at byte {error.start}"]
     except NotUnderstoodError as error:
@@ -150,53 +150,53 @@ def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
     except RecursionError:
         return ["is nested too deeply"]
     except msgspec.DecodeError as error:
-        if _is_json(without_surrogates(line)):
+        if _is_json(replace_surrogates(line)):
             return ["holds a lone surrogate (\\ud800 to \\udfff), which is no character"]
         return [f"is no JSON: {str(error).removeprefix('JSON is malformed: ')}"]
     faults = [
-        f"{shortened(name, _SHOWN_CHARS)}: unknown field; known are {', '.join(_KNOWN)}"
-        for name in found
-        if name not in _KNOWN + _IGNORED
+        f"{truncate_text(name, _MAX_SHOWN_CHARS)}: unknown field; known are {', '.join(_KNOWN_FIELDS)}"
+        for name in line_fields
+        if name not in _KNOWN_FIELDS + _IGNORED_FIELDS
     ]
-    url, wrong = _url(bytes(read.url), rules)
-    faults += wrong
-    repeat, wrong = _repeat(bytes(read.repeat))
-    faults += wrong
-    body = bytes(read.body)
-    faults += _faults_of_body(body, rules)
+    url, new_faults = _parse_url(bytes(decoded.url), rules)
+    faults += new_faults
+    repeat, new_faults = _parse_repeat(bytes(decoded.repeat))
+    faults += new_faults
+    body = bytes(decoded.body)
+    faults += _find_body_faults(body, rules)
     return faults or WarmupRequest(url, body, repeat)
 
 
-def _url(raw: bytes, rules: WarmupRules) -> tuple[str, list[str]]:
+def _parse_url(raw: bytes, rules: WarmupRules) -> tuple[str, list[str]]:
     if raw in (b"", b"null"):
         return rules.path, []
     try:
         url = msgspec.json.decode(raw, type=str)
     except msgspec.DecodeError:
         return "", ["url: must be a text"]
-    shown = repr(shortened(url, _SHOWN_CHARS))
+    shown = repr(truncate_text(url, _MAX_SHOWN_CHARS))
     if url == rules.path:
         return url, []
     if not is_plain_path(url):
         return "", [f"url: {shown} is no plain path, such as /v1/chat/completions"]
-    if not any_fits(rules.allowed, url):
-        return "", [f"url: {shown} is not allowed; allowed are {', '.join(rules.allowed)}"]
+    if not matches_any(rules.allowed_paths, url):
+        return "", [f"url: {shown} is not allowed; allowed are {', '.join(rules.allowed_paths)}"]
     return url, []
 
 
-def _repeat(raw: bytes) -> tuple[int, list[str]]:
+def _parse_repeat(raw: bytes) -> tuple[int, list[str]]:
     if not raw:
         return 1, []
     try:
         repeat = msgspec.json.decode(raw, type=int)
     except msgspec.DecodeError:
         repeat = 0
-    if 1 <= repeat <= REPEAT_MOST:
+    if 1 <= repeat <= MAX_REPEAT:
         return repeat, []
-    return 1, [f"repeat: must be a whole number between 1 and {REPEAT_MOST}"]
+    return 1, [f"repeat: must be a whole number between 1 and {MAX_REPEAT}"]
 
 
-def _faults_of_body(body: bytes, rules: WarmupRules) -> list[str]:
+def _find_body_faults(body: bytes, rules: WarmupRules) -> list[str]:
     if not body:
         return ["body: is missing"]
     if not body.startswith(b"{"):
@@ -204,16 +204,16 @@ def _faults_of_body(body: bytes, rules: WarmupRules) -> list[str]:
     if len(body) > rules.max_body_bytes:
         return [f"body: {len(body)} bytes, at most {rules.max_body_bytes} are accepted"]
     try:
-        found = fields(body)
+        body_fields = parse_fields(body)
     except (NotUnderstoodError, msgspec.DecodeError) as error:
         return [f"body: cannot be understood: {error}"]
     faults = []
-    model = bytes(found.get("model", b""))
+    model = bytes(body_fields.get("model", b""))
     if not model:
         faults.append("body.model: is missing: the version's name is put in its place")
     elif not model.startswith(b'"') or model == b'""':
         faults.append("body.model: must be the name of a model")
-    if bytes(found.get("stream", b"false")) not in (b"false", b"null"):
+    if bytes(body_fields.get("stream", b"false")) not in (b"false", b"null"):
         faults.append("body.stream: cannot be had in a warm-up: leave it out")
     return faults
 
@@ -221,12 +221,12 @@ def _faults_of_body(body: bytes, rules: WarmupRules) -> list[str]:
 # Planning.
 
 
-def plan(
+def plan_calls(
     requests: Sequence[WarmupRequest],
     rules: Sequence[BatchRule],
     model: str,
     *,
-    most_bytes: int = FILE_BYTES_MOST,
+    max_bytes: int = MAX_FILE_BYTES,
 ) -> Iterator[WarmupCall]:
     """Yield the calls that warm a server up for this model, in the order of the file: each request alone, as
     often as it says, then merged with itself in the sizes that its batching rule prefers.
@@ -235,40 +235,40 @@ def plan(
     `max_bytes` at most. A body in which the model cannot be replaced is skipped. The calls are generated one
     by one, because merged ones may be large.
     """
-    merged_left = MERGED_MOST
+    merged_left = MAX_MERGED_CALLS
     for request in requests:
-        body = with_model(request.body, model)
+        body = replace_model(request.body, model)
         if body is None:
             continue
         for _ in range(request.repeat):
             yield WarmupCall(request.url, body, 1)
-        rule = next((each for each in rules if any_fits(each.paths, request.url)), None)
-        for call in _merged(request.url, body, rule, most_bytes) if rule is not None else ():
+        rule = next((each for each in rules if matches_any(each.paths, request.url)), None)
+        for call in _plan_merged_calls(request.url, body, rule, max_bytes) if rule is not None else ():
             if not merged_left:
                 break
             merged_left -= 1
             yield call
 
 
-def _merged(path: str, body: bytes, rule: BatchRule, most_bytes: int) -> Iterator[WarmupCall]:
+def _plan_merged_calls(path: str, body: bytes, rule: BatchRule, max_bytes: int) -> Iterator[WarmupCall]:
     """Yield a request merged with itself, once for each size of the rule."""
-    part = shapes.read(rule.shape, body)
+    part = shapes.parse_part(rule.shape, body)
     if isinstance(part, shapes.Unfit):
         return
-    forming = rule.forming
-    largest = min(forming.max_size, rule.max_items or forming.max_size)
-    sizes = {size for size in forming.preferred_sizes if size <= largest} or {largest}
+    grouping = rule.grouping
+    largest = min(grouping.max_size, rule.max_items or grouping.max_size)
+    sizes = {size for size in grouping.preferred_sizes if size <= largest} or {largest}
     counts = sorted({size // part.size for size in sizes})
     for count in counts:
-        within = count * part.tokens <= forming.max_weight and count * len(body) <= most_bytes
-        if count > 1 and within:
-            yield WarmupCall(path, shapes.merge([part] * count), count)
+        fits = count * part.tokens <= grouping.max_weight and count * len(body) <= max_bytes
+        if count > 1 and fits:
+            yield WarmupCall(path, shapes.merge_parts([part] * count), count)
 
 
 # Recording.
 
 
-def line_of(request: WarmupRequest) -> bytes:
+def encode_line(request: WarmupRequest) -> bytes:
     """Return the request as a line of a file, with its line end. An empty path is omitted."""
     body = request.body
     if b"\n" in body or b"\r" in body:
@@ -287,72 +287,72 @@ class _Sampled:
 class WarmupSample:
     """Bounded sample of requests of all paths and sizes alike. Equal requests are kept once."""
 
-    def __init__(self, most: int, most_bytes: int = FILE_BYTES_MOST) -> None:
-        self._most = min(most, LINES_MOST)
-        self._most_bytes = most_bytes
-        self._bytes = 0
+    def __init__(self, max_requests: int, max_bytes: int = MAX_FILE_BYTES) -> None:
+        self._max_requests = min(max_requests, MAX_LINES)
+        self._max_bytes = max_bytes
+        self._kept_bytes = 0
         self._kept: dict[bytes, _Sampled] = {}
         self._classes: dict[tuple[str, int], list[bytes]] = {}
         """Digests of the kept requests in order of arrival, by path and size rounded to the next power of
         two."""
-        self.seen = 0
+        self.offered_count = 0
 
-    def add(self, url: str, body: bytes) -> None:
+    def add_request(self, url: str, body: bytes) -> None:
         """Add a request of the queue. An empty path is the gateway's default. Requests that are invalid in
         warm-ups are skipped."""
         body = body.strip()
         # Submitted requests were not validated, so they may contain anything.
         if (url and not is_plain_path(url)) or not _is_json(body):
             return
-        if _faults_of_body(body, WarmupRules(url, max_body_bytes=self._most_bytes)):
+        if _find_body_faults(body, WarmupRules(url, max_body_bytes=self._max_bytes)):
             return
-        self.seen += 1
+        self.offered_count += 1
         digest = blake2b(url.encode() + b"\0" + body, digest_size=16).digest()
         if digest in self._kept:
             self._kept[digest].count += 1
             return
         kind = url, len(body).bit_length()
-        size = _size(url, body)
-        while len(self._kept) >= self._most or self._bytes + size > self._most_bytes:
-            if not self._gave_way(kind):
+        size = _estimate_line_bytes(url, body)
+        while len(self._kept) >= self._max_requests or self._kept_bytes + size > self._max_bytes:
+            if not self._make_room(kind):
                 return
         self._kept[digest] = _Sampled(url, body)
         self._classes.setdefault(kind, []).append(digest)
-        self._bytes += size
+        self._kept_bytes += size
 
-    def _gave_way(self, kind: tuple[str, int]) -> bool:
+    def _make_room(self, kind: tuple[str, int]) -> bool:
         """Make room for a request of this class by removing the rarest one of the largest class.
 
         Return False if no class has more requests than this one would have.
         """
         fullest = max(self._classes, key=lambda each: len(self._classes[each]), default=kind)
-        there = self._classes.get(fullest, [])
-        if len(there) <= len(self._classes.get(kind, ())) + 1:
+        digests = self._classes.get(fullest, [])
+        if len(digests) <= len(self._classes.get(kind, ())) + 1:
             return False
-        least = min(reversed(there), key=lambda digest: self._kept[digest].count)
-        there.remove(least)
-        gone = self._kept.pop(least)
-        self._bytes -= _size(gone.url, gone.body)
+        rarest = min(reversed(digests), key=lambda digest: self._kept[digest].count)
+        digests.remove(rarest)
+        removed = self._kept.pop(rarest)
+        self._kept_bytes -= _estimate_line_bytes(removed.url, removed.body)
         return True
 
-    def requests(self) -> list[WarmupRequest]:
+    def list_requests(self) -> list[WarmupRequest]:
         """Return the requests of the sample, by path and size."""
         return [
-            WarmupRequest(kept.url, kept.body, min(kept.count, RECORDED_REPEAT_MOST))
+            WarmupRequest(kept.url, kept.body, min(kept.count, MAX_RECORDED_REPEAT))
             for kind in sorted(self._classes)
             for kept in (self._kept[digest] for digest in self._classes[kind])
         ]
 
 
-def _size(url: str, body: bytes) -> int:
+def _estimate_line_bytes(url: str, body: bytes) -> int:
     """Return the largest possible size of the request's line."""
-    return len(url) + len(body) + _BESIDE_BYTES
+    return len(url) + len(body) + _LINE_OVERHEAD_BYTES
 
 
 def _is_json(body: bytes) -> bool:
     """Return whether the body is valid JSON for any parser."""
     try:
-        msgspec.json.decode(text_of(body))
+        msgspec.json.decode(check_utf8(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return True

@@ -13,58 +13,63 @@ from hashlib import blake2b
 from math import isfinite, log
 
 _BITS = 52  # with the half that is added, the sum is an exact float and never 1
-_PARTS = float(2**_BITS)
+_FRACTION_STEPS = float(2**_BITS)
 
 
-class Spread:
+class WeightedChoice:
     """Choice of a name for each key, by shares."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         self.shares = shares
-        self._weighed = [(share, name, _bytes(name)) for name, share in shares.items() if share > 0]
+        self._weighted_names = [
+            (share, name, _encode_text(name)) for name, share in shares.items() if share > 0
+        ]
 
-    def chosen(self, key: str) -> str | None:
+    def choose_name(self, key: str) -> str | None:
         """Return the name for a key. `None` if there is no name with a share."""
-        if len(self._weighed) == 1:
-            return self._weighed[0][1]
-        begun = _bytes(key) + b"\0"
+        if len(self._weighted_names) == 1:
+            return self._weighted_names[0][1]
+        key_prefix = _encode_text(key) + b"\0"
         return max(
-            ((share / -log(_part(begun + tail)), name) for share, name, tail in self._weighed),
+            (
+                (share / -log(_hash_to_fraction(key_prefix + tail)), name)
+                for share, name, tail in self._weighted_names
+            ),
             default=(0.0, None),
         )[1]
 
 
-def shares(words: Mapping[str, Sequence[str]], weights: Mapping[str, float]) -> dict[str, float]:
+def compute_shares(aliases: Mapping[str, Sequence[str]], weights: Mapping[str, float]) -> dict[str, float]:
     """Return the share of each name. `aliases` are the names by which `weights` may refer to it; the first
     match counts.
 
     Names without a weight divide equally what the others leave of 1. The shares add up to 1; if all weights
     are 0, they are equal. An invalid weight counts as 0.
     """
-    if not words:
+    if not aliases:
         return {}
     named = {
-        name: _weight(next(weights[word] for word in own if word in weights))
-        for name, own in words.items()
+        name: _clean_weight(next(weights[word] for word in own if word in weights))
+        for name, own in aliases.items()
         if not weights.keys().isdisjoint(own)
     }
-    rest = max(0.0, 1.0 - sum(named.values())) / max(1, len(words) - len(named))
-    found = {name: named.get(name, rest) for name in words}
-    total = sum(found.values())
+    rest = max(0.0, 1.0 - sum(named.values())) / max(1, len(aliases) - len(named))
+    unscaled = {name: named.get(name, rest) for name in aliases}
+    total = sum(unscaled.values())
     if total <= 0:
-        return dict.fromkeys(words, 1 / len(words))
-    return {name: share / total for name, share in found.items()}
+        return dict.fromkeys(aliases, 1 / len(aliases))
+    return {name: share / total for name, share in unscaled.items()}
 
 
-def _weight(weight: float) -> float:
+def _clean_weight(weight: float) -> float:
     # The bound keeps sums of weights finite.
     return min(weight, 1e6) if isfinite(weight) and weight > 0 else 0.0
 
 
-def _part(text: bytes) -> float:
+def _hash_to_fraction(text: bytes) -> float:
     digest = blake2b(text, digest_size=8).digest()
-    return ((int.from_bytes(digest) >> (64 - _BITS)) + 0.5) / _PARTS
+    return ((int.from_bytes(digest) >> (64 - _BITS)) + 0.5) / _FRACTION_STEPS
 
 
-def _bytes(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     return text.encode(errors="surrogatepass")

@@ -33,17 +33,17 @@ class _OutputItem(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw()
 
 
-class _WithWords(msgspec.Struct):
+class _AnswerWithText(msgspec.Struct):
     choices: list[_AnswerChoice] | None = None
     output: list[_OutputItem] | None = None
 
 
-_answer = msgspec.json.Decoder(_WithWords)
+_answer = msgspec.json.Decoder(_AnswerWithText)
 _parts = msgspec.json.Decoder(list[_ContentPart])
 _text = msgspec.json.Decoder(str)
 
 
-def content(body: bytes) -> str | None:
+def extract_answer_text(body: bytes) -> str | None:
     """Return the text of the first choice, or of all messages of a response, joined.
 
     `None` if the answer has no text: an answer of another kind (embeddings), a tool call, or a body that
@@ -53,22 +53,22 @@ def content(body: bytes) -> str | None:
         answer = _answer.decode(body)
         # Completions and chat completions have `choices`, responses have `output`.
         if answer.choices:
-            return _of_choice(answer.choices[0])
+            return _extract_choice_text(answer.choices[0])
         messages = [item for item in answer.output or () if item.type == "message"]
-        said = [_joined(_parts.decode(item.content), "output_text") for item in messages]
+        message_texts = [_join_texts(_parts.decode(item.content), "output_text") for item in messages]
     except (msgspec.DecodeError, RecursionError):
         return None
-    words = [each for each in said if each is not None]
-    return "".join(words) if words else None
+    texts = [each for each in message_texts if each is not None]
+    return "".join(texts) if texts else None
 
 
-def _of_choice(choice: _AnswerChoice) -> str | None:
+def _extract_choice_text(choice: _AnswerChoice) -> str | None:
     if choice.message is None:
         return choice.text
-    said = choice.message.content
-    return _joined(said, "text") if isinstance(said, list) else said
+    message_content = choice.message.content
+    return _join_texts(message_content, "text") if isinstance(message_content, list) else message_content
 
 
-def _joined(parts: Sequence[_ContentPart], kind: str) -> str | None:
+def _join_texts(parts: Sequence[_ContentPart], kind: str) -> str | None:
     texts = [_text.decode(part.text) for part in parts if part.type == kind]
     return "".join(texts) if texts else None

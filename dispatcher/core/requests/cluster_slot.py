@@ -8,7 +8,7 @@ import re
 _TAGGED = re.compile(r"[^{}]*\{([^{}]+)\}[^{}]*")
 
 
-def fault_of_braces(name: str) -> str | None:
+def explain_brace_fault(name: str) -> str | None:
     """Return why the keys of a queue of this name would not share one slot, as the end of a sentence. `None`
     if they do.
 
@@ -22,7 +22,7 @@ def fault_of_braces(name: str) -> str | None:
     return None
 
 
-def tag_of(name: str) -> str:
+def extract_hash_tag(name: str) -> str:
     """Return the part of a queue's name that Redis hashes."""
-    found = _TAGGED.fullmatch(name)
-    return found[1] if found is not None else name
+    match = _TAGGED.fullmatch(name)
+    return match[1] if match is not None else name

@@ -14,14 +14,14 @@ _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
 """A string, or one structural character. A lone quote is a string that never ends."""
 
 
-def scan(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]:
+def collect_outer_keys(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]:
     """Return each key of the two outer levels of an object, by (section, name), with its string values.
 
     A value that is not a string is `None`. If `payload` is not empty, the scan skips it. The scan reads as
     far as the text makes sense, at most 50,000 tokens and without recursion, so that it also works on
     malformed members.
     """
-    found: dict[tuple[str, str], list[str | None]] = {}
+    values_by_key: dict[tuple[str, str], list[str | None]] = {}
     depth, section, name, is_value, keyed = 0, "", "", False, True
     at = 0
     for _ in range(_MAX_TOKENS):
@@ -48,15 +48,15 @@ def scan(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]
         elif token in b":,":
             is_value = token == b":"
         elif is_value:
-            found.setdefault((section, name), [None])[-1] = _string(token)
+            values_by_key.setdefault((section, name), [None])[-1] = _decode_string(token)
         else:
-            name = _string(token) or ""
+            name = _decode_string(token) or ""
             # The value is not known yet: the string that may follow replaces this `None`.
-            found.setdefault((section, name), []).append(None)
-    return found
+            values_by_key.setdefault((section, name), []).append(None)
+    return values_by_key
 
 
-def _string(token: bytes) -> str | None:
+def _decode_string(token: bytes) -> str | None:
     try:
         return msgspec.json.decode(token, type=str)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -19,23 +19,23 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
+from dispatcher.core.requests.score import EARLIEST_DEADLINE, PRIORITIES, PRIORITY_STEP
 
-RATE_S = 120.0
+RATE_TIME_CONSTANT_S = 120.0
 """Time constant of the average rate: a request that ended this long ago counts a third of one that ends
 now."""
-KNOWN_AFTER_S = 60.0
+RATE_KNOWN_AFTER_S = 60.0
 """Seconds of waiting requests without any served request after which the rate counts as known, and as
 zero."""
-GAP_S = 60.0
+MAX_SNAPSHOT_GAP_S = 60.0
 """Longest time between two snapshots that are compared. In a longer time the queue may have been empty."""
-REPLICAS = 50
+MAX_REPLICAS_LISTED = 50
 """Largest number of replicas that a forecast lists by name."""
 _CREATED = re.compile(rb'"created"\s*:\s*([0-9]{1,11})\b')
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class QueueSpan:
     """Requests that are neighbours in the queue."""
 
     count: int
@@ -47,10 +47,10 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class FirstRequest:
     """The first request of one priority."""
 
-    start: bytes
+    member_start: bytes
     """The beginning of its member, or all of it."""
     deadline: float | None = None
     """Unix time of its deadline. `None` if its score contains none."""
@@ -67,31 +67,31 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class LineAhead:
+class QueueSnapshot:
     """The state of a queue at one moment, as far as counts describe it."""
 
     now: float
     """Unix time by the queue's clock."""
-    spans: Sequence[Span]
+    spans: Sequence[QueueSpan]
     """All pending requests, in order."""
-    heads: Sequence[Head]
+    first_requests: Sequence[FirstRequest]
     """The first request of each priority, in each set that holds pending requests."""
-    settled: int
+    settled_count: int
     """Number of leases that ever ended with a result or as dead-letter requests, over all owners (a
     counter)."""
-    leased: int
+    leased_count: int
     replicas: Sequence[Replica]
     """The replicas, or some of them if there are very many."""
-    owners: int
+    owner_count: int
     """Number of all owners."""
 
     @property
-    def pending(self) -> int:
+    def pending_count(self) -> int:
         return sum(span.count for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class QueueForecast:
     """Forecast of a queue. A value that is not known is `None`."""
 
     oldest_pending_age_s: float | None
@@ -107,11 +107,11 @@ class Outlook:
     service_s: float
     """Recent average time from the claim of a request to its end, in seconds."""
     replicas: tuple[Replica, ...] = ()
-    owners: int = 0
+    owner_count: int = 0
     """Number of all replicas, also of those that `replicas` leaves out."""
 
 
-class Served:
+class ServiceRateMeter:
     """Measure the rate at which requests end and the time that each takes, from a counter and the number of
     leases.
 
@@ -121,59 +121,66 @@ class Served:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[float, int, int, int] | None = None
-        self._weight_s = self._count = self._lease_s = 0.0
+        self._previous: tuple[float, int, int, int] | None = None
+        self._weight_s = self._settled_count = self._lease_s = 0.0
 
     @property
-    def rate(self) -> float | None:
+    def rate_per_s(self) -> float | None:
         """Requests per second. `None` if the rate is not known yet."""
-        if not self._count and self._weight_s < KNOWN_AFTER_S:
+        if not self._settled_count and self._weight_s < RATE_KNOWN_AFTER_S:
             return None
-        return self._count / self._weight_s
+        return self._settled_count / self._weight_s
 
     @property
     def service_s(self) -> float:
         """Average duration of a lease in seconds: the leases in flight, divided by the number that end per
         second."""
-        return self._lease_s / self._count if self._count else 0.0
+        return self._lease_s / self._settled_count if self._settled_count else 0.0
 
-    def observe(self, line: LineAhead) -> None:
+    def record_snapshot(self, snapshot: QueueSnapshot) -> None:
         """Record a snapshot of the queue. Callers do this every few seconds."""
-        pending = line.pending
-        before, self._before = self._before, (line.now, line.settled, pending, line.leased)
-        if before is None:
+        pending = snapshot.pending_count
+        previous, self._previous = (
+            self._previous,
+            (snapshot.now, snapshot.settled_count, pending, snapshot.leased_count),
+        )
+        if previous is None:
             return
-        passed_s, settled = line.now - before[0], line.settled - before[1]
-        if not 0 < passed_s <= GAP_S or settled < 0:  # the clock or the counter was reset
+        elapsed_s, settled = snapshot.now - previous[0], snapshot.settled_count - previous[1]
+        if not 0 < elapsed_s <= MAX_SNAPSHOT_GAP_S or settled < 0:  # the clock or the counter was reset
             return
-        waited = pending > 0 and before[2] > 0
-        rate = self.rate
-        if not waited and (rate is None or settled / passed_s <= rate):
+        had_pending = pending > 0 and previous[2] > 0
+        rate = self.rate_per_s
+        if not had_pending and (rate is None or settled / elapsed_s <= rate):
             return
         # Exponential decay by elapsed time, so that the interval between snapshots does not matter.
-        kept = math.exp(-passed_s / RATE_S)
-        self._weight_s = self._weight_s * kept + passed_s
-        self._count = self._count * kept + settled
-        self._lease_s = self._lease_s * kept + passed_s * (line.leased + before[3]) / 2
+        kept = math.exp(-elapsed_s / RATE_TIME_CONSTANT_S)
+        self._weight_s = self._weight_s * kept + elapsed_s
+        self._settled_count = self._settled_count * kept + settled
+        self._lease_s = self._lease_s * kept + elapsed_s * (snapshot.leased_count + previous[3]) / 2
 
 
-def look(line: LineAhead, rate: float | None, service_s: float) -> Outlook:
+def compute_forecast(snapshot: QueueSnapshot, rate: float | None, service_s: float) -> QueueForecast:
     """Return the forecast of a queue at this rate."""
-    deadlines = [head.deadline for head in line.heads if head.deadline is not None]
-    created = [at for head in line.heads if (at := created_at(head.start)) is not None]
-    told = any(span.low is not None for span in line.spans)
-    return Outlook(
-        oldest_pending_age_s=max(0.0, line.now - min(created)) if created else None,
-        earliest_deadline_s=min(deadlines) - line.now if deadlines else None,
-        at_risk=0 if not told else None if rate is None else at_risk(line.spans, line.now, rate, service_s),
+    deadlines = [head.deadline for head in snapshot.first_requests if head.deadline is not None]
+    created = [at for head in snapshot.first_requests if (at := parse_created(head.member_start)) is not None]
+    has_deadlines = any(span.low is not None for span in snapshot.spans)
+    return QueueForecast(
+        oldest_pending_age_s=max(0.0, snapshot.now - min(created)) if created else None,
+        earliest_deadline_s=min(deadlines) - snapshot.now if deadlines else None,
+        at_risk=0
+        if not has_deadlines
+        else None
+        if rate is None
+        else count_at_risk(snapshot.spans, snapshot.now, rate, service_s),
         service_rate=rate,
         service_s=service_s,
-        replicas=tuple(line.replicas),
-        owners=line.owners,
+        replicas=tuple(snapshot.replicas),
+        owner_count=snapshot.owner_count,
     )
 
 
-def at_risk(spans: Iterable[Span], now: float, rate: float, service_s: float) -> int:
+def count_at_risk(spans: Iterable[QueueSpan], now: float, rate: float, service_s: float) -> int:
     """Return how many requests miss their deadlines if `rate` of them end per second, each after `service_s`.
 
     The r-th request misses its deadline if now + r/rate + service_s is later. Within a span the deadlines are
@@ -187,12 +194,12 @@ def at_risk(spans: Iterable[Span], now: float, rate: float, service_s: float) ->
             step_s = width_s / span.count if width_s > 1 else 0.0
             first_s = span.low - now - service_s + step_s / 2
             # Request j of the span (from 0) is late if ahead + j + 1 > rate × (first_s + j × step_s).
-            missed += _above(ahead + 1 - rate * first_s, 1 - rate * step_s, span.count)
+            missed += _count_above_zero(ahead + 1 - rate * first_s, 1 - rate * step_s, span.count)
         ahead += span.count
     return round(missed)
 
 
-def _above(start: float, slope: float, count: int) -> float:
+def _count_above_zero(start: float, slope: float, count: int) -> float:
     """Return for how many j of 0 … count - 1 the value start + j × slope is above 0, by more than a rounding
     error."""
     # Rounding errors must not count a request as late.
@@ -205,52 +212,52 @@ def _above(start: float, slope: float, count: int) -> float:
     return min(count, max(0, math.ceil(crossing)))
 
 
-def lying(requests: Iterable[tuple[float, bytes]]) -> tuple[list[Span], list[Head]]:
+def summarize_requests(requests: Iterable[tuple[float, bytes]]) -> tuple[list[QueueSpan], list[FirstRequest]]:
     """Return spans and first requests for requests that are all in memory, each given by score and member."""
-    alike: dict[float, int] = {}
-    first: dict[float, bytes] = {}
+    counts_by_score: dict[float, int] = {}
+    first_members: dict[float, bytes] = {}
     for score, member in requests:
-        if score not in first:
-            alike[score], first[score] = 1, member
+        if score not in first_members:
+            counts_by_score[score], first_members[score] = 1, member
             continue
-        alike[score] += 1
+        counts_by_score[score] += 1
         # Members with equal scores are ordered by their bytes, as in Redis.
-        if member < first[score]:
-            first[score] = member
+        if member < first_members[score]:
+            first_members[score] = member
     counts: dict[tuple[int, float | None], int] = {}
-    heads: dict[tuple[int, bool], Head] = {}
-    for score in sorted(alike):
-        told = told_by(score)
+    heads: dict[tuple[int, bool], FirstRequest] = {}
+    for score in sorted(counts_by_score):
+        decoded = decode_score(score)
         # Requests without a deadline in their score count with the priority whose range their score is in.
-        priority, deadline = told or (_block(score), None)
-        counts[priority, deadline] = counts.get((priority, deadline), 0) + alike[score]
-        heads.setdefault((priority, told is None), Head(first[score], deadline))
+        priority, deadline = decoded or (_priority_block(score), None)
+        counts[priority, deadline] = counts.get((priority, deadline), 0) + counts_by_score[score]
+        heads.setdefault((priority, decoded is None), FirstRequest(first_members[score], deadline))
     spans = [
-        Span(count) if deadline is None else Span(count, deadline, deadline + 1)
+        QueueSpan(count) if deadline is None else QueueSpan(count, deadline, deadline + 1)
         for (_, deadline), count in counts.items()
     ]
     firsts = [head for (block, untold), head in heads.items() if not (untold and (block, False) in heads)]
     return spans, firsts
 
 
-def _block(score: float) -> int:
+def _priority_block(score: float) -> int:
     return int(min(max(score // PRIORITY_STEP, -1), len(PRIORITIES))) if math.isfinite(score) else -1
 
 
-def told_by(score: float) -> tuple[int, float] | None:
+def decode_score(score: float) -> tuple[int, float] | None:
     """Return the priority and the deadline that a score contains. `None` if it contains none."""
     if not 0 <= score < len(PRIORITIES) * PRIORITY_STEP:
         return None
     priority, deadline = divmod(score, PRIORITY_STEP)
-    return (int(priority), deadline) if deadline >= TOLD_FROM else None
+    return (int(priority), deadline) if deadline >= EARLIEST_DEADLINE else None
 
 
-def created_at(start: bytes) -> int | None:
+def parse_created(member_start: bytes) -> int | None:
     """Return `data.created`, given the beginning of a member. `None` if it is missing, 0, or behind the
     payload.
 
     All producers that we know write `created` before `payload`.
     """
     # The search ends at the payload, which may have a field `created` of its own.
-    found = _CREATED.search(start.partition(b'"payload"')[0])
-    return int(found[1]) or None if found else None
+    match = _CREATED.search(member_start.partition(b'"payload"')[0])
+    return int(match[1]) or None if match else None

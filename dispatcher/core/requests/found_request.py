@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Whereabouts(StrEnum):
+class RequestLocation(StrEnum):
     PENDING = "pending"
     """The request was never claimed."""
     RETURNED = "returned"
@@ -25,22 +25,26 @@ class Whereabouts(StrEnum):
     """The request was returned because its owners died. Only a few suspects run at once."""
     SEQUENCED = "sequenced"
     """The request waits for its turn in its sequence."""
-    AWAITING = "awaiting"
+    WAITING_FOR_MODEL = "awaiting"
     """The request waits for its model, which is not served."""
     DELAYED = "delayed"
     LEASED = "leased"
     DEAD = "dead"
 
 
-OF_LANE: Mapping[Lane, Whereabouts] = MappingProxyType(
+LOCATION_BY_LANE: Mapping[Lane, RequestLocation] = MappingProxyType(
     {
-        Lane.SUSPECTS: Whereabouts.SUSPECT,
-        Lane.SEQUENCED: Whereabouts.SEQUENCED,
-        Lane.ABSENT: Whereabouts.AWAITING,
+        Lane.SUSPECTS: RequestLocation.SUSPECT,
+        Lane.SEQUENCED: RequestLocation.SEQUENCED,
+        Lane.WAITING_FOR_MODEL: RequestLocation.WAITING_FOR_MODEL,
     }
 )
 """The location for each lane."""
-IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, *(OF_LANE[lane] for lane in Lane))
+QUEUED_LOCATIONS = (
+    RequestLocation.PENDING,
+    RequestLocation.RETURNED,
+    *(LOCATION_BY_LANE[lane] for lane in Lane),
+)
 """Locations of requests that wait in the queue. Claims take from these, except from closed lanes."""
 
 
@@ -48,7 +52,7 @@ IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, *(OF_LANE[lane] for lane i
 class FoundRequest:
     """A request at one moment, with its location and the state that the queue keeps for it."""
 
-    state: Whereabouts
+    location: RequestLocation
     member: bytes
     """The bytes of the request. For a long member, unless the whole was asked for, its first bytes
     (core/requests/oversize.py)."""
@@ -67,40 +71,40 @@ class FoundRequest:
     """Unix time at which a delayed request is due, a lease runs out, or a dead request died."""
     reason: str = ""
     """Reason why the request is dead. For other requests, the result of the last failed attempt."""
-    awaits: str = ""
+    missing_model: str = ""
     """Model for which the request waits."""
 
-    def name(self, queue: str) -> str:
+    def make_copy_id(self, queue: str) -> str:
         """Return the id of the request for the queue it is copied to. The id is unique among all requests of
         this queue."""
-        told = f"{queue}\0{self.entry}\0".encode() + self.member
-        return hashlib.sha256(told).hexdigest()[:32]
+        identity = f"{queue}\0{self.entry}\0".encode() + self.member
+        return hashlib.sha256(identity).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class LookupPage:
     """One page of a lookup in the queue."""
 
-    found: Sequence[FoundRequest]
+    requests: Sequence[FoundRequest]
     after: str
     """Cursor of the next page. Empty if this is the last page."""
-    looked_at: int
+    examined_count: int
     """Number of requests that were read for this page."""
 
 
-Words = Sequence[Sequence[bytes]]
+SearchTerms = Sequence[Sequence[bytes]]
 """Terms that a member must contain: for each term, one of its spellings."""
-_AS_GO = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
+_GO_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&"}
 
 
-def spellings(text: str) -> tuple[bytes, ...]:
+def encode_spellings(text: str) -> tuple[bytes, ...]:
     """Return the ways in which JSON encoders write this text inside a string: unchanged, in ASCII, and like
     Go, which escapes characters that have a meaning in HTML.
 
     A member with none of these spellings does not contain the text. A member with one of them may contain it.
     """
-    told = [json.dumps(text, ensure_ascii=only)[1:-1] for only in (False, True)]
-    told += [each.translate(_AS_GO) for each in told]
+    spellings = [json.dumps(text, ensure_ascii=only)[1:-1] for only in (False, True)]
+    spellings += [each.translate(_GO_ESCAPES) for each in spellings]
     # PHP and some other encoders escape slashes.
-    told += [each.replace("/", "\\/") for each in told]
-    return tuple(dict.fromkeys(each.encode(errors="surrogatepass") for each in told))
+    spellings += [each.replace("/", "\\/") for each in spellings]
+    return tuple(dict.fromkeys(each.encode(errors="surrogatepass") for each in spellings))

@@ -38,7 +38,7 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that belong to the connection, in addition to those that a Connection header names."""
 
-PREFIXES_NOT_PASSED_ON = (
+FORBIDDEN_PREFIXES = (
     "proxy-",
     "x-data-parallel-",
     "x-encoder-",
@@ -48,9 +48,9 @@ PREFIXES_NOT_PASSED_ON = (
     "x-llm-d-",
     "x-prefiller-",
 )
-NOT_PASSED_ON = frozenset(
+FORBIDDEN_HEADERS = frozenset(
     {
-        *(name for name in HOP_BY_HOP if not name.startswith(PREFIXES_NOT_PASSED_ON)),
+        *(name for name in HOP_BY_HOP if not name.startswith(FORBIDDEN_PREFIXES)),
         # These describe the path of the message, which begins anew at the dispatcher.
         *("host", "via", "expect", "forwarded"),
         # These are set by the dispatcher.
@@ -62,14 +62,14 @@ NOT_PASSED_ON = frozenset(
 """Headers that a caller must not set. They belong to the connection, are set by the dispatcher, or control
 gateway and endpoint picker."""
 
-DOUBTFUL = frozenset(
+RESTRICTED_HEADERS = frozenset(
     {
         *("api-key", "x-api-key", "x-session-token", "x-scope-orgid", "x-tenant-id", "x-user-id"),
         *("true-client-ip", "x-client-ip", "x-real-ip", "x-http-method", "x-http-method-override"),
         *("x-method-override", "x-authenticated-user", "x-ms-client-principal"),
     }
 )
-DOUBTFUL_PREFIXES = (
+RESTRICTED_PREFIXES = (
     "test-epp-",
     "x-auth-",
     "x-goog-authenticated-",
@@ -82,17 +82,17 @@ DOUBTFUL_PREFIXES = (
 them as statements of the gateway about the caller."""
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a header name in the form that is compared. Some programs behind the gateway treat underscores
     as hyphens."""
     return name.lower().replace("_", "-")
 
 
-def passed_on(plain_name: str) -> bool:
+def is_forwardable(normalized_name: str) -> bool:
     """Return whether a caller may set the header at all."""
-    return plain_name not in NOT_PASSED_ON and not plain_name.startswith(PREFIXES_NOT_PASSED_ON)
+    return normalized_name not in FORBIDDEN_HEADERS and not normalized_name.startswith(FORBIDDEN_PREFIXES)
 
 
-def doubtful(plain_name: str) -> bool:
+def is_restricted(normalized_name: str) -> bool:
     """Return whether a caller may set the header only if `gateway.allowed_headers` lists it."""
-    return plain_name in DOUBTFUL or plain_name.startswith(DOUBTFUL_PREFIXES)
+    return normalized_name in RESTRICTED_HEADERS or normalized_name.startswith(RESTRICTED_PREFIXES)

@@ -23,7 +23,7 @@ SUSPECT_DEATHS = 2
 """Number of owners that must die while they hold a request before it becomes a suspect, which runs apart from
 others."""
 
-MODEL_BYTES = 256
+MAX_MODEL_NAME_BYTES = 256
 """Number of UTF-8 bytes of a model's name that are kept as the name under which requests wait for the
 model."""
 
@@ -39,35 +39,35 @@ class Lane(enum.Enum):
     SEQUENCED = "sequenced"
     """The request waits for its turn in its sequence. Closed: the end of the previous request moves it
     out."""
-    ABSENT = "absent"
+    WAITING_FOR_MODEL = "absent"
     """The model of the request is not served. Closed: `Queue.return_waiting_for_models` moves it out once the
     model is served."""
 
 
-CLOSED = frozenset({Lane.SEQUENCED, Lane.ABSENT})
-ONE_OF_EACH: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
+CLOSED_LANES = frozenset({Lane.SEQUENCED, Lane.WAITING_FOR_MODEL})
+ONE_PER_LANE: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
-def rooms(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
+def compute_lane_room(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
     """Return how many requests of each lane a claim with these numbers may take. 0 for lanes that are closed
     or missing."""
-    return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in ONE_OF_EACH}
+    return {lane: 0 if lane in CLOSED_LANES else max(0, lanes.get(lane, 0)) for lane in ONE_PER_LANE}
 
 
-def lane_of(deaths: int, *, in_line: bool = False, awaits: bool = False) -> Lane | None:
+def choose_lane(deaths: int, *, waits_for_turn: bool = False, waits_for_model: bool = False) -> Lane | None:
     """Return the lane of a request whose owners died this often. `None` if it waits with all other requests.
 
     `waits_for_turn`: the request waits for its turn in a sequence. `waits_for_model`: the request waits for
     its model. Afterwards it goes to the lane that it would be in otherwise.
     """
-    if in_line:
+    if waits_for_turn:
         return Lane.SEQUENCED
-    if awaits:
-        return Lane.ABSENT
+    if waits_for_model:
+        return Lane.WAITING_FOR_MODEL
     return Lane.SUSPECTS if deaths >= SUSPECT_DEATHS else None
 
 
-def awaited_as(model: str) -> str:
+def shorten_model_name(model: str) -> str:
     """Return the name under which requests wait for a model.
 
     Names longer than MAX_MODEL_NAME_BYTES are cut, and a lone surrogate becomes a question mark, so that
@@ -75,9 +75,9 @@ def awaited_as(model: str) -> str:
     queue together.
     """
     name = model.encode(errors="replace")
-    return name[:MODEL_BYTES].decode(errors="ignore")
+    return name[:MAX_MODEL_NAME_BYTES].decode(errors="ignore")
 
 
-def losses_of(deaths: int) -> int:
+def count_losses(deaths: int) -> int:
     """Return the number of owners that died with the request since it became a suspect."""
     return max(0, deaths - SUSPECT_DEATHS)

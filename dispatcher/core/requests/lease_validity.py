@@ -18,28 +18,31 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Tenure:
+class LeaseValidity:
     """Tracks when this process last reached the queue. With an `owner_timeout_s` of 0, a gap alone loses no
     lease."""
 
     lease_s: float
     owner_timeout_s: float
-    _heard_at: float = float("-inf")
-    _unbroken_since: float = float("-inf")
+    _last_contact_at: float = float("-inf")
+    _contact_unbroken_since: float = float("-inf")
 
-    def heard(self, asked_at: float, answered_at: float) -> None:
+    def record_contact(self, asked_at: float, answered_at: float) -> None:
         """Record a call that proved that its owner is alive. It was executed at some time between the two
         given times."""
         # The call may have been executed as late as `answered_at`, after other owners had taken leases back.
-        if answered_at >= self._heard_at + self.owner_timeout_s:
-            self._unbroken_since = asked_at
-        self._heard_at = max(self._heard_at, asked_at)
+        if answered_at >= self._last_contact_at + self.owner_timeout_s:
+            self._contact_unbroken_since = asked_at
+        self._last_contact_at = max(self._last_contact_at, asked_at)
 
-    def holds(self, confirmed_at: float, now: float) -> bool:
+    def is_certainly_held(self, confirmed_at: float, now: float) -> bool:
         """Return whether the lease is certainly still held. A call sent at `confirmed_at` confirmed the
         lease."""
         if now >= confirmed_at + self.lease_s:
             return False
         if self.owner_timeout_s <= 0:
             return True
-        return confirmed_at >= self._unbroken_since and now < self._heard_at + self.owner_timeout_s
+        return (
+            confirmed_at >= self._contact_unbroken_since
+            and now < self._last_contact_at + self.owner_timeout_s
+        )

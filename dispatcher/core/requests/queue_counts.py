@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dispatcher.core.sequences.decisions import SequenceCounts, SequenceNews
+from dispatcher.core.sequences.decisions import SequenceCounters, SequenceCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class QueueCounts:
     """Counts of the requests in a queue, by location."""
 
     pending: int
@@ -21,12 +21,12 @@ class Counts:
     units: int = field(default=0, repr=False, compare=False)
     """Weight of all leases in the limit, in units."""
     sequences: SequenceCounts = field(default=SequenceCounts(), repr=False, compare=False)
-    news: SequenceNews = field(default_factory=SequenceNews, repr=False, compare=False)
-    awaiting: int = field(default=0, repr=False, compare=False)
+    sequence_counters: SequenceCounters = field(default_factory=SequenceCounters, repr=False, compare=False)
+    waiting_for_model: int = field(default=0, repr=False, compare=False)
     """Number of pending requests that wait for a model."""
 
     @property
-    def claimable(self) -> int:
+    def claimable_count(self) -> int:
         """Number of pending requests that a claim may take."""
         # These two are in closed lanes.
-        return self.pending - self.sequences.waiting - self.awaiting
+        return self.pending - self.sequences.waiting - self.waiting_for_model

@@ -17,21 +17,21 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from dispatcher.core.printable import shortened
-from dispatcher.core.requests.duplicate_keys import scan
+from dispatcher.core.printable import truncate_text
+from dispatcher.core.requests.duplicate_keys import collect_outer_keys
 from dispatcher.core.requests.headers import NAME as HEADER_NAME
 from dispatcher.core.requests.headers import VALUE as HEADER_VALUE
-from dispatcher.core.requests.oversize import ENVELOPE_BYTES, bytes_before_cut
+from dispatcher.core.requests.oversize import MAX_ENVELOPE_BYTES, parse_cut_size
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.requests.score import PRIORITY_STEP
-from dispatcher.core.requests.surrogates import without_surrogates
+from dispatcher.core.requests.surrogates import replace_surrogates
 from dispatcher.core.sequences.turns import (
-    MAX_SEQUENCE_BYTES,
+    MAX_SEQUENCE_ID_BYTES,
     Session,
     Turn,
     TurnFields,
-    foreign_turn,
-    submission_time,
+    parse_foreign_turn,
+    parse_submission_time,
 )
 
 MAX_ID_BYTES = 1024
@@ -147,34 +147,38 @@ class _TooLong(_Invalid):
     code = ErrorCode.TOO_LARGE
 
 
-_NONE = _Internal()
+_NO_INTERNAL = _Internal()
 _EMPTY: Mapping[str, str] = {}
 _decode = msgspec.json.Decoder(_Member).decode
 _decode_outline = msgspec.json.Decoder(_Outline).decode
 _encode = msgspec.json.Encoder().encode
 
-_FIELDS = {"": _Member, "internal": _Internal, "data": _Data}
-_READ = frozenset((section, name) for section, kind in _FIELDS.items() for name in kind.__struct_fields__)
-_NAMES = frozenset(name.encode() for _, name in _READ)
+_SECTIONS = {"": _Member, "internal": _Internal, "data": _Data}
+_KNOWN_FIELDS = frozenset(
+    (section, name) for section, kind in _SECTIONS.items() for name in kind.__struct_fields__
+)
+_KNOWN_NAMES = frozenset(name.encode() for _, name in _KNOWN_FIELDS)
 _SEQUENCE = b'"sequence"'
 
 
-def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
+def parse_member(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
     """Return the request in a queue member, or why the member is rejected. Never raises."""
-    if (whole := bytes_before_cut(member)) is not None:
-        return _reject(member, f"member: {whole} bytes are too many to be moved", ErrorCode.TOO_LARGE)
+    if (whole_bytes := parse_cut_size(member)) is not None:
+        return _build_rejection(
+            member, f"member: {whole_bytes} bytes are too many to be moved", ErrorCode.TOO_LARGE
+        )
     try:
-        request = _parse(member)
+        request = _decode_request(member)
     except _Invalid as error:
-        return _reject(member, str(error), error.code)
+        return _build_rejection(member, str(error), error.code)
     except msgspec.ValidationError as error:
-        return _reject(member, _readable(error))
+        return _build_rejection(member, _describe_validation_error(error))
     except msgspec.DecodeError as error:
-        return _reject(member, f"not JSON: {error}")
+        return _build_rejection(member, f"not JSON: {error}")
     except UnicodeDecodeError:
-        return _reject(member, "not UTF-8")
+        return _build_rejection(member, "not UTF-8")
     except RecursionError:
-        return _reject(member, "nested too deeply")
+        return _build_rejection(member, "nested too deeply")
     if max_payload_bytes is not None and len(request.payload) > max_payload_bytes:
         why = f"data.payload: {len(request.payload)} bytes, at most {max_payload_bytes} are accepted"
         return Rejection(
@@ -183,23 +187,27 @@ def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | R
     return request
 
 
-def _parse(member: bytes) -> Request:
+def _decode_request(member: bytes) -> Request:
     if not member.isascii():
         member.decode()  # msgspec does not check that the inside of a Raw is UTF-8
-    masked = _measured(member) if len(member) > ENVELOPE_BYTES else None
+    masked = _check_envelope_size(member) if len(member) > MAX_ENVELOPE_BYTES else None
     try:
         decoded = _decode(member)
         payload = bytes(decoded.data.payload)
-        envelope = _without_payload(member, payload)
+        envelope = _remove_payload(member, payload)
     except msgspec.DecodeError as error:
         if isinstance(error, msgspec.ValidationError):
             raise
-        decoded, payload, envelope = _with_surrogates(member, masked or without_surrogates(member), error)
-    data, internal = decoded.data, decoded.internal or _NONE
+        decoded, payload, envelope = _decode_with_surrogates(
+            member, masked or replace_surrogates(member), error
+        )
+    data, internal = decoded.data, decoded.internal or _NO_INTERNAL
     # The scan for duplicates is slow, so it runs only if a cheap check cannot rule duplicates out. With
     # escapes the cheap check cannot see all names.
-    if b"\\" in envelope or _may_repeat(envelope if data.sequence is None else _without_turn(envelope)):
-        _refuse_duplicates(member, payload)
+    if b"\\" in envelope or _may_have_duplicates(
+        envelope if data.sequence is None else _remove_turn(envelope)
+    ):
+        _reject_duplicates(member, payload)
     if payload[:1] != b"{":
         raise _Invalid("data.payload: must be a JSON object")
     if not data.id:
@@ -227,23 +235,23 @@ def _parse(member: bytes) -> Request:
         internal.queue_id or "",
         internal.transport_correlation_id or "",
         internal.retry_count or 0,
-        _turn_of(data, internal) if data.sequence is not None or data.metadata else None,
+        _build_turn(data, internal) if data.sequence is not None or data.metadata else None,
     )
 
 
-def _turn_of(data: _Data, internal: _Internal) -> Turn | None:
+def _build_turn(data: _Data, internal: _Internal) -> Turn | None:
     results = internal.result_queue_name or ""
     created = data.created if data.created is not None and 0 < data.created < PRIORITY_STEP else 0
-    submitted_at = submission_time(created, internal.request_token or "")
+    submitted_at = parse_submission_time(created, internal.request_token or "")
     if data.sequence is None:
-        return foreign_turn(data.metadata or _EMPTY, results, submitted_at)
-    turn = data.sequence.turn(results, submitted_at)
+        return parse_foreign_turn(data.metadata or _EMPTY, results, submitted_at)
+    turn = data.sequence.to_turn(results, submitted_at)
     if turn is None:
-        raise _Invalid(f"data.sequence.id: longer than {MAX_SEQUENCE_BYTES} bytes")
+        raise _Invalid(f"data.sequence.id: longer than {MAX_SEQUENCE_ID_BYTES} bytes")
     return turn
 
 
-def _measured(member: bytes) -> bytes | None:
+def _check_envelope_size(member: bytes) -> bytes | None:
     """Reject a member whose envelope is too long, before it is decoded, which would be expensive.
 
     Return the member without surrogates if it had to be made, else `None`.
@@ -254,14 +262,14 @@ def _measured(member: bytes) -> bytes | None:
     except msgspec.ValidationError:
         payload = msgspec.Raw()
     except msgspec.DecodeError:
-        masked = without_surrogates(member)
+        masked = replace_surrogates(member)
         payload = _decode_outline(masked).data.payload
-    if (size := len(member) - len(bytes(payload))) > ENVELOPE_BYTES:
-        raise _TooLong(f"member: {size} bytes beside its payload, at most {ENVELOPE_BYTES} are accepted")
+    if (size := len(member) - len(bytes(payload))) > MAX_ENVELOPE_BYTES:
+        raise _TooLong(f"member: {size} bytes beside its payload, at most {MAX_ENVELOPE_BYTES} are accepted")
     return masked
 
 
-def _without_payload(member: bytes, payload: bytes) -> bytes:
+def _remove_payload(member: bytes, payload: bytes) -> bytes:
     """Return the member without the text of its payload, to check the rest for duplicates. If the text occurs
     more than once, the first occurrence may be removed instead."""
     start = member.find(b"{", member.find(b'"payload"') + 9)
@@ -270,7 +278,7 @@ def _without_payload(member: bytes, payload: bytes) -> bytes:
     return member[:start] + member[start + len(payload) :]
 
 
-def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_Member, bytes, bytes]:
+def _decode_with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_Member, bytes, bytes]:
     """Decode a member whose payload contains a lone surrogate such as `\\ud800`. The JSON grammar allows it,
     the decoder does not.
 
@@ -283,7 +291,7 @@ def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_M
     start = masked.find(payload)
     end = start + len(payload)
     readable = member[:start] + payload + member[end:]
-    envelope = _without_payload(readable, payload)
+    envelope = _remove_payload(readable, payload)
     try:
         decoded = _decode(readable)
     except msgspec.ValidationError:
@@ -307,7 +315,7 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             raise _Invalid(f"data.headers: the value of {name} holds a control character")
 
 
-def _without_turn(envelope: bytes) -> bytes:
+def _remove_turn(envelope: bytes) -> bytes:
     """Return the envelope without the content of `data.sequence`, whose `id` is not a duplicate of the
     request's.
 
@@ -322,43 +330,43 @@ def _without_turn(envelope: bytes) -> bytes:
     return envelope if b"{" in inside or inside.count(b'"') % 2 else envelope[:start] + envelope[end:]
 
 
-def _may_repeat(envelope: bytes) -> bool:
+def _may_have_duplicates(envelope: bytes) -> bool:
     """Return whether a string equal to a field's name occurs twice. Correct only for envelopes without
     escapes."""
     # Without escapes, every second part between quotes is a string.
-    names = list(filter(_NAMES.__contains__, envelope.split(b'"')[1::2]))
+    names = list(filter(_KNOWN_NAMES.__contains__, envelope.split(b'"')[1::2]))
     return len(names) != len(set(names))
 
 
-def _refuse_duplicates(member: bytes, payload: bytes) -> None:
-    for (section, name), values in scan(member, payload).items():
-        if len(values) > 1 and (section, name) in _READ:
+def _reject_duplicates(member: bytes, payload: bytes) -> None:
+    for (section, name), values in collect_outer_keys(member, payload).items():
+        if len(values) > 1 and (section, name) in _KNOWN_FIELDS:
             raise _Invalid(f"{section + '.' if section else ''}{name}: given twice")
 
 
-def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> Rejection:
+def _build_rejection(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> Rejection:
     """Return the rejection, with id, token and result list if each of them is unambiguous."""
     try:
         payload = bytes(_decode_outline(member).data.payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         payload = b""
-    found = scan(member, payload)
+    values_by_key = collect_outer_keys(member, payload)
 
-    def read(section: str, name: str) -> str:
-        values = found.get((section, name), [])
+    def get_unique_value(section: str, name: str) -> str:
+        values = values_by_key.get((section, name), [])
         # A value that occurs twice with different contents is ambiguous.
         return (values[0] or "") if len(set(values)) == 1 else ""
 
     return Rejection(
         code,
-        shortened(why, _MESSAGE_CHARS),
-        read("data", "id") or None,
-        read("internal", "request_token"),
-        read("internal", "result_queue_name"),
+        truncate_text(why, _MESSAGE_CHARS),
+        get_unique_value("data", "id") or None,
+        get_unique_value("internal", "request_token"),
+        get_unique_value("internal", "result_queue_name"),
     )
 
 
-def _readable(error: msgspec.ValidationError) -> str:
+def _describe_validation_error(error: msgspec.ValidationError) -> str:
     """Return a message of msgspec such as "Expected `int`, got `float` - at `$.data.deadline`" with the field
     first."""
     what, _, where = str(error).replace("`", "").rpartition(" - at $")
@@ -416,7 +424,7 @@ def encode_member(
         }
     )
     # The same rules as on the consumer's side, so that invalid requests fail at the producer.
-    parsed = parse(member)
+    parsed = parse_member(member)
     if isinstance(parsed, Rejection):
         raise ValueError(f"request {request_id!r:.100}: {parsed.message}")  # noqa: TRY004 - a value
     return member

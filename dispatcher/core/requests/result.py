@@ -6,11 +6,11 @@ from enum import StrEnum
 
 import msgspec
 
-from dispatcher.core.printable import shortened
+from dispatcher.core.printable import truncate_text
 
-NO_LIST = "is no list that results can go to"
+NOT_A_LIST = "is no list that results can go to"
 
-_LIST_CHARS = 100
+_MAX_LIST_CHARS = 100
 
 
 class ErrorCode(StrEnum):
@@ -62,7 +62,7 @@ _decode_result = msgspec.json.Decoder(PoppedResult).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def answered(request_id: str, status: int, body: bytes, *, token: str = "", version: str = "") -> bytes:
+def encode_answer(request_id: str, status: int, body: bytes, *, token: str = "", version: str = "") -> bytes:
     """Return the result of a request that the gateway answered: the body as a string, and the request's
     token.
 
@@ -70,7 +70,7 @@ def answered(request_id: str, status: int, body: bytes, *, token: str = "", vers
     UTF-8 is returned unchanged. Bytes that are not UTF-8 are replaced by U+FFFD, and `payload_note`, a field
     that other consumers ignore, says so.
     """
-    text, note = _text(body)
+    text, note = _decode_body(body)
     return _encode(
         PoppedResult(
             request_id,
@@ -83,7 +83,7 @@ def answered(request_id: str, status: int, body: bytes, *, token: str = "", vers
     )
 
 
-def failed(
+def encode_failure(
     request_id: str,
     code: ErrorCode,
     message: str,
@@ -96,7 +96,7 @@ def failed(
     """Return the result of a request without a final answer, with the last status and body if there were any,
     and the version that the last attempt was sent to."""
     if body:
-        text, note = _text(body)
+        text, note = _decode_body(body)
     else:
         text, note = _encode({"error": message}).decode(), None
     return _encode(
@@ -104,16 +104,16 @@ def failed(
     )
 
 
-def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
+def encode_bad_list(request_id: str, results: str, why: str = NOT_A_LIST, *, token: str = "") -> bytes:
     """Return the result of a request whose result list, `results`, cannot be used."""
     # Lone surrogates cannot be encoded as JSON.
-    shown = shortened(results, _LIST_CHARS).encode(errors="replace").decode()
-    return failed(
-        request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown} {why}", token=token
+    shown_list = truncate_text(results, _MAX_LIST_CHARS).encode(errors="replace").decode()
+    return encode_failure(
+        request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown_list} {why}", token=token
     )
 
 
-def _text(body: bytes) -> tuple[str, str | None]:
+def _decode_body(body: bytes) -> tuple[str, str | None]:
     try:
         return body.decode(), None
     except UnicodeDecodeError as error:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dispatcher.core.requests.cluster_slot import tag_of
+from dispatcher.core.requests.cluster_slot import extract_hash_tag
 
-OURS = "batch-results:*"
+CLIENT_LISTS = "batch-results:*"
 """The lists of the Python client, one per client."""
 
 
-def usual(queue: str, results: str) -> tuple[str, ...]:
+def default_patterns(queue: str, results: str) -> tuple[str, ...]:
     """Return the patterns that are allowed unless the operator sets others: the lists of the Python client,
     names that begin with the name of the default list (each processor of llm-d's batch gateway has one), and
     names with the queue's hash tag."""
-    return OURS, f"{results}:*", f"*{{{tag_of(queue)}}}*"
+    return CLIENT_LISTS, f"{results}:*", f"*{{{extract_hash_tag(queue)}}}*"

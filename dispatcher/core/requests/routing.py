@@ -15,12 +15,19 @@ from typing import Protocol
 from urllib.parse import quote
 
 from dispatcher.core.gateway.outcome import Refused
-from dispatcher.core.patterns import any_fits
-from dispatcher.core.requests.headers import FAIRNESS_ID, OBJECTIVE, REQUEST_ID, doubtful, passed_on, plain
+from dispatcher.core.patterns import matches_any
+from dispatcher.core.requests.headers import (
+    FAIRNESS_ID,
+    OBJECTIVE,
+    REQUEST_ID,
+    is_forwardable,
+    is_restricted,
+    normalize_name,
+)
 from dispatcher.core.requests.request import Request
 from dispatcher.core.sequences.turns import Session
 
-ENDPOINT_MOST = 2048
+MAX_ENDPOINT_CHARS = 2048
 
 _PATH = re.compile(r"(?:/[A-Za-z0-9\-._~!$&'()*+,=:]+)+/?")
 _VISIBLE = re.compile(r"[!-~]+")
@@ -52,54 +59,54 @@ class Route:
         """`subset_header` is the name of the header that lists the model servers a request may go to. Empty
         for no such header."""
         self._path = options.path
-        self._allowed = options.allowed_paths
+        self._allowed_paths = options.allowed_paths
         allowed = options.allowed_headers
-        self._passing = None if allowed is None else [plain(pattern) for pattern in allowed]
+        self._allowed_headers = None if allowed is None else [normalize_name(pattern) for pattern in allowed]
         """Patterns of the callers' headers that are allowed. `None` allows all headers that are not
         restricted."""
         self._fairness_from = options.fairness_from
-        chosen = {name.lower(): value for name, value in options.headers.items()}
+        operator_headers = {name.lower(): value for name, value in options.headers.items()}
         if options.objective:
-            chosen[OBJECTIVE] = options.objective
-        self._chosen = frozenset(chosen)
+            operator_headers[OBJECTIVE] = options.objective
+        self._operator_headers = frozenset(operator_headers)
         """Headers that the operator set. A caller cannot override them."""
-        self._subset = subset_header.lower()
-        self._subset_plain = plain(subset_header)
-        self._headers = {
+        self._subset_header = subset_header.lower()
+        self._normalized_subset_header = normalize_name(subset_header)
+        self._base_headers = {
             "accept": "*/*",
             "accept-encoding": "identity",
             "content-type": "application/json",
             "user-agent": user_agent,
-        } | chosen
+        } | operator_headers
 
-    def path(self, endpoint: str) -> str | Refused:
+    def choose_path(self, endpoint: str) -> str | Refused:
         """Return the path for a request: the default path, or the request's own path if it is plain and
         allowed."""
         if not endpoint or endpoint == self._path:
             return self._path
-        if len(endpoint) > ENDPOINT_MOST:
-            return Refused(f"data.endpoint: longer than {ENDPOINT_MOST} characters")
+        if len(endpoint) > MAX_ENDPOINT_CHARS:
+            return Refused(f"data.endpoint: longer than {MAX_ENDPOINT_CHARS} characters")
         if not is_plain_path(endpoint):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not a plain path")
-        if not any_fits(self._allowed, endpoint):
+        if not matches_any(self._allowed_paths, endpoint):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not among gateway.allowed_paths")
         return endpoint
 
-    def headers_for(self, request: Request, bearer: str, traceparent: str = "") -> dict[str, str]:
+    def build_headers(self, request: Request, bearer: str, traceparent: str = "") -> dict[str, str]:
         """Return the headers of a request, with names in lower case.
 
         `bearer` is the Authorization header, or empty. `traceparent` is that of the dispatcher's own span and
         replaces the one of the producer.
         """
-        headers = self._headers.copy()
+        headers = self._base_headers.copy()
         if request.headers:
-            headers.update(self._passed_on(request.headers, request.session))
+            headers.update(self._select_headers(request.headers, request.session))
         # These come after the caller's headers, so that a caller cannot override them.
         if request.session is not None:
             for name, value in request.session.headers.items():
                 headers[name] = _header_safe(value)
-        if self._subset and request.endpoints:
-            headers[self._subset] = _header_safe(request.endpoints)
+        if self._subset_header and request.endpoints:
+            headers[self._subset_header] = _header_safe(request.endpoints)
         if bearer:
             headers["authorization"] = bearer
         headers[REQUEST_ID] = _header_safe(request.id)
@@ -107,7 +114,7 @@ class Route:
         if metadata:
             if fairness_id := metadata.get(self._fairness_from):
                 headers[FAIRNESS_ID] = _header_safe(fairness_id)
-            trace, state = trace_of(request)
+            trace, state = parse_trace_context(request)
             if trace:
                 headers["traceparent"] = trace
             if state:
@@ -116,25 +123,33 @@ class Route:
             headers["traceparent"] = traceparent
         return headers
 
-    def _passed_on(self, headers: Mapping[str, str], session: Session | None) -> dict[str, str]:
+    def _select_headers(self, headers: Mapping[str, str], session: Session | None) -> dict[str, str]:
         """Return the headers that the caller may set. Of equal names the last one counts."""
         lowered = {name.lower(): value for name, value in headers.items()}
         # RFC 9110 7.6.1: a Connection header names further headers that belong to the connection.
-        named = {name.strip() for name in lowered.get("connection", "").lower().split(",")}
-        ours = () if session is None else {plain(name) for name in (*session.headers, session.token_header)}
+        connection_headers = {name.strip() for name in lowered.get("connection", "").lower().split(",")}
+        session_headers = (
+            ()
+            if session is None
+            else {normalize_name(name) for name in (*session.headers, session.token_header)}
+        )
         return {
             name: value
             for name, value in lowered.items()
-            if passed_on(known := plain(name))
-            and known not in self._chosen
-            and known != self._subset_plain
-            and known not in ours
-            and name not in named
-            and self._passes(known)
+            if is_forwardable(known := normalize_name(name))
+            and known not in self._operator_headers
+            and known != self._normalized_subset_header
+            and known not in session_headers
+            and name not in connection_headers
+            and self._is_allowed(known)
         }
 
-    def _passes(self, known: str) -> bool:
-        return any_fits(self._passing, known) if self._passing is not None else not doubtful(known)
+    def _is_allowed(self, normalized_name: str) -> bool:
+        return (
+            matches_any(self._allowed_headers, normalized_name)
+            if self._allowed_headers is not None
+            else not is_restricted(normalized_name)
+        )
 
 
 def is_plain_path(path: str) -> bool:
@@ -146,7 +161,7 @@ def is_plain_path(path: str) -> bool:
     return _PATH.fullmatch(path) is not None and {".", ".."}.isdisjoint(path.split("/"))
 
 
-def trace_of(request: Request) -> tuple[str, str]:
+def parse_trace_context(request: Request) -> tuple[str, str]:
     """Return the producer's traceparent and tracestate. Each is empty if it is missing or malformed."""
     metadata = request.metadata
     trace = metadata.get("traceparent", "")

@@ -7,11 +7,11 @@ import math
 PRIORITY_STEP = 10**11
 """Score = priority × this + deadline, so that score mod this is the deadline."""
 PRIORITIES = range(10)
-TOLD_FROM = 10**9
+EARLIEST_DEADLINE = 10**9
 """Smallest remainder of a score that counts as a deadline. Foreign producers may use any scores."""
 
 
-def score_of(deadline: int, priority: int | None = None) -> float:
+def compute_score(deadline: int, priority: int | None = None) -> float:
     """Return the score that the Python client uses: priority first (0 before 9), then deadline.
 
     Requests without a priority have the deadline as score, as those of priority 0. Raise `ValueError` for a
@@ -24,7 +24,7 @@ def score_of(deadline: int, priority: int | None = None) -> float:
     return float(priority * PRIORITY_STEP + deadline)
 
 
-def deadline_of_score(score: float) -> int:
+def decode_deadline(score: float) -> int:
     """Return the deadline that a score contains if its producer used `compute_score`. 0 if it cannot contain
     one.
 

@@ -9,7 +9,7 @@ _SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 text."""
 
 
-def without_surrogates(text: bytes) -> bytes:
+def replace_surrogates(text: bytes) -> bytes:
     """Return the text with each surrogate, in a pair or not, replaced by an escape of the same length, so
     that positions stay the same."""
     return _SURROGATE.sub(rb"\1\\ufffd", text)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-USAGE_MOST_BYTES = 1 << 20
+MAX_USAGE_BODY_BYTES = 1 << 20
 """Size of the largest answer that is searched for its usage."""
-TOKENS_MOST = 10_000_000
+MAX_TOKENS = 10_000_000
 """Largest number of tokens of one request that is believed. No model reads or writes more."""
 
 
@@ -26,10 +26,10 @@ class _WithUsage(msgspec.Struct):
 _answer = msgspec.json.Decoder(_WithUsage, strict=False)
 
 
-def tokens(body: bytes) -> tuple[int, int]:
+def parse_token_usage(body: bytes) -> tuple[int, int]:
     """Return the tokens in and out that the `usage` of an answer reports. 0 if it is missing or
     implausible."""
-    if len(body) > USAGE_MOST_BYTES:
+    if len(body) > MAX_USAGE_BODY_BYTES:
         return 0, 0
     try:
         usage = _answer.decode(body).usage
@@ -37,6 +37,6 @@ def tokens(body: bytes) -> tuple[int, int]:
         return 0, 0
     if usage is None:
         return 0, 0
-    came = usage.prompt_tokens or usage.input_tokens or 0
-    went = usage.completion_tokens or usage.output_tokens or 0
-    return max(0, min(came, TOKENS_MOST)), max(0, min(went, TOKENS_MOST))
+    tokens_in = usage.prompt_tokens or usage.input_tokens or 0
+    tokens_out = usage.completion_tokens or usage.output_tokens or 0
+    return max(0, min(tokens_in, MAX_TOKENS)), max(0, min(tokens_out, MAX_TOKENS))

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from dispatcher.core.merging.shapes.fields import fields, items, loose_fields, place_of, text_of
+from dispatcher.core.merging.shapes.fields import (
+    check_utf8,
+    find_value,
+    parse_fields,
+    parse_fields_loosely,
+    parse_items,
+)
 from dispatcher.core.merging.shapes.part import NotUnderstoodError
 from dispatcher.core.requests.request import Request
 from dispatcher.core.sequences.turns import Session
@@ -31,87 +37,95 @@ _ID = re.compile(rb'"[^"\\\x00-\x1f]{1,500}"')
 
 
 @dataclass(frozen=True, slots=True)
-class NotCarried:
+class CannotContinue:
     """The conversation cannot continue."""
 
     why: str
     """One sentence that says why."""
 
 
-def spoken(payload: bytes, carried: bytes, most_bytes: int) -> bytes | NotCarried:
+def build_payload(payload: bytes, conversation: bytes, max_bytes: int) -> bytes | CannotContinue:
     """Return the body to send. `conversation` is the state that the previous turns left, empty for the first
     turn."""
-    if carried.startswith(_FAULT):
-        return NotCarried(carried[1:].decode())
+    if conversation.startswith(_FAULT):
+        return CannotContinue(conversation[1:].decode())
     try:
         # The strict parser: with a field given twice, server and dispatcher might read different messages.
-        found = fields(text_of(payload))
-        if found.get("stream") == msgspec.Raw(b"true"):
-            return NotCarried("an answer that is streamed cannot be carried on: leave out `stream`")
-        if _MESSAGES in found:
-            return _with_messages(payload, found[_MESSAGES], carried, most_bytes)
+        body_fields = parse_fields(check_utf8(payload))
+        if body_fields.get("stream") == msgspec.Raw(b"true"):
+            return CannotContinue("an answer that is streamed cannot be carried on: leave out `stream`")
+        if _MESSAGES in body_fields:
+            return _insert_messages(payload, body_fields[_MESSAGES], conversation, max_bytes)
     except (NotUnderstoodError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return NotCarried(f"its body cannot be carried on: {error}")
-    if "input" not in found:
-        return NotCarried("its body has neither `messages` nor `input` to be carried on")
-    if not carried or _PREVIOUS in found:
+        return CannotContinue(f"its body cannot be carried on: {error}")
+    if "input" not in body_fields:
+        return CannotContinue("its body has neither `messages` nor `input` to be carried on")
+    if not conversation or _PREVIOUS in body_fields:
         return payload
-    if carried[:1] != b'"':
-        return NotCarried("its sequence carries messages, and its body has `input`")
+    if conversation[:1] != b'"':
+        return CannotContinue("its sequence carries messages, and its body has `input`")
     # The body has `input`, so the inserted first field is followed by a comma.
-    return b'{"%b":%b,%b' % (_PREVIOUS.encode(), carried, payload[1:].lstrip())
+    return b'{"%b":%b,%b' % (_PREVIOUS.encode(), conversation, payload[1:].lstrip())
 
 
-def left(sent: bytes, answer: bytes, most_bytes: int) -> bytes:
+def encode_conversation(sent: bytes, answer: bytes, max_bytes: int) -> bytes:
     """Return the conversation state for the next turn, given the body that was sent and the answer to it."""
-    found = _left(sent, answer, most_bytes)
-    return _FAULT + found.why.encode(errors="replace") if isinstance(found, NotCarried) else found
+    conversation = _extend_conversation(sent, answer, max_bytes)
+    return (
+        _FAULT + conversation.why.encode(errors="replace")
+        if isinstance(conversation, CannotContinue)
+        else conversation
+    )
 
 
-def equipped(request: Request, payload: bytes, session: Session) -> Request:
+def prepare_request(request: Request, payload: bytes, session: Session) -> Request:
     """Return the request as it is sent in its turn."""
     return replace(request, payload=payload, session=session)
 
 
-def _left(sent: bytes, answer: bytes, most_bytes: int) -> bytes | NotCarried:
+def _extend_conversation(sent: bytes, answer: bytes, max_bytes: int) -> bytes | CannotContinue:
     try:
-        found, told = fields(sent), loose_fields(text_of(answer))
-        if _MESSAGES not in found:
-            response_id = bytes(told.get("id", msgspec.Raw()))
+        body_fields, answer_fields = parse_fields(sent), parse_fields_loosely(check_utf8(answer))
+        if _MESSAGES not in body_fields:
+            response_id = bytes(answer_fields.get("id", msgspec.Raw()))
             if not _ID.fullmatch(response_id):
-                return NotCarried("the answer has no id that the next turn could name")
+                return CannotContinue("the answer has no id that the next turn could name")
             return response_id
-        choices = items(told.get("choices", msgspec.Raw(b"[]")))
-        message = bytes(loose_fields(bytes(choices[0])).get("message", msgspec.Raw())) if choices else b""
+        choices = parse_items(answer_fields.get("choices", msgspec.Raw(b"[]")))
+        message = (
+            bytes(parse_fields_loosely(bytes(choices[0])).get("message", msgspec.Raw())) if choices else b""
+        )
         if message[:1] != b"{":
-            return NotCarried("the answer has no message that the next turn could be built on")
-        conversation = _joined(bytes(found[_MESSAGES]), b"[%b]" % message)
+            return CannotContinue("the answer has no message that the next turn could be built on")
+        conversation = _join_lists(bytes(body_fields[_MESSAGES]), b"[%b]" % message)
     except (NotUnderstoodError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return NotCarried(f"the answer cannot be carried on: {error}")
-    if len(conversation) > most_bytes:
-        return NotCarried(_too_long(len(conversation), most_bytes))
+        return CannotContinue(f"the answer cannot be carried on: {error}")
+    if len(conversation) > max_bytes:
+        return CannotContinue(_describe_too_long(len(conversation), max_bytes))
     return conversation
 
 
-def _with_messages(payload: bytes, own: msgspec.Raw, carried: bytes, most_bytes: int) -> bytes | NotCarried:
-    if bytes(own)[:1] != b"[":
-        return NotCarried("`messages` is no list")
-    if carried and carried[:1] != b"[":
-        return NotCarried("its sequence carries a response's id, and its body has `messages`")
+def _insert_messages(
+    payload: bytes, own_messages: msgspec.Raw, conversation: bytes, max_bytes: int
+) -> bytes | CannotContinue:
+    if bytes(own_messages)[:1] != b"[":
+        return CannotContinue("`messages` is no list")
+    if conversation and conversation[:1] != b"[":
+        return CannotContinue("its sequence carries a response's id, and its body has `messages`")
     # Raises if the list is malformed; the items are not needed.
-    items(own)
-    together = _joined(carried, bytes(own)) if carried else bytes(own)
-    if len(together) > most_bytes:
-        return NotCarried(_too_long(len(together), most_bytes))
-    start = place_of(payload, _MESSAGES)
-    return payload[:start] + together + payload[start + len(bytes(own)) :]
+    parse_items(own_messages)
+    all_messages = _join_lists(conversation, bytes(own_messages)) if conversation else bytes(own_messages)
+    if len(all_messages) > max_bytes:
+        return CannotContinue(_describe_too_long(len(all_messages), max_bytes))
+    start = find_value(payload, _MESSAGES)
+    return payload[:start] + all_messages + payload[start + len(bytes(own_messages)) :]
 
 
-def _joined(before: bytes, after: bytes) -> bytes:
+def _join_lists(before: bytes, after: bytes) -> bytes:
     """Return two lists joined, with their items as they are written."""
     first, then = before[1:-1].strip(), after[1:-1].strip()
     return b"[%b]" % (b",".join([each for each in (first, then) if each]))
 
 
-def _too_long(size: int, most_bytes: int) -> str:
-    return f"the conversation has {size} bytes, and sequences.max_carry_bytes is {most_bytes}"
+def _describe_too_long(size: int, max_bytes: int) -> str:
+    return f"the conversation has {size} bytes, and sequences.max_carry_bytes is {max_bytes}"

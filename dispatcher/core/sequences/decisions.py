@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dispatcher.core.requests.result import ErrorCode
-from dispatcher.core.sequences.turns import OnError, SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +42,36 @@ class TurnEnd(msgspec.Struct, frozen=True):
 
     turn: Turn
     """Turn of the request. With it, a request that ends before it has claimed its turn is not waited for."""
-    failed: bool = False
+    has_failed: bool = False
     """True if the request has no answer on which the next one could build."""
     cause: str = ""
     """One sentence that says how the request failed."""
-    token: str | None = None
+    sticky_token: str | None = None
     """Sticky token, which routes the next request to the same server. `None` keeps the present one; empty
     removes it."""
-    carry: bytes | None = None
+    conversation: bytes | None = None
     """Conversation state for the next request. `None` keeps the present one."""
 
 
-class Goes(msgspec.Struct, frozen=True):
+class TurnGranted(msgspec.Struct, frozen=True):
     """The turn is granted: the request may be sent, now and at each later attempt."""
 
     index: int
-    token: str
+    sticky_token: str
     """Sticky token of the sequence. Empty if it has none."""
-    carry: bytes
-    fresh: bool
+    conversation: bytes
+    is_first: bool
     """True if the request is the first of a sequence run, so that nothing is known of an earlier one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class TurnWaits:
     """The turn has not come: the request was returned, undelivered, and waits in its sequence. (Or its lease
     is no longer held by the caller.)"""
 
 
 @dataclass(frozen=True, slots=True)
-class Barred:
+class TurnRejected:
     """The turn is rejected for ever. The caller keeps the lease and settles it with this error; the sequence
     does not know the request."""
 
@@ -80,7 +80,7 @@ class Barred:
     """One sentence that says why."""
 
 
-Verdict = Goes | Waits | Barred
+TurnDecision = TurnGranted | TurnWaits | TurnRejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SequenceCounts:
     """Number of requests that wait for their turn."""
 
     @classmethod
-    def of(cls, count: Mapping[SequenceStatus, int], waiting: int) -> SequenceCounts:
+    def from_statuses(cls, count: Mapping[SequenceStatus, int], waiting: int) -> SequenceCounts:
         """Return the counts, given the number of sequences by status."""
         held, aborted = count.get(SequenceStatus.HELD, 0), count.get(SequenceStatus.ABORTED, 0)
         alive = count.get(SequenceStatus.OPEN, 0) + held
@@ -105,7 +105,7 @@ class SequenceCounts:
 
 
 @dataclass(slots=True)
-class SequenceNews:
+class SequenceCounters:
     """Counters of what happened to the sequences of a queue, since the queue has had any."""
 
     held: int = 0
@@ -129,6 +129,6 @@ class SequenceNews:
 class SequencePage:
     """One page of a listing of all sequences."""
 
-    found: Sequence[SequenceSeen]
+    sequences: Sequence[SequenceSnapshot]
     after: str
     """Cursor of the next page. Empty if this is the last page."""

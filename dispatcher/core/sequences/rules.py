@@ -38,26 +38,26 @@ from dataclasses import replace
 
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import (
-    Barred,
-    Goes,
-    SequenceNews,
+    SequenceCounters,
     SequenceTerms,
+    TurnDecision,
     TurnEnd,
-    Verdict,
-    Waits,
+    TurnGranted,
+    TurnRejected,
+    TurnWaits,
 )
 from dispatcher.core.sequences.runs import (
     CancelMark,
-    Life,
-    Over,
-    Passed,
-    Seat,
-    Sequenced,
-    denied,
-    full,
-    taken,
+    ClosedRun,
+    PassedIndex,
+    SequenceRecord,
+    SequenceRun,
+    Slot,
+    reject_denied,
+    reject_full,
+    reject_taken,
 )
-from dispatcher.core.sequences.turns import LIVES_MOST, UNPARK_MOST, OnError, SequenceStatus, Turn
+from dispatcher.core.sequences.turns import MAX_RUNS, MAX_UNPARKED_PER_STEP, OnError, SequenceStatus, Turn
 
 _LAST, _CANCELLED = "its last request has ended", "the sequence was cancelled"
 _UNDATED = f"{_CANCELLED}, and no data.created says that the request came later"
@@ -68,447 +68,483 @@ _END = SequenceStatus.ENDED, ErrorCode.SEQUENCE_ENDED
 _ALIVE = (SequenceStatus.OPEN, SequenceStatus.HELD)
 
 
-class Sequences:
+class SequenceTable:
     """State of all sequences of a queue. `take_ready_entries` returns entries that may be claimed from now
     on."""
 
     def __init__(self) -> None:
         self.terms = SequenceTerms()
-        self.known: dict[str, Sequenced] = {}
-        self.seats: dict[int, Seat] = {}
+        self.records: dict[str, SequenceRecord] = {}
+        self.slots: dict[int, Slot] = {}
         """Slots by entry."""
-        self.over: dict[int, Over] = {}
+        self.closed_runs: dict[int, ClosedRun] = {}
         """Closed runs by run number."""
-        self.marks: dict[str, CancelMark] = {}
-        self.news = SequenceNews()
-        self._told = False
-        self.count: Counter[SequenceStatus] = Counter()
-        self._numbers = itertools.count(1)
-        self._parked, self._due = list[tuple[float, bytes]](), list[tuple[float, bytes]]()
-        self._moved: list[int] = []
-        self._leased = 0
+        self.cancel_marks: dict[str, CancelMark] = {}
+        self.counters = SequenceCounters()
+        self._has_terms = False
+        self.status_counts: Counter[SequenceStatus] = Counter()
+        self._run_numbers = itertools.count(1)
+        self._parked, self._checks = list[tuple[float, bytes]](), list[tuple[float, bytes]]()
+        self._ready_entries: list[int] = []
+        self._leased_entry = 0
 
-    def moved(self) -> list[int]:
+    def take_ready_entries(self) -> list[int]:
         """Return the entries that became next requests since the last call, without those that are leased."""
-        moved, self._moved = self._moved, []
+        moved, self._ready_entries = self._ready_entries, []
         return moved
 
-    def tell(self, terms: SequenceTerms) -> None:
+    def set_terms(self, terms: SequenceTerms) -> None:
         """Apply these settings from now on. Without any settings, requests that end do not create
         sequences."""
-        self.terms, self._told = terms, True
+        self.terms, self._has_terms = terms, True
 
     # Claiming turns.
 
-    def line_up(self, entry: int, score: float, turn: Turn, now: float) -> Verdict:
+    def claim_turn(self, entry: int, score: float, turn: Turn, now: float) -> TurnDecision:
         """Decide about the turn of a leased request."""
-        known = self.known.get(turn.id)
+        record = self.records.get(turn.id)
         # The entry may have its turn already: it was released or reclaimed, or the call is repeated.
-        if (goes := self.goes(entry)) is not None:
-            return goes
-        if (refused := self._refused(known, turn, now)) is not None:
-            return refused
-        one, index = self._joined(known, turn, score, now)
-        life = one.lives[-1]
+        if (granted := self.get_granted_turn(entry)) is not None:
+            return granted
+        if (rejected := self._find_rejection(record, turn, now)) is not None:
+            return rejected
+        sequence, index = self._join_run(record, turn, score, now)
+        run = sequence.runs[-1]
         on_error = turn.on_error or self.terms.on_error
-        seat = Seat(turn.id, entry, life.number, index, turn.last, on_error)
-        self.seats[entry] = seat
-        life.put(index, seat)
-        life.waiting += 1
+        slot = Slot(turn.id, entry, run.number, index, turn.last, on_error)
+        self.slots[entry] = slot
+        run.put_item(index, slot)
+        run.waiting_count += 1
         # Entries that become next requests are moved to the claimable ones. This one is leased already.
-        self._leased = entry
-        self._settle_down(one, now)
-        self._leased = 0
-        return self.goes(entry) or Waits()
+        self._leased_entry = entry
+        self._update_sequence(sequence, now)
+        self._leased_entry = 0
+        return self.get_granted_turn(entry) or TurnWaits()
 
-    def _refused(self, one: Sequenced | None, turn: Turn, now: float) -> Barred | None:
-        most = self.terms.max_waiting
+    def _find_rejection(self, sequence: SequenceRecord | None, turn: Turn, now: float) -> TurnRejected | None:
+        max_waiting = self.terms.max_waiting
         # This check comes first: the answer to another producer must show nothing else about the sequence.
-        if one is not None and one.owner is not None and one.owner != turn.owner:
-            return denied()
-        mark = self.marks.get(turn.id)
-        if mark is not None and mark.covers(turn.submitted_at, now):
-            return Barred(ErrorCode.CANCELLED, _CANCELLED if turn.submitted_at else _UNDATED)
-        if one is not None and one.status in _OVER and not turn.reset:
-            one.touched_at = now
-            aborted = one.status is SequenceStatus.ABORTED
-            return Barred(ErrorCode.SEQUENCE_ABORTED if aborted else ErrorCode.SEQUENCE_ENDED, one.cause)
-        if one is None or one.status in _OVER:
-            goes = self._has_room() and (turn.reset or not turn.index)
-            return None if goes or most > 0 else full(most)
-        life = one.lives[-1]
-        index = life.behind if turn.index is None else turn.index
-        if not turn.reset and (index < life.next or index in life.line):
-            return taken(index, life.next)
-        goes = one.status is SequenceStatus.OPEN and one.head is None and len(one.lives) == 1
-        goes = goes and (not life.line if turn.reset else index == life.next)
-        many = one.in_line >= most or (turn.reset and len(one.lives) >= LIVES_MOST)
-        return None if goes or not many else full(most)
+        if sequence is not None and sequence.owner is not None and sequence.owner != turn.owner:
+            return reject_denied()
+        mark = self.cancel_marks.get(turn.id)
+        if mark is not None and mark.covers_submission(turn.submitted_at, now):
+            return TurnRejected(ErrorCode.CANCELLED, _CANCELLED if turn.submitted_at else _UNDATED)
+        if sequence is not None and sequence.status in _OVER and not turn.reset:
+            sequence.last_active_at = now
+            aborted = sequence.status is SequenceStatus.ABORTED
+            return TurnRejected(
+                ErrorCode.SEQUENCE_ABORTED if aborted else ErrorCode.SEQUENCE_ENDED, sequence.cause
+            )
+        if sequence is None or sequence.status in _OVER:
+            goes_at_once = self._has_room() and (turn.reset or not turn.index)
+            return None if goes_at_once or max_waiting > 0 else reject_full(max_waiting)
+        run = sequence.runs[-1]
+        index = run.next_free_index if turn.index is None else turn.index
+        if not turn.reset and (index < run.expected_index or index in run.waiting_items):
+            return reject_taken(index, run.expected_index)
+        goes_at_once = (
+            sequence.status is SequenceStatus.OPEN
+            and sequence.next_request is None
+            and len(sequence.runs) == 1
+        )
+        goes_at_once = goes_at_once and (not run.waiting_items if turn.reset else index == run.expected_index)
+        is_full = sequence.item_count >= max_waiting or (turn.reset and len(sequence.runs) >= MAX_RUNS)
+        return None if goes_at_once or not is_full else reject_full(max_waiting)
 
-    def _joined(self, one: Sequenced | None, turn: Turn, score: float, now: float) -> tuple[Sequenced, int]:
+    def _join_run(
+        self, sequence: SequenceRecord | None, turn: Turn, score: float, now: float
+    ) -> tuple[SequenceRecord, int]:
         """Return the sequence with a run that takes the turn, and the index of the request in it."""
-        fresh = one is None or one.status in _OVER
-        one = one or self._added(turn.id, now, score)
-        if one.owner is None:
-            one.owner = turn.owner
-        if fresh:
-            one.begin()
-            one.lives, one.score = [], score
-            self._turn_to(one, SequenceStatus.OPEN if self._has_room() else SequenceStatus.PARKED)
-        if fresh or turn.reset:
-            one.lives.append(Life(next(self._numbers), (turn.index or 0) if turn.reset else 0))
-        one.touched_at = now
+        is_new = sequence is None or sequence.status in _OVER
+        sequence = sequence or self._add_record(turn.id, now, score)
+        if sequence.owner is None:
+            sequence.owner = turn.owner
+        if is_new:
+            sequence.begin_run()
+            sequence.runs, sequence.score = [], score
+            self._set_status(sequence, SequenceStatus.OPEN if self._has_room() else SequenceStatus.PARKED)
+        if is_new or turn.reset:
+            sequence.runs.append(SequenceRun(next(self._run_numbers), (turn.index or 0) if turn.reset else 0))
+        sequence.last_active_at = now
         # Parked sequences begin in the order of their best scores. Setting the status again adds the new
         # score to the heap.
-        if one.status is SequenceStatus.PARKED and score < one.score:
-            one.score = score
-            self._turn_to(one, one.status)
-        return one, one.lives[-1].behind if turn.index is None else turn.index
+        if sequence.status is SequenceStatus.PARKED and score < sequence.score:
+            sequence.score = score
+            self._set_status(sequence, sequence.status)
+        return sequence, sequence.runs[-1].next_free_index if turn.index is None else turn.index
 
-    def _added(self, name: str, now: float, score: float) -> Sequenced:
-        one = self.known[name] = Sequenced(name, SequenceStatus.ENDED, [], now, score)
-        return one
+    def _add_record(self, name: str, now: float, score: float) -> SequenceRecord:
+        sequence = self.records[name] = SequenceRecord(name, SequenceStatus.ENDED, [], now, score)
+        return sequence
 
-    def goes(self, entry: int) -> Goes | None:
+    def get_granted_turn(self, entry: int) -> TurnGranted | None:
         """Return the granted turn of an entry. `None` if it is not its turn."""
-        seat = self.seats.get(entry)
-        if seat is None or (one := self.known.get(seat.id)) is None or one.head is not seat:
+        slot = self.slots.get(entry)
+        if (
+            slot is None
+            or (sequence := self.records.get(slot.sequence_id)) is None
+            or sequence.next_request is not slot
+        ):
             return None
-        return Goes(seat.index, one.token, one.carry, one.done == 0)
+        return TurnGranted(
+            slot.index, sequence.sticky_token, sequence.conversation, sequence.ended_count == 0
+        )
 
     # Ending.
 
-    def end(self, entry: int, end: TurnEnd | None, now: float) -> None:
+    def end_request(self, entry: int, end: TurnEnd | None, now: float) -> None:
         """End a request for good, with a result or as a dead-letter request."""
-        seat = self.seats.pop(entry, None)
-        if seat is None:
+        slot = self.slots.pop(entry, None)
+        if slot is None:
             if end is not None:
-                self._pass_by(end, now)
+                self._pass_index(end, now)
             return
-        one, failed = self.known.get(seat.id), end is not None and end.failed
+        sequence, has_failed = self.records.get(slot.sequence_id), end is not None and end.has_failed
         cause = "" if end is None else end.cause
-        if one is not None and one.head is seat:
-            one.head, one.touched_at = None, now
+        if sequence is not None and sequence.next_request is slot:
+            sequence.next_request, sequence.last_active_at = None, now
             # A request of an earlier run changes nothing: its run has ended while it was in flight.
-            if one.status is SequenceStatus.OPEN and seat.number == one.lives[0].number:
-                one.token = one.token if end is None or end.token is None else end.token
-                one.carry = one.carry if end is None or end.carry is None else end.carry
-                one.count(failed=failed)
-                self._follow(one, seat.last, seat.on_error if failed else OnError.CONTINUE, cause, now)
-                self._end_if_old(one, now)
-            self._settle_down(one, now)
-        elif seat.number in self.over:
+            if sequence.status is SequenceStatus.OPEN and slot.run_number == sequence.runs[0].number:
+                sequence.sticky_token = (
+                    sequence.sticky_token if end is None or end.sticky_token is None else end.sticky_token
+                )
+                sequence.conversation = (
+                    sequence.conversation if end is None or end.conversation is None else end.conversation
+                )
+                sequence.count_end(has_failed=has_failed)
+                self._apply_end(
+                    sequence, slot.is_last, slot.on_error if has_failed else OnError.CONTINUE, cause, now
+                )
+                self._end_if_old(sequence, now)
+            self._update_sequence(sequence, now)
+        elif slot.run_number in self.closed_runs:
             # A remaining request of a closed run was answered.
-            del self.over[seat.number].seats[entry]
-            if not self.over[seat.number].seats:
-                del self.over[seat.number]
-        elif one is not None and (life := one.life_of(seat)) is not None:
-            then = seat.on_error if failed else OnError.CONTINUE
+            del self.closed_runs[slot.run_number].slots[entry]
+            if not self.closed_runs[slot.run_number].slots:
+                del self.closed_runs[slot.run_number]
+        elif sequence is not None and (run := sequence.find_run(slot)) is not None:
+            action = slot.on_error if has_failed else OnError.CONTINUE
             # The request ended while it waited, for example by its deadline. Its index must not be waited
             # for.
-            life.put(seat.index, Passed(seat.last, failed, then, cause))
-            life.waiting -= 1
-            one.touched_at = now
-            self._settle_down(one, now)
+            run.put_item(slot.index, PassedIndex(slot.is_last, has_failed, action, cause))
+            run.waiting_count -= 1
+            sequence.last_active_at = now
+            self._update_sequence(sequence, now)
 
-    def _pass_by(self, end: TurnEnd, now: float) -> None:
+    def _pass_index(self, end: TurnEnd, now: float) -> None:
         """Record a request that ended before it claimed its turn.
 
         If others would wait for its index, or its failure ends the sequence, its index is marked as passed.
         """
         turn = end.turn
-        then = (turn.on_error or self.terms.on_error) if end.failed else OnError.CONTINUE
-        one = self.known.get(turn.id)
-        if turn.index is None and then is OnError.CONTINUE:
+        action = (turn.on_error or self.terms.on_error) if end.has_failed else OnError.CONTINUE
+        sequence = self.records.get(turn.id)
+        if turn.index is None and action is OnError.CONTINUE:
             return
-        if not self._told or ((one is None or one.status in _OVER) and not self._has_room()):
+        if not self._has_terms or ((sequence is None or sequence.status in _OVER) and not self._has_room()):
             return
-        if self._refused(one, turn, now) is not None:
+        if self._find_rejection(sequence, turn, now) is not None:
             return
-        one, index = self._joined(one, turn, float("inf"), now)
-        one.lives[-1].put(index, Passed(turn.last, end.failed, then, end.cause))
-        self._settle_down(one, now)
+        sequence, index = self._join_run(sequence, turn, float("inf"), now)
+        sequence.runs[-1].put_item(index, PassedIndex(turn.last, end.has_failed, action, end.cause))
+        self._update_sequence(sequence, now)
 
     # Next requests, and ends of runs.
 
-    def _settle_down(self, one: Sequenced, now: float) -> None:
-        self._advance(one, now)
-        self._unpark(now)
-        self._schedule(one, now)
+    def _update_sequence(self, sequence: SequenceRecord, now: float) -> None:
+        self._advance_sequence(sequence, now)
+        self._unpark_sequences(now)
+        self._schedule_check(sequence, now)
 
-    def _advance(self, one: Sequenced, now: float) -> None:
+    def _advance_sequence(self, sequence: SequenceRecord, now: float) -> None:
         """Choose the next request, as far as one may be sent now."""
-        gap, one.gap_since = one.gap_since, None
-        while one.head is None and one.status in _ALIVE and one.id in self.known:
-            held, life = one.status is SequenceStatus.HELD, one.lives[0]
-            if not life.order:
-                if held or len(one.lives) == 1:
+        gap_since, sequence.gap_since = sequence.gap_since, None
+        while sequence.next_request is None and sequence.status in _ALIVE and sequence.id in self.records:
+            is_held, run = sequence.status is SequenceStatus.HELD, sequence.runs[0]
+            if not run.waiting_indexes:
+                if is_held or len(sequence.runs) == 1:
                     return
-                self._next_life(one)
+                self._begin_next_run(sequence)
                 continue
-            index = life.order[0]
-            if index > life.next and held:
+            index = run.waiting_indexes[0]
+            if index > run.expected_index and is_held:
                 return
             # A gap before a waiting reset is not waited for: no later request can fill it any more.
-            if index > life.next and len(one.lives) == 1:
-                gap = now if gap is None else gap
-                if now < gap + self.terms.gap_s:
-                    one.gap_since = gap
+            if index > run.expected_index and len(sequence.runs) == 1:
+                gap_since = now if gap_since is None else gap_since
+                if now < gap_since + self.terms.gap_s:
+                    sequence.gap_since = gap_since
                     return
-                self.news.gaps += 1
-            item = life.line[index]
+                self.counters.gaps += 1
+            item = run.waiting_items[index]
             # A held sequence skips passed indexes, but starts nothing and does not end.
-            if held and (isinstance(item, Seat) or item.last):
+            if is_held and (isinstance(item, Slot) or item.is_last):
                 return
-            del life.order[0], life.line[index]
-            life.next, gap = index + 1, None
-            if isinstance(item, Seat):
-                self._promote(one, life, item, now)
+            del run.waiting_indexes[0], run.waiting_items[index]
+            run.expected_index, gap_since = index + 1, None
+            if isinstance(item, Slot):
+                self._promote_slot(sequence, run, item, now)
                 return
-            one.count(failed=item.failed)
-            if not held:
-                self._follow(one, item.last, item.then, item.cause, now)
+            sequence.count_end(has_failed=item.has_failed)
+            if not is_held:
+                self._apply_end(sequence, item.is_last, item.action, item.cause, now)
 
-    def _promote(self, one: Sequenced, life: Life, seat: Seat, now: float) -> None:
-        one.head, seat.waits = seat, False
-        life.waiting -= 1
-        one.born_at, one.touched_at = now if one.born_at is None else one.born_at, now
-        if seat.entry != self._leased:
-            self._moved.append(seat.entry)
+    def _promote_slot(self, sequence: SequenceRecord, run: SequenceRun, slot: Slot, now: float) -> None:
+        sequence.next_request, slot.is_waiting = slot, False
+        run.waiting_count -= 1
+        sequence.began_at, sequence.last_active_at = (
+            now if sequence.began_at is None else sequence.began_at,
+            now,
+        )
+        if slot.entry != self._leased_entry:
+            self._ready_entries.append(slot.entry)
 
-    def _follow(self, one: Sequenced, last: bool, then: OnError, cause: str, now: float) -> None:
+    def _apply_end(
+        self, sequence: SequenceRecord, is_last: bool, action: OnError, cause: str, now: float
+    ) -> None:
         """Apply the end of a request of the present run: end, abort or hold the sequence."""
-        if last:
-            self._end_life(one, _LAST, now)
-        elif then is OnError.ABORT:
-            self._close(one, _ABORT, cause, now)
-        elif then is OnError.HOLD:
-            self._turn_to(one, SequenceStatus.HELD)
-            one.cause = cause
-            self.news.held, self.news.last_held = self.news.held + 1, one.id
+        if is_last:
+            self._end_run(sequence, _LAST, now)
+        elif action is OnError.ABORT:
+            self._close_run(sequence, _ABORT, cause, now)
+        elif action is OnError.HOLD:
+            self._set_status(sequence, SequenceStatus.HELD)
+            sequence.cause = cause
+            self.counters.held, self.counters.last_held = self.counters.held + 1, sequence.id
 
-    def _end_if_old(self, one: Sequenced, now: float) -> None:
-        old = one.born_at is not None and now >= one.born_at + self.terms.max_age_s
-        if old and one.status is SequenceStatus.OPEN and one.id in self.known:
-            self.news.aged += 1
-            self._end_life(one, _AGE, now)
+    def _end_if_old(self, sequence: SequenceRecord, now: float) -> None:
+        is_old = sequence.began_at is not None and now >= sequence.began_at + self.terms.max_age_s
+        if is_old and sequence.status is SequenceStatus.OPEN and sequence.id in self.records:
+            self.counters.aged += 1
+            self._end_run(sequence, _AGE, now)
 
-    def _end_life(self, one: Sequenced, why: str, now: float) -> None:
-        life = one.lives[0]
+    def _end_run(self, sequence: SequenceRecord, why: str, now: float) -> None:
+        run = sequence.runs[0]
         if self.terms.refuse_after_end:
-            self._close(one, _END, why, now)
+            self._close_run(sequence, _END, why, now)
         # The waiting requests begin the next run, under the same run number.
-        elif life.waiting:
-            one.begin()
-            life.next = life.order[0]
-        elif len(one.lives) > 1:
-            self._next_life(one)
+        elif run.waiting_count:
+            sequence.begin_run()
+            run.expected_index = run.waiting_indexes[0]
+        elif len(sequence.runs) > 1:
+            self._begin_next_run(sequence)
         else:
-            self._forget(one)
+            self._forget_record(sequence)
 
-    def _close(self, one: Sequenced, how: tuple[SequenceStatus, ErrorCode], why: str, now: float) -> None:
+    def _close_run(
+        self, sequence: SequenceRecord, closing: tuple[SequenceStatus, ErrorCode], why: str, now: float
+    ) -> None:
         """End the present run and fail its remaining requests. If a reset waits, its run begins."""
-        if how is _ABORT:
-            self.news.aborted, self.news.last_aborted = self.news.aborted + 1, one.id
-        self._doom(one.lives[0], how[1], why)
-        if len(one.lives) > 1:
-            self._next_life(one)
+        if closing is _ABORT:
+            self.counters.aborted, self.counters.last_aborted = self.counters.aborted + 1, sequence.id
+        self._fail_remaining(sequence.runs[0], closing[1], why)
+        if len(sequence.runs) > 1:
+            self._begin_next_run(sequence)
             return
-        one.lives = [Life(next(self._numbers), one.lives[0].next)]
+        sequence.runs = [SequenceRun(next(self._run_numbers), sequence.runs[0].expected_index)]
         # An empty run remains, so that the end is remembered until the idle time has passed.
-        self._turn_to(one, how[0])
-        one.token, one.carry, one.cause, one.touched_at = "", b"", why, now
+        self._set_status(sequence, closing[0])
+        sequence.sticky_token, sequence.conversation, sequence.cause, sequence.last_active_at = (
+            "",
+            b"",
+            why,
+            now,
+        )
 
-    def _doom(self, life: Life, code: ErrorCode, why: str) -> None:
-        seats = [life.line[index] for index in life.order]
-        doomed = {seat.entry: seat for seat in seats if isinstance(seat, Seat)}
-        if doomed:
-            self.over[life.number] = Over(code, why, doomed)
-        life.waiting = 0
+    def _fail_remaining(self, run: SequenceRun, code: ErrorCode, why: str) -> None:
+        slots = [run.waiting_items[index] for index in run.waiting_indexes]
+        remaining = {slot.entry: slot for slot in slots if isinstance(slot, Slot)}
+        if remaining:
+            self.closed_runs[run.number] = ClosedRun(code, why, remaining)
+        run.waiting_count = 0
 
-    def _next_life(self, one: Sequenced) -> None:
-        del one.lives[0]
-        one.begin()
-        if one.status is SequenceStatus.HELD:
-            self._turn_to(one, SequenceStatus.OPEN)
+    def _begin_next_run(self, sequence: SequenceRecord) -> None:
+        del sequence.runs[0]
+        sequence.begin_run()
+        if sequence.status is SequenceStatus.HELD:
+            self._set_status(sequence, SequenceStatus.OPEN)
 
-    def _forget(self, one: Sequenced) -> None:
-        self._turn_to(one, SequenceStatus.ENDED)
-        del self.known[one.id]
+    def _forget_record(self, sequence: SequenceRecord) -> None:
+        self._set_status(sequence, SequenceStatus.ENDED)
+        del self.records[sequence.id]
 
     # How many are alive.
 
     def _has_room(self) -> bool:
-        most = self.terms.max_active
-        return most is None or self.count[_ALIVE[0]] + self.count[_ALIVE[1]] < most
+        max_active = self.terms.max_active
+        return (
+            max_active is None or self.status_counts[_ALIVE[0]] + self.status_counts[_ALIVE[1]] < max_active
+        )
 
-    def _turn_to(self, one: Sequenced, status: SequenceStatus) -> None:
-        self.count.subtract((one.status,))
-        self.count[status] += 1
-        one.status = status
+    def _set_status(self, sequence: SequenceRecord, status: SequenceStatus) -> None:
+        self.status_counts.subtract((sequence.status,))
+        self.status_counts[status] += 1
+        sequence.status = status
         if status is SequenceStatus.PARKED:
-            heapq.heappush(self._parked, (one.score, one.id.encode()))
+            heapq.heappush(self._parked, (sequence.score, sequence.id.encode()))
 
-    def _unpark(self, now: float) -> None:
-        for _ in range(UNPARK_MOST):
-            one = self._first_parked() if self._has_room() else None
-            if one is None:
+    def _unpark_sequences(self, now: float) -> None:
+        for _ in range(MAX_UNPARKED_PER_STEP):
+            sequence = self._pop_first_parked() if self._has_room() else None
+            if sequence is None:
                 return
-            self._turn_to(one, SequenceStatus.OPEN)
-            self._advance(one, now)
-            self._schedule(one, now)
+            self._set_status(sequence, SequenceStatus.OPEN)
+            self._advance_sequence(sequence, now)
+            self._schedule_check(sequence, now)
 
-    def _first_parked(self) -> Sequenced | None:
+    def _pop_first_parked(self) -> SequenceRecord | None:
         while self._parked:
             score, name = heapq.heappop(self._parked)
-            one = self.known.get(name.decode())
-            if one is not None and one.status is SequenceStatus.PARKED and one.score == score:
-                return one
+            sequence = self.records.get(name.decode())
+            if sequence is not None and sequence.status is SequenceStatus.PARKED and sequence.score == score:
+                return sequence
         return None
 
     # Time.
 
-    def sweep(self, now: float, is_there: Callable[[int], bool]) -> None:
+    def sweep_due(self, now: float, is_there: Callable[[int], bool]) -> None:
         """Process all checks that are due. `is_there` returns whether an entry waits, is delayed or leased.
 
         If time ends a sequence, no parked one begins before all due sequences were checked. Otherwise the
         result would depend on checks that come early.
         """
         due = []
-        while self._due and self._due[0][0] <= now:
-            at, name = heapq.heappop(self._due)
-            one = self.known.get(name.decode())
+        while self._checks and self._checks[0][0] <= now:
+            at, name = heapq.heappop(self._checks)
+            sequence = self.records.get(name.decode())
             # Entries of the heap whose time is no longer the scheduled one are outdated.
-            if one is not None and one.due_at == at:
-                one.due_at = None
-                due.append(one)
-        for one in sorted(due, key=lambda one: one.lives[0].number):
+            if sequence is not None and sequence.check_at == at:
+                sequence.check_at = None
+                due.append(sequence)
+        for sequence in sorted(due, key=lambda one: one.runs[0].number):
             # A sequence that ended while an earlier one was checked is no longer known.
-            if self.known.get(one.id) is one:
-                self._look(one, now, is_there)
+            if self.records.get(sequence.id) is sequence:
+                self._check_sequence(sequence, now, is_there)
         # Redis does the same: once per sequence, with up to MAX_UNPARKED_PER_STEP sequences each time.
         for _ in range(1 + len(due)):
-            self._unpark(now)
-        self.marks = {name: mark for name, mark in self.marks.items() if now < mark.until}
+            self._unpark_sequences(now)
+        self.cancel_marks = {name: mark for name, mark in self.cancel_marks.items() if now < mark.expires_at}
 
-    def step_back(self, by_s: float) -> None:
+    def shift_checks(self, step_s: float) -> None:
         """Shift the times of all checks by `step_s`, which is negative, after the clock stepped back."""
-        self._due = [(at + by_s, name) for at, name in self._due]
-        for one in self.known.values():
-            one.due_at = None if one.due_at is None else one.due_at + by_s
+        self._checks = [(at + step_s, name) for at, name in self._checks]
+        for sequence in self.records.values():
+            sequence.check_at = None if sequence.check_at is None else sequence.check_at + step_s
 
-    def _look(self, one: Sequenced, now: float, is_there: Callable[[int], bool]) -> None:
-        one.not_after(now)
-        if one.head is not None:
+    def _check_sequence(self, sequence: SequenceRecord, now: float, is_there: Callable[[int], bool]) -> None:
+        sequence.clamp_times(now)
+        if sequence.next_request is not None:
             # An owner of a version that knows no sequences has ended it without telling the sequence.
-            if not is_there(one.head.entry):
-                self.end(one.head.entry, None, now)
-        elif not one.waiting and now >= one.touched_at + self.terms.max_idle_s:
-            if one.status in _OVER:
-                self._forget(one)
+            if not is_there(sequence.next_request.entry):
+                self.end_request(sequence.next_request.entry, None, now)
+        elif not sequence.waiting_count and now >= sequence.last_active_at + self.terms.max_idle_s:
+            if sequence.status in _OVER:
+                self._forget_record(sequence)
             else:
-                self.news.idle += 1
-                self._end_life(one, _IDLE, now)
+                self.counters.idle += 1
+                self._end_run(sequence, _IDLE, now)
         else:
-            self._end_if_old(one, now)
-        self._advance(one, now)
-        self._schedule(one, now)
+            self._end_if_old(sequence, now)
+        self._advance_sequence(sequence, now)
+        self._schedule_check(sequence, now)
 
-    def _schedule(self, one: Sequenced, now: float) -> None:
+    def _schedule_check(self, sequence: SequenceRecord, now: float) -> None:
         """Schedule the next check of the sequence."""
-        due = one.wants_a_look_at(self.terms, now)
-        if one.id in self.known and due != one.due_at:
-            one.due_at = due
-            heapq.heappush(self._due, (due, one.id.encode()))
+        due = sequence.compute_check_at(self.terms, now)
+        if sequence.id in self.records and due != sequence.check_at:
+            sequence.check_at = due
+            heapq.heappush(self._checks, (due, sequence.id.encode()))
 
     # Remaining requests, and decisions of operators.
 
-    def unserved(self) -> Iterator[tuple[int, ErrorCode, str]]:
+    def iterate_remaining(self) -> Iterator[tuple[int, ErrorCode, str]]:
         """Yield the entries that are to be answered with an error, with code and reason, in their order."""
-        for _, over in sorted(self.over.items(), key=lambda item: item[0]):
-            for entry in over.seats:
-                yield entry, over.code, over.why
+        for _, closed in sorted(self.closed_runs.items(), key=lambda item: item[0]):
+            for entry in closed.slots:
+                yield entry, closed.code, closed.why
 
-    def release(self, name: str, now: float) -> bool:
+    def release_sequence(self, name: str, now: float) -> bool:
         """Let a held sequence continue. Return False if it is not held."""
-        one = self.known.get(name)
-        if one is None or one.status is not SequenceStatus.HELD:
+        sequence = self.records.get(name)
+        if sequence is None or sequence.status is not SequenceStatus.HELD:
             return False
-        self._turn_to(one, SequenceStatus.OPEN)
-        one.cause, one.touched_at = "", now
-        self.news.released += 1
-        self._settle_down(one, now)
+        self._set_status(sequence, SequenceStatus.OPEN)
+        sequence.cause, sequence.last_active_at = "", now
+        self.counters.released += 1
+        self._update_sequence(sequence, now)
         return True
 
-    def abort(self, name: str, why: str, now: float) -> bool:
+    def abort_sequence(self, name: str, why: str, now: float) -> bool:
         """Abort the present run: its waiting requests and later ones are answered SEQUENCE_ABORTED. The next
         request, if it is in flight, runs to its end.
 
         Return False if the sequence was aborted before, or has ended.
         """
-        one = self.known.get(name)
-        if one is not None and one.status in _OVER:
+        sequence = self.records.get(name)
+        if sequence is not None and sequence.status in _OVER:
             return False
-        if one is None:  # no request of it was claimed yet, but later ones must be rejected
-            self._told = True
-            one = self._unbegun(name, now)
-        self._close(one, _ABORT, why, now)
-        self._settle_down(one, now)
+        if sequence is None:  # no request of it was claimed yet, but later ones must be rejected
+            self._has_terms = True
+            sequence = self._add_unbegun(name, now)
+        self._close_run(sequence, _ABORT, why, now)
+        self._update_sequence(sequence, now)
         return True
 
-    def _unbegun(self, name: str, now: float) -> Sequenced:
-        one = self._added(name, now, 0.0)
-        one.lives = [Life(next(self._numbers), 0)]
-        return one
+    def _add_unbegun(self, name: str, now: float) -> SequenceRecord:
+        sequence = self._add_record(name, now, 0.0)
+        sequence.runs = [SequenceRun(next(self._run_numbers), 0)]
+        return sequence
 
-    def cancel(self, name: str, mark: CancelMark, now: float) -> int | None:
+    def cancel_sequence(self, name: str, mark: CancelMark, now: float) -> int | None:
         """End the sequence. Its waiting requests are answered CANCELLED, and so are requests that were
         submitted before the mark when they are claimed.
 
         Return the entry of its next request, with which the sequence ends, or 0 if it has none. `None` if the
         sequence is not known or has ended.
         """
-        before = self.marks.get(name)
-        if before is not None and now < before.until:
-            mark = CancelMark(max(mark.at, before.at), max(mark.until, before.until))
-        self.marks[name] = mark
-        one = self.known.get(name)
-        if one is None and self.terms.refuse_after_end:
-            one = self._unbegun(name, now)
-            self._close(one, _END, _CANCELLED, now)
-            self._settle_down(one, now)
+        before = self.cancel_marks.get(name)
+        if before is not None and now < before.expires_at:
+            mark = CancelMark(
+                max(mark.cancelled_at, before.cancelled_at), max(mark.expires_at, before.expires_at)
+            )
+        self.cancel_marks[name] = mark
+        sequence = self.records.get(name)
+        if sequence is None and self.terms.refuse_after_end:
+            sequence = self._add_unbegun(name, now)
+            self._close_run(sequence, _END, _CANCELLED, now)
+            self._update_sequence(sequence, now)
             return None
-        if one is None or one.status in _OVER:
+        if sequence is None or sequence.status in _OVER:
             return None
-        self.news.cancelled += 1
-        for life in one.lives:
-            self._doom(life, ErrorCode.CANCELLED, _CANCELLED)
-        one.lives = [Life(next(self._numbers), one.lives[0].next)]
-        if one.head is not None:
+        self.counters.cancelled += 1
+        for run in sequence.runs:
+            self._fail_remaining(run, ErrorCode.CANCELLED, _CANCELLED)
+        sequence.runs = [SequenceRun(next(self._run_numbers), sequence.runs[0].expected_index)]
+        if sequence.next_request is not None:
             # The request in flight moves to the new empty run as its last one, so that its end ends the
             # sequence.
-            one.head.number, one.head.last = one.lives[0].number, True
+            sequence.next_request.run_number, sequence.next_request.is_last = sequence.runs[0].number, True
         else:
-            self._end_life(one, _CANCELLED, now)
-        self._settle_down(one, now)
-        return 0 if one.head is None else one.head.entry
+            self._end_run(sequence, _CANCELLED, now)
+        self._update_sequence(sequence, now)
+        return 0 if sequence.next_request is None else sequence.next_request.entry
 
-    def forget(self, name: str, now: float) -> bool | None:
+    def forget_sequence(self, name: str, now: float) -> bool | None:
         """Forget the sequence, so that its id begins anew. Return False, and do nothing, if a request of it
         runs or waits. `None` if the sequence is not known.
 
         The cancel still applies to requests whose time of submission is known to be before it.
         """
-        one, mark = self.known.get(name), self.marks.get(name)
-        marked = mark is not None and mark.undated and now < mark.until
-        if one is None:
+        sequence, mark = self.records.get(name), self.cancel_marks.get(name)
+        marked = mark is not None and mark.covers_undated and now < mark.expires_at
+        if sequence is None:
             if mark is not None and marked:
-                self.marks[name] = replace(mark, undated=False)
+                self.cancel_marks[name] = replace(mark, covers_undated=False)
             return True if marked else None
-        if one.head is not None or one.waiting:
+        if sequence.next_request is not None or sequence.waiting_count:
             return False
         if mark is not None:
-            self.marks[name] = replace(mark, undated=False)
-        self._forget(one)
-        self._settle_down(one, now)
+            self.cancel_marks[name] = replace(mark, covers_undated=False)
+        self._forget_record(sequence)
+        self._update_sequence(sequence, now)
         return True

@@ -6,155 +6,155 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from dispatcher.core.requests.result import ErrorCode
-from dispatcher.core.sequences.decisions import Barred, SequenceTerms
-from dispatcher.core.sequences.turns import LOOK_S, OnError, SequenceSeen, SequenceStatus
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnRejected
+from dispatcher.core.sequences.turns import TURN_CHECK_INTERVAL_S, OnError, SequenceSnapshot, SequenceStatus
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class Slot:
     """A request that a sequence knows: its next request, one that waits, or a remaining request of a closed
     run."""
 
-    id: str
+    sequence_id: str
     entry: int
-    number: int
+    run_number: int
     """Number of its sequence run."""
     index: int
-    last: bool
+    is_last: bool
     on_error: OnError
-    waits: bool = True
+    is_waiting: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
+class PassedIndex:
     """An index whose request ended before its turn."""
 
-    last: bool
-    failed: bool
-    then: OnError
+    is_last: bool
+    has_failed: bool
+    action: OnError
     cause: str
 
 
 @dataclass(slots=True)
-class Life:
+class SequenceRun:
     """A sequence from one beginning to one end."""
 
     number: int
-    next: int
+    expected_index: int
     """Index that is expected next. Lower ones were granted their turn, or are skipped."""
-    waiting: int = 0
-    line: dict[int, Seat | Passed] = field(default_factory=dict)
-    order: list[int] = field(default_factory=list)
+    waiting_count: int = 0
+    waiting_items: dict[int, Slot | PassedIndex] = field(default_factory=dict)
+    waiting_indexes: list[int] = field(default_factory=list)
 
     @property
-    def behind(self) -> int:
+    def next_free_index(self) -> int:
         """The index after all known ones."""
-        return max(self.next, self.order[-1] + 1 if self.order else 0)
+        return max(self.expected_index, self.waiting_indexes[-1] + 1 if self.waiting_indexes else 0)
 
-    def put(self, index: int, item: Seat | Passed) -> None:
-        if index not in self.line:
-            insort(self.order, index)
-        self.line[index] = item
+    def put_item(self, index: int, item: Slot | PassedIndex) -> None:
+        if index not in self.waiting_items:
+            insort(self.waiting_indexes, index)
+        self.waiting_items[index] = item
 
 
 @dataclass(slots=True)
-class Sequenced:
+class SequenceRecord:
     """State of one sequence."""
 
     id: str
     status: SequenceStatus
-    lives: list[Life]
-    touched_at: float
+    runs: list[SequenceRun]
+    last_active_at: float
     score: float
     """Best score of the requests that wait, until the sequence may begin."""
-    head: Seat | None = None
-    born_at: float | None = None
+    next_request: Slot | None = None
+    began_at: float | None = None
     gap_since: float | None = None
-    token: str = ""
-    carry: bytes = b""
-    done: int = 0
-    failed: int = 0
+    sticky_token: str = ""
+    conversation: bytes = b""
+    ended_count: int = 0
+    failed_count: int = 0
     cause: str = ""
-    due_at: float | None = None
+    check_at: float | None = None
     owner: str | None = None
     """Producer that may use the sequence (`Turn.owner`), fixed by the request that began it. `None` before
     that."""
 
     @property
-    def waiting(self) -> int:
-        return sum(life.waiting for life in self.lives)
+    def waiting_count(self) -> int:
+        return sum(run.waiting_count for run in self.runs)
 
     @property
-    def in_line(self) -> int:
+    def item_count(self) -> int:
         """Number of waiting requests and of indexes that were passed before their turn."""
-        return sum(len(life.line) for life in self.lives)
+        return sum(len(run.waiting_items) for run in self.runs)
 
-    def life_of(self, seat: Seat) -> Life | None:
-        return next((life for life in self.lives if life.number == seat.number), None)
+    def find_run(self, slot: Slot) -> SequenceRun | None:
+        return next((run for run in self.runs if run.number == slot.run_number), None)
 
-    def not_after(self, now: float) -> None:
+    def clamp_times(self, now: float) -> None:
         """Limit all times to `now`, because the clock may have stepped back."""
-        self.touched_at = min(self.touched_at, now)
-        self.born_at = None if self.born_at is None else min(self.born_at, now)
+        self.last_active_at = min(self.last_active_at, now)
+        self.began_at = None if self.began_at is None else min(self.began_at, now)
         self.gap_since = None if self.gap_since is None else min(self.gap_since, now)
 
-    def begin(self) -> None:
+    def begin_run(self) -> None:
         """Reset the state that belongs to one run."""
-        self.born_at = None
-        self.token, self.carry, self.cause = "", b"", ""
-        self.done = self.failed = 0
+        self.began_at = None
+        self.sticky_token, self.conversation, self.cause = "", b"", ""
+        self.ended_count = self.failed_count = 0
 
-    def count(self, *, failed: bool) -> None:
+    def count_end(self, *, has_failed: bool) -> None:
         """Count a request of the present run that has ended."""
-        self.done += 1
-        self.failed += failed
+        self.ended_count += 1
+        self.failed_count += has_failed
 
-    def wants_a_look_at(self, terms: SequenceTerms, now: float) -> float:
+    def compute_check_at(self, terms: SequenceTerms, now: float) -> float:
         """Return when time may change something. An earlier check must change nothing."""
-        due = now + max(terms.max_idle_s, LOOK_S)
-        if self.head is not None:
+        check_at = now + max(terms.max_idle_s, TURN_CHECK_INTERVAL_S)
+        if self.next_request is not None:
             # While a request runs, time changes nothing except that its entry may disappear.
-            return now + LOOK_S
-        if not self.waiting:
-            due = self.touched_at + terms.max_idle_s
+            return now + TURN_CHECK_INTERVAL_S
+        if not self.waiting_count:
+            check_at = self.last_active_at + terms.max_idle_s
         if self.gap_since is not None:  # also without a waiting request: a passed index may be the last one
-            due = min(due, self.gap_since + terms.gap_s)
-        if self.status is SequenceStatus.OPEN and self.born_at is not None:
-            due = min(due, self.born_at + terms.max_age_s)
-        return due
+            check_at = min(check_at, self.gap_since + terms.gap_s)
+        if self.status is SequenceStatus.OPEN and self.began_at is not None:
+            check_at = min(check_at, self.began_at + terms.max_age_s)
+        return check_at
 
-    def seen(self, most: int) -> SequenceSeen:
+    def make_snapshot(self, max_waiting: int) -> SequenceSnapshot:
         """Return a snapshot with up to `max_waiting` waiting requests. Its times are by the clock of the
         caller."""
-        life, head = self.lives[0], self.head
-        seats = [life.line[index] for index in life.order]
-        line = [(seat.index, seat.entry) for seat in seats if isinstance(seat, Seat)]
-        return SequenceSeen(
+        run, next_request = self.runs[0], self.next_request
+        slots = [run.waiting_items[index] for index in run.waiting_indexes]
+        waiting_requests = [(slot.index, slot.entry) for slot in slots if isinstance(slot, Slot)]
+        return SequenceSnapshot(
             id=self.id,
             status=self.status,
-            next=life.next,
-            head=None if head is None else head.entry,
-            waiting=self.waiting,
-            lives=len(self.lives),
-            done=self.done,
-            failed=self.failed,
-            began_at=self.born_at,
-            touched_at=self.touched_at,
+            expected_index=run.expected_index,
+            next_entry=None if next_request is None else next_request.entry,
+            waiting_count=self.waiting_count,
+            run_count=len(self.runs),
+            ended_count=self.ended_count,
+            failed_count=self.failed_count,
+            began_at=self.began_at,
+            last_active_at=self.last_active_at,
             gap_since=self.gap_since,
-            has_token=self.token != "",
-            carry_bytes=len(self.carry),
+            has_token=self.sticky_token != "",
+            conversation_bytes=len(self.conversation),
             cause=self.cause,
-            line=line[:most],
+            waiting_requests=waiting_requests[:max_waiting],
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class ClosedRun:
     """A closed run. Its remaining requests are answered with this error."""
 
     code: ErrorCode
     why: str
-    seats: dict[int, Seat]
+    slots: dict[int, Slot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,28 +162,32 @@ class CancelMark:
     """Mark of a cancelled sequence. Requests of it that were submitted earlier must not run, whether they
     were claimed by then or not."""
 
-    at: float
+    cancelled_at: float
     """Unix time of the cancel."""
-    until: float
+    expires_at: float
     """Time at which the mark is forgotten, by the clock of the queue."""
-    undated: bool = True
+    covers_undated: bool = True
     """True if requests with an unknown time of submission count as submitted before the cancel."""
 
-    def covers(self, submitted_at: float, now: float) -> bool:
+    def covers_submission(self, submitted_at: float, now: float) -> bool:
         """Return whether a request was submitted before the cancel. 0 is an unknown time of submission."""
-        if now >= self.until:
+        if now >= self.expires_at:
             return False
-        return submitted_at <= self.at if submitted_at else self.undated
+        return submitted_at <= self.cancelled_at if submitted_at else self.covers_undated
 
 
-def denied() -> Barred:
-    return Barred(ErrorCode.SEQUENCE_DENIED, "its sequence belongs to another producer")
+def reject_denied() -> TurnRejected:
+    return TurnRejected(ErrorCode.SEQUENCE_DENIED, "its sequence belongs to another producer")
 
 
-def full(most: int) -> Barred:
-    return Barred(ErrorCode.SEQUENCE_FULL, f"{most} requests of its sequence wait already")
+def reject_full(max_waiting: int) -> TurnRejected:
+    return TurnRejected(ErrorCode.SEQUENCE_FULL, f"{max_waiting} requests of its sequence wait already")
 
 
-def taken(index: int, expected: int) -> Barred:
-    told = f"index {index} was there before" if index >= expected else f"index {index}: {expected} is next"
-    return Barred(ErrorCode.SEQUENCE_INDEX, told)
+def reject_taken(index: int, expected_index: int) -> TurnRejected:
+    message = (
+        f"index {index} was there before"
+        if index >= expected_index
+        else f"index {index}: {expected_index} is next"
+    )
+    return TurnRejected(ErrorCode.SEQUENCE_INDEX, message)

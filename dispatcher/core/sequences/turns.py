@@ -14,18 +14,18 @@ from typing import Annotated, Literal
 
 import msgspec
 
-MAX_SEQUENCE_BYTES = 256
-SECRET_CHARS_LEAST, SECRET_CHARS_MOST = 16, 256
-INDEX_MOST = 10**15 - 1
+MAX_SEQUENCE_ID_BYTES = 256
+MIN_SECRET_CHARS, MAX_SECRET_CHARS = 16, 256
+MAX_INDEX = 10**15 - 1
 """Largest index. Indexes have 16 digits in Redis, and floats are exact up to this number."""
-LOOK_S = 30.0
+TURN_CHECK_INTERVAL_S = 30.0
 """Interval of checks of a request whose turn it is. An owner of a version that knows no sequences ends it
 without telling the sequence."""
-LINE_SEEN = 20
+MAX_WAITING_SHOWN = 20
 """Number of waiting requests that are shown."""
-LIVES_MOST = 100
+MAX_RUNS = 100
 """Largest number of waiting runs of one sequence."""
-UNPARK_MOST = 100
+MAX_UNPARKED_PER_STEP = 100
 """Largest number of parked sequences that begin in one step."""
 _TOKEN_TIME_CHARS = 16
 """Number of hexadecimal digits, a time in nanoseconds, with which a token of our clients begins."""
@@ -44,7 +44,7 @@ class OnError(StrEnum):
     """The later requests wait until an operator has decided."""
 
 
-class Carry(StrEnum):
+class CarryMode(StrEnum):
     """Mode in which the dispatcher continues a conversation."""
 
     OFF = "off"
@@ -68,7 +68,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """True if the sequence begins anew with this request, after all that came before it."""
     on_error: OnError | None = None
     """`None` stands for the value in the settings."""
-    carry: Carry | None = None
+    carry: CarryMode | None = None
     """`None` stands for the value in the settings."""
     secret: str = ""
     """Secret that proves that the producer may use the sequence. If it is empty, the name of the producer's
@@ -89,19 +89,19 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
 class TurnFields(msgspec.Struct):
     """`data.sequence` as a decoder reads it."""
 
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SEQUENCE_BYTES)]
-    index: Annotated[int, msgspec.Meta(ge=0, le=INDEX_MOST)] | None = None
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SEQUENCE_ID_BYTES)]
+    index: Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)] | None = None
     last: bool | None = None
     reset: bool | None = None
     on_error: Literal["continue", "abort", "hold"] | None = None
     carry: Literal["off", "messages"] | None = None
-    secret: (
-        Annotated[str, msgspec.Meta(min_length=SECRET_CHARS_LEAST, max_length=SECRET_CHARS_MOST)] | None
-    ) = None
+    secret: Annotated[str, msgspec.Meta(min_length=MIN_SECRET_CHARS, max_length=MAX_SECRET_CHARS)] | None = (
+        None
+    )
 
-    def turn(self, results: str, submitted_at: float) -> Turn | None:
+    def to_turn(self, results: str, submitted_at: float) -> Turn | None:
         """Return the turn. `None` if the id has too many bytes."""
-        if len(self.id.encode()) > MAX_SEQUENCE_BYTES:
+        if len(self.id.encode()) > MAX_SEQUENCE_ID_BYTES:
             return None
         return Turn(
             self.id,
@@ -109,14 +109,14 @@ class TurnFields(msgspec.Struct):
             bool(self.last),
             bool(self.reset),
             None if self.on_error is None else OnError(self.on_error),
-            None if self.carry is None else Carry(self.carry),
+            None if self.carry is None else CarryMode(self.carry),
             self.secret or "",
-            owner_of(self.secret or "", results),
+            digest_owner(self.secret or "", results),
             submitted_at,
         )
 
 
-def owner_of(secret: str, results: str) -> str:
+def digest_owner(secret: str, results: str) -> str:
     """Return a digest of the secret, or without a secret of the result list, that may use a sequence.
 
     A secret and a list of the same name have different digests: a name can be guessed, and must not pass for
@@ -128,7 +128,7 @@ def owner_of(secret: str, results: str) -> str:
     return sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-def submission_time(created: int, token: str) -> float:
+def parse_submission_time(created: int, token: str) -> float:
     """Return the Unix time at which a request was submitted. 0 without `created`.
 
     It is `data.created`, or the more exact time at the head of a token of our clients if the two agree.
@@ -142,20 +142,24 @@ def submission_time(created: int, token: str) -> float:
     return exact if abs(exact - created) < _SAME_MOMENT_S else float(created)
 
 
-def foreign_turn(metadata: Mapping[str, str], results: str = "", submitted_at: float = 0.0) -> Turn | None:
+def parse_foreign_turn(
+    metadata: Mapping[str, str], results: str = "", submitted_at: float = 0.0
+) -> Turn | None:
     """Return the turn that a producer without `data.sequence` states in its metadata: `sequence_id`,
     `sequence_index`.
 
     These never reject a request, because producers may use these names with another meaning. An invalid id is
     treated as absent, and without a valid index the order of arrival counts.
     """
-    name = metadata.get("sequence_id", "")
-    if not 0 < len(name.encode()) <= MAX_SEQUENCE_BYTES:
+    sequence_id = metadata.get("sequence_id", "")
+    if not 0 < len(sequence_id.encode()) <= MAX_SEQUENCE_ID_BYTES:
         return None
-    told = metadata.get("sequence_index", "")
+    index_text = metadata.get("sequence_index", "")
     # 15 digits are at most MAX_INDEX.
-    index = int(told) if told.isascii() and told.isdigit() and len(told) <= 15 else None
-    return Turn(name, index, owner=owner_of("", results), submitted_at=submitted_at)
+    index = (
+        int(index_text) if index_text.isascii() and index_text.isdigit() and len(index_text) <= 15 else None
+    )
+    return Turn(sequence_id, index, owner=digest_owner("", results), submitted_at=submitted_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,32 +187,32 @@ class SequenceStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSeen:
+class SequenceSnapshot:
     """A sequence at one moment."""
 
     id: str
     status: SequenceStatus
-    next: int
+    expected_index: int
     """Index that is expected next."""
-    head: int | None
+    next_entry: int | None
     """Entry whose turn it is. `None` if there is none."""
-    waiting: int
+    waiting_count: int
     """Number of waiting requests, also of later runs."""
-    lives: int
+    run_count: int
     """Number of runs: the present one, and those that begin with a waiting reset."""
-    done: int
+    ended_count: int
     """Number of requests of the present run that have ended."""
-    failed: int
+    failed_count: int
     """Number of ended requests without an answer."""
     began_at: float | None
     """Unix time at which the first request of the present run was granted its turn."""
-    touched_at: float
+    last_active_at: float
     """Unix time of the last activity."""
     gap_since: float | None
     """Unix time since which a missing index is waited for."""
     has_token: bool
-    carry_bytes: int
+    conversation_bytes: int
     cause: str
     """Reason why the sequence is held, aborted or ended."""
-    line: Sequence[tuple[int, int]] = ()
+    waiting_requests: Sequence[tuple[int, int]] = ()
     """Index and entry of the first waiting requests of the present run, if they were asked for."""

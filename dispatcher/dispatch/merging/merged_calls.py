@@ -10,55 +10,59 @@ from typing import TYPE_CHECKING, Any
 from dispatcher.core.gateway.outcome import Delivered, Failed
 from dispatcher.core.merging import shapes
 from dispatcher.core.merging.call_size import CallSize
-from dispatcher.core.merging.call_size_epochs import CallTime
-from dispatcher.core.merging.grouping import BatchRule, Mode
-from dispatcher.core.patterns import any_fits
-from dispatcher.core.printable import shortened
+from dispatcher.core.merging.call_size_epochs import CallMeasurement
+from dispatcher.core.merging.grouping import BatchRule, MergeMode
+from dispatcher.core.patterns import matches_any
+from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from dispatcher.core.merging.grouping import Waiting
+    from dispatcher.core.merging.grouping import WaitingItem
     from dispatcher.core.merging.shapes import Part
-    from dispatcher.dispatch.in_flight import HeldLease, Try
-    from dispatcher.ports import Forwarded
+    from dispatcher.dispatch.in_flight import Attempt, InFlightLease
+    from dispatcher.ports import AttemptResult
 
 
-MODELS_MOST = 256
+MAX_TARGETS = 256
 """Maximum number of targets that are remembered."""
-PATHS_MOST = 256
-MODEL_CHARS = 100
+MAX_PATHS = 256
+MAX_MODEL_CHARS = 100
 """Length to which a longer model name is cut."""
-PROGRESS_MOST = 64
+MAX_SPLIT_LISTS = 64
 """Maximum number of split lists whose answers are kept while they wait for another attempt."""
-PROGRESS_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
-class ServedModel:
+class MergeTarget:
     """One model behind one path. Requests to it may be merged."""
 
     path: str
     model: str
     rule: BatchRule
     size: CallSize
-    under_way: int = 0
+    in_flight_units: int = 0
     """Units of its calls in flight."""
 
     @property
     def delay_s(self) -> float:
         """Maximum time that a request waits for others."""
-        rule_s = self.rule.forming.max_delay_s
-        return self.size.delay_s(rule_s) if self.rule.stretches else rule_s
+        rule_s = self.rule.grouping.max_delay_s
+        return self.size.compute_delay_s(rule_s) if self.rule.can_stretch_delay else rule_s
 
-    def limits(self) -> dict[str, Any]:
+    def get_log_fields(self) -> dict[str, Any]:
         """Return what the server is known to accept, for the log."""
         size = self.size
         about = {"path": self.path, "model": self.model}
-        return {**about, "most": size.takes, "most_tokens": None if size.tokens == inf else size.tokens}
+        return {
+            **about,
+            "most": size.server_max_items,
+            "most_tokens": None if size.server_max_tokens == inf else size.server_max_tokens,
+        }
 
-    def told(self) -> dict[str, Any]:
+    def build_status(self) -> dict[str, Any]:
         """Return what is merged and what is known, for /status."""
         size, gain = self.size, self.size.gain
         return {
@@ -66,176 +70,178 @@ class ServedModel:
             "model": self.model,
             "shape": self.rule.shape.name,
             "mode": str(size.mode),
-            "size": size.settled,
-            "takes": size.takes,
+            "size": size.best_size,
+            "takes": size.server_max_items,
             "gain": None if gain is None else round(gain, 3),
-            "checked": size.checked,
-            "why_off": size.why_off or None,
-            "sentence": size.sentence,
+            "checked": size.checked_calls,
+            "why_off": size.off_reason or None,
+            "sentence": size.summary,
         }
 
 
 @dataclass(slots=True, eq=False)
-class BatchItem:
+class BatchMember:
     """One request that a merge rule applies to."""
 
-    held: HeldLease
+    entry: InFlightLease
     request: Request
     part: Part
-    served: ServedModel
+    target: MergeTarget
     key: Hashable
     """Members with equal keys may be merged."""
-    alone: bool = False
+    is_sent_alone: bool = False
     """True if it is sent alone, because it may be the one that makes merged calls fail."""
-    waiting: Waiting | None = None
+    waiting: WaitingItem | None = None
     """Member as the grouping rule sees it, while it waits in a group."""
 
     @property
     def token(self) -> str:
         """Token of the lease."""
-        return self.held.lease.token
+        return self.entry.lease.token
 
     @property
     def units(self) -> int | float:
         """Units of the request alone. A list that is sent in pieces counts its largest piece. If a call
         counts one unit, this is the share of it in a full call."""
-        if self.served.rule.unit_per_call:
-            return min(1, self.part.size / self.served.size.settled)
-        takes = self.served.size.takes
+        if self.target.rule.unit_per_call:
+            return min(1, self.part.size / self.target.size.best_size)
+        takes = self.target.size.server_max_items
         return self.part.size if takes is None else min(self.part.size, takes)
 
 
 @dataclass(slots=True, eq=False)
-class Proof:
+class ParityCheck:
     """Parity check: a merged call that was answered, while single calls show whether its answer is right."""
 
-    items: list[BatchItem]
-    answers: dict[str, Forwarded]
+    members: list[BatchMember]
+    merged_answers: dict[str, AttemptResult]
     """Result of each member if the answer is right, by the token of the lease."""
-    checks: int
+    pending_count: int
     """Number of single calls still to be answered."""
-    singles: dict[str, Forwarded] = field(default_factory=dict)
+    single_answers: dict[str, AttemptResult] = field(default_factory=dict)
     """Results of the single calls, by the token of the lease."""
-    differs: str = ""
+    difference: str = ""
 
 
 @dataclass(slots=True, eq=False)
-class CutList:
+class SplitList:
     """A list that is too long for the server, sent in several calls one after the other."""
 
     parts: list[Part]
-    bodies: list[bytes] = field(default_factory=list)
+    answers: list[bytes] = field(default_factory=list)
     """Answers to the first of the parts."""
 
 
-class ServedModels:
+class MergeTargets:
     """Targets by path and model, and the rules for paths."""
 
     def __init__(self, rules: Sequence[BatchRule]) -> None:
         self._rules = rules
-        self._by_path: dict[str, BatchRule | None] = {}
+        self._rule_by_path: dict[str, BatchRule | None] = {}
         """Rule of each path that was asked for."""
-        self._models: OrderedDict[tuple[str, str], ServedModel] = OrderedDict()
+        self._targets: OrderedDict[tuple[str, str], MergeTarget] = OrderedDict()
 
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(list(self._models.values()))
+    def __iter__(self) -> Iterator[MergeTarget]:
+        return iter(list(self._targets.values()))
 
-    def rule(self, path: str) -> BatchRule | None:
+    def find_rule(self, path: str) -> BatchRule | None:
         """Return the first rule that applies to a path."""
         try:
-            return self._by_path[path]
+            return self._rule_by_path[path]
         except KeyError:
             pass
-        if len(self._by_path) >= PATHS_MOST:
+        if len(self._rule_by_path) >= MAX_PATHS:
             # Paths come from producers, so their number must be bounded.
-            self._by_path.clear()
-        found = next((rule for rule in self._rules if any_fits(rule.paths, path)), None)
-        self._by_path[path] = found
+            self._rule_by_path.clear()
+        found = next((rule for rule in self._rules if matches_any(rule.paths, path)), None)
+        self._rule_by_path[path] = found
         return found
 
-    def of(self, path: str, model: str, rule: BatchRule) -> ServedModel:
+    def get_target(self, path: str, model: str, rule: BatchRule) -> MergeTarget:
         """Return the target of path and model. If there are too many, the least recently used one is
         forgotten."""
-        name = path, shortened(model, MODEL_CHARS)
-        served = self._models.get(name)
-        if served is None:
-            forming = rule.forming
+        name = path, truncate_text(model, MAX_MODEL_CHARS)
+        target = self._targets.get(name)
+        if target is None:
+            forming = rule.grouping
             preferred, tokens = forming.preferred_sizes, forming.max_weight
             size = CallSize(rule.mode, forming.max_size, preferred, rule.max_items, tokens, rule.check_every)
-            served = self._models[name] = ServedModel(*name, rule, size)
-            if len(self._models) > MODELS_MOST:
-                self._models.popitem(last=False)
+            target = self._targets[name] = MergeTarget(*name, rule, size)
+            if len(self._targets) > MAX_TARGETS:
+                self._targets.popitem(last=False)
         else:
-            self._models.move_to_end(name)
-        return served
+            self._targets.move_to_end(name)
+        return target
 
 
-class PiecesDone:
+class PartialAnswers:
     """Answers to pieces of lists that wait for another attempt. They are kept in this process only, and not
     for ever."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, tuple[str, CutList]] = OrderedDict()
+        self._split_lists: OrderedDict[int, tuple[str, SplitList]] = OrderedDict()
         """Split lists by the entry id of the request, with the token of the request."""
 
-    def keep(self, item: BatchItem, pieces: CutList) -> None:
-        if not pieces.bodies:
+    def store_answers(self, member: BatchMember, split_list: SplitList) -> None:
+        if not split_list.answers:
             return
-        self._kept[item.held.lease.entry] = item.request.token, pieces
-        while len(self._kept) > PROGRESS_MOST or self._bytes() > PROGRESS_BYTES:
-            self._kept.popitem(last=False)
+        self._split_lists[member.entry.lease.entry_id] = member.request.token, split_list
+        while len(self._split_lists) > MAX_SPLIT_LISTS or self._count_bytes() > MAX_ANSWER_BYTES:
+            self._split_lists.popitem(last=False)
 
-    def take(self, item: BatchItem) -> CutList | None:
+    def take_answers(self, member: BatchMember) -> SplitList | None:
         """Remove and return the split list of a member."""
-        token, pieces = self._kept.pop(item.held.lease.entry, ("", None))
-        return pieces if token == item.request.token else None
+        token, split_list = self._split_lists.pop(member.entry.lease.entry_id, ("", None))
+        return split_list if token == member.request.token else None
 
-    def _bytes(self) -> int:
-        return sum(len(body) for _, pieces in self._kept.values() for body in pieces.bodies)
+    def _count_bytes(self) -> int:
+        return sum(len(body) for _, split_list in self._split_lists.values() for body in split_list.answers)
 
 
 @dataclass(slots=True, eq=False)
-class Bundle:
+class MergedCall:
     """One attempt as `RequestMerger` sees it: a merged call, a single call, a piece of a list, or a parity
     check."""
 
-    items: list[BatchItem]
-    most: int
+    members: list[BatchMember]
+    max_items: int
     """Largest call that was allowed when this one was created."""
-    again: bool
+    is_follow_up: bool
     """True if it follows from another attempt of these leases."""
-    proof: Proof | None = None
+    parity_check: ParityCheck | None = None
     """Parity check that this single call belongs to. Its answer is only compared."""
-    pieces: CutList | None = None
+    split_list: SplitList | None = None
     """Split list of which this call sends one piece."""
     units: int = 0
     """Units that it counts in the limit, from its beginning to its end."""
-    load: int = 0
+    in_flight_units: int = 0
     """Units in flight to the same target when it began, its own included."""
-    then: list[Try] = field(default_factory=list)
+    next_attempts: list[Attempt] = field(default_factory=list)
     """Attempts that start when this one has ended."""
 
-    def begins(self, served: ServedModel) -> None:
+    def count_units(self, target: MergeTarget) -> None:
         """Count the units of the call from now on."""
-        held = sum(item.held.lease.units for item in self.items)
-        self.units = 1 if served.rule.unit_per_call else held
-        self.load = served.under_way = served.under_way + self.units
+        units = sum(member.entry.lease.units for member in self.members)
+        self.units = 1 if target.rule.unit_per_call else units
+        self.in_flight_units = target.in_flight_units = target.in_flight_units + self.units
 
-    def measured(self, ended_at: float) -> None:
+    def record_call_time(self, ended_at: float) -> None:
         """Record how long the call took, to learn which size pays off. A follow-up is not measured."""
-        size = self.items[0].served.size
-        if size.mode is not Mode.AUTO or self.again:
+        size = self.members[0].target.size
+        if size.mode is not MergeMode.AUTO or self.is_follow_up:
             return
-        held = [item.held for item in self.items]
+        entries = [member.entry for member in self.members]
         # From the claim on, because waiting in a group also costs units of the limit.
-        unit_s = sum(each.lease.units * (ended_at - each.claimed_at) for each in held)
-        began_at = min(each.claimed_at for each in held)
-        items = sum(item.part.size for item in self.items)
-        size.took(CallTime(self.most, items, unit_s, began_at, ended_at, self.load))
+        unit_s = sum(entry.lease.units * (ended_at - entry.claimed_at) for entry in entries)
+        began_at = min(entry.claimed_at for entry in entries)
+        item_count = sum(member.part.size for member in self.members)
+        size.record_call(
+            CallMeasurement(self.max_items, item_count, unit_s, began_at, ended_at, self.in_flight_units)
+        )
 
 
-Ends = list[tuple["HeldLease", "Forwarded"]]
-Answers = dict[str, "Forwarded"]
+LeaseResults = list[tuple["InFlightLease", "AttemptResult"]]
+AnswersByToken = dict[str, "AttemptResult"]
 """Results by the token of the lease."""
 
 
@@ -243,39 +249,45 @@ Answers = dict[str, "Forwarded"]
 class FollowUp:
     """Consequences of an answer."""
 
-    ends: Ends = field(default_factory=list)
-    tries: list[Try] = field(default_factory=list)
-    back: list[HeldLease] = field(default_factory=list)
+    ended: LeaseResults = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    returned: list[InFlightLease] = field(default_factory=list)
     """Leases that return to their place in the queue."""
 
 
-def within(served: ServedModel, items: list[BatchItem]) -> Iterator[list[BatchItem]]:
+def split_by_limits(target: MergeTarget, members: list[BatchMember]) -> Iterator[list[BatchMember]]:
     """Yield the members in calls that the server is known to accept."""
-    few: list[BatchItem] = []
+    batch: list[BatchMember] = []
     size, tokens = 0, 0
-    for item in items:
-        size, tokens = size + item.part.size, tokens + item.part.tokens
-        if few and (size > (served.size.takes or size) or tokens > served.size.tokens):
-            yield few
-            few, size, tokens = [], item.part.size, item.part.tokens
-        few.append(item)
-    if few:
-        yield few
+    for member in members:
+        size, tokens = size + member.part.size, tokens + member.part.tokens
+        if batch and (
+            size > (target.size.server_max_items or size) or tokens > target.size.server_max_tokens
+        ):
+            yield batch
+            batch, size, tokens = [], member.part.size, member.part.tokens
+        batch.append(member)
+    if batch:
+        yield batch
 
 
-def joined(item: BatchItem, pieces: CutList, status: int) -> Delivered | Failed:
-    whole = shapes.join(item.part, pieces.parts, pieces.bodies)
+def join_answers(member: BatchMember, split_list: SplitList, status: int) -> Delivered | Failed:
+    whole = shapes.join_answers(member.part, split_list.parts, split_list.answers)
     if isinstance(whole, shapes.Unfit):
         return Failed(
-            f"the answers to {len(pieces.parts)} pieces of the list could not be joined: {whole.why}"
+            f"the answers to {len(split_list.parts)} pieces of the list could not be joined: {whole.why}"
         )
     return Delivered(status, whole)
 
 
-def cut_list(item: BatchItem) -> CutList | None:
+def split_long_list(member: BatchMember) -> SplitList | None:
     """Split the list of a member into pieces that the server accepts. `None` if it is not too long."""
-    part, takes, tokens = item.part, item.served.size.takes, item.served.size.tokens
+    part, takes, tokens = (
+        member.part,
+        member.target.size.server_max_items,
+        member.target.size.server_max_tokens,
+    )
     if part.size < 2 or ((takes is None or part.size <= takes) and part.tokens <= tokens):
         return None
-    parts = shapes.cut(part, takes or part.size, tokens)
-    return CutList(parts) if len(parts) > 1 else None
+    parts = shapes.cut_part(part, takes or part.size, tokens)
+    return SplitList(parts) if len(parts) > 1 else None

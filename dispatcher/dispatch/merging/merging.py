@@ -31,23 +31,23 @@ from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, TooLarge
 from dispatcher.core.merging import shapes
-from dispatcher.core.merging.merged_request import piece, together
-from dispatcher.dispatch.in_flight import HeldLease, Try
-from dispatcher.dispatch.merging.groups import Company
+from dispatcher.core.merging.merged_request import build_piece, merge_requests
+from dispatcher.dispatch.in_flight import Attempt, InFlightLease
+from dispatcher.dispatch.merging.groups import BatchGroups
 from dispatcher.dispatch.merging.merged_calls import (
-    Answers,
-    BatchItem,
-    Bundle,
-    CutList,
-    Ends,
+    AnswersByToken,
+    BatchMember,
     FollowUp,
-    PiecesDone,
-    Proof,
-    ServedModel,
-    ServedModels,
-    cut_list,
-    joined,
-    within,
+    LeaseResults,
+    MergedCall,
+    MergeTarget,
+    MergeTargets,
+    ParityCheck,
+    PartialAnswers,
+    SplitList,
+    join_answers,
+    split_by_limits,
+    split_long_list,
 )
 from dispatcher.dispatch.options import Options
 from dispatcher.telemetry.events import Event, emit
@@ -55,354 +55,412 @@ from dispatcher.telemetry.events import Event, emit
 if TYPE_CHECKING:
     from dispatcher.core.merging.shapes import Part
     from dispatcher.core.requests.request import Request
-    from dispatcher.ports import Forwarded
+    from dispatcher.ports import AttemptResult
 
-ALONE_MOST = 8192
+MAX_SENT_ALONE = 8192
 """Maximum number of requests that are remembered as to be sent alone."""
 
 
-class Batching:
+class RequestMerger:
     """Merges the requests of one process."""
 
     def __init__(self, options: Options, rand: random.Random) -> None:
-        self.company = Company()
-        self.models = ServedModels(options.batching)
-        self.calls: dict[str, int] = dict.fromkeys(("split", "halved", "unsplittable", "failed"), 0)
+        self.groups = BatchGroups()
+        self.targets = MergeTargets(options.merge_rules)
+        self.call_counts: dict[str, int] = dict.fromkeys(("split", "halved", "unsplittable", "failed"), 0)
         """Number of merged calls by result."""
-        self.requests = 0
+        self.merged_request_count = 0
         """Number of requests that were answered by merged calls."""
-        self.checks: dict[str, int] = dict.fromkeys(("same", "differs", "unsure"), 0)
+        self.check_counts: dict[str, int] = dict.fromkeys(("same", "differs", "unsure"), 0)
         """Number of single calls for parity checks, by result."""
         self._options = options
         self._random = rand
-        self._items: dict[str, BatchItem] = {}
+        self._members: dict[str, BatchMember] = {}
         """Members by the token of their lease."""
-        self._bundles: dict[str, Bundle] = {}
+        self._calls: dict[str, MergedCall] = {}
         """Calls by the token of their attempt."""
-        self._alone: OrderedDict[int, None] = OrderedDict()
-        self._progress = PiecesDone()
-        self._number = 0
+        self._sent_alone: OrderedDict[int, None] = OrderedDict()
+        self._partial_answers = PartialAnswers()
+        self._attempt_number = 0
 
     def reconfigure(self, options: Options) -> None:
         """Use new options. New rules start with nothing learned; waiting and running calls end by the old
         rules."""
         before, self._options = self._options, options
-        if before.batching != options.batching:
-            self.models = ServedModels(options.batching)
+        if before.merge_rules != options.merge_rules:
+            self.targets = MergeTargets(options.merge_rules)
 
     # ── groups ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def read(self, held: HeldLease, request: Request) -> None:
+    def register_request(self, entry: InFlightLease, request: Request) -> None:
         """Register a request that may be merged, or a list that may be too long. Requests of sequences are
         not merged, because the next one waits for their end."""
-        if not self._options.batching or request.sequence is not None:
+        if not self._options.merge_rules or request.sequence is not None:
             return
-        path = request.endpoint or self._options.path
-        rule = self.models.rule(path)
+        path = request.endpoint or self._options.default_path
+        rule = self.targets.find_rule(path)
         if rule is None:
             return
-        part = shapes.read(rule.shape, request.payload)
+        part = shapes.parse_part(rule.shape, request.payload)
         if isinstance(part, shapes.Unfit):
             return
-        served = self.models.of(path, part.model, rule)
+        target = self.targets.get_target(path, part.model, rule)
         headers = tuple(sorted(request.headers.items())) if request.headers else ()
-        tenant = request.metadata.get(self._options.tenant_from, "")
-        lease = held.lease
-        self._items[lease.token] = BatchItem(
-            held,
+        tenant = request.metadata.get(self._options.tenant_attribute, "")
+        lease = entry.lease
+        self._members[lease.token] = BatchMember(
+            entry,
             request,
             part,
-            served,
+            target,
             # Everything that must be equal in one call is part of the key.
-            (path, part.key, headers, tenant, request.version, request.endpoints),
-            alone=held.probe or lease.lane is not None or lease.attempts > 0 or lease.entry in self._alone,
+            (path, part.merge_key, headers, tenant, request.version, request.endpoints),
+            is_sent_alone=entry.is_probe
+            or lease.lane is not None
+            or lease.failed_attempts > 0
+            or lease.entry_id in self._sent_alone,
         )
 
-    def item_of(self, held: HeldLease) -> BatchItem | None:
+    def get_member(self, entry: InFlightLease) -> BatchMember | None:
         """Return the member of a lease. `None` if no rule applies to it."""
-        return self._items.get(held.lease.token)
+        return self._members.get(entry.lease.token)
 
-    def forget(self, token: str) -> None:
+    def forget_lease(self, token: str) -> None:
         """Forget a lease that has ended."""
-        self._items.pop(token, None)
+        self._members.pop(token, None)
 
-    def gathers(self, held: HeldLease, now: float, left_s: float) -> bool:
+    def add_to_group(self, entry: InFlightLease, now: float, left_s: float) -> bool:
         """Add the request to a batch group. Return False if no rule applies to it. `left_s` is the time to
         its deadline."""
-        item = self._items.get(held.lease.token)
-        if item is None:
+        member = self._members.get(entry.lease.token)
+        if member is None:
             return False
-        held.waits = True
-        self.company.add(item, now, left_s)
+        entry.is_in_batch_group = True
+        self.groups.add_member(member, now, left_s)
         return True
 
-    def formed(
-        self, now: float, *, nobody_comes: bool, ours: Callable[[HeldLease], bool]
-    ) -> tuple[list[Try], list[HeldLease]]:
+    def take_ready_attempts(
+        self, now: float, *, is_complete: bool, is_lease_valid: Callable[[InFlightLease], bool]
+    ) -> tuple[list[Attempt], list[InFlightLease]]:
         """Return attempts for the calls that are ready, and the leases that must not be sent.
 
         `is_complete` says that no other request can arrive soon. `is_lease_valid` checks that a lease is
         certainly still held.
         """
-        batches, gone = self.company.formed(now, nobody_comes=nobody_comes, ours=ours)
-        return [self._begin(items, most, again=False) for items, most in batches], gone
+        ready, stopped = self.groups.take_ready(now, is_complete=is_complete, is_lease_valid=is_lease_valid)
+        return [
+            self._prepare_attempt(members, max_items, is_follow_up=False) for members, max_items in ready
+        ], stopped
 
-    def counts_one(self, formed: Try) -> bool:
+    def counts_one_unit(self, attempt: Attempt) -> bool:
         """Return True if the attempt counts one unit for any number of members."""
-        return self._bundles[formed.token].items[0].served.rule.unit_per_call
+        return self._calls[attempt.token].members[0].target.rule.unit_per_call
 
     # ── creating attempts ────────────────────────────────────────────────────────────────────────────────
 
-    def _begin(self, items: list[BatchItem], most: int, *, again: bool = True) -> Try:
-        if len(items) > 1:
-            return self._try(
-                Bundle(items, most, again),
-                together([item.request for item in items], [item.part for item in items]),
+    def _prepare_attempt(
+        self, members: list[BatchMember], max_items: int, *, is_follow_up: bool = True
+    ) -> Attempt:
+        if len(members) > 1:
+            return self._create_attempt(
+                MergedCall(members, max_items, is_follow_up),
+                merge_requests([member.request for member in members], [member.part for member in members]),
             )
-        pieces = self._pieces(items[0])
-        if pieces is not None:
-            return self._next_piece(Bundle(items, most, again, pieces=pieces))
-        return self._try(Bundle(items, most, again), items[0].request)
+        split_list = self._get_split_list(members[0])
+        if split_list is not None:
+            return self._create_piece_attempt(
+                MergedCall(members, max_items, is_follow_up, split_list=split_list)
+            )
+        return self._create_attempt(MergedCall(members, max_items, is_follow_up), members[0].request)
 
-    def _try(self, bundle: Bundle, request: Request) -> Try:
-        token = bundle.items[0].token
-        if bundle.again:  # the token of the lease was used by the first attempt
-            self._number += 1
-            token = f"{token}.{self._number}"
-        self._bundles[token] = bundle
-        bundle.begins(bundle.items[0].served)
-        return Try(token, request, [item.held for item in bundle.items], bundled=True, again=bundle.again)
+    def _create_attempt(self, call: MergedCall, request: Request) -> Attempt:
+        token = call.members[0].token
+        if call.is_follow_up:  # the token of the lease was used by the first attempt
+            self._attempt_number += 1
+            token = f"{token}.{self._attempt_number}"
+        self._calls[token] = call
+        call.count_units(call.members[0].target)
+        return Attempt(
+            token,
+            request,
+            [member.entry for member in call.members],
+            is_merged_call=True,
+            is_follow_up=call.is_follow_up,
+        )
 
-    def _alone_again(self, items: Iterable[BatchItem], most: int) -> list[Try]:
-        items = list(items)
-        for item in items:
-            self._remember_alone(item)
-        return [self._begin([item], most) for item in items]
+    def _retry_alone(self, members: Iterable[BatchMember], max_items: int) -> list[Attempt]:
+        members = list(members)
+        for member in members:
+            self._remember_alone(member)
+        return [self._prepare_attempt([member], max_items) for member in members]
 
-    def _halves(self, items: list[BatchItem], most: int) -> list[Try]:
-        for item in items:
-            self._remember_alone(item)  # it may return to the queue before the cause is known
-        middle = (len(items) + 1) // 2
-        return [self._begin(half, most) for half in (items[:middle], items[middle:])]
+    def _retry_in_halves(self, members: list[BatchMember], max_items: int) -> list[Attempt]:
+        for member in members:
+            self._remember_alone(member)  # it may return to the queue before the cause is known
+        middle = (len(members) + 1) // 2
+        return [self._prepare_attempt(half, max_items) for half in (members[:middle], members[middle:])]
 
-    def _remember_alone(self, item: BatchItem) -> None:
-        self._alone[item.held.lease.entry] = None
-        if len(self._alone) > ALONE_MOST:
-            self._alone.popitem(last=False)
+    def _remember_alone(self, member: BatchMember) -> None:
+        self._sent_alone[member.entry.lease.entry_id] = None
+        if len(self._sent_alone) > MAX_SENT_ALONE:
+            self._sent_alone.popitem(last=False)
 
     # ── lists that are too long ──────────────────────────────────────────────────────────────────────────
 
-    def _pieces(self, item: BatchItem) -> CutList | None:
+    def _get_split_list(self, member: BatchMember) -> SplitList | None:
         """Return the split list of a member. `None` if its list is not too long."""
-        return self._progress.take(item) or cut_list(item)
+        return self._partial_answers.take_answers(member) or split_long_list(member)
 
-    def _next_piece(self, bundle: Bundle) -> Try:
-        pieces, (item,) = bundle.pieces, bundle.items
-        assert pieces is not None  # noqa: S101 -- the call is a piece
-        part = pieces.parts[len(pieces.bodies)]
-        return self._try(bundle, piece(item.request, part))
+    def _create_piece_attempt(self, call: MergedCall) -> Attempt:
+        split_list, (member,) = call.split_list, call.members
+        assert split_list is not None  # noqa: S101 -- the call is a piece
+        part = split_list.parts[len(split_list.answers)]
+        return self._create_attempt(call, build_piece(member.request, part))
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def answered(self, tried: Try, seen: Forwarded) -> FollowUp:
+    def handle_answer(self, attempt: Attempt, result: AttemptResult) -> FollowUp:
         """Return how each lease of an attempt ends, and the attempts that follow."""
-        bundle = self._ended(tried.token)
-        return self._in_turn(bundle, self._came(bundle, tried, seen))
+        call = self._remove_call(attempt.token)
+        return self._serialize_attempts(call, self._handle_call_answer(call, attempt, result))
 
-    def cut(self, tried: Try) -> FollowUp:
+    def handle_stopped(self, attempt: Attempt) -> FollowUp:
         """Handle an attempt whose answer is no longer awaited. A parity check may still need it."""
-        if tried.token not in self._bundles:
+        if attempt.token not in self._calls:
             return FollowUp()
-        bundle = self._ended(tried.token)
-        if bundle.proof is None:
-            return self._in_turn(bundle, FollowUp())
+        call = self._remove_call(attempt.token)
+        if call.parity_check is None:
+            return self._serialize_attempts(call, FollowUp())
         # This member is completed elsewhere; the others still wait for the end of this check.
-        bundle.proof.items = [each for each in bundle.proof.items if each is not bundle.items[0]]
-        return self._in_turn(bundle, self._checked(bundle.proof, "unsure"))
+        call.parity_check.members = [
+            member for member in call.parity_check.members if member is not call.members[0]
+        ]
+        return self._serialize_attempts(call, self._finish_check(call.parity_check, "unsure"))
 
-    def unsent(self, tried: Try) -> FollowUp:
+    def handle_unsent(self, attempt: Attempt) -> FollowUp:
         """Handle a follow-up that could not start because the gate has closed."""
-        bundle = self._ended(tried.token)
-        if bundle.proof is not None:
-            return self._in_turn(bundle, self._checked(bundle.proof, "unsure"))
-        if bundle.pieces is not None:
+        call = self._remove_call(attempt.token)
+        if call.parity_check is not None:
+            return self._serialize_attempts(call, self._finish_check(call.parity_check, "unsure"))
+        if call.split_list is not None:
             # The answers so far are kept, so that the next attempt continues with the next piece.
-            self._progress.keep(bundle.items[0], bundle.pieces)
-        return self._in_turn(bundle, FollowUp(back=list(tried.riders)))
+            self._partial_answers.store_answers(call.members[0], call.split_list)
+        return self._serialize_attempts(call, FollowUp(returned=list(attempt.leases)))
 
-    def _ended(self, token: str) -> Bundle:
-        bundle = self._bundles.pop(token)
-        bundle.items[0].served.under_way -= bundle.units
-        return bundle
+    def _remove_call(self, token: str) -> MergedCall:
+        call = self._calls.pop(token)
+        call.members[0].target.in_flight_units -= call.units
+        return call
 
-    def _in_turn(self, bundle: Bundle, follow: FollowUp) -> FollowUp:
+    def _serialize_attempts(self, call: MergedCall, follow_up: FollowUp) -> FollowUp:
         """Start follow-ups one after the other if a call counts one unit, because they have only that one."""
-        if not bundle.items[0].served.rule.unit_per_call:
-            return follow
-        tries = follow.tries + bundle.then
-        for first, *others in (tries,) if tries else ():
-            self._bundles[first.token].then = others
-        return FollowUp(follow.ends, tries[:1], follow.back)
+        if not call.members[0].target.rule.unit_per_call:
+            return follow_up
+        attempts = follow_up.attempts + call.next_attempts
+        for first, *others in (attempts,) if attempts else ():
+            self._calls[first.token].next_attempts = others
+        return FollowUp(follow_up.ended, attempts[:1], follow_up.returned)
 
-    def _came(self, bundle: Bundle, tried: Try, seen: Forwarded) -> FollowUp:
+    def _handle_call_answer(self, call: MergedCall, attempt: Attempt, result: AttemptResult) -> FollowUp:
         # Members whose lease left the attempt were completed then, and get no part of the answer.
-        staying = {held.lease.token for held in tried.riders}
-        items = [item for item in bundle.items if item.token in staying]
-        if bundle.proof is not None:
-            return self._compared(bundle, bundle.proof, items, seen)
-        if bundle.pieces is not None:
-            return self._piece_came(bundle, bundle.pieces, seen)
-        if len(bundle.items) == 1:
-            return self._single_came(bundle, seen)
-        return self._merged_came(bundle, items, seen)
+        tokens = {entry.lease.token for entry in attempt.leases}
+        members = [member for member in call.members if member.token in tokens]
+        if call.parity_check is not None:
+            return self._compare_answers(call, call.parity_check, members, result)
+        if call.split_list is not None:
+            return self._handle_piece_answer(call, call.split_list, result)
+        if len(call.members) == 1:
+            return self._handle_single_answer(call, result)
+        return self._handle_merged_answer(call, members, result)
 
-    def _merged_came(self, bundle: Bundle, items: list[BatchItem], seen: Forwarded) -> FollowUp:
-        outcome, served = seen.outcome, bundle.items[0].served
+    def _handle_merged_answer(
+        self, call: MergedCall, members: list[BatchMember], result: AttemptResult
+    ) -> FollowUp:
+        outcome, target = result.outcome, call.members[0].target
         match outcome:
             case Delivered(status, body) if status < 300:
-                parts = shapes.split([item.part for item in bundle.items], body)
+                parts = shapes.split_answer([member.part for member in call.members], body)
                 if isinstance(parts, shapes.Unfit):
-                    self.calls["unsplittable"] += 1
-                    many = f"{len(bundle.items)} requests"
-                    self._off(served, f"the answer to {many} could not be split: {parts.why}")
-                    return FollowUp(tries=self._alone_again(items, 1))
-                self.calls["split"] += 1
-                bundle.measured(seen.ended_at)
+                    self.call_counts["unsplittable"] += 1
+                    many = f"{len(call.members)} requests"
+                    self._disable_merging(target, f"the answer to {many} could not be split: {parts.why}")
+                    return FollowUp(attempts=self._retry_alone(members, 1))
+                self.call_counts["split"] += 1
+                call.record_call_time(result.ended_at)
                 answers = {
-                    item.token: seen.but(outcome=Delivered(status, part))
-                    for item, part in zip(bundle.items, parts, strict=True)
+                    member.token: result.copy_with(outcome=Delivered(status, part))
+                    for member, part in zip(call.members, parts, strict=True)
                 }
-                return self._believed(served, items, answers)
+                return self._start_parity_check(target, members, answers)
             case Delivered() | TooLarge():
-                self.calls["halved"] += 1
-                if self._learn([item.part for item in bundle.items], served, seen):
-                    return FollowUp(tries=[self._begin(few, bundle.most) for few in within(served, items)])
-                if len(items) > 1:
-                    return FollowUp(tries=self._halves(items, bundle.most))
-                return FollowUp(tries=self._alone_again(items, bundle.most))
+                self.call_counts["halved"] += 1
+                if self._learn_size_limit([member.part for member in call.members], target, result):
+                    return FollowUp(
+                        attempts=[
+                            self._prepare_attempt(batch, call.max_items)
+                            for batch in split_by_limits(target, members)
+                        ]
+                    )
+                if len(members) > 1:
+                    return FollowUp(attempts=self._retry_in_halves(members, call.max_items))
+                return FollowUp(attempts=self._retry_alone(members, call.max_items))
             case Failed():
-                self.calls["failed"] += 1
-                return self._failed(items, seen)
+                self.call_counts["failed"] += 1
+                return self._handle_failure(members, result)
             case _:
-                return FollowUp([(item.held, seen) for item in items])
+                return FollowUp([(member.entry, result) for member in members])
 
-    def _failed(self, items: list[BatchItem], seen: Forwarded) -> FollowUp:
+    def _handle_failure(self, members: list[BatchMember], result: AttemptResult) -> FollowUp:
         """Count a failed attempt for each member, except for members that this would end: they are first sent
         alone."""
         last = self._options.retry.max_attempts
-        ends: Ends = []
+        ended: LeaseResults = []
         alone = []
-        for item in items:
-            if item.held.lease.attempts + 1 >= last:
-                alone.append(item)
+        for member in members:
+            if member.entry.lease.failed_attempts + 1 >= last:
+                alone.append(member)
             else:
-                self._remember_alone(item)
-                ends.append((item.held, seen))
-        return FollowUp(ends, self._alone_again(alone, 1))
+                self._remember_alone(member)
+                ended.append((member.entry, result))
+        return FollowUp(ended, self._retry_alone(alone, 1))
 
-    def _learn(self, parts: list[Part], served: ServedModel, seen: Forwarded) -> bool:
+    def _learn_size_limit(self, parts: list[Part], target: MergeTarget, result: AttemptResult) -> bool:
         """Learn from an answer how much the server accepts. Return True if the answer was about the size."""
-        outcome, size = seen.outcome, served.size
+        outcome, size = result.outcome, target.size
         if not isinstance(outcome, Delivered | TooLarge):
             return False
         items, tokens = sum(part.size for part in parts), sum(part.tokens for part in parts)
-        before = size.takes, size.tokens
-        learned = size.refused(outcome, items, tokens, seen.ended_at)
-        if before != (size.takes, size.tokens):
-            emit(Event.BATCHING_LIMIT, refused=items, **served.limits())
+        limits_before = size.server_max_items, size.server_max_tokens
+        learned = size.learn_from_refusal(outcome, items, tokens, result.ended_at)
+        if limits_before != (size.server_max_items, size.server_max_tokens):
+            emit(Event.BATCHING_LIMIT, refused=items, **target.get_log_fields())
         return learned
 
-    def _single_came(self, bundle: Bundle, seen: Forwarded) -> FollowUp:
-        (item,), outcome = bundle.items, seen.outcome
+    def _handle_single_answer(self, call: MergedCall, result: AttemptResult) -> FollowUp:
+        (member,), outcome = call.members, result.outcome
         if isinstance(outcome, Delivered):
             if outcome.status < 300:
-                bundle.measured(seen.ended_at)
-            elif self._learn([item.part], item.served, seen):
-                pieces = self._pieces(item)
-                if pieces is not None:
+                call.record_call_time(result.ended_at)
+            elif self._learn_size_limit([member.part], member.target, result):
+                split_list = self._get_split_list(member)
+                if split_list is not None:
                     return FollowUp(
-                        tries=[self._next_piece(Bundle([item], bundle.most, True, pieces=pieces))]
+                        attempts=[
+                            self._create_piece_attempt(
+                                MergedCall([member], call.max_items, True, split_list=split_list)
+                            )
+                        ]
                     )
-            self._alone.pop(item.held.lease.entry, None)
-        return FollowUp([(item.held, seen)])
+            self._sent_alone.pop(member.entry.lease.entry_id, None)
+        return FollowUp([(member.entry, result)])
 
-    def _piece_came(self, bundle: Bundle, pieces: CutList, seen: Forwarded) -> FollowUp:
-        (item,), outcome = bundle.items, seen.outcome
+    def _handle_piece_answer(
+        self, call: MergedCall, split_list: SplitList, result: AttemptResult
+    ) -> FollowUp:
+        (member,), outcome = call.members, result.outcome
         if not isinstance(outcome, Delivered):
-            self._progress.keep(item, pieces)
-            return FollowUp([(item.held, seen)])
+            self._partial_answers.store_answers(member, split_list)
+            return FollowUp([(member.entry, result)])
         if outcome.status < 300:
-            pieces.bodies.append(outcome.body)
-            if len(pieces.bodies) == len(pieces.parts):
-                return FollowUp([(item.held, seen.but(outcome=joined(item, pieces, outcome.status)))])
+            split_list.answers.append(outcome.body)
+            if len(split_list.answers) == len(split_list.parts):
+                return FollowUp(
+                    [
+                        (
+                            member.entry,
+                            result.copy_with(outcome=join_answers(member, split_list, outcome.status)),
+                        )
+                    ]
+                )
         else:
-            done = len(pieces.bodies)
-            part = pieces.parts[done]
-            if not self._learn([part], item.served, seen):
-                return FollowUp([(item.held, seen)])  # an error of one piece is the answer to the list
-            size = item.served.size
+            done = len(split_list.answers)
+            part = split_list.parts[done]
+            if not self._learn_size_limit([part], member.target, result):
+                return FollowUp([(member.entry, result)])  # an error of one piece is the answer to the list
+            size = member.target.size
             # The answered pieces stay; only the rest is split again.
-            pieces.parts[done:] = [
+            split_list.parts[done:] = [
                 each
-                for left in pieces.parts[done:]
-                for each in shapes.cut(left, size.takes or left.size, size.tokens)
+                for remaining_part in split_list.parts[done:]
+                for each in shapes.cut_part(
+                    remaining_part, size.server_max_items or remaining_part.size, size.server_max_tokens
+                )
             ]
-        return FollowUp(tries=[self._next_piece(Bundle([item], bundle.most, True, pieces=pieces))])
+        return FollowUp(
+            attempts=[
+                self._create_piece_attempt(MergedCall([member], call.max_items, True, split_list=split_list))
+            ]
+        )
 
     # ── parity checks ────────────────────────────────────────────────────────────────────────────────────
 
-    def _believed(self, served: ServedModel, items: list[BatchItem], answers: Answers) -> FollowUp:
+    def _start_parity_check(
+        self, target: MergeTarget, members: list[BatchMember], answers: AnswersByToken
+    ) -> FollowUp:
         # `None` asks for all members.
-        wanted = served.size.to_check()
-        chosen = items if wanted is None else self._random.sample(items, min(wanted, len(items)))
+        check_count = target.size.take_check_count()
+        chosen = (
+            members if check_count is None else self._random.sample(members, min(check_count, len(members)))
+        )
         if not chosen:
-            return self._end(items, answers)
-        proof = Proof(items, answers, len(chosen))
+            return self._complete_members(members, answers)
+        parity_check = ParityCheck(members, answers, len(chosen))
         return FollowUp(
-            tries=[self._try(Bundle([item], 1, True, proof=proof), item.request) for item in chosen]
+            attempts=[
+                self._create_attempt(MergedCall([member], 1, True, parity_check=parity_check), member.request)
+                for member in chosen
+            ]
         )
 
-    def _compared(self, bundle: Bundle, proof: Proof, items: list[BatchItem], seen: Forwarded) -> FollowUp:
+    def _compare_answers(
+        self, call: MergedCall, parity_check: ParityCheck, members: list[BatchMember], result: AttemptResult
+    ) -> FollowUp:
         """Handle the answer of a single call of a parity check."""
-        (item,) = bundle.items
-        if not items:
-            proof.items = [each for each in proof.items if each is not item]
-        if not isinstance(seen.outcome, Delivered):
-            return self._checked(proof, "unsure")
-        proof.singles[item.token] = seen
-        merged = proof.answers[item.token].outcome
+        (member,) = call.members
+        if not members:
+            parity_check.members = [other for other in parity_check.members if other is not member]
+        if not isinstance(result.outcome, Delivered):
+            return self._finish_check(parity_check, "unsure")
+        parity_check.single_answers[member.token] = result
+        merged = parity_check.merged_answers[member.token].outcome
         assert isinstance(merged, Delivered)  # noqa: S101 -- only answers are checked
-        if seen.outcome.status != merged.status:
-            why: str | None = f"a single call is answered {seen.outcome.status}"
+        if result.outcome.status != merged.status:
+            why: str | None = f"a single call is answered {result.outcome.status}"
         else:
-            why = shapes.differs(item.part, merged.body, seen.outcome.body)
-        proof.differs = proof.differs or why or ""
-        return self._checked(proof, "differs" if why else "same")
+            why = shapes.find_difference(member.part, merged.body, result.outcome.body)
+        parity_check.difference = parity_check.difference or why or ""
+        return self._finish_check(parity_check, "differs" if why else "same")
 
-    def _checked(self, proof: Proof, result: str) -> FollowUp:
-        self.checks[result] += 1
-        proof.checks -= 1
+    def _finish_check(self, parity_check: ParityCheck, result: str) -> FollowUp:
+        self.check_counts[result] += 1
+        parity_check.pending_count -= 1
         # The answers are used only when all single calls agree.
-        if proof.checks or not proof.items:
+        if parity_check.pending_count or not parity_check.members:
             return FollowUp()
-        served = proof.items[0].served
-        if not proof.differs:
-            if proof.singles:
-                served.size.same()
-            return self._end(proof.items, proof.answers)
-        self._off(served, f"a merged call was answered otherwise than single ones: {proof.differs}")
-        asked = [item for item in proof.items if item.token in proof.singles]
-        others = [item for item in proof.items if item.token not in proof.singles]
-        ends = self._end(asked, proof.singles, merged=False).ends
-        return FollowUp(ends, self._alone_again(others, 1))
+        target = parity_check.members[0].target
+        if not parity_check.difference:
+            if parity_check.single_answers:
+                target.size.record_match()
+            return self._complete_members(parity_check.members, parity_check.merged_answers)
+        self._disable_merging(
+            target, f"a merged call was answered otherwise than single ones: {parity_check.difference}"
+        )
+        checked = [member for member in parity_check.members if member.token in parity_check.single_answers]
+        others = [
+            member for member in parity_check.members if member.token not in parity_check.single_answers
+        ]
+        ended = self._complete_members(checked, parity_check.single_answers, is_merged=False).ended
+        return FollowUp(ended, self._retry_alone(others, 1))
 
-    def _end(self, items: list[BatchItem], answers: Answers, *, merged: bool = True) -> FollowUp:
-        self.requests += len(items) if merged else 0
-        for item in items:
-            self._alone.pop(item.held.lease.entry, None)
-        return FollowUp([(item.held, answers[item.token]) for item in items])
+    def _complete_members(
+        self, members: list[BatchMember], answers: AnswersByToken, *, is_merged: bool = True
+    ) -> FollowUp:
+        self.merged_request_count += len(members) if is_merged else 0
+        for member in members:
+            self._sent_alone.pop(member.entry.lease.entry_id, None)
+        return FollowUp([(member.entry, answers[member.token]) for member in members])
 
-    def _off(self, served: ServedModel, why: str) -> None:
-        if not served.size.why_off:
-            emit(Event.BATCHING_OFF, path=served.path, model=served.model, why=why)
-        served.size.off(why)
+    def _disable_merging(self, target: MergeTarget, why: str) -> None:
+        if not target.size.off_reason:
+            emit(Event.BATCHING_OFF, path=target.path, model=target.model, why=why)
+        target.size.turn_off(why)

@@ -21,40 +21,40 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from dispatcher.core.models.availability import GATEWAY
-from dispatcher.core.models.body_rewrite import sent_as
+from dispatcher.core.models.body_rewrite import prepare_for_version
 from dispatcher.core.models.rollover import ModelFamily
-from dispatcher.core.models.versions import Membership, Pin, VersionSight, VersionState
+from dispatcher.core.models.versions import FamilyIndex, PinScope, VersionFacts, VersionState
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.dispatch import completions
-from dispatcher.dispatch.queue_access import now
-from dispatcher.ports import ModelMarks, PinAsked
+from dispatcher.dispatch.queue_access import loop_time
+from dispatcher.ports import ModelRegistryState, PinRequest
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
     from dispatcher.core.models.availability import PoolModels
     from dispatcher.core.models.versions import FamilyTerms
     from dispatcher.core.requests.request import Request
-    from dispatcher.dispatch.completions import Ending
-    from dispatcher.dispatch.in_flight import HeldLease
+    from dispatcher.dispatch.completions import Completion
+    from dispatcher.dispatch.in_flight import InFlightLease
     from dispatcher.dispatch.options import FamilyOptions, Options
     from dispatcher.dispatch.queue_access import QueueAccess
 
-PIN_S = 86_400.0
+PIN_KEPT_S = 86_400.0
 """Lifetime of a pin after the last request of a job or sequence."""
-PIN_ASKED_S = 10.0
+PIN_CACHE_S = 10.0
 """Time for which a pin that the queue returned is used without asking again."""
-PINS_MOST = 10_000
+MAX_CACHED_PINS = 10_000
 """Maximum number of cached pins."""
-LAPSED_S = 60.0
+MARKERS_EXPIRE_S = 60.0
 """Lifetime of a warm marker without a refresh (ports/model_registry.py)."""
-TOLD_MOST = 100
+MAX_LOGGED_CHANGES = 100
 """Maximum number of state changes of inactive versions that one update logs."""
-_APART = frozenset((VersionState.ABSENT, VersionState.SPARE, VersionState.GONE))
+_INACTIVE_STATES = frozenset((VersionState.ABSENT, VersionState.RETIRING, VersionState.GONE))
 JOB_LABELS = ("job", "file")
 """Labels that name the job of a request; the first one that is set counts."""
 
 
-class Versions:
+class VersionRouter:
     """Chooses versions in one process. `complete` takes completions; `changed` is set to share changes
     soon."""
 
@@ -62,55 +62,57 @@ class Versions:
         self,
         access: QueueAccess,
         options: Options,
-        finish: Callable[[Ending], None],
+        complete: Callable[[Completion], None],
         changed: asyncio.Event,
     ) -> None:
-        self.marks: ModelMarks | None = None
+        self.registry: ModelRegistryState | None = None
         """State of the model registry as the queue returned it last. `None` if it was not read yet."""
-        self._exchanged_at = now()
+        self._exchanged_at = loop_time()
         self._access = access
-        self._finish = finish
+        self._complete = complete
         self._changed = changed
-        self.stirred = asyncio.Event()
+        self.cold_version_found = asyncio.Event()
         """Set if some version is cold."""
         self._families: dict[str, ModelFamily] = {}
-        self._by_gateway = False
+        self._is_gateway_only = False
         self._served: Mapping[str, frozenset[str]] = {}
-        self._mine: dict[str, dict[str, frozenset[str]]] = {}
+        self._served_by_family: dict[str, dict[str, frozenset[str]]] = {}
         """Names and endpoints of the versions of each family."""
-        self._families_of: dict[str, list[str]] = {}
+        self._families_by_version: dict[str, list[str]] = {}
         """Families of each listed name, so that a name is matched once."""
         self._loading: frozenset[str] = frozenset()
-        self._cold: set[tuple[str, str]] = set()
+        self._no_longer_warm: set[tuple[str, str]] = set()
         """Pairs of model and endpoint that are no longer warm, until the queue knows."""
-        self._warmed: set[tuple[str, str]] = set()
+        self._warmed_since_exchange: set[tuple[str, str]] = set()
         """Pairs that were warmed here since the last exchange."""
-        self._untold: set[tuple[str, str]] = set()
+        self._unreported_warm: set[tuple[str, str]] = set()
         """Pairs that were warmed here and that the queue does not know yet."""
-        self._vouched: set[tuple[str, str]] = set()
+        self._observed_warm: set[tuple[str, str]] = set()
         """Warm pairs that this process has seen served. For other pairs it cannot say that they are gone: it
         may know fewer endpoints than other owners, or may not reach all of them."""
-        self._held: Counter[str] = Counter()
+        self._in_flight_counts: Counter[str] = Counter()
         """Number of leased requests by the version that they are sent to or name themselves."""
-        self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._pin_cache: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Cached pins of jobs and sequences: the version, and until when it is used."""
         self.reconfigure(options)
 
     def reconfigure(self, options: Options) -> None:
         self.options = options.versions
-        self._told: dict[str, FamilyOptions] = {each.terms.name: each for each in options.versions.families}
+        self._family_options: dict[str, FamilyOptions] = {
+            each.terms.name: each for each in options.versions.families
+        }
         before, self._families = self._families, {}
-        for name, told in self._told.items():
-            family = self._families[name] = before.get(name) or ModelFamily(told.terms)
-            family.reconfigure(told.terms)
-        self._pins.clear()
+        for name, family_options in self._family_options.items():
+            family = self._families[name] = before.get(name) or ModelFamily(family_options.terms)
+            family.reconfigure(family_options.terms)
+        self._pin_cache.clear()
         if not self._families:
             self._served, self._loading = {}, frozenset()
-            self._vouched.clear()
-        self._membership = Membership(each.terms for each in options.versions.families)
-        self._families_of.clear()
-        self._share_out()
-        self.look()
+            self._observed_warm.clear()
+        self._membership = FamilyIndex(each.terms for each in options.versions.families)
+        self._families_by_version.clear()
+        self._assign_versions()
+        self.update_families()
 
     def __bool__(self) -> bool:
         """Return True if some model has versions."""
@@ -119,265 +121,293 @@ class Versions:
     def __iter__(self) -> Iterator[ModelFamily]:
         return iter(list(self._families.values()))
 
-    def family(self, model: str) -> ModelFamily | None:
+    def get_family(self, model: str) -> ModelFamily | None:
         return self._families.get(model)
 
-    def told(self, family: ModelFamily) -> FamilyOptions | None:
+    def get_family_options(self, family: ModelFamily) -> FamilyOptions | None:
         """Return the settings of a family. `None` if the settings no longer have it."""
         name = family.terms.name
-        return self._told.get(name) if self._families.get(name) is family else None
+        return self._family_options.get(name) if self._families.get(name) is family else None
 
     @property
-    def steered(self) -> bool:
+    def can_steer(self) -> bool:
         """True if requests can be confined to some endpoints."""
-        return self.options.steered and not self._by_gateway
+        return self.options.can_steer and not self._is_gateway_only
 
-    def drained(self, model: str) -> str:
+    def get_drain_note(self, model: str) -> str:
         """Return who drains the model, and why. Empty if it is not drained."""
-        return "" if self.marks is None else self.marks.drained.get(model, "")
+        return "" if self.registry is None else self.registry.drained_models.get(model, "")
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def heard(self, pool: PoolModels) -> None:
+    def update_served(self, pool: PoolModels) -> None:
         """Apply a new round of model lists."""
         if not self._families:
             return
-        self._served, self._loading = pool.ready(now()), pool.loading
-        self._share_out()
-        self._by_gateway = pool.endpoints == {GATEWAY}
-        marks = self.marks
-        if marks is not None:
+        self._served, self._loading = pool.list_ready(loop_time()), pool.loading_models
+        self._assign_versions()
+        self._is_gateway_only = pool.endpoints == {GATEWAY}
+        registry = self.registry
+        if registry is not None:
             # If only the gateway is asked for its models, nothing is known about single endpoints.
-            known = {pair for pair in self._vouched if pair[1] == GATEWAY or not self._by_gateway}
-            gone = {pair for pair in known if pool.gone(*pair)}
-            self._cold |= gone
-            self._untold -= gone
-            self.marks = marks = replace(marks, warm=marks.warm - gone)
-            there = {pair for pair in marks.warm if self._there(pair) and not pool.gone(*pair)}
-            self._vouched = (self._vouched & marks.warm) | there
-        self.look()
+            reachable = {
+                pair for pair in self._observed_warm if pair[1] == GATEWAY or not self._is_gateway_only
+            }
+            gone = {pair for pair in reachable if pool.is_gone(*pair)}
+            self._no_longer_warm |= gone
+            self._unreported_warm -= gone
+            self.registry = registry = replace(registry, warm_markers=registry.warm_markers - gone)
+            observed = {
+                pair for pair in registry.warm_markers if self._is_served(pair) and not pool.is_gone(*pair)
+            }
+            self._observed_warm = (self._observed_warm & registry.warm_markers) | observed
+        self.update_families()
 
-    def _share_out(self) -> None:
+    def _assign_versions(self) -> None:
         """Sort the served names by family, so that an update of a family costs no more than its own
         versions."""
-        known = self._families_of
-        self._families_of = {
-            name: known[name] if name in known else self._membership.of(name) for name in self._served
+        known = self._families_by_version
+        self._families_by_version = {
+            name: known[name] if name in known else self._membership.find_families(name)
+            for name in self._served
         }
-        self._mine = {name: {} for name in self._families}
-        for name, families in self._families_of.items():
+        self._served_by_family = {name: {} for name in self._families}
+        for name, families in self._families_by_version.items():
             for family in families:
-                self._mine[family][name] = self._served[name]
+                self._served_by_family[family][name] = self._served[name]
 
-    def _there(self, pair: tuple[str, str]) -> bool:
+    def _is_served(self, pair: tuple[str, str]) -> bool:
         return pair[1] in self._served.get(pair[0], ())
 
-    def look(self) -> None:
+    def update_families(self) -> None:
         """Let each family decide anew with all that is known now."""
-        marks = self.marks or ModelMarks()
-        used = marks.used | self._held.keys()
-        apart = 0
+        registry = self.registry or ModelRegistryState()
+        models_in_use = registry.models_in_use | self._in_flight_counts.keys()
+        inactive_count = 0
         for name, family in self._families.items():
-            labels = {label: version for (of, label), version in marks.labels.items() if of == name}
-            labelled = {label: by for (of, label), by in marks.labelled.items() if of == name}
-            sight = VersionSight(
-                served=self._mine[name],
+            labels = {
+                label: version
+                for (family_name, label), version in registry.labels.items()
+                if family_name == name
+            }
+            label_origins = {
+                label: note
+                for (family_name, label), note in registry.label_origins.items()
+                if family_name == name
+            }
+            sight = VersionFacts(
+                served=self._served_by_family[name],
                 loading=self._loading,
-                warm=marks.warm,
-                used=used,
-                drained=marks.drained,
+                warm=registry.warm_markers,
+                used=models_in_use,
+                drained=registry.drained_models,
                 labels=labels,
-                labelled=labelled,
-                steered=self.steered,
+                label_origins=label_origins,
+                is_steered=self.can_steer,
             )
-            for moved in family.look(sight, now()):
-                idle = moved.state in _APART and moved.before in _APART
-                apart += idle
+            for change in family.apply_facts(sight, loop_time()):
+                is_inactive = change.state in _INACTIVE_STATES and change.previous_state in _INACTIVE_STATES
+                inactive_count += is_inactive
                 # Endpoints may list many versions that the policy does not select.
-                if idle and apart > TOLD_MOST:
+                if is_inactive and inactive_count > MAX_LOGGED_CHANGES:
                     continue
                 emit(
                     Event.VERSION,
-                    model=moved.family,
-                    version=moved.version,
-                    state=str(moved.state),
-                    before=str(moved.before),
+                    model=change.family,
+                    version=change.version,
+                    state=str(change.state),
+                    before=str(change.previous_state),
                 )
-            if family.cold():
-                self.stirred.set()
+            if family.list_cold_endpoints():
+                self.cold_version_found.set()
 
-    async def exchange(self) -> None:
+    async def exchange_registry(self) -> None:
         """Share what is warm and in use here, and read the state of all owners."""
-        warm = frozenset() if self.marks is None else self.marks.warm
-        if now() > self._exchanged_at + LAPSED_S:
+        warm = frozenset() if self.registry is None else self.registry.warm_markers
+        if loop_time() > self._exchanged_at + MARKERS_EXPIRE_S:
             # The queue was unreachable and the markers have expired, but these are known to be warm still.
-            self._untold |= self._vouched
-        for pair in list(self._untold):
-            if not await self._tell(pair):
+            self._unreported_warm |= self._observed_warm
+        for pair in list(self._unreported_warm):
+            if not await self._report_warm(pair):
                 break  # an unreachable queue takes long to fail
-        keep = [pair for pair in warm if self._there(pair)]
-        cold = frozenset(self._cold)
-        self._warmed.clear()
+        keep_warm = [pair for pair in warm if self._is_served(pair)]
+        no_longer_warm = frozenset(self._no_longer_warm)
+        self._warmed_since_exchange.clear()
         queue = self._access.queue
-        marks = await self._access.ask("marks", queue.marks(keep, cold, tuple(self._held)))
-        if marks is None:
+        registry = await self._access.call_queue(
+            "marks", queue.refresh_warm_markers(keep_warm, no_longer_warm, tuple(self._in_flight_counts))
+        )
+        if registry is None:
             return
-        self._exchanged_at = now()
-        self._cold -= cold
+        self._exchanged_at = loop_time()
+        self._no_longer_warm -= no_longer_warm
         # During the call, other tasks may have warmed a version or seen one go.
-        self.marks = replace(marks, warm=(marks.warm | self._warmed | self._untold) - self._cold)
-        self.look()
+        self.registry = replace(
+            registry,
+            warm_markers=(registry.warm_markers | self._warmed_since_exchange | self._unreported_warm)
+            - self._no_longer_warm,
+        )
+        self.update_families()
 
-    async def listen(self) -> None:
+    async def read_registry(self) -> None:
         """Read the state of all owners without sharing. An observer leaves it to others to report what is
         gone."""
-        marks = await self._access.ask("marks", self._access.queue.model_marks())
-        if marks is None:
+        registry = await self._access.call_queue("marks", self._access.queue.read_model_registry())
+        if registry is None:
             return
-        self._cold.clear()
-        self.marks = marks
-        self.look()
+        self._no_longer_warm.clear()
+        self.registry = registry
+        self.update_families()
 
-    async def warmed(self, model: str, endpoint: str) -> None:
+    async def mark_warm(self, model: str, endpoint: str) -> None:
         """Mark the model as warm at the endpoint here and in the queue, which releases the lock."""
         pair = model, endpoint
-        for known in self._warmed, self._untold, self._vouched:
-            known.add(pair)
-        self._cold.discard(pair)
-        if self.marks is not None:
-            self.marks = replace(self.marks, warm=self.marks.warm | {pair})
-        self.look()
-        await self._tell(pair)
+        for pairs in self._warmed_since_exchange, self._unreported_warm, self._observed_warm:
+            pairs.add(pair)
+        self._no_longer_warm.discard(pair)
+        if self.registry is not None:
+            self.registry = replace(self.registry, warm_markers=self.registry.warm_markers | {pair})
+        self.update_families()
+        await self._report_warm(pair)
 
-    async def _tell(self, pair: tuple[str, str]) -> bool:
+    async def _report_warm(self, pair: tuple[str, str]) -> bool:
         """Report a warm pair to the queue. Return False if that failed: the next exchange repeats it."""
 
-        async def told() -> bool:
-            await self._access.queue.warmed(*pair)
+        async def report() -> bool:
+            await self._access.queue.mark_warm(*pair)
             return True
 
-        known = bool(await self._access.ask("warmed", told()))
-        if known:
-            self._untold.discard(pair)
-        return known
+        is_reported = bool(await self._access.call_queue("warmed", report()))
+        if is_reported:
+            self._unreported_warm.discard(pair)
+        return is_reported
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def direct(self, read: Sequence[tuple[HeldLease, Request]]) -> list[tuple[HeldLease, Request]]:
+    async def route_requests(
+        self, requests: Sequence[tuple[InFlightLease, Request]]
+    ) -> list[tuple[InFlightLease, Request]]:
         """Choose a version for each request whose model has versions. Return the requests as they are sent,
         in order; those whose body cannot be changed were completed."""
-        choices = [self._choice(held.model, request) for held, request in read]
+        choices = [self._choose_version(entry.model, request) for entry, request in requests]
         # Many requests may belong to one job: ask for each key once.
-        asked = {choice.key: choice for choice in choices if isinstance(choice, PinAsked)}
-        pinned = dict(zip(asked, await self._pin(list(asked.values())), strict=True)) if asked else {}
-        directed = []
-        for (held, request), choice in zip(read, choices, strict=True):
-            version = pinned[choice.key] if isinstance(choice, PinAsked) else choice
-            sent = self._sent_to(held, request, version) if version else request
+        pin_requests = {choice.key: choice for choice in choices if isinstance(choice, PinRequest)}
+        pinned = (
+            dict(zip(pin_requests, await self._pin_versions(list(pin_requests.values())), strict=True))
+            if pin_requests
+            else {}
+        )
+        routed = []
+        for (entry, request), choice in zip(requests, choices, strict=True):
+            version = pinned[choice.key] if isinstance(choice, PinRequest) else choice
+            sent = self._apply_version(entry, request, version) if version else request
             if sent is not None:
-                directed.append((held, sent))
-        return directed
+                routed.append((entry, sent))
+        return routed
 
-    def _choice(self, model: str, request: Request) -> str | PinAsked:
+    def _choose_version(self, model: str, request: Request) -> str | PinRequest:
         """Return the version, or the pin to ask the queue for. Empty if the model has no versions, or none is
         open."""
         family = self._families.get(model)
-        if family is None or self.drained(model):  # operators can drain the whole model
+        if family is None or self.get_drain_note(model):  # operators can drain the whole model
             return ""
-        key = pin_key(family.terms, request)
-        kept, until = self._pins.get(key, ("", 0.0))
-        if until > now() and family.keeps(kept):
+        key = build_pin_key(family.terms, request)
+        kept, until = self._pin_cache.get(key, ("", 0.0))
+        if until > loop_time() and family.can_keep(kept):
             return kept
         # The same key gives the same version on every replica.
-        version = family.choose(key or request.id) or ""
-        return PinAsked(key, version, family.kept(), PIN_S) if key and version else version
+        version = family.choose_version(key or request.id) or ""
+        return PinRequest(key, version, family.list_keepable(), PIN_KEPT_S) if key and version else version
 
-    async def _pin(self, asked: Sequence[PinAsked]) -> list[str]:
+    async def _pin_versions(self, pin_requests: Sequence[PinRequest]) -> list[str]:
         """Return the pinned versions; empty if the queue cannot be reached."""
-        versions = await self._access.ask("pin", self._access.queue.pin(asked))
+        versions = await self._access.call_queue("pin", self._access.queue.pin_versions(pin_requests))
         if versions is None:
-            return [""] * len(asked)
-        until = now() + PIN_ASKED_S
-        for pin, version in zip(asked, versions, strict=True):
-            self._pins[pin.key] = version, until
-            self._pins.move_to_end(pin.key)
-        while len(self._pins) > PINS_MOST:
-            self._pins.popitem(last=False)
+            return [""] * len(pin_requests)
+        until = loop_time() + PIN_CACHE_S
+        for pin, version in zip(pin_requests, versions, strict=True):
+            self._pin_cache[pin.key] = version, until
+            self._pin_cache.move_to_end(pin.key)
+        while len(self._pin_cache) > MAX_CACHED_PINS:
+            self._pin_cache.popitem(last=False)
         return list(versions)
 
-    def _sent_to(self, held: HeldLease, request: Request, version: str) -> Request | None:
+    def _apply_version(self, entry: InFlightLease, request: Request, version: str) -> Request | None:
         """Return the request as it is sent to this version. `None` if it was completed."""
-        family = self._families.get(held.model)  # settings may have changed meanwhile
-        warm = family.endpoints(version) if family is not None and self.steered else ()
-        sent = sent_as(request, held.model, version, ",".join(sorted(warm)))
+        family = self._families.get(entry.model)  # settings may have changed meanwhile
+        warm = family.list_warm_endpoints(version) if family is not None and self.can_steer else ()
+        sent = prepare_for_version(request, entry.model, version, ",".join(sorted(warm)))
         if sent is None:
             why = "data.payload: its field `model` is given twice, or its name is escaped"
-            self._finish(completions.error(held.lease, request, ErrorCode.INVALID_REQUEST, why))
+            self._complete(completions.build_error(entry.lease, request, ErrorCode.INVALID_REQUEST, why))
             return None
-        held.version = held.uses = version
-        self._held[version] += 1
+        entry.version = entry.used_version = version
+        self._in_flight_counts[version] += 1
         return sent
 
-    def goes(self, held: HeldLease) -> None:
+    def count_named_version(self, entry: InFlightLease) -> None:
         """Count a request that is sent unchanged and names a version itself."""
-        if held.model and self._of(held.model):
-            held.uses = held.model
-            self._held[held.model] += 1
+        if entry.model and self._find_families(entry.model):
+            entry.used_version = entry.model
+            self._in_flight_counts[entry.model] += 1
 
-    def gives_way(self, model: str) -> str:
+    def explain_giving_way(self, model: str) -> str:
         """Return why requests that name a version wait for another version, as a phrase. Empty if they do not
         wait."""
-        return next(filter(None, (family.gives_way(model) for family in self._of(model))), "")
+        return next(filter(None, (family.explain_wait(model) for family in self._find_families(model))), "")
 
-    def _of(self, name: str) -> list[ModelFamily]:
+    def _find_families(self, name: str) -> list[ModelFamily]:
         """Return the families of which the name is a version."""
-        known = self._families_of.get(name)
-        return [self._families[each] for each in (self._membership.of(name) if known is None else known)]
+        known = self._families_by_version.get(name)
+        return [
+            self._families[each]
+            for each in (self._membership.find_families(name) if known is None else known)
+        ]
 
-    def left(self, held: HeldLease) -> None:
+    def forget_lease(self, entry: InFlightLease) -> None:
         """Forget a lease that has ended."""
-        if not held.uses or not self._is_last(held.uses):
+        if not entry.used_version or not self._decrement_count(entry.used_version):
             return
-        family = self._families.get(held.model)
-        if held.uses != held.version:
-            self._ended(held.uses)
-        elif family is None or not family.takes(held.version):  # another version may wait for that
-            self._stirred()
+        family = self._families.get(entry.model)
+        if entry.used_version != entry.version:
+            self._handle_idle_version(entry.used_version)
+        elif family is None or not family.is_open(entry.version):  # another version may wait for that
+            self._update_and_notify()
 
     @contextlib.contextmanager
-    def under_way(self, version: str) -> Iterator[None]:
+    def count_in_flight(self, version: str) -> Iterator[None]:
         """Count a call that is no request (a warm-up) as in flight during the block."""
-        self._held[version] += 1
+        self._in_flight_counts[version] += 1
         try:
             yield
         finally:
-            if self._is_last(version):
-                self._ended(version)
+            if self._decrement_count(version):
+                self._handle_idle_version(version)
 
-    def _is_last(self, version: str) -> bool:
+    def _decrement_count(self, version: str) -> bool:
         """Decrement the count of a version. Return True if none is left."""
-        self._held[version] -= 1
-        if self._held[version]:
+        self._in_flight_counts[version] -= 1
+        if self._in_flight_counts[version]:
             return False
-        del self._held[version]
+        del self._in_flight_counts[version]
         return True
 
-    def _ended(self, version: str) -> None:
-        if any(family.waits_for(version) for family in self._of(version)):
-            self._stirred()
+    def _handle_idle_version(self, version: str) -> None:
+        if any(family.is_blocked_by(version) for family in self._find_families(version)):
+            self._update_and_notify()
 
-    def _stirred(self) -> None:
-        self.look()
+    def _update_and_notify(self) -> None:
+        self.update_families()
         self._changed.set()
 
 
-def pin_key(terms: FamilyTerms, request: Request) -> str:
+def build_pin_key(terms: FamilyTerms, request: Request) -> str:
     """Return the key by which a job or sequence keeps its version of a family. Empty if each request chooses
     for itself."""
     name = ""
-    if terms.pin is Pin.JOB:
+    if terms.pin is PinScope.JOB:
         name = next((f"job {job}" for label in JOB_LABELS if (job := request.labels.get(label))), "")
-    if not name and terms.pin is not Pin.REQUEST and request.sequence is not None:
+    if not name and terms.pin is not PinScope.REQUEST and request.sequence is not None:
         # The name includes the owner, so that another producer cannot keep the sequence from its version.
         name = f"sequence {request.sequence.owner} {request.sequence.id}"
     if not name:

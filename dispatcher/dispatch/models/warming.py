@@ -36,43 +36,43 @@ from dispatcher.core.gateway.outcome import (
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.models.availability import GATEWAY
 from dispatcher.core.models.names import says_no_model
-from dispatcher.core.models.warmup import plan
-from dispatcher.core.printable import plain, shortened
+from dispatcher.core.models.warmup import plan_calls
+from dispatcher.core.printable import escape_unprintable, truncate_text
 from dispatcher.core.requests.request import Request
-from dispatcher.dispatch.queue_access import now
+from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
     from dispatcher.core.limit.limiter import Limiter
     from dispatcher.core.models.rollover import ModelFamily
     from dispatcher.core.models.warmup import WarmupCall
-    from dispatcher.dispatch.in_flight import Holding
-    from dispatcher.dispatch.models.versions import Versions
+    from dispatcher.dispatch.in_flight import InFlightTable
+    from dispatcher.dispatch.models.versions import VersionRouter
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.queue_access import QueueAccess
-    from dispatcher.ports import Claimed, Forwarded, Gateway, ModelServers
+    from dispatcher.ports import AttemptResult, ClaimResult, Gateway, ModelServers
 
-AT_ONCE = 4
+MAX_PARALLEL_WARM_UPS = 4
 """Maximum number of endpoints that are warmed at the same time."""
-LOOK_S = 1.0
-SOON_S = 5.0
+CHECK_INTERVAL_S = 1.0
+RETRY_SOON_S = 5.0
 """Time until a warm-up that could not begin is tried again."""
-AGAIN_S = (30.0, 300.0)
+ERROR_RETRY_S = (30.0, 300.0)
 """Shortest and longest time until a warm-up with errors is tried again. It doubles in between."""
-RENEW_S = 10.0
-RIGHT_S = 30.0
+LOCK_RENEW_S = 10.0
+LOCK_TTL_S = 30.0
 """Lifetime of a lock that is not renewed (ports/model_registry.py)."""
-CLOSED_S = 10.0
+MAX_ROOM_WAIT_S = 10.0
 """Time that an owner keeps the lock while there is no room. Calls that were answered are not sent again
 later."""
-GIVE_BACK_S = 1.0
+LOCK_RELEASE_TIMEOUT_S = 1.0
 """Time that a stopping process tries to release the lock. Otherwise the lock expires."""
-ROOM_S = 0.05
+ROOM_CHECK_S = 0.05
 """Interval of the check for room."""
-ERRORS_MOST = 10
+MAX_ERRORS = 10
 """Number of errors after which the remaining calls are not sent."""
-_WHY_CHARS = 200
-_MAY_BEGIN = frozenset(reason for reason in Reason if not reason.closed) | {Reason.GATEWAY_UNREACHABLE}
+_MAX_WHY_CHARS = 200
+_START_REASONS = frozenset(reason for reason in Reason if not reason.is_closed) | {Reason.GATEWAY_UNREACHABLE}
 
 
 @dataclass(slots=True)
@@ -81,309 +81,339 @@ class WarmUp:
 
     version: str
     endpoint: str
-    calls: int = 0
+    sent_count: int = 0
     errors: list[str] = field(default_factory=list)
     spent_s: float = 0.0
     """Time spent waiting for answers."""
-    ours_until: float = 0.0
+    lock_held_until: float = 0.0
     """Time at which another owner may get the lock, by a clock that goes on while the machine sleeps."""
-    note: str = ""
+    staleness_note: str = ""
     """Reason why the warm-up requests may be out of date."""
 
 
-class Warming:
+class WarmUpRunner:
     """Runs the warm-ups of one process."""
 
     def __init__(
         self,
         access: QueueAccess,
         limiter: Limiter,
-        holding: Holding,
+        in_flight: InFlightTable,
         gateway: Gateway,
-        versions: Versions,
+        versions: VersionRouter,
         options: Options,
         servers: ModelServers | None = None,
     ) -> None:
         self._units = 0
         """Number of calls of this process that run or wait for room."""
-        self.done: dict[str, int] = dict.fromkeys(("warm", "errors", "again"), 0)
+        self.result_counts: dict[str, int] = dict.fromkeys(("warm", "errors", "again"), 0)
         """Number of warm-ups by result: all calls answered; some with errors; to be tried again."""
         self.options = options
         self._access = access
         self._limiter = limiter
-        self._holding = holding
+        self._in_flight = in_flight
         self._gateway = gateway
         self._versions = versions
         self._servers = servers
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._rests: dict[tuple[str, str], tuple[float, int]] = {}
+        self._retry_after: dict[tuple[str, str], tuple[float, int]] = {}
         """Time of the next try, and number of failures in a row."""
-        self._stopped: dict[tuple[str, str], WarmUp] = {}
+        self._interrupted: dict[tuple[str, str], WarmUp] = {}
         """Warm-ups that the gate has interrupted, to be continued."""
-        self._number = 0
-        self._under_way = 0
-        self._probe = 0
+        self._call_number = 0
+        self._calls_in_flight = 0
+        self._probe_limit = 0
         """Limit within which one call may be sent to probe the gateway. 0 if none may."""
 
     async def run(self) -> None:
         """Warm cold versions until cancelled. An observer warms nothing."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                if self._begin(tasks):
-                    await asyncio.sleep(LOOK_S)
+                if self._start_warm_ups(tasks):
+                    await asyncio.sleep(CHECK_INTERVAL_S)
                     if not self.options.observe:
-                        await self._versions.exchange()  # learn what others have warmed
+                        await self._versions.exchange_registry()  # learn what others have warmed
                 else:
-                    self._versions.stirred.clear()
-                    await self._versions.stirred.wait()
+                    self._versions.cold_version_found.clear()
+                    await self._versions.cold_version_found.wait()
 
     @property
     def units(self) -> int:
         """Units of the limit used by warm-ups of all owners, beside the leases."""
-        return self._units + len(self._others)
+        return self._units + len(self._foreign_warm_ups)
 
     @property
-    def _others(self) -> list[tuple[str, str]]:
+    def _foreign_warm_ups(self) -> list[tuple[str, str]]:
         """Pairs that other owners have locked: each of these sends one call at a time."""
-        marks, me = self._versions.marks, self._access.queue.owner
-        return [(model, endpoint) for model, endpoint, owner in marks.warming if owner != me] if marks else []
+        registry, own_name = self._versions.registry, self._access.queue.owner
+        return (
+            [(model, endpoint) for model, endpoint, owner in registry.warm_up_locks if owner != own_name]
+            if registry
+            else []
+        )
 
     def reconfigure(self, options: Options) -> None:
         """Use new options. Running warm-ups continue as they began."""
         self.options = options
-        self._rests.clear()
-        self._stopped.clear()  # the recorded requests may have changed
+        self._retry_after.clear()
+        self._interrupted.clear()  # the recorded requests may have changed
 
-    def probe(self, claimed: Claimed, limit: int) -> None:
+    def allow_probe(self, claim_result: ClaimResult, limit: int) -> None:
         """Allow a waiting call to probe the gateway, if no request was left to be claimed for that."""
-        if not claimed.leases and not claimed.waiting and self._units > self._under_way:
-            self._probe = limit
+        if (
+            not claim_result.leases
+            and not claim_result.claimable_count
+            and self._units > self._calls_in_flight
+        ):
+            self._probe_limit = limit
 
     # ── one warm-up ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _begin(self, tasks: asyncio.TaskGroup) -> bool:
+    def _start_warm_ups(self, tasks: asyncio.TaskGroup) -> bool:
         """Start warm-ups. Return True if any version is cold."""
-        at = now()
-        cold = [(family, *each) for family in self._versions for each in family.cold()]
-        wanted = {(version, endpoint) for _, version, endpoint in cold}
-        self._rests = {pair: rest for pair, rest in self._rests.items() if pair in wanted}
-        self._stopped = {pair: stopped for pair, stopped in self._stopped.items() if pair in wanted}
-        if self._versions.marks is None or self.options.observe:  # unknown what is warm already
+        at = loop_time()
+        cold = [(family, *each) for family in self._versions for each in family.list_cold_endpoints()]
+        cold_pairs = {(version, endpoint) for _, version, endpoint in cold}
+        self._retry_after = {pair: rest for pair, rest in self._retry_after.items() if pair in cold_pairs}
+        self._interrupted = {
+            pair: interrupted for pair, interrupted in self._interrupted.items() if pair in cold_pairs
+        }
+        if self._versions.registry is None or self.options.observe:  # unknown what is warm already
             return bool(cold)
-        if self._limiter.allowance(at).reason not in _MAY_BEGIN:
+        if self._limiter.get_allowance(at).reason not in _START_REASONS:
             return bool(cold)
         for family, version, endpoint in cold:
             pair = version, endpoint
-            if len(self._running) < AT_ONCE and pair not in self._running and self._rest(pair)[0] <= at:
-                warm_up = self._stopped.pop(pair, None) or WarmUp(version, endpoint)
-                self._running[pair] = tasks.create_task(self._warm(family, warm_up))
+            if (
+                len(self._running) < MAX_PARALLEL_WARM_UPS
+                and pair not in self._running
+                and self._get_retry_time(pair)[0] <= at
+            ):
+                warm_up = self._interrupted.pop(pair, None) or WarmUp(version, endpoint)
+                self._running[pair] = tasks.create_task(self._run_warm_up(family, warm_up))
         return bool(cold)
 
-    def _rest(self, pair: tuple[str, str]) -> tuple[float, int]:
-        return self._rests.get(pair, (0.0, 0))
+    def _get_retry_time(self, pair: tuple[str, str]) -> tuple[float, int]:
+        return self._retry_after.get(pair, (0.0, 0))
 
-    async def _warm(self, family: ModelFamily, warm_up: WarmUp) -> None:
+    async def _run_warm_up(self, family: ModelFamily, warm_up: WarmUp) -> None:
         pair = version, endpoint = warm_up.version, warm_up.endpoint
-        queue, times = self._access.queue, self._rest(pair)[1]
+        queue, failure_count = self._access.queue, self._get_retry_time(pair)[1]
         try:
-            if not await self._take(warm_up):
-                self._rests[pair] = now() + SOON_S, times
+            if not await self._take_lock(warm_up):
+                self._retry_after[pair] = loop_time() + RETRY_SOON_S, failure_count
                 return
-            await self._versions.exchange()  # the previous owner of the lock may have warmed it
-            renewing = asyncio.create_task(self._renew(warm_up))
+            await self._versions.exchange_registry()  # the previous owner of the lock may have warmed it
+            renewing = asyncio.create_task(self._renew_lock(warm_up))
             try:
-                whole = await self._send(family, warm_up)
+                is_finished = await self._send_calls(family, warm_up)
             except Exception as error:  # a bad file or answer must not stop other warm-ups
-                emit(Event.SURPRISE, where="warm-up", error=repr(error))
-                warm_up.errors.append(f"the dispatcher failed: {shortened(repr(error), _WHY_CHARS)}")
-                whole = True
+                emit(Event.INTERNAL_ERROR, where="warm-up", error=repr(error))
+                warm_up.errors.append(f"the dispatcher failed: {truncate_text(repr(error), _MAX_WHY_CHARS)}")
+                is_finished = True
             finally:
                 renewing.cancel()
-            await self._end(family, warm_up, whole=whole, times=times)
+            await self._finish_warm_up(family, warm_up, is_finished=is_finished, failure_count=failure_count)
         except asyncio.CancelledError:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GIVE_BACK_S):
-                    await self._access.ask("unwarmed", queue.unwarmed(version, endpoint))
+                async with asyncio.timeout(LOCK_RELEASE_TIMEOUT_S):
+                    await self._access.call_queue("unwarmed", queue.release_warm_up_lock(version, endpoint))
             raise
         finally:
             del self._running[pair]
 
-    async def _take(self, warm_up: WarmUp) -> bool:
+    async def _take_lock(self, warm_up: WarmUp) -> bool:
         """Take or renew the lock."""
         asked_at = self._access.clock()
-        right = self._access.queue.warming(warm_up.version, warm_up.endpoint)
-        taken = await self._access.ask("warming", right)
-        if taken is not None:
-            warm_up.ours_until = asked_at + RIGHT_S if taken else asked_at
-        return bool(taken)
+        lock_call = self._access.queue.take_warm_up_lock(warm_up.version, warm_up.endpoint)
+        is_taken = await self._access.call_queue("warming", lock_call)
+        if is_taken is not None:
+            warm_up.lock_held_until = asked_at + LOCK_TTL_S if is_taken else asked_at
+        return bool(is_taken)
 
-    async def _renew(self, warm_up: WarmUp) -> None:
+    async def _renew_lock(self, warm_up: WarmUp) -> None:
         while True:
-            await asyncio.sleep(RENEW_S)
-            await self._take(warm_up)
+            await asyncio.sleep(LOCK_RENEW_S)
+            await self._take_lock(warm_up)
 
-    async def _end(self, family: ModelFamily, warm_up: WarmUp, *, whole: bool, times: int) -> None:
+    async def _finish_warm_up(
+        self, family: ModelFamily, warm_up: WarmUp, *, is_finished: bool, failure_count: int
+    ) -> None:
         """Record the result of a warm-up. `is_finished` says that all calls were answered, with errors or
         without."""
         pair = version, endpoint = warm_up.version, warm_up.endpoint
-        queue, errors, told = self._access.queue, warm_up.errors, self._versions.told(family)
-        again = not whole or told is None or (errors and told.required)
-        if again:
-            await self._access.ask("unwarmed", queue.unwarmed(version, endpoint))
-            rest_s = min(AGAIN_S[1], AGAIN_S[0] * 2.0 ** min(times, 10)) if whole else SOON_S
-            self._rests[pair] = now() + rest_s, times + bool(whole)
+        queue, errors, family_options = (
+            self._access.queue,
+            warm_up.errors,
+            self._versions.get_family_options(family),
+        )
+        must_retry = (
+            not is_finished or family_options is None or (errors and family_options.is_warmup_required)
+        )
+        if must_retry:
+            await self._access.call_queue("unwarmed", queue.release_warm_up_lock(version, endpoint))
+            rest_s = (
+                min(ERROR_RETRY_S[1], ERROR_RETRY_S[0] * 2.0 ** min(failure_count, 10))
+                if is_finished
+                else RETRY_SOON_S
+            )
+            self._retry_after[pair] = loop_time() + rest_s, failure_count + bool(is_finished)
         else:
-            await self._versions.warmed(version, endpoint)
-        self.done["again" if again else "errors" if errors else "warm"] += 1
-        if whole:
+            await self._versions.mark_warm(version, endpoint)
+        self.result_counts["again" if must_retry else "errors" if errors else "warm"] += 1
+        if is_finished:
             emit(
                 Event.WARM_UP_FAILED if errors else Event.WARM_UP,
                 model=version,
                 endpoint=endpoint,
-                calls=warm_up.calls,
+                calls=warm_up.sent_count,
                 spent_s=round(warm_up.spent_s, 3),
                 errors=len(errors),
-                why=errors[0] if errors else warm_up.note,
-                opens=not again,
+                why=errors[0] if errors else warm_up.staleness_note,
+                opens=not must_retry,
             )
 
-    async def _send(self, family: ModelFamily, warm_up: WarmUp) -> bool:
+    async def _send_calls(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """Send all calls. Return False if that was interrupted: nothing can be said about an endpoint that is
         unreachable."""
-        told = self._versions.told(family)
-        if told is None or told.warmup is None:
+        family_options = self._versions.get_family_options(family)
+        if family_options is None or family_options.load_warmup is None:
             return False
-        requests, warm_up.note = await told.warmup()
-        most_s = self.options.versions.warm_s
-        calls = plan(requests, self.options.batching, warm_up.version)
-        for call in islice(calls, warm_up.calls, None):
+        requests, warm_up.staleness_note = await family_options.load_warmup()
+        timeout_s = self.options.versions.warmup_timeout_s
+        calls = plan_calls(requests, self.options.merge_rules, warm_up.version)
+        for call in islice(calls, warm_up.sent_count, None):
             while True:
-                if warm_up.spent_s >= most_s:
-                    warm_up.errors.append(f"not done within {most_s:g} s")
+                if warm_up.spent_s >= timeout_s:
+                    warm_up.errors.append(f"not done within {timeout_s:g} s")
                     return True
                 self._units += 1
                 try:
-                    if not await self._is_ours(warm_up) or not await self._room(warm_up):
-                        self._stopped[warm_up.version, warm_up.endpoint] = warm_up
+                    if not await self._ensure_lock(warm_up) or not await self._wait_for_room(warm_up):
+                        self._interrupted[warm_up.version, warm_up.endpoint] = warm_up
                         return False
-                    if self._has_lapsed(warm_up):
+                    if self._has_lock_expired(warm_up):
                         continue
-                    if not self._wanted(family, warm_up):
+                    if not self._is_desired(family, warm_up):
                         return False
-                    began_at = now()
-                    with self._versions.under_way(warm_up.version):
-                        outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
+                    began_at = loop_time()
+                    with self._versions.count_in_flight(warm_up.version):
+                        outcome = await self._send_call(warm_up, call, began_at + timeout_s - warm_up.spent_s)
                 finally:
                     self._units -= 1
-                warm_up.spent_s += now() - began_at
+                warm_up.spent_s += loop_time() - began_at
                 if not isinstance(outcome, Overloaded | Evicted):
                     break
                 # Refused or evicted: send the same call again. Waiting does not count as spent time.
                 await asyncio.sleep(min(max(outcome.retry_after_s or 0.0, 1.0), self.options.retry.max_s))
-            warm_up.calls += 1
-            if (why := _error(outcome, warm_up.version)) is None:
+            warm_up.sent_count += 1
+            if (why := _describe_error(outcome, warm_up.version)) is None:
                 return False
             if why:
                 warm_up.errors.append(why)
-                if len(warm_up.errors) == ERRORS_MOST:
+                if len(warm_up.errors) == MAX_ERRORS:
                     break
         return True
 
-    async def _is_ours(self, warm_up: WarmUp) -> bool:
+    async def _ensure_lock(self, warm_up: WarmUp) -> bool:
         """Return True if this owner has the lock. An expired lock is taken again, and the state of others is
         read."""
-        if self._has_lapsed(warm_up):
-            if not await self._take(warm_up):
+        if self._has_lock_expired(warm_up):
+            if not await self._take_lock(warm_up):
                 return False
-            await self._versions.exchange()
+            await self._versions.exchange_registry()
         return True
 
-    def _has_lapsed(self, warm_up: WarmUp) -> bool:
-        return self._access.clock() >= warm_up.ours_until
+    def _has_lock_expired(self, warm_up: WarmUp) -> bool:
+        return self._access.clock() >= warm_up.lock_held_until
 
-    def _wanted(self, family: ModelFamily, warm_up: WarmUp) -> bool:
+    def _is_desired(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """Return True if the version is still cold there and in the settings."""
-        known = self._versions.told(family) is not None
-        return known and (warm_up.version, warm_up.endpoint) in family.cold()
+        is_configured = self._versions.get_family_options(family) is not None
+        return is_configured and (warm_up.version, warm_up.endpoint) in family.list_cold_endpoints()
 
-    async def _room(self, warm_up: WarmUp) -> bool:
+    async def _wait_for_room(self, warm_up: WarmUp) -> bool:
         """Wait until a unit of the limit is free. Return False if the gate stays closed, or requests of other
         owners fill the limit, which may last long."""
         pair = warm_up.version, warm_up.endpoint
-        ends_at = now() + CLOSED_S
+        ends_at = loop_time() + MAX_ROOM_WAIT_S
         while True:
-            allowance = self._limiter.allowance(now())
+            allowance = self._limiter.get_allowance(loop_time())
             # With more warm-ups than units, the owners agree on the order by sorting the pairs.
-            mine = max(self._under_way, sum(each < pair for each in self._running))
-            before = sum(each < pair for each in self._others)
-            taken = self._holding.units + self._limiter.others + mine + before
+            own_units = max(self._calls_in_flight, sum(each < pair for each in self._running))
+            earlier_units = sum(each < pair for each in self._foreign_warm_ups)
+            taken_units = self._in_flight.units + self._limiter.other_owners_units + own_units + earlier_units
             # A probe is allowed for one call only.
-            if allowance.limit > taken or self._probe > taken:
-                self._probe = 0
+            if allowance.limit > taken_units or self._probe_limit > taken_units:
+                self._probe_limit = 0
                 return True
-            if not allowance.reason.closed and self._holding.units:
-                ends_at = now() + CLOSED_S  # no new requests are claimed in place of those that end
-            elif now() >= ends_at or allowance.reason is Reason.DRAINING:
+            if not allowance.reason.is_closed and self._in_flight.units:
+                ends_at = (
+                    loop_time() + MAX_ROOM_WAIT_S
+                )  # no new requests are claimed in place of those that end
+            elif loop_time() >= ends_at or allowance.reason is Reason.DRAINING:
                 return False
             # Polling is simple and cheap here: at most MAX_PARALLEL_WARM_UPS tasks wait.
-            await asyncio.sleep(ROOM_S)
+            await asyncio.sleep(ROOM_CHECK_S)
 
-    async def _call(self, warm_up: WarmUp, call: WarmupCall, ends_at: float) -> Outcome:
-        self._number += 1
-        token = f"warm-up-{self._number}"
-        straight = self.options.versions.straight
-        if straight is None:
-            straight = not self._versions.steered
-        self._under_way += 1
+    async def _send_call(self, warm_up: WarmUp, call: WarmupCall, ends_at: float) -> Outcome:
+        self._call_number += 1
+        token = f"warm-up-{self._call_number}"
+        warm_directly = self.options.versions.warm_directly
+        if warm_directly is None:
+            warm_directly = not self._versions.can_steer
+        self._calls_in_flight += 1
         # Counts in the limit like a request of this process.
-        self._limiter.sent(token, now())
+        self._limiter.record_send(token, loop_time())
         try:
-            if straight and self._servers is not None and warm_up.endpoint != GATEWAY:
+            if warm_directly and self._servers is not None and warm_up.endpoint != GATEWAY:
                 return await self._servers.post(warm_up.endpoint, call.path, call.body, deadline=ends_at)
             request = Request(
                 f"{self._access.queue.owner}-{token}",
                 # Deadlines are whole Unix seconds: round up, since `ends_at` is the real limit.
-                int(self._access.queue.unix_now() + ends_at - now()) + 1,
+                int(self._access.queue.unix_now() + ends_at - loop_time()) + 1,
                 call.body,
                 endpoint=call.path,
                 version=warm_up.version,
-                endpoints=warm_up.endpoint if self._versions.steered else "",
+                endpoints=warm_up.endpoint if self._versions.can_steer else "",
             )
-            sent = await self._gateway.forward(request, token=token, deadline=ends_at, may_send=_may)
-            if sent.held is not None:
-                sent.held.free()  # only the start of the answer is used
-            self._seen(sent)
-            return sent.outcome
+            result = await self._gateway.forward(
+                request, token=token, deadline=ends_at, may_send=_always_send
+            )
+            if result.memory is not None:
+                result.memory.free_share()  # only the start of the answer is used
+            self._report_gateway_state(result)
+            return result.outcome
         finally:
-            self._under_way -= 1
-            self._limiter.answered(token, now())
+            self._calls_in_flight -= 1
+            self._limiter.record_answer(token, loop_time())
 
-    def _seen(self, sent: Forwarded) -> None:
+    def _report_gateway_state(self, result: AttemptResult) -> None:
         """Tell the limiter whether the gateway is reachable."""
-        match sent.outcome:
+        match result.outcome:
             case Unreachable(why):
-                self._limiter.unreachable(sent.ended_at, why)
+                self._limiter.record_connection_failure(result.ended_at, why)
             case Delivered() | TooLarge() | Overloaded() | Evicted():
-                self._limiter.reached(sent.ended_at, sent.sent_at)
+                self._limiter.record_gateway_answer(result.ended_at, result.sent_at)
             case _:
                 pass
 
 
-def _may() -> bool:
+def _always_send() -> bool:
     return True
 
 
-def _error(outcome: Outcome, version: str) -> str | None:
+def _describe_error(outcome: Outcome, version: str) -> str | None:
     """Return the error of an answer, empty if there is none. `None` if the model did not answer at all."""
     match outcome:
         case Delivered(status, body) if says_no_model(status, body, version):
             return None
         case Delivered(status, body) if status >= 300:
-            return f"{status}: {shortened(plain(body.decode(errors='replace')), _WHY_CHARS)}"
+            return f"{status}: {truncate_text(escape_unprintable(body.decode(errors='replace')), _MAX_WHY_CHARS)}"
         case Delivered() | TooLarge():
             return ""
         case Failed(why, status):
-            return shortened(why if status is None else f"{status}: {why}", _WHY_CHARS)
+            return truncate_text(why if status is None else f"{status}: {why}", _MAX_WHY_CHARS)
         case TooLate():
             return "no answer in time"
         case _:

@@ -6,80 +6,82 @@ import heapq
 from collections.abc import Sequence
 
 from dispatcher.core.requests.submission import QueueFullError
-from dispatcher.lab.memory_queue.entries import Entry, Place
-from dispatcher.lab.memory_queue.state import Line
-from dispatcher.ports import Dead, Submission
+from dispatcher.lab.memory_queue.entries import Entry, Location
+from dispatcher.lab.memory_queue.state import QueueState
+from dispatcher.ports import DeadRequest, Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.queue.requeue import accept_anew
+from dispatcher.queue.requeue import build_resubmission
 
 
-def submit(line: Line, submissions: Sequence[Submission]) -> int:
-    pool = line.pool
+def submit(queue: QueueState, submissions: Sequence[Submission]) -> int:
+    pool = queue.pool
     now = pool.unix_now()
-    there = line.waiting_count + line.count[Place.DELAYED]
-    if 0 < line.max_pending < there + len(submissions):
-        raise QueueFullError(f"{there} requests wait, and queue.max_pending is {line.max_pending}")
+    there = queue.waiting_count + queue.count_by_location[Location.DELAYED]
+    if 0 < queue.max_pending < there + len(submissions):
+        raise QueueFullError(f"{there} requests wait, and queue.max_pending is {queue.max_pending}")
     new = 0
     for each in submissions:
         if each.request_id and each.request_token and each.deadline:
-            tokens = line.active.setdefault(each.request_id, {})
+            tokens = queue.active_tokens.setdefault(each.request_id, {})
             tokens[each.request_token] = max(each.deadline, now + 1)
-        new += line.add(each.member, each.score)
-    pool.wake()
+        new += queue.add_member(each.member, each.score)
+    pool.wake_dispatchers()
     return new
 
 
-def cancel(line: Line, request_id: str, request_token: str, *, found: bool = False) -> bool:
-    pool = line.pool
+def cancel_request(
+    queue: QueueState, request_id: str, request_token: str, *, is_token_known: bool = False
+) -> bool:
+    pool = queue.pool
     now = pool.unix_now()
-    tokens = dict(line.active.get(request_id, {}))
-    if (theirs := pool.value(pool.foreign_active, request_id)) is not None:
-        tokens.setdefault(theirs, now + CANCEL_TTL_S)
-    if found:  # the caller has seen the request, so it can be cancelled without an active marker
+    tokens = dict(queue.active_tokens.get(request_id, {}))
+    if (foreign_token := pool.read_expiring(pool.foreign_active, request_id)) is not None:
+        tokens.setdefault(foreign_token, now + CANCEL_TTL_S)
+    if is_token_known:  # the caller has seen the request, so it can be cancelled without an active marker
         tokens.setdefault(request_token, now + CANCEL_TTL_S)
     asked = {
         f"{request_id}:{token}": (token, until)
         for token, until in tokens.items()
         if request_token in ("", token) and until > now
     }
-    line.cancels |= asked
+    queue.cancel_markers |= asked
     if asked:
-        pool.wake()
+        pool.wake_dispatchers()
     return bool(asked)
 
 
-def peek(line: Line, most: int) -> list[tuple[float, bytes]]:
-    return [(score, member) for score, member, _ in heapq.nsmallest(most, line.open())]
+def peek_next(queue: QueueState, max_count: int) -> list[tuple[float, bytes]]:
+    return [(score, member) for score, member, _ in heapq.nsmallest(max_count, queue.iterate_claimable())]
 
 
-def dead_after(line: Line, entry: int, most: int) -> list[Dead]:
-    ids = heapq.nsmallest(most, (each for each in line.dead if each > entry))
-    return [_dead(*line.dead[each]) for each in ids]
+def list_dead_after(queue: QueueState, entry_id: int, max_count: int) -> list[DeadRequest]:
+    ids = heapq.nsmallest(max_count, (each for each in queue.dead if each > entry_id))
+    return [_to_dead_request(*queue.dead[each]) for each in ids]
 
 
-def dead_newest(line: Line, most: int) -> list[Dead]:
-    return [_dead(*line.dead[each]) for each in heapq.nlargest(most, line.dead)]
+def list_newest_dead(queue: QueueState, max_count: int) -> list[DeadRequest]:
+    return [_to_dead_request(*queue.dead[each]) for each in heapq.nlargest(max_count, queue.dead)]
 
 
-def purge(line: Line, entries: Sequence[int] | None) -> int:
-    doomed = [entry for entry in (line.dead if entries is None else entries) if entry in line.dead]
-    for entry in doomed:
-        line.forget(line.dead[entry][0])
-    return len(doomed)
+def purge_dead(queue: QueueState, entry_ids: Sequence[int] | None) -> int:
+    purged = [entry for entry in (queue.dead if entry_ids is None else entry_ids) if entry in queue.dead]
+    for entry in purged:
+        queue.remove_entry(queue.dead[entry][0])
+    return len(purged)
 
 
-def requeue(line: Line, entry_id: int, deadline: int) -> int:
-    if entry_id not in line.dead:
+def requeue_dead(queue: QueueState, entry_id: int, deadline: int) -> int:
+    if entry_id not in queue.dead:
         return 0
-    entry = line.dead[entry_id][0]
-    again = accept_anew(line.names, entry.member, entry.score, deadline)
-    if again is None:
+    entry = queue.dead[entry_id][0]
+    resubmission = build_resubmission(queue.names, entry.member, entry.score, deadline)
+    if resubmission is None:
         return 0
-    line.forget(entry)
-    submit(line, [again])
+    queue.remove_entry(entry)
+    submit(queue, [resubmission])
     return 1
 
 
-def _dead(entry: Entry, reason: str, died_at: float) -> Dead:
-    counts = entry.deliveries, entry.attempts, entry.refusals, entry.losses
-    return Dead(entry.id, entry.member, entry.score, reason, died_at, *counts)
+def _to_dead_request(entry: Entry, reason: str, died_at: float) -> DeadRequest:
+    counts = entry.deliveries, entry.failed_attempts, entry.refusals, entry.deaths_as_suspect
+    return DeadRequest(entry.id, entry.member, entry.score, reason, died_at, *counts)

@@ -7,122 +7,134 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from typing import TypeVar
 
-from dispatcher.ports import ModelMarks, PinAsked
+from dispatcher.ports import ModelRegistryState, PinRequest
 from dispatcher.queue.constants import (
-    AHEAD_S,
-    DECIDED_MOST,
-    PIN_MOST_S,
-    PINS_MOST,
-    USED_S,
-    WARM_S,
-    WARMING_S,
+    CLOCK_STEP_S,
+    MAX_LABELS_OR_DRAINS,
+    MAX_PIN_S,
+    MAX_PINS,
+    MODEL_IN_USE_S,
+    WARM_MARKER_S,
+    WARM_UP_LOCK_S,
 )
-from dispatcher.queue.model_registry import decided_by, fits, fitting, too_many
+from dispatcher.queue.model_registry import (
+    are_valid_names,
+    describe_decision,
+    filter_valid_pairs,
+    make_limit_error,
+)
 
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Board:
+class MemoryModelRegistry:
     """Registry whose steps get the time of the pool's clock. Each entry has the time until which it holds."""
 
     def __init__(self) -> None:
-        self.warm: dict[tuple[str, str], float] = {}
-        self.warming: dict[tuple[str, str, str], float] = {}
+        self.warm_until: dict[tuple[str, str], float] = {}
+        self.lock_until: dict[tuple[str, str, str], float] = {}
         """Key: model, endpoint, owner."""
-        self.used: dict[tuple[str, str], float] = {}
+        self.in_use_until: dict[tuple[str, str], float] = {}
         """Key: owner, model."""
         self.labels: dict[tuple[str, str], str] = {}
-        self.labelled: dict[tuple[str, str], str] = {}
-        self.drained: dict[str, str] = {}
+        self.label_origins: dict[tuple[str, str], str] = {}
+        self.drained_models: dict[str, str] = {}
         self.pins: OrderedDict[str, tuple[float, str]] = OrderedDict()
         """Time until which each pin is kept, and its version. The pin that was not asked for the longest
         comes first."""
 
-    def look(self, now: float) -> ModelMarks:
+    def read_state(self, now: float) -> ModelRegistryState:
         """Return what holds now, without changing anything."""
-        return ModelMarks(
-            frozenset(pair for pair, until in self.warm.items() if until > now),
-            frozenset(model for (_, model), until in self.used.items() if until > now),
+        return ModelRegistryState(
+            frozenset(pair for pair, until in self.warm_until.items() if until > now),
+            frozenset(model for (_, model), until in self.in_use_until.items() if until > now),
             dict(self.labels),
-            labelled=dict(self.labelled),
-            drained=dict(self.drained),
-            warming=frozenset(right for right, until in self.warming.items() if until > now),
+            label_origins=dict(self.label_origins),
+            drained_models=dict(self.drained_models),
+            warm_up_locks=frozenset(right for right, until in self.lock_until.items() if until > now),
         )
 
-    def marks(
+    def refresh_warm_markers(
         self,
         now: float,
         owner: str,
         keep: Collection[tuple[str, str]],
-        cold: Collection[tuple[str, str]],
-        using: Collection[str],
-    ) -> ModelMarks:
-        _lapse(self.warm, now, WARM_S)
-        _lapse(self.warming, now, WARMING_S)
-        _lapse(self.used, now, USED_S)
-        for pair in self.warm.keys() & set(keep):
-            self.warm[pair] = now + WARM_S
-        for pair in cold:
-            self.warm.pop(pair, None)
+        remove: Collection[tuple[str, str]],
+        models_in_use: Collection[str],
+    ) -> ModelRegistryState:
+        _drop_expired(self.warm_until, now, WARM_MARKER_S)
+        _drop_expired(self.lock_until, now, WARM_UP_LOCK_S)
+        _drop_expired(self.in_use_until, now, MODEL_IN_USE_S)
+        for pair in self.warm_until.keys() & set(keep):
+            self.warm_until[pair] = now + WARM_MARKER_S
+        for pair in remove:
+            self.warm_until.pop(pair, None)
         # The owner sends all models that it uses, so its previous ones are replaced.
-        for mine in [said for said in self.used if said[0] == owner]:
-            del self.used[mine]
-        self.used |= {(owner, model): now + USED_S for model in using if fits(model)}
-        return self.look(now)
+        for mine in [said for said in self.in_use_until if said[0] == owner]:
+            del self.in_use_until[mine]
+        self.in_use_until |= {
+            (owner, model): now + MODEL_IN_USE_S for model in models_in_use if are_valid_names(model)
+        }
+        return self.read_state(now)
 
-    def take(self, now: float, owner: str, model: str, endpoint: str) -> bool:
+    def take_warm_up_lock(self, now: float, owner: str, model: str, endpoint: str) -> bool:
         """Take or renew the warm-up lock. Return False if another owner has it."""
-        _lapse(self.warming, now, WARMING_S)
-        if not fits(model, endpoint) or any(
-            held[:2] == (model, endpoint) and held[2] != owner for held in self.warming
+        _drop_expired(self.lock_until, now, WARM_UP_LOCK_S)
+        if not are_valid_names(model, endpoint) or any(
+            lock[:2] == (model, endpoint) and lock[2] != owner for lock in self.lock_until
         ):
             return False
-        self.warming[model, endpoint, owner] = now + WARMING_S
+        self.lock_until[model, endpoint, owner] = now + WARM_UP_LOCK_S
         return True
 
-    def give_back(self, now: float, owner: str, model: str, endpoint: str, *, warm: bool) -> None:
-        self.warming.pop((model, endpoint, owner), None)
-        for pair in fitting([(model, endpoint)]) if warm else ():
-            self.warm[pair] = now + WARM_S
+    def release_warm_up_lock(
+        self, now: float, owner: str, model: str, endpoint: str, *, is_warm: bool
+    ) -> None:
+        self.lock_until.pop((model, endpoint, owner), None)
+        for pair in filter_valid_pairs([(model, endpoint)]) if is_warm else ():
+            self.warm_until[pair] = now + WARM_MARKER_S
 
-    def pin(self, now: float, pins: Sequence[PinAsked], most: int = PINS_MOST) -> list[str]:
+    def pin_versions(self, now: float, pins: Sequence[PinRequest], max_pins: int = MAX_PINS) -> list[str]:
         given = []
         for each in pins:
             # The pop moves the pin to the end of the order by last use.
             until, version = self.pins.pop(each.key, (now, ""))
-            if until <= now or version not in each.keeps:
-                version = each.version
-            self.pins[each.key] = now + max(0.0, min(each.for_s, PIN_MOST_S)), version
+            if until <= now or version not in each.allowed_versions:
+                version = each.proposed_version
+            self.pins[each.key] = now + max(0.0, min(each.keep_s, MAX_PIN_S)), version
             given.append(version)
-        while self.pins and (len(self.pins) > most or next(iter(self.pins.values()))[0] <= now):
+        while self.pins and (len(self.pins) > max_pins or next(iter(self.pins.values()))[0] <= now):
             self.pins.popitem(last=False)
         return given
 
-    def label(self, at: float, family: str, label: str, version: str | None, who: str) -> bool:
+    def set_label(self, at: float, family: str, label: str, version: str | None, who: str) -> bool:
         """Set or remove a label. `at` is in Unix seconds."""
         if version is None:
-            self.labelled.pop((family, label), None)
+            self.label_origins.pop((family, label), None)
             return self.labels.pop((family, label), None) is not None
-        if (family, label) not in self.labels and len(self.labels) >= DECIDED_MOST:
-            raise too_many("labels")
-        self.labels[family, label], self.labelled[family, label] = version, decided_by(who, "", at)
+        if (family, label) not in self.labels and len(self.labels) >= MAX_LABELS_OR_DRAINS:
+            raise make_limit_error("labels")
+        self.labels[family, label], self.label_origins[family, label] = (
+            version,
+            describe_decision(who, "", at),
+        )
         return True
 
-    def drain(self, at: float, model: str, who: str, why: str) -> None:
+    def drain_version(self, at: float, model: str, who: str, why: str) -> None:
         """Drain a version. `at` is in Unix seconds."""
-        if model not in self.drained and len(self.drained) >= DECIDED_MOST:
-            raise too_many("drains")
-        self.drained[model] = decided_by(who, why, at)
+        if model not in self.drained_models and len(self.drained_models) >= MAX_LABELS_OR_DRAINS:
+            raise make_limit_error("drains")
+        self.drained_models[model] = describe_decision(who, why, at)
 
-    def undrain(self, model: str) -> bool:
-        return self.drained.pop(model, None) is not None
+    def undrain_version(self, model: str) -> bool:
+        return self.drained_models.pop(model, None) is not None
 
 
-def _lapse(held: dict[Name, float], now: float, for_s: float) -> None:
+def _drop_expired(until_by_name: dict[Name, float], now: float, for_s: float) -> None:
     """Remove what has expired, and let nothing hold for longer than from now on, because the clock may have
     stepped back."""
-    for name, until in list(held.items()):
+    for name, until in list(until_by_name.items()):
         if until <= now:
-            del held[name]
-        elif until > now + for_s + AHEAD_S:
-            held[name] = now + for_s
+            del until_by_name[name]
+        elif until > now + for_s + CLOCK_STEP_S:
+            until_by_name[name] = now + for_s

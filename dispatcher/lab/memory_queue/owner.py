@@ -6,40 +6,40 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dispatcher.core.requests.forecast import LineAhead
-from dispatcher.core.requests.lanes import ONE_OF_EACH, Lane
+from dispatcher.core.requests.forecast import QueueSnapshot
+from dispatcher.core.requests.lanes import ONE_PER_LANE, Lane
 from dispatcher.core.sequences.decisions import SequenceTerms
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.lab.memory_queue import results, sequences, steps
 from dispatcher.lab.memory_queue.entries import Entry
 from dispatcher.lab.memory_queue.queue_admin import MemoryStore
-from dispatcher.lab.memory_queue.state import Grant
+from dispatcher.lab.memory_queue.state import LeaseRecord
 from dispatcher.lab.memory_queue.steps import Caller
 from dispatcher.lab.memory_queue.sweep import sweep
 from dispatcher.ports import (
-    Burial,
-    Claimed,
-    Counts,
-    Expired,
-    HandedOver,
+    ClaimResult,
+    ClaimTurnsResult,
+    DeadLetter,
     Lease,
-    Leases,
-    LinedUp,
-    ModelMarks,
+    LeaseCounts,
+    LeaseUnitsResult,
+    ModelRegistryState,
     Overload,
     Permit,
-    PinAsked,
-    Recalled,
+    PinRequest,
+    QueueCounts,
     Release,
-    Renewed,
-    Settled,
+    RemainingRequest,
+    RenewResult,
+    ReturnedRequests,
+    SettleAndClaimResult,
     Settlement,
-    Shared,
-    Swept,
-    Unserved,
-    Weighed,
+    SettleStatus,
+    SharedState,
+    SweepSummary,
+    UnleasedRequest,
 )
-from dispatcher.queue.owners import Prover
+from dispatcher.queue.owners import DeadOwnerDetector
 
 
 class MemoryQueue:
@@ -56,234 +56,291 @@ class MemoryQueue:
         clock: Callable[[], float] | None = None,
         poll_s: float = 0.2,
         owner_timeout_s: float = 5.0,
-        prover: Prover | None = None,
+        dead_owner_detector: DeadOwnerDetector | None = None,
         max_pending: int = 0,
     ) -> None:
         self.store = store
         self.owner = owner
-        self._line = store.line
+        self._queue = store.queue
         self._pool = store.pool
         self._clock = clock
         self._poll_s = poll_s
         self._timeout_s = owner_timeout_s
-        self._prover = prover
+        self._dead_owner_detector = dead_owner_detector
         self._max_pending = max_pending
-        self._woken = asyncio.Event()
-        self._pool.wakers.append(self._woken)
+        self._wake_event = asyncio.Event()
+        self._pool.wake_events.append(self._wake_event)
 
     def __repr__(self) -> str:
         return f"<MemoryQueue {self.owner} of {self.store!r}>"
 
     def close(self) -> None:
         """Fall silent, as if the process had ended."""
-        if self._woken in self._pool.wakers:
-            self._pool.wakers.remove(self._woken)
+        if self._wake_event in self._pool.wake_events:
+            self._pool.wake_events.remove(self._wake_event)
 
     def unix_now(self) -> float:
         return self._pool.unix_now()
 
-    async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
-        found = ((name, self._line.refused_list(name)) for name in names)
+    async def find_invalid_result_lists(self, names: Iterable[str]) -> Mapping[str, str]:
+        found = ((name, self._queue.find_list_problem(name)) for name in names)
         return {name: why for name, why in found if why is not None}
 
     async def claim(
         self,
-        most: int,
+        max_count: int,
         nonce: str,
         permit: Permit,
         *,
-        lanes: Mapping[Lane, int] = ONE_OF_EACH,
-        units: int = 1,
-    ) -> Claimed:
-        return self._claim(most, nonce, permit, lanes, units)
+        max_per_lane: Mapping[Lane, int] = ONE_PER_LANE,
+        assumed_units: int = 1,
+    ) -> ClaimResult:
+        return self._claim_requests(max_count, nonce, permit, max_per_lane, assumed_units)
 
-    async def probe(self, nonce: str, permit: Permit) -> Claimed:
-        return self._claim(1, nonce, permit, ONE_OF_EACH, 1, probing=True)
+    async def claim_probe(self, nonce: str, permit: Permit) -> ClaimResult:
+        return self._claim_requests(1, nonce, permit, ONE_PER_LANE, 1, is_probe=True)
 
-    def _claim(
+    def _claim_requests(
         self,
-        most: int,
+        max_count: int,
         nonce: str,
         permit: Permit,
-        lanes: Mapping[Lane, int],
-        units: int,
+        max_per_lane: Mapping[Lane, int],
+        assumed_units: int,
         *,
-        probing: bool = False,
-    ) -> Claimed:
-        me = self._begin()
-        theirs = self._theirs_of(permit)
+        is_probe: bool = False,
+    ) -> ClaimResult:
+        caller = self._begin_step()
+        pool_permit = self._permit_in_pool_time(permit)
         taken, waiting = steps.claim(
-            self._line, me, nonce, theirs, most=most, lanes=lanes, units=units, probing=probing
+            self._queue,
+            caller,
+            nonce,
+            pool_permit,
+            max_count=max_count,
+            max_per_lane=max_per_lane,
+            assumed_units=assumed_units,
+            is_probe=is_probe,
         )
-        return Claimed([_lease(each) for each in taken], self._leases(me), self._shared(), waiting)
+        return ClaimResult(
+            [_to_lease(each) for each in taken],
+            self._count_leases(caller),
+            self._read_shared_state(),
+            waiting,
+        )
 
-    async def renew(self, leases: Sequence[Lease]) -> Renewed:
-        me = self._begin()
-        return Renewed(steps.renew(self._line, me, leases), self._leases(me), self._shared())
+    async def renew(self, leases: Sequence[Lease]) -> RenewResult:
+        caller = self._begin_step()
+        return RenewResult(
+            steps.renew(self._queue, caller, leases), self._count_leases(caller), self._read_shared_state()
+        )
 
-    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
-        me = self._begin()
-        fits = steps.weigh(self._line, me, weights, self._theirs_of(permit))
-        return Weighed(fits, self._leases(me), self._shared())
+    async def set_lease_units(
+        self, lease_units: Sequence[tuple[Lease, int]], permit: Permit
+    ) -> LeaseUnitsResult:
+        caller = self._begin_step()
+        fits = steps.set_lease_units(self._queue, caller, lease_units, self._permit_in_pool_time(permit))
+        return LeaseUnitsResult(fits, self._count_leases(caller), self._read_shared_state())
 
-    async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
-        me = self._begin()
-        verdicts = sequences.line_up(self._line, turns, terms)
-        return LinedUp(verdicts, self._leases(me), self._shared())
+    async def claim_turns(
+        self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
+    ) -> ClaimTurnsResult:
+        caller = self._begin_step()
+        verdicts = sequences.claim_turns(self._queue, turns, terms)
+        return ClaimTurnsResult(verdicts, self._count_leases(caller), self._read_shared_state())
 
-    async def unserved(self, most: int) -> Sequence[Unserved]:
-        self._begin()
-        return sequences.unserved(self._line, most)
+    async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
+        self._begin_step()
+        return sequences.find_remaining_requests(self._queue, max_count)
 
-    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
-        me = self._begin()
+    async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:
+        caller = self._begin_step()
         if overload is not None:
-            overload = replace(overload, at=self._theirs(overload.at), until=self._theirs(overload.until))
-        steps.renew(self._line, me, permit=self._theirs_of(permit), overload=overload)
-        return Renewed((), self._leases(me), self._shared())
+            overload = replace(
+                overload,
+                refused_at=self._to_pool_time(overload.refused_at),
+                retry_at=self._to_pool_time(overload.retry_at),
+            )
+        steps.renew(self._queue, caller, permit=self._permit_in_pool_time(permit), overload=overload)
+        return RenewResult((), self._count_leases(caller), self._read_shared_state())
 
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
-        self._begin()
-        return results.settle(self._line, [(each, None) for each in settlements])
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
+        self._begin_step()
+        return results.settle(self._queue, [(each, None) for each in settlements])
 
-    async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
-        me, line, came = self._begin(), self._line, list[Entry]()
-        answers = results.settle(line, [(each, None) for each in settlements], came)
-        taken = steps.hand_over(line, me, nonce, self._theirs_of(permit), came)
-        waiting = line.waiting_count - line.passed_over({}, taken)
-        claimed = Claimed([_lease(each) for each in taken], self._leases(me), self._shared(), waiting)
-        return HandedOver(answers, claimed, [sequences.goes_of(line, each.entry) for each in taken])
+    async def settle_and_claim_next(
+        self, settlements: Sequence[Settlement], nonce: str, permit: Permit
+    ) -> SettleAndClaimResult:
+        caller, queue, ready_entries = self._begin_step(), self._queue, list[Entry]()
+        statuses = results.settle(queue, [(each, None) for each in settlements], ready_entries)
+        taken = steps.claim_next(queue, caller, nonce, self._permit_in_pool_time(permit), ready_entries)
+        waiting = queue.waiting_count - queue.count_passed_over({}, taken)
+        claimed = ClaimResult(
+            [_to_lease(each) for each in taken],
+            self._count_leases(caller),
+            self._read_shared_state(),
+            waiting,
+        )
+        return SettleAndClaimResult(
+            statuses, claimed, [sequences.get_granted_turn(queue, each.entry) for each in taken]
+        )
 
-    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
-        return steps.release(self._line, self._begin().now, releases)
+    async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
+        return steps.release(self._queue, self._begin_step().now, releases)
 
-    async def recall(self, models: Sequence[str]) -> Recalled:
-        self._begin()
-        return steps.recall(self._line, models)
+    async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
+        self._begin_step()
+        return steps.return_waiting_for_models(self._queue, models)
 
-    async def awaited(self) -> Mapping[str, int]:
-        self._begin()
-        return steps.awaited(self._line)
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
+        self._begin_step()
+        return steps.count_waiting_by_model(self._queue)
 
-    async def marks(
-        self, keep: Collection[tuple[str, str]], cold: Collection[tuple[str, str]], using: Collection[str]
-    ) -> ModelMarks:
-        return self._pool.board.marks(self._begin().now, self.owner, keep, cold, using)
+    async def refresh_warm_markers(
+        self,
+        keep: Collection[tuple[str, str]],
+        remove: Collection[tuple[str, str]],
+        models_in_use: Collection[str],
+    ) -> ModelRegistryState:
+        return self._pool.model_registry.refresh_warm_markers(
+            self._begin_step().now, self.owner, keep, remove, models_in_use
+        )
 
-    async def model_marks(self) -> ModelMarks:
-        return self._pool.board.look(self._begin().now)
+    async def read_model_registry(self) -> ModelRegistryState:
+        return self._pool.model_registry.read_state(self._begin_step().now)
 
-    async def warming(self, model: str, endpoint: str) -> bool:
-        return self._pool.board.take(self._begin().now, self.owner, model, endpoint)
+    async def take_warm_up_lock(self, model: str, endpoint: str) -> bool:
+        return self._pool.model_registry.take_warm_up_lock(
+            self._begin_step().now, self.owner, model, endpoint
+        )
 
-    async def warmed(self, model: str, endpoint: str) -> None:
-        self._pool.board.give_back(self._begin().now, self.owner, model, endpoint, warm=True)
+    async def mark_warm(self, model: str, endpoint: str) -> None:
+        self._pool.model_registry.release_warm_up_lock(
+            self._begin_step().now, self.owner, model, endpoint, is_warm=True
+        )
 
-    async def unwarmed(self, model: str, endpoint: str) -> None:
-        self._pool.board.give_back(self._begin().now, self.owner, model, endpoint, warm=False)
+    async def release_warm_up_lock(self, model: str, endpoint: str) -> None:
+        self._pool.model_registry.release_warm_up_lock(
+            self._begin_step().now, self.owner, model, endpoint, is_warm=False
+        )
 
-    async def pin(self, pins: Sequence[PinAsked]) -> Sequence[str]:
-        return self._pool.board.pin(self._begin().now, pins)
+    async def pin_versions(self, pins: Sequence[PinRequest]) -> Sequence[str]:
+        return self._pool.model_registry.pin_versions(self._begin_step().now, pins)
 
-    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
-        self._begin()
-        return results.settle(self._line, [(each.settlement, each.reason) for each in burials])
+    async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
+        self._begin_step()
+        return results.settle(self._queue, [(each.settlement, each.reason) for each in dead_letters])
 
-    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        self._begin()
-        return [steps.is_cancelled(self._line, name, token) for name, token in requests]
+    async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        self._begin_step()
+        return [steps.is_cancelled(self._queue, name, token) for name, token in requests]
 
-    async def sweep(self) -> Swept:
-        me = self._begin()
-        self._line.max_pending = self._max_pending
-        reclaimed, due, due_at, turns, revoked = sweep(self._line, me, ())
+    async def sweep(self) -> SweepSummary:
+        caller = self._begin_step()
+        self._queue.max_pending = self._max_pending
+        reclaimed, due, due_at, turns, revoked = sweep(self._queue, caller, ())
         # Leases of owners that are proven to have ended are taken back in a second sweep, as in Redis.
-        if gone := self._gone():
-            more, _, due_at, again, _ = sweep(self._line, me, gone)
+        if ended_owners := self._find_ended_owners():
+            more, _, due_at, again, _ = sweep(self._queue, caller, ended_owners)
             reclaimed, turns = reclaimed + more, turns + again
-        due_at = None if due_at is None else self._mine(due_at)
-        return Swept(reclaimed, due, due_at, self._pool.lost, turns, revoked)
+        due_at = None if due_at is None else self._to_own_time(due_at)
+        return SweepSummary(reclaimed, due, due_at, self._pool.lost_units, turns, revoked)
 
-    def _gone(self) -> Sequence[str]:
+    def _find_ended_owners(self) -> Sequence[str]:
         """Return the owners that hold leases and are proven to have ended."""
-        others = [owner for owner in self._pool.held_by if owner != self.owner]
-        return self._prover.gone(others) if self._prover is not None else ()
+        others = [owner for owner in self._pool.units_by_owner if owner != self.owner]
+        return (
+            self._dead_owner_detector.find_ended_owners(others)
+            if self._dead_owner_detector is not None
+            else ()
+        )
 
-    async def expired(self, most: int) -> Sequence[Expired]:
-        self._begin()
-        return results.overdue(self._line, most)
+    async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
+        self._begin_step()
+        return results.find_overdue(self._queue, max_count)
 
-    async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
-        self._begin()
-        return results.expire(self._line, items)
+    async def settle_unleased(self, items: Sequence[tuple[UnleasedRequest, Settlement]]) -> int:
+        self._begin_step()
+        return results.settle_unleased(self._queue, items)
 
-    async def counts(self) -> Counts:
-        return await self.store.counts()
+    async def count_requests(self) -> QueueCounts:
+        return await self.store.count_requests()
 
-    async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
+    async def take_snapshot(self, rate: float | None = None, service_s: float = 0.0) -> QueueSnapshot:
         """Return a snapshot in which each score is a span of its own, whatever the rate."""
-        return steps.outlook(self._line, self._begin())
+        return steps.take_snapshot(self._queue, self._begin_step())
 
     async def wait_for_work(self) -> None:
         while True:
             try:
                 async with asyncio.timeout(self._poll_s):
-                    await self._woken.wait()
+                    await self._wake_event.wait()
             except TimeoutError:
-                self._begin()
-                if self._line.claimable:
+                self._begin_step()
+                if self._queue.claimable_count:
                     return
             else:
-                self._woken.clear()
+                self._wake_event.clear()
                 return
 
-    def _begin(self) -> Caller:
-        return Caller(self.owner, self._timeout_s, steps.begin(self._pool))
+    def _begin_step(self) -> Caller:
+        return Caller(self.owner, self._timeout_s, steps.begin_step(self._pool))
 
-    def _apart_by(self) -> float:
+    def _clock_offset_s(self) -> float:
         return 0.0 if self._clock is None else self._clock() - self._pool.clock()
 
-    def _mine(self, at: float) -> float:
-        return at + self._apart_by()
+    def _to_own_time(self, at: float) -> float:
+        return at + self._clock_offset_s()
 
-    def _theirs(self, at: float) -> float:
-        return at - self._apart_by()
+    def _to_pool_time(self, at: float) -> float:
+        return at - self._clock_offset_s()
 
-    def _theirs_of(self, permit: Permit) -> Permit:
-        return permit if self._clock is None else permit.but(read_at=self._theirs(permit.read_at))
+    def _permit_in_pool_time(self, permit: Permit) -> Permit:
+        return permit if self._clock is None else permit.copy_with(read_at=self._to_pool_time(permit.read_at))
 
-    def _leases(self, me: Caller) -> Leases:
+    def _count_leases(self, caller: Caller) -> LeaseCounts:
         pool = self._pool
-        others = pool.units - pool.held_by[self.owner]
-        return Leases(self._mine(me.now), pool.units, others, steps.young(pool, me), pool.lost, pool.stray)
+        others = pool.leased_units - pool.units_by_owner[self.owner]
+        return LeaseCounts(
+            self._to_own_time(caller.now),
+            pool.leased_units,
+            others,
+            steps.count_just_leased_units(pool, caller),
+            pool.lost_units,
+            pool.orphaned_units,
+        )
 
-    def _shared(self) -> Shared:
+    def _read_shared_state(self) -> SharedState:
         pool = self._pool
         overload = pool.overload
         if overload is not None and self._clock is not None:
-            overload = replace(overload, at=self._mine(overload.at), until=self._mine(overload.until))
-        permit = pool.permit
-        return Shared(
+            overload = replace(
+                overload,
+                refused_at=self._to_own_time(overload.refused_at),
+                retry_at=self._to_own_time(overload.retry_at),
+            )
+        permit = pool.shared_permit
+        return SharedState(
             limit=None if permit is None else permit.limit,
-            read_at=0.0 if permit is None else self._mine(permit.read_at),
+            read_at=0.0 if permit is None else self._to_own_time(permit.read_at),
             overload=overload,
-            prober=pool.prober,
-            paused=pool.pause is not None,
+            probing_owner=pool.probing_owner,
+            is_paused=pool.pause is not None,
         )
 
 
-def _lease(grant: Grant) -> Lease:
-    entry = grant.entry
+def _to_lease(lease: LeaseRecord) -> Lease:
+    entry = lease.entry
     return Lease(
         entry.id,
-        grant.token,
+        lease.token,
         entry.member,
         entry.score,
         entry.deliveries,
-        entry.attempts,
+        entry.failed_attempts,
         entry.refusals,
-        entry.losses,
+        entry.deaths_as_suspect,
         entry.lane,
         entry.units,
-        entry.last_try,
+        entry.last_attempt,
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from dispatcher.core.requests.found_request import FoundRequest, Looked, Whereabouts, Words
+from dispatcher.core.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
 from dispatcher.core.sequences.decisions import SequencePage
-from dispatcher.core.sequences.turns import SequenceSeen, SequenceStatus
+from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus
 from dispatcher.lab.memory_queue import admin_steps as steps
 from dispatcher.lab.memory_queue import search, sequences
-from dispatcher.lab.memory_queue.state import Line, Pool
-from dispatcher.lab.memory_queue.steps import awaited
-from dispatcher.ports import Counts, Dead, ModelMarks, Submission
+from dispatcher.lab.memory_queue.state import PoolState, QueueState
+from dispatcher.lab.memory_queue.steps import count_waiting_by_model
+from dispatcher.ports import DeadRequest, ModelRegistryState, QueueCounts, Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.model_registry import check_names
 
 
@@ -31,163 +31,167 @@ class MemoryStore:
         unix_origin: float = 0.0,
         lease_s: float = 30.0,
         name: str = "batch:{pool}:requests",
-        results: str = "batch:{pool}:results",
-        lists: tuple[str, ...] | None = None,
+        result_list: str = "batch:{pool}:results",
+        allowed_lists: tuple[str, ...] | None = None,
         dead_max: int = 100_000,
         max_payload_bytes: int = 16 << 20,
-        pool: Pool | None = None,
+        pool: PoolState | None = None,
     ) -> None:
         """`pool` is that of another queue, to share its limit; its clock and lease time are used then."""
-        self.pool = pool or Pool(clock, unix_origin=unix_origin, lease_s=lease_s)
-        names = Names(name, results, lists)
-        self.line = Line(self.pool, names, dead_max=dead_max, max_payload_bytes=max_payload_bytes)
-        self.results = results
-        self.lists = self.pool.lists
+        self.pool = pool or PoolState(clock, unix_origin=unix_origin, lease_s=lease_s)
+        names = QueueNames(name, result_list, allowed_lists)
+        self.queue = QueueState(self.pool, names, dead_max=dead_max, max_payload_bytes=max_payload_bytes)
+        self.default_result_list = result_list
+        self.result_lists = self.pool.result_lists
 
     def __repr__(self) -> str:
-        counts = self.line.counts()
-        return f"<MemoryStore {self.line.names.queue} {counts.pending} pending, {counts.leased} leased>"
+        counts = self.queue.count_requests()
+        return f"<MemoryStore {self.queue.names.queue} {counts.pending} pending, {counts.leased} leased>"
 
     @property
-    def down(self) -> str | None:
-        return self.pool.down
+    def outage_message(self) -> str | None:
+        return self.pool.outage_message
 
-    @down.setter
-    def down(self, why: str | None) -> None:
-        self.pool.down = why
+    @outage_message.setter
+    def outage_message(self, why: str | None) -> None:
+        self.pool.outage_message = why
 
-    def add(self, member: bytes, score: float) -> bool:
+    def add_member(self, member: bytes, score: float) -> bool:
         """Add a member like ZADD of a foreign producer: without token and wake-up. Return True if it was not
         pending."""
-        return self.line.add(member, score)
+        return self.queue.add_member(member, score)
 
-    def pop(self, name: str = "") -> bytes | None:
+    def pop_result(self, name: str = "") -> bytes | None:
         """Take a result like RPOP of a consumer. Without a name, from the default list."""
-        results = self.lists.get(name or self.results)
+        results = self.result_lists.get(name or self.default_result_list)
         return results.pop() if results else None
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
-        self.pool.check_up()
-        return steps.submit(self.line, submissions)
+        self.pool.check_available()
+        return steps.submit(self.queue, submissions)
 
-    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
-        self.pool.check_up()
-        return steps.cancel(self.line, request_id, request_token, found=found)
+    async def cancel_request(
+        self, request_id: str, request_token: str = "", *, is_token_known: bool = False
+    ) -> bool:
+        self.pool.check_available()
+        return steps.cancel_request(self.queue, request_id, request_token, is_token_known=is_token_known)
 
-    async def pause(self, by: str, why: str) -> None:
-        self.pool.check_up()
-        self.pool.pause = (by, why)
-        self.pool.wake()
+    async def pause(self, who: str, why: str) -> None:
+        self.pool.check_available()
+        self.pool.pause = (who, why)
+        self.pool.wake_dispatchers()
 
     async def resume(self) -> None:
-        self.pool.check_up()
+        self.pool.check_available()
         self.pool.pause = None
-        self.pool.wake()
+        self.pool.wake_dispatchers()
 
-    async def paused(self) -> tuple[str, str] | None:
-        self.pool.check_up()
+    async def read_pause(self) -> tuple[str, str] | None:
+        self.pool.check_available()
         return self.pool.pause
 
-    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
-        self.pool.check_up()
-        return steps.peek(self.line, most)
+    async def peek_next(self, max_count: int) -> Sequence[tuple[float, bytes]]:
+        self.pool.check_available()
+        return steps.peek_next(self.queue, max_count)
 
-    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
-        self.pool.check_up()
-        return search.lying(self.line, state, most, after)
+    async def list_requests(
+        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
+    ) -> LookupPage:
+        self.pool.check_available()
+        return search.list_requests(self.queue, state, max_count, after)
 
-    async def near(self, request_id: str, after: str = "") -> Looked:
-        self.pool.check_up()
-        return search.near(self.line, request_id)
+    async def find_by_id(self, request_id: str, after: str = "") -> LookupPage:
+        self.pool.check_available()
+        return search.find_by_id(self.queue, request_id)
 
-    async def search(
-        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
-    ) -> Looked:
-        self.pool.check_up()
-        return search.search(self.line, words, entries_only=entries_only)
+    async def search_requests(
+        self, terms: SearchTerms, after: str = "", *, entries_only: bool = False, full_members: bool = False
+    ) -> LookupPage:
+        self.pool.check_available()
+        return search.search_requests(self.queue, terms, entries_only=entries_only)
 
-    async def ahead(self, found: FoundRequest) -> int | None:
-        self.pool.check_up()
-        return search.ahead(self.line, found)
+    async def count_ahead(self, request: FoundRequest) -> int | None:
+        self.pool.check_available()
+        return search.count_ahead(self.queue, request)
 
-    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
-        self.pool.check_up()
-        return search.restore(self.line, queue, requests)
+    async def restore_requests(self, queue: str, requests: Sequence[FoundRequest]) -> int:
+        self.pool.check_available()
+        return search.restore_requests(self.queue, queue, requests)
 
-    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
-        self.pool.check_up()
-        return search.results(self.line, name, most, after)
+    async def read_results(self, name: str, max_count: int, after: int = 0) -> Sequence[bytes]:
+        self.pool.check_available()
+        return search.read_results(self.queue, name, max_count, after)
 
     async def take_result(self, name: str, result: bytes) -> bool:
-        self.pool.check_up()
-        return search.take(self.line, name, result)
+        self.pool.check_available()
+        return search.take_result(self.queue, name, result)
 
-    async def counts(self) -> Counts:
-        self.pool.check_up()
-        return self.line.counts()
+    async def count_requests(self) -> QueueCounts:
+        self.pool.check_available()
+        return self.queue.count_requests()
 
-    async def awaited(self) -> Mapping[str, int]:
-        self.pool.check_up()
-        return awaited(self.line)
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
+        self.pool.check_available()
+        return count_waiting_by_model(self.queue)
 
-    async def sequences(
-        self, most: int, after: str = "", status: SequenceStatus | None = None
+    async def list_sequences(
+        self, max_count: int, after: str = "", status: SequenceStatus | None = None
     ) -> SequencePage:
-        self.pool.check_up()
-        return sequences.page(self.line, most, after, status)
+        self.pool.check_available()
+        return sequences.list_sequences(self.queue, max_count, after, status)
 
-    async def sequence(self, sequence_id: str) -> SequenceSeen | None:
-        self.pool.check_up()
-        return sequences.show(self.line, sequence_id)
+    async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
+        self.pool.check_available()
+        return sequences.get_sequence(self.queue, sequence_id)
 
     async def release_sequence(self, sequence_id: str) -> bool:
-        self.pool.check_up()
-        return sequences.release(self.line, sequence_id)
+        self.pool.check_available()
+        return sequences.release_sequence(self.queue, sequence_id)
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
-        self.pool.check_up()
-        return sequences.abort(self.line, sequence_id, why)
+        self.pool.check_available()
+        return sequences.abort_sequence(self.queue, sequence_id, why)
 
     async def cancel_sequence(
-        self, sequence_id: str, at: float | None = None, for_s: float = CANCEL_TTL_S
+        self, sequence_id: str, submitted_until: float | None = None, claimed_within_s: float = CANCEL_TTL_S
     ) -> bool:
-        self.pool.check_up()
-        return sequences.cancel(self.line, sequence_id, at, for_s)
+        self.pool.check_available()
+        return sequences.cancel_sequence(self.queue, sequence_id, submitted_until, claimed_within_s)
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
-        self.pool.check_up()
-        return sequences.forget(self.line, sequence_id)
+        self.pool.check_available()
+        return sequences.forget_sequence(self.queue, sequence_id)
 
-    async def model_marks(self) -> ModelMarks:
-        self.pool.check_up()
-        return self.pool.board.look(self.pool.clock())
+    async def read_model_registry(self) -> ModelRegistryState:
+        self.pool.check_available()
+        return self.pool.model_registry.read_state(self.pool.clock())
 
-    async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
-        self.pool.check_up()
+    async def set_label(self, family: str, label: str, version: str | None, who: str) -> bool:
+        self.pool.check_available()
         check_names(family=family, label=label, version=family if version is None else version)
-        return self.pool.board.label(self.pool.unix_now(), family, label, version, who)
+        return self.pool.model_registry.set_label(self.pool.unix_now(), family, label, version, who)
 
-    async def drain(self, model: str, who: str, why: str = "") -> None:
-        self.pool.check_up()
+    async def drain_version(self, model: str, who: str, why: str = "") -> None:
+        self.pool.check_available()
         check_names(model=model)
-        self.pool.board.drain(self.pool.unix_now(), model, who, why)
+        self.pool.model_registry.drain_version(self.pool.unix_now(), model, who, why)
 
-    async def undrain(self, model: str) -> bool:
-        self.pool.check_up()
-        return self.pool.board.undrain(model)
+    async def undrain_version(self, model: str) -> bool:
+        self.pool.check_available()
+        return self.pool.model_registry.undrain_version(model)
 
-    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
-        self.pool.check_up()
-        return steps.dead_after(self.line, after, most)
+    async def list_dead(self, max_count: int, after: int = 0) -> Sequence[DeadRequest]:
+        self.pool.check_available()
+        return steps.list_dead_after(self.queue, after, max_count)
 
-    async def dead_newest(self, most: int) -> Sequence[Dead]:
-        self.pool.check_up()
-        return steps.dead_newest(self.line, most)
+    async def list_newest_dead(self, max_count: int) -> Sequence[DeadRequest]:
+        self.pool.check_available()
+        return steps.list_newest_dead(self.queue, max_count)
 
-    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
-        self.pool.check_up()
-        return sum(steps.requeue(self.line, entry, deadline) for entry in entries)
+    async def requeue_dead(self, entry_ids: Sequence[int], deadline: int) -> int:
+        self.pool.check_available()
+        return sum(steps.requeue_dead(self.queue, entry, deadline) for entry in entry_ids)
 
-    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
-        self.pool.check_up()
-        return steps.purge(self.line, entries)
+    async def purge_dead(self, entry_ids: Sequence[int] | None = None) -> int:
+        self.pool.check_available()
+        return steps.purge_dead(self.queue, entry_ids)

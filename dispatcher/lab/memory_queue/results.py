@@ -6,117 +6,129 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from dispatcher.core.requests.result import decode_result, misdirected
+from dispatcher.core.requests.result import decode_result, encode_bad_list
 from dispatcher.lab.memory_queue import sequences
-from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Place
-from dispatcher.lab.memory_queue.state import Line
+from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
+from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.ports import (
     CallRefusedError,
-    Expired,
     QueueUnavailableError,
-    Settled,
     Settlement,
+    SettleStatus,
+    UnleasedRequest,
 )
 
 
 def settle(
-    line: Line, ends: Sequence[tuple[Settlement, str | None]], came: list[Entry] | None = None
-) -> list[Settled | None]:
+    queue: QueueState, ends: Sequence[tuple[Settlement, str | None]], ready_entries: list[Entry] | None = None
+) -> list[SettleStatus | None]:
     """Settle leases, each with the reason for which its request is dead, or `None`. Requests whose turn has
     come are added to `ready_entries`. A lease whose result cannot be written stays, and does not hold up the
     others."""
-    said: list[Settled | None] = []
-    stuck, now = None, line.pool.clock()
+    statuses: list[SettleStatus | None] = []
+    stuck, now = None, queue.pool.clock()
     for settlement, why in ends:
         try:
-            said.append(_settle(line, settlement, why, now, [] if came is None else came))
+            statuses.append(
+                _settle_lease(queue, settlement, why, now, [] if ready_entries is None else ready_entries)
+            )
         except QueueUnavailableError as error:
             stuck = error
-            said.append(None)
-    if stuck is not None and not any(said):  # an error only if nothing at all was settled, as with Redis
+            statuses.append(None)
+    if stuck is not None and not any(statuses):  # an error only if nothing at all was settled, as with Redis
         raise stuck
-    return said
+    return statuses
 
 
-def _settle(line: Line, settlement: Settlement, bury: str | None, now: float, came: list[Entry]) -> Settled:
-    pool = line.pool
-    grant = line.held(settlement.lease)
+def _settle_lease(
+    queue: QueueState, settlement: Settlement, dead_reason: str | None, now: float, ready_entries: list[Entry]
+) -> SettleStatus:
+    pool = queue.pool
+    grant = queue.find_lease(settlement.lease)
     if grant is None:
-        return Settled.LOST
-    said = _write(line, settlement)
+        return SettleStatus.LOST
+    status = _write_result(queue, settlement)
     pool.end_lease(grant)
-    pool.settled += 1
-    came += sequences.end_turn(line, grant.entry, settlement.turn, now)
-    if bury is None:
-        line.forget(grant.entry)
+    pool.settled_count += 1
+    ready_entries += sequences.end_turn(queue, grant.entry, settlement.turn_end, now)
+    if dead_reason is None:
+        queue.remove_entry(grant.entry)
     else:
-        line.move(grant.entry, Place.DEAD)
-        line.dead[grant.entry.id] = (grant.entry, bury, pool.unix_now())
+        queue.move_entry(grant.entry, Location.DEAD)
+        queue.dead[grant.entry.id] = (grant.entry, dead_reason, pool.unix_now())
         # A dict keeps the order of insertion, so its first entry died first.
-        while len(line.dead) > line.dead_max:
-            line.forget(next(iter(line.dead.values()))[0])
-            line.dead_dropped += 1
-    return said
+        while len(queue.dead) > queue.dead_max:
+            queue.remove_entry(next(iter(queue.dead.values()))[0])
+            queue.dropped_dead_count += 1
+    return status
 
 
-def _write(line: Line, settlement: Settlement) -> Settled:
+def _write_result(queue: QueueState, settlement: Settlement) -> SettleStatus:
     """Push a result and delete the markers of its request. Raises if the result cannot be written, and
     changes nothing then."""
-    pool, default = line.pool, line.names.results
-    name, result = settlement.results or default, settlement.result
-    said = Settled.DONE
-    if result and name != default and (why := line.refused_list(name)) is not None:
-        told = settlement.request_id or decode_result(result).id
-        result = misdirected(told, name, why, token=settlement.request_token)
-        name, said = default, Settled.BAD_LIST
+    pool, default = queue.pool, queue.names.result_list
+    name, result = settlement.result_list or default, settlement.result
+    status = SettleStatus.DONE
+    if result and name != default and (why := queue.find_list_problem(name)) is not None:
+        known_id = settlement.request_id or decode_result(result).id
+        result = encode_bad_list(known_id, name, why, token=settlement.request_token)
+        name, status = default, SettleStatus.BAD_LIST
     if result:
-        if name in pool.not_lists:
+        if name in pool.invalid_lists:
             raise CallRefusedError(f"{name} is no list: results have no place to go")
-        pool.lists.setdefault(name, deque()).appendleft(result)
+        pool.result_lists.setdefault(name, deque()).appendleft(result)
     request_id, token = settlement.request_id, settlement.request_token
     if request_id and token:
         for keys in (pool.foreign_active, pool.foreign_cancel):
-            if pool.value(keys, request_id) == token:
+            if pool.read_expiring(keys, request_id) == token:
                 del keys[request_id]
-        line.cancels.pop(f"{request_id}:{token}", None)
-        tokens = line.active.get(request_id, {})
+        queue.cancel_markers.pop(f"{request_id}:{token}", None)
+        tokens = queue.active_tokens.get(request_id, {})
         tokens.pop(token, None)
         if not tokens:
-            line.active.pop(request_id, None)
-    return said
+            queue.active_tokens.pop(request_id, None)
+    return status
 
 
-def overdue(line: Line, most: int) -> list[Expired]:
-    now = line.pool.unix_now()
-    while (deadline := line.deadlines.key()) is not None and deadline <= now:
-        entry = line.deadlines.pop()
-        line.overdue.append((entry.moves, entry))
-    found: list[Expired] = []
+def find_overdue(queue: QueueState, max_count: int) -> list[UnleasedRequest]:
+    now = queue.pool.unix_now()
+    while (deadline := queue.deadlines.first_key()) is not None and deadline <= now:
+        entry = queue.deadlines.pop_entry()
+        queue.overdue.append((entry.move_count, entry))
+    found: list[UnleasedRequest] = []
     # Requests stay here until they are removed, and each is found again only after all others.
-    for _ in range(len(line.overdue)):
-        if len(found) == most:
+    for _ in range(len(queue.overdue)):
+        if len(found) == max_count:
             break
-        moves, entry = line.overdue.popleft()
-        if entry.moves == moves:
-            line.overdue.append((moves, entry))
-            if len(entry.member) > line.largest:
+        moves, entry = queue.overdue.popleft()
+        if entry.move_count == moves:
+            queue.overdue.append((moves, entry))
+            if len(entry.member) > queue.max_member_bytes:
                 continue
-            found.append(Expired(entry.where, entry.member, entry.last_try, entry.attempts, entry.refusals))
+            found.append(
+                UnleasedRequest(
+                    entry.location_token,
+                    entry.member,
+                    entry.last_attempt,
+                    entry.failed_attempts,
+                    entry.refusals,
+                )
+            )
     return found
 
 
-def expire(line: Line, items: Sequence[tuple[Expired, Settlement]]) -> int:
+def settle_unleased(queue: QueueState, items: Sequence[tuple[UnleasedRequest, Settlement]]) -> int:
     # Keyed by identity, so that an entry that is named twice gets one result.
     there: dict[int, tuple[Entry, Settlement]] = {}
     for item, settlement in items:
-        entry_id = int(item.place.partition(":")[0])
+        entry_id = int(item.location.partition(":")[0])
         never_claimed = entry_id == NEVER_CLAIMED
-        entry = line.pending.get(item.member) if never_claimed else line.entries.get(entry_id)
-        if entry is not None and entry.where == item.place:
+        entry = queue.pending.get(item.member) if never_claimed else queue.entries.get(entry_id)
+        if entry is not None and entry.location_token == item.location:
             there.setdefault(id(entry), (entry, settlement))
-    now = line.pool.clock()
+    now = queue.pool.clock()
     for entry, settlement in there.values():
-        _write(line, settlement)
-        line.forget(entry)
-        sequences.end_turn(line, entry, settlement.turn, now)
+        _write_result(queue, settlement)
+        queue.remove_entry(entry)
+        sequences.end_turn(queue, entry, settlement.turn_end, now)
     return len(there)

@@ -5,86 +5,95 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dispatcher.core.requests.found_request import (
-    IN_LINE,
-    OF_LANE,
+    LOCATION_BY_LANE,
+    QUEUED_LOCATIONS,
     FoundRequest,
-    Looked,
-    Whereabouts,
-    Words,
-    spellings,
+    LookupPage,
+    RequestLocation,
+    SearchTerms,
+    encode_spellings,
 )
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Place
-from dispatcher.lab.memory_queue.state import Line
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
+from dispatcher.lab.memory_queue.state import QueueState
 
 
-def lying(line: Line, state: Whereabouts, most: int, after: str) -> Looked:
-    there = sorted((each for each in _all(line) if each.state is state), key=lambda each: _order(each))
+def list_requests(queue: QueueState, state: RequestLocation, max_count: int, after: str) -> LookupPage:
+    there = sorted(
+        (each for each in _iterate_requests(queue) if each.location is state),
+        key=lambda each: _sort_key(each),
+    )
     first = int(after or 0)
-    page = there[first : first + most]
-    return Looked(page, str(first + most) if first + most < len(there) else "", len(page))
+    page = there[first : first + max_count]
+    return LookupPage(page, str(first + max_count) if first + max_count < len(there) else "", len(page))
 
 
-def search(line: Line, words: Words, *, entries_only: bool) -> Looked:
-    everything = [each for each in _all(line) if each.entry or not entries_only]
-    found = [each for each in everything if all(any(one in each.member for one in word) for word in words)]
-    return Looked(found, "", len(everything))
+def search_requests(queue: QueueState, terms: SearchTerms, *, entries_only: bool) -> LookupPage:
+    everything = [each for each in _iterate_requests(queue) if each.entry or not entries_only]
+    found = [each for each in everything if all(any(one in each.member for one in word) for word in terms)]
+    return LookupPage(found, "", len(everything))
 
 
-def near(line: Line, request_id: str) -> Looked:
-    if line.active.get(request_id):
-        return search(line, [spellings(request_id)], entries_only=False)
-    told = search(line, [spellings(request_id)], entries_only=True)
-    return Looked([each for each in told.found if each.state is Whereabouts.LEASED], "", told.looked_at)
+def find_by_id(queue: QueueState, request_id: str) -> LookupPage:
+    if queue.active_tokens.get(request_id):
+        return search_requests(queue, [encode_spellings(request_id)], entries_only=False)
+    page = search_requests(queue, [encode_spellings(request_id)], entries_only=True)
+    return LookupPage(
+        [each for each in page.requests if each.location is RequestLocation.LEASED], "", page.examined_count
+    )
 
 
-def ahead(line: Line, found: FoundRequest) -> int | None:
-    waiting = [each for each in _all(line) if each.state in IN_LINE]
-    mine = next((each for each in waiting if _same(each, found)), None)
+def count_ahead(queue: QueueState, request: FoundRequest) -> int | None:
+    waiting = [each for each in _iterate_requests(queue) if each.location in QUEUED_LOCATIONS]
+    mine = next((each for each in waiting if _is_same_request(each, request)), None)
     if mine is None:
         return None
     return sum(
-        _order(each) < _order(mine) if each.state is mine.state else each.score < mine.score
+        _sort_key(each) < _sort_key(mine) if each.location is mine.location else each.score < mine.score
         for each in waiting
     )
 
 
-def restore(line: Line, queue: str, requests: Sequence[FoundRequest]) -> int:
-    pool, added = line.pool, 0
+def restore_requests(target: QueueState, queue: str, requests: Sequence[FoundRequest]) -> int:
+    pool, added = target.pool, 0
     for each in requests:
-        if (name := each.name(queue)) in line.copied:
+        if (name := each.make_copy_id(queue)) in target.restored_names:
             continue
-        line.copied.add(name)
+        target.restored_names.add(name)
         added += 1
-        read = parse(each.member)
-        if isinstance(read, Request) and read.token and each.state is not Whereabouts.DEAD:
-            tokens = line.active.setdefault(read.id, {})
-            tokens[read.token] = max(read.deadline, pool.unix_now() + 1)
-        if each.state is Whereabouts.PENDING:
-            line.add(each.member, each.score)
+        parsed = parse_member(each.member)
+        if isinstance(parsed, Request) and parsed.token and each.location is not RequestLocation.DEAD:
+            tokens = target.active_tokens.setdefault(parsed.id, {})
+            tokens[parsed.token] = max(parsed.deadline, pool.unix_now() + 1)
+        if each.location is RequestLocation.PENDING:
+            target.add_member(each.member, each.score)
             continue
         entry = Entry(each.member, each.score)
-        entry.id, entry.units, entry.deaths = pool.new_id(), each.units, each.deaths
-        entry.deliveries, entry.attempts, entry.refusals = each.deliveries, each.attempts, each.refusals
-        entry.last_try = "" if each.state is Whereabouts.DEAD else each.reason
-        line.entries[entry.id] = entry
-        if each.state is Whereabouts.DEAD:
-            line.move(entry, Place.DEAD)
-            line.dead[entry.id] = (entry, each.reason, each.at or 0.0)
-        elif each.state is Whereabouts.DELAYED:
-            line.move(entry, Place.DELAYED, (each.at or 0.0) - pool.unix_origin)
+        entry.id, entry.units, entry.deaths = pool.next_entry_id(), each.units, each.deaths
+        entry.deliveries, entry.failed_attempts, entry.refusals = (
+            each.deliveries,
+            each.attempts,
+            each.refusals,
+        )
+        entry.last_attempt = "" if each.location is RequestLocation.DEAD else each.reason
+        target.entries[entry.id] = entry
+        if each.location is RequestLocation.DEAD:
+            target.move_entry(entry, Location.DEAD)
+            target.dead[entry.id] = (entry, each.reason, each.at or 0.0)
+        elif each.location is RequestLocation.DELAYED:
+            target.move_entry(entry, Location.DELAYED, (each.at or 0.0) - pool.unix_origin)
         else:
-            line.move(entry, Place.RETURNED)
-    pool.wake()
+            target.move_entry(entry, Location.RETURNED)
+    pool.wake_dispatchers()
     return added
 
 
-def results(line: Line, name: str, most: int, after: int) -> list[bytes]:
-    return list(reversed(line.pool.lists.get(name, ())))[after : after + most]
+def read_results(queue: QueueState, name: str, max_count: int, after: int) -> list[bytes]:
+    return list(reversed(queue.pool.result_lists.get(name, ())))[after : after + max_count]
 
 
-def take(line: Line, name: str, result: bytes) -> bool:
-    there = line.pool.lists.get(name)
+def take_result(queue: QueueState, name: str, result: bytes) -> bool:
+    there = queue.pool.result_lists.get(name)
     if there is None or result not in there:
         return False
     # The oldest result is the last one of the list, and `remove` takes the first one.
@@ -94,38 +103,40 @@ def take(line: Line, name: str, result: bytes) -> bool:
     return True
 
 
-def _same(one: FoundRequest, other: FoundRequest) -> bool:
-    if one.state is not other.state:
+def _is_same_request(first: FoundRequest, second: FoundRequest) -> bool:
+    if first.location is not second.location:
         return False
-    return one.entry == other.entry if other.entry else one.member == other.member
+    return first.entry == second.entry if second.entry else first.member == second.member
 
 
-def _order(one: FoundRequest) -> tuple[float, bytes, int]:
-    if one.state in (Whereabouts.DELAYED, Whereabouts.LEASED):
-        return one.at or 0.0, b"", one.entry
-    if one.state is Whereabouts.DEAD:
-        return one.entry, b"", 0
-    return one.score, one.member, one.entry
+def _sort_key(request: FoundRequest) -> tuple[float, bytes, int]:
+    if request.location in (RequestLocation.DELAYED, RequestLocation.LEASED):
+        return request.at or 0.0, b"", request.entry
+    if request.location is RequestLocation.DEAD:
+        return request.entry, b"", 0
+    return request.score, request.member, request.entry
 
 
-def _all(line: Line) -> Iterator[FoundRequest]:
-    pool = line.pool
-    due = {item[5].id: item[0] for item in line.delayed.heap if item[5].moves == item[4]}
-    for entry in (*line.pending.values(), *line.entries.values()):
-        state, at, owner, reason = _state(entry), None, "", entry.last_try
-        if entry.place is Place.DELAYED:
+def _iterate_requests(queue: QueueState) -> Iterator[FoundRequest]:
+    pool = queue.pool
+    due = {item[5].id: item[0] for item in queue.delayed.heap if item[5].move_count == item[4]}
+    for entry in (*queue.pending.values(), *queue.entries.values()):
+        state, at, owner, reason = _get_state(entry), None, "", entry.last_attempt
+        if entry.location is Location.DELAYED:
             at = due[entry.id] + pool.unix_origin
-        elif entry.place is Place.LEASED:
-            grant = pool.grants[entry.id]
+        elif entry.location is Location.LEASED:
+            grant = pool.leases[entry.id]
             at, owner = grant.expires_at + pool.unix_origin, grant.owner
-        elif entry.place is Place.DEAD:
-            _, reason, at = line.dead[entry.id]
-        counts = entry.deliveries, entry.attempts, entry.refusals, entry.deaths, entry.units or 1
+        elif entry.location is Location.DEAD:
+            _, reason, at = queue.dead[entry.id]
+        counts = entry.deliveries, entry.failed_attempts, entry.refusals, entry.deaths, entry.units or 1
         number = 0 if entry.id == NEVER_CLAIMED else entry.id
-        yield FoundRequest(state, entry.member, entry.score, number, *counts, owner, at, reason, entry.awaits)
+        yield FoundRequest(
+            state, entry.member, entry.score, number, *counts, owner, at, reason, entry.missing_model
+        )
 
 
-def _state(entry: Entry) -> Whereabouts:
-    if entry.place is Place.RETURNED and entry.lane is not None:
-        return OF_LANE[entry.lane]
-    return Whereabouts(entry.place.value)
+def _get_state(entry: Entry) -> RequestLocation:
+    if entry.location is Location.RETURNED and entry.lane is not None:
+        return LOCATION_BY_LANE[entry.lane]
+    return RequestLocation(entry.location.value)

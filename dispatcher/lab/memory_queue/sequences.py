@@ -8,143 +8,158 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from dispatcher.core.requests.oversize import cut
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.sequences.decisions import Goes, SequencePage, SequenceTerms, TurnEnd, Verdict, Waits
-from dispatcher.core.sequences.runs import CancelMark, Sequenced
-from dispatcher.core.sequences.turns import LINE_SEEN, SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.requests.oversize import cut_member
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.sequences.decisions import (
+    SequencePage,
+    SequenceTerms,
+    TurnDecision,
+    TurnEnd,
+    TurnGranted,
+    TurnWaits,
+)
+from dispatcher.core.sequences.runs import CancelMark, SequenceRecord
+from dispatcher.core.sequences.turns import MAX_WAITING_SHOWN, SequenceSnapshot, SequenceStatus, Turn
 from dispatcher.lab.memory_queue import admin_steps
-from dispatcher.lab.memory_queue.entries import Entry, Place
-from dispatcher.lab.memory_queue.state import Line
-from dispatcher.ports import Expired, Lease, Unserved
+from dispatcher.lab.memory_queue.entries import Entry, Location
+from dispatcher.lab.memory_queue.state import QueueState
+from dispatcher.ports import Lease, RemainingRequest, UnleasedRequest
 
 
-def line_up(line: Line, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> list[Verdict]:
-    line.sequences.tell(terms)
-    now = line.pool.clock()
-    return [_line_up(line, lease, turn, now) for lease, turn in turns]
+def claim_turns(
+    queue: QueueState, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
+) -> list[TurnDecision]:
+    queue.sequences.set_terms(terms)
+    now = queue.pool.clock()
+    return [_claim_turn(queue, lease, turn, now) for lease, turn in turns]
 
 
-def _line_up(line: Line, lease: Lease, turn: Turn, now: float) -> Verdict:
-    pool, grant = line.pool, line.held(lease)
+def _claim_turn(queue: QueueState, lease: Lease, turn: Turn, now: float) -> TurnDecision:
+    pool, grant = queue.pool, queue.find_lease(lease)
     if grant is None:
-        return Waits()
+        return TurnWaits()
     entry = grant.entry
-    verdict = line.sequences.line_up(entry.id, entry.score, _owned(line, turn), now)
-    if isinstance(verdict, Waits):
+    verdict = queue.sequences.claim_turn(entry.id, entry.score, _with_owner(queue, turn), now)
+    if isinstance(verdict, TurnWaits):
         pool.end_lease(grant)
         entry.deliveries -= 1  # it was not delivered
-        entry.in_line = True
-        line.move(entry, Place.RETURNED)
-    bring_forward(line)
+        entry.waits_for_turn = True
+        queue.move_entry(entry, Location.RETURNED)
+    return_ready_entries(queue)
     return verdict
 
 
-def _owned(line: Line, turn: Turn) -> Turn:
-    return structs.replace(turn, owner=line.names.owner(turn))
+def _with_owner(queue: QueueState, turn: Turn) -> Turn:
+    return structs.replace(turn, owner=queue.names.get_sequence_owner(turn))
 
 
-def bring_forward(line: Line) -> list[Entry]:
+def return_ready_entries(queue: QueueState) -> list[Entry]:
     """Return the entries whose turn has come to the queue, where they can be claimed."""
-    moved = [line.entries[number] for number in line.sequences.moved()]
+    moved = [queue.entries[number] for number in queue.sequences.take_ready_entries()]
     for entry in moved:
-        line.leave_lane(entry)
-        line.move(entry, Place.RETURNED)
+        queue.leave_lane(entry)
+        queue.move_entry(entry, Location.RETURNED)
     return moved
 
 
-def end_turn(line: Line, entry: Entry, end: TurnEnd | None, now: float) -> list[Entry]:
+def end_turn(queue: QueueState, entry: Entry, end: TurnEnd | None, now: float) -> list[Entry]:
     """End the turn of a request that has ended. Return the entries whose turn has come by that."""
     if end is not None:
-        end = structs.replace(end, turn=_owned(line, end.turn))
-    line.sequences.end(entry.id, end, now)
-    return bring_forward(line)
+        end = structs.replace(end, turn=_with_owner(queue, end.turn))
+    queue.sequences.end_request(entry.id, end, now)
+    return return_ready_entries(queue)
 
 
-def goes_of(line: Line, entry: Entry) -> Goes:
+def get_granted_turn(queue: QueueState, entry: Entry) -> TurnGranted:
     """Return the granted turn of a request that has the turn."""
-    goes = line.sequences.goes(entry.id)
+    goes = queue.sequences.get_granted_turn(entry.id)
     assert goes is not None  # noqa: S101 -- it was moved
     return goes
 
 
-def sweep(line: Line) -> int:
+def sweep_sequences(queue: QueueState) -> int:
     """End what time ends. Return the number of requests whose turn has come by that."""
 
     def is_there(number: int) -> bool:
-        entry = line.entries.get(number)
-        return entry is not None and entry.place is not Place.DEAD
+        entry = queue.entries.get(number)
+        return entry is not None and entry.location is not Location.DEAD
 
-    line.sequences.sweep(line.pool.clock(), is_there)
-    return len(bring_forward(line))
+    queue.sequences.sweep_due(queue.pool.clock(), is_there)
+    return len(return_ready_entries(queue))
 
 
-def unserved(line: Line, most: int) -> list[Unserved]:
-    found: list[Unserved] = []
-    for number, code, why in line.sequences.unserved():
-        if len(found) == most:
+def find_remaining_requests(queue: QueueState, max_count: int) -> list[RemainingRequest]:
+    found: list[RemainingRequest] = []
+    for number, code, why in queue.sequences.iterate_remaining():
+        if len(found) == max_count:
             break
-        entry = line.entries[number]
-        whole = len(entry.member) <= line.largest
-        member = entry.member if whole else cut(entry.member)
-        found.append(Unserved(Expired(entry.where, member), code, why))
+        entry = queue.entries[number]
+        whole = len(entry.member) <= queue.max_member_bytes
+        member = entry.member if whole else cut_member(entry.member)
+        found.append(RemainingRequest(UnleasedRequest(entry.location_token, member), code, why))
     return found
 
 
-def page(line: Line, most: int, after: str, status: SequenceStatus | None) -> SequencePage:
-    names = sorted(line.sequences.known)
+def list_sequences(
+    queue: QueueState, max_count: int, after: str, status: SequenceStatus | None
+) -> SequencePage:
+    names = sorted(queue.sequences.records)
     first = int(after or 0)
-    some = [line.sequences.known[name] for name in names[first : first + most]]
-    found = [_seen(line, one, 0) for one in some if status in (None, one.status)]
-    return SequencePage(found, str(first + most) if first + most < len(names) else "")
+    some = [queue.sequences.records[name] for name in names[first : first + max_count]]
+    found = [_to_sequence_state(queue, one, 0) for one in some if status in (None, one.status)]
+    return SequencePage(found, str(first + max_count) if first + max_count < len(names) else "")
 
 
-def show(line: Line, name: str) -> SequenceSeen | None:
-    one = line.sequences.known.get(name)
-    return None if one is None else _seen(line, one, LINE_SEEN)
+def get_sequence(queue: QueueState, name: str) -> SequenceSnapshot | None:
+    one = queue.sequences.records.get(name)
+    return None if one is None else _to_sequence_state(queue, one, MAX_WAITING_SHOWN)
 
 
-def _seen(line: Line, one: Sequenced, most: int) -> SequenceSeen:
+def _to_sequence_state(queue: QueueState, sequence: SequenceRecord, max_waiting: int) -> SequenceSnapshot:
     """Return the state of a sequence with its times in Unix seconds."""
-    seen, origin = one.seen(most), line.pool.unix_origin
+    seen, origin = sequence.make_snapshot(max_waiting), queue.pool.unix_origin
     return replace(
         seen,
         began_at=None if seen.began_at is None else seen.began_at + origin,
-        touched_at=seen.touched_at + origin,
+        last_active_at=seen.last_active_at + origin,
         gap_since=None if seen.gap_since is None else seen.gap_since + origin,
     )
 
 
-def release(line: Line, name: str) -> bool:
-    done = line.sequences.release(name, line.pool.clock())
-    return _decided(line, done=done)
+def release_sequence(queue: QueueState, name: str) -> bool:
+    done = queue.sequences.release_sequence(name, queue.pool.clock())
+    return _return_and_wake(queue, done=done)
 
 
-def abort(line: Line, name: str, why: str) -> bool:
-    done = line.sequences.abort(name, why, line.pool.clock())
-    return _decided(line, done=done)
+def abort_sequence(queue: QueueState, name: str, why: str) -> bool:
+    done = queue.sequences.abort_sequence(name, why, queue.pool.clock())
+    return _return_and_wake(queue, done=done)
 
 
-def cancel(line: Line, name: str, at: float | None, for_s: float) -> bool:
-    now = line.pool.clock()
-    mark = CancelMark(line.pool.unix_now() if at is None else at, now + for_s)
-    head = line.sequences.cancel(name, mark, now)
-    if head:
-        request = parse(line.entries[head].member)
+def cancel_sequence(
+    queue: QueueState, name: str, submitted_until: float | None, claimed_within_s: float
+) -> bool:
+    now = queue.pool.clock()
+    mark = CancelMark(
+        queue.pool.unix_now() if submitted_until is None else submitted_until, now + claimed_within_s
+    )
+    next_entry = queue.sequences.cancel_sequence(name, mark, now)
+    if next_entry:
+        request = parse_member(queue.entries[next_entry].member)
         if isinstance(request, Request) and request.token:
-            admin_steps.cancel(line, request.id, request.token, found=True)
-    _decided(line, done=True)
-    return head is not None
+            admin_steps.cancel_request(queue, request.id, request.token, is_token_known=True)
+    _return_and_wake(queue, done=True)
+    return next_entry is not None
 
 
-def forget(line: Line, name: str) -> bool | None:
-    done = line.sequences.forget(name, line.pool.clock())
-    _decided(line, done=bool(done))
+def forget_sequence(queue: QueueState, name: str) -> bool | None:
+    done = queue.sequences.forget_sequence(name, queue.pool.clock())
+    _return_and_wake(queue, done=bool(done))
     return done
 
 
-def _decided(line: Line, *, done: bool) -> bool:
-    bring_forward(line)
+def _return_and_wake(queue: QueueState, *, done: bool) -> bool:
+    return_ready_entries(queue)
     if done:
-        line.pool.wake()
+        queue.pool.wake_dispatchers()
     return done

@@ -13,30 +13,30 @@ from operator import itemgetter
 
 import msgspec
 
-from dispatcher.core.requests.forecast import REPLICAS, LineAhead, Replica, lying
-from dispatcher.core.requests.lanes import CLOSED, Lane, awaited_as, rooms
-from dispatcher.lab.memory_queue.entries import Entry, Place
-from dispatcher.lab.memory_queue.state import Grant, Line, Pool
+from dispatcher.core.requests.forecast import MAX_REPLICAS_LISTED, QueueSnapshot, Replica, summarize_requests
+from dispatcher.core.requests.lanes import CLOSED_LANES, Lane, compute_lane_room, shorten_model_name
+from dispatcher.lab.memory_queue.entries import Entry, Location
+from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
 from dispatcher.ports import (
     Lease,
     Overload,
     Permit,
-    Recalled,
     Release,
-    Settled,
+    ReturnedRequests,
+    SettleStatus,
 )
 from dispatcher.queue.constants import (
-    AHEAD_S,
-    AWAITED_MOST,
     CLAIM_BYTES,
-    PASSED_MOST,
-    RECALL_MOST,
+    CLOCK_STEP_S,
+    JUST_LEASED_S,
+    MAX_COUNTED_MODELS,
+    MAX_PASSED_OVER,
+    MAX_RETURNED_PER_CALL,
     REPLY_TTL_S,
     SAME_READING_S,
-    YOUNG_S,
 )
 
-_OPEN = dict.fromkeys(set(Lane) - CLOSED, 1)
+_ONE_OF_EACH_OPEN = dict.fromkeys(set(Lane) - CLOSED_LANES, 1)
 """Room of 1 for each lane that is not closed, to find the request that comes first of all."""
 
 
@@ -48,19 +48,19 @@ class Caller(msgspec.Struct, frozen=True):
     now: float
 
 
-def begin(pool: Pool) -> float:
+def begin_step(pool: PoolState) -> float:
     """Begin a step and return its time. Raises if the pool has an outage.
 
     Shared times in the future are from before a step of the clock, so they are set to now. The limit
     algorithm learns nothing from such a refusal.
     """
-    pool.check_up()
+    pool.check_available()
     now = pool.clock()
-    if pool.permit is not None and pool.permit.read_at > now + AHEAD_S:
-        pool.permit = pool.permit.but(read_at=now)
+    if pool.shared_permit is not None and pool.shared_permit.read_at > now + CLOCK_STEP_S:
+        pool.shared_permit = pool.shared_permit.copy_with(read_at=now)
     known = pool.overload
-    if known is not None and (overload := _by(known, now)) is not known:
-        pool.overload = replace(overload, capacity=False)
+    if known is not None and (overload := _clamp_to_now(known, now)) is not known:
+        pool.overload = replace(overload, is_out_of_capacity=False)
     return now
 
 
@@ -68,97 +68,114 @@ def begin(pool: Pool) -> float:
 
 
 def claim(
-    line: Line,
-    me: Caller,
+    queue: QueueState,
+    caller: Caller,
     nonce: str,
     permit: Permit,
     *,
-    most: int,
-    lanes: Mapping[Lane, int],
-    units: int,
-    probing: bool = False,
-) -> tuple[Sequence[Grant], int]:
+    max_count: int,
+    max_per_lane: Mapping[Lane, int],
+    assumed_units: int,
+    is_probe: bool = False,
+) -> tuple[Sequence[LeaseRecord], int]:
     """Lease requests. Return the leases, and the number of requests that the next claim could lease."""
-    pool, now, lanes = line.pool, me.now, rooms(lanes)
-    taken = _claimed_before(line, me.owner, nonce)
+    pool, now, max_per_lane = queue.pool, caller.now, compute_lane_room(max_per_lane)
+    taken = _find_claim(queue, caller.owner, nonce)
     if taken is None:
-        pool.beat(me.owner, me.timeout_s, now)
+        pool.record_heartbeat(caller.owner, caller.timeout_s, now)
         # An owner that claims has a reachable gateway, so other owners may probe again.
-        if not probing and pool.prober == me.owner:
-            pool.probe = None
+        if not is_probe and pool.probing_owner == caller.owner:
+            pool.probe_entry = None
         limit, room = (
-            (0, 0) if probing and pool.probe is not None else _room(pool, me, permit, probing=probing)
+            (0, 0)
+            if is_probe and pool.probe_entry is not None
+            else _get_limit_and_room(pool, caller, permit, is_probe=is_probe)
         )
-        taken = _take(line, me, most, lanes, room=room, limit=limit, units=units)
-        _remember(line, me, nonce, taken)
-        if probing and taken:
-            pool.probe, pool.probe_waits = taken[0].entry.id, float("-inf")
-    return taken, line.waiting_count - line.passed_over(lanes, taken)
+        taken = _lease_first(
+            queue, caller, max_count, max_per_lane, room=room, limit=limit, assumed_units=assumed_units
+        )
+        _remember_claim(queue, caller, nonce, taken)
+        if is_probe and taken:
+            pool.probe_entry, pool.probe_reserved_until = taken[0].entry.id, float("-inf")
+    return taken, queue.waiting_count - queue.count_passed_over(max_per_lane, taken)
 
 
-def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
+def _get_limit_and_room(
+    pool: PoolState, caller: Caller, permit: Permit, *, is_probe: bool
+) -> tuple[int, int]:
     """Return the limit and the part of it that is free."""
-    now, limit = me.now, _limit_by(pool, me, permit)
+    now, limit = caller.now, _share_and_get_limit(pool, caller, permit)
     if limit is None:
         return 0, 0
-    free = limit - pool.units - permit.apart
-    if not probing:
-        return limit, free - (now < pool.probe_waits <= now + pool.lease_s)
+    free = limit - pool.leased_units - permit.unleased_units
+    if not is_probe:
+        return limit, free - (now < pool.probe_reserved_until <= now + pool.lease_s)
     # Without room, the probe reserves the next free unit, which other owners would claim otherwise.
     if free < 1:
-        pool.probe_waits = now + min(me.timeout_s or pool.lease_s, pool.lease_s)
+        pool.probe_reserved_until = now + min(caller.timeout_s or pool.lease_s, pool.lease_s)
     return limit, free
 
 
-def _limit_by(pool: Pool, me: Caller, permit: Permit) -> int | None:
+def _share_and_get_limit(pool: PoolState, caller: Caller, permit: Permit) -> int | None:
     """Share a permit. Return the limit in units by which its owner may lease, or `None` if it may lease
     nothing."""
     if pool.pause is not None:
         return None
-    now = me.now
-    shared = _adopt(pool, permit, now)
+    now = caller.now
+    shared = _update_shared_permit(pool, permit, now)
     overload = pool.overload
     if overload is not None and (
-        now < overload.wait_until(permit.retry_after_max_s) or _read_time(permit, now) <= overload.at
+        now < overload.bounded_retry_at(permit.retry_after_max_s)
+        or _effective_read_at(permit, now) <= overload.refused_at
     ):
         return None
-    return min(permit.limit - (pool.lost - permit.lost), shared.limit - (pool.lost - shared.lost))
+    return min(
+        permit.limit - (pool.lost_units - permit.lost_units),
+        shared.limit - (pool.lost_units - shared.lost_units),
+    )
 
 
-def _read_time(permit: Permit, now: float) -> float:
+def _effective_read_at(permit: Permit, now: float) -> float:
     """Return the time of the reading of a permit. A time in the future is from before a step of the clock, so
     it counts as older than any other."""
-    return permit.read_at if permit.read_at <= now + AHEAD_S else float("-inf")
+    return permit.read_at if permit.read_at <= now + CLOCK_STEP_S else float("-inf")
 
 
-def _adopt(pool: Pool, permit: Permit, now: float) -> Permit:
+def _update_shared_permit(pool: PoolState, permit: Permit, now: float) -> Permit:
     """Make a permit the shared one if its reading is not older. Return the shared one."""
-    read_at, known = _read_time(permit, now), pool.permit
+    read_at, known = _effective_read_at(permit, now), pool.shared_permit
     if known is None or read_at >= known.read_at - SAME_READING_S:
         newest = read_at if known is None else max(read_at, known.read_at)
-        pool.permit = known = permit if newest == permit.read_at else permit.but(read_at=newest)
+        pool.shared_permit = known = permit if newest == permit.read_at else permit.copy_with(read_at=newest)
     return known
 
 
-def _take(
-    line: Line, me: Caller, most: int, lanes: Mapping[Lane, int], *, room: int, limit: int, units: int
-) -> list[Grant]:
-    left = dict(lanes)
-    taken: list[Grant] = []
+def _lease_first(
+    queue: QueueState,
+    caller: Caller,
+    max_count: int,
+    max_per_lane: Mapping[Lane, int],
+    *,
+    room: int,
+    limit: int,
+    assumed_units: int,
+) -> list[LeaseRecord]:
+    left = dict(max_per_lane)
+    taken: list[LeaseRecord] = []
     passed: list[Entry] = []
     size = 0
-    while room > 0 and len(taken) < most:
-        source = line.next(left)
-        entry = None if source is None else source.first()
+    while room > 0 and len(taken) < max_count:
+        source = queue.next_source(left)
+        entry = None if source is None else source.peek_entry()
         if source is None or entry is None:
             break
-        weighs = entry.units or units
+        weighs = entry.units or assumed_units
         # No end of a lease makes room for a request that needs more than the limit, so it is passed over. One
         # that needs more than the room ends the claim, because it would starve behind lighter ones.
         if weighs > limit:
-            if not entry.units or len(passed) == PASSED_MOST:
+            if not entry.units or len(passed) == MAX_PASSED_OVER:
                 break
-            passed.append(source.pop())
+            passed.append(source.pop_entry())
             continue
         if weighs > room:
             break
@@ -168,101 +185,107 @@ def _take(
         if entry.lane is not None:
             left[entry.lane] -= 1
         room -= weighs
-        taken.append(line.lease(source.pop(), me.owner, me.now, units))
+        taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, assumed_units))
     # Put back only now, so that the loop does not meet them again.
     for entry in passed:
-        line.put_back(entry)
+        queue.put_back(entry)
     return taken
 
 
-def hand_over(line: Line, me: Caller, nonce: str, permit: Permit, came: Sequence[Entry]) -> list[Grant]:
+def claim_next(
+    queue: QueueState, caller: Caller, nonce: str, permit: Permit, ready_entries: Sequence[Entry]
+) -> list[LeaseRecord]:
     """Lease those of the ready entries that the next claim would lease first."""
-    limit, room = _room(line.pool, me, permit, probing=False) if came else (0, 0)
-    taken: list[Grant] = []
+    limit, room = _get_limit_and_room(queue.pool, caller, permit, is_probe=False) if ready_entries else (0, 0)
+    taken: list[LeaseRecord] = []
     size = 0
     while room > 0:
-        source = line.next(_OPEN)
-        entry = None if source is None else source.first()
+        source = queue.next_source(_ONE_OF_EACH_OPEN)
+        entry = None if source is None else source.peek_entry()
         # Stop at the first request that is not ready by this step: a claim would lease it before the others.
-        if source is None or entry is None or entry not in came or entry.lane is not None:
+        if source is None or entry is None or entry not in ready_entries or entry.lane is not None:
             break
         size += len(entry.member)
-        if entry.units > min(room, limit) or len(entry.member) > line.largest or size > CLAIM_BYTES:
+        if entry.units > min(room, limit) or len(entry.member) > queue.max_member_bytes or size > CLAIM_BYTES:
             break
         room -= entry.units
-        taken.append(line.lease(source.pop(), me.owner, me.now, entry.units))
+        taken.append(queue.lease_entry(source.pop_entry(), caller.owner, caller.now, entry.units))
     if taken:
-        _remember(line, me, nonce, taken)
+        _remember_claim(queue, caller, nonce, taken)
     return taken
 
 
-def _claimed_before(line: Line, owner: str, nonce: str) -> list[Grant] | None:
-    known = line.nonces.get((owner, nonce))
+def _find_claim(queue: QueueState, owner: str, nonce: str) -> list[LeaseRecord] | None:
+    known = queue.claims_by_nonce.get((owner, nonce))
     if known is None:
         return None
-    grants = (line.pool.grants.get(entry) for entry in known[2])
+    grants = (queue.pool.leases.get(entry) for entry in known[2])
     held = [each for each in grants if each is not None and each.token in known[1]]
-    return [each for each in held if not each.abandoned]
+    return [each for each in held if not each.is_abandoned]
 
 
-def _remember(line: Line, me: Caller, nonce: str, taken: Sequence[Grant]) -> None:
-    nonces = line.nonces
-    nonces[me.owner, nonce] = (
-        me.now,
+def _remember_claim(queue: QueueState, caller: Caller, nonce: str, taken: Sequence[LeaseRecord]) -> None:
+    nonces = queue.claims_by_nonce
+    nonces[caller.owner, nonce] = (
+        caller.now,
         tuple([each.token for each in taken]),
         tuple([each.entry.id for each in taken]),
     )
     # The claim that was just added is not old, so the loop ends.
-    while nonces[oldest := next(iter(nonces))][0] < me.now - REPLY_TTL_S:
+    while nonces[oldest := next(iter(nonces))][0] < caller.now - REPLY_TTL_S:
         del nonces[oldest]
 
 
 def renew(
-    line: Line,
-    me: Caller,
+    queue: QueueState,
+    caller: Caller,
     leases: Sequence[Lease] = (),
     permit: Permit | None = None,
     overload: Overload | None = None,
 ) -> list[int]:
     """Renew leases, and share a permit and an overload. Return the entries of leases that are no longer the
     caller's."""
-    pool, now = line.pool, me.now
-    pool.beat(me.owner, me.timeout_s, now)
+    pool, now = queue.pool, caller.now
+    pool.record_heartbeat(caller.owner, caller.timeout_s, now)
     lost = []
     for lease in leases:
-        grant = line.held(lease)
-        if grant is None or grant.abandoned:
-            lost.append(lease.entry)
+        grant = queue.find_lease(lease)
+        if grant is None or grant.is_abandoned:
+            lost.append(lease.entry_id)
             continue
         grant.touched_at = now
         grant.expires_at = now + pool.lease_s
-        pool.touched.append((now, lease.entry))
+        pool.touched_entries.append((now, lease.entry_id))
     if permit is not None:
-        _adopt(pool, permit, now)
+        _update_shared_permit(pool, permit, now)
         if overload is not None:
-            mine, known = _by(overload, now), pool.overload
+            newest_overload, known = _clamp_to_now(overload, now), pool.overload
             if known is not None:
-                newest = mine if mine.at >= known.at else known
-                mine = replace(newest, until=max(mine.until, known.until))
-            pool.overload = replace(mine, until=mine.wait_until(permit.retry_after_max_s))
+                newest = newest_overload if newest_overload.refused_at >= known.refused_at else known
+                newest_overload = replace(newest, retry_at=max(newest_overload.retry_at, known.retry_at))
+            pool.overload = replace(
+                newest_overload, retry_at=newest_overload.bounded_retry_at(permit.retry_after_max_s)
+            )
     return lost
 
 
-def _by(overload: Overload, now: float) -> Overload:
+def _clamp_to_now(overload: Overload, now: float) -> Overload:
     """Return the overload with its times set to now if they are in the future."""
-    if overload.at <= now + AHEAD_S:
+    if overload.refused_at <= now + CLOCK_STEP_S:
         return overload
-    return replace(overload, at=now, until=now + max(0.0, overload.until - overload.at))
+    return replace(overload, refused_at=now, retry_at=now + max(0.0, overload.retry_at - overload.refused_at))
 
 
-def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: Permit) -> list[bool]:
-    pool = line.pool
-    pool.beat(me.owner, me.timeout_s, me.now)
-    free = (_limit_by(pool, me, permit) or 0) - pool.units - permit.apart
+def set_lease_units(
+    queue: QueueState, caller: Caller, lease_units: Sequence[tuple[Lease, int]], permit: Permit
+) -> list[bool]:
+    pool = queue.pool
+    pool.record_heartbeat(caller.owner, caller.timeout_s, caller.now)
+    free = (_share_and_get_limit(pool, caller, permit) or 0) - pool.leased_units - permit.unleased_units
     fits = []
-    for lease, units in weights:
-        grant = line.held(lease)
-        if grant is None or grant.abandoned:
+    for lease, units in lease_units:
+        grant = queue.find_lease(lease)
+        if grant is None or grant.is_abandoned:
             fits.append(False)
             continue
         entry = grant.entry
@@ -273,95 +296,100 @@ def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: 
             free += entry.units
             pool.end_lease(grant)
             entry.units, entry.deliveries = units, entry.deliveries - 1
-            line.move(entry, Place.RETURNED)
+            queue.move_entry(entry, Location.RETURNED)
         else:
             fits.append(True)
-            pool.hold(grant.owner, more)
+            pool.add_owner_units(grant.owner, more)
             entry.units = units
             free -= more
     return fits
 
 
-def young(pool: Pool, me: Caller) -> int:
+def count_just_leased_units(pool: PoolState, caller: Caller) -> int:
     """Return the units of the leases of other owners that were just claimed or renewed."""
-    touched = pool.touched
-    while touched and touched[0][0] < me.now - YOUNG_S:
+    touched = pool.touched_entries
+    while touched and touched[0][0] < caller.now - JUST_LEASED_S:
         touched.popleft()
     found = {}
     for at, entry in touched:
-        grant = pool.grants.get(entry)
-        if grant is not None and grant.touched_at == at and grant.owner != me.owner:
+        grant = pool.leases.get(entry)
+        if grant is not None and grant.touched_at == at and grant.owner != caller.owner:
             found[entry] = grant.entry.units
     return sum(found.values())
 
 
-def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled]:
-    said = []
+def release(queue: QueueState, now: float, releases: Sequence[Release]) -> list[SettleStatus]:
+    statuses = []
     for release_ in releases:
-        grant = line.held(release_.lease)
+        grant = queue.find_lease(release_.lease)
         if grant is None:
-            said.append(Settled.LOST)
+            statuses.append(SettleStatus.LOST)
             continue
         entry = grant.entry
-        entry.attempts += release_.attempt
-        entry.refusals += release_.refusal
-        entry.deliveries -= release_.undelivered
-        entry.last_try = release_.last_try or entry.last_try
-        line.pool.end_lease(grant)
-        if release_.awaits:
-            entry.awaits, entry.cancelled_by = awaited_as(release_.awaits), release_.cancelled_by
-            line.move(entry, Place.RETURNED)
+        entry.failed_attempts += release_.is_failed_attempt
+        entry.refusals += release_.is_refusal
+        entry.deliveries -= release_.is_undelivered
+        entry.last_attempt = release_.last_attempt or entry.last_attempt
+        queue.pool.end_lease(grant)
+        if release_.missing_model:
+            entry.missing_model, entry.cancel_key = (
+                shorten_model_name(release_.missing_model),
+                release_.cancel_key,
+            )
+            queue.move_entry(entry, Location.RETURNED)
         elif release_.delay_s > 0:
-            line.move(entry, Place.DELAYED, now + release_.delay_s)
+            queue.move_entry(entry, Location.DELAYED, now + release_.delay_s)
         else:
-            line.move(entry, Place.RETURNED)
-        said.append(Settled.DONE)
-    return said
+            queue.move_entry(entry, Location.RETURNED)
+        statuses.append(SettleStatus.DONE)
+    return statuses
 
 
-def recall(line: Line, models: Sequence[str]) -> Recalled:
-    names = list(dict.fromkeys(map(awaited_as, models)))
+def return_waiting_for_models(queue: QueueState, models: Sequence[str]) -> ReturnedRequests:
+    names = list(dict.fromkeys(map(shorten_model_name, models)))
     moved = 0
-    while moved < RECALL_MOST and (entry := line.awaiting.best(names)) is not None:
-        line.move(entry, Place.RETURNED)
+    while moved < MAX_RETURNED_PER_CALL and (entry := queue.model_waits.find_first(names)) is not None:
+        queue.move_entry(entry, Location.RETURNED)
         moved += 1
-    return Recalled(moved, sum(line.awaiting.count[name] for name in names))
+    return ReturnedRequests(moved, sum(queue.model_waits.count_by_model[name] for name in names))
 
 
 # Looking.
 
 
-def awaited(line: Line) -> dict[str, int]:
+def count_waiting_by_model(queue: QueueState) -> dict[str, int]:
     """Return the number of waiting requests by model. If there are too many models, each call returns
     others."""
-    told = list(line.awaiting.count.items())
-    from_ = int(line.pool.unix_now() * 1e6) % len(told) if len(told) > AWAITED_MOST else 0
-    return dict((told[from_:] + told[:from_])[:AWAITED_MOST])
+    counts = list(queue.model_waits.count_by_model.items())
+    from_ = int(queue.pool.unix_now() * 1e6) % len(counts) if len(counts) > MAX_COUNTED_MODELS else 0
+    return dict((counts[from_:] + counts[:from_])[:MAX_COUNTED_MODELS])
 
 
-def is_cancelled(line: Line, request_id: str, token: str) -> bool:
-    pool = line.pool
+def is_cancelled(queue: QueueState, request_id: str, token: str) -> bool:
+    pool = queue.pool
     markers = (
-        pool.value(line.cancels, f"{request_id}:{token}"),
-        pool.value(pool.foreign_cancel, request_id),
+        pool.read_expiring(queue.cancel_markers, f"{request_id}:{token}"),
+        pool.read_expiring(pool.foreign_cancel, request_id),
     )
     return token != "" and token in markers
 
 
-def outlook(line: Line, me: Caller) -> LineAhead:
+def take_snapshot(queue: QueueState, caller: Caller) -> QueueSnapshot:
     """Return a snapshot in which each score is a span of its own, whatever the rate."""
-    pool, now = line.pool, me.now
-    owners = {owner for owner, until in pool.beats.items() if now < until} | set(pool.held_by)
+    pool, now = queue.pool, caller.now
+    owners = {owner for owner, until in pool.heartbeats.items() if now < until} | set(pool.units_by_owner)
     replicas = [
         Replica(
             owner,
-            pool.held_by.get(owner, 0),
+            pool.units_by_owner.get(owner, 0),
             None
-            if (until := pool.beats.get(owner)) is None
-            else round(max(0.0, now - until + me.timeout_s), 3),
+            if (until := pool.heartbeats.get(owner)) is None
+            else round(max(0.0, now - until + caller.timeout_s), 3),
         )
         for owner in owners
     ]
-    spans, heads = lying(map(itemgetter(0, 1), line.waiting()))
-    leased = len(pool.grants)
-    return LineAhead(pool.unix_now(), spans, heads, pool.settled, leased, replicas[:REPLICAS], len(owners))
+    spans, heads = summarize_requests(map(itemgetter(0, 1), queue.iterate_waiting()))
+    leased = len(pool.leases)
+    return QueueSnapshot(
+        pool.unix_now(), spans, heads, pool.settled_count, leased, replicas[:MAX_REPLICAS_LISTED], len(owners)
+    )

@@ -8,123 +8,127 @@ from collections import deque
 from collections.abc import Collection
 
 from dispatcher.lab.memory_queue import sequences
-from dispatcher.lab.memory_queue.entries import Place
-from dispatcher.lab.memory_queue.state import Grant, Line, Pool
+from dispatcher.lab.memory_queue.entries import Location
+from dispatcher.lab.memory_queue.state import LeaseRecord, PoolState, QueueState
 from dispatcher.lab.memory_queue.steps import Caller, is_cancelled
-from dispatcher.queue.constants import AHEAD_S, GAP_S
+from dispatcher.queue.constants import CLOCK_STEP_S, SWEEP_GAP_S
 
 
-def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None, int, int]:
+def sweep(
+    queue: QueueState, caller: Caller, ended_owners: Collection[str]
+) -> tuple[int, int, float | None, int, int]:
     """Sweep the queue. Return the number of reclaimed leases, the number of delayed requests that were due,
     the time when the next one is due, the number of turns in sequences that have come, and the number of
     cancelled requests that waited for their model."""
-    pool, now = line.pool, me.now
-    if pool.tick is not None:
-        gap_s = now - pool.tick
-        if gap_s < -AHEAD_S:
-            _stepped_back(pool, me, gap_s)
+    pool, now = queue.pool, caller.now
+    if pool.swept_at is not None:
+        gap_s = now - pool.swept_at
+        if gap_s < -CLOCK_STEP_S:
+            _follow_clock_step(pool, caller, gap_s)
         # After a gap between sweeps, living owners first get time to renew and to send a heartbeat.
         if gap_s > pool.lease_s / 3:
-            pool.quiet_until = now + pool.lease_s / 3
-        if gap_s > (min(me.timeout_s / 2, GAP_S) if me.timeout_s > 0 else GAP_S):
-            longest_s = min(max(pool.beats.values(), default=0.0) - pool.tick, pool.lease_s)
-            quiet_s = max(longest_s, me.timeout_s)
-            pool.beats_quiet_until = max(pool.beats_quiet_until, now + quiet_s)
-    if line.tick is not None and now - line.tick < -AHEAD_S:
-        line.delayed.shift(now - line.tick)
-        line.sequences.step_back(now - line.tick)
-    pool.tick = line.tick = now
-    pool.beat(me.owner, me.timeout_s, now)
+            pool.no_expiry_until = now + pool.lease_s / 3
+        if gap_s > (min(caller.timeout_s / 2, SWEEP_GAP_S) if caller.timeout_s > 0 else SWEEP_GAP_S):
+            longest_s = min(max(pool.heartbeats.values(), default=0.0) - pool.swept_at, pool.lease_s)
+            quiet_s = max(longest_s, caller.timeout_s)
+            pool.no_silence_until = max(pool.no_silence_until, now + quiet_s)
+    if queue.swept_at is not None and now - queue.swept_at < -CLOCK_STEP_S:
+        queue.delayed.shift_keys(now - queue.swept_at)
+        queue.sequences.shift_checks(now - queue.swept_at)
+    pool.swept_at = queue.swept_at = now
+    pool.record_heartbeat(caller.owner, caller.timeout_s, now)
     # The leases of silent owners and late leases are orphaned: their requests may still run. Those of owners
     # that are proven to have ended are not.
-    before = pool.lost
-    reclaimed = _reclaim_of(line, _silent(pool, now)) if now >= pool.beats_quiet_until else 0
-    reclaimed += _reclaim_late(line, now) if now >= pool.quiet_until else 0
-    pool.stray += pool.lost - before
-    reclaimed += _reclaim_of(line, gone)
+    before = pool.lost_units
+    reclaimed = (
+        _reclaim_from_owners(queue, _find_silent_owners(pool, now)) if now >= pool.no_silence_until else 0
+    )
+    reclaimed += _reclaim_expired(queue, now) if now >= pool.no_expiry_until else 0
+    pool.orphaned_units += pool.lost_units - before
+    reclaimed += _reclaim_from_owners(queue, ended_owners)
     due = 0
-    while (due_at := line.delayed.key()) is not None and due_at <= now:
-        line.move(line.delayed.pop(), Place.RETURNED)
+    while (due_at := queue.delayed.first_key()) is not None and due_at <= now:
+        queue.move_entry(queue.delayed.pop_entry(), Location.RETURNED)
         due += 1
-    line.deadlines.tidy(sum(line.count.values()))
-    turns = sequences.sweep(line)
-    revoked = [entry for entry in line.awaiting if is_cancelled(line, *entry.cancelled_by)]
-    for entry in revoked:
-        line.move(entry, Place.RETURNED)
-    return reclaimed, due, due_at, turns, len(revoked)
+    queue.deadlines.drop_stale(sum(queue.count_by_location.values()))
+    turns = sequences.sweep_sequences(queue)
+    cancelled = [entry for entry in queue.model_waits if is_cancelled(queue, *entry.cancel_key)]
+    for entry in cancelled:
+        queue.move_entry(entry, Location.RETURNED)
+    return reclaimed, due, due_at, turns, len(cancelled)
 
 
-def _stepped_back(pool: Pool, me: Caller, by: float) -> None:
+def _follow_clock_step(pool: PoolState, caller: Caller, delta_s: float) -> None:
     """Let the times of the pool follow its clock, which has stepped back, except for those that were written
     since."""
-    now = me.now
-    for grant in pool.grants.values():
+    now = caller.now
+    for grant in pool.leases.values():
         # An earlier time may have been written since the step.
         if grant.expires_at > now + pool.lease_s:
-            grant.expires_at += by
-            grant.touched_at += by
+            grant.expires_at += delta_s
+            grant.touched_at += delta_s
             heapq.heappush(pool.expiries, (grant.expires_at, grant.entry.id))
-    pool.touched = deque(each for each in pool.touched if each[0] <= now)
-    pool.beats = {owner: until + by for owner, until in pool.beats.items()}
-    pool.quiet_until += by
-    pool.beats_quiet_until = max(pool.beats_quiet_until + by, now + me.timeout_s)
+    pool.touched_entries = deque(each for each in pool.touched_entries if each[0] <= now)
+    pool.heartbeats = {owner: until + delta_s for owner, until in pool.heartbeats.items()}
+    pool.no_expiry_until += delta_s
+    pool.no_silence_until = max(pool.no_silence_until + delta_s, now + caller.timeout_s)
 
 
-def _silent(pool: Pool, now: float) -> list[str]:
+def _find_silent_owners(pool: PoolState, now: float) -> list[str]:
     """Return the owners that are silent. Silent owners without leases are forgotten."""
-    silent = [owner for owner, until in pool.beats.items() if until <= now]
+    silent = [owner for owner, until in pool.heartbeats.items() if until <= now]
     for owner in silent:
-        if not pool.held_by[owner]:
-            del pool.beats[owner]
-    return [owner for owner in silent if owner in pool.beats]
+        if not pool.units_by_owner[owner]:
+            del pool.heartbeats[owner]
+    return [owner for owner in silent if owner in pool.heartbeats]
 
 
-def _reclaim(line: Line, grant: Grant) -> None:
-    line.pool.lost += line.pool.end_lease(grant)
-    grant.entry.deaths += 1
-    line.move(grant.entry, Place.RETURNED)
+def _reclaim_lease(queue: QueueState, lease: LeaseRecord) -> None:
+    queue.pool.lost_units += queue.pool.end_lease(lease)
+    lease.entry.deaths += 1
+    queue.move_entry(lease.entry, Location.RETURNED)
 
 
-def _abandon(pool: Pool, grant: Grant) -> None:
+def _abandon_lease(pool: PoolState, lease: LeaseRecord) -> None:
     """Let a lease of a queue that is no longer swept count nothing. The next sweep of its queue returns the
     request."""
-    pool.hold(grant.owner, -grant.entry.units)
-    pool.lost += grant.entry.units
-    grant.abandoned = True
-    if pool.probe == grant.entry.id:
-        pool.probe = None
+    pool.add_owner_units(lease.owner, -lease.entry.units)
+    pool.lost_units += lease.entry.units
+    lease.is_abandoned = True
+    if pool.probe_entry == lease.entry.id:
+        pool.probe_entry = None
 
 
-def _reclaim_of(line: Line, owners: Collection[str]) -> int:
-    pool = line.pool
-    theirs = [grant for grant in pool.grants.values() if grant.owner in owners] if owners else []
-    doomed = [grant for grant in theirs if grant.entry.id in line.entries]
-    for grant in doomed:
-        _reclaim(line, grant)
+def _reclaim_from_owners(queue: QueueState, owners: Collection[str]) -> int:
+    pool = queue.pool
+    owned_leases = [grant for grant in pool.leases.values() if grant.owner in owners] if owners else []
+    reclaimed = [grant for grant in owned_leases if grant.entry.id in queue.entries]
+    for grant in reclaimed:
+        _reclaim_lease(queue, grant)
     for owner in owners:
-        if not pool.held_by[owner]:  # otherwise, sweeps of other queues still need to find the owner
-            pool.beats.pop(owner, None)
-    return len(doomed)
+        if not pool.units_by_owner[owner]:  # otherwise, sweeps of other queues still need to find the owner
+            pool.heartbeats.pop(owner, None)
+    return len(reclaimed)
 
 
-def _reclaim_late(line: Line, now: float) -> int:
-    pool = line.pool
+def _reclaim_expired(queue: QueueState, now: float) -> int:
+    pool = queue.pool
     reclaimed = 0
     elsewhere = []
     while pool.expiries and pool.expiries[0][0] <= now:
         _, entry_id = heapq.heappop(pool.expiries)
-        grant = pool.grants.get(entry_id)
+        grant = pool.leases.get(entry_id)
         if grant is None:
             continue
         if grant.expires_at > now:  # renewed since it was pushed
             heapq.heappush(pool.expiries, (grant.expires_at, entry_id))
-        elif entry_id in line.entries:
-            _reclaim(line, grant)
+        elif entry_id in queue.entries:
+            _reclaim_lease(queue, grant)
             reclaimed += 1
         else:
             # The sweeps of its own queue would have taken it back by now, if there were any.
-            if not grant.abandoned and now >= max(grant.expires_at, pool.quiet_until) + pool.lease_s:
-                _abandon(pool, grant)
+            if not grant.is_abandoned and now >= max(grant.expires_at, pool.no_expiry_until) + pool.lease_s:
+                _abandon_lease(pool, grant)
             elsewhere.append((grant.expires_at, entry_id))
     for late in elsewhere:
         heapq.heappush(pool.expiries, late)

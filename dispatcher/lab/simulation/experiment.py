@@ -14,30 +14,30 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-from dispatcher.core.limit.budget import Reason, whole
-from dispatcher.core.limit.utilization import Meter
+from dispatcher.core.limit.budget import Reason, round_down
+from dispatcher.core.limit.utilization import UtilizationMeter
 from dispatcher.lab.simulation import policies, virtual_loop
-from dispatcher.lab.simulation.fleet import Law
-from dispatcher.lab.simulation.scenario import Setting
-from dispatcher.lab.simulation.transport import End, Road
-from dispatcher.lab.simulation.world import Job, PoolState, World, jobs_of
+from dispatcher.lab.simulation.fleet import DispatcherPolicy
+from dispatcher.lab.simulation.scenario import Scenario
+from dispatcher.lab.simulation.transport import JobEnd, SimulatedTransport
+from dispatcher.lab.simulation.world import Job, PoolState, World, make_realtime_jobs
 from dispatcher.lab.standin.trace import Trace
-from dispatcher.signals.readings import Verdict
-from dispatcher.telemetry.events import diverted
+from dispatcher.signals.readings import PollReadings
+from dispatcher.telemetry.events import divert_events
 
-SETTLED_AFTER = 30
+SETTLING_READINGS = 30
 """Number of readings after which a wrong capacity is expected to have been corrected."""
 
 
-NEW_OBJECTS = 100_000
+GC_THRESHOLD = 100_000
 """Number of new objects after which the garbage collector runs."""
 
 
-class Name(StrEnum):
+class PolicyName(StrEnum):
     """Names of the policies, best known first."""
 
     ALL_KNOWING = "all-knowing"
-    LAW = "law"
+    DISPATCHER = "law"
     POINT = "point"
     CAP = "cap"
     LITERAL = "literal"
@@ -46,12 +46,12 @@ class Name(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TimelineSample:
     """State of the pool and of the policy at one moment, for the picture."""
 
     state: PoolState
     limit: int | None
-    closed: Reason | None
+    closed_reason: Reason | None
     capacity: float | None = None
     """Capacity of the pool in requests, as the policy estimates it."""
 
@@ -60,7 +60,7 @@ class Moment:
 class Run:
     """Figures of one simulation."""
 
-    name: Name
+    policy: PolicyName
     seconds: float
     tokens: int = 0
     """Number of tokens generated for answered batch requests."""
@@ -73,9 +73,9 @@ class Run:
     """`sent` and `refused` without the first SETTLING_READINGS readings."""
     unreachable: int = 0
     cut: int = 0
-    over_mean: float = 0.0
-    over_worst: float = 0.0
-    most: int = 0
+    overshoot_mean: float = 0.0
+    overshoot_worst: float = 0.0
+    peak_requests: int = 0
     """Maximum number of requests in the pool, running and waiting."""
     realtime_refused: int = 0
     realtime_unreachable: int = 0
@@ -85,46 +85,46 @@ class Run:
     """Time from arrival to answer of each realtime request."""
     closed_s: dict[str, float] = field(default_factory=dict)
     """Time for which the policy was closed, by reason, in multiples of the sample interval."""
-    moments: list[Moment] = field(default_factory=list)
-    meters: Sequence[Meter] = ()
+    samples: list[TimelineSample] = field(default_factory=list)
+    meters: Sequence[UtilizationMeter] = ()
     """Utilization that each dispatcher measured for itself."""
 
 
-def play(
-    setting: Setting,
+def run_scenario(
+    scenario: Scenario,
     trace: Trace,
-    name: Name,
+    policy: PolicyName,
     *,
-    moment_s: float = 0.0,
+    sample_interval_s: float = 0.0,
     progress: Callable[[float], None] = lambda now: None,
 ) -> Run:
     """Simulate `scenario.seconds` in virtual time, and record a sample every `sample_interval_s` (0:
     never)."""
 
-    async def live() -> Run:
+    async def run_experiment() -> Run:
         async with asyncio.TaskGroup() as tasks:
-            return await _Experiment(setting, trace, name, tasks, progress).live(moment_s)
+            return await _Experiment(scenario, trace, policy, tasks, progress).run_to_end(sample_interval_s)
 
-    with diverted(lambda event, fields: None), _seldom_searched():  # simulated dispatchers do not log
-        return virtual_loop.run(live())
+    with divert_events(lambda event, fields: None), _reduce_gc():  # simulated dispatchers do not log
+        return virtual_loop.run_in_virtual_time(run_experiment())
 
 
 @contextmanager
-def _seldom_searched() -> Iterator[None]:
+def _reduce_gc() -> Iterator[None]:
     """Make the garbage collector run rarely inside the block.
 
     The simulation creates few reference cycles, and a collection would visit all requests of the trace, of
     which there may be hundreds of thousands.
     """
-    before = gc.get_threshold()
-    gc.set_threshold(NEW_OBJECTS, *before[1:])
+    thresholds = gc.get_threshold()
+    gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
     # Frozen objects are not visited by collections at all.
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)
 
 
 class _Experiment:
@@ -132,194 +132,204 @@ class _Experiment:
 
     def __init__(
         self,
-        setting: Setting,
+        scenario: Scenario,
         trace: Trace,
-        name: Name,
+        policy: PolicyName,
         tasks: asyncio.TaskGroup,
         progress: Callable[[float], None],
     ) -> None:
         world = World(
-            setting.real_slots,
-            reserve=setting.reserve,
-            queue_limit=setting.queue_limit,
-            realtime=jobs_of(trace),
-            slots_at=setting.slots_at,
-            pods=setting.pods,
-            pods_at=setting.pods_at,
-            lets_in=setting.lets_in,
-            full_at=setting.full_at,
-            look_s=setting.look_s,
-            look_phase_s=setting.look_phase_s,
-            outages=setting.outages,
-            step_s=setting.steps_s,
-            on_pods=self._pods_changed,
+            scenario.real_slots,
+            reserve=scenario.reserve,
+            queue_limit=scenario.queue_limit,
+            realtime=make_realtime_jobs(trace),
+            slots_at=scenario.slots_at,
+            pods=scenario.pods,
+            pods_at=scenario.pods_at,
+            get_admission_limit=scenario.get_admission_limit,
+            full_threshold=scenario.full_threshold,
+            metrics_refresh_s=scenario.metrics_refresh_s,
+            metrics_refresh_phase_s=scenario.metrics_refresh_phase_s,
+            outages=scenario.outages,
+            time_step_s=scenario.effective_time_step_s,
+            on_pod_count=self._handle_pod_change,
         )
-        self._setting = setting
+        self._scenario = scenario
         self._loop = asyncio.get_running_loop()
-        send_s, answer_s = setting.ways_s
-        self._road = Road(
+        send_s, answer_s = scenario.transit_times_s
+        self._transport = SimulatedTransport(
             world,
             send_s=send_s,
             answer_s=answer_s,
-            admit_s=setting.admit_s,
-            on_realtime=self._answered,
-            on_change=self._fill if name is Name.ALL_KNOWING else None,
+            admit_s=scenario.admit_s,
+            on_realtime=self._record_latency,
+            on_change=self._send_allowed_requests if policy is PolicyName.ALL_KNOWING else None,
         )
-        self._exporter = setting.exporter
-        self._run = Run(name, setting.seconds)
-        self._policy = self._make(name, tasks)
+        self._exporter = scenario.exporter
+        self._run = Run(policy, scenario.seconds)
+        self._policy = self._create_policy(policy, tasks)
         self._progress = progress
-        self._sizes = random.Random(f"{setting.seed}/batch")
-        self._jitters = random.Random(f"{setting.seed}/scrapes")
-        self._losses = random.Random(f"{setting.seed}/lost")
-        self._scrapes = 0
+        self._token_rng = random.Random(f"{scenario.seed}/batch")
+        self._jitter_rng = random.Random(f"{scenario.seed}/scrapes")
+        self._loss_rng = random.Random(f"{scenario.seed}/lost")
+        self._scrape_count = 0
         self._check_at = inf
 
-    def _make(self, name: Name, tasks: asyncio.TaskGroup) -> policies.Policy:
-        setting = self._setting
-        budgeting, slots = setting.budgeting, setting.slots
-        match name:
-            case Name.ALL_KNOWING:
-                return policies.AllKnowing(budgeting, slots, self._true_room)
-            case Name.LAW:
-                return Law(setting, self._road, tasks)
-            case Name.POINT:
+    def _create_policy(self, policy: PolicyName, tasks: asyncio.TaskGroup) -> policies.Policy:
+        scenario = self._scenario
+        budgeting, slots = scenario.budgeting, scenario.slots
+        match policy:
+            case PolicyName.ALL_KNOWING:
+                return policies.AllKnowing(budgeting, slots, self._count_free_slots)
+            case PolicyName.DISPATCHER:
+                return DispatcherPolicy(scenario, self._transport, tasks)
+            case PolicyName.POINT:
                 return policies.Point(budgeting, slots)
-            case Name.CAP:
+            case PolicyName.CAP:
                 return policies.Cap(budgeting, slots)
-            case Name.LITERAL:
+            case PolicyName.LITERAL:
                 return policies.Literal(budgeting, slots)
-            case Name.MULTIPLIER:
+            case PolicyName.MULTIPLIER:
                 return policies.Multiplier(budgeting, slots)
-            case Name.NONE:
+            case PolicyName.NONE:
                 return policies.NoBatch(budgeting, slots)
 
-    async def live(self, moment_s: float) -> Run:
-        setting, call_at = self._setting, self._loop.call_at
+    async def run_to_end(self, sample_interval_s: float) -> Run:
+        scenario, call_at = self._scenario, self._loop.call_at
         ended = self._loop.create_future()
-        if setting.flush_s:
-            self._exporter.flush(self._road.world.observe())
-            call_at(setting.first_flush_s, self._flush, setting.first_flush_s)
-        self._scrape(0.0)
-        if moment_s:
-            self._keep(0.0, moment_s)
-        for at in setting.deaths:
-            call_at(at, self._policy.kill)
-        call_at(setting.seconds, ended.set_result, None)
+        if scenario.flush_s:
+            self._exporter.flush_averages(self._transport.world.observe_pool())
+            call_at(scenario.first_flush_s, self._flush_averages, scenario.first_flush_s)
+        self._start_scrape(0.0)
+        if sample_interval_s:
+            self._record_sample(0.0, sample_interval_s)
+        for at in scenario.deaths:
+            call_at(at, self._policy.kill_replica)
+        call_at(scenario.seconds, ended.set_result, None)
         await ended
-        self._run.meters = self._policy.meters()
+        self._run.meters = self._policy.get_meters()
         self._policy.stop()
-        return self._settle()
+        return self._build_run()
 
     # ── what happens ────────────────────────────────────────────────────────────────────────────────────
 
-    def _fill(self) -> None:
+    def _send_allowed_requests(self) -> None:
         now = self._loop.time()
-        while (room := self._policy.room(now)) > 0:
+        while (room := self._policy.count_sendable(now)) > 0:
             for _ in range(room):
-                self._send(now)
+                self._send_request(now)
         # Always later than now: at the same time the loop would call `_check_again` for ever.
-        at = max(self._policy.check_at(now), now + 1e-6)
+        at = max(self._policy.next_check_at(now), now + 1e-6)
         # Only the earliest timer counts. Later ones still fire, and `_check_again` finds nothing to do.
         if at < self._check_at:
             self._check_at = at
-            self._loop.call_at(at, self._check, at)
+            self._loop.call_at(at, self._check_again, at)
 
-    def _check(self, at: float) -> None:
+    def _check_again(self, at: float) -> None:
         if at >= self._check_at:
             self._check_at = inf
-        self._fill()
+        self._send_allowed_requests()
 
-    def _send(self, now: float) -> None:
-        self._policy.sent(now)
-        batch = self._setting.batch
-        self._road.send(batch.job(batch.draw(self._sizes)), self._back)
+    def _send_request(self, now: float) -> None:
+        self._policy.record_sent(now)
+        batch = self._scenario.batch
+        self._transport.send_job(batch.make_job(batch.draw_tokens(self._token_rng)), self._handle_end)
 
-    def _back(self, how: End) -> None:
-        self._policy.ended(self._loop.time(), how)
-        self._fill()
+    def _handle_end(self, end: JobEnd) -> None:
+        self._policy.record_end(self._loop.time(), end)
+        self._send_allowed_requests()
 
-    def _answered(self, realtime: Job) -> None:
+    def _record_latency(self, realtime: Job) -> None:
         self._run.waits.append(realtime.started_at - realtime.arrived_at)
         self._run.latencies.append(realtime.finished_at - realtime.arrived_at)
 
-    def _scrape(self, at: float) -> None:
-        setting, call_at = self._setting, self._loop.call_at
-        self._road.now()
-        self._scrapes += 1
+    def _start_scrape(self, at: float) -> None:
+        scenario, call_at = self._scenario, self._loop.call_at
+        self._transport.advance_world()
+        self._scrape_count += 1
         # Counts up to here; `_build_run` subtracts them from those at the end.
-        if self._scrapes == SETTLED_AFTER + 1:
-            self._run.sent_settled, self._run.refused_settled = self._road.sent, self._refused()
-        lost = setting.lost > 0 and self._losses.random() < setting.lost
-        if lost or any(start <= at < end for start, end in setting.gaps):
-            call_at(at + setting.lag_s, self._unread)
+        if self._scrape_count == SETTLING_READINGS + 1:
+            self._run.sent_settled, self._run.refused_settled = self._transport.sent, self._count_refused()
+        is_lost = scenario.lost > 0 and self._loss_rng.random() < scenario.lost
+        if is_lost or any(start <= at < end for start, end in scenario.gaps):
+            call_at(at + scenario.lag_s, self._deliver_scrape_failure)
         else:
-            call_at(at + setting.lag_s, self._read, self._exporter.read(self._road.world.observe()))
-        late = self._jitters.random() * setting.jitter * setting.scrape_s
+            call_at(
+                at + scenario.lag_s,
+                self._deliver_reading,
+                self._exporter.scrape_pages(self._transport.world.observe_pool()),
+            )
+        jitter_s = self._jitter_rng.random() * scenario.jitter * scenario.scrape_s
         # Computed from the number of scrapes, so that jitter does not add up.
-        next_at = self._scrapes * setting.scrape_s + late
-        call_at(next_at, self._scrape, next_at)
+        next_at = self._scrape_count * scenario.scrape_s + jitter_s
+        call_at(next_at, self._start_scrape, next_at)
         self._progress(at)
 
-    def _read(self, found: Verdict) -> None:
-        self._policy.read(found, self._loop.time())
-        self._fill()
+    def _deliver_reading(self, verdict: PollReadings) -> None:
+        self._policy.handle_reading(verdict, self._loop.time())
+        self._send_allowed_requests()
 
-    def _unread(self) -> None:
-        self._policy.unread("the metrics endpoint does not answer", self._loop.time())
-        self._fill()
+    def _deliver_scrape_failure(self) -> None:
+        self._policy.handle_scrape_failure("the metrics endpoint does not answer", self._loop.time())
+        self._send_allowed_requests()
 
-    def _flush(self, at: float) -> None:
-        self._road.now()
-        self._exporter.flush(self._road.world.observe())
-        next_at = at + self._setting.flush_s
+    def _flush_averages(self, at: float) -> None:
+        self._transport.advance_world()
+        self._exporter.flush_averages(self._transport.world.observe_pool())
+        next_at = at + self._scenario.flush_s
         # Slightly early, so that a scrape at the same moment sees the new averages.
-        self._loop.call_at(next_at - 1e-6, self._flush, next_at)
+        self._loop.call_at(next_at - 1e-6, self._flush_averages, next_at)
 
-    def _pods_changed(self, pods: int) -> None:
-        budgeting = self._setting.budgeting
-        each = budgeting.initial_per_endpoint if budgeting.per_endpoint is None else budgeting.per_endpoint
+    def _handle_pod_change(self, pods: int) -> None:
+        budgeting = self._scenario.budgeting
+        per_pod = budgeting.initial_per_endpoint if budgeting.per_endpoint is None else budgeting.per_endpoint
         # Not called directly: the world is in the middle of changing its pods.
-        self._loop.call_soon(self._capacity, pods * each)
+        self._loop.call_soon(self._deliver_capacity, pods * per_pod)
 
-    def _capacity(self, slots: float) -> None:
-        self._policy.capacity(slots, self._loop.time())
-        self._fill()
+    def _deliver_capacity(self, slots: float) -> None:
+        self._policy.handle_capacity(slots, self._loop.time())
+        self._send_allowed_requests()
 
-    def _true_room(self) -> int:
-        world = self._road.world
-        if world.down:
+    def _count_free_slots(self) -> int:
+        world = self._transport.world
+        if world.is_down:
             return 0
         # Requests in transit count, too: they cannot be stopped any more.
-        room = whole(world.slots * (1.0 - self._setting.reserve)) - world.in_system - self._road.travelling
+        room = (
+            round_down(world.slots * (1.0 - self._scenario.reserve))
+            - world.in_system
+            - self._transport.in_transit
+        )
         return max(0, room)
 
     # ── what is kept ────────────────────────────────────────────────────────────────────────────────────
 
-    def _keep(self, at: float, every_s: float) -> None:
-        self._road.now()
-        limit, closed = self._policy.shown(self._loop.time())
-        self._run.moments.append(
-            Moment(self._road.world.observe(), limit, closed, self._policy.capacity_seen())
+    def _record_sample(self, at: float, interval_s: float) -> None:
+        self._transport.advance_world()
+        limit, closed = self._policy.get_limit_and_reason(self._loop.time())
+        self._run.samples.append(
+            TimelineSample(
+                self._transport.world.observe_pool(), limit, closed, self._policy.get_estimated_capacity()
+            )
         )
         if closed is not None:
-            self._run.closed_s[closed.value] = self._run.closed_s.get(closed.value, 0.0) + every_s
-        self._loop.call_at(at + every_s, self._keep, at + every_s, every_s)
+            self._run.closed_s[closed.value] = self._run.closed_s.get(closed.value, 0.0) + interval_s
+        self._loop.call_at(at + interval_s, self._record_sample, at + interval_s, interval_s)
 
-    def _refused(self) -> int:
-        return self._road.ended[End.REFUSED]
+    def _count_refused(self) -> int:
+        return self._transport.ended[JobEnd.REFUSED]
 
-    def _settle(self) -> Run:
-        run, road, world = self._run, self._road, self._road.world
-        now = road.now()
-        run.tokens, run.sent, run.refused = road.tokens, road.sent, self._refused()
-        run.answered, run.cut = road.ended[End.ANSWERED], road.ended[End.CUT]
-        run.unreachable = road.ended[End.UNREACHABLE]
-        settled = self._scrapes > SETTLED_AFTER
-        run.sent_settled = run.sent - run.sent_settled if settled else 0
-        run.refused_settled = run.refused - run.refused_settled if settled else 0
-        run.over_mean = world.overshoot.mean(self._setting.seconds)
-        run.over_worst, run.most = world.overshoot.worst, world.most
+    def _build_run(self) -> Run:
+        run, transport, world = self._run, self._transport, self._transport.world
+        now = transport.advance_world()
+        run.tokens, run.sent, run.refused = transport.tokens, transport.sent, self._count_refused()
+        run.answered, run.cut = transport.ended[JobEnd.ANSWERED], transport.ended[JobEnd.CUT]
+        run.unreachable = transport.ended[JobEnd.UNREACHABLE]
+        has_settled = self._scrape_count > SETTLING_READINGS
+        run.sent_settled = run.sent - run.sent_settled if has_settled else 0
+        run.refused_settled = run.refused - run.refused_settled if has_settled else 0
+        run.overshoot_mean = world.overshoot.compute_mean(self._scenario.seconds)
+        run.overshoot_worst, run.peak_requests = world.overshoot.worst, world.peak_requests
         run.realtime_refused = world.realtime_refused
         run.realtime_unreachable = world.realtime_unreachable
         # Requests that never got a slot would otherwise make the policy look better.

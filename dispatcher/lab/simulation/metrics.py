@@ -11,8 +11,8 @@ from enum import StrEnum
 from dispatcher.core.limit.budget import Policy, Signal
 from dispatcher.lab.simulation.world import PoolState
 from dispatcher.lab.standin.model import KV_AT_FULL, WAITING_AT_FULL
-from dispatcher.signals.epp.series import View
-from dispatcher.signals.readings import Lessons, Verdict, at_most, judge
+from dispatcher.signals.epp.series import PoolView
+from dispatcher.signals.readings import PickerFacts, PollReadings, derive_readings, list_possible_signals
 
 REQUEST_TOKENS, POD_TOKENS = 650, 1_000_000
 """Average tokens of a request, and the default number of tokens per endpoint in the token mode of the
@@ -38,12 +38,12 @@ class Detector(StrEnum):
     """There is no picker: the metrics of the model servers are read instead."""
 
     @property
-    def flow_control(self) -> bool:
+    def has_flow_control(self) -> bool:
         """True if the picker has a queue and shows its saturation."""
         return self not in (Detector.NONE, Detector.SERVERS)
 
     @property
-    def by_queues(self) -> bool:
+    def uses_server_queues(self) -> bool:
         """True if the queues of the model servers decide whether the picker holds requests back."""
         return self in (Detector.UTILIZATION, Detector.COMPOSITE)
 
@@ -57,16 +57,16 @@ class Signals(StrEnum):
     BOTH = "both"
 
     @property
-    def at_most(self) -> Sequence[Signal]:
+    def possible_signals(self) -> Sequence[Signal]:
         """Signals that may be read before anything is known about the picker."""
-        return at_most(self.value)
+        return list_possible_signals(self.value)
 
 
 @dataclass(slots=True)
 class Exporter:
     """Metrics of the picker, and the readings that the dispatcher makes of them."""
 
-    use: Signals
+    signals: Signals
     policy: Policy
     """Configured capacity."""
     picker_per_pod: float
@@ -86,78 +86,80 @@ class Exporter:
     pickers: int = 1
     """Number of active replicas of the picker, each with an even share of the requests."""
     _flushed: PoolState | None = None
-    _lessons: Lessons = field(default_factory=Lessons)
+    _lessons: PickerFacts = field(default_factory=PickerFacts)
 
-    def flush(self, state: PoolState) -> None:
+    def flush_averages(self, state: PoolState) -> None:
         """Renew the averages from this state."""
         self._flushed = state
 
-    def read(self, state: PoolState) -> Verdict:
+    def scrape_pages(self, state: PoolState) -> PollReadings:
         """Return the readings of a scrape at `state.at`."""
-        views = [self.view(state, number) for number in range(self.pickers)]
-        self._lessons.learn(views)
-        found = judge(views, self.use, self.policy, "simulated", self._lessons)
+        views = [self.build_view(state, number) for number in range(self.pickers)]
+        self._lessons.learn_from_views(views)
+        verdict = derive_readings(views, self.signals, self.policy, "simulated", self._lessons)
         readings = [
             # Averages cannot start before the world does, at 0. The simulated pages count the full weight of
             # a request.
-            replace(reading, opened_at=max(0.0, reading.opened_at), beyond_calls=math.inf)
-            for reading in found.readings
+            replace(reading, opened_at=max(0.0, reading.opened_at), items_beyond_calls=math.inf)
+            for reading in verdict.readings
         ]
-        return replace(found, readings=tuple(readings))
+        return replace(verdict, readings=tuple(readings))
 
-    def view(self, state: PoolState, number: int = 0) -> View:
+    def build_view(self, state: PoolState, number: int = 0) -> PoolView:
         """Return the page of one replica of the picker, scraped at `state.at`."""
         if self.detector is Detector.SERVERS:
-            return self._servers(state)
-        seen = self._flushed if self.flush_s and self._flushed is not None else state
-        flow_control = self.detector.flow_control
+            return self._build_servers_view(state)
+        averaged = self._flushed if self.flush_s and self._flushed is not None else state
+        flow_control = self.detector.has_flow_control
         # Everything that the picker has sent and that is not answered: running or waiting in a pod.
-        sent = self._share(state.running + self._inside(state), number)
+        sent = self._get_picker_share(state.running + self._count_waiting_in_pods(state), number)
         at = state.at + self.stamp_s
-        return View(
+        return PoolView(
             at,
             at,
-            saturation=self._saturation(state, sent) if flow_control else None,
-            queued=self._share(state.waiting - self._inside(state), number) if flow_control else None,
-            running=seen.running / max(1, seen.pods),
-            waiting=self._inside(seen) / max(1, seen.pods),
-            kv_cache=self._kv(seen),
-            server_queued=self._seen_inside(state) if self.shows_server_queues else None,
+            saturation=self._compute_saturation(state, sent) if flow_control else None,
+            queued=self._get_picker_share(state.waiting - self._count_waiting_in_pods(state), number)
+            if flow_control
+            else None,
+            running=averaged.running / max(1, averaged.pods),
+            waiting=self._count_waiting_in_pods(averaged) / max(1, averaged.pods),
+            kv_cache=self._compute_kv_usage(averaged),
+            server_queued=self._get_last_read_waiting(state) if self.shows_server_queues else None,
             ready=state.pods,
             in_flight=sent if self.shows_running else None,
-            utilization=frozenset({"default"} if self.detector.by_queues else ()),
+            utilization_detectors=frozenset({"default"} if self.detector.uses_server_queues else ()),
         )
 
-    def _servers(self, state: PoolState) -> View:
+    def _build_servers_view(self, state: PoolState) -> PoolView:
         """Return the metrics of all model servers together."""
         at, pods = state.at + self.stamp_s, max(1, state.pods)
-        return View(
+        return PoolView(
             at,
             at,
             running=state.running / pods,
             waiting=state.waiting / pods,
-            kv_cache=self._kv(state),
+            kv_cache=self._compute_kv_usage(state),
             ready=state.pods,
-            of_now=True,
+            has_current_averages=True,
         )
 
-    def _inside(self, state: PoolState) -> int:
+    def _count_waiting_in_pods(self, state: PoolState) -> int:
         """Return the number of requests that wait in the pods. Without flow control all waiting requests
         do."""
-        return state.inside if self.detector.flow_control else state.waiting
+        return state.waiting_in_pods if self.detector.has_flow_control else state.waiting
 
-    def _seen_inside(self, state: PoolState) -> float:
+    def _get_last_read_waiting(self, state: PoolState) -> float:
         """Return the same number as of the last time the picker read the metrics."""
         # The world may hold requests in its picker for the order alone; without flow control they count as in
         # pods.
-        outside = 0 if self.detector.flow_control else state.waiting - state.inside
-        return float(state.inside_seen + outside)
+        outside = 0 if self.detector.has_flow_control else state.waiting - state.waiting_in_pods
+        return float(state.last_read_waiting_in_pods + outside)
 
-    def _share(self, requests: int, number: int) -> int:
+    def _get_picker_share(self, requests: int, number: int) -> int:
         """Return the share of this replica of the picker."""
         return requests // self.pickers + (number < requests % self.pickers)
 
-    def _saturation(self, state: PoolState, sent: int) -> float:
+    def _compute_saturation(self, state: PoolState, sent: int) -> float:
         if not state.pods:
             return 1.0
         if self.detector is Detector.CONCURRENCY:
@@ -165,11 +167,14 @@ class Exporter:
         if self.detector is Detector.TOKENS:
             return sent * REQUEST_TOKENS / (POD_TOKENS * state.pods)
         # The formula of the utilization detector with its default thresholds.
-        pressure = max(state.inside_seen / state.pods / WAITING_AT_FULL, self._kv(state) / KV_AT_FULL)
+        pressure = max(
+            state.last_read_waiting_in_pods / state.pods / WAITING_AT_FULL,
+            self._compute_kv_usage(state) / KV_AT_FULL,
+        )
         if self.detector is Detector.COMPOSITE:
             return max(pressure, sent / (self.picker_per_pod * state.pods))
         return pressure
 
-    def _kv(self, state: PoolState) -> float:
+    def _compute_kv_usage(self, state: PoolState) -> float:
         # No slots: the detector treats a pool without servers as full.
         return self.kv_full * state.running / state.slots if state.slots else 1.0

@@ -21,12 +21,12 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import cast
 
-from dispatcher.lab.simulation.experiment import Name, Run, play
-from dispatcher.lab.simulation.scenario import Setting
+from dispatcher.lab.simulation.experiment import PolicyName, Run, run_scenario
+from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.standin.trace import Trace
 
-TOLD_EACH_S = 0.2
-LOOK_S = 1.0
+PROGRESS_INTERVAL_S = 0.2
+WAIT_TIMEOUT_S = 1.0
 """Interval at which the caller gets control even if no process has sent anything."""
 
 
@@ -35,30 +35,32 @@ class RunFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RunRequest:
     """Request for one simulation."""
 
-    setting: Setting
-    policy: Name
-    moment_s: float = 0.0
+    scenario: Scenario
+    policy: PolicyName
+    sample_interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
+class Progress:
     """Progress of all simulations: the completed share of each, from 0 to 1, and those that ended since the
     last report, each with its number."""
 
-    done: Sequence[float]
-    ended: Sequence[tuple[int, Run]]
+    done_shares: Sequence[float]
+    ended_runs: Sequence[tuple[int, Run]]
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of processes that can run at once."""
     affinity = getattr(os, "sched_getaffinity", None)  # missing on macOS and Windows
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[Advance, None, None]:
+def run_in_parallel(
+    jobs: Sequence[RunRequest], trace: Trace, processes: int
+) -> Generator[Progress, None, None]:
     """Run the simulations in order, at most `processes` at once. Closing the generator stops them.
 
     Raises RunFailedError.
@@ -72,29 +74,29 @@ def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[
         while waiting or running:
             while waiting and len(running) < processes:
                 number, job = waiting.pop()
-                ours, theirs = context.Pipe(duplex=False)
+                reader, writer = context.Pipe(duplex=False)
                 process = context.Process(  # type: ignore[attr-defined]
-                    target=_work, args=(job, trace, theirs, os.getpid()), daemon=True
+                    target=_run_in_process, args=(job, trace, writer, os.getpid()), daemon=True
                 )
-                with _uninterrupted():
+                with _block_interrupts():
                     process.start()
                 # Without this copy the pipe reports its end when the child exits.
-                theirs.close()
-                running[ours] = (number, process)
+                writer.close()
+                running[reader] = (number, process)
             # After the timeout the loop yields without news, so that the caller can update its display.
             ended: list[tuple[int, Run]] = []
-            for ready in cast("list[Connection]", wait(list(running), LOOK_S)):
+            for ready in cast("list[Connection]", wait(list(running), WAIT_TIMEOUT_S)):
                 number, process = running[ready]
-                told = _heard(ready, process)
-                if isinstance(told, Run):
+                message = _receive_message(ready, process)
+                if isinstance(message, Run):
                     done[number] = 1.0
-                    ended.append((number, told))
+                    ended.append((number, message))
                     del running[ready]
                     ready.close()
                     process.join()
                 else:
-                    done[number] = told
-            yield Advance(done, ended)
+                    done[number] = message
+            yield Progress(done, ended)
     finally:
         for _, process in running.values():
             process.terminate()
@@ -103,7 +105,7 @@ def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """Delay Ctrl-C until the end of the block. Python loses a signal that arrives right after a fork, while
     hooks of modules run there, because exceptions in these hooks are ignored."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
@@ -113,37 +115,45 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _heard(pipe: Connection, process: BaseProcess) -> float | Run:
+def _receive_message(pipe: Connection, process: BaseProcess) -> float | Run:
     try:
-        told = pipe.recv()
+        message = pipe.recv()
     except EOFError:
         process.join()
         code = process.exitcode or 0
         how = f"signal {-code} ended it" if code < 0 else f"it exited with {code}"
         raise RunFailedError(f"a process of the simulation ended before its run: {how}") from None
-    if isinstance(told, str):
-        raise RunFailedError(f"a simulated run failed:\n{told}")
-    return cast("float | Run", told)
+    if isinstance(message, str):
+        raise RunFailedError(f"a simulated run failed:\n{message}")
+    return cast("float | Run", message)
 
 
-def _work(job: Wanted, trace: Trace, pipe: Connection, parent: int) -> None:
+def _run_in_process(job: RunRequest, trace: Trace, pipe: Connection, parent: int) -> None:
     """Run one simulation in the child process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The parent may have handlers of its own, which a forked child inherits.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    told_at = time.monotonic()
+    sent_at = time.monotonic()
 
-    def progress(now: float) -> None:
-        nonlocal told_at
+    def send_progress(now: float) -> None:
+        nonlocal sent_at
         # An orphan has another parent. No cleanup: the exit handlers are those of the parent.
         if os.getppid() != parent:
             os._exit(1)
-        if time.monotonic() - told_at >= TOLD_EACH_S:
-            told_at = time.monotonic()
-            pipe.send(min(1.0, now / job.setting.seconds))
+        if time.monotonic() - sent_at >= PROGRESS_INTERVAL_S:
+            sent_at = time.monotonic()
+            pipe.send(min(1.0, now / job.scenario.seconds))
 
     try:
-        pipe.send(play(job.setting, trace, job.policy, moment_s=job.moment_s, progress=progress))
+        pipe.send(
+            run_scenario(
+                job.scenario,
+                trace,
+                job.policy,
+                sample_interval_s=job.sample_interval_s,
+                progress=send_progress,
+            )
+        )
     except BrokenPipeError:
         return  # the parent has closed the pipe
     except Exception:

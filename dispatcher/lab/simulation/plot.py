@@ -12,77 +12,79 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher.core.limit.budget import Reason
-from dispatcher.lab.simulation.experiment import Moment, Name, Run
+from dispatcher.lab.simulation.experiment import PolicyName, Run, TimelineSample
 from dispatcher.lab.simulation.report import Comparison, Row
-from dispatcher.lab.simulation.scenario import Setting
+from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.sweep import SweepResult
 
 INSTALL = "pip install 'batch-dispatcher[plots]'"
 INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
 BATCH, REALTIME, LIMIT, CLOSED = "#7fc8a9", "#4f7cac", "#d9480f", "#c92a2a"
 TITLES = {
-    Name.LAW: "law: this dispatcher",
-    Name.ALL_KNOWING: "all-knowing: sees everything at once",
-    Name.POINT: "point: H added to what it had out",
-    Name.CAP: "cap: H as a cap on its own requests",
-    Name.LITERAL: "literal: sends H once a reading",
-    Name.MULTIPLIER: "multiplier: budget × batch each poll",
-    Name.NONE: "none: no batch work",
+    PolicyName.DISPATCHER: "law: this dispatcher",
+    PolicyName.ALL_KNOWING: "all-knowing: sees everything at once",
+    PolicyName.POINT: "point: H added to what it had out",
+    PolicyName.CAP: "cap: H as a cap on its own requests",
+    PolicyName.LITERAL: "literal: sends H once a reading",
+    PolicyName.MULTIPLIER: "multiplier: budget × batch each poll",
+    PolicyName.NONE: "none: no batch work",
 }
 """Titles of the panels. Each starts with the name of the policy in the table."""
 COLOURS = ("#2b8a3e", "#4f7cac", "#d9480f", "#7048e8", "#c2255c", "#e67700")
 """Colours of the policies in a sweep. The policy `none` is not drawn."""
 
 
-def available() -> bool:
+def is_available() -> bool:
     """Return whether the library for drawing (extra `plots`) is installed."""
     return find_spec("matplotlib") is not None
 
 
-def draw(comparison: Comparison, path: Path) -> None:
+def draw_timelines(comparison: Comparison, path: Path) -> None:
     """Draw the timelines into a file. Its suffix is the format: png, svg or pdf.
 
     Raises OSError, and ValueError for an unknown suffix.
     """
-    first = (Name.LAW, Name.ALL_KNOWING)
+    first = (PolicyName.DISPATCHER, PolicyName.ALL_KNOWING)
     pairs = sorted(
         zip(comparison.runs, comparison.rows, strict=True),
-        key=lambda pair: first.index(pair[0].name) if pair[0].name in first else len(first),
+        key=lambda pair: first.index(pair[0].policy) if pair[0].policy in first else len(first),
     )
-    figure = _figure(1.3 + 2.0 * len(pairs))
+    figure = _create_figure(1.3 + 2.0 * len(pairs))
     panels = figure.subplots(len(pairs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    top = _top(pairs[0][0])
+    top = _get_axis_top(pairs[0][0])
     for panel, (run, row) in zip(panels, pairs, strict=True):
-        _panel(panel, run, row, comparison.setting.reserve, top)
+        _draw_panel(panel, run, row, comparison.scenario.reserve, top)
     panels[-1].set_xlabel("seconds", color=FAINT, fontsize=9)
-    _finish(figure, panels, f"{comparison.trace} on {_told(comparison.setting)}", path)
+    _save_figure(figure, panels, f"{comparison.trace} on {_describe_scenario(comparison.scenario)}", path)
 
 
-def draw_sweep(found: SweepResult, path: Path) -> None:
+def draw_sweep(result: SweepResult, path: Path) -> None:
     """Draw the result of a sweep into a file, like `draw_timelines`. The values have equal distances on the
     axis."""
-    figure = _figure(4.4)
+    figure = _create_figure(4.4)
     panels = figure.subplots(1, 2)
-    values = list(dict.fromkeys(value for value, _ in found.rows))
-    for name, colour in zip(dict.fromkeys(row.policy for _, row in found.rows), COLOURS, strict=False):
-        rows = [row for _, row in found.rows if row.policy is name]
+    values = list(dict.fromkeys(value for value, _ in result.rows))
+    for name, colour in zip(dict.fromkeys(row.policy for _, row in result.rows), COLOURS, strict=False):
+        rows = [row for _, row in result.rows if row.policy is name]
         added = [row.latency_p95_less_none_s for row in rows]
         for panel, figures in (
             (panels[0], [row.batch_tokens_per_s for row in rows]),
             (panels[1], [float("nan") if each is None else each for each in added]),
         ):
-            panel.plot(range(len(values)), figures, marker="o", color=colour, label=TITLES[name])
+            panel.plot(range(len(values)), figures, marker="o", color=colour, set_label=TITLES[name])
     titles = ("batch work, tokens/s", "added to realtime's latency, 95th percentile, s")
     for panel, title in zip(panels, titles, strict=True):
         panel.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
         panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])
-        panel.set_xlabel(found.option, color=FAINT, fontsize=9)
+        panel.set_xlabel(result.option, color=FAINT, fontsize=9)
         panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]))
-        _plain(panel)
-    _finish(figure, panels, f"{found.trace} on {_told(found.setting, found.option)}", path)
+        _style_axes(panel)
+    _save_figure(
+        figure, panels, f"{result.trace} on {_describe_scenario(result.scenario, result.option)}", path
+    )
 
 
-def _figure(height: float) -> Any:
+def _create_figure(height: float) -> Any:
     # Imported late, since matplotlib is an optional dependency and slow to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -93,16 +95,16 @@ def _figure(height: float) -> Any:
     return figure
 
 
-def _told(setting: Setting, swept: str = "") -> str:
+def _describe_scenario(scenario: Scenario, swept: str = "") -> str:
     """Describe the pool and its scrapes, without the option that is swept."""
-    believed = "" if setting.real_slots == setting.slots else f" (configured as {setting.slots})"
-    scrape = "" if swept == "scrape" else f" every {setting.scrape_s:g} s"
-    lag = "" if swept == "lag" else f" known {setting.lag_s:g} s later"
+    configured = "" if scenario.real_slots == scenario.slots else f" (configured as {scenario.slots})"
+    scrape = "" if swept == "scrape" else f" every {scenario.scrape_s:g} s"
+    lag = "" if swept == "lag" else f" known {scenario.lag_s:g} s later"
     readings = f", a scrape{scrape}{lag}" if scrape or lag else ""
-    return f"{setting.real_slots} slots{believed}{readings}"
+    return f"{scenario.real_slots} slots{configured}{readings}"
 
 
-def _finish(figure: Any, panels: Iterable[Any], title: str, path: Path) -> None:
+def _save_figure(figure: Any, panels: Iterable[Any], title: str, path: Path) -> None:
     """Add title and legend, and write the file."""
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
     handles = {
@@ -119,7 +121,7 @@ def _finish(figure: Any, panels: Iterable[Any], title: str, path: Path) -> None:
     figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
 
 
-def _plain(panel: Any) -> None:
+def _style_axes(panel: Any) -> None:
     panel.tick_params(colors=FAINT, labelsize=8, length=0)
     panel.grid(visible=True, axis="y", color="#e4e7eb", linewidth=0.6)
     panel.set_axisbelow(True)
@@ -128,34 +130,40 @@ def _plain(panel: Any) -> None:
     panel.spines["bottom"].set_color("#cbd2d9")
 
 
-def _total(run: Run) -> list[int]:
-    return [moment.state.running + moment.state.waiting for moment in run.moments]
+def _count_requests(run: Run) -> list[int]:
+    return [moment.state.running + moment.state.waiting for moment in run.samples]
 
 
-def _top(run: Run) -> float:
+def _get_axis_top(run: Run) -> float:
     """Return the upper end of the axis at which this run is readable."""
-    slots, most = max(moment.state.slots for moment in run.moments), max(_total(run))
+    slots, most = max(moment.state.slots for moment in run.samples), max(_count_requests(run))
     # A run with a long queue is cut off, so that the slots do not shrink to a line.
     return slots * 1.28 if most <= 1.28 * slots else min(most, 2.2 * slots)
 
 
-def _panel(panel: Any, run: Run, row: Row, reserve: float, top: float) -> None:
-    moments = run.moments
-    at = [moment.state.at for moment in moments]
-    slots = [moment.state.slots for moment in moments]
-    batch = [moment.state.batch_running + moment.state.batch_waiting for moment in moments]
-    total = _total(run)
-    panel.fill_between(at, 0, batch, step="post", color=BATCH, linewidth=0, label="batch")
-    panel.fill_between(at, batch, total, step="post", color=REALTIME, linewidth=0, label="realtime")
-    panel.step(at, slots, where="post", color=INK, linewidth=1.3, label="capacity")
+def _draw_panel(panel: Any, run: Run, row: Row, reserve: float, top: float) -> None:
+    samples = run.samples
+    at = [moment.state.at for moment in samples]
+    slots = [moment.state.slots for moment in samples]
+    batch = [moment.state.batch_running + moment.state.batch_waiting for moment in samples]
+    total = _count_requests(run)
+    panel.fill_between(at, 0, batch, step="post", color=BATCH, linewidth=0, set_label="batch")
+    panel.fill_between(at, batch, total, step="post", color=REALTIME, linewidth=0, set_label="realtime")
+    panel.step(at, slots, where="post", color=INK, linewidth=1.3, set_label="capacity")
     room = [count * (1 - reserve) for count in slots]
     panel.step(
-        at, room, where="post", color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label="capacity − reserve"
+        at,
+        room,
+        where="post",
+        color=INK,
+        linewidth=0.9,
+        linestyle=(0, (4, 3)),
+        set_label="capacity − reserve",
     )
-    if any(moment.limit is not None for moment in moments):
-        limits = [float("nan") if m.limit is None else m.limit for m in moments]
-        panel.step(at, limits, where="post", color=LIMIT, linewidth=1.1, label="limit on batch")
-    _shade(panel, moments, at[-1] - at[0])
+    if any(moment.limit is not None for moment in samples):
+        limits = [float("nan") if m.limit is None else m.limit for m in samples]
+        panel.step(at, limits, where="post", color=LIMIT, linewidth=1.1, set_label="limit on batch")
+    _shade_closed_periods(panel, samples, at[-1] - at[0])
     panel.set_xlim(at[0], at[-1])
     panel.set_ylim(0, top)
     if max(total) > top:
@@ -164,17 +172,17 @@ def _panel(panel: Any, run: Run, row: Row, reserve: float, top: float) -> None:
             ha="right", va="top", fontsize=8, color=PAPER, fontweight="bold",
             bbox={"boxstyle": "round,pad=0.3", "facecolor": INK, "edgecolor": "none", "alpha": 0.75},
         )  # fmt: skip
-    panel.set_title(TITLES[run.name], loc="left", fontsize=10.5, color=INK, fontweight="bold")
-    panel.set_title(_figures(row), loc="right", fontsize=9, color=FAINT)
+    panel.set_title(TITLES[run.policy], loc="left", fontsize=10.5, color=INK, fontweight="bold")
+    panel.set_title(_format_figures(row), loc="right", fontsize=9, color=FAINT)
     panel.set_ylabel("requests", color=FAINT, fontsize=9)
-    _plain(panel)
+    _style_axes(panel)
 
 
-def _figures(row: Row) -> str:
+def _format_figures(row: Row) -> str:
     parts = []
-    if row.policy is not Name.NONE and row.harvest is not None:
-        parts.append(f"harvest {row.harvest:.2f}")
-    parts.append(f"over {row.over_mean:.1f}, worst {row.over_worst:.0f}")
+    if row.policy is not PolicyName.NONE and row.utilization is not None:
+        parts.append(f"harvest {row.utilization:.2f}")
+    parts.append(f"over {row.overshoot_mean:.1f}, worst {row.overshoot_worst:.0f}")
     if row.wait_p99_s is not None:
         parts.append(f"realtime wait p99 {row.wait_p99_s:.2f} s")
     if row.latency_p50_ratio is not None:
@@ -184,11 +192,13 @@ def _figures(row: Row) -> str:
     return "   ·   ".join(parts)
 
 
-def _shade(panel: Any, moments: Sequence[Moment], width_s: float) -> None:
+def _shade_closed_periods(panel: Any, samples: Sequence[TimelineSample], width_s: float) -> None:
     """Shade the closed periods. Those that are wide enough get their reason as label."""
     labelled = False
-    for reason, start, end in _closed(moments):
-        panel.axvspan(start, end, color=CLOSED, alpha=0.16, linewidth=0, label=None if labelled else "closed")
+    for reason, start, end in _find_closed_periods(samples):
+        panel.axvspan(
+            start, end, color=CLOSED, alpha=0.16, linewidth=0, set_label=None if labelled else "closed"
+        )
         labelled = True
         if end - start > 0.03 * width_s:
             panel.text(
@@ -197,12 +207,12 @@ def _shade(panel: Any, moments: Sequence[Moment], width_s: float) -> None:
             )  # fmt: skip
 
 
-def _closed(moments: Sequence[Moment]) -> Iterator[tuple[Reason, float, float]]:
+def _find_closed_periods(samples: Sequence[TimelineSample]) -> Iterator[tuple[Reason, float, float]]:
     since, reason = 0.0, None
-    for moment in moments:
-        if moment.closed is not reason:
+    for moment in samples:
+        if moment.closed_reason is not reason:
             if reason is not None:
                 yield reason, since, moment.state.at
-            since, reason = moment.state.at, moment.closed
+            since, reason = moment.state.at, moment.closed_reason
     if reason is not None:
-        yield reason, since, moments[-1].state.at
+        yield reason, since, samples[-1].state.at

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from dispatcher.core.limit.budget import Policy as Budgeting
-from dispatcher.core.limit.budget import Reading, Reason, assess
-from dispatcher.core.limit.utilization import Meter
-from dispatcher.lab.simulation.transport import End
-from dispatcher.signals.readings import Verdict
+from dispatcher.core.limit.budget import Reading, Reason, compute_budget
+from dispatcher.core.limit.utilization import UtilizationMeter
+from dispatcher.lab.simulation.transport import JobEnd
+from dispatcher.signals.readings import PollReadings
 
 BACKOFF_S = 2.0
 """Time for which a worker of an alternative policy sleeps after a refusal. The alternatives have no other
@@ -31,66 +31,66 @@ class Policy:
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         self.budgeting = budgeting
         self.workers = slots * WORKERS_PER_SLOT
-        self.out = 0
+        self.outstanding = 0
         """Number of workers in use: for requests without an answer, and for refused ones during their
         pause."""
         self._resting: deque[float] = deque()
 
-    def read(self, found: Verdict, now: float) -> None:
+    def handle_reading(self, verdict: PollReadings, now: float) -> None:
         """Handle the result of a scrape."""
 
-    def unread(self, why: str, now: float) -> None:
+    def handle_scrape_failure(self, why: str, now: float) -> None:
         """Handle a failed scrape."""
 
-    def capacity(self, max_requests: float, now: float) -> None:
+    def handle_capacity(self, max_requests: float, now: float) -> None:
         """Handle a capacity reported by the Kubernetes watch."""
 
-    def sent(self, now: float) -> None:
-        self.out += 1
+    def record_sent(self, now: float) -> None:
+        self.outstanding += 1
 
-    def ended(self, now: float, how: End) -> None:
-        if how in (End.REFUSED, End.UNREACHABLE):
+    def record_end(self, now: float, end: JobEnd) -> None:
+        if end in (JobEnd.REFUSED, JobEnd.UNREACHABLE):
             self._resting.append(now + BACKOFF_S)  # the worker is in use until then
         else:
-            self.out -= 1
+            self.outstanding -= 1
 
-    def kill(self) -> None:
+    def kill_replica(self) -> None:
         """Kill one of the processes of the dispatcher. A policy with a single process ignores this."""
 
     def stop(self) -> None:
         """Stop at the end of the simulation."""
 
-    def room(self, now: float) -> int:
+    def count_sendable(self, now: float) -> int:
         """Return the number of requests to send now."""
         while self._resting and self._resting[0] <= now:
             self._resting.popleft()
-            self.out -= 1
+            self.outstanding -= 1
         # Negative after the limit has fallen: nothing is sent until enough answers came.
-        return max(0, min(self._target(now), self.workers) - self.out)
+        return max(0, min(self._get_target(now), self.workers) - self.outstanding)
 
-    def check_at(self, now: float) -> float:
+    def next_check_at(self, now: float) -> float:
         """Return the next time at which the answer may change without an event."""
         return self._resting[0] if self._resting else inf
 
-    def meters(self) -> Sequence[Meter]:
+    def get_meters(self) -> Sequence[UtilizationMeter]:
         """Return the utilization that each dispatcher process measured."""
         return ()
 
-    def shown(self, now: float) -> tuple[int | None, Reason | None]:
+    def get_limit_and_reason(self, now: float) -> tuple[int | None, Reason | None]:
         """Return the limit on outstanding requests, if the policy has one, and the reason why it is closed,
         if it is."""
         return None, None
 
-    def capacity_seen(self) -> float | None:
+    def get_estimated_capacity(self) -> float | None:
         """Return the capacity of the pool in requests, as the policy estimates it now."""
         return None
 
-    def _target(self, now: float) -> int:
+    def _get_target(self, now: float) -> int:
         """Return how many requests may be outstanding."""
         return 0
 
-    def _headroom(self, readings: Sequence[Reading]) -> int:
-        budgets = [assess(reading, self.budgeting) for reading in readings]
+    def _compute_headroom(self, readings: Sequence[Reading]) -> int:
+        budgets = [compute_budget(reading, self.budgeting) for reading in readings]
         return min((b.headroom if b.fault is None else 0 for b in budgets), default=0)
 
 
@@ -101,12 +101,12 @@ class NoBatch(Policy):
 class AllKnowing(Policy):
     """Knows the current state of the pool without delay. No policy can use more within the reserve."""
 
-    def __init__(self, budgeting: Budgeting, slots: int, fill: Callable[[], int]) -> None:
+    def __init__(self, budgeting: Budgeting, slots: int, count_free: Callable[[], int]) -> None:
         super().__init__(budgeting, slots)
-        self._fill = fill
+        self._count_free = count_free
 
-    def room(self, now: float) -> int:
-        return self._fill()
+    def count_sendable(self, now: float) -> int:
+        return self._count_free()
 
 
 class Literal(Policy):
@@ -114,18 +114,18 @@ class Literal(Policy):
 
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         super().__init__(budgeting, slots)
-        self._left = 0
+        self._remaining = 0
 
-    def read(self, found: Verdict, now: float) -> None:
-        self._left = max(0, self._headroom(found.readings))
+    def handle_reading(self, verdict: PollReadings, now: float) -> None:
+        self._remaining = max(0, self._compute_headroom(verdict.readings))
 
-    def sent(self, now: float) -> None:
-        super().sent(now)
-        self._left -= 1
+    def record_sent(self, now: float) -> None:
+        super().record_sent(now)
+        self._remaining -= 1
 
-    def room(self, now: float) -> int:
-        super().room(now)  # frees workers whose pause is over
-        return max(0, min(self._left, self.workers - self.out))
+    def count_sendable(self, now: float) -> int:
+        super().count_sendable(now)  # frees workers whose pause is over
+        return max(0, min(self._remaining, self.workers - self.outstanding))
 
 
 class Cap(Policy):
@@ -135,13 +135,13 @@ class Cap(Policy):
         super().__init__(budgeting, slots)
         self._cap = 0
 
-    def read(self, found: Verdict, now: float) -> None:
-        self._cap = max(0, self._headroom(found.readings))
+    def handle_reading(self, verdict: PollReadings, now: float) -> None:
+        self._cap = max(0, self._compute_headroom(verdict.readings))
 
-    def _target(self, now: float) -> int:
+    def _get_target(self, now: float) -> int:
         return self._cap
 
-    def shown(self, now: float) -> tuple[int | None, Reason | None]:
+    def get_limit_and_reason(self, now: float) -> tuple[int | None, Reason | None]:
         return self._cap, None
 
 
@@ -153,28 +153,28 @@ class Multiplier(Policy):
         super().__init__(budgeting, slots)
         self._budget = 0.0
         self._polled_at = -inf
-        self._left = 0
+        self._remaining = 0
 
-    def read(self, found: Verdict, now: float) -> None:
+    def handle_reading(self, verdict: PollReadings, now: float) -> None:
         self._budget = min(
-            (max(0.0, 1.0 - (r.f_sys + r.f_epp + self.budgeting.reserve)) for r in found.readings),
+            (max(0.0, 1.0 - (r.f_sys + r.f_epp + self.budgeting.reserve)) for r in verdict.readings),
             default=0.0,
         )
 
-    def sent(self, now: float) -> None:
-        super().sent(now)
-        self._left -= 1
+    def record_sent(self, now: float) -> None:
+        super().record_sent(now)
+        self._remaining -= 1
 
-    def room(self, now: float) -> int:
-        super().room(now)  # frees workers whose pause is over
+    def count_sendable(self, now: float) -> int:
+        super().count_sendable(now)  # frees workers whose pause is over
         # The tolerance makes a timer that fires at exactly this time count.
         if now >= self._polled_at + POLL_S - 1e-9:
             self._polled_at = now
-            self._left = int(self._budget * self.workers)
-        return max(0, min(self._left, self.workers - self.out))
+            self._remaining = int(self._budget * self.workers)
+        return max(0, min(self._remaining, self.workers - self.outstanding))
 
-    def check_at(self, now: float) -> float:
-        return min(super().check_at(now), self._polled_at + POLL_S)
+    def next_check_at(self, now: float) -> float:
+        return min(super().next_check_at(now), self._polled_at + POLL_S)
 
 
 class Point(Policy):
@@ -186,23 +186,23 @@ class Point(Policy):
         self._limit = 0
         self._history: deque[tuple[float, int]] = deque([(-inf, 0)])
 
-    def read(self, found: Verdict, now: float) -> None:
-        at = min(reading.opened_at for reading in found.readings)
+    def handle_reading(self, verdict: PollReadings, now: float) -> None:
+        at = min(reading.opened_at for reading in verdict.readings)
         # Keeps the newest entry that is not later than the sample.
         while len(self._history) > 1 and self._history[1][0] <= at:
             self._history.popleft()
-        self._limit = max(0, self._history[0][1] + self._headroom(found.readings))
+        self._limit = max(0, self._history[0][1] + self._compute_headroom(verdict.readings))
 
-    def sent(self, now: float) -> None:
-        super().sent(now)
-        self._history.append((now, self.out - len(self._resting)))
+    def record_sent(self, now: float) -> None:
+        super().record_sent(now)
+        self._history.append((now, self.outstanding - len(self._resting)))
 
-    def ended(self, now: float, how: End) -> None:
-        super().ended(now, how)
-        self._history.append((now, self.out - len(self._resting)))
+    def record_end(self, now: float, end: JobEnd) -> None:
+        super().record_end(now, end)
+        self._history.append((now, self.outstanding - len(self._resting)))
 
-    def _target(self, now: float) -> int:
+    def _get_target(self, now: float) -> int:
         return self._limit
 
-    def shown(self, now: float) -> tuple[int | None, Reason | None]:
+    def get_limit_and_reason(self, now: float) -> tuple[int | None, Reason | None]:
         return self._limit, None

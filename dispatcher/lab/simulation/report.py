@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dispatcher.lab.simulation.experiment import SETTLED_AFTER, Name, Run, play
-from dispatcher.lab.simulation.scenario import Setting
+from dispatcher.lab.simulation.experiment import SETTLING_READINGS, PolicyName, Run, run_scenario
+from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.standin.trace import Trace
 
-ITS_OWN = 0.01
+SHORTAGE_SHARE = 0.01
 """Share of realtime requests that wait without any batch requests, from which on the pool is too small for
 them."""
 
@@ -20,17 +20,17 @@ them."""
 class Row:
     """Figures of one policy. Ratios and percentiles are `None` if there are no values for them."""
 
-    policy: Name
-    harvest: float | None
+    policy: PolicyName
+    utilization: float | None
     """Tokens of answered batch requests, relative to those of the policy `all-knowing`."""
     batch_tokens_per_s: float
     batch_requests_per_s: float
-    over_mean: float
+    overshoot_mean: float
     """Mean over time of the requests in the pool above (1 − B) × slots."""
-    over_less_all_knowing: float | None
+    overshoot_less_all_knowing: float | None
     """`overshoot_mean` minus that of the policy `all-knowing`, which cannot avoid it either. `None` if that
     was not run."""
-    over_worst: float
+    overshoot_worst: float
     wait_mean_s: float | None
     wait_p50_s: float | None
     wait_p99_s: float | None
@@ -63,11 +63,11 @@ class Row:
 class Comparison:
     """Requested rows, and the runs that they are computed from."""
 
-    setting: Setting
+    scenario: Scenario
     trace: str
     rows: Sequence[Row]
     runs: Sequence[Run]
-    none: Run
+    without_batch: Run
     """Run without batch requests."""
 
     def as_json(self) -> dict[str, Any]:
@@ -75,34 +75,36 @@ class Comparison:
         seed."""
         return {
             "trace": self.trace,
-            "setting": told_of(self.setting),
-            "rows": [told_of(row) for row in self.rows],
-            "warnings": [warning] if (warning := too_small(self.setting, self.none)) else [],
+            "setting": encode_fields(self.scenario),
+            "rows": [encode_fields(row) for row in self.rows],
+            "warnings": [warning]
+            if (warning := describe_shortage(self.scenario, self.without_batch))
+            else [],
         }
 
 
-def told_of(what: Setting | Row) -> dict[str, Any]:
+def encode_fields(source: Scenario | Row) -> dict[str, Any]:
     """Encode a scenario or a row as a JSON object."""
-    told: dict[str, Any] = _rounded(asdict(what))
-    if isinstance(what, Row):
-        return told
+    encoded: dict[str, Any] = _round_values(asdict(source))
+    if isinstance(source, Row):
+        return encoded
     # The step that is used, not the one that was asked for.
-    told["step_s"] = _rounded(what.steps_s)
-    return {key: value for key, value in told.items() if value is not None}
+    encoded["step_s"] = _round_values(source.effective_time_step_s)
+    return {key: value for key, value in encoded.items() if value is not None}
 
 
-def too_small(setting: Setting, alone: Run) -> str:
+def describe_shortage(scenario: Scenario, without_batch: Run) -> str:
     """Return a sentence if the realtime requests alone need more slots than there are, otherwise an empty
     string."""
-    waits, refused = alone.waits, alone.realtime_refused
+    waits, refused = without_batch.waits, without_batch.realtime_refused
     # Refused requests have no wait, but lacked a slot as well.
     waited = sum(wait > 0 for wait in waits) + refused
     share = waited / max(1, len(waits) + refused)
-    if share < ITS_OWN:
+    if share < SHORTAGE_SHARE:
         return ""
     return (
-        f"realtime alone needs more than {setting.real_slots} slots: without batch work {share:.0%} "
-        f"of its requests wait or are refused, and up to {alone.most} are there at once. Look at "
+        f"realtime alone needs more than {scenario.real_slots} slots: without batch work {share:.0%} "
+        f"of its requests wait or are refused, and up to {without_batch.peak_requests} are there at once. Look at "
         "what batch work adds (the columns `added`), or give the slots of the pool that was recorded"
     )
 
@@ -118,7 +120,7 @@ class Column:
     width: int = 8
     """Minimum width of the cells."""
 
-    def cell(self, row: Row) -> str:
+    def format_cell(self, row: Row) -> str:
         value = self.value(row)
         return "–" if value is None else format(value, self.spec) + self.unit
 
@@ -133,13 +135,13 @@ COLUMNS = (
     Column("added", lambda row: row.wait_p99_less_none_s, "+.2f", " s"),
 )
 """Columns for operators with realtime users. Those that fit the width of the terminal are shown."""
-LAW = (
-    Column("harvest", lambda row: row.harvest, ".3f", width=7),
-    Column("over", lambda row: row.over_mean, ".2f", width=6),
-    Column("worst", lambda row: row.over_worst, ".0f", width=5),
+DISPATCHER_COLUMNS = (
+    Column("harvest", lambda row: row.utilization, ".3f", width=7),
+    Column("over", lambda row: row.overshoot_mean, ".2f", width=6),
+    Column("worst", lambda row: row.overshoot_worst, ".0f", width=5),
 )
 """Columns that show how well the limit algorithm works."""
-REFUSED = (
+REFUSED_COLUMNS = (
     Column("realtime 429", lambda row: row.realtime_refused, ",d"),
     Column("added", lambda row: row.realtime_refused_less_none, "+,d"),
     Column("429", lambda row: row.refused, ",d"),
@@ -147,65 +149,71 @@ REFUSED = (
     Column("settled", lambda row: row.refused_per_1000_settled, ".1f"),
 )
 """Columns for scenarios with a limited queue."""
-UNREACHABLE = Column("unreachable", lambda row: row.unreachable, ",d")
-GAP = "  "
+UNREACHABLE_COLUMN = Column("unreachable", lambda row: row.unreachable, ",d")
+COLUMN_GAP = "  "
 
 
-class Sheet:
+class Table:
     """Table that is printed row by row as results arrive. Its columns are as wide as any row may need."""
 
     def __init__(
         self,
         first: str,
         names: Sequence[str],
-        setting: Setting,
+        scenario: Scenario,
         *,
         width: int | None = None,
-        harvest: bool = True,
+        has_utilization: bool = True,
     ) -> None:
         """Choose the columns.
 
         `first` is the heading of the first column, which has `names` in its rows. `width` is that of the
         terminal, or `None` for a pipe. `has_utilization` is True if the policy `all-knowing` is run, too.
         """
-        refused = REFUSED if setting.queue_limit is not None else ()
-        unreachable = (UNREACHABLE,) if setting.outages else ()
-        every = [*COLUMNS, *refused, *unreachable, *LAW[not harvest :]]
+        refused = REFUSED_COLUMNS if scenario.queue_limit is not None else ()
+        unreachable = (UNREACHABLE_COLUMN,) if scenario.outages else ()
+        candidates = [*COLUMNS, *refused, *unreachable, *DISPATCHER_COLUMNS[not has_utilization :]]
         self._first = first.ljust(max(map(len, [first, *names])))
         self.columns = [
-            column for i, column in enumerate(every) if width is None or self._wide(every[: i + 1]) <= width
+            column
+            for i, column in enumerate(candidates)
+            if width is None or self._compute_width(candidates[: i + 1]) <= width
         ]
-        self.left_out = [column.heading for column in every[len(self.columns) :]]
+        self.left_out = [column.heading for column in candidates[len(self.columns) :]]
 
-    def header(self) -> str:
-        return self._line(self._first, [column.heading for column in self.columns])
+    def format_header(self) -> str:
+        return self._format_line(self._first, [column.heading for column in self.columns])
 
-    def line(self, name: str, row: Row) -> str:
-        return self._line(name.ljust(len(self._first)), [column.cell(row) for column in self.columns])
+    def format_row(self, name: str, row: Row) -> str:
+        return self._format_line(
+            name.ljust(len(self._first)), [column.format_cell(row) for column in self.columns]
+        )
 
-    def _line(self, first: str, cells: Sequence[str]) -> str:
-        aligned = [cell.rjust(_width(column)) for column, cell in zip(self.columns, cells, strict=True)]
-        return GAP.join([first, *aligned])
+    def _format_line(self, first: str, cells: Sequence[str]) -> str:
+        aligned = [
+            cell.rjust(_get_column_width(column)) for column, cell in zip(self.columns, cells, strict=True)
+        ]
+        return COLUMN_GAP.join([first, *aligned])
 
-    def _wide(self, columns: Sequence[Column]) -> int:
-        return len(self._first) + sum(len(GAP) + _width(column) for column in columns)
+    def _compute_width(self, columns: Sequence[Column]) -> int:
+        return len(self._first) + sum(len(COLUMN_GAP) + _get_column_width(column) for column in columns)
 
 
-def _width(column: Column) -> int:
+def _get_column_width(column: Column) -> int:
     return max(column.width, len(column.heading))
 
 
-def moment_s(setting: Setting) -> float:
+def get_sample_interval_s(scenario: Scenario) -> float:
     """Return the interval between two samples of a run."""
-    return max(0.25, setting.seconds / 1800)
+    return max(0.25, scenario.seconds / 1800)
 
 
-def compare(
-    setting: Setting,
+def compare_policies(
+    scenario: Scenario,
     trace: Trace,
-    names: Sequence[Name],
+    names: Sequence[PolicyName],
     *,
-    progress: Callable[[Name, float], None] = lambda name, share: None,
+    progress: Callable[[PolicyName, float], None] = lambda name, share: None,
 ) -> Comparison:
     """Run each policy and build the comparison.
 
@@ -213,43 +221,49 @@ def compare(
     is called with the policy and the completed share of all runs.
     """
     # In the order of the enum, whatever the order of the arguments.
-    every = [name for name in Name if name in {*names, Name.ALL_KNOWING, Name.NONE}]
-    runs: dict[Name, Run] = {}
-    for done, name in enumerate(every):
+    played = [name for name in PolicyName if name in {*names, PolicyName.ALL_KNOWING, PolicyName.NONE}]
+    runs: dict[PolicyName, Run] = {}
+    for done, name in enumerate(played):
 
-        def report(now: float, done: int = done, name: Name = name) -> None:
-            progress(name, (done + now / setting.seconds) / len(every))
+        def report_progress(now: float, done: int = done, name: PolicyName = name) -> None:
+            progress(name, (done + now / scenario.seconds) / len(played))
 
-        runs[name] = play(setting, trace, name, moment_s=moment_s(setting), progress=report)
-    return comparison(setting, trace.name, names, runs)
+        runs[name] = run_scenario(
+            scenario, trace, name, sample_interval_s=get_sample_interval_s(scenario), progress=report_progress
+        )
+    return build_comparison(scenario, trace.name, names, runs)
 
 
-def comparison(setting: Setting, trace: str, names: Sequence[Name], runs: Mapping[Name, Run]) -> Comparison:
+def build_comparison(
+    scenario: Scenario, trace: str, names: Sequence[PolicyName], runs: Mapping[PolicyName, Run]
+) -> Comparison:
     """Build the comparison from runs, which must include those of `all-knowing` and `none`."""
-    best, idle = runs[Name.ALL_KNOWING], runs[Name.NONE]
-    wanted = [runs[name] for name in Name if name in names]
-    return Comparison(setting, trace, [row_of(run, best, idle) for run in wanted], wanted, idle)
+    best, idle = runs[PolicyName.ALL_KNOWING], runs[PolicyName.NONE]
+    selected = [runs[name] for name in PolicyName if name in names]
+    return Comparison(scenario, trace, [build_row(run, best, idle) for run in selected], selected, idle)
 
 
-def row_of(run: Run, best: Run | None, idle: Run) -> Row:
+def build_row(run: Run, best: Run | None, idle: Run) -> Row:
     """Compute the row of a run. `best` is the run of `all-knowing`, if there is one; `idle` is that of
     `none`."""
     return Row(
-        policy=run.name,
-        harvest=None if best is None else _ratio(run.tokens, best.tokens),
+        policy=run.policy,
+        utilization=None if best is None else _divide_by_base(run.tokens, best.tokens),
         batch_tokens_per_s=run.tokens / run.seconds,
         batch_requests_per_s=run.answered / run.seconds,
-        over_mean=run.over_mean,
-        over_less_all_knowing=None if best is None else run.over_mean - best.over_mean,
-        over_worst=run.over_worst,
-        wait_mean_s=_mean(run.waits),
+        overshoot_mean=run.overshoot_mean,
+        overshoot_less_all_knowing=None if best is None else run.overshoot_mean - best.overshoot_mean,
+        overshoot_worst=run.overshoot_worst,
+        wait_mean_s=_compute_mean(run.waits),
         wait_p50_s=percentile(run.waits, 0.5),
         wait_p99_s=percentile(run.waits, 0.99),
-        wait_mean_less_none_s=_less(_mean(run.waits), _mean(idle.waits)),
-        wait_p99_less_none_s=_less(percentile(run.waits, 0.99), percentile(idle.waits, 0.99)),
-        latency_p50_ratio=_ratio(percentile(run.latencies, 0.5), percentile(idle.latencies, 0.5)),
-        latency_p99_ratio=_ratio(percentile(run.latencies, 0.99), percentile(idle.latencies, 0.99)),
-        latency_p95_less_none_s=_less(percentile(run.latencies, 0.95), percentile(idle.latencies, 0.95)),
+        wait_mean_less_none_s=_subtract_base(_compute_mean(run.waits), _compute_mean(idle.waits)),
+        wait_p99_less_none_s=_subtract_base(percentile(run.waits, 0.99), percentile(idle.waits, 0.99)),
+        latency_p50_ratio=_divide_by_base(percentile(run.latencies, 0.5), percentile(idle.latencies, 0.5)),
+        latency_p99_ratio=_divide_by_base(percentile(run.latencies, 0.99), percentile(idle.latencies, 0.99)),
+        latency_p95_less_none_s=_subtract_base(
+            percentile(run.latencies, 0.95), percentile(idle.latencies, 0.95)
+        ),
         refused=run.refused,
         refused_per_1000=1000 * run.refused / max(1, run.sent),
         refused_per_1000_settled=1000 * run.refused_settled / max(1, run.sent_settled),
@@ -266,27 +280,27 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else None
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _compute_mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _less(value: float | None, base: float | None) -> float | None:
+def _subtract_base(value: float | None, base: float | None) -> float | None:
     return None if value is None or base is None else value - base
 
 
-def _ratio(value: float | None, base: float | None) -> float | None:
+def _divide_by_base(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base
 
 
-def _rounded(value: Any) -> Any:
+def _round_values(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 4)
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: _round_values(item) for key, item in value.items()}
     return value
 
 
-def sentence(row: Row) -> str:
+def describe_row(row: Row) -> str:
     """Describe in one sentence what a policy gains and costs."""
     batch = f"batch gets {row.batch_tokens_per_s:,.0f} tokens/s"
     if row.latency_p99_ratio is None or row.wait_p99_less_none_s is None:
@@ -297,21 +311,21 @@ def sentence(row: Row) -> str:
     )
 
 
-def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) -> str:
+def format_legend(scenario: Scenario, trace: str, table: Table, *, reserve: bool = True) -> str:
     """Return a description of the scenario and of the columns."""
-    truly = "" if setting.real_slots == setting.slots else f" (truly {setting.real_slots})"
-    kept = f"reserve {setting.reserve:g}, " if reserve else ""
-    coarse = f", in steps of {setting.steps_s:.3g} s" if setting.steps_s else ""
-    coarse += f", {setting.grain} batch requests as one" if setting.grain > 1 else ""
+    real_slots = "" if scenario.real_slots == scenario.slots else f" (truly {scenario.real_slots})"
+    kept = f"reserve {scenario.reserve:g}, " if reserve else ""
+    coarse = f", in steps of {scenario.effective_time_step_s:.3g} s" if scenario.effective_time_step_s else ""
+    coarse += f", {scenario.requests_per_job} batch requests as one" if scenario.requests_per_job > 1 else ""
     lines = [
         (
-            f"{trace}, {setting.seconds:g} s{coarse}, {setting.slots} slots{truly}, {kept}"
-            f"a scrape every {setting.scrape_s:g} s known after {setting.lag_s:g} s"
+            f"{trace}, {scenario.seconds:g} s{coarse}, {scenario.slots} slots{real_slots}, {kept}"
+            f"a scrape every {scenario.scrape_s:g} s known after {scenario.lag_s:g} s"
         ),
         "tokens/s: batch work's; users': realtime's latency, relative to the pool without batch work",
         "wait: of realtime requests for a slot, mean and 99th percentile; added: what batch work adds to it",
     ]
-    shown = {column.heading for column in sheet.columns}
+    shown = {column.heading for column in table.columns}
     if "harvest" in shown:
         lines.append("harvest: batch tokens relative to a dispatcher that knows everything at once")
     if "worst" in shown:
@@ -319,20 +333,24 @@ def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) 
     if "settled" in shown:
         lines.append(
             "realtime 429: realtime requests that were refused, which have no wait; 429: refused batch "
-            f"requests; settled: per 1,000 after the first {SETTLED_AFTER} readings"
+            f"requests; settled: per 1,000 after the first {SETTLING_READINGS} readings"
         )
-    if sheet.left_out:
-        lines.append(f"a wider terminal, a pipe or --json shows {', '.join(sheet.left_out)} as well")
+    if table.left_out:
+        lines.append(f"a wider terminal, a pipe or --json shows {', '.join(table.left_out)} as well")
     return "\n".join(lines)
 
 
-def closures(setting: Setting, rows: Iterable[tuple[str, Row]]) -> list[str]:
+def describe_closures(scenario: Scenario, rows: Iterable[tuple[str, Row]]) -> list[str]:
     """Return a line for each row that was closed, with reasons and durations. Reasons seen in a single sample
     are left out, since they may have lasted only a moment, as at the start."""
-    told = []
+    lines = []
     for name, row in rows:
-        longer = {reason: total for reason, total in row.closed_s.items() if total > 1.5 * moment_s(setting)}
+        longer = {
+            reason: total
+            for reason, total in row.closed_s.items()
+            if total > 1.5 * get_sample_interval_s(scenario)
+        }
         reasons = ", ".join(f"{reason} {total:.1f} s" for reason, total in longer.items())
         if reasons:
-            told.append(f"{name} was closed: {reasons}")
-    return told
+            lines.append(f"{name} was closed: {reasons}")
+    return lines

@@ -12,19 +12,19 @@ from dispatcher.core.limit.budget import Policy as Budgeting
 from dispatcher.core.limit.budget import Signal
 from dispatcher.lab.simulation.metrics import POD_TOKENS, REQUEST_TOKENS, Detector, Exporter, Signals
 from dispatcher.lab.simulation.transport import ANSWER_S, SEND_S
-from dispatcher.lab.simulation.world import Batch
+from dispatcher.lab.simulation.world import BatchProfile
 from dispatcher.lab.standin.model import WAITING_AT_FULL
 
-EXACT_S = 1_800.0
+MAX_EXACT_S = 1_800.0
 """Duration up to which a simulation is exact. Longer ones use time steps, unless the caller asks
 otherwise."""
-STEP_S = 0.2
-STEPS = 8
+TIME_STEP_S = 0.2
+MIN_STEPS_PER_REQUEST = 8
 """Minimum number of time steps in the time that a batch request takes in an empty pool."""
-GRAINS = 100
+MIN_JOBS_PER_POD = 100
 """Minimum number of simulated jobs that fill one pod, if the caller did not choose the number of requests per
 job."""
-GRAINS_LEAST = 10
+MIN_JOBS_PER_POD_WHEN_SET = 10
 """Minimum number of jobs per pod if the caller chose the number of requests per job. A job takes that many
 slots at once."""
 
@@ -41,12 +41,12 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Scenario:
     """Pool, monitoring, batch requests and faults of a simulation."""
 
     slots: int = 64
     """Capacity in requests, as configured."""
-    capacity_set: bool = True
+    has_capacity_setting: bool = True
     """True if the configuration contains the capacity. Otherwise the dispatcher has to find it."""
     true_slots: int | None = None
     """Real capacity of the pool. `None` if the configuration is right."""
@@ -67,7 +67,7 @@ class Setting:
     """Interval at which the picker renews its averages. 0 if they are always current."""
     flush_phase_s: float | None = None
     """Time of the first renewal. `None` to draw it from the seed."""
-    look_s: float = 0.5
+    metrics_refresh_s: float = 0.5
     """Interval at which the picker reads the metrics of its model servers. 0 if it sees every change at
     once."""
     shows_running: bool = True
@@ -85,8 +85,8 @@ class Setting:
     readings."""
     seconds: float = 900.0
     seed: int = 0
-    batch: Batch = field(default_factory=Batch)
-    travel_s: float | None = None
+    batch: BatchProfile = field(default_factory=BatchProfile)
+    transit_s: float | None = None
     """Transit time of requests, and of answers. `None` for 2 ms and 3 ms."""
     admit_s: float = 0.0
     """Time that the gateway takes to admit each batch request, one after the other."""
@@ -104,45 +104,45 @@ class Setting:
     deaths: Sequence[float] = ()
     """Times at which one of the replicas is killed."""
     lease_s: float = 30.0
-    step_s: float = 0.0
+    time_step_s: float = 0.0
     """Maximum time step. Batch requests that end within one step end together. 0 to let each end at its own
     time."""
-    grain: int = 1
+    requests_per_job: int = 1
     """Number of identical batch requests that are simulated as one request of that weight."""
 
     @property
-    def steps_s(self) -> float:
+    def effective_time_step_s(self) -> float:
         """Time step in use: a divisor of the scrape interval, so that all scrapes see the same phase of a
         step, and small enough that a request takes several steps."""
-        if not self.step_s:
+        if not self.time_step_s:
             return 0.0
-        most = min(self.step_s, self.batch.mean_s / STEPS)
-        return self.scrape_s / ceil(self.scrape_s / most)
+        max_step_s = min(self.time_step_s, self.batch.mean_s / MIN_STEPS_PER_REQUEST)
+        return self.scrape_s / ceil(self.scrape_s / max_step_s)
 
     @property
-    def fine_grain(self) -> int:
+    def default_requests_per_job(self) -> int:
         """Number of requests per job that is small compared to a pod."""
-        return max(1, min(self.slots, self.real_slots) // self.pods // GRAINS)
+        return max(1, min(self.slots, self.real_slots) // self.pods // MIN_JOBS_PER_POD)
 
     @property
     def real_slots(self) -> int:
         return self.slots if self.true_slots is None else self.true_slots
 
     @property
-    def flow_control(self) -> bool:
+    def has_flow_control(self) -> bool:
         """True if requests wait in the picker. A picker without flow control is simulated if only requests
         are read."""
-        return self.detector.flow_control and self.signals is not Signals.REQUESTS
+        return self.detector.has_flow_control and self.signals is not Signals.REQUESTS
 
     @property
-    def pressure_score_alone(self) -> bool:
+    def uses_pressure_score_only(self) -> bool:
         """True if the dispatcher reads only a pressure score, which cannot show how full the pool is."""
         return self.detector is not Detector.CONCURRENCY and self.signals is Signals.SATURATION
 
     @property
-    def ways_s(self) -> tuple[float, float]:
+    def transit_times_s(self) -> tuple[float, float]:
         """Transit times of requests and of answers."""
-        return (SEND_S, ANSWER_S) if self.travel_s is None else (self.travel_s, self.travel_s)
+        return (SEND_S, ANSWER_S) if self.transit_s is None else (self.transit_s, self.transit_s)
 
     @property
     def first_flush_s(self) -> float:
@@ -156,14 +156,14 @@ class Setting:
         aged = self.scrape_s + self.lag_s > 2.0
         return Budgeting(
             reserve=self.reserve,
-            per_endpoint=self.slots / self.pods if self.capacity_set else None,
+            per_endpoint=self.slots / self.pods if self.has_capacity_setting else None,
             max_age_s=self.max_age_s if self.max_age_s is not None else 60.0 if aged else 10.0,
         )
 
     @property
-    def at_start(self) -> Sequence[Signal]:
+    def initial_signals(self) -> Sequence[Signal]:
         """Signals that a dispatcher waits for when it starts."""
-        return self.signals.at_most
+        return self.signals.possible_signals
 
     @property
     def exporter(self) -> Exporter:
@@ -171,9 +171,9 @@ class Setting:
         return Exporter(
             self.signals,
             policy=self.budgeting,
-            picker_per_pod=self._believed / self.pods,
+            picker_per_pod=self._slots_known_to_picker / self.pods,
             detector=self.detector
-            if self.flow_control or self.detector is Detector.SERVERS
+            if self.has_flow_control or self.detector is Detector.SERVERS
             else Detector.NONE,
             kv_full=self.kv_full,
             flush_s=self.flush_s,
@@ -184,29 +184,31 @@ class Setting:
         )
 
     @property
-    def _believed(self) -> int:
+    def _slots_known_to_picker(self) -> int:
         return self.real_slots if self.picker_slots is None else self.picker_slots
 
     @property
-    def full_at(self) -> Callable[[int], float] | None:
+    def full_threshold(self) -> Callable[[int], float] | None:
         """Number of requests waiting in a number of pods at which the utilization detector considers the pool
         full. `None` if the picker does not decide by this number."""
-        by_queues = self.flow_control and self.detector.by_queues and self.order is Order.AUTO
-        return (lambda pods: WAITING_AT_FULL * pods) if by_queues else None
+        uses_server_queues = (
+            self.has_flow_control and self.detector.uses_server_queues and self.order is Order.AUTO
+        )
+        return (lambda pods: WAITING_AT_FULL * pods) if uses_server_queues else None
 
     @property
-    def look_phase_s(self) -> float:
+    def metrics_refresh_phase_s(self) -> float:
         """Time at which the picker first reads the metrics of its model servers."""
         # A generator per purpose: another option does not change the other random numbers.
-        return random.Random(f"{self.seed}/look").random() * self.look_s
+        return random.Random(f"{self.seed}/look").random() * self.metrics_refresh_s
 
-    def lets_in(self, slots: int, pods: int) -> float:
+    def get_admission_limit(self, slots: int, pods: int) -> float:
         """Return the number of requests that the picker lets into the pods. The others wait in the picker."""
         if self.order is Order.REALTIME_FIRST:
             return slots
-        if self.order is Order.FIRST_COME or not self.flow_control:
+        if self.order is Order.FIRST_COME or not self.has_flow_control:
             return inf
         if self.detector is Detector.TOKENS:
             return POD_TOKENS * pods * self.pickers / REQUEST_TOKENS
         # Each replica of the picker counts only its own requests, so that the limits add up.
-        return self._believed / self.pods * pods * self.pickers
+        return self._slots_known_to_picker / self.pods * pods * self.pickers

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dispatcher.lab.simulation.report import Row
-from dispatcher.lab.simulation.scenario import Setting
+from dispatcher.lab.simulation.scenario import Scenario
 
-RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+DEFAULT_RESERVES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
 """Reserves that are tried if a target is given without a sweep."""
-VALUES_MOST = 100
+MAX_VALUES = 100
 
 
 class SweepError(ValueError):
@@ -21,12 +21,12 @@ class SweepError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Sweepable:
-    change: Callable[[Setting, float], Setting]
-    least: float
-    most: float
+    change: Callable[[Scenario, float], Scenario]
+    minimum: float
+    maximum: float
 
 
-SWEPT: Mapping[str, _Sweepable] = {
+SWEEPABLE: Mapping[str, _Sweepable] = {
     "reserve": _Sweepable(lambda setting, value: replace(setting, reserve=value), 0.0, 0.99),
     "scrape": _Sweepable(lambda setting, value: replace(setting, scrape_s=value), 0.01, 3600.0),
     "lag": _Sweepable(lambda setting, value: replace(setting, lag_s=value), 0.0, 3600.0),
@@ -44,28 +44,30 @@ class Sweep:
     option: str
     values: Sequence[float]
 
-    def setting(self, base: Setting, value: float) -> Setting:
-        return SWEPT[self.option].change(base, value)
+    def apply_value(self, base: Scenario, value: float) -> Scenario:
+        return SWEEPABLE[self.option].change(base, value)
 
 
 def parse_sweep(text: str) -> Sweep:
     """Parse a sweep such as `reserve=0,.05,.1`. Values are sorted and deduplicated. Raises SweepError."""
     option, _, listed = text.partition("=")
     option = option.strip().removeprefix("--")
-    swept = SWEPT.get(option)
+    swept = SWEEPABLE.get(option)
     if swept is None:
-        raise SweepError(f"{option!r} cannot be swept; {', '.join(SWEPT)} can: reserve=0,.05,.1")
+        raise SweepError(f"{option!r} cannot be swept; {', '.join(SWEEPABLE)} can: reserve=0,.05,.1")
     values = set()
     for part in filter(None, (part.strip() for part in listed.split(","))):
         try:
             value = float(part)
         except ValueError:
             value = math.nan
-        if not swept.least <= value <= swept.most:
-            raise SweepError(f"{option}: {part!r} is not a number from {swept.least:g} to {swept.most:g}")
+        if not swept.minimum <= value <= swept.maximum:
+            raise SweepError(
+                f"{option}: {part!r} is not a number from {swept.minimum:g} to {swept.maximum:g}"
+            )
         values.add(value)
-    if not 1 <= len(values) <= VALUES_MOST:
-        raise SweepError(f"{option}: give 1 to {VALUES_MOST} values, such as {option}=0.1,0.2")
+    if not 1 <= len(values) <= MAX_VALUES:
+        raise SweepError(f"{option}: give 1 to {MAX_VALUES} values, such as {option}=0.1,0.2")
     return Sweep(option, sorted(values))
 
 
@@ -75,7 +77,7 @@ class SweepResult:
 
     option: str
     trace: str
-    setting: Setting
+    scenario: Scenario
     """Scenario, which is the same for all values except for the option."""
     rows: Sequence[tuple[float, Row]]
     """Rows of all policies with the value that each belongs to."""
@@ -84,7 +86,7 @@ class SweepResult:
 @dataclass(frozen=True, slots=True)
 class _Figure:
     value: Callable[[Row], float | None]
-    told: Callable[[float], str]
+    describe: Callable[[float], str]
 
 
 _FIGURES: Mapping[str, _Figure] = {
@@ -106,33 +108,33 @@ class Bound:
     """Upper bound of a figure."""
 
     figure: str
-    most: float
+    maximum: float
 
-    def excess(self, row: Row) -> float:
+    def compute_excess(self, row: Row) -> float:
         """Return by how much the row exceeds the bound: 0 if it does not, infinity if the row has no such
         figure."""
         value = _FIGURES[self.figure].value(row)
-        return math.inf if value is None else max(0.0, value - self.most)
+        return math.inf if value is None else max(0.0, value - self.maximum)
 
     def __str__(self) -> str:
-        return f"{self.figure} <= {self.most:g}"
+        return f"{self.figure} <= {self.maximum:g}"
 
 
 def parse_target(text: str) -> Sequence[Bound]:
     """Parse a target such as `p99 <= 1.2`, or several bounds joined by `and`. Raises SweepError."""
     bounds = []
     for part in re.split(r"\s+and\s+|,", " ".join(text.lower().split())):
-        found = _BOUND.fullmatch(part.strip())
-        if found is None:
+        match = _BOUND.fullmatch(part.strip())
+        if match is None:
             raise SweepError(
                 f"{part!r} is no target; one is p99 <= 1.2 (users' latency relative to what it is without "
                 f"batch work), or wait p99 <= 0.5 (seconds longer). Figures: {', '.join(_FIGURES)}"
             )
-        bound = Bound(found[1], float(found[2]))
-        if bound.figure in _RELATIVE and bound.most < 1:
+        bound = Bound(match[1], float(match[2]))
+        if bound.figure in _RELATIVE and bound.maximum < 1:
             raise SweepError(
                 f"{bound} cannot be kept: that is users' latency beside what it is without batch work, where "
-                f"it is 1. Of seconds longer: wait p99 <= {bound.most:g}"
+                f"it is 1. Of seconds longer: wait p99 <= {bound.maximum:g}"
             )
         bounds.append(bound)
     return bounds
@@ -147,23 +149,24 @@ class Choice:
     sentence: str
 
 
-def choose(option: str, rows: Sequence[tuple[float, Row]], bounds: Sequence[Bound]) -> Choice:
+def choose_value(option: str, rows: Sequence[tuple[float, Row]], bounds: Sequence[Bound]) -> Choice:
     """Choose the value that satisfies all bounds with most batch tokens, or report which value comes
     closest."""
-    asked = " and ".join(map(str, bounds))
-    keeping = [(value, row) for value, row in rows if not any(bound.excess(row) for bound in bounds)]
+    target = " and ".join(map(str, bounds))
+    keeping = [(value, row) for value, row in rows if not any(bound.compute_excess(row) for bound in bounds)]
     if keeping:
         value, row = max(keeping, key=lambda each: each[1].batch_tokens_per_s)
-        return Choice(value, f"choose {option} {value:g}: {_told(row, bounds)}")
-    value, row = min(rows, key=lambda each: max(bound.excess(each[1]) for bound in bounds))
-    if any(math.isinf(bound.excess(row)) for bound in bounds):
-        return Choice(None, f"{asked} cannot be judged: no realtime request was answered")
+        return Choice(value, f"choose {option} {value:g}: {_describe_row(row, bounds)}")
+    value, row = min(rows, key=lambda each: max(bound.compute_excess(each[1]) for bound in bounds))
+    if any(math.isinf(bound.compute_excess(row)) for bound in bounds):
+        return Choice(None, f"{target} cannot be judged: no realtime request was answered")
     return Choice(
-        None, f"no {option} of these keeps {asked}: {value:g} comes nearest, where {_told(row, bounds)}"
+        None,
+        f"no {option} of these keeps {target}: {value:g} comes nearest, where {_describe_row(row, bounds)}",
     )
 
 
-def _told(row: Row, bounds: Sequence[Bound]) -> str:
+def _describe_row(row: Row, bounds: Sequence[Bound]) -> str:
     figures = [_FIGURES[figure] for figure in dict.fromkeys(bound.figure for bound in bounds)]
-    users = ", ".join(each.told(value) for each in figures if (value := each.value(row)) is not None)
+    users = ", ".join(each.describe(value) for each in figures if (value := each.value(row)) is not None)
     return f"batch gets {row.batch_tokens_per_s:,.0f} tokens/s; {users}"

@@ -19,13 +19,13 @@ from math import inf, isnan
 from dispatcher.core.gateway.outcome import Delivered, Outcome, Overloaded, TooLate, Unreachable, Unsent
 from dispatcher.core.requests.request import Request
 from dispatcher.lab.simulation.world import Arrival, Job, World
-from dispatcher.ports import Forwarded
+from dispatcher.ports import AttemptResult
 
 SEND_S = 0.002
 ANSWER_S = 0.003
 
 
-class End(Enum):
+class JobEnd(Enum):
     """Kind of end of a request."""
 
     __hash__ = object.__hash__  # identity is enough; the hash of Enum hashes the name each time
@@ -38,7 +38,7 @@ class End(Enum):
     """The connection was lost while the request was running."""
 
 
-class Road:
+class SimulatedTransport:
     """Delivers requests to the world, and answers to the senders.
 
     It must be the only caller that advances the world, and it replaces `on_start`, `on_finish` and
@@ -61,198 +61,206 @@ class Road:
         on_change: Callable[[], None] | None = None,
     ) -> None:
         self.world = world
-        self.travelling = 0
+        self.in_transit = 0
         """Number of requests that were sent and have not arrived yet."""
         self.sent = 0
-        self.ended: Counter[End] = Counter()
+        self.ended: Counter[JobEnd] = Counter()
         """Number of batch requests by kind of end at the pool. Requests cancelled by their sender are not
         counted."""
         self.tokens = 0
         """Tokens of answered batch requests."""
         self._send_s, self._answer_s, self._admit_s = send_s, answer_s, admit_s
-        self._admitted_at = -inf
+        self._gateway_free_at = -inf
         """Time at which the gateway has admitted all requests that arrived."""
         self.round_trip_s = send_s + answer_s
         self._on_realtime, self._on_change = on_realtime, on_change
         self._loop = asyncio.get_running_loop()
-        self._backs: dict[Job, Callable[[End], None]] = {}
-        self._arriving: tuple[float, list[Job]] = (-inf, [])
+        self._end_callbacks: dict[Job, Callable[[JobEnd], None]] = {}
+        self._sent_last: tuple[float, list[Job]] = (-inf, [])
         """Requests sent most recently, all at the same time. They arrive together, with one timer."""
         self._answers: dict[float, list[Job]] = {}
         """Running requests by the time of their end. Answers with the same time arrive together."""
-        self._wakes_at = inf
-        world.on_start, world.on_finish, world.on_gone = self._started, self._finished, self._gone
-        self._wind()
+        self._wake_at = inf
+        world.on_start, world.on_finish, world.on_dropped = (
+            self._schedule_answer,
+            self._record_finish,
+            self._record_drop,
+        )
+        self._schedule_wake()
 
-    def now(self) -> float:
+    def advance_world(self) -> float:
         """Advance the world to the time of the loop, and return that time."""
         self.world.advance(self._loop.time())
         return self.world.now
 
-    def send(self, job: Job, back: Callable[[End], None]) -> None:
+    def send_job(self, job: Job, on_end: Callable[[JobEnd], None]) -> None:
         """Send a request. `on_end` is called once with the kind of end, unless the sender cancels the request
         before."""
         # A job stands for several identical requests.
-        self.sent += job.grain
-        self.travelling += job.grain
-        self._backs[job] = back
-        at, jobs = self._arriving
+        self.sent += job.request_count
+        self.in_transit += job.request_count
+        self._end_callbacks[job] = on_end
+        at, jobs = self._sent_last
         if at == (now := self._loop.time()) and jobs:
             jobs.append(job)
         else:
             jobs = [job]
-            self._arriving = now, jobs
-            self._loop.call_at(now + self._send_s, self._queue_up if self._admit_s else self._arrive, jobs)
+            self._sent_last = now, jobs
+            self._loop.call_at(
+                now + self._send_s, self._admit_in_order if self._admit_s else self._deliver_jobs, jobs
+            )
 
-    def leave(self, job: Job) -> None:
+    def cancel_job(self, job: Job) -> None:
         """Cancel a request: the sender closes the connection, and the request stops. No effect if it has
         ended."""
-        if self._backs.pop(job, None) is not None:
+        if self._end_callbacks.pop(job, None) is not None:
             # A job in transit is not in the world yet: `_deliver_jobs` skips it because of this mark.
-            self.world.leave(job, self._loop.time())
-            job.gone = True
-            self._wind()
+            self.world.remove_job(job, self._loop.time())
+            job.is_gone = True
+            self._schedule_wake()
 
-    def _queue_up(self, jobs: list[Job]) -> None:
+    def _admit_in_order(self, jobs: list[Job]) -> None:
         """Admit requests one after the other."""
         now = self._loop.time()
         for job in jobs:
-            self._admitted_at = max(now, self._admitted_at) + self._admit_s
-            self._loop.call_at(self._admitted_at, self._arrive, [job])
+            self._gateway_free_at = max(now, self._gateway_free_at) + self._admit_s
+            self._loop.call_at(self._gateway_free_at, self._deliver_jobs, [job])
         jobs.clear()
 
-    def _arrive(self, jobs: list[Job]) -> None:
-        self.travelling -= sum([job.grain for job in jobs])
+    def _deliver_jobs(self, jobs: list[Job]) -> None:
+        self.in_transit -= sum([job.request_count for job in jobs])
         self.world.advance(self._loop.time())
         for job in jobs:
-            if job.gone:  # cancelled in transit
+            if job.is_gone:  # cancelled in transit
                 continue
-            arrival = self.world.admit(job)
+            arrival = self.world.admit_job(job)
             if arrival is not Arrival.ACCEPTED:
-                self._answer(job, End.REFUSED if arrival is Arrival.REFUSED else End.UNREACHABLE)
+                self._send_end(job, JobEnd.REFUSED if arrival is Arrival.REFUSED else JobEnd.UNREACHABLE)
         jobs.clear()
-        self._wind()
+        self._schedule_wake()
 
-    def _started(self, job: Job, ends_at: float) -> None:
+    def _schedule_answer(self, job: Job, ends_at: float) -> None:
         jobs = self._answers.get(ends_at)
         if jobs is not None:
             jobs.append(job)
         else:
             self._answers[ends_at] = [job]
-            self._loop.call_at(ends_at + self._answer_s, self._answered, ends_at)
+            self._loop.call_at(ends_at + self._answer_s, self._deliver_answers, ends_at)
 
-    def _answered(self, at: float) -> None:
+    def _deliver_answers(self, at: float) -> None:
         """Deliver the answers of requests that ended at this time, except those that were cancelled or
         dropped."""
         self.world.advance(at)
         for job in self._answers.pop(at):
-            if not job.gone:
-                self._arrived_back(job, End.ANSWERED)
+            if not job.is_gone:
+                self._deliver_end(job, JobEnd.ANSWERED)
 
-    def _finished(self, job: Job) -> None:
-        if job.batch:
-            self.tokens += job.tokens * job.grain
-            self.ended[End.ANSWERED] += job.grain
+    def _record_finish(self, job: Job) -> None:
+        if job.is_batch:
+            self.tokens += job.tokens * job.request_count
+            self.ended[JobEnd.ANSWERED] += job.request_count
         else:
             self._on_realtime(job)
 
-    def _gone(self, job: Job) -> None:
-        if job.batch:
-            self._answer(job, End.CUT)
+    def _record_drop(self, job: Job) -> None:
+        if job.is_batch:
+            self._send_end(job, JobEnd.CUT)
 
-    def _answer(self, job: Job, how: End) -> None:
-        self.ended[how] += job.grain
-        self._loop.call_at(self.world.now + self._answer_s, self._arrived_back, job, how)
+    def _send_end(self, job: Job, end: JobEnd) -> None:
+        self.ended[end] += job.request_count
+        self._loop.call_at(self.world.now + self._answer_s, self._deliver_end, job, end)
 
-    def _arrived_back(self, job: Job, how: End) -> None:
-        back = self._backs.pop(job, None)
-        if back is not None:
-            back(how)
+    def _deliver_end(self, job: Job, end: JobEnd) -> None:
+        on_end = self._end_callbacks.pop(job, None)
+        if on_end is not None:
+            on_end(end)
 
-    def _wind(self) -> None:
+    def _schedule_wake(self) -> None:
         """Set a timer for the next event of the world, if it matters."""
         world = self.world
         at = (
             world.next_change_at()
-            if self._on_change is None and not world.batch_waiting
+            if self._on_change is None and not world.has_batch_waiting
             else world.next_event_at()
         )
         # Later timers are not cancelled; they find nothing to do.
-        if at < self._wakes_at:
-            self._wakes_at = at
-            self._loop.call_at(at, self._wake, at)
+        if at < self._wake_at:
+            self._wake_at = at
+            self._loop.call_at(at, self._handle_wake, at)
 
-    def _wake(self, at: float) -> None:
-        if at >= self._wakes_at:
-            self._wakes_at = inf
+    def _handle_wake(self, at: float) -> None:
+        if at >= self._wake_at:
+            self._wake_at = inf
         self.world.advance(at)
         if self._on_change is not None:
             self._on_change()
-        self._wind()
+        self._schedule_wake()
 
 
-class RoadGateway:
+class SimulatedGateway:
     """Gateway behind a simulated transport. Implements `ports.Gateway`; several dispatchers may share it.
 
     `make_job` turns a request into a job of the world. Deadlines after `ends_at`, when the simulation has
     ended, are ignored.
     """
 
-    def __init__(self, road: Road, job_of: Callable[[Request], Job], until: float = inf) -> None:
-        self.road = road
-        self._job_of = job_of
-        self._until = until
+    def __init__(
+        self, transport: SimulatedTransport, make_job: Callable[[Request], Job], ends_at: float = inf
+    ) -> None:
+        self.transport = transport
+        self._make_job = make_job
+        self._ends_at = ends_at
         self._jobs: dict[str, Job] = {}
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
-    ) -> Forwarded:
+    ) -> AttemptResult:
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         # The lease may have become invalid since the request was admitted.
         if not may_send():
-            return Forwarded(Unsent(), sent_at, sent_at)
-        job = self._jobs[token] = self._job_of(request)
-        ended: asyncio.Future[End | None] = loop.create_future()
-        self.road.send(job, ended.set_result)
-        too_late = loop.call_at(deadline, _ends, ended) if deadline <= self._until else None
+            return AttemptResult(Unsent(), sent_at, sent_at)
+        job = self._jobs[token] = self._make_job(request)
+        ended: asyncio.Future[JobEnd | None] = loop.create_future()
+        self.transport.send_job(job, ended.set_result)
+        expiry = loop.call_at(deadline, _expire_wait, ended) if deadline <= self._ends_at else None
         try:
-            outcome = _outcome(await ended, request)
+            outcome = _make_outcome(await ended, request)
         finally:
-            if too_late is not None:
-                too_late.cancel()
-            self.road.leave(job)
+            if expiry is not None:
+                expiry.cancel()
+            self.transport.cancel_job(job)
             del self._jobs[token]
         # A request that never arrived was not sent, as with a refused connection.
         never_there = isinstance(outcome, Unreachable) and isnan(job.arrived_at)
         ended_at = loop.time()
         if never_there:
-            return Forwarded(outcome, ended_at, ended_at)
-        return Forwarded(outcome, sent_at, ended_at, self.road.round_trip_s)
+            return AttemptResult(outcome, ended_at, ended_at)
+        return AttemptResult(outcome, sent_at, ended_at, self.transport.round_trip_s)
 
-    def connected(self, token: str) -> float | None:
+    def get_connected_at(self, token: str) -> float | None:
         job = self._jobs.get(token)
-        return None if job is None or isnan(job.arrived_at) or job.gone else job.arrived_at
+        return None if job is None or isnan(job.arrived_at) or job.is_gone else job.arrived_at
 
-    def resize(self, limit: int) -> None:
+    def resize_connection_pool(self, max_requests: int) -> None:
         """Do nothing: there are no connections."""
 
 
-def _ends(waited_for: asyncio.Future[End | None]) -> None:
+def _expire_wait(waited_for: asyncio.Future[JobEnd | None]) -> None:
     """End the wait of a request that has no answer by its deadline."""
     if not waited_for.done():
         waited_for.set_result(None)
 
 
-def _outcome(end: End | None, request: Request) -> Outcome:
+def _make_outcome(end: JobEnd | None, request: Request) -> Outcome:
     match end:
-        case End.ANSWERED:  # first, since it is the most frequent
+        case JobEnd.ANSWERED:  # first, since it is the most frequent
             return Delivered(200, b'{"id":"%s"}' % request.id.encode())
         case None:
             return TooLate()
-        case End.REFUSED:
-            return Overloaded(429, "rejected-saturated", capacity=True)
-        case End.UNREACHABLE:
+        case JobEnd.REFUSED:
+            return Overloaded(429, "rejected-saturated", is_out_of_capacity=True)
+        case JobEnd.UNREACHABLE:
             return Unreachable("connection refused")
-        case End.CUT:
+        case JobEnd.CUT:
             return Unreachable("the gateway went away with the request")

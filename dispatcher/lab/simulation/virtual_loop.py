@@ -20,9 +20,9 @@ import msgspec
 
 T = TypeVar("T")
 
-LEAP_S = 86_400.0
+MAX_LEAP_S = 86_400.0
 """Maximum jump of the time. Timers beyond it are reached by several jumps."""
-LITTER = 100
+MIN_CLEANUP_TIMERS = 100
 """Number of timers up to which cancelled ones are kept."""
 
 
@@ -30,7 +30,7 @@ class StuckError(RuntimeError):
     """Error for tasks that wait for something that no timer and no socket will bring."""
 
 
-class _Due(msgspec.Struct, eq=False):
+class _VirtualHandle(msgspec.Struct, eq=False):
     """Handle of a callback. `callback` is `None` after it was cancelled."""
 
     at: float
@@ -55,11 +55,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
-        self._next: deque[_Due] = deque()
-        self._timers: list[tuple[float, int, _Due]] = []
+        self._ready_handles: deque[_VirtualHandle] = deque()
+        self._timers: list[tuple[float, int, _VirtualHandle]] = []
         """Heap of timers. The number keeps timers of the same time in the order of their creation."""
         self._numbers = count(1)
-        self._tidy_at = LITTER
+        self._cleanup_threshold = MIN_CLEANUP_TIMERS
         """Number of timers at which cancelled ones are removed."""
         super().__init__()
 
@@ -72,20 +72,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         # Skips the task factory, which the simulation does not use.
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
-    def stall(self, seconds: float) -> None:
+    def stall_loop(self, seconds: float) -> None:
         """Advance the time, as if the current callback took this long."""
         self._now += seconds
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Due:
-        handle = _Due(0.0, callback, args, copy_context() if context is None else context)
-        self._next.append(handle)
+    ) -> _VirtualHandle:
+        handle = _VirtualHandle(0.0, callback, args, copy_context() if context is None else context)
+        self._ready_handles.append(handle)
         return handle
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Due:
+    ) -> _VirtualHandle:
         handle = self.call_soon(callback, *args, context=context)
         # As in asyncio: wakes a loop that polls its sockets.
         self._write_to_self()  # type: ignore[attr-defined]
@@ -93,26 +93,28 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Due:
-        return self._set(self._now + delay, callback, args, context)
+    ) -> _VirtualHandle:
+        return self._add_timer(self._now + delay, callback, args, context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Due:
-        return self._set(when, callback, args, context)
+    ) -> _VirtualHandle:
+        return self._add_timer(when, callback, args, context)
 
-    def _set(self, when: float, callback: Callable[..., object], args: Any, context: Context | None) -> _Due:
-        timer = _Due(when, callback, args, copy_context() if context is None else context)
-        if len(self._timers) > self._tidy_at:
-            self._tidy()
+    def _add_timer(
+        self, when: float, callback: Callable[..., object], args: Any, context: Context | None
+    ) -> _VirtualHandle:
+        timer = _VirtualHandle(when, callback, args, copy_context() if context is None else context)
+        if len(self._timers) > self._cleanup_threshold:
+            self._remove_cancelled_timers()
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
-    def _tidy(self) -> None:
+    def _remove_cancelled_timers(self) -> None:
         timers = self._timers
         timers[:] = [each for each in timers if each[2].callback is not None]
         heapq.heapify(timers)
-        self._tidy_at = max(LITTER, 2 * len(timers))
+        self._cleanup_threshold = max(MIN_CLEANUP_TIMERS, 2 * len(timers))
 
     def _add_callback(self, handle: asyncio.Handle) -> None:
         """Schedule a handle that asyncio itself adds when a socket is ready."""
@@ -123,16 +125,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
         asyncio calls this method once per round. Staying inside it saves the overhead of each call.
         """
-        due, timers, pop = self._next, self._timers, heapq.heappop
+        due, timers, pop = self._ready_handles, self._timers, heapq.heappop
         while True:
             if not due and not self._stopping:  # type: ignore[attr-defined]
                 while timers and timers[0][2].callback is None:
                     pop(timers)
                 if timers:
                     # The time never goes back, even if a timer was set in the past.
-                    self._now = max(self._now, min(timers[0][0], self._now + LEAP_S))
+                    self._now = max(self._now, min(timers[0][0], self._now + MAX_LEAP_S))
                 else:
-                    self._look_at_sockets()
+                    self._poll_sockets()
             now = self._now
             while timers and timers[0][0] <= now:
                 due.append(pop(timers)[2])
@@ -153,7 +155,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if self._stopping:  # type: ignore[attr-defined]
                 return
 
-    def _look_at_sockets(self) -> None:
+    def _poll_sockets(self) -> None:
         """Poll the sockets without waiting."""
         ready = self._selector.select(0)  # type: ignore[attr-defined]
         if not ready:
@@ -161,7 +163,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._process_events(ready)  # type: ignore[attr-defined]
 
 
-def run(main: Coroutine[Any, Any, T], *, start: float = 0.0) -> T:
+def run_in_virtual_time(main: Coroutine[Any, Any, T], *, start: float = 0.0) -> T:
     """Run a coroutine like `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(start)) as runner:
         return runner.run(main)

@@ -32,9 +32,9 @@ from dispatcher.lab.standin.model import (
     BATCH_CONTEXT,
     BATCH_SPREAD,
     BATCH_TOKENS,
-    generated,
-    slowdown,
-    work_s,
+    compute_slowdown,
+    compute_work_s,
+    draw_tokens,
 )
 from dispatcher.lab.standin.trace import Trace
 
@@ -46,8 +46,8 @@ class Job(msgspec.Struct, eq=False):
     """Duration in an empty pool."""
     tokens: int
     """Generated tokens of each of the requests."""
-    batch: bool
-    grain: int = 1
+    is_batch: bool
+    request_count: int = 1
     """Number of identical requests that this job stands for. They start together, as soon as one slot is
     free."""
     arrived_at: float = nan
@@ -55,14 +55,14 @@ class Job(msgspec.Struct, eq=False):
     """Time of the start. NaN while the request waits."""
     finished_at: float = nan
     """Time at which the request left, answered or not."""
-    gone: bool = False
+    is_gone: bool = False
     """True if the request left without an answer because its client or the gateway closed the connection."""
     pod: Pod | None = None
     """Pod in which the request runs or waits. `None` if it is in the picker or not in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchProfile:
     """Properties of batch requests."""
 
     tokens: float = BATCH_TOKENS
@@ -74,22 +74,22 @@ class Batch:
     @property
     def mean_s(self) -> float:
         """Average duration of a request in an empty pool."""
-        return work_s(BATCH_CONTEXT, self.tokens) if self.seconds is None else self.seconds
+        return compute_work_s(BATCH_CONTEXT, self.tokens) if self.seconds is None else self.seconds
 
-    def draw(self, draws: Random) -> int:
+    def draw_tokens(self, draws: Random) -> int:
         """Draw the number of tokens of the next request."""
-        return generated(draws, self.tokens, self.spread)
+        return draw_tokens(draws, self.tokens, self.spread)
 
-    def job(self, tokens: int, grain: int = 1) -> Job:
+    def make_job(self, tokens: int, request_count: int = 1) -> Job:
         """Make a job that generates this number of tokens, for one request or for several identical ones."""
-        work = work_s(BATCH_CONTEXT, tokens) if self.seconds is None else self.seconds
-        return Job(work, tokens, True, grain)
+        work = compute_work_s(BATCH_CONTEXT, tokens) if self.seconds is None else self.seconds
+        return Job(work, tokens, True, request_count)
 
 
-def jobs_of(trace: Trace) -> Iterator[tuple[float, Job]]:
+def make_realtime_jobs(trace: Trace) -> Iterator[tuple[float, Job]]:
     """Yield the realtime requests of a trace with their arrival times. Each world needs new jobs, since jobs
     have state."""
-    return ((each.at, Job(each.work_s, each.tokens, batch=False)) for each in trace.arrivals)
+    return ((each.arrives_at, Job(each.work_s, each.tokens, is_batch=False)) for each in trace.arrivals)
 
 
 class Arrival(Enum):
@@ -111,10 +111,10 @@ class PoolState:
     realtime_waiting: int
     batch_running: int
     batch_waiting: int
-    inside: int = 0
+    waiting_in_pods: int = 0
     """Number of waiting requests that wait in the pods."""
     pods: int = 1
-    inside_seen: int = 0
+    last_read_waiting_in_pods: int = 0
     """Number of requests that waited in the pods when the picker last read their metrics."""
 
     @property
@@ -133,7 +133,7 @@ class Overshoot:
     request_seconds: float = 0.0
     worst: float = 0.0
 
-    def mean(self, seconds: float) -> float:
+    def compute_mean(self, seconds: float) -> float:
         return self.request_seconds / seconds if seconds > 0 else 0.0
 
 
@@ -146,9 +146,9 @@ class Pod:
     queue: deque[Job] = field(default_factory=deque)
     waiting: int = 0
     """Number of requests in the queue, which may be more than its jobs."""
-    stepped_at: float = nan
+    step_ended_at: float = nan
     """Time at which batch requests last ended at a time step here."""
-    ran: int = 0
+    running_before_step: int = 0
     """Number of requests that were running just before that."""
 
     @property
@@ -188,87 +188,89 @@ class World:
         slots_at: Sequence[tuple[float, int]] = (),
         pods: int = 1,
         pods_at: Sequence[tuple[float, int]] = (),
-        lets_in: Callable[[int, int], float] = lambda slots, pods: slots,
-        full_at: Callable[[int], float] | None = None,
-        look_s: float = 0.0,
-        look_phase_s: float = 0.0,
+        get_admission_limit: Callable[[int, int], float] = lambda slots, pods: slots,
+        full_threshold: Callable[[int], float] | None = None,
+        metrics_refresh_s: float = 0.0,
+        metrics_refresh_phase_s: float = 0.0,
         outages: Sequence[tuple[float, float]] = (),
-        step_s: float = 0.0,
+        time_step_s: float = 0.0,
         on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
         on_finish: Callable[[Job], None] = lambda job: None,
-        on_gone: Callable[[Job], None] = lambda job: None,
-        on_pods: Callable[[int], None] = lambda pods: None,
+        on_dropped: Callable[[Job], None] = lambda job: None,
+        on_pod_count: Callable[[int], None] = lambda pods: None,
     ) -> None:
         self.now = 0.0
         self.slots = slots
         self.overshoot = Overshoot()
         self.realtime_refused = 0
         self.realtime_unreachable = 0
-        self.most = 0
+        self.peak_requests = 0
         """Maximum number of requests in the pool so far, running and waiting."""
         self._reserve = reserve
-        self._step_s = step_s
+        self._time_step_s = time_step_s
         self._queue_limit = inf if queue_limit is None else queue_limit
-        self.on_start, self.on_finish, self.on_gone = on_start, on_finish, on_gone
-        self._on_pods = on_pods
-        self._lets_in = lets_in
-        self._full_at = full_at
-        self._look_s, self._look_phase_s = look_s, look_phase_s
-        self._looks_at = inf
+        self.on_start, self.on_finish, self.on_dropped = on_start, on_finish, on_dropped
+        self._on_pod_count = on_pod_count
+        self._get_admission_limit = get_admission_limit
+        self._full_threshold = full_threshold
+        self._metrics_refresh_s, self._metrics_refresh_phase_s = metrics_refresh_s, metrics_refresh_phase_s
+        self._refresh_at = inf
         """Time at which the picker next reads the metrics of the pods. Infinite while reading them would
         change nothing."""
-        self._inside_seen = 0
+        self._last_read_waiting = 0
         self._realtime = iter(realtime)
         self._next_realtime = next(self._realtime, None)
         self._changes: list[tuple[float, Callable[[], None]]] = [
-            *((at, partial(self._becomes, to)) for at, to in slots_at),
-            *((at, partial(self._has_pods, to)) for at, to in pods_at),
-            *((start, self._goes_down) for start, _ in outages),
-            *((end, self._comes_up) for _, end in outages),
+            *((at, partial(self._set_slots, to)) for at, to in slots_at),
+            *((at, partial(self._set_pods, to)) for at, to in pods_at),
+            *((start, self._start_outage) for start, _ in outages),
+            *((end, self._end_outage) for _, end in outages),
         ]
         self._changes.sort(key=itemgetter(0), reverse=True)
-        self.down = False
+        self.is_down = False
         """True while the gateway is down."""
         self.in_system = 0
         """Number of requests in the pool, running and waiting."""
         self._running = {False: 0, True: 0}  # by whether they are batch requests
-        self._inside = {False: 0, True: 0}
-        self._outside = {False: 0, True: 0}
+        self._waiting_in_pods = {False: 0, True: 0}
+        self._waiting_in_picker = {False: 0, True: 0}
         self._queue: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._ends: list[tuple[float, int, Job]] = []
         self._starts = 0
         self._per_pod = slots / pods
         self._pods = [Pod(0) for _ in range(pods)]
-        self._shape()
+        self._distribute_slots()
 
     def __repr__(self) -> str:
-        return f"<World t={self.now:.3f} {self.observe()}>"
+        return f"<World t={self.now:.3f} {self.observe_pool()}>"
 
     @property
-    def _waiting_inside(self) -> int:
-        return self._inside[False] + self._inside[True]
+    def _pods_waiting_count(self) -> int:
+        return self._waiting_in_pods[False] + self._waiting_in_pods[True]
 
     @property
-    def _waiting_outside(self) -> int:
-        return self._outside[False] + self._outside[True]
+    def _picker_waiting_count(self) -> int:
+        return self._waiting_in_picker[False] + self._waiting_in_picker[True]
 
     @property
     def realtime_waiting(self) -> Iterable[Job]:
-        inside = (job for pod in self._pods for job in pod.queue if not job.batch)
+        inside = (job for pod in self._pods for job in pod.queue if not job.is_batch)
         return chain(inside, self._queue[False])
 
-    def observe(self) -> PoolState:
+    def observe_pool(self) -> PoolState:
         """Return the state of the pool at `now`. Advance first to observe another time."""
         return PoolState(
             at=self.now,
             slots=self.slots,
             realtime_running=self._running[False],
-            realtime_waiting=self._inside[False] + self._outside[False],
+            realtime_waiting=self._waiting_in_pods[False] + self._waiting_in_picker[False],
             batch_running=self._running[True],
-            batch_waiting=self._inside[True] + self._outside[True],
-            inside=self._waiting_inside,
+            batch_waiting=self._waiting_in_pods[True] + self._waiting_in_picker[True],
+            waiting_in_pods=self._pods_waiting_count,
             pods=len(self._pods),
-            inside_seen=self._inside_seen if self._look_s else self._waiting_inside,
+            last_read_waiting_in_pods=self._last_read_waiting
+            if self._metrics_refresh_s
+            else self._pods_waiting_count,
         )
 
     def next_event_at(self) -> float:
@@ -278,15 +280,15 @@ class World:
             at = self._next_realtime[0]
         if self._changes and self._changes[-1][0] < at:
             at = self._changes[-1][0]
-        return self._looks_at if self._looks_at < at else at  # noqa: FURB136 -- saves a call per event
+        return self._refresh_at if self._refresh_at < at else at  # noqa: FURB136 -- saves a call per event
 
     def next_change_at(self) -> float:
         """Return the time of the next change of slots, pods or gateway, or infinity."""
         return self._changes[-1][0] if self._changes else inf
 
     @property
-    def batch_waiting(self) -> bool:
-        return bool(self._inside[True] or self._outside[True])
+    def has_batch_waiting(self) -> bool:
+        return bool(self._waiting_in_pods[True] or self._waiting_in_picker[True])
 
     def advance(self, to: float) -> None:
         """Process all events until `to`, and set the time to it."""
@@ -298,233 +300,239 @@ class World:
                 at = realtime[0]
             if changes and changes[-1][0] < at:
                 at = changes[-1][0]
-            if self._looks_at < at:
-                at = self._looks_at
+            if self._refresh_at < at:
+                at = self._refresh_at
             if at > to:
                 break
             if at > self.now:
                 self._pass_time(at)
             # At equal times: metrics, then changes, then ends, then arrivals. A freed slot is available at
             # once.
-            if self._looks_at == at:
-                self._look()
+            if self._refresh_at == at:
+                self._refresh_metrics()
             elif changes and changes[-1][0] == at:
                 changes.pop()[1]()
             elif ends and ends[0][0] == at:
-                self._finish(heapq.heappop(ends)[2])
+                self._finish_job(heapq.heappop(ends)[2])
             elif realtime is not None:
                 self._next_realtime = next(self._realtime, None)
-                self._realtime_arrives(realtime[1])
+                self._admit_realtime(realtime[1])
         if to > self.now:
             self._pass_time(to)
 
-    def arrive(self, job: Job, now: float) -> Arrival:
+    def advance_and_admit(self, job: Job, now: float) -> Arrival:
         """Advance to `now` and admit a request that reaches the gateway then."""
         self.advance(now)
-        return self.admit(job)
+        return self.admit_job(job)
 
-    def leave(self, job: Job, now: float) -> None:
+    def remove_job(self, job: Job, now: float) -> None:
         """Remove a request whose client closed the connection. No effect if it has left already."""
         self.advance(now)
         if job.finished_at == job.finished_at or job.arrived_at != job.arrived_at:  # NaN: not yet
             return
-        job.finished_at, job.gone = now, True
-        self.in_system -= job.grain
+        job.finished_at, job.is_gone = now, True
+        self.in_system -= job.request_count
         if job.pod is None:
-            self._queue[job.batch].remove(job)
-            self._outside[job.batch] -= job.grain
+            self._queue[job.is_batch].remove(job)
+            self._waiting_in_picker[job.is_batch] -= job.request_count
         elif job.started_at == job.started_at:
-            self._stops(job.pod, job)  # `_finish_job` skips its entry in the heap later
+            self._release_slot(job.pod, job)  # `_finish_job` skips its entry in the heap later
         else:
             job.pod.queue.remove(job)
-            self._waits_inside(job.pod, job, -job.grain)
-            self._let_in()
+            self._change_pod_waiting(job.pod, job, -job.request_count)
+            self._admit_waiting_jobs()
 
-    def admit(self, job: Job) -> Arrival:
+    def admit_job(self, job: Job) -> Arrival:
         """Admit a request that reaches the gateway now."""
-        if self.down:
+        if self.is_down:
             return Arrival.UNREACHABLE
-        pod = self._next_pod()
+        pod = self._choose_pod()
         if pod is None:
-            if self._waiting_outside >= self._queue_limit:
+            if self._picker_waiting_count >= self._queue_limit:
                 return Arrival.REFUSED
         elif (
-            self._full_at is None
-            and self._most_in == inf
+            self._full_threshold is None
+            and self._admission_limit == inf
             and pod.running >= pod.slots
-            and self._waiting_inside >= self._queue_limit
+            and self._pods_waiting_count >= self._queue_limit
         ):
             return Arrival.REFUSED  # no queue in the picker: the pods refuse
         job.arrived_at = self.now
-        self.in_system += job.grain
+        self.in_system += job.request_count
         if pod is None:
-            self._waits_outside(job)
+            self._queue_in_picker(job)
         else:
-            self._enter(pod, job)
-        self._mark_worst()
+            self._enter_pod(pod, job)
+        self._update_peaks()
         return Arrival.ACCEPTED
 
-    def _next_pod(self) -> Pod | None:
+    def _choose_pod(self) -> Pod | None:
         """Return the pod to which the picker sends the next request, or `None` if it lets none in."""
         if len(self._pods) == 1:  # the usual case, and called for each request
             pod = self._pods[0]
-            return pod if pod.slots and pod.running + pod.waiting < self._most_in else None
-        if sum(pod.running + pod.waiting for pod in self._pods) >= self._most_in:
+            return pod if pod.slots and pod.running + pod.waiting < self._admission_limit else None
+        if sum(pod.running + pod.waiting for pod in self._pods) >= self._admission_limit:
             return None
         least = min(self._pods, key=lambda each: each.load, default=None)
         return least if least is not None and least.slots else None
 
-    def _enter(self, pod: Pod, job: Job) -> None:
+    def _enter_pod(self, pod: Pod, job: Job) -> None:
         job.pod = pod
         if pod.running < pod.slots:
-            self._start(pod, job)
+            self._start_job(pod, job)
         else:
             pod.queue.append(job)
-            self._waits_inside(pod, job, job.grain)
+            self._change_pod_waiting(pod, job, job.request_count)
 
-    def _waits_inside(self, pod: Pod, job: Job, by: int) -> None:
-        pod.waiting += by
-        self._inside[job.batch] += by
+    def _change_pod_waiting(self, pod: Pod, job: Job, change: int) -> None:
+        pod.waiting += change
+        self._waiting_in_pods[job.is_batch] += change
         # The next reading on the fixed grid of readings, as if it had never paused.
-        if self._look_s and self._looks_at == inf:
-            passed = floor((self.now - self._look_phase_s) / self._look_s)
-            self._looks_at = self._look_phase_s + (passed + 1) * self._look_s
-        elif not self._look_s:
-            self._open_or_hold()
+        if self._metrics_refresh_s and self._refresh_at == inf:
+            passed = floor((self.now - self._metrics_refresh_phase_s) / self._metrics_refresh_s)
+            self._refresh_at = self._metrics_refresh_phase_s + (passed + 1) * self._metrics_refresh_s
+        elif not self._metrics_refresh_s:
+            self._update_admission_limit()
 
-    def _look(self) -> None:
+    def _refresh_metrics(self) -> None:
         """Let the picker read the metrics of the pods."""
-        self._inside_seen = self._waiting_inside
-        waits = self._inside_seen or self._waiting_outside
+        self._last_read_waiting = self._pods_waiting_count
+        waits = self._last_read_waiting or self._picker_waiting_count
         # Pauses while nothing waits, to save events.
-        self._looks_at = self._looks_at + self._look_s if waits else inf
-        self._open_or_hold()
-        self._let_in()
+        self._refresh_at = self._refresh_at + self._metrics_refresh_s if waits else inf
+        self._update_admission_limit()
+        self._admit_waiting_jobs()
 
-    def _open_or_hold(self) -> None:
-        if self._full_at is not None:
-            seen = self._inside_seen if self._look_s else self._waiting_inside
-            self._most_in = 0.0 if seen >= self._full_at(len(self._pods)) else inf
+    def _update_admission_limit(self) -> None:
+        if self._full_threshold is not None:
+            last_read_waiting = (
+                self._last_read_waiting if self._metrics_refresh_s else self._pods_waiting_count
+            )
+            self._admission_limit = 0.0 if last_read_waiting >= self._full_threshold(len(self._pods)) else inf
 
-    def _waits_outside(self, job: Job) -> None:
-        self._queue[job.batch].append(job)
-        self._outside[job.batch] += job.grain
+    def _queue_in_picker(self, job: Job) -> None:
+        self._queue[job.is_batch].append(job)
+        self._waiting_in_picker[job.is_batch] += job.request_count
 
     def _pass_time(self, to: float) -> None:
-        over = self.in_system - self._room
+        over = self.in_system - self._allowed_requests
         if over > 0:
             self.overshoot.request_seconds += over * (to - self.now)
         self.now = to
 
-    def _mark_worst(self) -> None:
-        if self.in_system > self.most:
-            self.most = self.in_system
-        over = self.in_system - self._room
+    def _update_peaks(self) -> None:
+        if self.in_system > self.peak_requests:
+            self.peak_requests = self.in_system
+        over = self.in_system - self._allowed_requests
         if over > self.overshoot.worst:
             self.overshoot.worst = over
 
-    def _start(self, pod: Pod, job: Job) -> None:
-        self._running[job.batch] += job.grain
-        pod.running += job.grain
+    def _start_job(self, pod: Pod, job: Job) -> None:
+        self._running[job.is_batch] += job.request_count
+        pod.running += job.request_count
         job.started_at = self.now
         self._starts += 1  # breaks ties: equal ends leave in the order of their starts
-        if self._step_s and job.batch:
-            end = self._at_step(job, pod)
+        if self._time_step_s and job.is_batch:
+            end = self._find_step_end(job, pod)
         else:
-            end = self.now + job.work_s * slowdown(min(pod.running, pod.slots), pod.slots)
+            end = self.now + job.work_s * compute_slowdown(min(pod.running, pod.slots), pod.slots)
         heapq.heappush(self._ends, (end, self._starts, job))
-        if job.batch:
+        if job.is_batch:
             self.on_start(job, end)
 
-    def _at_step(self, job: Job, pod: Pod) -> float:
+    def _find_step_end(self, job: Job, pod: Pod) -> float:
         """Return the time at which a batch request ends with time steps.
 
         It is early as often as late. It is in the middle of a step because scrapes are at whole seconds, and
         must not all see the slots that become free at a step. A request that takes one of these slots is as
         slow as if the others had ended one by one.
         """
-        step_s = self._step_s
-        running = max(pod.running, pod.ran) if self.now < pod.stepped_at + step_s else pod.running
-        end = self.now + job.work_s * slowdown(min(running, pod.slots), pod.slots)
+        step_s = self._time_step_s
+        running = (
+            max(pod.running, pod.running_before_step)
+            if self.now < pod.step_ended_at + step_s
+            else pod.running
+        )
+        end = self.now + job.work_s * compute_slowdown(min(running, pod.slots), pod.slots)
         middle = (floor(end / step_s) + 0.5) * step_s
         return middle if middle > self.now else middle + step_s
 
-    def _stops(self, pod: Pod, job: Job) -> None:
-        self._running[job.batch] -= job.grain
-        pod.running -= job.grain
-        self._from_queue(pod)
-        self._let_in()
+    def _release_slot(self, pod: Pod, job: Job) -> None:
+        self._running[job.is_batch] -= job.request_count
+        pod.running -= job.request_count
+        self._start_queued_jobs(pod)
+        self._admit_waiting_jobs()
 
-    def _from_queue(self, pod: Pod) -> None:
+    def _start_queued_jobs(self, pod: Pod) -> None:
         while pod.queue and pod.running < pod.slots:
             job = pod.queue.popleft()
-            self._waits_inside(pod, job, -job.grain)
-            self._start(pod, job)
+            self._change_pod_waiting(pod, job, -job.request_count)
+            self._start_job(pod, job)
 
-    def _let_in(self) -> None:
+    def _admit_waiting_jobs(self) -> None:
         """Let requests from the picker into the pods as far as they have room."""
         while queue := self._queue[False] or self._queue[True]:
-            pod = self._next_pod()
+            pod = self._choose_pod()
             if pod is None:
                 return
             job = queue.popleft()
-            self._outside[job.batch] -= job.grain
-            self._enter(pod, job)
+            self._waiting_in_picker[job.is_batch] -= job.request_count
+            self._enter_pod(pod, job)
 
-    def _finish(self, job: Job) -> None:
-        if job.gone or job.pod is None:
+    def _finish_job(self, job: Job) -> None:
+        if job.is_gone or job.pod is None:
             return
         job.finished_at = self.now
-        self.in_system -= job.grain
+        self.in_system -= job.request_count
         # Only the first of the requests that end together saw the full pod.
-        if job.batch and job.pod.stepped_at != self.now:
-            job.pod.stepped_at, job.pod.ran = self.now, job.pod.running
-        self._stops(job.pod, job)
+        if job.is_batch and job.pod.step_ended_at != self.now:
+            job.pod.step_ended_at, job.pod.running_before_step = self.now, job.pod.running
+        self._release_slot(job.pod, job)
         self.on_finish(job)
 
-    def _realtime_arrives(self, job: Job) -> None:
-        arrival = self.admit(job)
+    def _admit_realtime(self, job: Job) -> None:
+        arrival = self.admit_job(job)
         if arrival is Arrival.REFUSED:
             self.realtime_refused += 1
         elif arrival is Arrival.UNREACHABLE:
             self.realtime_unreachable += 1
 
-    def _becomes(self, slots: int) -> None:
+    def _set_slots(self, slots: int) -> None:
         # A fraction, so that later changes of the number of pods keep the capacity per pod.
         self._per_pod = slots / max(1, len(self._pods))
-        self._shape()
+        self._distribute_slots()
 
-    def _has_pods(self, pods: int) -> None:
+    def _set_pods(self, pods: int) -> None:
         leaving = self._pods[pods:]
         self._pods = self._pods[:pods] + [Pod(0) for _ in range(pods - len(self._pods))]
         for pod in leaving:
             pod.slots = 0
             for job in pod.queue:  # the picker sends them to other pods
                 job.pod = None
-                self._waits_inside(pod, job, -job.grain)
-                self._waits_outside(job)
+                self._change_pod_waiting(pod, job, -job.request_count)
+                self._queue_in_picker(job)
             pod.queue.clear()
-        self._shape()
-        self._on_pods(pods)
+        self._distribute_slots()
+        self._on_pod_count(pods)
 
-    def _shape(self) -> None:
+    def _distribute_slots(self) -> None:
         """Distribute the slots over the pods."""
         pods = len(self._pods)
         self.slots = round(self._per_pod * pods)
         for number, pod in enumerate(self._pods):
             pod.slots = self.slots // pods + (number < self.slots % pods)
-        self._room = self.slots * (1.0 - self._reserve)
-        self._most_in = self._lets_in(self.slots, pods)
-        self._open_or_hold()
+        self._allowed_requests = self.slots * (1.0 - self._reserve)
+        self._admission_limit = self._get_admission_limit(self.slots, pods)
+        self._update_admission_limit()
         for pod in self._pods:
-            self._from_queue(pod)
-        self._let_in()
-        self._mark_worst()
+            self._start_queued_jobs(pod)
+        self._admit_waiting_jobs()
+        self._update_peaks()
 
-    def _goes_down(self) -> None:
-        self.down = True
+    def _start_outage(self) -> None:
+        self.is_down = True
         # Sorted, since the order of a heap is not the order of the ends.
-        lost = [job for _, _, job in sorted(self._ends) if not job.gone]
+        lost = [job for _, _, job in sorted(self._ends) if not job.is_gone]
         lost += [job for pod in self._pods for job in pod.queue]
         lost += [*self._queue[False], *self._queue[True]]
         self._ends.clear()
@@ -534,12 +542,12 @@ class World:
         for queue in self._queue.values():
             queue.clear()
         self._running = {False: 0, True: 0}
-        self._inside = {False: 0, True: 0}
-        self._outside = {False: 0, True: 0}
+        self._waiting_in_pods = {False: 0, True: 0}
+        self._waiting_in_picker = {False: 0, True: 0}
         self.in_system = 0
         for job in lost:
-            job.finished_at, job.gone = self.now, True
-            self.on_gone(job)
+            job.finished_at, job.is_gone = self.now, True
+            self.on_dropped(job)
 
-    def _comes_up(self) -> None:
-        self.down = False
+    def _end_outage(self) -> None:
+        self.is_down = False

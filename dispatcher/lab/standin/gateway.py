@@ -21,13 +21,13 @@ from dispatcher.core.requests.headers import (
     REQUEST_ID,
     SESSION_TOKEN,
 )
-from dispatcher.lab.standin.http import Exchange, Server, head
-from dispatcher.lab.standin.model import BATCH_CONTEXT, work_s
-from dispatcher.lab.standin.model import generated as drawn
+from dispatcher.lab.standin.http import Exchange, Server, build_head
+from dispatcher.lab.standin.model import BATCH_CONTEXT, compute_work_s
+from dispatcher.lab.standin.model import draw_tokens as drawn
 from dispatcher.lab.standin.pool import Job, Level, Pool
 from dispatcher.lab.standin.prefixes import PrefixServers
-from dispatcher.lab.standin.replies import Answer, content, plain_text
-from dispatcher.lab.standin.serving import ModelServers, not_found
+from dispatcher.lab.standin.replies import Answer, build_content, build_plain_text
+from dispatcher.lab.standin.serving import ModelServers, build_not_found
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     match: str = ""
     """Text in the body or in the fairness header of the requests that are affected. Empty for all
     requests."""
-    share: float = 1.0
+    split_into: float = 1.0
     """Share of the requests that are affected (seeded)."""
     times: int | None = None
     """Number of requests that are affected, or `None` for any number."""
@@ -108,18 +108,18 @@ class Gateway:
         self.path_s = path_s
         self.prefixes = prefixes
         self.servers = servers
-        self.endpoints = True
+        self.has_endpoints = True
         """True if the picker knows endpoints. Otherwise requests are answered 503."""
         self.subset_header = ""
         """Header in which a request lists the servers that it may go to. Empty if there is no such header."""
-        self.labels: Callable[[], Mapping[str, int]] = dict
+        self.get_server_labels: Callable[[], Mapping[str, int]] = dict
         """Function that returns the names used in that header, with the number of each server."""
         self.log: deque[LogEntry] = deque(maxlen=log_max)
         """Newest requests in the order of their arrival."""
         self.levels = {"batch": Level(), "realtime": Level()}
         """Number of requests at the gateway, from the last byte of the request to the answer, including both
         ways."""
-        self.server = Server(self._arrive, host, port, tls)
+        self.server = Server(self._handle_request, host, port, tls)
         self._pool = pool
         self._drop_reason = drop_reason
         self._seed = seed
@@ -128,71 +128,75 @@ class Gateway:
         self._fault = Fault()
         self._fault_left: int | None = None
         self._number = 0
-        self._counts: Counter[str] = Counter()
-        self._arrivals: Counter[str] = Counter()
-        self._served: Counter[str] = Counter()
+        self._answer_counts: Counter[str] = Counter()
+        self._arrivals_by_id: Counter[str] = Counter()
+        self._served_by_id: Counter[str] = Counter()
 
-    async def break_(self, fault: Fault | None) -> None:
+    async def set_fault(self, fault: Fault | None) -> None:
         """Replace the current fault; `None` to remove it."""
-        was, self._fault = self._fault, fault or Fault()
+        previous, self._fault = self._fault, fault or Fault()
         self._fault_left = self._fault.times
         if self._fault.listener == "refuse":
             await self.server.close()
         elif self._fault.listener == "blackhole":
-            await self.server.blackhole()
+            await self.server.start_blackhole()
         # The listener is opened again after any fault of the listener, with TLS or without.
-        elif self._fault.listener == "plaintext" or was.listener:
+        elif self._fault.listener == "plaintext" or previous.listener:
             await self.server.open(plain=self._fault.listener == "plaintext")
 
-    def restart(self) -> None:
+    def restart_measurement(self) -> None:
         """Start a new measurement. The log and the counts by request id stay."""
         for level in self.levels.values():
-            level.restart()
-        self._counts.clear()
-        self.prefixes.restart()
+            level.restart_measurement()
+        self._answer_counts.clear()
+        self.prefixes.restart_measurement()
 
-    def report(self) -> dict[str, Any]:
-        again = {id_: times for id_, times in self._arrivals.items() if times > 1}
-        served_again = {id_: times for id_, times in self._served.items() if times > 1}
+    def build_report(self) -> dict[str, Any]:
+        arrived_again = {id_: times for id_, times in self._arrivals_by_id.items() if times > 1}
+        served_again = {id_: times for id_, times in self._served_by_id.items() if times > 1}
         return {
-            **{kind: level.report() for kind, level in self.levels.items()},
-            "arrived": self._counts["arrived"],
-            "direct": self._counts["direct"],
-            "answers": {key: count for key, count in sorted(self._counts.items()) if key.isdigit()},
-            "gone": self._counts["gone"],
-            "broken": self._counts["broken"],
-            "prefixes": self.prefixes.report(),
+            **{kind: level.build_report() for kind, level in self.levels.items()},
+            "arrived": self._answer_counts["arrived"],
+            "direct": self._answer_counts["direct"],
+            "answers": {key: count for key, count in sorted(self._answer_counts.items()) if key.isdigit()},
+            "gone": self._answer_counts["gone"],
+            "broken": self._answer_counts["broken"],
+            "prefixes": self.prefixes.build_report(),
             "connections": len(self.server.connections),
             "ids": {
-                "distinct": len(self._arrivals),
-                "served": len(self._served),
-                "arrived_again": len(again),
+                "distinct": len(self._arrivals_by_id),
+                "served": len(self._served_by_id),
+                "arrived_again": len(arrived_again),
                 "served_again": len(served_again),
-                "examples": dict(list((served_again or again).items())[:20]),
+                "examples": dict(list((served_again or arrived_again).items())[:20]),
             },
         }
 
-    def _arrive(self, exchange: Exchange) -> None:
+    def _handle_request(self, exchange: Exchange) -> None:
         # Not a request to the pool: neither logged nor counted.
-        if exchange.method == "GET" and exchange.target.partition("?")[0] == "/v1/models" and self.endpoints:
-            exchange.answer(200, self.servers.union(), [("content-type", "application/json")])
+        if (
+            exchange.method == "GET"
+            and exchange.target.partition("?")[0] == "/v1/models"
+            and self.has_endpoints
+        ):
+            exchange.answer(200, self.servers.get_gateway_listing(), [("content-type", "application/json")])
             return
-        entry = self._logged(exchange)
-        self._counts["arrived"] += 1
+        entry = self._add_log_entry(exchange)
+        self._answer_counts["arrived"] += 1
         if entry.id:
-            self._arrivals[entry.id] += 1
-        self._level(entry).add(1, entry.arrived_at)
-        self._begin(exchange, entry)
+            self._arrivals_by_id[entry.id] += 1
+        self._get_level(entry).change_by(1, entry.arrived_at)
+        self._process_request(exchange, entry)
 
-    def straight(self, exchange: Exchange, number: int) -> None:
+    def handle_direct_request(self, exchange: Exchange, number: int) -> None:
         """Handle a request that comes to a server directly, without the faults, counts and delays of the
         gateway."""
-        entry = self._logged(exchange)
+        entry = self._add_log_entry(exchange)
         entry.direct, entry.model_server = True, number
-        self._counts["direct"] += 1
-        self._begin(exchange, entry)
+        self._answer_counts["direct"] += 1
+        self._process_request(exchange, entry)
 
-    def _logged(self, exchange: Exchange) -> LogEntry:
+    def _add_log_entry(self, exchange: Exchange) -> LogEntry:
         headers = exchange.headers
         objective = headers.get(OBJECTIVE) or headers.get(OLD_OBJECTIVE)
         tenant = headers.get(FAIRNESS_ID) or headers.get(OLD_FAIRNESS_ID, "")
@@ -202,28 +206,32 @@ class Gateway:
         self.log.append(entry)
         return entry
 
-    def _begin(self, exchange: Exchange, entry: LogEntry) -> None:
+    def _process_request(self, exchange: Exchange, entry: LogEntry) -> None:
         # `_submit_to_pool` replaces this as soon as the request is in the pool.
-        exchange.on_gone = lambda: self._end(entry, 0)
+        exchange.on_disconnect = lambda: self._end_request(entry, 0)
         try:
-            payload, how = self._how(exchange, entry)
+            payload, answer = self._choose_answer(exchange, entry)
         except msgspec.MsgspecError as error:
             # In the format of errors of the real endpoint picker.
-            self._answer(exchange, entry, plain_text(400, f"inference error: BadRequest - {error}"))
+            self._send_answer(
+                exchange, entry, build_plain_text(400, f"inference error: BadRequest - {error}")
+            )
             return
-        if how.kind == "reset":
+        if answer.kind == "reset":
             exchange.reset()
-            self._end(entry, -1)
+            self._end_request(entry, -1)
         else:
-            self._travel(self._enter, exchange, entry, payload, how)
+            self._call_after_path(self._enter_picker, exchange, entry, payload, answer)
 
-    def _travel(self, then: Callable[..., None], exchange: Exchange, entry: LogEntry, *what: Any) -> None:
+    def _call_after_path(
+        self, callback: Callable[..., None], exchange: Exchange, entry: LogEntry, *arguments: Any
+    ) -> None:
         if self.path_s > 0 and not entry.direct:
-            self._loop.call_later(self.path_s, then, exchange, entry, *what)
+            self._loop.call_later(self.path_s, callback, exchange, entry, *arguments)
         else:
-            then(exchange, entry, *what)
+            callback(exchange, entry, *arguments)
 
-    def _how(self, exchange: Exchange, entry: LogEntry) -> tuple[_Payload | None, Answer]:
+    def _choose_answer(self, exchange: Exchange, entry: LogEntry) -> tuple[_Payload | None, Answer]:
         """Return the answer for this request: that of the fault, if it applies, or the one that the payload
         asks for."""
         fault, tenant, payload = self._fault, entry.tenant, None
@@ -236,128 +244,149 @@ class Gateway:
             # `None` stands for any number of requests.
             and self._fault_left != 0
             and (not fault.match or fault.match in tenant or fault.match.encode() in exchange.body)
-            and (fault.share >= 1.0 or self._random.random() < fault.share)
+            and (fault.split_into >= 1.0 or self._random.random() < fault.split_into)
         ):
             if self._fault_left is not None:
                 self._fault_left -= 1
             return payload, fault.answer
         return payload, payload.sim if payload is not None else _HEALTHY
 
-    def _enter(self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, how: Answer) -> None:
+    def _enter_picker(
+        self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, answer: Answer
+    ) -> None:
         """Handle a request that has arrived at the picker."""
         # The client may have disconnected on the way to the pool.
-        if not exchange.open:
+        if not exchange.is_open:
             return
-        if how.kind == "status":
-            self._travel(self._answer, exchange, entry, how)
+        if answer.kind == "status":
+            self._call_after_path(self._send_answer, exchange, entry, answer)
         elif exchange.method != "POST":  # a model server rejects it without running it
-            self._travel(self._answer, exchange, entry, plain_text(405, "Method Not Allowed"))
+            self._call_after_path(
+                self._send_answer, exchange, entry, build_plain_text(405, "Method Not Allowed")
+            )
         elif entry.direct:
-            self._submit(exchange, entry, payload, how)
-        elif not self.endpoints or (number := self.servers.pick(self._named(exchange))) is None:
+            self._submit_to_pool(exchange, entry, payload, answer)
+        elif (
+            not self.has_endpoints
+            or (number := self.servers.pick_server(self._get_named_servers(exchange))) is None
+        ):
             reason = "rejected-no-endpoints"
-            refusal = plain_text(503, "inference error: ServiceUnavailable - no endpoint available", reason)
-            self._travel(self._answer, exchange, entry, refusal)
+            refusal = build_plain_text(
+                503, "inference error: ServiceUnavailable - no endpoint available", reason
+            )
+            self._call_after_path(self._send_answer, exchange, entry, refusal)
         else:
             entry.model_server = number
-            self._submit(exchange, entry, payload, how)
+            self._submit_to_pool(exchange, entry, payload, answer)
 
-    def _named(self, exchange: Exchange) -> set[int] | None:
+    def _get_named_servers(self, exchange: Exchange) -> set[int] | None:
         """Return the servers that the request lists, or `None` if it may go to any."""
         named = exchange.headers.get(self.subset_header) if self.subset_header else None
         if named is None:
             return None
-        labels = self.labels()
+        labels = self.get_server_labels()
         return {labels[label] for each in named.split(",") if (label := each.strip()) in labels}
 
-    def _submit(self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, how: Answer) -> None:
-        seconds = self.seconds if how.seconds is None else how.seconds
+    def _submit_to_pool(
+        self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, answer: Answer
+    ) -> None:
+        seconds = self.seconds if answer.seconds is None else answer.seconds
         generated = 0
         if seconds is None:
             generated = (
-                payload.max_tokens if payload is not None and payload.max_tokens else self._drawn(entry.id)
+                payload.max_tokens
+                if payload is not None and payload.max_tokens
+                else self._draw_tokens(entry.id)
             )
 
-        wanted = payload.max_tokens if payload is not None else None
-        met = self.servers.meet(entry.model_server, exchange.body)
-        entry.model = met.model
-        if met.unknown:
-            refusal = Answer(kind="status", status=404, body=not_found(met.model))
-            self._travel(self._answer, exchange, entry, refusal)
+        max_tokens = payload.max_tokens if payload is not None else None
+        visit = self.servers.visit_server(entry.model_server, exchange.body)
+        entry.model = visit.model
+        if visit.is_unknown:
+            refusal = Answer(kind="status", status=404, body=build_not_found(visit.model))
+            self._call_after_path(self._send_answer, exchange, entry, refusal)
             return
 
-        def finished() -> None:
+        def handle_finish() -> None:
             entry.started_at = job.started_at
-            if how.kind != "hang":
-                self._travel(self._answer, exchange, entry, how, generated or wanted or 1)
+            if answer.kind != "hang":
+                self._call_after_path(
+                    self._send_answer, exchange, entry, answer, generated or max_tokens or 1
+                )
 
         job = Job(
-            batch=entry.batch,
-            work_s=work_s(BATCH_CONTEXT, generated) + met.cold_s,
+            is_batch=entry.batch,
+            work_s=compute_work_s(BATCH_CONTEXT, generated) + visit.cold_s,
             # A request that hangs keeps its slot until the client disconnects.
-            seconds=86_400.0 if how.kind == "hang" else seconds if seconds is None else seconds + met.cold_s,
+            seconds=86_400.0
+            if answer.kind == "hang"
+            else seconds
+            if seconds is None
+            else seconds + visit.cold_s,
             tokens=generated,
-            on_finish=finished,
+            on_finish=handle_finish,
         )
-        if not self._pool.submit(job):
+        if not self._pool.submit_job(job):
             # Only the gateway sets the header with the drop reason.
             reason = "" if entry.direct else self._drop_reason
-            refusal = plain_text(429, "inference error: ResourceExhausted - saturated", reason)
-            self._travel(self._answer, exchange, entry, refusal)
+            refusal = build_plain_text(429, "inference error: ResourceExhausted - saturated", reason)
+            self._call_after_path(self._send_answer, exchange, entry, refusal)
             return
 
         # Only now: a request that was refused has not warmed the model.
-        self.servers.warmed(met)
-        entry.cold = met.cold_s > 0
-        entry.server = self.prefixes.read(exchange.body, exchange.headers.get(SESSION_TOKEN, ""))
+        self.servers.mark_warm(visit)
+        entry.cold = visit.cold_s > 0
+        entry.server = self.prefixes.route_request(exchange.body, exchange.headers.get(SESSION_TOKEN, ""))
 
-        def gone() -> None:
-            self._pool.leave(job)
+        def handle_disconnect() -> None:
+            self._pool.remove_job(job)
             entry.started_at = None if isnan(job.started_at) else job.started_at
-            self._end(entry, 0)
+            self._end_request(entry, 0)
 
-        exchange.on_gone = gone
+        exchange.on_disconnect = handle_disconnect
 
-    def _drawn(self, id_: str) -> int:
+    def _draw_tokens(self, id_: str) -> int:
         # Seeded by the id: the cost of a request does not depend on the requests before it.
         return drawn(random.Random(f"{self._seed}:{id_}"))
 
-    def _answer(self, exchange: Exchange, entry: LogEntry, how: Answer, generated: int = 0) -> None:
-        if not exchange.open or (self._fault.listener == "blackhole" and not entry.direct):
+    def _send_answer(self, exchange: Exchange, entry: LogEntry, answer: Answer, generated: int = 0) -> None:
+        if not exchange.is_open or (self._fault.listener == "blackhole" and not entry.direct):
             return  # in a black hole nothing is sent; the connection ends with the fault
-        headers, body, stream = content(exchange, entry.id, entry.server, how, generated)
-        start = head(how.status, headers, None if stream else len(body))
-        if how.kind in ("cut", "slow"):
+        headers, body, stream = build_content(exchange, entry.id, entry.server, answer, generated)
+        start = build_head(answer.status, headers, None if stream else len(body))
+        if answer.kind in ("cut", "slow"):
             half = len(body) // 2
             exchange.send(start + body[:half])
-            if how.kind == "cut":
+            if answer.kind == "cut":
                 # The delay lets the first half reach the client before the connection closes.
-                self._loop.call_later(0.01, self._cut, exchange, entry)
+                self._loop.call_later(0.01, self._cut_connection, exchange, entry)
             else:
-                self._loop.call_later(how.slow_s, self._complete, exchange, entry, body[half:], how.status)
+                self._loop.call_later(
+                    answer.slow_s, self._complete_answer, exchange, entry, body[half:], answer.status
+                )
         else:
-            self._complete(exchange, entry, start + body, how.status)
+            self._complete_answer(exchange, entry, start + body, answer.status)
 
-    def _complete(self, exchange: Exchange, entry: LogEntry, rest: bytes, status: int) -> None:
-        if exchange.open:
-            self._end(entry, status)
+    def _complete_answer(self, exchange: Exchange, entry: LogEntry, rest: bytes, status: int) -> None:
+        if exchange.is_open:
+            self._end_request(entry, status)
             exchange.send(rest)
             exchange.finish()
 
-    def _cut(self, exchange: Exchange, entry: LogEntry) -> None:
-        if exchange.open:
-            self._end(entry, -1)
+    def _cut_connection(self, exchange: Exchange, entry: LogEntry) -> None:
+        if exchange.is_open:
+            self._end_request(entry, -1)
             exchange.close()
 
-    def _end(self, entry: LogEntry, status: int) -> None:
+    def _end_request(self, entry: LogEntry, status: int) -> None:
         entry.status = status
         entry.ended_at = time.monotonic()
         if entry.direct:
             return
-        self._level(entry).add(-1, entry.ended_at)
-        self._counts[{0: "gone", -1: "broken"}.get(status) or str(status)] += 1
+        self._get_level(entry).change_by(-1, entry.ended_at)
+        self._answer_counts[{0: "gone", -1: "broken"}.get(status) or str(status)] += 1
         if status == 200 and entry.id:
-            self._served[entry.id] += 1
+            self._served_by_id[entry.id] += 1
 
-    def _level(self, entry: LogEntry) -> Level:
+    def _get_level(self, entry: LogEntry) -> Level:
         return self.levels["batch" if entry.batch else "realtime"]

@@ -19,13 +19,13 @@ from typing import TypeVar, cast
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _MAX_HEAD_BYTES = 65_536
-_FILLERS = 8
-_REBIND_S = 1.0
+_FILLER_COUNT = 8
+_REBIND_TIMEOUT_S = 1.0
 
 T = TypeVar("T")
 
 
-def head(status: int, headers: Iterable[tuple[str, str]], length: int | None) -> bytes:
+def build_head(status: int, headers: Iterable[tuple[str, str]], length: int | None) -> bytes:
     """Build the head of an answer. `length` is `None` for a chunked body."""
     lines = [f"HTTP/1.1 {status} {_PHRASES.get(status, 'Unknown')}"]
     lines += [f"{name}: {value}" for name, value in headers]
@@ -33,14 +33,14 @@ def head(status: int, headers: Iterable[tuple[str, str]], length: int | None) ->
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
 
-def chunk(data: bytes) -> bytes:
+def encode_chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class Exchange:
     """One HTTP exchange: a request and the methods to answer it."""
 
-    __slots__ = ("_connection", "body", "headers", "method", "on_gone", "open", "target")
+    __slots__ = ("_connection", "body", "headers", "method", "on_disconnect", "is_open", "target")
 
     def __init__(self, connection: _Connection, method: str, target: str, headers: Mapping[str, str]) -> None:
         self._connection = connection
@@ -49,37 +49,37 @@ class Exchange:
         self.headers = headers
         """Headers by lower-case name."""
         self.body = b""
-        self.open = True
+        self.is_open = True
         """False after the exchange was answered or reset, or its client disconnected."""
-        self.on_gone: Callable[[], None] | None = None
+        self.on_disconnect: Callable[[], None] | None = None
         """Function that is called when the client disconnects before the answer is complete."""
 
     def answer(self, status: int, body: bytes = b"", headers: Iterable[tuple[str, str]] = ()) -> None:
         """Send a complete answer. No effect if the client has disconnected."""
-        self.send(head(status, headers, len(body)) + body)
+        self.send(build_head(status, headers, len(body)) + body)
         self.finish()
 
     def send(self, data: bytes) -> None:
         """Send part of an answer, unchanged."""
-        if self.open:
+        if self.is_open:
             self._connection.transport.write(data)
 
     def finish(self) -> None:
         """Complete the answer, so that the connection takes its next request."""
-        if self.open:
-            self.open = False
-            self._connection.next()
+        if self.is_open:
+            self.is_open = False
+            self._connection.handle_next()
 
     def reset(self) -> None:
         """Reset the connection (RST). Data that was sent before may be lost."""
-        if self.open:
-            self.open = False
+        if self.is_open:
+            self.is_open = False
             self._connection.reset()
 
     def close(self) -> None:
         """Close the connection after the data that was sent, complete or not."""
-        if self.open:
-            self.open = False
+        if self.is_open:
+            self.is_open = False
             self._connection.close()
 
 
@@ -90,11 +90,11 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._buffer = bytearray()
         self._exchange: Exchange | None = None
-        self._awaited: Exchange | None = None
+        self._incomplete_exchange: Exchange | None = None
         """Request whose head was received and whose body is incomplete."""
         self._length: int | None = None
         self._chunks: list[bytes] = []
-        self._busy = False
+        self._is_handling = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -102,20 +102,20 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        self._read()
+        self._handle_buffered_requests()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and exchange.open:
-            exchange.open = False
-            if exchange.on_gone is not None:
-                exchange.on_gone()
+        if exchange is not None and exchange.is_open:
+            exchange.is_open = False
+            if exchange.on_disconnect is not None:
+                exchange.on_disconnect()
 
-    def next(self) -> None:
+    def handle_next(self) -> None:
         self._exchange = None
         if self._buffer:
-            self._read()
+            self._handle_buffered_requests()
 
     def close(self) -> None:
         self._exchange = None
@@ -130,27 +130,27 @@ class _Connection(asyncio.Protocol):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         self.transport.abort()
 
-    def _read(self) -> None:
-        if self._busy:
+    def _handle_buffered_requests(self) -> None:
+        if self._is_handling:
             return  # called from `handle` below, which goes on afterwards
-        self._busy = True
+        self._is_handling = True
         try:
             # One request at a time: a pipelined request waits in the buffer.
             while self._exchange is None and not self.transport.is_closing():
-                exchange = self._parse()
+                exchange = self._parse_request()
                 if exchange is None:
                     return
                 self._exchange = exchange
                 self._server.handle(exchange)
         except ValueError:
-            self.transport.write(head(400, [("connection", "close")], 0))
+            self.transport.write(build_head(400, [("connection", "close")], 0))
             self.transport.close()
         finally:
-            self._busy = False
+            self._is_handling = False
 
-    def _parse(self) -> Exchange | None:
+    def _parse_request(self) -> Exchange | None:
         """Take the next complete request from the buffer, or return `None` if there is none yet."""
-        if self._awaited is None:
+        if self._incomplete_exchange is None:
             if self._buffer and not self._buffer[:1].isupper():
                 # Otherwise a TLS handshake would be buffered until it looks like a head that is too long.
                 raise ValueError("not HTTP: most likely TLS")
@@ -167,27 +167,27 @@ class _Connection(asyncio.Protocol):
             for line in lines[1:]:
                 name, _, value = line.partition(":")
                 headers[name.lower()] = value.strip()
-            self._awaited = Exchange(self, method, target, headers)
+            self._incomplete_exchange = Exchange(self, method, target, headers)
             chunked = "chunked" in headers.get("transfer-encoding", "")
             self._length = None if chunked else int(headers.get("content-length", 0))
             if headers.get("expect") == "100-continue":
                 # Clients wait for this before they send a large body.
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        body = self._chunked_body() if self._length is None else self._plain_body(self._length)
+        body = self._take_chunked_body() if self._length is None else self._take_plain_body(self._length)
         if body is None:
             return None
-        exchange, self._awaited = self._awaited, None
+        exchange, self._incomplete_exchange = self._incomplete_exchange, None
         exchange.body = body
         return exchange
 
-    def _plain_body(self, length: int) -> bytes | None:
+    def _take_plain_body(self, length: int) -> bytes | None:
         if len(self._buffer) < length:
             return None
         body = bytes(memoryview(self._buffer)[:length])
         del self._buffer[:length]
         return body
 
-    def _chunked_body(self) -> bytes | None:
+    def _take_chunked_body(self) -> bytes | None:
         while True:
             line = self._buffer.find(b"\r\n")
             if line < 0:
@@ -219,20 +219,20 @@ class Server:
         self.connections: set[_Connection] = set()
         self._tls = tls
         self._listener: asyncio.Server | None = None
-        self._hole: list[socket.socket] = []
+        self._blackhole_sockets: list[socket.socket] = []
 
     async def open(self, *, plain: bool = False) -> None:
         """Start listening. `plain` disables TLS, which looks like a broken gateway to a client that uses
         TLS."""
         await self.close()
-        self._listener = await self._bound(lambda: self._listen(plain))
+        self._listener = await self._bind_with_retry(lambda: self._start_listener(plain))
         self.port = self._listener.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop listening, so that new connections are refused, and reset all connections."""
-        for each in self._hole:
+        for each in self._blackhole_sockets:
             each.close()
-        self._hole.clear()
+        self._blackhole_sockets.clear()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -241,7 +241,7 @@ class Server:
             connection.transport.abort()
         await asyncio.sleep(0)
 
-    async def blackhole(self) -> None:
+    async def start_blackhole(self) -> None:
         """Keep connections without ever answering, so that new connections hang, too.
 
         No packet filter is needed: the listener never accepts, its backlog is filled by connections of this
@@ -252,15 +252,15 @@ class Server:
             self._listener = None
             await asyncio.sleep(0)
         # Only the listener is replaced: open connections stay and get no answer.
-        self._hole.append(await self._bound(self._dig))
-        for _ in range(_FILLERS):
+        self._blackhole_sockets.append(await self._bind_with_retry(self._open_blackhole_socket))
+        for _ in range(_FILLER_COUNT):
             filler = socket.socket()
             filler.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 filler.connect((self.host, self.port))
-            self._hole.append(filler)
+            self._blackhole_sockets.append(filler)
 
-    async def _listen(self, plain: bool) -> asyncio.Server:
+    async def _start_listener(self, plain: bool) -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(
             lambda: _Connection(self),
             self.host,
@@ -269,7 +269,7 @@ class Server:
             backlog=4096,
         )
 
-    async def _dig(self) -> socket.socket:
+    async def _open_blackhole_socket(self) -> socket.socket:
         hole = socket.socket()
         hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -280,15 +280,15 @@ class Server:
             raise
         return hole
 
-    async def _bound(self, bind: Callable[[], Awaitable[T]]) -> T:
+    async def _bind_with_retry(self, bind: Callable[[], Awaitable[T]]) -> T:
         """Bind to the address, and retry for a moment: the event loop closes the previous listener only in a
         later iteration."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + _REBIND_S
+        deadline = loop.time() + _REBIND_TIMEOUT_S
         while True:
             try:
                 return await bind()
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or loop.time() > until:
+                if error.errno != errno.EADDRINUSE or loop.time() > deadline:
                     raise
             await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 CHARS_PER_TOKEN = 4
-SPOILED = 0.5
+SPOILED_SHARE = 0.5
 """Share of the neighbouring vector that is mixed into each vector of a call with wrong answers."""
 
 
@@ -33,50 +33,52 @@ class ListCall:
     texts: Sequence[str]
     """Text of each item."""
     tokens: int
-    answer: Callable[[bool], Any]
+    make_answer: Callable[[bool], Any]
     """Function that makes the answer. With True the answer is wrong: each item is influenced by its
     neighbour."""
-    pretty: bool = False
+    is_indented: bool = False
 
 
-def tokens_of(text: str) -> int:
+def count_tokens(text: str) -> int:
     """Return the number of tokens of a text: one per four characters, and two that mark begin and end."""
     return 2 + math.ceil(len(text) / CHARS_PER_TOKEN)
 
 
 @lru_cache(maxsize=4096)
-def vector(text: str, dims: int) -> tuple[float, ...]:
+def make_vector(text: str, dims: int) -> tuple[float, ...]:
     """Return a vector of length 1 that depends only on the text, rounded to 32-bit floats."""
     # JSON may contain lone surrogates, which UTF-8 cannot encode.
     drawn = struct.unpack(f"<{dims}I", hashlib.shake_128(text.encode("utf-8", "replace")).digest(4 * dims))
-    return _unit([number / 2**31 - 1 for number in drawn])
+    return _normalize_vector([number / 2**31 - 1 for number in drawn])
 
 
-def _unit(numbers: Sequence[float]) -> tuple[float, ...]:
+def _normalize_vector(numbers: Sequence[float]) -> tuple[float, ...]:
     length = math.sqrt(sum(number * number for number in numbers)) or 1.0
     count = len(numbers)
     # Rounded to 32 bits, like the numbers of real servers.
     return struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *(number / length for number in numbers)))
 
 
-def vectors(texts: Sequence[str], dims: int, wrong: bool) -> list[tuple[float, ...]]:
-    found = [vector(text, dims) for text in texts]
-    if not wrong:
-        return found
+def make_vectors(texts: Sequence[str], dims: int, is_wrong: bool) -> list[tuple[float, ...]]:
+    correct = [make_vector(text, dims) for text in texts]
+    if not is_wrong:
+        return correct
     return [
-        _unit([a + SPOILED * b for a, b in zip(one, other, strict=True)])
-        for one, other in pairwise([*found, found[0]])
+        _normalize_vector([a + SPOILED_SHARE * b for a, b in zip(one, other, strict=True)])
+        for one, other in pairwise([*correct, correct[0]])
     ]
 
 
-def scores(query: str | Sequence[str], texts: Sequence[str], wrong: bool) -> list[float]:
+def make_scores(query: str | Sequence[str], texts: Sequence[str], is_wrong: bool) -> list[float]:
     """Return a score from 0 to 1 for each pair."""
     queries = [query] * len(texts) if isinstance(query, str) else query
-    found = [(1.0 + vector(f"{one}\0{text}", 2)[0]) / 2 for one, text in zip(queries, texts, strict=True)]
-    return [1.0 - score for score in found] if wrong else found
+    correct = [
+        (1.0 + make_vector(f"{one}\0{text}", 2)[0]) / 2 for one, text in zip(queries, texts, strict=True)
+    ]
+    return [1.0 - score for score in correct] if is_wrong else correct
 
 
-def read(path: str, body: bytes, *, model: str, dims: int, index_last: bool) -> ListCall:
+def parse_call(path: str, body: bytes, *, model: str, dims: int, index_last: bool) -> ListCall:
     """Parse a call. Raises BadCallError."""
     path = path.partition("?")[0]
     try:
@@ -85,7 +87,7 @@ def read(path: str, body: bytes, *, model: str, dims: int, index_last: bool) -> 
         raise BadCallError(f"not JSON: {error}") from None
     if not isinstance(asked, dict):
         raise BadCallError("not an object")
-    for pattern, reader in _READERS:
+    for pattern, reader in _PARSERS:
         if match := pattern.fullmatch(path):
             return reader(
                 asked, match.groupdict().get("model") or asked.get("model") or model, dims, index_last
@@ -93,30 +95,30 @@ def read(path: str, body: bytes, *, model: str, dims: int, index_last: bool) -> 
     raise BadCallError(f"nothing is at {path}")
 
 
-def _texts(value: Any) -> list[str]:
+def _parse_texts(value: Any) -> list[str]:
     """Parse strings or lists of token ids, or a single one of them."""
     # Not `isinstance`: booleans are integers in Python, but no token ids.
     if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
         value = [value]
     if not isinstance(value, list) or not value:
         raise BadCallError("no input")
-    if not all(isinstance(item, str) or _ids(item) for item in value):
+    if not all(isinstance(item, str) or _is_token_ids(item) for item in value):
         raise BadCallError("an input is neither a text nor token ids")
     return [item if isinstance(item, str) else json.dumps(item) for item in value]
 
 
-def _ids(item: Any) -> bool:
+def _is_token_ids(item: Any) -> bool:
     return isinstance(item, list) and bool(item) and all(type(each) is int for each in item)
 
 
-def _strings(value: Any) -> list[str]:
+def _parse_strings(value: Any) -> list[str]:
     if not isinstance(value, list) or not value:
         raise BadCallError("no list")
     return [item if isinstance(item, str) else json.dumps(item, sort_keys=True) for item in value]
 
 
-def _usage(texts: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    count = sum(map(tokens_of, texts))
+def _build_usage(texts: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    count = sum(map(count_tokens, texts))
     return count, {
         "prompt_tokens": count,
         "total_tokens": count,
@@ -124,14 +126,14 @@ def _usage(texts: Sequence[str]) -> tuple[int, dict[str, Any]]:
     }
 
 
-def _embeddings(asked: Mapping[str, Any], model: str, dims: int, index_last: bool) -> ListCall:
-    texts = _texts(asked.get("input"))
-    count, usage = _usage(texts)
+def _parse_embeddings(asked: Mapping[str, Any], model: str, dims: int, index_last: bool) -> ListCall:
+    texts = _parse_texts(asked.get("input"))
+    count, usage = _build_usage(texts)
     size = asked.get("dimensions") or dims
 
-    def answer(wrong: bool) -> Any:
+    def build_answer(wrong: bool) -> Any:
         data = []
-        for index, found in enumerate(vectors(texts, size, wrong)):
+        for index, found in enumerate(make_vectors(texts, size, wrong)):
             embedding: Any = found
             if asked.get("encoding_format") == "base64":
                 # Little-endian 32-bit floats, as in the OpenAI API.
@@ -143,48 +145,51 @@ def _embeddings(asked: Mapping[str, Any], model: str, dims: int, index_last: boo
             data.append(item)
         return {"object": "list", "data": data, "model": model, "usage": usage}
 
-    return ListCall(texts, count, answer)
+    return ListCall(texts, count, build_answer)
 
 
-def _embed(asked: Mapping[str, Any], _model: str, dims: int, _last: bool) -> ListCall:
-    texts = _texts(asked.get("inputs"))
-    return ListCall(texts, _usage(texts)[0], lambda wrong: vectors(texts, dims, wrong))
+def _parse_embed(asked: Mapping[str, Any], _model: str, dims: int, _last: bool) -> ListCall:
+    texts = _parse_texts(asked.get("inputs"))
+    return ListCall(texts, _build_usage(texts)[0], lambda wrong: make_vectors(texts, dims, wrong))
 
 
-def _instances(asked: Mapping[str, Any], _model: str, _dims: int, _last: bool) -> ListCall:
-    texts = _strings(asked.get("instances"))
+def _parse_instances(asked: Mapping[str, Any], _model: str, _dims: int, _last: bool) -> ListCall:
+    texts = _parse_strings(asked.get("instances"))
     return ListCall(
-        texts, _usage(texts)[0], lambda wrong: {"predictions": vectors(texts, 3, wrong)}, pretty=True
+        texts,
+        _build_usage(texts)[0],
+        lambda wrong: {"predictions": make_vectors(texts, 3, wrong)},
+        is_indented=True,
     )
 
 
-def _predict(asked: Mapping[str, Any], _model: str, _dims: int, _last: bool) -> ListCall:
+def _parse_predict(asked: Mapping[str, Any], _model: str, _dims: int, _last: bool) -> ListCall:
     inputs = asked.get("inputs")
     batch = isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], list)
     rows = inputs if batch else [inputs if isinstance(inputs, list) else [inputs]]
     if not isinstance(rows, list) or not all(isinstance(row, list) and 1 <= len(row) <= 2 for row in rows):
         raise BadCallError("`inputs` are neither texts nor pairs of texts")
-    texts = _strings([row[0] if len(row) == 1 else row for row in rows])
+    texts = _parse_strings([row[0] if len(row) == 1 else row for row in rows])
 
-    def answer(wrong: bool) -> Any:
+    def build_answer(wrong: bool) -> Any:
         found = [
             [{"score": score, "label": "yes"}, {"score": 1.0 - score, "label": "no"}]
-            for score in scores("", texts, wrong)
+            for score in make_scores("", texts, wrong)
         ]
         return found if batch else found[0]
 
-    return ListCall(texts, _usage(texts)[0], answer)
+    return ListCall(texts, _build_usage(texts)[0], build_answer)
 
 
-def _rerank(asked: Mapping[str, Any], model: str, _dims: int, _last: bool) -> ListCall:
+def _parse_rerank(asked: Mapping[str, Any], model: str, _dims: int, _last: bool) -> ListCall:
     query, tei = asked.get("query"), "texts" in asked
     if not isinstance(query, str):
         raise BadCallError("no query")
-    texts = _strings(asked.get("texts" if tei else "documents"))
-    count, usage = _usage([query + text for text in texts])
+    texts = _parse_strings(asked.get("texts" if tei else "documents"))
+    count, usage = _build_usage([query + text for text in texts])
 
-    def answer(wrong: bool) -> Any:
-        found = sorted(enumerate(scores(query, texts, wrong)), key=lambda pair: (-pair[1], pair[0]))
+    def build_answer(wrong: bool) -> Any:
+        found = sorted(enumerate(make_scores(query, texts, wrong)), key=lambda pair: (-pair[1], pair[0]))
         if tei:
             return [{"index": index, "score": score} for index, score in found]
         results = [
@@ -193,34 +198,34 @@ def _rerank(asked: Mapping[str, Any], model: str, _dims: int, _last: bool) -> Li
         ]
         return {"id": "rerank-1", "model": model, "usage": usage, "results": results}
 
-    return ListCall(texts, count, answer)
+    return ListCall(texts, count, build_answer)
 
 
-def _score(asked: Mapping[str, Any], model: str, _dims: int, _last: bool) -> ListCall:
+def _parse_score(asked: Mapping[str, Any], model: str, _dims: int, _last: bool) -> ListCall:
     ones, texts = asked.get("text_1"), asked.get("text_2")
-    texts = [texts] if isinstance(texts, str) else _strings(texts)
+    texts = [texts] if isinstance(texts, str) else _parse_strings(texts)
     if isinstance(ones, list) and len(ones) == 1:
         ones = ones[0]
     if not isinstance(ones, str) and not (isinstance(ones, list) and len(ones) == len(texts)):
         raise BadCallError("Input lengths must be either 1:1, 1:N or N:N")
-    count, usage = _usage(texts)
+    count, usage = _build_usage(texts)
 
-    def answer(wrong: bool) -> Any:
+    def build_answer(wrong: bool) -> Any:
         data = [
             {"index": index, "object": "score", "score": score}
-            for index, score in enumerate(scores(ones, texts, wrong))
+            for index, score in enumerate(make_scores(ones, texts, wrong))
         ]
         return {"id": "score-1", "object": "list", "created": 1, "model": model, "data": data, "usage": usage}
 
-    return ListCall(texts, count, answer)
+    return ListCall(texts, count, build_answer)
 
 
-def _tensors(asked: Mapping[str, Any], model: str, dims: int, _last: bool) -> ListCall:
+def _parse_tensors(asked: Mapping[str, Any], model: str, dims: int, _last: bool) -> ListCall:
     inputs = asked.get("inputs")
     if not isinstance(inputs, list) or not inputs:
         raise BadCallError("no inputs")
     try:
-        columns = [_rows(tensor["data"], tensor["shape"]) for tensor in inputs]
+        columns = [_split_rows(tensor["data"], tensor["shape"]) for tensor in inputs]
     except (KeyError, TypeError, IndexError):
         raise BadCallError("a tensor without data or shape") from None
     if len({len(column) for column in columns}) != 1:
@@ -228,8 +233,8 @@ def _tensors(asked: Mapping[str, Any], model: str, dims: int, _last: bool) -> Li
     texts = [json.dumps(row) for row in zip(*columns, strict=True)]
     nested = isinstance(inputs[0]["data"][0], list)
 
-    def answer(wrong: bool) -> Any:
-        rows = vectors(texts, dims, wrong)
+    def build_answer(wrong: bool) -> Any:
+        rows = make_vectors(texts, dims, wrong)
         flat = [number for row in rows for number in row]
         outputs = [
             {"name": "y", "datatype": "FP32", "shape": [len(rows), dims], "data": rows if nested else flat},
@@ -248,10 +253,10 @@ def _tensors(asked: Mapping[str, Any], model: str, dims: int, _last: bool) -> Li
             "outputs": [output for output in outputs if output["name"] in wanted],
         }
 
-    return ListCall(texts, _usage(texts)[0], answer)
+    return ListCall(texts, _build_usage(texts)[0], build_answer)
 
 
-def _rows(data: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+def _split_rows(data: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     """Split the data of a tensor, flat or nested, into the rows of its first dimension."""
     each = math.prod(shape[1:])
     nested = len(shape) > 1 and isinstance(data[0], list)
@@ -260,12 +265,12 @@ def _rows(data: Sequence[Any], shape: Sequence[int]) -> list[Any]:
     return list(data) if nested else [list(data[at : at + each]) for at in range(0, len(data), each)]
 
 
-_READERS: Sequence[tuple[re.Pattern[str], Callable[[Mapping[str, Any], str, int, bool], ListCall]]] = (
-    (re.compile(r".*/embeddings"), _embeddings),
-    (re.compile(r".*/v1/models/(?P<model>[^/:]+)(?:/versions/\d+)?:predict"), _instances),
-    (re.compile(r".*/v2/models/(?P<model>[^/]+)(?:/versions/[^/]+)?/infer"), _tensors),
-    (re.compile(r".*/rerank"), _rerank),
-    (re.compile(r".*/score"), _score),
-    (re.compile(r".*/embed"), _embed),
-    (re.compile(r".*/predict"), _predict),
+_PARSERS: Sequence[tuple[re.Pattern[str], Callable[[Mapping[str, Any], str, int, bool], ListCall]]] = (
+    (re.compile(r".*/embeddings"), _parse_embeddings),
+    (re.compile(r".*/v1/models/(?P<model>[^/:]+)(?:/versions/\d+)?:predict"), _parse_instances),
+    (re.compile(r".*/v2/models/(?P<model>[^/]+)(?:/versions/[^/]+)?/infer"), _parse_tensors),
+    (re.compile(r".*/rerank"), _parse_rerank),
+    (re.compile(r".*/score"), _parse_score),
+    (re.compile(r".*/embed"), _parse_embed),
+    (re.compile(r".*/predict"), _parse_predict),
 )

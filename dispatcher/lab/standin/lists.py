@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from dispatcher.lab.standin.http import Exchange, Server
-from dispatcher.lab.standin.listmodels import BadCallError, ListCall, read
+from dispatcher.lab.standin.listmodels import BadCallError, ListCall, parse_call
 
 
 class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -50,28 +50,28 @@ class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dims: Annotated[int, Meta(description="Numbers of a vector.")] = 8
     model: Annotated[str, Meta(description="Its name, where a call names none.")] = "m"
 
-    def seconds(self, items: int) -> float:
+    def compute_seconds(self, items: int) -> float:
         """Return the duration of a call with this number of items."""
         return self.call_s + self.item_s * items + self.log_s * math.log2(1 + items)
 
 
 @dataclass(slots=True)
-class SeenCall:
+class RecordedCall:
     """Record of one call. Times are those of the event loop."""
 
     path: str
     texts: Sequence[str]
     """Text of each item, also for calls that were refused."""
     tokens: int
-    came_at: float
-    began_at: float = math.nan
+    arrived_at: float
+    started_at: float = math.nan
     """Time at which the model started with the call. NaN if the call was refused before."""
     ended_at: float = math.nan
     status: int = 0
     """HTTP status. 0 if the call has not ended or its client disconnected."""
 
 
-Answered = tuple[int, bytes]
+StatusAndBody = tuple[int, bytes]
 """Status and body of an answer."""
 
 
@@ -80,18 +80,18 @@ class ListServer:
 
     def __init__(self, config: ListConfig | None = None) -> None:
         self.config = config or ListConfig()
-        self.calls: list[SeenCall] = []
+        self.calls: list[RecordedCall] = []
         """All calls in the order of their arrival."""
         self.running = 0
         self.most_running = 0
-        self._turns: list[asyncio.Future[None]] = []
+        self._waiting_calls: list[asyncio.Future[None]] = []
 
     @property
     def items(self) -> int:
         """Number of items that were answered with 200."""
         return sum(len(call.texts) for call in self.calls if call.status == 200)
 
-    def report(self) -> dict[str, Any]:
+    def build_report(self) -> dict[str, Any]:
         """Return the counts of all calls."""
         done = [call for call in self.calls if call.status == 200]
         return {
@@ -102,16 +102,16 @@ class ListServer:
             "sizes": [len(call.texts) for call in self.calls],
             "statuses": [call.status for call in self.calls],
             "most_running": self.most_running,
-            "busy_s": sum(call.ended_at - call.began_at for call in done),
+            "busy_s": sum(call.ended_at - call.started_at for call in done),
         }
 
-    async def answered(self, path: str, body: bytes) -> Answered:
+    async def answer_call(self, path: str, body: bytes) -> StatusAndBody:
         """Return the answer to a call after the time that the call takes."""
         config = self.config
-        seen = SeenCall(path, (), 0, asyncio.get_running_loop().time())
-        self.calls.append(seen)
+        record = RecordedCall(path, (), 0, asyncio.get_running_loop().time())
+        self.calls.append(record)
         try:
-            call = read(
+            call = parse_call(
                 path,
                 body,
                 model=config.model,
@@ -119,27 +119,31 @@ class ListServer:
                 index_last=config.words in ("tei", "infinity"),
             )
         except BadCallError as error:
-            return self._ended(seen, 400, {"error": {"message": str(error), "type": "invalid_request_error"}})
-        seen.texts, seen.tokens = call.texts, call.tokens
-        if (refused := self._refused(call, path)) is not None:
-            return self._ended(seen, *refused)
-        await self._turn()
+            return self._record_end(
+                record, 400, {"error": {"message": str(error), "type": "invalid_request_error"}}
+            )
+        record.texts, record.tokens = call.texts, call.tokens
+        if (refusal := self._check_refusal(call, path)) is not None:
+            return self._record_end(record, *refusal)
+        await self._wait_for_worker()
         try:
-            seen.began_at = asyncio.get_running_loop().time()
-            await asyncio.sleep(config.seconds(len(call.texts)))
+            record.started_at = asyncio.get_running_loop().time()
+            await asyncio.sleep(config.compute_seconds(len(call.texts)))
         finally:
-            self._leave()
+            self._release_worker()
         wrong = 0 < config.wrong_above < len(call.texts)
-        answer = self._with_faults(call.answer(wrong))
-        return self._ended(seen, 200, answer, pretty=call.pretty)
+        answer = self._apply_faults(call.make_answer(wrong))
+        return self._record_end(record, 200, answer, pretty=call.is_indented)
 
-    def _refused(self, call: ListCall, path: str) -> tuple[int, Any] | None:
+    def _check_refusal(self, call: ListCall, path: str) -> tuple[int, Any] | None:
         config = self.config
         if config.fail > 0:
             config.fail -= 1
             return 503, {"error": "Model is overloaded", "error_type": "Overloaded"}
         if 0 < config.max_items < len(call.texts):
-            return too_many(config.words, len(call.texts), config.max_items, native="/v1/" not in path)
+            return build_too_many_error(
+                config.words, len(call.texts), config.max_items, native="/v1/" not in path
+            )
         if 0 < config.max_tokens < call.tokens:
             message = f"Requested {call.tokens} tokens, max {config.max_tokens} tokens per request"
             kind = "max_tokens_per_request"
@@ -150,7 +154,7 @@ class ListServer:
             return 400, {"error": {"message": message, "type": "invalid_request_error", "code": None}}
         return None
 
-    def _with_faults(self, answer: Any) -> Any:
+    def _apply_faults(self, answer: Any) -> Any:
         listed = answer
         if isinstance(answer, dict):
             listed = next(value for value in answer.values() if isinstance(value, list))
@@ -161,50 +165,52 @@ class ListServer:
             listed.pop()
         return answer
 
-    def _ended(self, seen: SeenCall, status: int, answer: Any, *, pretty: bool = False) -> Answered:
-        seen.status, seen.ended_at = status, asyncio.get_running_loop().time()
+    def _record_end(
+        self, record: RecordedCall, status: int, answer: Any, *, pretty: bool = False
+    ) -> StatusAndBody:
+        record.status, record.ended_at = status, asyncio.get_running_loop().time()
         if pretty:
             # TensorFlow Serving indents its answers.
             return status, json.dumps(answer, indent=4).encode()
         return status, msgspec.json.encode(answer)
 
-    async def _turn(self) -> None:
+    async def _wait_for_worker(self) -> None:
         """Wait until a worker is free: first come, first served."""
         # Calls that wait already go first.
-        if self.running >= self.config.workers or self._turns:
+        if self.running >= self.config.workers or self._waiting_calls:
             mine = asyncio.get_running_loop().create_future()
-            self._turns.append(mine)
+            self._waiting_calls.append(mine)
             try:
                 await mine
             except asyncio.CancelledError:
                 # Cancelled after its turn came: the worker must go to the next call.
-                if mine in self._turns:
-                    self._turns.remove(mine)
+                if mine in self._waiting_calls:
+                    self._waiting_calls.remove(mine)
                 else:
-                    self._leave()
+                    self._release_worker()
                 raise
         else:
             self.running += 1
         self.most_running = max(self.most_running, self.running)
 
-    def _leave(self) -> None:
+    def _release_worker(self) -> None:
         self.running -= 1
         # More than one call starts if the number of workers was raised meanwhile.
-        while self._turns and self.running < self.config.workers:
+        while self._waiting_calls and self.running < self.config.workers:
             self.running += 1
-            self._turns.pop(0).set_result(None)
+            self._waiting_calls.pop(0).set_result(None)
 
 
-def too_many(words: str, count: int, most: int, *, native: bool = False) -> tuple[int, Any]:
+def build_too_many_error(words: str, count: int, max_items: int, *, native: bool = False) -> tuple[int, Any]:
     """Return the answer with which a real server refuses a call with too many items."""
-    tei = f"batch size {count} > maximum allowed batch size {most}"
+    tei = f"batch size {count} > maximum allowed batch size {max_items}"
     openai = (
-        f"Invalid 'input': array too long. Expected an array with maximum length {most}, but got an array "
+        f"Invalid 'input': array too long. Expected an array with maximum length {max_items}, but got an array "
         f"with length {count} instead."
     )
-    listed = f"List should have at most {most} items after validation, not {count}"
+    listed = f"List should have at most {max_items} items after validation, not {count}"
     # Answers of the real servers, by which the dispatcher learns their limits.
-    said: dict[str, tuple[int, Any]] = {
+    responses: dict[str, tuple[int, Any]] = {
         "tei": (
             413,
             {"error": tei, "error_type": "Validation"}
@@ -222,16 +228,21 @@ def too_many(words: str, count: int, most: int, *, native: bool = False) -> tupl
                 }
             },
         ),
-        "triton": (400, {"error": f"inference request batch-size must be <= {most} for 'm'"}),
-        "tensorflow": (400, {"error": f"Task size {count} is larger than maximum input batch size {most}"}),
+        "triton": (400, {"error": f"inference request batch-size must be <= {max_items} for 'm'"}),
+        "tensorflow": (
+            400,
+            {"error": f"Task size {count} is larger than maximum input batch size {max_items}"},
+        ),
         "cohere": (
             400,
-            {"message": f"invalid request: total number of texts must be at most {most} - received {count}"},
+            {
+                "message": f"invalid request: total number of texts must be at most {max_items} - received {count}"
+            },
         ),
         "infinity": (422, {"detail": [{"type": "too_long", "loc": ["body", "input"], "msg": listed}]}),
         "plain": (413, "Payload Too Large"),
     }
-    return said[words]
+    return responses[words]
 
 
 class ListService:
@@ -239,7 +250,7 @@ class ListService:
 
     def __init__(self, config: ListConfig | None = None) -> None:
         self.lists = ListServer(config)
-        self._server = Server(self._take, self.lists.config.host, self.lists.config.port)
+        self._server = Server(self._handle_exchange, self.lists.config.host, self.lists.config.port)
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -256,52 +267,52 @@ class ListService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _take(self, exchange: Exchange) -> None:
+    def _handle_exchange(self, exchange: Exchange) -> None:
         path = exchange.target.partition("?")[0]
         if path == "/observed":
-            _json(exchange, 200, msgspec.json.encode(self.lists.report()))
+            _send_json(exchange, 200, msgspec.json.encode(self.lists.build_report()))
         elif path == "/control":
-            self._control(exchange)
+            self._apply_control(exchange)
         elif exchange.method != "POST":
-            _json(exchange, 200 if path == "/health" else 404, b"{}")
+            _send_json(exchange, 200 if path == "/health" else 404, b"{}")
         else:
-            self._spawn(exchange, self._answer(exchange))
+            self._start_task(exchange, self._answer_call(exchange))
 
-    def _control(self, exchange: Exchange) -> None:
+    def _apply_control(self, exchange: Exchange) -> None:
         """Change the fields that the body contains."""
         try:
-            told = msgspec.json.decode(exchange.body, type=dict[str, Any])
-            changed = msgspec.convert({**msgspec.structs.asdict(self.lists.config), **told}, ListConfig)
+            changes = msgspec.json.decode(exchange.body, type=dict[str, Any])
+            changed = msgspec.convert({**msgspec.structs.asdict(self.lists.config), **changes}, ListConfig)
         except msgspec.MsgspecError as error:
-            _json(exchange, 400, msgspec.json.encode({"error": str(error)}))
+            _send_json(exchange, 400, msgspec.json.encode({"error": str(error)}))
             return
         self.lists.config = changed
-        _json(exchange, 200, msgspec.json.encode(changed))
+        _send_json(exchange, 200, msgspec.json.encode(changed))
 
-    async def _answer(self, exchange: Exchange) -> None:
-        status, body = await self.lists.answered(exchange.target, exchange.body)
-        _json(exchange, status, body)
+    async def _answer_call(self, exchange: Exchange) -> None:
+        status, body = await self.lists.answer_call(exchange.target, exchange.body)
+        _send_json(exchange, status, body)
 
-    def _spawn(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # A call whose client disconnected frees its worker.
-        exchange.on_gone = _cancel(task)
+        exchange.on_disconnect = _make_canceller(task)
 
 
-def _cancel(task: asyncio.Task[None]) -> Callable[[], None]:
-    def gone() -> None:
+def _make_canceller(task: asyncio.Task[None]) -> Callable[[], None]:
+    def cancel_task() -> None:
         task.cancel()
 
-    return gone
+    return cancel_task
 
 
-def _json(exchange: Exchange, status: int, body: bytes) -> None:
+def _send_json(exchange: Exchange, status: int, body: bytes) -> None:
     exchange.answer(status, body, [("content-type", "application/json")])
 
 
-def _options(arguments: Sequence[str] | None) -> ListConfig:
+def _parse_options(arguments: Sequence[str] | None) -> ListConfig:
     parser = argparse.ArgumentParser(
         prog="python -m dispatcher.lab.standin.lists",
         description=__doc__,
@@ -309,8 +320,8 @@ def _options(arguments: Sequence[str] | None) -> ListConfig:
     )
     for field in msgspec.structs.fields(ListConfig):
         (about,) = field.type.__metadata__
-        told = f"{about.description} Default: {field.default!r}".replace("%", "%%")
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=told)
+        help_text = f"{about.description} Default: {field.default!r}".replace("%", "%%")
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=help_text)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
         return msgspec.convert(given, ListConfig, strict=False)
@@ -332,7 +343,7 @@ async def serve(config: ListConfig) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     try:
-        asyncio.run(serve(_options(arguments)))
+        asyncio.run(serve(_parse_options(arguments)))
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

@@ -39,8 +39,8 @@ from dispatcher.lab.standin.replies import Answer
 from dispatcher.lab.standin.serverports import ServerPorts
 from dispatcher.lab.standin.serving import Adapter, ModelServers, Roll, parse_models
 from dispatcher.lab.standin.shapes import parse_steps
-from dispatcher.lab.standin.trace import TraceError, load
-from dispatcher.lab.standin.traffic import Realtime
+from dispatcher.lab.standin.trace import TraceError, load_trace
+from dispatcher.lab.standin.traffic import RealtimeTraffic
 from dispatcher.lab.standin.vllm import Engine
 
 __all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "Roll", "main"]
@@ -127,7 +127,7 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         "vllm"
     )
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
-    look_s: Annotated[
+    metrics_refresh_s: Annotated[
         float,
         Meta(description="The picker reads the metrics of the model servers every so many seconds."),
     ] = 0.5
@@ -213,26 +213,30 @@ class LiveWorld:
         self._config = config
         self._slots = config.slots
         declared = config.slots if config.declared is None else config.declared
-        self.epp = Picker(
+        self.picker = Picker(
             config.pool,
             config.endpoints,
             declared,
-            flow_control=config.flow_control,
+            has_flow_control=config.flow_control,
             detector=config.detector,
             detector_name=config.detector_name,
-            cold=config.cold,
+            is_cold=config.cold,
             lag_s=config.lag_s,
-            look_s=config.look_s,
+            metrics_refresh_s=config.metrics_refresh_s,
             flush_s=config.flush_s,
             kv_at_full=config.kv_at_full,
         )
-        self.pool = Pool(config.slots, config.queue_limit, self._look, self.epp.answered)
-        self.servers = ModelServers(config.endpoints, parse_models(config.models), config.cold_s, self._moved)
+        self.pool = Pool(
+            config.slots, config.queue_limit, self._record_pool_state, self.picker.record_latency
+        )
+        self.servers = ModelServers(
+            config.endpoints, parse_models(config.models), config.cold_s, self._handle_server_change
+        )
         self.gateway = Gateway(
             self.pool,
             config.host,
             config.port,
-            _tls(config),
+            _load_tls(config),
             seconds=config.seconds,
             path_s=config.path_s,
             prefixes=PrefixServers(config.prefix_servers, config.prefix_blocks, config.seed),
@@ -242,82 +246,84 @@ class LiveWorld:
             seed=config.seed,
             log_max=config.log_max,
         )
-        self.realtime = Realtime(self.pool, seconds=config.realtime_seconds, seed=config.seed)
+        self.realtime = RealtimeTraffic(self.pool, seconds=config.realtime_seconds, seed=config.seed)
         self._steps = parse_steps(config.steps)
-        self._trace = load(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
+        self._trace = (
+            load_trace(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
+        )
         self.ports = ServerPorts(
             config.host,
             config.metrics_port,
-            epp=self.epp,
+            picker=self.picker,
             pool=self.pool,
             servers=self.servers,
             gateway=self.gateway,
             kv_at_full=config.kv_at_full,
             token=config.metrics_token,
-            apart=config.apart,
+            has_own_addresses=config.apart,
             engine=config.engine,
         )
         self.gateway.subset_header = config.subset_header.lower()
-        self.gateway.labels = lambda: self.ports.addresses
-        self._desk = Server(self._command, config.host, config.control_port)
+        self.gateway.get_server_labels = lambda: self.ports.addresses
+        self._control_server = Server(self._handle_command, config.host, config.control_port)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> LiveWorld:
         config = self._config
-        for server in (self.gateway.server, self.ports, self._desk):
+        for server in (self.gateway.server, self.ports, self._control_server):
             await server.open()
         scheme = "https" if config.tls_cert else "http"
         self.gateway_url = f"{scheme}://{config.host}:{self.gateway.server.port}"
         self.metrics_url = f"http://{config.host}:{self.ports.server.port}/metrics"
-        self.control_url = f"http://{config.host}:{self._desk.port}"
-        self._resize()
-        self._spawn(self.epp.flush_averages())
-        self._spawn(self.epp.keep_looking(self._let_in))
-        self._spawn(self.realtime.step(self._steps))
+        self.control_url = f"http://{config.host}:{self._control_server.port}"
+        self._resize_pool()
+        self._start_task(self.picker.flush_averages())
+        self._start_task(self.picker.refresh_metrics_periodically(self._handle_metrics_refresh))
+        self._start_task(self.realtime.hold_levels(self._steps))
         if self._trace is not None:
-            self._spawn(self.realtime.replay(self._trace, config.trace_from_s, config.trace_speed))
+            self._start_task(self.realtime.replay_trace(self._trace, config.trace_from_s, config.trace_speed))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         # No new realtime requests while the world closes.
-        self.realtime.hold(0)
+        self.realtime.hold_level(0)
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in (self.gateway.server, self.ports, self._desk):
+        for server in (self.gateway.server, self.ports, self._control_server):
             await server.close()
         for result in ended:
             if isinstance(result, Exception):
                 raise result  # a world whose traffic failed is not the one that the test asked for
 
-    async def control(self, control: Control) -> None:
+    async def apply_control(self, control: Control) -> None:
         """Apply the changes. They are in effect when this returns."""
         unset = msgspec.UNSET
         # First, since the listeners below follow the servers that are present.
-        self._shape(control)
-        await self.ports.follow()
+        self._apply_pool_changes(control)
+        await self.ports.update_listeners()
         if control.realtime is not unset:
-            self.realtime.hold(control.realtime)
+            self.realtime.hold_level(control.realtime)
         if control.flush:
-            self.epp.flush()
+            self.picker.flush_now()
         if control.metrics is not unset:
-            await self.ports.break_(control.metrics)
+            await self.ports.set_page_fault(control.metrics)
         if control.gateway is not unset:
-            await self.gateway.break_(control.gateway)
-        self.gateway.prefixes.kill(control.kill_server)
+            await self.gateway.set_fault(control.gateway)
+        self.gateway.prefixes.remove_server(control.kill_server)
         if control.restart:
-            self.pool.restart()
-            self.gateway.restart()
+            self.pool.restart_measurement()
+            self.gateway.restart_measurement()
 
-    def _shape(self, control: Control) -> None:
+    def _apply_pool_changes(self, control: Control) -> None:
         """Apply changes of size and speed of the pool, real and as the picker assumes."""
         unset = msgspec.UNSET
         if control.slots is not unset:
             self._slots = control.slots
         if control.declared is not unset:
-            self.epp.declared = control.declared
+            self.picker.declared = control.declared
         if control.endpoints is not unset:
-            self.servers.resize(control.endpoints)
+            self.servers.set_server_count(control.endpoints)
         if control.queue_limit is not unset:
             self.pool.queue_limit = control.queue_limit
         if control.seconds is not unset:
@@ -325,11 +331,11 @@ class LiveWorld:
         if control.path_s is not unset:
             self.gateway.path_s = control.path_s
         if control.lag_s is not unset:
-            self.epp.lag_s = control.lag_s
-        self._serve(control)
-        self._resize()
+            self.picker.lag_s = control.lag_s
+        self._apply_model_changes(control)
+        self._resize_pool()
 
-    def _serve(self, control: Control) -> None:
+    def _apply_model_changes(self, control: Control) -> None:
         """Apply changes of the models that are served, now or over time."""
         unset = msgspec.UNSET
         if control.cold_s is not unset:
@@ -337,52 +343,55 @@ class LiveWorld:
         if control.subset_header is not unset:
             self.gateway.subset_header = control.subset_header.lower()
         if control.lists is not unset:
-            self.ports.lists = control.lists
+            self.ports.listing_fault = control.lists
         if control.models is not unset:
-            self.servers.serve(control.models)
+            self.servers.serve_models(control.models)
         if control.adapter is not unset:
-            self._spawn(self.servers.load(control.adapter))
+            self._start_task(self.servers.load_adapter(control.adapter))
         if control.roll is not unset:
-            self._spawn(self.servers.roll(control.roll))
+            self._start_task(self.servers.replace_servers(control.roll))
 
-    def observed(self) -> dict[str, Any]:
+    def build_report(self) -> dict[str, Any]:
         """Return a report of what really happened."""
         return {
             "at": time.monotonic(),
-            "gateway": self.gateway.report(),
-            "pool": self.pool.report(),
-            "models": self.servers.report(),
-            **self.ports.report(),
+            "gateway": self.gateway.build_report(),
+            "pool": self.pool.build_report(),
+            "models": self.servers.build_report(),
+            **self.ports.build_report(),
         }
 
-    def _look(self) -> None:
-        self.epp.watch(self.pool)
+    def _record_pool_state(self) -> None:
+        self.picker.record_pool_state(self.pool)
 
-    def _moved(self) -> None:
+    def _handle_server_change(self) -> None:
         """Adapt the world to servers that have gone or come back."""
-        self._resize()
-        self._spawn(self.ports.follow())
+        self._resize_pool()
+        self._start_task(self.ports.update_listeners())
 
-    def _resize(self) -> None:
-        self.epp.endpoints = len(self.servers.present)
+    def _resize_pool(self) -> None:
+        self.picker.endpoints = len(self.servers.present)
         # A server that is gone takes its share of the slots with it.
-        slots = round(self._slots * self.servers.share)
+        slots = round(self._slots * self.servers.present_share)
         if self._config.flow_control and self._config.detector == "concurrency":
-            slots = min(slots, self.epp.declared)  # the picker sends no more than it assumes
-        self.gateway.endpoints = self.epp.endpoints > 0
+            slots = min(slots, self.picker.declared)  # the picker sends no more than it assumes
+        self.gateway.has_endpoints = self.picker.endpoints > 0
         # Before `resize`, which starts as many waiting requests as these allow.
-        self.pool.lets_in, self.pool.held_back = self.epp.lets_in, self.epp.holds_back
+        self.pool.admission_limit, self.pool.has_picker_queue = (
+            self.picker.admission_limit,
+            self.picker.has_queue,
+        )
         self.pool.resize(slots)
 
-    def _let_in(self) -> None:
+    def _handle_metrics_refresh(self) -> None:
         """Let requests into the pool after the picker has read the metrics of its model servers."""
-        if self.pool.lets_in != self.epp.lets_in:
-            self._resize()
+        if self.pool.admission_limit != self.picker.admission_limit:
+            self._resize_pool()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(asyncio.create_task(coroutine))
 
-    def _command(self, exchange: Exchange) -> None:
+    def _handle_command(self, exchange: Exchange) -> None:
         """Handle a request to the control address, which works whatever fault the other listeners have."""
         url = urlsplit(exchange.target)
         if exchange.method == "POST" and url.path == "/control":
@@ -391,32 +400,32 @@ class LiveWorld:
             except msgspec.MsgspecError as error:
                 exchange.answer(400, f"{error}\n".encode())
                 return
-            task = asyncio.create_task(self._change(control, exchange))
+            task = asyncio.create_task(self._apply_and_answer(control, exchange))
             self._tasks.add(task)
             # The task set holds a reference, without which the task could be garbage-collected.
             task.add_done_callback(self._tasks.discard)
         elif url.path == "/observed":
-            _json(exchange, self.observed())
+            _send_json(exchange, self.build_report())
         elif url.path == "/log":
             after = int(parse_qs(url.query).get("after", ["0"])[0])
-            _json(exchange, [entry for entry in self.gateway.log if entry.number > after])
+            _send_json(exchange, [entry for entry in self.gateway.log if entry.number > after])
         else:
             exchange.answer(404, b"POST /control, GET /observed, GET /log?after=N\n")
 
-    async def _change(self, control: Control, exchange: Exchange) -> None:
+    async def _apply_and_answer(self, control: Control, exchange: Exchange) -> None:
         try:
-            await self.control(control)
+            await self.apply_control(control)
         except OSError as error:
             exchange.answer(500, f"{error}\n".encode())
         else:
-            _json(exchange, self.observed())
+            _send_json(exchange, self.build_report())
 
 
-def _json(exchange: Exchange, value: object) -> None:
+def _send_json(exchange: Exchange, value: object) -> None:
     exchange.answer(200, msgspec.json.encode(value), [("content-type", "application/json")])
 
 
-def _tls(config: Config) -> ssl.SSLContext | None:
+def _load_tls(config: Config) -> ssl.SSLContext | None:
     if not config.tls_cert:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -424,7 +433,7 @@ def _tls(config: Config) -> ssl.SSLContext | None:
     return context
 
 
-def _options(arguments: Sequence[str] | None) -> Config:
+def _parse_options(arguments: Sequence[str] | None) -> Config:
     parser = argparse.ArgumentParser(
         prog="python -m dispatcher.lab.standin",
         description=__doc__,
@@ -433,8 +442,8 @@ def _options(arguments: Sequence[str] | None) -> Config:
     for field in msgspec.structs.fields(Config):
         about, *then = field.type.__metadata__
         default = then[0] if then else msgspec.json.encode(field.default).decode().strip('"')
-        told = f"{about.description} Default: {default}".replace("%", "%%")
-        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=told)
+        help_text = f"{about.description} Default: {default}".replace("%", "%%")
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=help_text)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
         # Not strict: options are strings that msgspec converts to the types of the fields.
@@ -465,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import uvloop  # a third of the cost per request on asyncio's own loop
 
     try:
-        uvloop.run(serve(_options(arguments)))
+        uvloop.run(serve(_parse_options(arguments)))
     except (TraceError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

@@ -38,7 +38,7 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def lines(self, name: str, labels: str) -> list[str]:
+    def format_lines(self, name: str, labels: str) -> list[str]:
         totals = list(accumulate(self._counts))
         bounds = (*(f"{bound:g}" for bound in self._bounds), "+Inf")
         return [
@@ -87,12 +87,12 @@ class Picker:
         endpoints: int,
         declared: int,
         *,
-        flow_control: bool,
+        has_flow_control: bool,
         detector: Literal["concurrency", "utilization"],
         detector_name: str = "",
-        cold: bool = False,
+        is_cold: bool = False,
         lag_s: float,
-        look_s: float,
+        metrics_refresh_s: float,
         flush_s: float,
         kv_at_full: float,
     ) -> None:
@@ -100,18 +100,18 @@ class Picker:
         self.declared = declared
         self.lag_s = lag_s
         self._name = name
-        self._flow_control = flow_control
+        self._has_flow_control = has_flow_control
         self._detector = detector
         self._detector_name = detector_name or f"{detector}-detector"
-        self._cold = cold
+        self._is_cold = is_cold
         self._started_at = time.time()
-        self._look_s, self._flush_s = look_s, flush_s
-        self._servers: _Snapshot | None = None
+        self._metrics_refresh_s, self._flush_s = metrics_refresh_s, flush_s
+        self._server_snapshot: _Snapshot | None = None
         """State of the model servers when their metrics were last read."""
         self._kv_at_full = kv_at_full
         self._history: deque[_Snapshot] = deque()
         self._averages = (0.0, 0.0, 0.0)
-        self._seen_flow = False
+        self._has_had_requests = False
         self._ttft: dict[bool, Histogram] = {}
         self._tpot: dict[bool, Histogram] = {}
         """Histograms by whether requests are batch. The first request of each kind creates one, as in the
@@ -120,36 +120,36 @@ class Picker:
         """Time at which the averages were last renewed."""
 
     @property
-    def lets_in(self) -> float:
+    def admission_limit(self) -> float:
         """Number of requests that may be in the model servers at once. The others wait in the picker."""
-        if not self._flow_control:
+        if not self._has_flow_control:
             return inf
         if self._detector == "concurrency":
             return self.declared
-        servers = self._servers
-        return inf if servers is None or self._saturation(servers) < 1.0 else 0.0
+        servers = self._server_snapshot
+        return inf if servers is None or self._compute_saturation(servers) < 1.0 else 0.0
 
     @property
-    def holds_back(self) -> bool:
+    def has_queue(self) -> bool:
         """True if the picker has a queue of its own."""
-        return self._flow_control
+        return self._has_flow_control
 
-    def look(self) -> None:
+    def refresh_metrics(self) -> None:
         """Read the metrics of the model servers."""
-        self._servers = self._view()
+        self._server_snapshot = self._get_visible_snapshot()
 
-    async def keep_looking(self, on_look: Callable[[], None]) -> None:
+    async def refresh_metrics_periodically(self, on_refresh: Callable[[], None]) -> None:
         """Read the metrics of the model servers every `metrics_refresh_s` until cancelled."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            self.look()
-            on_look()
+            self.refresh_metrics()
+            on_refresh()
             # Without the maximum a delayed loop would catch up with a burst of readings.
-            due = max(due + self._look_s, loop.time())
+            due = max(due + self._metrics_refresh_s, loop.time())
             await asyncio.sleep(due - loop.time())
 
-    def watch(self, pool: Pool) -> None:
+    def record_pool_state(self, pool: Pool) -> None:
         """Record the state of the pool. Called at each change of it."""
         if self.lag_s <= 0:
             # Without a delay only the newest state is ever shown.
@@ -158,50 +158,50 @@ class Picker:
         while len(self._history) > 1 and self._history[1].at <= now - self.lag_s:
             self._history.popleft()
         inside, outside = pool.waiting_inside, pool.waiting - pool.waiting_inside
-        self._seen_flow = self._seen_flow or pool.running + pool.waiting > 0
+        self._has_had_requests = self._has_had_requests or pool.running + pool.waiting > 0
         self._history.append(_Snapshot(now, pool.running, inside, outside, self.endpoints, pool.slots))
 
-    def answered(self, job: Job) -> None:
+    def record_latency(self, job: Job) -> None:
         """Record the latencies of an answer. Realtime answers are streamed; for others the first token comes
         with the last."""
         took_s, ran_s = job.finished_at - job.arrived_at, job.finished_at - job.started_at
         # Time per token, slowed down like the whole request.
         token_s = ran_s * TOKEN_S / job.work_s if job.tokens and job.work_s else 0.0
-        ttft_s = took_s if job.batch else took_s - token_s * (job.tokens - 1)
-        self._ttft.setdefault(job.batch, Histogram(TTFT_BOUNDS)).observe(ttft_s)
-        if job.tokens > 1 and not job.batch:
-            self._tpot.setdefault(job.batch, Histogram(TPOT_BOUNDS)).observe(token_s)
+        ttft_s = took_s if job.is_batch else took_s - token_s * (job.tokens - 1)
+        self._ttft.setdefault(job.is_batch, Histogram(TTFT_BOUNDS)).observe(ttft_s)
+        if job.tokens > 1 and not job.is_batch:
+            self._tpot.setdefault(job.is_batch, Histogram(TPOT_BOUNDS)).observe(token_s)
 
     async def flush_averages(self) -> None:
         """Renew the averages every `flush_s` until cancelled. They freeze while there are no endpoints."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         # A cold picker has no averages before its first renewal.
-        if self._cold:
+        if self._is_cold:
             due += self._flush_s
             await asyncio.sleep(self._flush_s)
         while True:
-            self.flush()
+            self.flush_now()
             due += self._flush_s
             await asyncio.sleep(due - loop.time())
 
-    def flush(self) -> None:
-        self.look()
-        view = self._view()
-        self._cold = False
+    def flush_now(self) -> None:
+        self.refresh_metrics()
+        view = self._get_visible_snapshot()
+        self._is_cold = False
         self.flushed_at = time.monotonic()
         # The real picker skips the renewal without endpoints, so that old averages stay on the page.
         if view.endpoints > 0:
             self._averages = (
                 view.running / view.endpoints,
                 view.waiting / view.endpoints,
-                self._kv_share(view),
+                self._compute_kv_share(view),
             )
 
-    def page(self) -> bytes:
+    def render_page(self) -> bytes:
         """Return the page as text, with the newest names of the series."""
-        view = self._view()
-        servers = self._servers or view
+        view = self._get_visible_snapshot()
+        servers = self._server_snapshot or view
         name = f'name="{self._name}"'
         running, waiting, kv = self._averages
         gauges = [
@@ -217,7 +217,7 @@ class Picker:
                 "ready_endpoints",
                 "The number of ready endpoints",
                 name,
-                0 if self._cold else view.endpoints,
+                0 if self._is_cold else view.endpoints,
             ),
             # The picker counts requests from sending to answer, including those that wait in servers.
             ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
@@ -230,7 +230,7 @@ class Picker:
         for number, queue in enumerate(queues):
             endpoint = f'{name},model_server_endpoint="server-{number}"'
             gauges.append(("per_endpoint_queue_size", "Queue size of a model server", endpoint, queue))
-        if self._flow_control:
+        if self._has_flow_control:
             pool = f'inference_pool="{self._name}"'
             effective = f'{pool},stage="effective"'
             gauges += [
@@ -238,7 +238,7 @@ class Picker:
                     "flow_control_pool_saturation",
                     "Saturation that gates dispatch",
                     effective,
-                    self._saturation(view if self._detector == "concurrency" else servers),
+                    self._compute_saturation(view if self._detector == "concurrency" else servers),
                 ),
             ]
             if self._detector == "utilization":  # the concurrency detector does not read them
@@ -246,7 +246,7 @@ class Picker:
                 gauges.append(
                     ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0)
                 )
-            if self._seen_flow:  # the real picker creates the series of a flow with its first request
+            if self._has_had_requests:  # the real picker creates the series of a flow with its first request
                 flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
                 gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))
         lines: list[str] = []
@@ -258,24 +258,24 @@ class Picker:
             lines.append(f"llm_d_epp_{series}{{{labels}}} {value:.17g}")
         lines += ["# TYPE process_start_time_seconds gauge"]
         lines.append(f"process_start_time_seconds {self._started_at:.17g}")
-        return ("\n".join(lines) + "\n").encode() + self._latencies()
+        return ("\n".join(lines) + "\n").encode() + self._render_latencies()
 
-    def _latencies(self) -> bytes:
+    def _render_latencies(self) -> bytes:
         lines: list[str] = []
-        for name, text, found, tells_streaming in (
+        for name, text, histograms, has_streaming_label in (
             ("request_ttft_seconds", "Time to first token in seconds", self._ttft, True),
             ("request_streaming_tpot_seconds", "Average time per output token in seconds", self._tpot, False),
         ):
-            if found:
+            if histograms:
                 lines += [f"# HELP llm_d_epp_{name} [ALPHA] {text}.", f"# TYPE llm_d_epp_{name} histogram"]
-            for batch, histogram in sorted(found.items()):
+            for batch, histogram in sorted(histograms.items()):
                 labels = f'fairness_id="default-flow",model_name="m",priority="{-10 if batch else 0}",'
-                if tells_streaming:
+                if has_streaming_label:
                     labels += f'streaming="{"false" if batch else "true"}",'
-                lines += histogram.lines(f"llm_d_epp_{name}", f'{labels}target_model_name="m"')
+                lines += histogram.format_lines(f"llm_d_epp_{name}", f'{labels}target_model_name="m"')
         return "".join(f"{line}\n" for line in lines).encode()
 
-    def _view(self) -> _Snapshot:
+    def _get_visible_snapshot(self) -> _Snapshot:
         """Return the newest state that is old enough to be shown."""
         visible_at = time.monotonic() - self.lag_s
         # Keeps the newest state that is old enough, which may be long ago.
@@ -283,12 +283,12 @@ class Picker:
             self._history.popleft()
         return self._history[0]
 
-    def _kv_share(self, view: _Snapshot) -> float:
+    def _compute_kv_share(self, view: _Snapshot) -> float:
         return min(1.0, self._kv_at_full * view.running / view.slots) if view.slots else 1.0
 
-    def _saturation(self, view: _Snapshot) -> float:
+    def _compute_saturation(self, view: _Snapshot) -> float:
         if view.endpoints <= 0:
             return 1.0
         if self._detector == "concurrency":
             return (view.running + view.waiting) / self.declared if self.declared else 1.0
-        return max(view.waiting / view.endpoints / WAITING_AT_FULL, self._kv_share(view) / KV_AT_FULL)
+        return max(view.waiting / view.endpoints / WAITING_AT_FULL, self._compute_kv_share(view) / KV_AT_FULL)

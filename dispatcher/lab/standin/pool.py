@@ -13,9 +13,9 @@ from collections.abc import Callable
 from math import isnan, nan
 from typing import Any
 
-from dispatcher.lab.standin.model import slowdown
+from dispatcher.lab.standin.model import compute_slowdown
 
-_KEPT = 20_000
+_MAX_SAMPLES = 20_000
 """Number of newest times that are kept for quantiles."""
 
 
@@ -26,25 +26,25 @@ class Level:
 
     def __init__(self) -> None:
         self.now = 0
-        self.restart()
+        self.restart_measurement()
 
-    def restart(self) -> None:
+    def restart_measurement(self) -> None:
         self.peak = self.now
         self._area = 0.0
         self._since = self._changed_at = time.monotonic()
 
-    def add(self, by: int, at: float) -> None:
+    def change_by(self, change: int, at: float) -> None:
         # Integral of the value over time, from which the mean is computed.
         self._area += self.now * (at - self._changed_at)
         self._changed_at = at
-        self.now += by
+        self.now += change
         if self.now > self.peak:
             self.peak = self.now
 
-    def report(self) -> dict[str, float]:
+    def build_report(self) -> dict[str, float]:
         at = time.monotonic()
         # Brings the integral up to date.
-        self.add(0, at)
+        self.change_by(0, at)
         passed = at - self._since
         return {"now": self.now, "peak": self.peak, "mean": self._area / passed if passed > 0 else self.now}
 
@@ -54,7 +54,7 @@ class Job:
 
     __slots__ = (
         "arrived_at",
-        "batch",
+        "is_batch",
         "finished_at",
         "on_finish",
         "seconds",
@@ -65,9 +65,15 @@ class Job:
     )
 
     def __init__(
-        self, *, batch: bool, work_s: float, seconds: float | None, tokens: int, on_finish: Callable[[], None]
+        self,
+        *,
+        is_batch: bool,
+        work_s: float,
+        seconds: float | None,
+        tokens: int,
+        on_finish: Callable[[], None],
     ) -> None:
-        self.batch = batch
+        self.is_batch = is_batch
         self.work_s = work_s
         """Duration in an empty pool."""
         self.seconds = seconds
@@ -98,8 +104,8 @@ class Pool:
     ) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
-        self.lets_in: float | None = None
-        self.held_back = True
+        self.admission_limit: float | None = None
+        self.has_picker_queue = True
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
         """Requests in the pool, running or waiting."""
         self.busy = Level()
@@ -110,14 +116,20 @@ class Pool:
         """Tokens of finished requests."""
         self.finished = {"batch": 0, "realtime": 0}
         self.refused = {"batch": 0, "realtime": 0}
-        self.waits: dict[str, deque[float]] = {"batch": deque(maxlen=_KEPT), "realtime": deque(maxlen=_KEPT)}
+        self.waits: dict[str, deque[float]] = {
+            "batch": deque(maxlen=_MAX_SAMPLES),
+            "realtime": deque(maxlen=_MAX_SAMPLES),
+        }
         """Time for which finished requests waited for a slot."""
-        self.times: dict[str, deque[float]] = {"batch": deque(maxlen=_KEPT), "realtime": deque(maxlen=_KEPT)}
+        self.times: dict[str, deque[float]] = {
+            "batch": deque(maxlen=_MAX_SAMPLES),
+            "realtime": deque(maxlen=_MAX_SAMPLES),
+        }
         """Time from arrival to end of finished requests."""
         self._on_change = on_change
         self._on_answer = on_answer
-        self._inside: deque[Job] = deque()
-        self._outside: dict[bool, deque[Job]] = {False: deque(), True: deque()}
+        self._waiting_in_pods: deque[Job] = deque()
+        self._waiting_in_picker: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._loop = asyncio.get_running_loop()
 
     def __repr__(self) -> str:
@@ -134,124 +146,137 @@ class Pool:
     @property
     def waiting_inside(self) -> int:
         """Number of requests that wait in the pods."""
-        return len(self._inside)
+        return len(self._waiting_in_pods)
 
-    def submit(self, job: Job) -> bool:
+    def submit_job(self, job: Job) -> bool:
         """Take in a request. Returns False if there is no free slot and the queue is full."""
-        kind = "batch" if job.batch else "realtime"
-        let_in = self._lets_in_one
-        free = self.running < self.slots and (let_in or self.lets_in is None)
-        at_limit = self.queue_limit is not None and self._waiting_there >= self.queue_limit
+        kind = "batch" if job.is_batch else "realtime"
+        can_admit = self._can_admit
+        can_start = self.running < self.slots and (can_admit or self.admission_limit is None)
+        at_limit = self.queue_limit is not None and self._limited_waiting_count >= self.queue_limit
         # A request that may enter the pods is not subject to a limit on the queue of the picker.
-        if not free and at_limit and not (let_in and self.held_back):
+        if not can_start and at_limit and not (can_admit and self.has_picker_queue):
             self.refused[kind] += 1
             return False
         now = job.arrived_at = time.monotonic()
-        self.levels[kind].add(1, now)
-        self.levels["all"].add(1, now)
-        if free:
-            self._start(job, now)
+        self.levels[kind].change_by(1, now)
+        self.levels["all"].change_by(1, now)
+        if can_start:
+            self._start_job(job, now)
         else:
-            self.queue.add(1, now)
-            (self._inside if let_in else self._outside[job.batch]).append(job)
+            self.queue.change_by(1, now)
+            (self._waiting_in_pods if can_admit else self._waiting_in_picker[job.is_batch]).append(job)
         self._on_change()
         return True
 
-    def leave(self, job: Job) -> None:
+    def remove_job(self, job: Job) -> None:
         """Remove a request whose client disconnected. No effect if it is not in the pool."""
         # A client can disconnect before its request arrives at the pool, or after it has ended.
         if isnan(job.arrived_at) or not isnan(job.finished_at):
             return
         now = time.monotonic()
         if job.timer is None:
-            (self._inside if job in self._inside else self._outside[job.batch]).remove(job)
-            self.queue.add(-1, now)
+            (
+                self._waiting_in_pods
+                if job in self._waiting_in_pods
+                else self._waiting_in_picker[job.is_batch]
+            ).remove(job)
+            self.queue.change_by(-1, now)
         else:
             job.timer.cancel()
-            self.busy.add(-1, now)
-        self._depart(job, now)
+            self.busy.change_by(-1, now)
+        self._record_departure(job, now)
 
     def resize(self, slots: int) -> None:
         """Change the number of slots. Requests on removed slots run to their end."""
         self.slots = slots
-        self._fill(time.monotonic())
+        self._start_waiting_jobs(time.monotonic())
         self._on_change()
 
-    def restart(self) -> None:
+    def restart_measurement(self) -> None:
         """Start a new measurement."""
         for level in (*self.levels.values(), self.busy, self.queue):
-            level.restart()
+            level.restart_measurement()
         for kind in self.finished:
             self.finished[kind] = self.refused[kind] = self.tokens[kind] = 0
             self.waits[kind].clear()
             self.times[kind].clear()
 
-    def report(self) -> dict[str, Any]:
+    def build_report(self) -> dict[str, Any]:
         return {
             "slots": self.slots,
-            "running": self.busy.report(),
-            "waiting": self.queue.report(),
-            **{kind: level.report() for kind, level in self.levels.items()},
+            "running": self.busy.build_report(),
+            "waiting": self.queue.build_report(),
+            **{kind: level.build_report() for kind, level in self.levels.items()},
             "finished": dict(self.finished),
             "refused": dict(self.refused),
             "tokens": dict(self.tokens),
-            "wait_s": {kind: _quantiles(values) for kind, values in self.waits.items()},
-            "time_s": {kind: _quantiles(values) for kind, values in self.times.items()},
+            "wait_s": {kind: _compute_quantiles(values) for kind, values in self.waits.items()},
+            "time_s": {kind: _compute_quantiles(values) for kind, values in self.times.items()},
         }
 
-    def _start(self, job: Job, now: float) -> None:
-        self.busy.add(1, now)
+    def _start_job(self, job: Job, now: float) -> None:
+        self.busy.change_by(1, now)
         job.started_at = now
         # The speed is fixed at the start, as in the simulator: later changes of the load do not count.
-        seconds = job.work_s * slowdown(self.running, self.slots) if job.seconds is None else job.seconds
-        job.timer = self._loop.call_later(seconds, self._finish, job)
+        seconds = (
+            job.work_s * compute_slowdown(self.running, self.slots) if job.seconds is None else job.seconds
+        )
+        job.timer = self._loop.call_later(seconds, self._finish_job, job)
 
-    def _finish(self, job: Job) -> None:
+    def _finish_job(self, job: Job) -> None:
         now = time.monotonic()
-        kind = "batch" if job.batch else "realtime"
-        self.busy.add(-1, now)
+        kind = "batch" if job.is_batch else "realtime"
+        self.busy.change_by(-1, now)
         self.finished[kind] += 1
         self.tokens[kind] += job.tokens
         self.waits[kind].append(job.started_at - job.arrived_at)
         self.times[kind].append(now - job.arrived_at)
-        self._depart(job, now)
+        self._record_departure(job, now)
         # Statistics are complete before the answer is sent, so that a test that has it can read them.
         self._on_answer(job)
         job.on_finish()
 
-    def _depart(self, job: Job, now: float) -> None:
+    def _record_departure(self, job: Job, now: float) -> None:
         job.finished_at = now
-        self.levels["batch" if job.batch else "realtime"].add(-1, now)
-        self.levels["all"].add(-1, now)
-        self._fill(now)
+        self.levels["batch" if job.is_batch else "realtime"].change_by(-1, now)
+        self.levels["all"].change_by(-1, now)
+        self._start_waiting_jobs(now)
         self._on_change()
 
-    def _fill(self, now: float) -> None:
+    def _start_waiting_jobs(self, now: float) -> None:
         while True:
-            while self._lets_in_one and (queue := self._next_outside):
-                self._inside.append(queue.popleft())
+            while self._can_admit and (queue := self._next_picker_queue):
+                self._waiting_in_pods.append(queue.popleft())
             # Without a limit of the picker, requests in its queue start directly.
-            startable = self._inside or (self._next_outside if self.lets_in is None else None)
+            startable = self._waiting_in_pods or (
+                self._next_picker_queue if self.admission_limit is None else None
+            )
             if not startable or self.running >= self.slots:
                 return
-            self.queue.add(-1, now)
-            self._start(startable.popleft(), now)
+            self.queue.change_by(-1, now)
+            self._start_job(startable.popleft(), now)
 
     @property
-    def _next_outside(self) -> deque[Job]:
-        return self._outside[False] or self._outside[True]
+    def _next_picker_queue(self) -> deque[Job]:
+        return self._waiting_in_picker[False] or self._waiting_in_picker[True]
 
     @property
-    def _lets_in_one(self) -> bool:
-        return self.lets_in is not None and self.running + len(self._inside) < self.lets_in
+    def _can_admit(self) -> bool:
+        return (
+            self.admission_limit is not None
+            and self.running + len(self._waiting_in_pods) < self.admission_limit
+        )
 
     @property
-    def _waiting_there(self) -> int:
+    def _limited_waiting_count(self) -> int:
         """Number of waiting requests that `queue_limit` bounds."""
-        return self.waiting - len(self._inside) if self.held_back else len(self._inside)
+        return (
+            self.waiting - len(self._waiting_in_pods) if self.has_picker_queue else len(self._waiting_in_pods)
+        )
 
 
-def _quantiles(values: deque[float]) -> dict[str, float | None]:
+def _compute_quantiles(values: deque[float]) -> dict[str, float | None]:
     if not values:
         return {"mean": None, "p50": None, "p99": None, "max": None}
     ordered = sorted(values)

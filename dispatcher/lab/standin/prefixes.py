@@ -12,12 +12,12 @@ BLOCK_BYTES = 64
 """Size of a block, about sixteen tokens."""
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw()
 
 
 class _Prompt(msgspec.Struct):
-    messages: list[_Said] = []
+    messages: list[_Message] = []
     prompt: msgspec.Raw = msgspec.Raw()
 
 
@@ -29,40 +29,40 @@ class PrefixCache:
     the same."""
 
     def __init__(self, blocks: int) -> None:
-        self._most = blocks
-        self._kept: OrderedDict[bytes, None] = OrderedDict()
-        self.restart()
+        self._max_blocks = blocks
+        self._recent_blocks: OrderedDict[bytes, None] = OrderedDict()
+        self.restart_measurement()
 
-    def restart(self) -> None:
+    def restart_measurement(self) -> None:
         """Start a new measurement. The cache keeps its blocks."""
-        self.asked = self.hits = 0
+        self.lookups = self.hits = 0
 
-    def read(self, body: bytes) -> None:
+    def record_prompt(self, body: bytes) -> None:
         """Record the prompt of a request."""
-        if not self._most:
+        if not self._max_blocks:
             return
         try:
-            found = _decode(body)
+            decoded = _decode(body)
         # Not a prompt: it counts nothing.
         except msgspec.MsgspecError:
             return
-        prompt = b"".join(bytes(each.content) for each in found.messages) or bytes(found.prompt)
-        digest, still = blake2b(digest_size=16), True
+        prompt = b"".join(bytes(each.content) for each in decoded.messages) or bytes(decoded.prompt)
+        digest, is_prefix_cached = blake2b(digest_size=16), True
         for at in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
             digest.update(prompt[at : at + BLOCK_BYTES])
             # The digest covers all blocks up to here, so that a block only matches after the same prefix.
             block = digest.digest()
-            self.asked += 1
+            self.lookups += 1
             # The first missing block ends the reusable prefix, even if later blocks are present.
-            still = still and block in self._kept
-            self.hits += still
-            self._kept[block] = None
-            self._kept.move_to_end(block)
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+            is_prefix_cached = is_prefix_cached and block in self._recent_blocks
+            self.hits += is_prefix_cached
+            self._recent_blocks[block] = None
+            self._recent_blocks.move_to_end(block)
+        while len(self._recent_blocks) > self._max_blocks:
+            self._recent_blocks.popitem(last=False)
 
-    def report(self) -> dict[str, int]:
-        return {"asked": self.asked, "hits": self.hits}
+    def build_report(self) -> dict[str, int]:
+        return {"asked": self.lookups, "hits": self.hits}
 
 
 class PrefixServers:
@@ -76,25 +76,25 @@ class PrefixServers:
         self._blocks = blocks
         self._random = random.Random(seed)
         self._caches = {f"server-{number}": PrefixCache(blocks) for number in range(max(1, servers))}
-        self._gone: list[PrefixCache] = []
+        self._removed_caches: list[PrefixCache] = []
 
-    def read(self, body: bytes, token: str) -> str:
+    def route_request(self, body: bytes, token: str) -> str:
         """Record a request and return the token of the server that it goes to."""
         name = token if token in self._caches else self._random.choice(list(self._caches))
-        self._caches[name].read(body)
+        self._caches[name].record_prompt(body)
         return name
 
-    def kill(self, token: str) -> None:
+    def remove_server(self, token: str) -> None:
         """Remove a server with its cache. The last server stays."""
         if token in self._caches and len(self._caches) > 1:
-            self._gone.append(self._caches.pop(token))
+            self._removed_caches.append(self._caches.pop(token))
 
-    def restart(self) -> None:
+    def restart_measurement(self) -> None:
         """Start a new measurement. The caches keep their blocks."""
-        self._gone.clear()
+        self._removed_caches.clear()
         for cache in self._caches.values():
-            cache.restart()
+            cache.restart_measurement()
 
-    def report(self) -> dict[str, int]:
-        every = [*self._caches.values(), *self._gone]
-        return {"asked": sum(each.asked for each in every), "hits": sum(each.hits for each in every)}
+    def build_report(self) -> dict[str, int]:
+        every = [*self._caches.values(), *self._removed_caches]
+        return {"asked": sum(each.lookups for each in every), "hits": sum(each.hits for each in every)}

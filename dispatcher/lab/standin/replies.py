@@ -10,8 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from dispatcher.core.requests.headers import DROP_REASON, SESSION_TOKEN
-from dispatcher.lab.standin.http import Exchange, chunk
-from dispatcher.lab.standin.listmodels import BadCallError, read
+from dispatcher.lab.standin.http import Exchange, encode_chunk
+from dispatcher.lab.standin.listmodels import BadCallError, parse_call
 
 _DIMS = 8
 """Length of a vector."""
@@ -41,68 +41,72 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     gzip: bool = False
 
 
-def plain_text(status: int, body: str, reason: str = "") -> Answer:
+def build_plain_text(status: int, body: str, reason: str = "") -> Answer:
     """Return an answer that is sent at once, without the pool."""
     return Answer(kind="status", status=status, body=body, reason=reason)
 
 
-def content(
-    exchange: Exchange, id_: str, server: str, how: Answer, generated: int
+def build_content(
+    exchange: Exchange, id_: str, server: str, answer: Answer, generated: int
 ) -> tuple[list[tuple[str, str]], bytes, bool]:
     """Build headers and body of an answer. The third value is True if the body is chunked."""
     headers = [(SESSION_TOKEN, server)] if server else []
-    if how.reason:
-        headers.append((DROP_REASON, how.reason))
-    if how.retry_after:
-        headers.append(("retry-after", how.retry_after))
-    if how.echo:
+    if answer.reason:
+        headers.append((DROP_REASON, answer.reason))
+    if answer.retry_after:
+        headers.append(("retry-after", answer.retry_after))
+    if answer.echo:
         body, kind = exchange.body, "application/json"
-    elif how.body is not None or how.kind == "status":
-        body = (how.body or "").encode()
+    elif answer.body is not None or answer.kind == "status":
+        body = (answer.body or "").encode()
         kind = "application/json" if body.startswith(b"{") else "text/plain"
         kind = "text/event-stream" if body.startswith(b"data:") else kind
-    elif how.events:
+    elif answer.events:
         # A stream of the OpenAI API ends with [DONE].
-        parts = [b"data: " + each + b"\n\n" for each in (*_events(exchange, id_, how.events), b"[DONE]")]
+        parts = [
+            b"data: " + each + b"\n\n" for each in (*_build_events(exchange, id_, answer.events), b"[DONE]")
+        ]
         headers.append(("content-type", "text/event-stream"))
-        return headers, b"".join(map(chunk, parts)) + chunk(b""), True
+        return headers, b"".join(map(encode_chunk, parts)) + encode_chunk(b""), True
     else:
-        body = _embeddings(exchange) or _completion(exchange, id_, "x" * how.answer_bytes or "ok", generated)
+        body = _build_embeddings(exchange) or _build_completion(
+            exchange, id_, "x" * answer.answer_bytes or "ok", generated
+        )
         kind = "application/json"
     if body:
         headers.append(("content-type", kind))
-    if how.gzip:
+    if answer.gzip:
         headers.append(("content-encoding", "gzip"))
         # Without a timestamp the same answer always has the same bytes.
         body = gzip.compress(body, mtime=0)
     return headers, body, False
 
 
-class _Asked(msgspec.Struct):
+class _ModelField(msgspec.Struct):
     model: str = "m"
 
 
-def _completion(exchange: Exchange, id_: str, text: str, generated: int) -> bytes:
+def _build_completion(exchange: Exchange, id_: str, text: str, generated: int) -> bytes:
     """Build the answer to a completion or, depending on the path, to a chat completion."""
     # About four bytes per token.
-    read = len(exchange.body) // 4
+    prompt_tokens = len(exchange.body) // 4
     choice = {"message": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
     return msgspec.json.encode(
         {
-            **_head(exchange, id_, "chat.completion"),
+            **_build_common_fields(exchange, id_, "chat.completion"),
             "choices": [{"index": 0, **choice, "finish_reason": "stop"}],
             "usage": {
-                "prompt_tokens": read,
+                "prompt_tokens": prompt_tokens,
                 "completion_tokens": generated,
-                "total_tokens": read + generated,
+                "total_tokens": prompt_tokens + generated,
             },
         }
     )
 
 
-def _events(exchange: Exchange, id_: str, count: int) -> Iterator[bytes]:
+def _build_events(exchange: Exchange, id_: str, count: int) -> Iterator[bytes]:
     """Yield the events of a streamed completion or chat completion."""
-    head = _head(exchange, id_, "chat.completion.chunk")
+    head = _build_common_fields(exchange, id_, "chat.completion.chunk")
     for n in range(count):
         text = f"t{n}"
         choice = {"delta": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
@@ -110,11 +114,11 @@ def _events(exchange: Exchange, id_: str, count: int) -> Iterator[bytes]:
         yield msgspec.json.encode({**head, "choices": [{"index": 0, **choice, "finish_reason": last}]})
 
 
-def _head(exchange: Exchange, id_: str, chat: str) -> dict[str, Any]:
+def _build_common_fields(exchange: Exchange, id_: str, chat: str) -> dict[str, Any]:
     try:
-        model = msgspec.json.decode(exchange.body, type=_Asked).model
+        model = msgspec.json.decode(exchange.body, type=_ModelField).model
     except msgspec.DecodeError:
-        model = _Asked().model
+        model = _ModelField().model
     object_ = chat if _is_chat(exchange) else "text_completion"
     return {"id": id_, "object": object_, "created": int(time.time()), "model": model}
 
@@ -123,12 +127,12 @@ def _is_chat(exchange: Exchange) -> bool:
     return exchange.target.partition("?")[0].endswith("/chat/completions")
 
 
-def _embeddings(exchange: Exchange) -> bytes:
+def _build_embeddings(exchange: Exchange) -> bytes:
     """Build the answer to a request for embeddings, or return an empty body if the request is none."""
     if not exchange.target.partition("?")[0].endswith("/embeddings"):
         return b""
     try:
-        asked = read(exchange.target, exchange.body, model="m", dims=_DIMS, index_last=False)
+        call = parse_call(exchange.target, exchange.body, model="m", dims=_DIMS, index_last=False)
     except BadCallError:
         return b""
-    return msgspec.json.encode(asked.answer(False))
+    return msgspec.json.encode(call.make_answer(False))

@@ -25,7 +25,7 @@ from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
 from dispatcher.lab.standin.serving import ModelServers
 from dispatcher.lab.standin.vllm import Engine
-from dispatcher.lab.standin.vllm import page as server_page
+from dispatcher.lab.standin.vllm import render_page as server_page
 
 
 class ServerPorts:
@@ -37,53 +37,55 @@ class ServerPorts:
         host: str,
         port: int,
         *,
-        epp: Picker,
+        picker: Picker,
         pool: Pool,
         servers: ModelServers,
         gateway: Gateway,
         kv_at_full: float,
         token: str,
-        apart: bool,
+        has_own_addresses: bool,
         engine: Engine,
     ) -> None:
         self.scraped_at: deque[float] = deque(maxlen=10_000)
         """Times at which the newest pages were served."""
-        self.server = Server(self._answer, host, port)
-        self.lists = "ok"
+        self.server = Server(self._handle_exchange, host, port)
+        self.listing_fault = "ok"
         """Answer of each server to requests for its list of models."""
-        self._epp, self._pool, self._servers, self._gateway = epp, pool, servers, gateway
+        self._picker, self._pool, self._servers, self._gateway = picker, pool, servers, gateway
         self._kv_at_full = kv_at_full
         self._token = token
-        self._apart = apart
+        self._has_own_addresses = has_own_addresses
         self._engine = engine
-        self._own: dict[int, Server] = {}
+        self._own_servers: dict[int, Server] = {}
         """Own server of each model server by number. Each keeps its address even while it is gone."""
         self._listening: set[int] = set()
-        self._one_by_one = asyncio.Lock()
-        self._kind = "ok"
-        self._frozen: dict[str, bytes] = {}
+        self._update_lock = asyncio.Lock()
+        self._page_fault = "ok"
+        self._frozen_pages: dict[str, bytes] = {}
 
     async def open(self) -> None:
         await self.server.open()
-        await self.follow()
+        await self.update_listeners()
 
     async def close(self) -> None:
-        for server in (self.server, *self._own.values()):
+        for server in (self.server, *self._own_servers.values()):
             await server.close()
 
-    async def follow(self) -> None:
+    async def update_listeners(self) -> None:
         """Open and close the own addresses, so that exactly the present servers listen."""
-        if not self._apart:
+        if not self._has_own_addresses:
             return
         # Two changes at once could open the same listener twice.
-        async with self._one_by_one:
+        async with self._update_lock:
             there = set(self._servers.present)
             for number in self._listening - there:
-                await self._own[number].close()
+                await self._own_servers[number].close()
             for number in sorted(there - self._listening):
-                own = self._own.get(number)
+                own = self._own_servers.get(number)
                 if own is None:
-                    own = self._own[number] = Server(partial(self._answer_as, number), self.server.host)
+                    own = self._own_servers[number] = Server(
+                        partial(self._handle_at_own_address, number), self.server.host
+                    )
                 # Each server reopens on the port it had, so that its address stays valid.
                 await own.open()
             self._listening = there
@@ -95,26 +97,30 @@ class ServerPorts:
         host = self.server.host
         there = self._servers.present
         shared = {f"{host}:{self.server.port}/servers/{number}": number for number in there}
-        own = {f"{host}:{self._own[number].port}": number for number in there if number in self._own}
+        own = {
+            f"{host}:{self._own_servers[number].port}": number
+            for number in there
+            if number in self._own_servers
+        }
         return shared | own
 
     @property
     def urls(self) -> list[str]:
         """URLs of the own addresses, in the order of the servers."""
-        return [f"http://{self.server.host}:{own.port}" for _, own in sorted(self._own.items())]
+        return [f"http://{self.server.host}:{own.port}" for _, own in sorted(self._own_servers.items())]
 
-    async def break_(self, kind: str) -> None:
+    async def set_page_fault(self, kind: str) -> None:
         """Set the fault of the pages; `ok` removes it."""
-        if kind == "frozen" and self._kind != "frozen":
+        if kind == "frozen" and self._page_fault != "frozen":
             # Rendered now: the pages stay as they are at this moment.
-            self._frozen = {path: make() for path, make in self._pages().items()}
-        was, self._kind = self._kind, kind
+            self._frozen_pages = {path: make() for path, make in self._get_page_renderers().items()}
+        previous, self._page_fault = self._page_fault, kind
         if kind == "gone":
             await self.server.close()
-        elif was == "gone":
+        elif previous == "gone":
             await self.server.open()
 
-    def _pages(self) -> dict[str, Callable[[], bytes]]:
+    def _get_page_renderers(self) -> dict[str, Callable[[], bytes]]:
         """Return the functions that render each page, by path. A server that is gone has no page."""
         present = self._servers.present
         own = {
@@ -125,60 +131,60 @@ class ServerPorts:
                 len(present),
                 kv_at_full=self._kv_at_full,
                 engine=self._engine,
-                adapters=self._servers.adapters(number),
+                adapters=self._servers.get_adapters(number),
             )
             for place, number in enumerate(present)
         }
-        return {"/metrics": self._epp.page, **own}
+        return {"/metrics": self._picker.render_page, **own}
 
-    def _answer_as(self, number: int, exchange: Exchange) -> None:
+    def _handle_at_own_address(self, number: int, exchange: Exchange) -> None:
         """Handle a request at the own address of a server."""
-        self._answer(exchange, f"/servers/{number}")
+        self._handle_exchange(exchange, f"/servers/{number}")
 
-    def _answer(self, exchange: Exchange, at: str = "") -> None:
+    def _handle_exchange(self, exchange: Exchange, at: str = "") -> None:
         path = at + exchange.target.partition("?")[0]
-        if (number := self._servers.listed_by(path)) is not None:
-            self._list(exchange, number)
-        elif (number := self._servers.asked_at(path)) is None:
-            self._scrape(exchange, path)
+        if (number := self._servers.parse_listing_path(path)) is not None:
+            self._answer_listing(exchange, number)
+        elif (number := self._servers.parse_request_path(path)) is None:
+            self._answer_scrape(exchange, path)
         elif number in self._servers.present:
-            self._gateway.straight(exchange, number)
+            self._gateway.handle_direct_request(exchange, number)
         else:
             exchange.reset()
 
-    def _list(self, exchange: Exchange, number: int) -> None:
+    def _answer_listing(self, exchange: Exchange, number: int) -> None:
         """Answer a request for the list of models of a server. A server that is gone resets the
         connection."""
-        listing = self._servers.listing(number)
+        listing = self._servers.get_listing(number)
         if listing is None:
             exchange.reset()
-        elif self.lists != "hang":
+        elif self.listing_fault != "hang":
             status, body = {
                 "ok": (200, listing),
                 "error": (500, b"internal error"),
                 "garbage": (200, b"<html>sign in</html>"),
                 "unauthorized": (401, b'{"error":"Unauthorized"}'),
-            }[self.lists]
+            }[self.listing_fault]
             exchange.answer(status, body, [("content-type", "application/json")])
 
-    def _scrape(self, exchange: Exchange, path: str) -> None:
+    def _answer_scrape(self, exchange: Exchange, path: str) -> None:
         self.scraped_at.append(time.monotonic())
         bearer = f"Bearer {self._token}"
         refused = bool(self._token) and not hmac.compare_digest(
             exchange.headers.get("authorization", "").encode(), bearer.encode()
         )
         # A missing token wins over the fault of the pages.
-        kind = "unauthorized" if refused else self._kind
-        make = self._pages().get(path)
-        if make is None:
+        kind = "unauthorized" if refused else self._page_fault
+        render = self._get_page_renderers().get(path)
+        if render is None:
             exchange.answer(404, b"404 page not found\n")
             return
         # The connection stays open without an answer.
         if kind == "hang":
             return
         status, page = {
-            "ok": (200, make),
-            "frozen": (200, lambda: self._frozen.get(path, b"")),
+            "ok": (200, render),
+            "frozen": (200, lambda: self._frozen_pages.get(path, b"")),
             "garbage": (200, lambda: b"<html>\n{not metrics} 1 2 3 4\n</html>\n"),
             "empty": (200, lambda: b""),
             "error": (500, lambda: b"internal error\n"),
@@ -186,7 +192,7 @@ class ServerPorts:
         }[kind]
         exchange.answer(status, page(), [("content-type", "text/plain; version=0.0.4; charset=utf-8")])
 
-    def report(self) -> dict[str, Any]:
+    def build_report(self) -> dict[str, Any]:
         return {
             "scrapes": len(self.scraped_at),
             "scraped_at": self.scraped_at[-1] if self.scraped_at else None,

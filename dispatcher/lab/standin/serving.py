@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-ANY = "m"
+DEFAULT_MODEL = "m"
 """Model that is listed while any name is served."""
-_LISTS = re.compile(r"/servers/([0-9]{1,6})/v1/models")
-_ASKS = re.compile(r"/servers/([0-9]{1,6})/v1/(?:chat/completions|completions|embeddings)")
+_LISTING_PATH = re.compile(r"/servers/([0-9]{1,6})/v1/models")
+_REQUEST_PATH = re.compile(r"/servers/([0-9]{1,6})/v1/(?:chat/completions|completions|embeddings)")
 
 
 class Roll(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -48,18 +48,18 @@ class _ServerState:
     models: list[str]
     adapters: list[str] = field(default_factory=list)
     loading: list[str] = field(default_factory=list)
-    gone: bool = False
+    is_gone: bool = False
     warm: set[str] = field(default_factory=set)
     """Models that had a request since the server began to serve them."""
-    picked: int = 0
+    last_pick: int = 0
     """Number of the pick that last chose this server."""
 
 
-class _Named(msgspec.Struct):
+class _ModelField(msgspec.Struct):
     model: str = ""
 
 
-_decode = msgspec.json.Decoder(_Named).decode
+_decode = msgspec.json.Decoder(_ModelField).decode
 
 
 class ModelServers:
@@ -76,68 +76,68 @@ class ModelServers:
         servers: int,
         models: Sequence[Sequence[str]] | None,
         cold_s: float,
-        changed: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.cold_s = cold_s
-        self._changed = changed
+        self._on_change = on_change
         self._servers: list[_ServerState] = []
-        self._given: Sequence[Sequence[str]] = [[]]
-        self._picks = 0
-        self.lists = 0
+        self._configured_models: Sequence[Sequence[str]] = [[]]
+        self._pick_count = 0
+        self.listing_count = 0
         """Number of requests for a list of models."""
-        self.unknown = 0
+        self.unknown_count = 0
         """Number of requests for a model that their server did not serve."""
-        self.serve(models)
-        self.resize(servers)
+        self.serve_models(models)
+        self.set_server_count(servers)
 
     @property
     def present(self) -> list[int]:
         """Numbers of the servers that are not gone."""
-        return [number for number, server in enumerate(self._servers) if not server.gone]
+        return [number for number, server in enumerate(self._servers) if not server.is_gone]
 
     @property
-    def share(self) -> float:
+    def present_share(self) -> float:
         """Share of the servers that are not gone."""
         return len(self.present) / len(self._servers) if self._servers else 0.0
 
-    def resize(self, servers: int) -> None:
+    def set_server_count(self, servers: int) -> None:
         """Change the number of servers."""
         del self._servers[max(0, servers) :]
         while len(self._servers) < servers:
-            self._servers.append(_ServerState([*self._told(len(self._servers))]))
+            self._servers.append(_ServerState([*self._get_configured_models(len(self._servers))]))
 
-    def serve(self, models: Sequence[Sequence[str]] | None) -> None:
+    def serve_models(self, models: Sequence[Sequence[str]] | None) -> None:
         """Serve these models from now on, and no adapter; `None` to serve any name."""
-        self._by_name, self._given = models is not None, models or [[]]
+        self._checks_models, self._configured_models = models is not None, models or [[]]
         for number, server in enumerate(self._servers):
-            self._replace(server, self._told(number))
+            self._replace_models(server, self._get_configured_models(number))
 
-    def _told(self, number: int) -> Sequence[str]:
+    def _get_configured_models(self, number: int) -> Sequence[str]:
         """Return the models that are configured for a server."""
-        return self._given[min(number, len(self._given) - 1)]
+        return self._configured_models[min(number, len(self._configured_models) - 1)]
 
-    def _replace(self, server: _ServerState, models: Sequence[str]) -> None:
+    def _replace_models(self, server: _ServerState, models: Sequence[str]) -> None:
         server.models = [*models]
         server.adapters, server.loading = [], []
         server.warm.clear()
 
-    async def roll(self, roll: Roll) -> None:
+    async def replace_servers(self, roll: Roll) -> None:
         """Replace each server, one after the other."""
         # A replacement names models, so that from now on unknown ones are rejected.
-        if not self._by_name:
-            self.serve([[ANY]])
+        if not self._checks_models:
+            self.serve_models([[DEFAULT_MODEL]])
         for server in [*self._servers]:
-            server.gone = True
-            self._changed()
+            server.is_gone = True
+            self._on_change()
             await asyncio.sleep(roll.gone_s)
-            self._replace(server, roll.to)
-            server.gone = False
-            self._changed()
+            self._replace_models(server, roll.to)
+            server.is_gone = False
+            self._on_change()
             await asyncio.sleep(roll.pause_s)
         # Servers that are added later serve the new models, too.
-        self._given = [roll.to]
+        self._configured_models = [roll.to]
 
-    async def load(self, adapter: Adapter) -> None:
+    async def load_adapter(self, adapter: Adapter) -> None:
         """Load an adapter on servers that stay otherwise unchanged."""
         await asyncio.sleep(adapter.after_s)
         chosen = range(len(self._servers)) if adapter.servers is None else adapter.servers
@@ -152,99 +152,102 @@ class ModelServers:
 
     # Requests.
 
-    def pick(self, among: Collection[int] | None = None) -> int | None:
+    def pick_server(self, allowed: Collection[int] | None = None) -> int | None:
         """Return the server whose turn it is among the allowed ones, -1 if all servers are equal, or `None`
         if no allowed one is there."""
         # Without models and cold starts the choice has no effect.
-        if among is None and not (self._by_name or self.cold_s):
+        if allowed is None and not (self._checks_models or self.cold_s):
             return -1
-        there = [number for number in self.present if among is None or number in among]
-        if not there:
-            return -1 if among is None else None
+        candidates = [number for number in self.present if allowed is None or number in allowed]
+        if not candidates:
+            return -1 if allowed is None else None
         # The least recently picked: round robin even while servers come and go.
-        number = min(there, key=lambda each: self._servers[each].picked)
-        self._picks += 1
-        self._servers[number].picked = self._picks
+        number = min(candidates, key=lambda each: self._servers[each].last_pick)
+        self._pick_count += 1
+        self._servers[number].last_pick = self._pick_count
         return number
 
-    def meet(self, number: int, body: bytes) -> _Met:
+    def visit_server(self, number: int, body: bytes) -> _Visit:
         """Return what a request finds at the server with this number; -1 stands for any server."""
         if not 0 <= number < len(self._servers):
-            return _NOTHING
+            return _NO_SERVER
         server = self._servers[number]
         try:
             model = _decode(body).model
         except msgspec.MsgspecError:
             model = ""
-        if self._by_name and model and model not in (*server.models, *server.adapters):
-            self.unknown += 1
-            return _Met(number, model, 0.0, unknown=True)
-        return _Met(number, model, 0.0 if model in server.warm else self.cold_s)
+        if self._checks_models and model and model not in (*server.models, *server.adapters):
+            self.unknown_count += 1
+            return _Visit(number, model, 0.0, is_unknown=True)
+        return _Visit(number, model, 0.0 if model in server.warm else self.cold_s)
 
-    def warmed(self, met: _Met) -> None:
+    def mark_warm(self, visit: _Visit) -> None:
         """Record that the server accepted the request, so that its model is warm there."""
-        if 0 <= met.number < len(self._servers):
-            self._servers[met.number].warm.add(met.model)
+        if 0 <= visit.number < len(self._servers):
+            self._servers[visit.number].warm.add(visit.model)
 
     # Lists and reports.
 
-    def listed_by(self, path: str) -> int | None:
+    def parse_listing_path(self, path: str) -> int | None:
         """Return the number of the server whose list of models is at this path, or `None`."""
-        found = _LISTS.fullmatch(path)
-        return int(found[1]) if found else None
+        match = _LISTING_PATH.fullmatch(path)
+        return int(match[1]) if match else None
 
-    def asked_at(self, path: str) -> int | None:
+    def parse_request_path(self, path: str) -> int | None:
         """Return the number of the server that takes requests at this path, or `None`."""
-        found = _ASKS.fullmatch(path)
-        return int(found[1]) if found else None
+        match = _REQUEST_PATH.fullmatch(path)
+        return int(match[1]) if match else None
 
-    def listing(self, number: int) -> bytes | None:
+    def get_listing(self, number: int) -> bytes | None:
         """Return the list of models of a server in the format of vLLM, or `None` if the server is gone."""
-        self.lists += 1
-        return _list(self._cards(number)) if number in self.present else None
+        self.listing_count += 1
+        return _build_listing(self._build_cards(number)) if number in self.present else None
 
-    def union(self) -> bytes:
+    def get_gateway_listing(self) -> bytes:
         """Return the list of a gateway that combines the lists of all servers."""
-        self.lists += 1
-        return _list([card for number in self.present for card in self._cards(number)])
+        self.listing_count += 1
+        return _build_listing([card for number in self.present for card in self._build_cards(number)])
 
-    def adapters(self, number: int) -> tuple[list[str], list[str]] | None:
+    def get_adapters(self, number: int) -> tuple[list[str], list[str]] | None:
         """Return the running and the waiting adapters of a server, or `None` if it has none."""
         server = self._servers[number]
         return (server.adapters, server.loading) if server.adapters or server.loading else None
 
-    def report(self) -> dict[str, Any]:
+    def build_report(self) -> dict[str, Any]:
         return {
-            "lists": self.lists,
-            "unknown": self.unknown,
+            "lists": self.listing_count,
+            "unknown": self.unknown_count,
             "servers": [
-                None if server.gone else [card["id"] for card in self._cards(number)]
+                None if server.is_gone else [card["id"] for card in self._build_cards(number)]
                 for number, server in enumerate(self._servers)
             ],
         }
 
-    def _cards(self, number: int) -> list[dict[str, Any]]:
+    def _build_cards(self, number: int) -> list[dict[str, Any]]:
         server = self._servers[number]
-        models = server.models if self._by_name else [ANY]
+        models = server.models if self._checks_models else [DEFAULT_MODEL]
         parent = models[0] if models else None
-        return [*(_card(name, None) for name in models), *(_card(name, parent) for name in server.adapters)]
+        return [
+            *(_build_card(name, None) for name in models),
+            *(_build_card(name, parent) for name in server.adapters),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class _Met:
+class _Visit:
     """Result of a request at a server: whether its model is known there, and warm."""
 
     number: int
     model: str
     cold_s: float
     """Extra time of the request."""
-    unknown: bool = False
+    is_unknown: bool = False
 
 
-_NOTHING = _Met(-1, "", 0.0)
+_NO_SERVER = _Visit(-1, "", 0.0)
 
 
-def not_found(model: str) -> str:
+def build_not_found(model: str) -> str:
     """Return the body of the 404 of vLLM for a model that it does not serve."""
     error = {
         "message": f"The model `{model}` does not exist.",
@@ -255,7 +258,7 @@ def not_found(model: str) -> str:
     return msgspec.json.encode({"error": error}).decode()
 
 
-def _card(name: str, parent: str | None) -> dict[str, Any]:
+def _build_card(name: str, parent: str | None) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -267,12 +270,12 @@ def _card(name: str, parent: str | None) -> dict[str, Any]:
     }
 
 
-def _list(cards: Sequence[dict[str, Any]]) -> bytes:
-    once: dict[str, dict[str, Any]] = {}
+def _build_listing(cards: Sequence[dict[str, Any]]) -> bytes:
+    unique: dict[str, dict[str, Any]] = {}
     for card in cards:
         # A model of several servers is listed once.
-        once.setdefault(card["id"], card)
-    return msgspec.json.encode({"object": "list", "data": [*once.values()]})
+        unique.setdefault(card["id"], card)
+    return msgspec.json.encode({"object": "list", "data": [*unique.values()]})
 
 
 def parse_models(text: str) -> list[list[str]] | None:

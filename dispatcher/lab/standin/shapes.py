@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from dispatcher.lab.standin.model import work_s
-from dispatcher.lab.standin.trace import Arrived, Trace, TraceError, of_running
+from dispatcher.lab.standin.model import compute_work_s
+from dispatcher.lab.standin.trace import RealtimeRequest, Trace, TraceError, make_trace_from_counts
 
-SECONDS = 900.0
+DEFAULT_SECONDS = 900.0
 ECHO_S = 1.0
 """Maximum time between a request and its echo, before or after."""
-BURST_EVERY_S, BURST_OF, BURST_S = 10.0, 45.0, 1.0
+BURST_EVERY_S, BURST_SIZE, BURST_S = 10.0, 45.0, 1.0
 CALM_PER_S = 1.5
 CONTEXT, GENERATED = 2000.0, 28.0
 """Tokens of the requests of a coding assistant: long prompts, short answers."""
@@ -26,76 +26,86 @@ def parse_steps(text: str) -> list[tuple[float, int]]:
         raise TraceError(f"steps: {text!r} is not seconds:level,seconds:level,…") from None
 
 
-def idle(seed: int) -> Trace:
+def make_idle_trace(seed: int) -> Trace:
     """Make a trace without requests."""
-    return Trace("idle", [], SECONDS)
+    return Trace("idle", [], DEFAULT_SECONDS)
 
 
-def bursts(seed: int) -> Trace:
+def make_burst_trace(seed: int) -> Trace:
     """Make a trace with dozens of requests within one or two seconds, every ten seconds, and few between
     them."""
     draws = random.Random(f"{seed}/bursts")
     times = []
     at = 0.0
-    while (at := at + draws.expovariate(CALM_PER_S)) < SECONDS:
+    while (at := at + draws.expovariate(CALM_PER_S)) < DEFAULT_SECONDS:
         times.append(at)
     at = 0.0
-    while (at := at + draws.expovariate(1 / BURST_EVERY_S)) < SECONDS:
-        size = round(draws.lognormvariate(0, 0.5) * BURST_OF)
+    while (at := at + draws.expovariate(1 / BURST_EVERY_S)) < DEFAULT_SECONDS:
+        size = round(draws.lognormvariate(0, 0.5) * BURST_SIZE)
         times += [at + draws.expovariate(1 / BURST_S) for _ in range(size)]
     arrivals = []
     for at in sorted(times):
         # mu = −σ²/2, so that the factors are 1 on average.
         context = round(CONTEXT * draws.lognormvariate(-0.18, 0.6))
         generated = max(4, round(GENERATED * draws.lognormvariate(-0.32, 0.8)))
-        arrivals.append(Arrived(at, work_s(context, generated), generated))
-    return Trace("bursts", arrivals, SECONDS)
+        arrivals.append(RealtimeRequest(at, compute_work_s(context, generated), generated))
+    return Trace("bursts", arrivals, DEFAULT_SECONDS)
 
 
-MADE_UP: Mapping[str, Callable[[int], Trace]] = {"idle": idle, "bursts": bursts}
+TRACE_MAKERS: Mapping[str, Callable[[int], Trace]] = {"idle": make_idle_trace, "bursts": make_burst_trace}
 """Functions by the names that can be given instead of a file."""
 
 
-def steps(levels: Sequence[tuple[float, int]], *, slots: int, seed: int = 0) -> Trace:
+def make_step_trace(levels: Sequence[tuple[float, int]], *, slots: int, seed: int = 0) -> Trace:
     """Make a trace with a constant number of requests from each of the given times on."""
     points: list[tuple[float, float]] = [(0.0, 0.0)]
     for at, level in levels:
         points += [(at, points[-1][1]), (at, float(level))]
-    end = max(SECONDS, points[-1][0] + 1.0)
-    return of_running("steps", [*points, (end, points[-1][1])], slots=slots, seed=seed)
+    end = max(DEFAULT_SECONDS, points[-1][0] + 1.0)
+    return make_trace_from_counts("steps", [*points, (end, points[-1][1])], slots=slots, seed=seed)
 
 
-def begun_at(trace: Trace, from_s: float) -> Trace:
+def cut_start(trace: Trace, from_s: float) -> Trace:
     """Return the rest of the trace from this time on. Raises TraceError if nothing is left."""
     if from_s >= trace.seconds:
         raise TraceError(
             f"{trace.name} ends after {trace.seconds:g} s: there is nothing from {from_s:g} s on"
         )
-    arrivals = [Arrived(a.at - from_s, a.work_s, a.tokens) for a in trace.arrivals if a.at >= from_s]
+    arrivals = [
+        RealtimeRequest(a.arrives_at - from_s, a.work_s, a.tokens)
+        for a in trace.arrivals
+        if a.arrives_at >= from_s
+    ]
     return Trace(f"{trace.name} from {from_s:g} s", arrivals, trace.seconds - from_s)
 
 
-def copies(trace: Trace, count: int) -> Trace:
+def overlay_copies(trace: Trace, count: int) -> Trace:
     """Overlay shifted copies of the trace: the traffic of a larger pool, in which bursts even out."""
     if count == 1:
         return trace
     shift = trace.seconds / count
     arrivals = [
-        Arrived((a.at + copy * shift) % trace.seconds, a.work_s, a.tokens)
+        RealtimeRequest((a.arrives_at + copy * shift) % trace.seconds, a.work_s, a.tokens)
         for copy in range(count)
         for a in trace.arrivals
     ]
-    return Trace(f"{count} × {trace.name}", sorted(arrivals, key=lambda a: a.at), trace.seconds)
+    return Trace(f"{count} × {trace.name}", sorted(arrivals, key=lambda a: a.arrives_at), trace.seconds)
 
 
-def echoes(trace: Trace, count: int, *, seed: int = 0) -> Trace:
+def add_echoes(trace: Trace, count: int, *, seed: int = 0) -> Trace:
     """Repeat each request within ECHO_S: more traffic, with larger bursts."""
     if count == 1:
         return trace
     draws = random.Random(f"{seed}/echoes")
     arrivals = [
-        Arrived(a.at if first else max(0.0, a.at + draws.uniform(-ECHO_S, ECHO_S)), a.work_s, a.tokens)
+        RealtimeRequest(
+            a.arrives_at if first else max(0.0, a.arrives_at + draws.uniform(-ECHO_S, ECHO_S)),
+            a.work_s,
+            a.tokens,
+        )
         for a in trace.arrivals
         for first in [True] + [False] * (count - 1)
     ]
-    return Trace(f"{trace.name}, each {count} times", sorted(arrivals, key=lambda a: a.at), trace.seconds)
+    return Trace(
+        f"{trace.name}, each {count} times", sorted(arrivals, key=lambda a: a.arrives_at), trace.seconds
+    )

@@ -30,10 +30,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dispatcher.lab.standin.model import slowdown, work_s
+from dispatcher.lab.standin.model import compute_slowdown, compute_work_s
 
 BUNDLED = Path(__file__).parent / "data" / "azure-conv-900s.csv"
-HOLD_S = 3.4
+MEAN_HOLD_S = 3.4
 HOLD_SIGMA = 0.7
 
 
@@ -48,10 +48,10 @@ class TraceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class RealtimeRequest:
     """Realtime request: its arrival, and its duration in an empty pool."""
 
-    at: float
+    arrives_at: float
     work_s: float
     tokens: int
 
@@ -61,7 +61,7 @@ class Trace:
     """Realtime requests in the order of their arrival. Times start at 0."""
 
     name: str
-    arrivals: Sequence[Arrived]
+    arrivals: Sequence[RealtimeRequest]
     seconds: float
 
 
@@ -72,58 +72,62 @@ class Recording:
 
     name: str
     points: Sequence[tuple[float, float]] = ()
-    requests: Sequence[Arrived] = ()
-    begins_s: float = 0.0
+    requests: Sequence[RealtimeRequest] = ()
+    starts_s: float = 0.0
     """Start of the recording within a longer one that it was cut from."""
 
     @property
     def seconds(self) -> float:
-        return self.points[-1][0] if self.points else self.requests[-1].at
+        return self.points[-1][0] if self.points else self.requests[-1].arrives_at
 
     @property
     def peak(self) -> float:
         """Maximum number of running requests, or 0 if only single requests are known."""
         return max((running for _, running in self.points), default=0.0)
 
-    def traffic(self, *, slots: int, seed: int = 0) -> Trace:
+    def make_trace(self, *, slots: int, seed: int = 0) -> Trace:
         """Make a trace. `slots` is the capacity of the recorded pool."""
         if self.points:
-            made = of_running(self.name, self.points, slots=slots, seed=seed)
+            trace = make_trace_from_counts(self.name, self.points, slots=slots, seed=seed)
         else:
-            made = Trace(self.name, self.requests, self.seconds)
-        name = f"{self.name} from {self.begins_s:g} s" if self.begins_s else self.name
-        return Trace(name, made.arrivals, made.seconds)
+            trace = Trace(self.name, self.requests, self.seconds)
+        name = f"{self.name} from {self.starts_s:g} s" if self.starts_s else self.name
+        return Trace(name, trace.arrivals, trace.seconds)
 
-    def busiest(self, seconds: float) -> Recording:
+    def cut_busiest(self, seconds: float) -> Recording:
         """Return the period of this length with the highest load, or the whole recording if it is not
         longer."""
         if self.seconds <= seconds:
             return self
         if self.points:
-            begin = _fullest(self.points, seconds)
+            begin = _find_fullest(self.points, seconds)
             end = begin + seconds
             inside = [(at - begin, running) for at, running in self.points if begin < at < end]
-            points = [(0.0, _at(self.points, begin)), *inside, (seconds, _at(self.points, end))]
-            return Recording(self.name, points=points, begins_s=begin)
-        begin = _most_work(self.requests, seconds)
+            points = [
+                (0.0, _interpolate_count(self.points, begin)),
+                *inside,
+                (seconds, _interpolate_count(self.points, end)),
+            ]
+            return Recording(self.name, points=points, starts_s=begin)
+        begin = _find_most_work(self.requests, seconds)
         cut = [
-            Arrived(each.at - begin, each.work_s, each.tokens)
+            RealtimeRequest(each.arrives_at - begin, each.work_s, each.tokens)
             for each in self.requests
             # The tolerance keeps a request at the end in spite of rounding.
-            if 0 <= each.at - begin <= seconds + 1e-9
+            if 0 <= each.arrives_at - begin <= seconds + 1e-9
         ]
-        return Recording(self.name, requests=cut, begins_s=begin)
+        return Recording(self.name, requests=cut, starts_s=begin)
 
 
-def load(path: Path, *, slots: int, seed: int = 0) -> Trace:
+def load_trace(path: Path, *, slots: int, seed: int = 0) -> Trace:
     """Read a trace in any known format. `slots` is the capacity of the recorded pool.
 
     Raises TraceError.
     """
-    return read(path).traffic(slots=slots, seed=seed)
+    return read_recording(path).make_trace(slots=slots, seed=seed)
 
 
-def read(path: Path) -> Recording:
+def read_recording(path: Path) -> Recording:
     """Read a file in any known format. Raises TraceError."""
     try:
         # Files from Windows programs may start with a byte order mark.
@@ -133,7 +137,7 @@ def read(path: Path) -> Recording:
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text at byte {error.start}") from error
     if text.lstrip()[:1] in ("{", "["):
-        return _recorded(path.name, _prometheus(path, text))
+        return _build_recording(path.name, _parse_prometheus(path, text))
     lines = [
         (number, row)
         for number, row in enumerate(csv.reader(text.splitlines()), 1)
@@ -144,16 +148,16 @@ def read(path: Path) -> Recording:
     header_at, header = lines[0][0], [name.strip().lower() for name in lines[0][1]]
     match header:
         case ["timestamp", "contexttokens", "generatedtokens", *_]:
-            return _of_requests(path, lines[1:])
+            return _parse_requests(path, lines[1:])
         case ["seconds", "context_tokens", "generated_tokens", *_]:
-            return _of_requests(path, lines[1:])
+            return _parse_requests(path, lines[1:])
         case ["time" | "timestamp" | "seconds", "running", *_]:
-            points = [(_time(path, n, row, 0), _number(path, n, row, 1)) for n, row in lines[1:]]
-            return _recorded(path.name, _ascending(path, lines[1:], points))
+            points = [(_parse_time(path, n, row, 0), _parse_number(path, n, row, 1)) for n, row in lines[1:]]
+            return _build_recording(path.name, _check_ascending(path, lines[1:], points))
         case ["time", _, *_]:
-            kept = [(line, point) for line in lines[1:] if (point := _summed(path, *line)) is not None]
+            kept = [(line, point) for line in lines[1:] if (point := _sum_row(path, *line)) is not None]
             rows, sums = [line for line, _ in kept], [point for _, point in kept]
-            return _recorded(path.name, _ascending(path, rows, sums))
+            return _build_recording(path.name, _check_ascending(path, rows, sums))
     raise TraceError(
         f"{path}:{header_at}: unknown columns {', '.join(header)}; a trace has the columns "
         "TIMESTAMP,ContextTokens,GeneratedTokens or time,running, or is what Grafana downloads (Time and a "
@@ -161,72 +165,76 @@ def read(path: Path) -> Recording:
     )
 
 
-def recorded(name: str, series: Sequence[Mapping[str, Any]]) -> Recording:
+def parse_recording(name: str, series: Sequence[Mapping[str, Any]]) -> Recording:
     """Build a recording from the series of a range query. Raises TraceError."""
-    return _recorded(name, _series(name, series))
+    return _build_recording(name, _sum_series(name, series))
 
 
-def _recorded(name: str, points: Sequence[tuple[float, float]]) -> Recording:
+def _build_recording(name: str, points: Sequence[tuple[float, float]]) -> Recording:
     begin = points[0][0]
     return Recording(name, points=[(at - begin, running) for at, running in points])
 
 
-def _fullest(points: Sequence[tuple[float, float]], seconds: float) -> float:
+def _find_fullest(points: Sequence[tuple[float, float]], seconds: float) -> float:
     """Return the start of the period in which the interpolated number of requests has the largest mean."""
     areas = [0.0]
     for (t0, n0), (t1, n1) in itertools.pairwise(points):
         areas.append(areas[-1] + (n0 + n1) / 2 * (t1 - t0))
     times = [at for at, _ in points]
 
-    def area(until: float) -> float:
+    def area_until(until: float) -> float:
         last = bisect.bisect_right(times, until) - 1
         at, running = points[last]
-        return areas[last] + (running + _at(points, until)) / 2 * (until - at)
+        return areas[last] + (running + _interpolate_count(points, until)) / 2 * (until - at)
 
     last = times[-1] - seconds
     # Only periods that start or end at a sample are tried.
     begins = [at for at in times if at <= last] + [at - seconds for at in times if at >= seconds]
-    return max(sorted(begins), key=lambda begin: area(begin + seconds) - area(begin))
+    return max(sorted(begins), key=lambda begin: area_until(begin + seconds) - area_until(begin))
 
 
-def _most_work(requests: Sequence[Arrived], seconds: float) -> float:
+def _find_most_work(requests: Sequence[RealtimeRequest], seconds: float) -> float:
     """Return the start of the period whose requests have the most work."""
     best = work = begin = 0.0
     first = 0
     for each in requests:
         work += each.work_s
         # Sliding window over the requests, which are sorted by time.
-        while each.at - requests[first].at >= seconds:
+        while each.arrives_at - requests[first].arrives_at >= seconds:
             work -= requests[first].work_s
             first += 1
         if work > best:
-            best, begin = work, requests[first].at
-    return min(begin, requests[-1].at - seconds)
+            best, begin = work, requests[first].arrives_at
+    return min(begin, requests[-1].arrives_at - seconds)
 
 
-def of_running(name: str, points: Sequence[tuple[float, float]], *, slots: int, seed: int = 0) -> Trace:
+def make_trace_from_counts(
+    name: str, points: Sequence[tuple[float, float]], *, slots: int, seed: int = 0
+) -> Trace:
     """Generate requests that use as many slots as the points (time, running) say."""
     seconds = points[-1][0]
     draws = random.Random(f"{seed}/{name}")
     # So that the mean of the lognormal distribution is MEAN_HOLD_S.
-    mu = math.log(HOLD_S) - HOLD_SIGMA**2 / 2
-    arrivals: list[Arrived] = []
+    mu = math.log(MEAN_HOLD_S) - HOLD_SIGMA**2 / 2
+    arrivals: list[RealtimeRequest] = []
     for level in range(1, math.ceil(max(running for _, running in points) - 0.5) + 1):
         # Each level is one slot in use: a chain of requests fills every period in which it is.
-        for start, end in _above(points, level - 0.5):
+        for start, end in _find_periods_above(points, level - 0.5):
             at = start
             while at < end:
                 left = min(draws.lognormvariate(mu, HOLD_SIGMA), end - at)
                 # Undoes the slowdown that the recorded load caused.
-                there = min(max(1, round(_at(points, at))), slots)
+                running_now = min(max(1, round(_interpolate_count(points, at))), slots)
                 # Tokens follow from the duration, at the speed of an empty pool.
-                arrivals.append(Arrived(at, left / slowdown(there, slots), round(left / 0.012)))
+                arrivals.append(
+                    RealtimeRequest(at, left / compute_slowdown(running_now, slots), round(left / 0.012))
+                )
                 at += left
-    arrivals.sort(key=lambda arrived: arrived.at)
+    arrivals.sort(key=lambda arrived: arrived.arrives_at)
     return Trace(name, arrivals, seconds)
 
 
-def _above(points: Sequence[tuple[float, float]], level: float) -> Iterator[tuple[float, float]]:
+def _find_periods_above(points: Sequence[tuple[float, float]], level: float) -> Iterator[tuple[float, float]]:
     """Yield the periods in which the interpolated number of requests is at or above the level."""
     since = points[0][0] if points[0][1] >= level else None
     for (t0, n0), (t1, n1) in itertools.pairwise(points):
@@ -243,7 +251,7 @@ def _above(points: Sequence[tuple[float, float]], level: float) -> Iterator[tupl
         yield since, points[-1][0]
 
 
-def _at(points: Sequence[tuple[float, float]], at: float) -> float:
+def _interpolate_count(points: Sequence[tuple[float, float]], at: float) -> float:
     low, high = 0, len(points) - 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -252,28 +260,30 @@ def _at(points: Sequence[tuple[float, float]], at: float) -> float:
     return n0 if t1 <= t0 else n0 + (n1 - n0) * (at - t0) / (t1 - t0)
 
 
-def _of_requests(path: Path, lines: Sequence[tuple[int, list[str]]]) -> Recording:
-    times = [(_time(path, n, row, 0), 0.0) for n, row in lines]
-    _ascending(path, lines, times)
+def _parse_requests(path: Path, lines: Sequence[tuple[int, list[str]]]) -> Recording:
+    times = [(_parse_time(path, n, row, 0), 0.0) for n, row in lines]
+    _check_ascending(path, lines, times)
     begin = times[0][0]
-    arrivals: list[Arrived] = []
+    arrivals: list[RealtimeRequest] = []
     for (n, row), (at, _) in zip(lines, times, strict=True):
-        context, generated = (int(_number(path, n, row, column)) for column in (1, 2))
+        context, generated = (int(_parse_number(path, n, row, column)) for column in (1, 2))
         # Differences of Unix times have rounding errors below a microsecond; the same trace in seconds must
         # give the same bytes.
-        arrivals.append(Arrived(round(at - begin, 6), work_s(context, generated), generated))
+        arrivals.append(RealtimeRequest(round(at - begin, 6), compute_work_s(context, generated), generated))
     return Recording(path.name, requests=arrivals)
 
 
-def _summed(path: Path, line: int, row: Sequence[str]) -> tuple[float, float] | None:
+def _sum_row(path: Path, line: int, row: Sequence[str]) -> tuple[float, float] | None:
     """Sum a row of a Grafana download, in which an empty cell is a series without a sample."""
     cells = [column for column, cell in enumerate(row) if column and cell.strip() not in NO_SAMPLE]
     if not cells:
         return None
-    return _time(path, line, row, 0), math.fsum(_number(path, line, row, column) for column in cells)
+    return _parse_time(path, line, row, 0), math.fsum(
+        _parse_number(path, line, row, column) for column in cells
+    )
 
 
-def _ascending(
+def _check_ascending(
     path: Path, lines: Sequence[tuple[int, list[str]]], points: Sequence[tuple[float, float]]
 ) -> Sequence[tuple[float, float]]:
     if len(points) < 2:
@@ -286,7 +296,7 @@ def _ascending(
     return points
 
 
-def _time(path: Path, line: int, row: Sequence[str], column: int) -> float:
+def _parse_time(path: Path, line: int, row: Sequence[str], column: int) -> float:
     field = row[column].strip()
     try:
         at = float(field)
@@ -303,7 +313,7 @@ def _time(path: Path, line: int, row: Sequence[str], column: int) -> float:
     return at / 1000 if at > UNIX_MS_FROM else at
 
 
-def _number(path: Path, line: int, row: Sequence[str], column: int) -> float:
+def _parse_number(path: Path, line: int, row: Sequence[str], column: int) -> float:
     if len(row) <= column:
         raise TraceError(f"{path}:{line}: {len(row)} columns, where column {column + 1} is needed")
     try:
@@ -315,7 +325,7 @@ def _number(path: Path, line: int, row: Sequence[str], column: int) -> float:
     return value
 
 
-def _prometheus(path: Path, text: str) -> Sequence[tuple[float, float]]:
+def _parse_prometheus(path: Path, text: str) -> Sequence[tuple[float, float]]:
     """Parse the points of a range query. Series are summed at each time at which they have a sample."""
     try:
         answer = json.loads(text)
@@ -329,10 +339,10 @@ def _prometheus(path: Path, text: str) -> Sequence[tuple[float, float]]:
         answer = answer[key] if isinstance(answer, dict) and key in answer else answer
     if not (isinstance(answer, list) and all(isinstance(series, dict) for series in answer)):
         raise TraceError(f"{path}: not a Prometheus answer; expected data.result to be a list of series")
-    return _series(str(path), answer)
+    return _sum_series(str(path), answer)
 
 
-def _series(where: str, answer: Sequence[Mapping[str, Any]]) -> Sequence[tuple[float, float]]:
+def _sum_series(where: str, answer: Sequence[Mapping[str, Any]]) -> Sequence[tuple[float, float]]:
     sums: dict[float, float] = {}
     for i, series in enumerate(answer):
         samples = series.get("values")
@@ -340,14 +350,14 @@ def _series(where: str, answer: Sequence[Mapping[str, Any]]) -> Sequence[tuple[f
             raise TraceError(
                 f"{where}: result[{i}] has no `values`; export a range query, not an instant one"
             )
-        for sampled_at, value in _samples(where, i, samples):
+        for sampled_at, value in _parse_samples(where, i, samples):
             sums[sampled_at] = sums.get(sampled_at, 0.0) + value
     if len(sums) < 2:
         raise TraceError(f"{where}: {len(sums)} samples; a trace needs two at least")
     return sorted(sums.items())
 
 
-def _samples(where: str, series: int, samples: Iterable[object]) -> Iterator[tuple[float, float]]:
+def _parse_samples(where: str, series: int, samples: Iterable[object]) -> Iterator[tuple[float, float]]:
     for i, sample in enumerate(samples):
         try:
             at, value = (float(part) for part in sample)  # type: ignore[attr-defined]

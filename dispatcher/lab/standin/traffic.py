@@ -6,15 +6,15 @@ import asyncio
 import itertools
 import random
 
-from dispatcher.lab.standin.model import BATCH_CONTEXT, generated, work_s
+from dispatcher.lab.standin.model import BATCH_CONTEXT, compute_work_s, draw_tokens
 from dispatcher.lab.standin.pool import Job, Pool
 from dispatcher.lab.standin.trace import Trace
 
-_AGAIN_S = 0.05
+_RETRY_S = 0.05
 """Time after which a refused request of a constant level is sent again."""
 
 
-class Realtime:
+class RealtimeTraffic:
     """Interactive users. They do not retry refused requests, except to hold a level."""
 
     def __init__(self, pool: Pool, *, seconds: float | None, seed: int) -> None:
@@ -25,45 +25,45 @@ class Realtime:
         self._level = 0
         self._held = 0
 
-    def hold(self, level: int) -> None:
+    def hold_level(self, level: int) -> None:
         """Keep this number of requests in the pool. More are sent at once; fewer are reached as requests
         finish."""
         self._level = level
         while self._held < level:
             self._held += 1
-            self._hold_one()
+            self._submit_held_job()
 
-    async def step(self, steps: list[tuple[float, int]]) -> None:
+    async def hold_levels(self, steps: list[tuple[float, int]]) -> None:
         """Hold each level from its time on."""
         start = self._loop.time()
         for at, level in steps:
             # Relative to the start, so that delays do not add up.
             await asyncio.sleep(start + at - self._loop.time())
-            self.hold(level)
+            self.hold_level(level)
 
-    async def replay(self, trace: Trace, from_s: float, speed: float) -> None:
+    async def replay_trace(self, trace: Trace, from_s: float, speed: float) -> None:
         """Send the requests of the trace from `from_s` on, `speed` times as fast, until its end."""
         start = self._loop.time()
-        for arrived in itertools.dropwhile(lambda arrived: arrived.at < from_s, trace.arrivals):
-            wait_s = start + (arrived.at - from_s) / speed - self._loop.time()
+        for arrived in itertools.dropwhile(lambda arrived: arrived.arrives_at < from_s, trace.arrivals):
+            wait_s = start + (arrived.arrives_at - from_s) / speed - self._loop.time()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
-            self._pool.submit(self._job(arrived.work_s, arrived.tokens))
+            self._pool.submit_job(self._make_job(arrived.work_s, arrived.tokens))
 
-    def _hold_one(self) -> None:
+    def _submit_held_job(self) -> None:
         # The level was lowered while this request was running.
         if self._held > self._level:
             self._held -= 1
             return
-        tokens = generated(self._random)
-        job = self._job(work_s(BATCH_CONTEXT, tokens), tokens)
-        job.on_finish = self._hold_one
-        if not self._pool.submit(job):
-            self._loop.call_later(_AGAIN_S, self._hold_one)
+        tokens = draw_tokens(self._random)
+        job = self._make_job(compute_work_s(BATCH_CONTEXT, tokens), tokens)
+        job.on_finish = self._submit_held_job
+        if not self._pool.submit_job(job):
+            self._loop.call_later(_RETRY_S, self._submit_held_job)
 
-    def _job(self, work_s: float, tokens: int) -> Job:
-        return Job(batch=False, work_s=work_s, seconds=self._seconds, tokens=tokens, on_finish=_nothing)
+    def _make_job(self, work_s: float, tokens: int) -> Job:
+        return Job(is_batch=False, work_s=work_s, seconds=self._seconds, tokens=tokens, on_finish=_do_nothing)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass

@@ -19,7 +19,7 @@ _LABELS: dict[Engine, str] = {
 }
 
 
-def page(
+def render_page(
     pool: Pool,
     number: int,
     servers: int,
@@ -34,15 +34,15 @@ def page(
     `adapters` are the running and the waiting ones, or `None` if the server has none.
     """
 
-    def share(requests: int) -> int:
+    def get_share(requests: int) -> int:
         # The first servers get the remainder.
         return requests // servers + (number < requests % servers)
 
-    running = share(pool.running)
+    running = get_share(pool.running)
     used = min(1.0, kv_at_full * running * servers / pool.slots) if pool.slots else 1.0
     gauges = (
         ("Number of requests in model execution batches.", running),
-        ("Number of requests waiting to be processed.", share(pool.waiting_inside)),
+        ("Number of requests waiting to be processed.", get_share(pool.waiting_inside)),
         ("KV-cache usage. 1 means 100 percent usage.", used),
     )
     shown = "".join(

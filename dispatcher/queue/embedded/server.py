@@ -31,12 +31,12 @@ SOCKET_PATH_BYTES = 103
 """Length of the longest path that a unix socket can have on every system (107 on Linux)."""
 LOG_BYTES = 8 * 2**20
 """Size from which on the log of the server starts anew."""
-LOCK = "lock"
-LOG = "valkey.log"
+LOCK_FILE = "lock"
+LOG_FILE = "valkey.log"
 _POLL_S = 0.01
-_SUCCESSOR_WAIT_S = 15.0
+_ENDING_SERVER_WAIT_S = 15.0
 """Seconds that a server whose parent died may take to end: it is stopped at once, and writes its file."""
-_NEIGHBOUR_WAIT_S = 1.0
+_LOCK_WAIT_S = 1.0
 
 
 class EmbeddedError(Exception):
@@ -60,25 +60,27 @@ async def embedded_valkey(
     """
     data_dir = data_dir.absolute()  # noqa: ASYNC240 - asks the process, not a disk
     server = server or find_server()
-    async with _owned(data_dir) as lock:
+    async with _locked_directory(data_dir) as lock:
         with _socket_for(data_dir) as socket:
             note = json.dumps({"pid": os.getpid(), "socket": str(socket)}).encode()
             os.ftruncate(lock, 0)
             os.pwrite(lock, note, 0)
-            process, lifeline = await _start(_command(server, data_dir, socket, fsync), data_dir, lock)
+            process, lifeline = await _start_server(
+                _build_command(server, data_dir, socket, fsync), data_dir, lock
+            )
             try:
-                await _until_it_answers(process, socket, data_dir, start_s)
+                await _wait_until_ready(process, socket, data_dir, start_s)
                 # From now on, the supervisor starts the server again when it dies.
                 lifeline.write(b"answers\n")
-                yield _url(socket)
+                yield _socket_url(socket)
             finally:
                 # Shielded, because another process may use the directory only once the file is written and
                 # synced.
-                await asyncio.shield(_end(process, lifeline))
+                await asyncio.shield(_stop_server(process, lifeline))
 
 
 @contextlib.asynccontextmanager
-async def _owned(data_dir: Path) -> AsyncIterator[int]:
+async def _locked_directory(data_dir: Path) -> AsyncIterator[int]:
     """Lock the directory, which is created if needed. Yields the descriptor that holds the lock.
 
     A process that inherits the descriptor holds the lock as well.
@@ -87,10 +89,10 @@ async def _owned(data_dir: Path) -> AsyncIterator[int]:
     try:
         began_at = time.monotonic()
         while not _try_lock(lock):
-            owner = _read_note(data_dir).get("pid", 0)
+            owner = _read_lock_note(data_dir).get("pid", 0)
             # If the owner of the directory has died, its server still holds the lock until it has synced its
             # file.
-            if time.monotonic() - began_at > (_NEIGHBOUR_WAIT_S if _is_alive(owner) else _SUCCESSOR_WAIT_S):
+            if time.monotonic() - began_at > (_LOCK_WAIT_S if _is_alive(owner) else _ENDING_SERVER_WAIT_S):
                 raise EmbeddedError(
                     f"queue.data_dir: {data_dir} is in use by another process (pid {owner}): give each "
                     "dispatcher a directory of its own, or all of them one Redis in queue.url"
@@ -110,15 +112,15 @@ def _open_private(data_dir: Path) -> int:
     """
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fault = _fault_of_owner(data_dir, data_dir.lstat())
+        fault = _find_owner_fault(data_dir, data_dir.lstat())
         folder = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fault = fault or _fault_of_owner(data_dir, os.fstat(folder))
+            fault = fault or _find_owner_fault(data_dir, os.fstat(folder))
             if fault is not None:
                 raise EmbeddedError(f"queue.data_dir: {fault}")
             with contextlib.suppress(PermissionError):  # the root of a mounted volume
                 os.fchmod(folder, 0o700)
-            lock = _open_file(data_dir / LOCK, os.O_RDWR)
+            lock = _open_file(data_dir / LOCK_FILE, os.O_RDWR)
         finally:
             os.close(folder)
     except OSError as error:
@@ -130,18 +132,18 @@ def _open_private(data_dir: Path) -> int:
     return lock
 
 
-def _open_file(path: Path, how: int) -> int:
+def _open_file(path: Path, flags: int) -> int:
     """Open a file of the directory, and create it if needed. Never opens a file that is elsewhere or belongs
     to another user."""
     try:
         # O_NOFOLLOW refuses a symbolic link, and O_NONBLOCK does not wait for a reader of a named pipe.
-        file = os.open(path, how | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        file = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
         raise EmbeddedError(f"queue.data_dir: {path} is no file of ours: remove it") from error
-    fault = _fault_of_owner(path, found := os.fstat(file))
-    if fault is None and (not stat.S_ISREG(found.st_mode) or found.st_nlink != 1):
+    fault = _find_owner_fault(path, status := os.fstat(file))
+    if fault is None and (not stat.S_ISREG(status.st_mode) or status.st_nlink != 1):
         fault = f"{path} is no file of ours: remove it"
     if fault is not None:
         os.close(file)
@@ -149,13 +151,13 @@ def _open_file(path: Path, how: int) -> int:
     return file
 
 
-def _fault_of_owner(path: Path, found: os.stat_result) -> str | None:
+def _find_owner_fault(path: Path, status: os.stat_result) -> str | None:
     """Return why another user owns a file, or `None`. Root is accepted: it can do everything anyway, and owns
     the root directory of a volume."""
-    if found.st_uid in (0, os.geteuid()):
+    if status.st_uid in (0, os.geteuid()):
         return None
     return (
-        f"{path} belongs to another user (uid {found.st_uid}), who could lead what is written elsewhere: "
+        f"{path} belongs to another user (uid {status.st_uid}), who could lead what is written elsewhere: "
         "name a directory of your own"
     )
 
@@ -181,7 +183,7 @@ def _socket_for(data_dir: Path) -> Iterator[Path]:
         yield Path(private) / "valkey.sock"
 
 
-def _command(server: Path, data_dir: Path, socket: Path, fsync: str) -> list[str]:
+def _build_command(server: Path, data_dir: Path, socket: Path, fsync: str) -> list[str]:
     options = {
         "port": "0",  # no TCP
         "unixsocket": str(socket),
@@ -199,8 +201,10 @@ def _command(server: Path, data_dir: Path, socket: Path, fsync: str) -> list[str
     return [sys.executable, "-I", "-S", str(SUPERVISOR), str(server), *arguments]
 
 
-async def _start(command: list[str], data_dir: Path, lock: int) -> tuple[Process, asyncio.StreamWriter]:
-    log = data_dir / LOG
+async def _start_server(
+    command: list[str], data_dir: Path, lock: int
+) -> tuple[Process, asyncio.StreamWriter]:
+    log = data_dir / LOG_FILE
     with contextlib.suppress(FileNotFoundError):
         if log.lstat().st_size > LOG_BYTES:
             log.replace(log.with_suffix(".log.1"))
@@ -221,19 +225,19 @@ async def _start(command: list[str], data_dir: Path, lock: int) -> tuple[Process
     return process, cast(asyncio.StreamWriter, process.stdin)
 
 
-async def _end(process: Process, lifeline: asyncio.StreamWriter) -> None:
+async def _stop_server(process: Process, lifeline: asyncio.StreamWriter) -> None:
     lifeline.close()
     await process.wait()
 
 
-async def _until_it_answers(process: Process, socket: Path, data_dir: Path, start_s: float) -> None:
-    log = data_dir / LOG
+async def _wait_until_ready(process: Process, socket: Path, data_dir: Path, start_s: float) -> None:
+    log = data_dir / LOG_FILE
     give_up_at = time.monotonic() + start_s
-    while (said := await _ping(socket)) != b"+PONG":
+    while (reply := await _ping_server(socket)) != b"+PONG":
         if process.returncode is not None:
-            why = f"Valkey cannot start in {data_dir}: {_last_words(log)}"
+            why = f"Valkey cannot start in {data_dir}: {_read_last_log_line(log)}"
             raise EmbeddedError(f"queue.data_dir: {why} (see {log})")
-        if said is not None:  # -LOADING: the server reads its file, however long that takes
+        if reply is not None:  # -LOADING: the server reads its file, however long that takes
             give_up_at = time.monotonic() + start_s
         if time.monotonic() > give_up_at:
             why = f"Valkey in {data_dir} gave no answer within {start_s:g} s"
@@ -241,7 +245,7 @@ async def _until_it_answers(process: Process, socket: Path, data_dir: Path, star
         await asyncio.sleep(_POLL_S)
 
 
-async def _ping(socket: Path) -> bytes | None:
+async def _ping_server(socket: Path) -> bytes | None:
     """Return the first word of the server's reply to a PING. `None` if there is no reply."""
     try:
         async with asyncio.timeout(1.0):
@@ -254,11 +258,11 @@ async def _ping(socket: Path) -> bytes | None:
     return words[0] if words else None
 
 
-def _last_words(log: Path) -> str:
+def _read_last_log_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-40:]
     # Valkey marks warnings with a `#` after pid and time; advice about the kernel is among them.
-    grave = [line.partition(" # ")[2] for line in lines if " # " in line and "overcommit" not in line]
-    return (grave or lines or ["it said nothing"])[-1]
+    warnings = [line.partition(" # ")[2] for line in lines if " # " in line and "overcommit" not in line]
+    return (warnings or lines or ["it said nothing"])[-1]
 
 
 def find_server() -> Path:
@@ -284,27 +288,27 @@ def running_url(data_dir: Path) -> str | None:
     """Return the URL of the server that a running dispatcher keeps in this directory. `None` if there is
     none."""
     try:
-        lock = os.open(data_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        lock = os.open(data_dir / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     # A shared lock can only be taken if no dispatcher holds its exclusive one.
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        socket = _read_note(data_dir).get("socket")
-        return _url(Path(socket)) if socket else None
+        socket = _read_lock_note(data_dir).get("socket")
+        return _socket_url(Path(socket)) if socket else None
     finally:
         os.close(lock)
     return None
 
 
-def _url(socket: Path) -> str:
+def _socket_url(socket: Path) -> str:
     return f"unix://{quote(str(socket))}"
 
 
-def _read_note(data_dir: Path) -> dict[str, Any]:
+def _read_lock_note(data_dir: Path) -> dict[str, Any]:
     try:
-        note = json.loads((data_dir / LOCK).read_bytes())
+        note = json.loads((data_dir / LOCK_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}

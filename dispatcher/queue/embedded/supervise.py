@@ -23,14 +23,14 @@ import time
 from types import FrameType
 
 STOP_S = 10.0
-RESTART_S = (0.1, 5.0)
+RESTART_PAUSES_S = (0.1, 5.0)
 """First and longest pause before a server that died is started again."""
-STEADY_S = 30.0
+STABLE_AFTER_S = 30.0
 """Seconds of running after which the next restart has the first pause again."""
 _PARENT_POLL_S = 1.0
 
 
-class _Stop(Exception):  # noqa: N818 - a request, not an error
+class _StopRequested(Exception):  # noqa: N818 - a request, not an error
     """The parent has ended, or this process was stopped."""
 
 
@@ -45,37 +45,41 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
     signal.signal(signal.SIGTERM, _on_sigterm)
 
-    def parent_speaks(timeout_s: float) -> bool:
+    def wait_for_parent(timeout_s: float) -> bool:
         """Wait for a line of the parent, a signal, or the timeout. Raises _StopRequested if the parent closed
         its end of the pipe."""
         readable, _, _ = select.select([0, woken], [], [], timeout_s)
         if woken in readable:
             os.read(woken, 64)
         if 0 in readable and not os.read(0, 64):
-            raise _Stop
+            raise _StopRequested
         if os.getppid() != parent:  # another child of the parent may keep the pipe open
-            raise _Stop
+            raise _StopRequested
         return 0 in readable
 
     answered = False
     pause_s = 0.0
     while True:
         started_at = time.monotonic()
-        server = _start(command)
+        server = _start_server(command)
         try:
             while server.poll() is None:
-                answered |= parent_speaks(_PARENT_POLL_S)
+                answered |= wait_for_parent(_PARENT_POLL_S)
             if not answered:
                 return server.returncode
-            steady = time.monotonic() - started_at > STEADY_S
-            pause_s = RESTART_S[0] if steady else min(max(RESTART_S[0], 2 * pause_s), RESTART_S[1])
-            parent_speaks(pause_s)
-        except _Stop:
-            _end(server)
+            is_stable = time.monotonic() - started_at > STABLE_AFTER_S
+            pause_s = (
+                RESTART_PAUSES_S[0]
+                if is_stable
+                else min(max(RESTART_PAUSES_S[0], 2 * pause_s), RESTART_PAUSES_S[1])
+            )
+            wait_for_parent(pause_s)
+        except _StopRequested:
+            _stop_server(server)
             return 0
 
 
-def _start(command: list[str]) -> subprocess.Popen[bytes]:
+def _start_server(command: list[str]) -> subprocess.Popen[bytes]:
     # close_fds=False: the server inherits the lock on the data directory, so that no second server can start
     # on the same file while this one still writes it.
     return subprocess.Popen(  # noqa: S603 - the command is our parent's own
@@ -93,10 +97,10 @@ def _die_with_parent() -> None:
 
 
 def _on_sigterm(_signum: int, _frame: FrameType | None) -> None:
-    raise _Stop
+    raise _StopRequested
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
+def _stop_server(server: subprocess.Popen[bytes]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt the end of the server
     server.terminate()
     try:

@@ -7,77 +7,83 @@ from typing import Literal
 
 from redis import exceptions as errors
 
-from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES
+from dispatcher.queue.keys import FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX, MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.script_calls import key_of
-from dispatcher.queue.redis.scripts import Argument, Scripts, in_steps
+from dispatcher.queue.redis.script_calls import encode_key
+from dispatcher.queue.redis.scripts import Argument, ScriptRunner, split_batches
 
-_MOST = 1000
+_MAX_REQUESTS_PER_CALL = 1000
 """Largest number of requests that one call asks about."""
-Foreign = Literal["", "must", "may"]
+ForeignMarkers = Literal["", "must", "may"]
 """Mode in which a script treats the markers of llm-d's producers. lua/check_cancelled.lua explains the
 values."""
 
 
-async def cancelled(backend: Backend, requests: Sequence[tuple[str, str]], *, foreign: Foreign) -> list[bool]:
+async def check_cancelled(
+    backend: Backend, requests: Sequence[tuple[str, str]], *, foreign: ForeignMarkers
+) -> list[bool]:
     """Return for each (request id, token) whether a marker of the id holds the token.
 
     Each marker is compared once, inside the server, because a producer may have written one of any size.
     """
-    asked = {pair: (key_of(pair[0]), key_of(pair[1])) for pair in requests if pair[1]}
+    encoded = {pair: (encode_key(pair[0]), encode_key(pair[1])) for pair in requests if pair[1]}
     marked: set[tuple[str, str]] = set()
-    for some in in_steps([*asked.items()], lambda item: sum(map(len, item[1])), _MOST):
+    for batch in split_batches(
+        [*encoded.items()], lambda item: sum(map(len, item[1])), _MAX_REQUESTS_PER_CALL
+    ):
         args: list[Argument] = [foreign]
-        for _, (request_id, token) in some:
+        for _, (request_id, token) in batch:
             args += (request_id, token, int(len(token) <= MAX_TOKEN_BYTES))
-        told = (await backend.run("cancelled", args)).value
-        marked |= {pair for (pair, _), found in zip(some, told, strict=True) if found}
+        flags = (await backend.run_script("cancelled", args)).value
+        marked |= {pair for (pair, _), found in zip(batch, flags, strict=True) if found}
     return [pair in marked for pair in requests]
 
 
-async def cancelled_elsewhere(scripts: Scripts, requests: Sequence[tuple[str, str]]) -> list[bool]:
+async def check_foreign_cancelled(scripts: ScriptRunner, requests: Sequence[tuple[str, str]]) -> list[bool]:
     """Return the same by the markers of llm-d's producers alone, which may be in any slot of a Cluster."""
     longest: dict[bytes, int] = {}
     for request_id, token in requests:
         if token:
-            key = key_of(CANCEL + request_id)
-            longest[key] = max(longest.get(key, 0), len(key_of(token)))
+            key = encode_key(FOREIGN_CANCEL_PREFIX + request_id)
+            longest[key] = max(longest.get(key, 0), len(encode_key(token)))
     if not longest:
         return [False] * len(requests)
 
-    async def read() -> list[bytes | Exception]:
+    async def read_markers() -> list[bytes | Exception]:
         pipe = scripts.client.pipeline(transaction=False)
         for key, size in longest.items():
             pipe.getrange(key, 0, size)  # one byte more than the token, to recognise a longer value
         found: list[bytes | Exception] = await pipe.execute(raise_on_error=False)
         for each in found:
-            if isinstance(each, Exception) and not _is_of_another_type(each):
+            if isinstance(each, Exception) and not _is_wrong_type(each):
                 raise each
         return found
 
-    markers = dict(zip(longest, await scripts.attempt(read), strict=True))
+    markers = dict(zip(longest, await scripts.call_with_retries(read_markers), strict=True))
     return [
-        token != "" and markers[key_of(CANCEL + request_id)] == key_of(token)
+        token != "" and markers[encode_key(FOREIGN_CANCEL_PREFIX + request_id)] == encode_key(token)
         for request_id, token in requests
     ]
 
 
-async def active_of(scripts: Scripts, request_id: str) -> bytes:
+async def read_foreign_active_token(scripts: ScriptRunner, request_id: str) -> bytes:
     """Return the token that a producer of llm-d has left under the id. Empty if there is none, or it is too
     long."""
 
-    async def read() -> bytes:
+    async def read_token() -> bytes:
         try:
-            found: bytes = await scripts.client.getrange(ACTIVE + request_id, 0, MAX_TOKEN_BYTES)
+            found: bytes = await scripts.client.getrange(
+                FOREIGN_ACTIVE_PREFIX + request_id, 0, MAX_TOKEN_BYTES
+            )
         except errors.ResponseError as error:
-            if _is_of_another_type(error):
+            if _is_wrong_type(error):
                 return b""
             raise
         return found
 
-    found = await scripts.attempt(read)
+    found = await scripts.call_with_retries(read_token)
     return found if len(found) <= MAX_TOKEN_BYTES else b""
 
 
-def _is_of_another_type(error: Exception) -> bool:
+def _is_wrong_type(error: Exception) -> bool:
     return isinstance(error, errors.ResponseError) and str(error).startswith("WRONGTYPE")

@@ -20,24 +20,24 @@ class ServerClock:
         return f"<ServerClock {'unknown' if self._offset is None else f'{self._offset:+.6f} s'}>"
 
     @property
-    def known(self) -> bool:
+    def is_known(self) -> bool:
         return self._offset is not None
 
-    def observe(self, sent_at: float, received_at: float, server: float) -> None:
+    def observe_reply(self, sent_at: float, received_at: float, server_time: float) -> None:
         # The server read its clock between the two loop times, which bounds the offset from both sides.
-        low, high = server - received_at, server - sent_at
+        low, high = server_time - received_at, server_time - sent_at
         offset = (low + high) / 2 if self._offset is None else self._offset
         self._offset = min(max(offset, low), high)
 
-    def server(self, at: float) -> float:
+    def to_server_time(self, at: float) -> float:
         """Convert a loop time to the server's Unix time."""
-        return at + self.offset(at)
+        return at + self.get_offset(at)
 
-    def loop(self, at: float, now: float) -> float:
+    def to_loop_time(self, at: float, now: float) -> float:
         """Convert the server's Unix time to a loop time. `now` is a loop time."""
-        return at - self.offset(now)
+        return at - self.get_offset(now)
 
-    def offset(self, now: float) -> float:
+    def get_offset(self, now: float) -> float:
         """Return the server's Unix time minus the loop time. Before the first reply, the clock of this
         machine is used."""
         return time.time() - now if self._offset is None else self._offset

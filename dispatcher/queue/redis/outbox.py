@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 from redis.crc import key_slot
 
-from dispatcher.core.requests.result import decode_result, misdirected
+from dispatcher.core.requests.result import decode_result, encode_bad_list
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis import script_calls
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, ForbiddenError
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Argument, PermissionDeniedError
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
 """Lifetime of a marker in seconds. It is longer than any result may stay in the outbox after its push,
 because the marker prevents a second push."""
-_MOST = 100
-_AWAY_S = 5.0
+_MAX_ELEMENTS = 100
+_UNREACHABLE_S = 5.0
 """Seconds for which a list is skipped after it could not be reached. Each try takes time that other lists
 need."""
 
@@ -38,103 +38,107 @@ class Outbox:
         self._scripts = backend.scripts
         self._names = backend.names
         self._ttl_s = ttl_s
-        self._away: dict[bytes, float] = {}
+        self._unreachable_until: dict[bytes, float] = {}
 
-    def reaches(self, name: bytes) -> bool:
+    def can_deliver_to(self, name: bytes) -> bool:
         """Return whether a marker can be in the slot of the list. It cannot if there is a stray brace in the
         name."""
-        return key_slot(self._marker(name)) == key_slot(name)
+        return key_slot(self._build_marker_key(name)) == key_slot(name)
 
     @property
-    def waits(self) -> bool:
+    def has_unreachable_list(self) -> bool:
         """True if a list is unreachable, so that each delivery has to skip the results for it. The sweep does
         that at times."""
-        return bool(self._away)
+        return bool(self._unreachable_until)
 
-    async def carry(self) -> None:
+    async def deliver_pending(self) -> None:
         """Deliver all results in the outbox. Results for an unreachable list stay here and hold up no others.
 
         Raises QueueUnavailableError if the outbox cannot be read.
         """
         now = asyncio.get_running_loop().time()
-        self._away = {name: until for name, until in self._away.items() if until > now}
+        self._unreachable_until = {
+            name: until for name, until in self._unreachable_until.items() if until > now
+        }
         after = "-inf"
-        while found := await self._read(after):
+        while found := await self._read_page(after):
             lists: dict[bytes, list[tuple[bytes, bytes, bytes]]] = defaultdict(list)
             for element in found:
-                number, list_name, result = _parse(element)
+                number, list_name, result = _parse_element(element)
                 lists[list_name].append((number, result, element))
                 # Results for an unreachable list stay in the outbox, so the next page begins after this
                 # number.
                 after = f"({number.decode()}"
-            reachable = [item for item in lists.items() if item[0] not in self._away]
-            await asyncio.gather(*(self._try(name, results) for name, results in reachable))
+            reachable = [item for item in lists.items() if item[0] not in self._unreachable_until]
+            await asyncio.gather(*(self._try_deliver(name, results) for name, results in reachable))
 
-    async def _try(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
+    async def _try_deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         try:
-            await self._deliver(name, results)
+            await self._deliver_list(name, results)
         except QueueUnavailableError as error:  # the results are safe in the outbox
-            self._away[name] = asyncio.get_running_loop().time() + _AWAY_S
+            self._unreachable_until[name] = asyncio.get_running_loop().time() + _UNREACHABLE_S
             shown = name.decode(errors="replace")
-            emit(Event.RESULT_LIST_AWAY, list=shown, waiting=len(results), why=str(error))
+            emit(Event.RESULT_LIST_UNREACHABLE, list=shown, waiting=len(results), why=str(error))
 
-    async def _read(self, after: str) -> Sequence[bytes]:
-        return await posted(self._backend, after, _MOST)
+    async def _read_page(self, after: str) -> Sequence[bytes]:
+        return await read_outbox(self._backend, after, _MAX_ELEMENTS)
 
-    async def _deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
+    async def _deliver_list(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         pushes = [(number, result) for number, result, _ in results]
-        if not await self._push(name, self._marker(name), pushes):
-            default = self._names.results.encode()
-            pushes = [(number, _refused(name, result)) for number, result, _ in results]
+        if not await self._push_results(name, self._build_marker_key(name), pushes):
+            default = self._names.result_list.encode()
+            pushes = [(number, _build_invalid_list_result(name, result)) for number, result, _ in results]
             # A marker of its own: the numbers of this list may be lower than those that the default list has.
-            marker = self._marker(default, b":for:" + name)
-            if name == default or not await self._push(default, marker, pushes):
-                raise QueueUnavailableError(f"{self._names.results} is no list: results have no place to go")
+            marker = self._build_marker_key(default, b":for:" + name)
+            if name == default or not await self._push_results(default, marker, pushes):
+                raise QueueUnavailableError(
+                    f"{self._names.result_list} is no list: results have no place to go"
+                )
         elements = [element for _, _, element in results]
 
         # Removed only after the push: a crash in between repeats the push, which the marker then ignores.
-        async def remove() -> None:
-            await self._scripts.client.zrem(self._names.outbox, *elements)
+        async def remove_elements() -> None:
+            await self._scripts.client.zrem(self._names.outbox_key, *elements)
 
-        await self._scripts.attempt(remove)
+        await self._scripts.call_with_retries(remove_elements)
 
-    async def _push(self, name: bytes, marker: bytes, pushes: Sequence[tuple[bytes, bytes]]) -> bool:
+    async def _push_results(self, name: bytes, marker: bytes, pushes: Sequence[tuple[bytes, bytes]]) -> bool:
         """Push results. Return False if the list can never take them: it is no list, or this user may not
         write to it."""
-        lives = {"ttl_s": self._ttl_s, "marker_s": _MARKER_TTL_S}
+        ttls = {"ttl_s": self._ttl_s, "marker_s": _MARKER_TTL_S}
         try:
-            return await script_calls.push(self._backend, name, marker, pushes, **lives)
-        except ForbiddenError:
-            if await self._may_touch(name):
+            return await script_calls.push_results(self._backend, name, marker, pushes, **ttls)
+        except PermissionDeniedError:
+            if await self._has_access(name):
                 raise  # the marker or a command is forbidden, which the operator has to change
             return False
 
-    async def _may_touch(self, name: bytes) -> bool:
+    async def _has_access(self, name: bytes) -> bool:
         try:
-            await self._scripts.attempt(lambda: self._scripts.client.type(name))
-        except ForbiddenError:
+            await self._scripts.call_with_retries(lambda: self._scripts.client.type(name))
+        except PermissionDeniedError:
             return False
         return True
 
-    def _marker(self, name: bytes, suffix: bytes = b"") -> bytes:
+    def _build_marker_key(self, name: bytes, suffix: bytes = b"") -> bytes:
         own = b":posted:" + self._names.queue.encode().replace(b"{", b"").replace(b"}", b"") + suffix
         # A name without a hash tag becomes the tag, so that the marker is in the slot of the list.
         tagged = name if key_slot(name + b":") == key_slot(name) else b"{" + name + b"}"
         return tagged + own
 
 
-async def posted(backend: Backend, after: str, most: int) -> Sequence[bytes]:
+async def read_outbox(backend: Backend, after: str, max_count: int) -> Sequence[bytes]:
     """Return the next elements of the outbox: at most a megabyte, or one element if it is larger."""
-    args: list[Argument] = [after, most, SCRIPT_BYTES]
-    found: Sequence[bytes] = (await backend.scripts.run("posted", [backend.names.outbox], args)).value
+    args: list[Argument] = [after, max_count, MAX_SCRIPT_BYTES]
+    found: Sequence[bytes] = (await backend.scripts.run("posted", [backend.names.outbox_key], args)).value
     return found
 
 
-def _parse(element: bytes) -> tuple[bytes, bytes, bytes]:
+def _parse_element(element: bytes) -> tuple[bytes, bytes, bytes]:
     number, length, rest = element.split(b"\n", 2)
     return number, rest[: int(length)], rest[int(length) :]
 
 
-def _refused(name: bytes, result: bytes) -> bytes:
-    told = decode_result(result)
-    return misdirected(told.id, name.decode(errors="replace"), token=told.request_token or "")
+def _build_invalid_list_result(name: bytes, result: bytes) -> bytes:
+    decoded = decode_result(result)
+    return encode_bad_list(decoded.id, name.decode(errors="replace"), token=decoded.request_token or "")

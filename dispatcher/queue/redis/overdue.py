@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dispatcher.ports import Expired
+from dispatcher.ports import UnleasedRequest
 
-FROM_THE_START = "-inf"
-UNSERVED = "u0"
+FROM_START = "-inf"
+REMAINING = "u0"
 """Location of a request of a sequence that no search has found (`Queue.find_remaining_requests`)."""
 
 
 @dataclass
-class Walk:
+class ScoreWalk:
     """One pass over all scores with a deadline in (after, until], in as many calls as it takes.
 
     The position is a rank. It falls when a found request is removed, and it steps over found requests whose
@@ -23,21 +23,21 @@ class Walk:
     after: str
     until: str = ""
     """End of the range. Empty until the server's clock at the start of the pass is known."""
-    range: int = 0
+    range_index: int = 0
     offset: int = 0
-    ended: bool = False
+    has_ended: bool = False
 
     @property
     def position(self) -> tuple[str, str, int, int]:
-        return self.after, self.until, self.range, self.offset
+        return self.after, self.until, self.range_index, self.offset
 
-    def moved(self, until: bytes, next_range: int, next_offset: int) -> None:
+    def advance_to(self, until: bytes, next_range: int, next_offset: int) -> None:
         self.until = until.decode()
-        self.range, self.offset = next_range, next_offset
-        self.ended = next_range < 0
+        self.range_index, self.offset = next_range, next_offset
+        self.has_ended = next_range < 0
 
 
-class Overdue:
+class OverdueSearch:
     """Two passes in turn, so that neither can delay the other for ever.
 
     `new_deadlines` covers the deadlines that have passed since it last ended. So an overdue request is found
@@ -47,36 +47,40 @@ class Overdue:
 
     def __init__(self, now: float) -> None:
         """`now` is the server's Unix time."""
-        self.fresh = Walk(f"{now - 1:.6f}")
-        self.rest = Walk(FROM_THE_START, f"{now:.6f}")
-        self._rests = False
+        self.new_deadlines = ScoreWalk(f"{now - 1:.6f}")
+        self.older_deadlines = ScoreWalk(FROM_START, f"{now:.6f}")
+        self._is_new_next = False
 
-    def next(self) -> Walk:
+    def next_walk(self) -> ScoreWalk:
         """Return the pass whose turn it is."""
-        if self.fresh.ended:
-            self.fresh = Walk(self.fresh.until)
-        if self.rest.ended:
-            self.rest = Walk(FROM_THE_START, self.fresh.after)
-        self._rests = not self._rests
-        return self.fresh if self._rests else self.rest
+        if self.new_deadlines.has_ended:
+            self.new_deadlines = ScoreWalk(self.new_deadlines.until)
+        if self.older_deadlines.has_ended:
+            self.older_deadlines = ScoreWalk(FROM_START, self.new_deadlines.after)
+        self._is_new_next = not self._is_new_next
+        return self.new_deadlines if self._is_new_next else self.older_deadlines
 
-    def found(self, walk: Walk, rows: Sequence[tuple[int, bytes, bytes, bytes, int, int]]) -> list[Expired]:
-        side = "f" if walk is self.fresh else "r"
+    def record_found(
+        self, walk: ScoreWalk, rows: Sequence[tuple[int, bytes, bytes, bytes, int, int]]
+    ) -> list[UnleasedRequest]:
+        side = "f" if walk is self.new_deadlines else "r"
         return [
-            Expired(f"{side}{at}|{place.decode()}", member, last_try.decode(errors="replace"), *counts)
+            UnleasedRequest(
+                f"{side}{at}|{place.decode()}", member, last_try.decode(errors="replace"), *counts
+            )
             for at, place, member, last_try, *counts in rows
         ]
 
-    def removed(self, item: Expired) -> None:
+    def record_removed(self, item: UnleasedRequest) -> None:
         """Adjust the position: the ranks behind a removed request fall by one."""
-        side, at = item.place[0], int(item.place[1:].partition("|")[0])
-        if side == UNSERVED[0]:
+        side, at = item.location[0], int(item.location[1:].partition("|")[0])
+        if side == REMAINING[0]:
             return
-        walk = self.fresh if side == "f" else self.rest
-        if walk.range == at and walk.offset > 0:
+        walk = self.new_deadlines if side == "f" else self.older_deadlines
+        if walk.range_index == at and walk.offset > 0:
             walk.offset -= 1
 
 
-def place_of(item: Expired) -> str:
+def parse_location(item: UnleasedRequest) -> str:
     """Return the location as the scripts name it."""
-    return item.place.partition("|")[2]
+    return item.location.partition("|")[2]

@@ -14,56 +14,64 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dispatcher.core.requests.forecast import LineAhead
-from dispatcher.core.requests.lanes import ONE_OF_EACH, Lane, awaited_as
-from dispatcher.core.requests.oversize import ENVELOPE_BYTES
-from dispatcher.core.sequences.decisions import SequenceTerms, Verdict
+from dispatcher.core.requests.forecast import QueueSnapshot
+from dispatcher.core.requests.lanes import ONE_PER_LANE, Lane, shorten_model_name
+from dispatcher.core.requests.oversize import MAX_ENVELOPE_BYTES
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnDecision
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.ports import (
-    Burial,
-    Claimed,
-    Counts,
-    Expired,
-    HandedOver,
+    ClaimResult,
+    ClaimTurnsResult,
+    DeadLetter,
     Lease,
-    LinedUp,
-    ModelMarks,
+    LeaseUnitsResult,
+    ModelRegistryState,
     Overload,
     Permit,
-    PinAsked,
-    Recalled,
+    PinRequest,
+    QueueCounts,
     Release,
-    Renewed,
-    Settled,
+    RemainingRequest,
+    RenewResult,
+    ReturnedRequests,
+    SettleAndClaimResult,
     Settlement,
-    Swept,
-    Unserved,
-    Weighed,
+    SettleStatus,
+    SweepSummary,
+    UnleasedRequest,
 )
-from dispatcher.queue.constants import BAD_LIST, DONE, LOST, PINS_MOST, RECALL_MOST, STUCK, TOO_LARGE
-from dispatcher.queue.keys import Names
-from dispatcher.queue.owners import Prover
+from dispatcher.queue.constants import (
+    BAD_LIST,
+    DONE,
+    LOST,
+    MAX_PINS,
+    MAX_RETURNED_PER_CALL,
+    TOO_LARGE,
+    UNWRITABLE,
+)
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.owners import DeadOwnerDetector
 from dispatcher.queue.redis import cancel_markers, model_registry, script_calls, sequences
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.outbox import Outbox
-from dispatcher.queue.redis.overdue import UNSERVED, Overdue
-from dispatcher.queue.redis.result_lists import Destinations
-from dispatcher.queue.redis.result_writer import Step, Writer
-from dispatcher.queue.redis.script_calls import OwnerTerms, Write
-from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
-from dispatcher.queue.redis.waiting_for_model import awaited, recall
-from dispatcher.queue.redis.wake_ups import WakeUps
+from dispatcher.queue.redis.overdue import REMAINING, OverdueSearch
+from dispatcher.queue.redis.result_lists import ResultListChecker
+from dispatcher.queue.redis.result_writer import ResultWriter, WriteStep
+from dispatcher.queue.redis.script_calls import OwnerTerms, ResultWrite
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_ITEMS, CallFailedError, Client, split_batches
+from dispatcher.queue.redis.waiting_for_model import count_waiting_by_model, return_waiting_for_models
+from dispatcher.queue.redis.wake_ups import WakeUpListener
 from dispatcher.telemetry.events import Event, emit
 
-_CLAIM_MOST = 1000
-_MOVES = 3
-_SWEEP_MOST = 500
-_SETTLED = {
-    DONE: Settled.DONE,
-    LOST: Settled.LOST,
-    BAD_LIST: Settled.BAD_LIST,
-    STUCK: None,
-    TOO_LARGE: Settled.TOO_LARGE,
+_MAX_CLAIM = 1000
+_MAX_TRANSFERS = 3
+_MAX_SWEEP = 500
+_SETTLE_STATUS = {
+    DONE: SettleStatus.DONE,
+    LOST: SettleStatus.LOST,
+    BAD_LIST: SettleStatus.BAD_LIST,
+    UNWRITABLE: None,
+    TOO_LARGE: SettleStatus.TOO_LARGE,
 }
 
 
@@ -87,35 +95,35 @@ class RedisQueue:
     def __init__(
         self,
         client: Client,
-        names: Names,
+        names: QueueNames,
         owner: str,
         *,
         lease_s: float = 30.0,
         owner_timeout_s: float = 5.0,
-        prover: Prover | None = None,
+        dead_owner_detector: DeadOwnerDetector | None = None,
         poll_s: float = 0.2,
         result_ttl_s: int = 604_800,
         dead_max: int = 100_000,
         max_pending: int = 0,
         max_payload_bytes: int = 16 << 20,
-        try_s: float = 3.0,
+        attempt_timeout_s: float = 3.0,
     ) -> None:
         self.names = names
         self.owner = owner
-        self.backend = Backend(client, names, try_s=try_s)
-        self._me = OwnerTerms(owner, owner_timeout_s, lease_s)
-        self._largest = max_payload_bytes + ENVELOPE_BYTES
-        self._unmoved: Counter[int] = Counter()
+        self.backend = Backend(client, names, attempt_timeout_s=attempt_timeout_s)
+        self._owner_terms = OwnerTerms(owner, owner_timeout_s, lease_s)
+        self._max_member_bytes = max_payload_bytes + MAX_ENVELOPE_BYTES
+        self._failed_transfers: Counter[int] = Counter()
         """Number of failed transfers of a large member, by its entry."""
-        self._prover = prover
-        self._ttl_s = result_ttl_s
+        self._dead_owner_detector = dead_owner_detector
+        self._result_ttl_s = result_ttl_s
         self._dead_max = dead_max
         self._max_pending = max_pending
         self._outbox = Outbox(self.backend, result_ttl_s)
-        self._destinations = Destinations(self.backend, self._outbox)
-        self._writer = Writer(self.backend, self._destinations, self._outbox)
-        self._overdue: Overdue | None = None
-        self._wake_ups = WakeUps(self.backend.scripts, names, poll_s)
+        self._result_lists = ResultListChecker(self.backend, self._outbox)
+        self._result_writer = ResultWriter(self.backend, self._result_lists, self._outbox)
+        self._overdue_search: OverdueSearch | None = None
+        self._wake_ups = WakeUpListener(self.backend.scripts, names, poll_s)
 
     def __repr__(self) -> str:
         return f"<RedisQueue {self.names.queue} for {self.owner}>"
@@ -126,275 +134,327 @@ class RedisQueue:
         await self.backend.aclose()
 
     def unix_now(self) -> float:
-        return self.backend.clock.server(asyncio.get_running_loop().time())
+        return self.backend.clock.to_server_time(asyncio.get_running_loop().time())
 
-    async def counts(self) -> Counts:
-        return await script_calls.counts(self.backend)
+    async def count_requests(self) -> QueueCounts:
+        return await script_calls.count_requests(self.backend)
 
-    async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
-        return await self._destinations.all_refused(names)
+    async def find_invalid_result_lists(self, names: Iterable[str]) -> Mapping[str, str]:
+        return await self._result_lists.find_invalid_lists(names)
 
     async def claim(
         self,
-        most: int,
+        max_count: int,
         nonce: str,
         permit: Permit,
         *,
-        lanes: Mapping[Lane, int] = ONE_OF_EACH,
-        units: int = 1,
-    ) -> Claimed:
-        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, permit, lanes, units)
+        max_per_lane: Mapping[Lane, int] = ONE_PER_LANE,
+        assumed_units: int = 1,
+    ) -> ClaimResult:
+        return await self._claim_requests(
+            max(0, min(max_count, _MAX_CLAIM)), nonce, permit, max_per_lane, assumed_units
+        )
 
-    async def probe(self, nonce: str, permit: Permit) -> Claimed:
-        return await self._claim(1, nonce, permit, ONE_OF_EACH, 1, probing=True)
+    async def claim_probe(self, nonce: str, permit: Permit) -> ClaimResult:
+        return await self._claim_requests(1, nonce, permit, ONE_PER_LANE, 1, is_probe=True)
 
-    async def _claim(
+    async def _claim_requests(
         self,
-        most: int,
+        max_count: int,
         nonce: str,
         permit: Permit,
-        lanes: Mapping[Lane, int],
-        units: int,
+        max_per_lane: Mapping[Lane, int],
+        assumed_units: int,
         *,
-        probing: bool = False,
-    ) -> Claimed:
-        await self._learn_clock()
-        told = await script_calls.claim(
+        is_probe: bool = False,
+    ) -> ClaimResult:
+        await self._ensure_clock_known()
+        reply = await script_calls.claim(
             self.backend,
-            self._me,
+            self._owner_terms,
             nonce,
             permit,
-            most=most,
-            lanes=lanes,
-            units=units,
-            largest=self._largest,
-            probing=probing,
+            max_count=max_count,
+            max_per_lane=max_per_lane,
+            assumed_units=assumed_units,
+            max_member_bytes=self._max_member_bytes,
+            is_probe=is_probe,
         )
-        if not told.untold_bytes:
-            return told.claimed
-        (lease,) = told.claimed.leases
-        return told.claimed.but(leases=await self._with_member(lease, told.untold_bytes))
+        if not reply.large_member_bytes:
+            return reply.claim_result
+        (lease,) = reply.claim_result.leases
+        return reply.claim_result.copy_with(
+            leases=await self._load_large_member(lease, reply.large_member_bytes)
+        )
 
-    async def _with_member(self, lease: Lease, size: int) -> list[Lease]:
+    async def _load_large_member(self, lease: Lease, size_bytes: int) -> list[Lease]:
         """Return a lease with its large member, or no lease if it has ended. After three failed transfers,
         the member is cut to its beginning, which says that it is too large."""
-        key, scripts = self.names.members, self.backend.scripts
+        key, scripts = self.names.members_key, self.backend.scripts
         try:
-            member = await scripts.attempt(lambda: scripts.client.hget(key, lease.entry), size=size)
-        except BrokenCallError:
-            self._unmoved[lease.entry] += 1
-            if self._unmoved[lease.entry] < _MOVES:
+            member = await scripts.call_with_retries(
+                lambda: scripts.client.hget(key, lease.entry_id), size_bytes=size_bytes
+            )
+        except CallFailedError:
+            self._failed_transfers[lease.entry_id] += 1
+            if self._failed_transfers[lease.entry_id] < _MAX_TRANSFERS:
                 raise
-            member = await script_calls.shorten(self.backend, lease)
-        del self._unmoved[lease.entry]
-        return [] if member is None else [lease.but(member=member)]
+            member = await script_calls.cut_member(self.backend, lease)
+        del self._failed_transfers[lease.entry_id]
+        return [] if member is None else [lease.copy_with(member=member)]
 
-    async def renew(self, leases: Sequence[Lease]) -> Renewed:
+    async def renew(self, leases: Sequence[Lease]) -> RenewResult:
         lost: list[int] = []
         at = 0
         while True:  # at least one call, because it is also the heartbeat of this owner
-            renewed = await script_calls.renew(self.backend, self._me, leases[at : at + SCRIPT_ITEMS])
-            lost += renewed.lost
-            at += SCRIPT_ITEMS
+            renewed = await script_calls.renew(
+                self.backend, self._owner_terms, leases[at : at + MAX_SCRIPT_ITEMS]
+            )
+            lost += renewed.lost_entry_ids
+            at += MAX_SCRIPT_ITEMS
             if at >= len(leases):
-                return replace(renewed, lost=lost)
+                return replace(renewed, lost_entry_ids=lost)
 
-    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
-        await self._learn_clock()
+    async def set_lease_units(
+        self, lease_units: Sequence[tuple[Lease, int]], permit: Permit
+    ) -> LeaseUnitsResult:
+        await self._ensure_clock_known()
         fits: list[bool] = []
         at = 0
         while True:
-            told = await script_calls.weigh(self.backend, self._me, weights[at : at + SCRIPT_ITEMS], permit)
-            fits += told.fits
-            at += SCRIPT_ITEMS
-            if at >= len(weights):
-                return replace(told, fits=fits)
+            reply = await script_calls.set_lease_units(
+                self.backend, self._owner_terms, lease_units[at : at + MAX_SCRIPT_ITEMS], permit
+            )
+            fits += reply.fits
+            at += MAX_SCRIPT_ITEMS
+            if at >= len(lease_units):
+                return replace(reply, fits=fits)
 
-    async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
-        await self._learn_clock()
-        verdicts: list[Verdict] = []
+    async def claim_turns(
+        self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms
+    ) -> ClaimTurnsResult:
+        await self._ensure_clock_known()
+        verdicts: list[TurnDecision] = []
         at = 0
         while True:
-            some = turns[at : at + SCRIPT_ITEMS]
-            told = await sequences.line_up(self.backend, self.owner, self._me.lease_s, some, terms)
-            verdicts += told.verdicts
-            at += SCRIPT_ITEMS
+            batch = turns[at : at + MAX_SCRIPT_ITEMS]
+            reply = await sequences.claim_turns(
+                self.backend, self.owner, self._owner_terms.lease_s, batch, terms
+            )
+            verdicts += reply.decisions
+            at += MAX_SCRIPT_ITEMS
             if at >= len(turns):
-                return replace(told, verdicts=verdicts)
+                return replace(reply, decisions=verdicts)
 
-    async def unserved(self, most: int) -> Sequence[Unserved]:
+    async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
         scripts, found = self.backend.scripts, []
-        for row in await sequences.unserved(self.backend, min(most, SCRIPT_ITEMS), self._largest):
+        for row in await sequences.find_remaining_requests(
+            self.backend, min(max_count, MAX_SCRIPT_ITEMS), self._max_member_bytes
+        ):
             member: bytes | None
             if isinstance(row.member, int):
-                read = partial(scripts.client.hget, self.names.members, row.place.split(":")[1])
-                member = await scripts.attempt(read, size=row.member)
+                load_member = partial(scripts.client.hget, self.names.members_key, row.place.split(":")[1])
+                member = await scripts.call_with_retries(load_member, size_bytes=row.member)
             else:
                 member = row.member
             if member is not None:
-                found.append(Unserved(Expired(f"{UNSERVED}|{row.place}", member), row.code, row.why))
+                found.append(
+                    RemainingRequest(
+                        UnleasedRequest(f"{REMAINING}|{row.place}", member), row.error_code, row.message
+                    )
+                )
         return found
 
-    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
-        await self._learn_clock()
-        return await script_calls.renew(self.backend, self._me, permit=permit, overload=overload)
+    async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:
+        await self._ensure_clock_known()
+        return await script_calls.renew(self.backend, self._owner_terms, permit=permit, overload=overload)
 
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
-        return await self._end([Write(each) for each in settlements])
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
+        return await self._end_leases([ResultWrite(each) for each in settlements])
 
-    async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
-        await self._learn_clock()
+    async def settle_and_claim_next(
+        self, settlements: Sequence[Settlement], nonce: str, permit: Permit
+    ) -> SettleAndClaimResult:
+        await self._ensure_clock_known()
         # The results may need several calls, and the offer is for one of them only.
-        offers = [sequences.TakeOver(self.owner, self._me.lease_s, nonce, permit, self._largest)]
-        told: list[script_calls.SettleReply] = []
+        offers = [
+            sequences.NextClaimOffer(
+                self.owner, self._owner_terms.lease_s, nonce, permit, self._max_member_bytes
+            )
+        ]
+        replies: list[script_calls.SettleReply] = []
 
-        async def settle(writes: Sequence[Write]) -> Sequence[int]:
+        async def settle_with_offer(writes: Sequence[ResultWrite]) -> Sequence[int]:
             """Settle some results. The first call makes the offer. If its reply is lost, a claim by the nonce
             returns the leases."""
             offer = offers.pop() if offers else None
-            reply = await self._settled(writes, offer)
+            reply = await self._run_settle(writes, offer)
             if offer is not None:
-                told.append(reply)
+                replies.append(reply)
             return reply.statuses
 
-        answers = await self._end([Write(each) for each in settlements], settle)
-        claimed, goes = (told[0].claimed, told[0].goes) if told else (None, ())
-        return HandedOver(answers, claimed, goes)
+        statuses = await self._end_leases([ResultWrite(each) for each in settlements], settle_with_offer)
+        claimed, goes = (replies[0].claim_result, replies[0].granted_turns) if replies else (None, ())
+        return SettleAndClaimResult(statuses, claimed, goes)
 
-    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
-        return await self._end([Write(each.settlement, bury=each.reason) for each in burials])
-
-    async def _end(self, writes: Sequence[Write], step: Step | None = None) -> Sequence[Settled | None]:
-        return [_SETTLED[status] for status in await self._writer.write(step or self._settle, writes)]
-
-    async def _settle(self, writes: Sequence[Write]) -> Sequence[int]:
-        return (await self._settled(writes)).statuses
-
-    async def _settled(
-        self, writes: Sequence[Write], offer: sequences.TakeOver | None = None
-    ) -> script_calls.SettleReply:
-        told = await script_calls.settle(
-            self.backend, writes, ttl_s=self._ttl_s, dead_max=self._dead_max, offer=offer
+    async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
+        return await self._end_leases(
+            [ResultWrite(each.settlement, dead_reason=each.reason) for each in dead_letters]
         )
-        if told.dropped:
-            emit(Event.DEAD_DROPPED, count=told.dropped, dead_max=self._dead_max)
-        return told
 
-    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
-        said: list[Settled] = []
-        for batch in in_steps(releases, lambda _: 0):
-            said += await script_calls.release(self.backend, batch)
-        return said
+    async def _end_leases(
+        self, writes: Sequence[ResultWrite], step: WriteStep | None = None
+    ) -> Sequence[SettleStatus | None]:
+        return [
+            _SETTLE_STATUS[status]
+            for status in await self._result_writer.write(step or self._settle_writes, writes)
+        ]
 
-    async def recall(self, models: Sequence[str]) -> Recalled:
+    async def _settle_writes(self, writes: Sequence[ResultWrite]) -> Sequence[int]:
+        return (await self._run_settle(writes)).statuses
+
+    async def _run_settle(
+        self, writes: Sequence[ResultWrite], offer: sequences.NextClaimOffer | None = None
+    ) -> script_calls.SettleReply:
+        reply = await script_calls.settle(
+            self.backend, writes, ttl_s=self._result_ttl_s, dead_max=self._dead_max, offer=offer
+        )
+        if reply.dropped_dead_count:
+            emit(Event.DEAD_DROPPED, count=reply.dropped_dead_count, dead_max=self._dead_max)
+        return reply
+
+    async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
+        statuses: list[SettleStatus] = []
+        for batch in split_batches(releases, lambda _: 0):
+            statuses += await script_calls.release(self.backend, batch)
+        return statuses
+
+    async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
         moved = left = 0
         # Models whose names are equal after shortening are one model here.
-        for some in in_steps(list(dict.fromkeys(map(awaited_as, models))), lambda _: 0):
-            told = await recall(self.backend, some, RECALL_MOST - moved)
-            moved, left = moved + told.moved, left + told.left
-        return Recalled(moved, left)
+        for batch in split_batches(list(dict.fromkeys(map(shorten_model_name, models))), lambda _: 0):
+            returned = await return_waiting_for_models(self.backend, batch, MAX_RETURNED_PER_CALL - moved)
+            moved, left = moved + returned.returned_count, left + returned.remaining_count
+        return ReturnedRequests(moved, left)
 
-    async def awaited(self) -> Mapping[str, int]:
-        return await awaited(self.backend)
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
+        return await count_waiting_by_model(self.backend)
 
-    async def marks(
-        self, keep: Collection[tuple[str, str]], cold: Collection[tuple[str, str]], using: Collection[str]
-    ) -> ModelMarks:
-        return await model_registry.marks(self.backend, self.owner, keep, cold, using)
+    async def refresh_warm_markers(
+        self,
+        keep: Collection[tuple[str, str]],
+        remove: Collection[tuple[str, str]],
+        models_in_use: Collection[str],
+    ) -> ModelRegistryState:
+        return await model_registry.refresh_warm_markers(
+            self.backend, self.owner, keep, remove, models_in_use
+        )
 
-    async def model_marks(self) -> ModelMarks:
-        return await model_registry.look(self.backend)
+    async def read_model_registry(self) -> ModelRegistryState:
+        return await model_registry.read_model_registry(self.backend)
 
-    async def warming(self, model: str, endpoint: str) -> bool:
-        return await model_registry.warm(self.backend, "take", self.owner, model, endpoint)
+    async def take_warm_up_lock(self, model: str, endpoint: str) -> bool:
+        return await model_registry.update_warm_up_lock(self.backend, "take", self.owner, model, endpoint)
 
-    async def warmed(self, model: str, endpoint: str) -> None:
-        await model_registry.warm(self.backend, "warm", self.owner, model, endpoint)
+    async def mark_warm(self, model: str, endpoint: str) -> None:
+        await model_registry.update_warm_up_lock(self.backend, "warm", self.owner, model, endpoint)
 
-    async def unwarmed(self, model: str, endpoint: str) -> None:
-        await model_registry.warm(self.backend, "back", self.owner, model, endpoint)
+    async def release_warm_up_lock(self, model: str, endpoint: str) -> None:
+        await model_registry.update_warm_up_lock(self.backend, "back", self.owner, model, endpoint)
 
-    async def pin(self, pins: Sequence[PinAsked]) -> Sequence[str]:
-        return await model_registry.pin(self.backend, pins, PINS_MOST)
+    async def pin_versions(self, pins: Sequence[PinRequest]) -> Sequence[str]:
+        return await model_registry.pin_versions(self.backend, pins, MAX_PINS)
 
-    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+    async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         scripts = self.backend.scripts
-        own = await cancel_markers.cancelled(
+        own = await cancel_markers.check_cancelled(
             self.backend, requests, foreign="" if scripts.is_cluster else "must"
         )
         if not scripts.is_cluster:
             return own
         # The markers of llm-d's producers are in other slots, out of reach of the script.
-        theirs = await cancel_markers.cancelled_elsewhere(scripts, requests)
-        return [by_own or by_theirs for by_own, by_theirs in zip(own, theirs, strict=True)]
+        foreign = await cancel_markers.check_foreign_cancelled(scripts, requests)
+        return [by_own or by_theirs for by_own, by_theirs in zip(own, foreign, strict=True)]
 
-    async def sweep(self) -> Swept:
+    async def sweep(self) -> SweepSummary:
         reclaimed = due = turns = revoked = 0
-        gone: Sequence[str] = ()
+        ended_owners: Sequence[str] = ()
         while True:
-            told = await script_calls.sweep(
-                self.backend, self._me, _SWEEP_MOST, gone, max_pending=self._max_pending
+            reply = await script_calls.sweep(
+                self.backend, self._owner_terms, _MAX_SWEEP, ended_owners, max_pending=self._max_pending
             )
-            reclaimed += told.reclaimed
-            due += told.due
-            turns += told.turns
-            revoked += told.revoked
+            reclaimed += reply.reclaimed_count
+            due += reply.due_count
+            turns += reply.turn_count
+            revoked += reply.cancelled_count
             # The first sweep reports the owners that hold leases. A second one names those that have ended.
-            before, gone = gone, self._gone(told.holders)
+            before, ended_owners = ended_owners, self._find_ended_owners(reply.lease_owners)
             # Owners that were named before and still hold leases hold those of other queues, unless the sweep
             # was cut short.
-            if not told.more and set(gone) <= set(before):
+            if not reply.has_more and set(ended_owners) <= set(before):
                 break
         if self.backend.scripts.is_cluster:
-            await self._outbox.carry()
-        return Swept(reclaimed, due, told.next_due_at, told.lost, turns, revoked)
+            await self._outbox.deliver_pending()
+        return SweepSummary(reclaimed, due, reply.next_due_at, reply.lost_units, turns, revoked)
 
-    def _gone(self, holders: Sequence[str]) -> Sequence[str]:
+    def _find_ended_owners(self, lease_owners: Sequence[str]) -> Sequence[str]:
         """Return the owners that hold leases and are proven to have ended."""
-        others = [holder for holder in holders if holder != self.owner]
-        return self._prover.gone(others) if self._prover is not None else ()
+        others = [holder for holder in lease_owners if holder != self.owner]
+        return (
+            self._dead_owner_detector.find_ended_owners(others)
+            if self._dead_owner_detector is not None
+            else ()
+        )
 
-    async def expired(self, most: int) -> Sequence[Expired]:
+    async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
         """Return unleased requests that may be past their deadline: at most 1 MB of them, but at least
         one."""
-        await self._learn_clock()
-        overdue = self._overdue = self._overdue or Overdue(self.unix_now())
+        await self._ensure_clock_known()
+        overdue = self._overdue_search = self._overdue_search or OverdueSearch(self.unix_now())
         # Both passes, because one of them may have found nothing.
         for _ in range(2):
-            walk = overdue.next()
+            walk = overdue.next_walk()
             position = walk.position
-            told = await script_calls.overdue(self.backend, position, most, largest=self._largest)
-            if size := told.alone_bytes:
+            reply = await script_calls.find_overdue(
+                self.backend, position, max_count, max_member_bytes=self._max_member_bytes
+            )
+            if size := reply.large_member_bytes:
                 # Before the call, so that a member whose transfer fails does not stop the search.
                 walk.offset += 1
-                told = await script_calls.overdue(
-                    self.backend, position, most, largest=self._largest, alone_bytes=size
+                reply = await script_calls.find_overdue(
+                    self.backend,
+                    position,
+                    max_count,
+                    max_member_bytes=self._max_member_bytes,
+                    large_member_bytes=size,
                 )
-            walk.moved(told.until, told.next_range, told.next_offset)
-            if told.rows:
-                return overdue.found(walk, told.rows)
+            walk.advance_to(reply.until, reply.next_range, reply.next_offset)
+            if reply.rows:
+                return overdue.record_found(walk, reply.rows)
         return []
 
-    async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
-        writes = [Write(settlement, lies=item) for item, settlement in items]
+    async def settle_unleased(self, items: Sequence[tuple[UnleasedRequest, Settlement]]) -> int:
+        writes = [ResultWrite(settlement, unleased=item) for item, settlement in items]
         done = 0
-        for (item, _), status in zip(items, await self._writer.write(self._expire, writes), strict=True):
+        for (item, _), status in zip(
+            items, await self._result_writer.write(self._settle_unleased_writes, writes), strict=True
+        ):
             if status in (DONE, BAD_LIST, TOO_LARGE):  # LOST and UNWRITABLE have removed nothing
                 done += 1
-                if self._overdue is not None:
-                    self._overdue.removed(item)
+                if self._overdue_search is not None:
+                    self._overdue_search.record_removed(item)
         return done
 
-    async def _expire(self, writes: Sequence[Write]) -> Sequence[int]:
-        return await script_calls.expire(self.backend, writes, ttl_s=self._ttl_s)
+    async def _settle_unleased_writes(self, writes: Sequence[ResultWrite]) -> Sequence[int]:
+        return await script_calls.settle_unleased(self.backend, writes, ttl_s=self._result_ttl_s)
 
-    async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
-        return await script_calls.outlook(self.backend, self._me.timeout_s, rate, service_s)
+    async def take_snapshot(self, rate: float | None = None, service_s: float = 0.0) -> QueueSnapshot:
+        return await script_calls.take_snapshot(self.backend, self._owner_terms.timeout_s, rate, service_s)
 
     async def wait_for_work(self) -> None:
-        await self._wake_ups.wait()
+        await self._wake_ups.wait_for_wake_up()
 
-    async def _learn_clock(self) -> None:
+    async def _ensure_clock_known(self) -> None:
         """Make sure that times can be translated, for which one reply of the server is needed."""
-        if not self.backend.clock.known:
-            await self.counts()
+        if not self.backend.clock.is_known:
+            await self.count_requests()

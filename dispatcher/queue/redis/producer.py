@@ -14,16 +14,16 @@ from typing import Any
 
 from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
-from dispatcher.queue.keys import BOX_KEPT, BOX_OWNER, MAX_TOKEN_BYTES, Names
+from dispatcher.queue.keys import KEPT_SUFFIX, MAX_TOKEN_BYTES, OWNER_SUFFIX, QueueNames
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, WrongKeyError
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Argument, ScriptRunner, WrongKeyError
 
-COLLECTED_MOST = 1000
-_SCANNED_MOST = 100
-UNSERVED_AFTER_S = 30.0
+MAX_COLLECTED = 1000
+_MAX_SCANNED = 100
+NOT_SERVED_AFTER_S = 30.0
 """Seconds without a sweep after which no dispatcher serves the queue: each of them sweeps every few
 seconds."""
-KEEP_S = 604_800
+KEPT_TTL_S = 604_800
 """Seconds for which results are kept for a client if their list has no lifetime of its own."""
 
 
@@ -31,27 +31,27 @@ async def submit(
     backend: Backend,
     submissions: Sequence[Submission],
     *,
-    reply: str = "",
-    reply_s: int = REPLY_TTL_S,
-    done_with: Sequence[str] = (),
+    reply_key: str = "",
+    reply_ttl_s: int = REPLY_TTL_S,
+    obsolete_replies: Sequence[str] = (),
 ) -> int:
     """Submit requests. Return how many were not pending already.
 
     `reply_key` is the key of the reply for `reply_ttl_s`, so that a repeated call with the same key submits
     nothing twice; empty for a new key. `obsolete_replies` are the keys of calls that will not be repeated.
     """
-    args: list[Argument] = [reply_s, backend.names.wake, len(submissions)]
+    args: list[Argument] = [reply_ttl_s, backend.names.wake_channel, len(submissions)]
     for each in submissions:
         args += (repr(float(each.score)), each.member)
     for each in submissions:
-        args += mark(each)
+        args += build_active_marker(each)
     size = sum(len(each.member) for each in submissions)
-    keys = [reply or backend.new_reply(), *done_with]
-    added: int = (await backend.run("submit", args, keys, size=size)).value
+    keys = [reply_key or backend.create_reply_key(), *obsolete_replies]
+    added: int = (await backend.run_script("submit", args, keys, size_bytes=size)).value
     return added
 
 
-def mark(submission: Submission) -> tuple[str | int, ...]:
+def build_active_marker(submission: Submission) -> tuple[str | int, ...]:
     """Return the active marker of a submission (id, token, deadline), or nothing if it cannot be
     cancelled."""
     if not (submission.request_id and submission.request_token and submission.deadline):
@@ -61,15 +61,23 @@ def mark(submission: Submission) -> tuple[str | int, ...]:
     return submission.request_id, submission.request_token, submission.deadline
 
 
-async def cancel(backend: Backend, request_id: str, request_token: str, theirs: bytes | str) -> int:
+async def cancel_request(
+    backend: Backend, request_id: str, request_token: str, foreign_token: bytes | str
+) -> int:
     """Mark requests as cancelled. Return how many. `foreign_token` is what a producer of llm-d has left under
     the id."""
-    args: list[Argument] = [backend.names.wake, CANCEL_TTL_S, request_id, request_token, theirs]
-    active: int = (await backend.run("cancel", args)).value
+    args: list[Argument] = [
+        backend.names.wake_channel,
+        CANCEL_TTL_S,
+        request_id,
+        request_token,
+        foreign_token,
+    ]
+    active: int = (await backend.run_script("cancel", args)).value
     return active
 
 
-async def sequence_secret(scripts: Scripts, names: Names) -> str:
+async def get_or_create_sequence_secret(scripts: ScriptRunner, names: QueueNames) -> str:
     """Return the secret that all programs with our client share for their sequences. Create it if needed.
 
     Only users with an operator's rights may read the secret, and they may read the contents of sequences
@@ -77,117 +85,133 @@ async def sequence_secret(scripts: Scripts, names: Names) -> str:
     command line can go on with each other's sequences.
     """
 
-    async def agreed() -> bytes:
-        found: bytes | None = await scripts.client.get(names.sequence_secret)
+    async def get_or_create() -> bytes:
+        found: bytes | None = await scripts.client.get(names.sequence_secret_key)
         if found is None:
             # Several programs may do this at the same time. NX lets the first one win, and all read its
             # secret.
-            await scripts.client.set(names.sequence_secret, secrets.token_hex(16), nx=True)
-            found = await scripts.client.get(names.sequence_secret)
+            await scripts.client.set(names.sequence_secret_key, secrets.token_hex(16), nx=True)
+            found = await scripts.client.get(names.sequence_secret_key)
         return found or b""
 
-    return (await scripts.attempt(agreed)).decode(errors="replace")
+    return (await scripts.call_with_retries(get_or_create)).decode(errors="replace")
 
 
-async def is_active(backend: Backend, request_id: str) -> bool:
+async def is_request_active(backend: Backend, request_id: str) -> bool:
     """Return whether a request of this id that can be cancelled waits or runs."""
     scripts = backend.scripts
-    return bool(await scripts.attempt(lambda: scripts.client.exists(backend.names.active(request_id))))
+    return bool(
+        await scripts.call_with_retries(lambda: scripts.client.exists(backend.names.active_key(request_id)))
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class ResultBox:
     """Result list of one client, and its keys for the results that it has taken from the list."""
 
-    results: str
+    result_list: str
 
     @property
-    def keep(self) -> str:
-        return f"{self.results}:{BOX_KEPT}"
+    def kept_key(self) -> str:
+        return f"{self.result_list}:{KEPT_SUFFIX}"
 
     @property
-    def owner(self) -> str:
-        return f"{self.results}:{BOX_OWNER}"
+    def owner_key(self) -> str:
+        return f"{self.result_list}:{OWNER_SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectReply:
     """Reply to one collection of results."""
 
     holder: str = ""
     """Client that takes the results instead, in which case nothing was done. Otherwise empty."""
-    other: bool = False
+    has_been_reset: bool = False
     """True if the kept results are not those that the client has seen, because Redis lost them or they
     expired."""
-    last: int = 0
+    last_number: int = 0
     """Highest number that was returned so far."""
     results: Sequence[tuple[int, bytes]] = ()
 
 
-async def collect(
-    scripts: Scripts, box: Box, *, me: str, owner_s: int, seen: int, given_back: Sequence[int] = ()
-) -> Collected:
+async def collect_results(
+    scripts: ScriptRunner,
+    box: ResultBox,
+    *,
+    client_id: str,
+    owner_ttl_s: int,
+    last_seen: int,
+    acknowledged: Sequence[int] = (),
+) -> CollectReply:
     """Take new results, and delete the acknowledged ones. `client_id` is empty if no other client shares the
     list."""
-    args: list[Argument] = [me, owner_s, seen, COLLECTED_MOST, SCRIPT_BYTES, KEEP_S, *given_back]
-    told = (await scripts.run("collect", [box.results, box.keep, box.owner], args)).value
-    if len(told) == 1:
-        return Collected(holder=told[0].decode(errors="replace"))
-    _, other, last, *rest = told
-    return Collected(
-        other=bool(other),
-        last=int(last),
+    args: list[Argument] = [
+        client_id,
+        owner_ttl_s,
+        last_seen,
+        MAX_COLLECTED,
+        MAX_SCRIPT_BYTES,
+        KEPT_TTL_S,
+        *acknowledged,
+    ]
+    reply = (await scripts.run("collect", [box.result_list, box.kept_key, box.owner_key], args)).value
+    if len(reply) == 1:
+        return CollectReply(holder=reply[0].decode(errors="replace"))
+    _, other, last, *rest = reply
+    return CollectReply(
+        has_been_reset=bool(other),
+        last_number=int(last),
         results=[(int(rest[at]), rest[at + 1]) for at in range(0, len(rest), 2)],
     )
 
 
-async def arrival(scripts: Scripts, box: Box, within_s: float) -> bool:
+async def wait_for_result(scripts: ScriptRunner, box: ResultBox, timeout_s: float) -> bool:
     """Wait until there is a result in the list, at most `timeout_s`. The result is moved from the end of the
     list to its end, so it stays there."""
 
-    async def wait() -> bool:
+    async def wait_for_element() -> bool:
         found = await scripts.client.execute_command(
-            "BLMOVE", box.results, box.results, "RIGHT", "RIGHT", within_s
+            "BLMOVE", box.result_list, box.result_list, "RIGHT", "RIGHT", timeout_s
         )
         return found is not None
 
-    return await scripts.attempt(wait)
+    return await scripts.call_with_retries(wait_for_element)
 
 
-async def unserved_s(scripts: Scripts, names: Names) -> float | None:
+async def get_sweep_age_s(scripts: ScriptRunner, names: QueueNames) -> float | None:
     """Return the seconds since a dispatcher last swept the queue, in Redis time. `None` if none ever has."""
-    line = f"tick:{names.queue}"
+    tick_field = f"tick:{names.queue}"
 
-    async def read() -> float | None:
+    async def read_age() -> float | None:
         client: Any = scripts.client
-        if (tick := await client.hget(names.control, line)) is None:
+        if (tick := await client.hget(names.control_key, tick_field)) is None:
             return None
         # Without a target, a Cluster would send TIME to all of its nodes.
         where = {"target_nodes": client.get_default_node()} if scripts.is_cluster else {}
         seconds, micros = await client.execute_command("TIME", **where)
         return max(0.0, int(seconds) + int(micros) / 1e6 - float(tick))
 
-    return await scripts.attempt(read)
+    return await scripts.call_with_retries(read_age)
 
 
-async def last_kept(scripts: Scripts, box: Box) -> int:
+async def get_last_kept_number(scripts: ScriptRunner, box: ResultBox) -> int:
     """Return the highest number of the kept results. 0 if there are none. Raises WrongKeyError if the key is
     no hash."""
-    kind = (await scripts.attempt(lambda: scripts.client.type(box.keep))).decode()
+    kind = (await scripts.call_with_retries(lambda: scripts.client.type(box.kept_key))).decode()
     if kind not in ("none", "hash"):
-        raise WrongKeyError(f"{box.keep} holds a {kind}, not a hash")
-    return int(await scripts.attempt(lambda: scripts.client.hget(box.keep, "last")) or 0)
+        raise WrongKeyError(f"{box.kept_key} holds a {kind}, not a hash")
+    return int(await scripts.call_with_retries(lambda: scripts.client.hget(box.kept_key, "last")) or 0)
 
 
-async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
+async def iterate_kept_results(scripts: ScriptRunner, box: ResultBox) -> AsyncIterator[tuple[int, bytes]]:
     """Yield all kept results, some of them perhaps twice."""
     cursor, count = 0, 1
     while True:
-        scan = partial(scripts.client.hscan, box.keep, cursor, count=count)
-        cursor, found = await scripts.attempt(scan, size=SCRIPT_BYTES)
+        scan = partial(scripts.client.hscan, box.kept_key, cursor, count=count)
+        cursor, found = await scripts.call_with_retries(scan, size_bytes=MAX_SCRIPT_BYTES)
         # The sizes are not known in advance. Aim at about a megabyte per call.
         size = sum(map(len, found.values()))
-        count = max(1, min(_SCANNED_MOST, 4 * count, SCRIPT_BYTES * max(1, len(found)) // (size + 1)))
+        count = max(1, min(_MAX_SCANNED, 4 * count, MAX_SCRIPT_BYTES * max(1, len(found)) // (size + 1)))
         for name, result in found.items():
             if name.isdigit():  # the hash also has the fields `first` and `last`
                 yield int(name), result
@@ -195,23 +219,25 @@ async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
             return
 
 
-async def kept_result(scripts: Scripts, box: Box, number: int) -> bytes | None:
+async def read_kept_result(scripts: ScriptRunner, box: ResultBox, number: int) -> bytes | None:
     """Return one kept result. `None` if it is there no longer."""
-    found: bytes | None = await scripts.attempt(lambda: scripts.client.hget(box.keep, str(number)))
+    found: bytes | None = await scripts.call_with_retries(
+        lambda: scripts.client.hget(box.kept_key, str(number))
+    )
     return found
 
 
-async def hand_over(scripts: Scripts, box: Box, me: str) -> None:
+async def release_box_ownership(scripts: ScriptRunner, box: ResultBox, client_id: str) -> None:
     """Let another client of the name take the results from now on."""
 
-    async def delete() -> None:
+    async def delete_if_owner() -> None:
         # One byte more than the name is read, to recognise a longer one.
-        if await scripts.client.getrange(box.owner, 0, len(me)) == me.encode():
-            await scripts.client.delete(box.owner)
+        if await scripts.client.getrange(box.owner_key, 0, len(client_id)) == client_id.encode():
+            await scripts.client.delete(box.owner_key)
 
-    await scripts.attempt(delete)
+    await scripts.call_with_retries(delete_if_owner)
 
 
-async def discard(scripts: Scripts, box: Box) -> None:
+async def delete_box(scripts: ScriptRunner, box: ResultBox) -> None:
     """Delete the list and the kept results."""
-    await scripts.attempt(lambda: scripts.client.delete(box.results, box.keep))
+    await scripts.call_with_retries(lambda: scripts.client.delete(box.result_list, box.kept_key))

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 from redis import exceptions as errors
 
-from dispatcher.core.requests.found_request import FoundRequest, Looked, Whereabouts, Words
-from dispatcher.core.requests.request import Request, parse
+from dispatcher.core.requests.found_request import FoundRequest, LookupPage, RequestLocation, SearchTerms
+from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.sequences.decisions import SequencePage
-from dispatcher.core.sequences.turns import SequenceSeen, SequenceStatus
-from dispatcher.ports import Counts, Dead, ModelMarks, Submission
+from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus
+from dispatcher.ports import DeadRequest, ModelRegistryState, QueueCounts, Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import (
     cancel_markers,
     model_registry,
@@ -29,26 +29,26 @@ from dispatcher.queue.redis import (
     waiting_for_model,
 )
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import Client, in_steps
-from dispatcher.queue.requeue import accept_anew
+from dispatcher.queue.redis.scripts import Client, split_batches
+from dispatcher.queue.requeue import build_resubmission
 
-_BATCH = 1000
-_PAUSE_BYTES = 65_536
+_BATCH_SIZE = 1000
+_MAX_PAUSE_BYTES = 65_536
 """Largest record of who paused the queue and why."""
-_USED_UP = re.compile(r"no answer after (\d{1,9}) attempts?, the last: ")
+_ATTEMPTS_IN_REASON = re.compile(r"no answer after (\d{1,9}) attempts?, the last: ")
 """Beginning of the reason of a dead request whose attempts are used up (core/gateway/outcome.py)."""
 
 
-class RedisDesk:
+class RedisQueueAdmin:
     """Submits, cancels and inspects requests. Each method is one step that is safe to repeat. Implements
     `ports.QueueAdmin`.
 
     Raises QueueUnavailableError for every temporary failure.
     """
 
-    def __init__(self, client: Client, names: Names, *, try_s: float = 3.0) -> None:
+    def __init__(self, client: Client, names: QueueNames, *, attempt_timeout_s: float = 3.0) -> None:
         self.names = names
-        self.backend = Backend(client, names, try_s=try_s)
+        self.backend = Backend(client, names, attempt_timeout_s=attempt_timeout_s)
 
     def __repr__(self) -> str:
         return f"<RedisDesk {self.names.queue}>"
@@ -60,120 +60,130 @@ class RedisDesk:
     async def submit(self, submissions: Sequence[Submission]) -> int:
         """Submit requests and wake the dispatchers. Return how many were not pending already."""
         added = 0
-        for batch in in_steps(submissions, lambda each: len(each.member), _BATCH):
+        for batch in split_batches(submissions, lambda each: len(each.member), _BATCH_SIZE):
             added += await producer.submit(self.backend, batch)
         return added
 
-    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
+    async def cancel_request(
+        self, request_id: str, request_token: str = "", *, is_token_known: bool = False
+    ) -> bool:
         """Mark the requests that are active under the id as cancelled, or the one with the token. Return
         False if there is none. `is_token_known`: a request with that token was seen in the queue, and may
         come from any producer."""
-        if found:
-            return bool(await producer.cancel(self.backend, request_id, request_token, request_token))
-        if request_token and await producer.cancel(self.backend, request_id, request_token, ""):
+        if is_token_known:
+            return bool(await producer.cancel_request(self.backend, request_id, request_token, request_token))
+        if request_token and await producer.cancel_request(self.backend, request_id, request_token, ""):
             return True
         # The queue's own markers do not know the request, so a producer of llm-d may have submitted it.
-        theirs = await cancel_markers.active_of(self.backend.scripts, request_id)
-        return bool(await producer.cancel(self.backend, request_id, request_token, theirs))
+        foreign_token = await cancel_markers.read_foreign_active_token(self.backend.scripts, request_id)
+        return bool(await producer.cancel_request(self.backend, request_id, request_token, foreign_token))
 
-    async def being_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+    async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         """Return for each (request id, token) whether a marker says that it is to be cancelled.
 
         Only reads. A marker that this user may not read counts as none, and so do those of llm-d's producers
         on a Cluster, because they are on any of its nodes.
         """
-        foreign: cancel_markers.Foreign = "" if self.backend.scripts.is_cluster else "may"
-        return await cancel_markers.cancelled(self.backend, requests, foreign=foreign)
+        foreign: cancel_markers.ForeignMarkers = "" if self.backend.scripts.is_cluster else "may"
+        return await cancel_markers.check_cancelled(self.backend, requests, foreign=foreign)
 
-    async def pause(self, by: str, why: str) -> None:
+    async def pause(self, who: str, why: str) -> None:
         """Stop all claims until `resume`. Leased requests go on."""
-        switch = msgspec.json.encode({"by": by, "why": why, "at": int(time.time())})
+        record = msgspec.json.encode({"by": who, "why": why, "at": int(time.time())})
         scripts = self.backend.scripts
 
-        async def pause() -> None:
-            await scripts.client.set(self.names.paused, switch)
-            await self._wake("paused")
+        async def set_pause() -> None:
+            await scripts.client.set(self.names.paused_key, record)
+            await self._publish_wake_up("paused")
 
-        await scripts.attempt(pause)
+        await scripts.call_with_retries(set_pause)
 
     async def resume(self) -> None:
         scripts = self.backend.scripts
 
-        async def resume() -> None:
-            await scripts.client.delete(self.names.paused)
-            await self._wake("resumed")
+        async def delete_pause() -> None:
+            await scripts.client.delete(self.names.paused_key)
+            await self._publish_wake_up("resumed")
 
-        await scripts.attempt(resume)
+        await scripts.call_with_retries(delete_pause)
 
-    async def _wake(self, what: str) -> None:
+    async def _publish_wake_up(self, message: str) -> None:
         """Publish a wake-up. If this user may not publish, the dispatchers notice the change when they next
         poll."""
         with suppress(errors.NoPermissionError):
-            await self.backend.scripts.client.publish(self.names.wake, what)
+            await self.backend.scripts.client.publish(self.names.wake_channel, message)
 
-    async def paused(self) -> tuple[str, str] | None:
+    async def read_pause(self) -> tuple[str, str] | None:
         """Return who paused the queue and why. `None` if it is not paused."""
         scripts = self.backend.scripts
 
-        async def read() -> bytes | None:
-            found: bytes = await scripts.client.getrange(self.names.paused, 0, _PAUSE_BYTES - 1)
+        async def read_value() -> bytes | None:
+            found: bytes = await scripts.client.getrange(self.names.paused_key, 0, _MAX_PAUSE_BYTES - 1)
             # GETRANGE returns an empty string both for a missing key and for an empty value, which pauses as
             # well.
-            if not found and not await scripts.client.exists(self.names.paused):
+            if not found and not await scripts.client.exists(self.names.paused_key):
                 return None
             return found
 
-        switch = await scripts.attempt(read)
-        if switch is None:
+        record = await scripts.call_with_retries(read_value)
+        if record is None:
             return None
         try:
-            fields = msgspec.json.decode(switch, type=dict[str, Any])
+            fields = msgspec.json.decode(record, type=dict[str, Any])
         except msgspec.DecodeError:  # an operator has set the key by hand
-            return "", switch.decode(errors="replace")
+            return "", record.decode(errors="replace")
         return str(fields.get("by", "")), str(fields.get("why", ""))
 
-    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
+    async def peek_next(self, max_count: int) -> Sequence[tuple[float, bytes]]:
         """Return score and member of the next requests in the order of a claim, including those of all lanes.
 
         At most 1 MB of members, but at least one.
         """
-        return await script_calls.peek(self.backend, most)
+        return await script_calls.peek_next(self.backend, max_count)
 
-    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+    async def list_requests(
+        self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
+    ) -> LookupPage:
         """Return a page of the requests at a location, in their order."""
-        return _counted(await search.lying(self.backend, state, most, after, whole=whole))
+        return _correct_attempts(
+            await search.list_requests(self.backend, state, max_count, after, full_members=full_members)
+        )
 
-    async def near(self, request_id: str, after: str = "") -> Looked:
+    async def find_by_id(self, request_id: str, after: str = "") -> LookupPage:
         """Return a page of the requests that may have this id, as far as they are found at little cost."""
-        return _counted(await search.near(self.backend, request_id, after))
+        return _correct_attempts(await search.find_by_id(self.backend, request_id, after))
 
-    async def search(
-        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
-    ) -> Looked:
+    async def search_requests(
+        self, terms: SearchTerms, after: str = "", *, entries_only: bool = False, full_members: bool = False
+    ) -> LookupPage:
         """Return a page of a scan over all requests, or over those that were claimed at least once."""
-        return _counted(await search.walk(self.backend, words, after, entries_only=entries_only, whole=whole))
+        return _correct_attempts(
+            await search.search_requests(
+                self.backend, terms, after, entries_only=entries_only, full_members=full_members
+            )
+        )
 
-    async def ahead(self, found: FoundRequest) -> int | None:
+    async def count_ahead(self, request: FoundRequest) -> int | None:
         """Return the number of requests ahead of a request. `None` if it does not wait (any more)."""
-        return await search.ahead(self.backend, found)
+        return await search.count_ahead(self.backend, request)
 
-    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
+    async def restore_requests(self, queue: str, requests: Sequence[FoundRequest]) -> int:
         """Copy requests from another queue. Return how many are new."""
-        batches = in_steps(requests, lambda each: len(each.member))
-        return sum([await search.restore(self.backend, queue, batch) for batch in batches])
+        batches = split_batches(requests, lambda each: len(each.member))
+        return sum([await search.restore_requests(self.backend, queue, batch) for batch in batches])
 
-    async def is_where(self, other: RedisDesk) -> bool:
+    async def is_on_same_server(self, other: RedisQueueAdmin) -> bool:
         """Return whether both queues are on one server, whatever their URLs are. A key written here must be
         found there."""
-        key, here, there = self.backend.new_reply(), self.backend.scripts, other.backend.scripts
-        await here.attempt(lambda: here.client.set(key, "here", ex=60))
-        found = await there.attempt(lambda: there.client.get(key))
-        await here.attempt(lambda: here.client.delete(key))
+        key, here, there = self.backend.create_reply_key(), self.backend.scripts, other.backend.scripts
+        await here.call_with_retries(lambda: here.client.set(key, "here", ex=60))
+        found = await there.call_with_retries(lambda: there.client.get(key))
+        await here.call_with_retries(lambda: here.client.delete(key))
         return found is not None
 
-    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
+    async def read_results(self, name: str, max_count: int, after: int = 0) -> Sequence[bytes]:
         """Return results of a list, the oldest first, after the first `after`. None is removed."""
-        return await search.results(self.backend, name, most, after)
+        return await search.read_results(self.backend, name, max_count, after)
 
     async def is_list(self, name: str) -> bool:
         """Return whether the name can be a result list. False if the key has another type."""
@@ -181,54 +191,54 @@ class RedisDesk:
 
     async def take_result(self, name: str, result: bytes) -> bool:
         """Remove the oldest result that equals this one. Return False if there is none."""
-        return await search.take(self.backend, name, result)
+        return await search.take_result(self.backend, name, result)
 
-    async def unserved_s(self) -> float | None:
+    async def get_sweep_age_s(self) -> float | None:
         """Return the seconds since a dispatcher last swept the queue, in Redis time. `None` if none
         ever has."""
-        return await producer.unserved_s(self.backend.scripts, self.names)
+        return await producer.get_sweep_age_s(self.backend.scripts, self.names)
 
-    async def counts(self) -> Counts:
-        return await script_calls.counts(self.backend)
+    async def count_requests(self) -> QueueCounts:
+        return await script_calls.count_requests(self.backend)
 
-    async def awaited(self) -> Mapping[str, int]:
+    async def count_waiting_by_model(self) -> Mapping[str, int]:
         """Return the number of requests that wait for each model that is not served."""
-        return await waiting_for_model.awaited(self.backend)
+        return await waiting_for_model.count_waiting_by_model(self.backend)
 
-    async def sequences(
-        self, most: int, after: str = "", status: SequenceStatus | None = None
+    async def list_sequences(
+        self, max_count: int, after: str = "", status: SequenceStatus | None = None
     ) -> SequencePage:
         """Return a page of a scan over about `max_count` sequences, in no order. It has those with the
         status, if one is given."""
-        return await sequences.page(self.backend, most, after, status)
+        return await sequences.list_sequences(self.backend, max_count, after, status)
 
-    async def sequence(self, sequence_id: str) -> SequenceSeen | None:
+    async def get_sequence(self, sequence_id: str) -> SequenceSnapshot | None:
         """Return one sequence with the first of its waiting requests. `None` if it is not known."""
-        return await sequences.show(self.backend, sequence_id)
+        return await sequences.get_sequence(self.backend, sequence_id)
 
-    async def ids_of(self, entries: Sequence[int]) -> dict[int, str]:
+    async def read_request_ids(self, entry_ids: Sequence[int]) -> dict[int, str]:
         """Return the ids of requests that were claimed at least once, as far as they exist and can be
         read."""
-        scripts, key = self.backend.scripts, self.names.members
+        scripts, key = self.backend.scripts, self.names.members_key
         found = {}
-        for entry in entries:
-            member = await scripts.attempt(lambda entry=entry: scripts.client.hget(key, entry))  # type: ignore[misc]
-            if name := parse(member or b"").id:
+        for entry in entry_ids:
+            member = await scripts.call_with_retries(lambda entry=entry: scripts.client.hget(key, entry))  # type: ignore[misc]
+            if name := parse_member(member or b"").id:
                 found[entry] = name
         return found
 
     async def release_sequence(self, sequence_id: str) -> bool:
         """Let a sequence that is held go on. Return False if it is not held."""
-        done = bool(await sequences.decide(self.backend, "release", sequence_id))
-        return await self._decided(done=done)
+        done = bool(await sequences.run_sequence_command(self.backend, "release", sequence_id))
+        return await self._wake_if_done(done=done)
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
         """Have the waiting and later requests of a sequence answered SEQUENCE_ABORTED. Return False if it was
         aborted before, or has ended."""
-        return await self._decided(done=await sequences.abort(self.backend, sequence_id, why))
+        return await self._wake_if_done(done=await sequences.abort_sequence(self.backend, sequence_id, why))
 
     async def cancel_sequence(
-        self, sequence_id: str, at: float | None = None, for_s: float = CANCEL_TTL_S
+        self, sequence_id: str, submitted_until: float | None = None, claimed_within_s: float = CANCEL_TTL_S
     ) -> bool:
         """End a sequence. Its waiting requests are answered CANCELLED, and its running one is cancelled.
 
@@ -236,71 +246,83 @@ class RedisDesk:
         Redis) and are claimed within `claimed_within_s` are answered CANCELLED, too. Return False if, as far
         as dispatchers know, the sequence has ended or is not there.
         """
-        told = "" if at is None else repr(at)
-        head = await sequences.decide(self.backend, "cancel", sequence_id, told, for_s)
-        if head:  # a request of the sequence runs or waits for its retry: cancel it by its token
-            scripts, key = self.backend.scripts, self.names.members
-            request = parse(await scripts.attempt(lambda: scripts.client.hget(key, head)) or b"")
+        until = "" if submitted_until is None else repr(submitted_until)
+        next_entry = await sequences.run_sequence_command(
+            self.backend, "cancel", sequence_id, until, claimed_within_s
+        )
+        if next_entry:  # a request of the sequence runs or waits for its retry: cancel it by its token
+            scripts, key = self.backend.scripts, self.names.members_key
+            request = parse_member(
+                await scripts.call_with_retries(lambda: scripts.client.hget(key, next_entry)) or b""
+            )
             if isinstance(request, Request) and request.token:
-                await self.cancel(request.id, request.token, found=True)
-        await self._decided(done=True)
-        return head is not None
+                await self.cancel_request(request.id, request.token, is_token_known=True)
+        await self._wake_if_done(done=True)
+        return next_entry is not None
 
-    async def sequence_secret(self) -> str:
+    async def get_or_create_sequence_secret(self) -> str:
         """Return the secret that all programs with our client share for their sequences. Create it if there
         is none."""
-        return await producer.sequence_secret(self.backend.scripts, self.names)
+        return await producer.get_or_create_sequence_secret(self.backend.scripts, self.names)
 
-    async def take_over_secret(self, other: RedisDesk) -> None:
+    async def copy_sequence_secret(self, other: RedisQueueAdmin) -> None:
         """Copy the secret of sequences from another queue, unless this one has a secret.
 
         Programs with our client can then go on with the sequences of requests that were copied from there.
         """
         there, here = other.backend.scripts, self.backend.scripts
-        secret = await there.attempt(lambda: there.client.get(other.names.sequence_secret))
+        secret = await there.call_with_retries(lambda: there.client.get(other.names.sequence_secret_key))
         if secret:
-            await here.attempt(lambda: here.client.set(self.names.sequence_secret, secret, nx=True))
+            await here.call_with_retries(
+                lambda: here.client.set(self.names.sequence_secret_key, secret, nx=True)
+            )
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
         """Forget a sequence. Return False if a request of it runs or waits; `None` if it is not known."""
-        told = await sequences.decide(self.backend, "forget", sequence_id)
-        return None if told is None else await self._decided(done=bool(told))
+        result = await sequences.run_sequence_command(self.backend, "forget", sequence_id)
+        return None if result is None else await self._wake_if_done(done=bool(result))
 
-    async def _decided(self, *, done: bool) -> bool:
+    async def _wake_if_done(self, *, done: bool) -> bool:
         if done:
-            await self.backend.scripts.attempt(lambda: self._wake("sequence"))
+            await self.backend.scripts.call_with_retries(lambda: self._publish_wake_up("sequence"))
         return done
 
-    async def model_marks(self) -> ModelMarks:
+    async def read_model_registry(self) -> ModelRegistryState:
         """Return the model registry. Only reads."""
-        return await model_registry.look(self.backend)
+        return await model_registry.read_model_registry(self.backend)
 
-    async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
+    async def set_label(self, family: str, label: str, version: str | None, who: str) -> bool:
         """Let the label mean that version. `None` removes the label. Return False if there was none to
         remove."""
-        return await model_registry.label(self.backend, family, label, version, who)
+        return await model_registry.set_label(self.backend, family, label, version, who)
 
-    async def drain(self, model: str, who: str, why: str = "") -> None:
+    async def drain_version(self, model: str, who: str, why: str = "") -> None:
         """Send no new requests to this version."""
-        await model_registry.drain(self.backend, model, who, why)
+        await model_registry.drain_version(self.backend, model, who, why)
 
-    async def undrain(self, model: str) -> bool:
+    async def undrain_version(self, model: str) -> bool:
         """Remove the drain of a version. Return False if it was not drained."""
-        return await model_registry.undrain(self.backend, model)
+        return await model_registry.undrain_version(self.backend, model)
 
-    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
+    async def list_dead(self, max_count: int, after: int = 0) -> Sequence[DeadRequest]:
         """Return the dead requests with an entry above `after`, by entry: at most 1 MB of members, but at
         least one."""
-        found = await script_calls.dead_after(self.backend, after, most)
-        return [replace(one, attempts=_attempts(one.attempts, one.reason)) for one in found]
+        found = await script_calls.list_dead_after(self.backend, after, max_count)
+        return [
+            replace(one, failed_attempts=_count_all_attempts(one.failed_attempts, one.reason))
+            for one in found
+        ]
 
-    async def dead_newest(self, most: int) -> Sequence[Dead]:
+    async def list_newest_dead(self, max_count: int) -> Sequence[DeadRequest]:
         """Return the dead requests with the highest entries, highest first: at most 1 MB of members, but at
         least one."""
-        found = await script_calls.dead_newest(self.backend, most)
-        return [replace(one, attempts=_attempts(one.attempts, one.reason)) for one in found]
+        found = await script_calls.list_newest_dead(self.backend, max_count)
+        return [
+            replace(one, failed_attempts=_count_all_attempts(one.failed_attempts, one.reason))
+            for one in found
+        ]
 
-    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
+    async def requeue_dead(self, entry_ids: Sequence[int], deadline: int) -> int:
         """Submit dead requests again with this deadline (in the member and in the score). Their priority
         stays.
 
@@ -308,36 +330,40 @@ class RedisDesk:
         read stay dead.
         """
         done = 0
-        for entry in entries:
-            dead = next((one for one in await self.dead_list(1, entry - 1) if one.entry == entry), None)
-            again = None if dead is None else accept_anew(self.names, dead.member, dead.score, deadline)
-            if again is not None:
-                done += await script_calls.requeue(self.backend, entry, again)
+        for entry in entry_ids:
+            dead = next((one for one in await self.list_dead(1, entry - 1) if one.entry_id == entry), None)
+            resubmission = (
+                None if dead is None else build_resubmission(self.names, dead.member, dead.score, deadline)
+            )
+            if resubmission is not None:
+                done += await script_calls.requeue_dead(self.backend, entry, resubmission)
         return done
 
-    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
+    async def purge_dead(self, entry_ids: Sequence[int] | None = None) -> int:
         """Delete dead requests. `None` for all."""
-        gone = 0
-        if entries is None:
-            while found := await self.dead_list(_BATCH):
-                gone += await script_calls.purge(self.backend, [dead.entry for dead in found])
-            return gone
-        for at in range(0, len(entries), _BATCH):
-            gone += await script_calls.purge(self.backend, entries[at : at + _BATCH])
-        return gone
+        purged_count = 0
+        if entry_ids is None:
+            while found := await self.list_dead(_BATCH_SIZE):
+                purged_count += await script_calls.purge_dead(self.backend, [dead.entry_id for dead in found])
+            return purged_count
+        for at in range(0, len(entry_ids), _BATCH_SIZE):
+            purged_count += await script_calls.purge_dead(self.backend, entry_ids[at : at + _BATCH_SIZE])
+        return purged_count
 
 
-def _attempts(counted: int, reason: str) -> int:
+def _count_all_attempts(counted_attempts: int, reason: str) -> int:
     """Return the number of all failed attempts of a dead request. The queue counts an attempt when it
     is released for another one. The last attempt, after which the request died, is counted in the
     reason only."""
-    said = _USED_UP.match(reason)
-    return counted if said is None else max(counted, int(said[1]))
+    match = _ATTEMPTS_IN_REASON.match(reason)
+    return counted_attempts if match is None else max(counted_attempts, int(match[1]))
 
 
-def _counted(page: Looked) -> Looked:
+def _correct_attempts(page: LookupPage) -> LookupPage:
     found = [
-        replace(one, attempts=_attempts(one.attempts, one.reason)) if one.state is Whereabouts.DEAD else one
-        for one in page.found
+        replace(one, attempts=_count_all_attempts(one.attempts, one.reason))
+        if one.location is RequestLocation.DEAD
+        else one
+        for one in page.requests
     ]
-    return replace(page, found=found)
+    return replace(page, requests=found)

@@ -5,106 +5,108 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.core.requests.forecast import Head, LineAhead, Replica, Span
-from dispatcher.core.requests.lanes import lane_of, losses_of
-from dispatcher.ports import Dead, Lease, Leases, Overload, Shared
+from dispatcher.core.requests.forecast import FirstRequest, QueueSnapshot, QueueSpan, Replica
+from dispatcher.core.requests.lanes import choose_lane, count_losses
+from dispatcher.ports import DeadRequest, Lease, LeaseCounts, Overload, SharedState
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Reply
 
 
-def line_of(told: Sequence[Any]) -> LineAhead:
+def decode_queue_snapshot(reply: Sequence[Any]) -> QueueSnapshot:
     """Decode the reply of take_snapshot.lua."""
-    now, settled, leased, spans, heads, owners, replicas = told
-    return LineAhead(
+    now, settled, leased, spans, heads, owners, replicas = reply
+    return QueueSnapshot(
         now=float(now),
-        spans=[_span(*spans[at : at + 3]) for at in range(0, len(spans), 3)],
-        heads=[_head(*heads[at : at + 2]) for at in range(0, len(heads), 2)],
-        settled=settled,
-        leased=leased,
-        replicas=[_replica(*replicas[at : at + 3]) for at in range(0, len(replicas), 3)],
-        owners=owners,
+        spans=[_decode_span(*spans[at : at + 3]) for at in range(0, len(spans), 3)],
+        first_requests=[_decode_head(*heads[at : at + 2]) for at in range(0, len(heads), 2)],
+        settled_count=settled,
+        leased_count=leased,
+        replicas=[_decode_replica(*replicas[at : at + 3]) for at in range(0, len(replicas), 3)],
+        owner_count=owners,
     )
 
 
-def lease_of(
-    entry: int,
+def decode_lease(
+    entry_id: int,
     token: bytes,
     member: bytes | int,
     score: bytes,
     deliveries: int,
-    attempts: int,
+    failed_attempts: int,
     refusals: int,
     deaths: int,
     units: int,
-    last_try: bytes,
+    last_attempt: bytes,
 ) -> Lease:
     """Decode a lease. Its member is empty if the script returned only the size of the member."""
     return Lease(
-        entry,
+        entry_id,
         token.decode(),
         b"" if isinstance(member, int) else member,
         float(score),
         deliveries,
-        attempts,
+        failed_attempts,
         refusals,
-        losses=losses_of(deaths),
-        lane=lane_of(deaths),
+        deaths_as_suspect=count_losses(deaths),
+        lane=choose_lane(deaths),
         units=units,
-        last_try=last_try.decode(errors="replace") if last_try else "",
+        last_attempt=last_attempt.decode(errors="replace") if last_attempt else "",
     )
 
 
-def _span(low: int, high: int, count: int) -> Span:
-    return Span(count) if low < 0 else Span(count, low, high)
+def _decode_span(low: int, high: int, count: int) -> QueueSpan:
+    return QueueSpan(count) if low < 0 else QueueSpan(count, low, high)
 
 
-def _head(deadline: bytes, start: bytes) -> Head:
-    return Head(start, None if deadline == b"-1" else float(deadline))
+def _decode_head(deadline: bytes, start: bytes) -> FirstRequest:
+    return FirstRequest(start, None if deadline == b"-1" else float(deadline))
 
 
-def _replica(owner: bytes, leases: int, silent_s: bytes | None) -> Replica:
+def _decode_replica(owner: bytes, leases: int, silent_s: bytes | None) -> Replica:
     return Replica(
         owner.decode(errors="replace"), leases, None if silent_s is None else round(float(silent_s), 3)
     )
 
 
-def dead_of(
-    entry: int,
+def decode_dead_request(
+    entry_id: int,
     member: bytes,
     score: bytes,
     reason: bytes,
     died_at: bytes,
     deliveries: int,
-    attempts: int,
+    failed_attempts: int,
     refusals: int,
     deaths: int,
-) -> Dead:
-    return Dead(
-        entry,
+) -> DeadRequest:
+    return DeadRequest(
+        entry_id,
         member,
         float(score),
         reason.decode(errors="replace"),
         float(died_at),
         deliveries,
-        attempts,
+        failed_attempts,
         refusals,
-        losses_of(deaths),
+        count_losses(deaths),
     )
 
 
-def facts_of(backend: Backend, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:
+def decode_owner_reply(
+    backend: Backend, reply: Reply, facts: Sequence[Any]
+) -> tuple[LeaseCounts, SharedState]:
     """Decode the part of the reply that all scripts of owners have in common."""
     now, live, own, young, lost, stray, limit, read_at, *rest = facts
     overload_at, until, capacity, in_flight, prober, paused = rest
-    backend.saw(reply, now)
-    count = Leases(backend.loop_time(now), live, live - own, young, lost, stray)
+    backend.observe_clock(reply, now)
+    count = LeaseCounts(backend.to_loop_time(now), live, live - own, young, lost, stray)
     overload = None
     if overload_at is not None:
-        at, until_at = backend.loop_time(overload_at), backend.loop_time(until)
+        at, until_at = backend.to_loop_time(overload_at), backend.to_loop_time(until)
         overload = Overload(at, until_at, bool(capacity), in_flight)
-    return count, Shared(
+    return count, SharedState(
         limit,
-        0.0 if limit is None else backend.loop_time(read_at),
+        0.0 if limit is None else backend.to_loop_time(read_at),
         overload,
         None if prober is None else prober.decode(),
         bool(paused),

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dispatcher.queue.keys import ACTIVE, CANCEL, Names
-from dispatcher.queue.redis.script_calls import permits
-from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.queue.keys import FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX, QueueNames
+from dispatcher.queue.redis.script_calls import check_permissions
+from dispatcher.queue.redis.scripts import ScriptRunner
 
 _COMMANDS = (
     *("type", "exists", "get", "getrange", "set", "del", "expire", "lpush"),
@@ -25,14 +25,14 @@ _SUBSCRIBE = "subscribe"
 
 
 @dataclass(frozen=True, slots=True)
-class Right:
+class Permission:
     """Permission to run one command on one key, or without a key."""
 
     command: str
     key: str = ""
     """Key pattern as in ACL SETUSER: a prefix ends with an asterisk."""
 
-    def words(self) -> tuple[str, ...]:
+    def to_acl_args(self) -> tuple[str, ...]:
         """Return a call that needs the permission, with a word at every position where some version looks for
         a key."""
         key = self.key.replace("*", "any")
@@ -42,55 +42,57 @@ class Right:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingPermissions:
     """Missing permissions, in the form of ACL SETUSER."""
 
-    rights: tuple[str, ...] = ()
+    acl_rules: tuple[str, ...] = ()
     """Rules without which nothing can be sent."""
-    wakes: bool = True
+    can_subscribe: bool = True
     """True if this user may subscribe to wake-ups."""
-    known: bool = True
+    is_known: bool = True
     """False if the server cannot be asked."""
 
 
-def needed(names: Names) -> list[Right]:
+def list_required_permissions(names: QueueNames) -> list[Permission]:
     """Return all permissions that a dispatcher of this queue needs."""
     own = [
-        Right("eval", key)
+        Permission("eval", key)
         for key in (
-            *names.keys,
-            *names.board,
-            names.reply("*"),
-            names.active("*"),
-            f"{names.prefix}:cancel:*",
+            *names.script_keys,
+            *names.model_registry_keys,
+            names.reply_key("*"),
+            names.active_key("*"),
+            f"{names.queue_prefix}:cancel:*",
         )
     ]
-    results = [Right(command, names.results) for command in ("type", "lpush", "expire")]
-    active = [Right(command, f"{ACTIVE}*") for command in ("getrange", "del")]
-    cancel = [Right(command, f"{CANCEL}*") for command in ("getrange", "del")]
+    results = [Permission(command, names.result_list) for command in ("type", "lpush", "expire")]
+    active = [Permission(command, f"{FOREIGN_ACTIVE_PREFIX}*") for command in ("getrange", "del")]
+    cancel = [Permission(command, f"{FOREIGN_CANCEL_PREFIX}*") for command in ("getrange", "del")]
     return [
         *own,
-        *(Right(command, names.queue) for command in _COMMANDS),
+        *(Permission(command, names.queue) for command in _COMMANDS),
         *results,
         *active,
         *cancel,
-        *(Right(command) for command in ("time", "evalsha", "ping")),
+        *(Permission(command) for command in ("time", "evalsha", "ping")),
     ]
 
 
-async def missing(scripts: Scripts, names: Names) -> Missing:
+async def find_missing_permissions(scripts: ScriptRunner, names: QueueNames) -> MissingPermissions:
     """Check all permissions. Raises QueueUnavailableError if even the check (EVAL) is not permitted."""
     # Subscribing comes last and is not required: without it, the dispatcher polls.
-    rights = [*needed(names), Right(_SUBSCRIBE, names.wake)]
-    told = await permits(scripts, [right.words() for right in rights])
-    if not told:
-        return Missing(known=False)
-    refused = {right for right, granted in zip(rights, told, strict=True) if not granted}
-    wakes = rights.pop() not in refused
-    return Missing(tuple(_summed(rights, refused & set(rights))), wakes)
+    permissions = [*list_required_permissions(names), Permission(_SUBSCRIBE, names.wake_channel)]
+    flags = await check_permissions(scripts, [right.to_acl_args() for right in permissions])
+    if not flags:
+        return MissingPermissions(is_known=False)
+    refused = {right for right, granted in zip(permissions, flags, strict=True) if not granted}
+    can_subscribe = permissions.pop() not in refused
+    return MissingPermissions(
+        tuple(_summarize_refused(permissions, refused & set(permissions))), can_subscribe
+    )
 
 
-def _summed(asked: Iterable[Right], refused: set[Right]) -> list[str]:
+def _summarize_refused(asked: Iterable[Permission], refused: set[Permission]) -> list[str]:
     """Summarize the refused permissions: keys on which nothing is permitted, commands that are permitted on
     no other key, and the rest."""
     if not refused:

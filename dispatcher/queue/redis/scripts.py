@@ -22,48 +22,48 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.sentinel import MasterNotFoundError
 
-from dispatcher.core.printable import shortened
+from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.submission import CallRefusedError, QueueFullError, QueueUnavailableError
-from dispatcher.ports.network_errors import words
+from dispatcher.ports.network_errors import describe_error
 from dispatcher.queue import constants
-from dispatcher.queue.keys import BOARD_KEYS, KEYS, MODEL_KEYS, SEQUENCE_KEYS
+from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, SCRIPT_KEYS, SEQUENCE_KEYS, WAITING_FOR_MODEL_KEYS
 
 Client = Redis | RedisCluster
 Argument = str | bytes | int | float
 T = TypeVar("T")
 
-SCRIPT_BYTES = 2**20
-SCRIPT_ITEMS = 256
+MAX_SCRIPT_BYTES = 2**20
+MAX_SCRIPT_ITEMS = 256
 """Largest number of items that one script gets."""
-_DESK = ("need", "time", "common")
-_STEP = ("need", "rights", "time", "common")
-_BOARD = ("need", "time", "versions")
+_ADMIN_FRAGMENTS = ("need", "time", "common")
+_OWNER_FRAGMENTS = ("need", "rights", "time", "common")
+_MODEL_REGISTRY_FRAGMENTS = ("need", "time", "versions")
 _FRAGMENTS = {
-    "claim": (*_STEP, "line"),
-    "settle": (*_STEP, "line", "markers", "keep", "results", "sequences", "hand_over"),
-    "expire": (*_STEP, "markers", "keep", "results", "sequences", "models"),
-    "release": (*_STEP, "models"),
-    "recall": (*_STEP, "models"),
-    "renew": _STEP,
-    "weigh": _STEP,
-    "sweep": (*_STEP, "markers", "sequences", "models"),
-    "line_up": (*_STEP, "sequences"),
-    "sequence": (*_DESK, "sequences"),
-    "submit": (*_DESK, "markers", "room"),
-    "enlist": (*_DESK, "markers", "room", "streams"),
-    "stream": (*_DESK, "markers", "streams"),
+    "claim": (*_OWNER_FRAGMENTS, "line"),
+    "settle": (*_OWNER_FRAGMENTS, "line", "markers", "keep", "results", "sequences", "hand_over"),
+    "expire": (*_OWNER_FRAGMENTS, "markers", "keep", "results", "sequences", "models"),
+    "release": (*_OWNER_FRAGMENTS, "models"),
+    "recall": (*_OWNER_FRAGMENTS, "models"),
+    "renew": _OWNER_FRAGMENTS,
+    "weigh": _OWNER_FRAGMENTS,
+    "sweep": (*_OWNER_FRAGMENTS, "markers", "sequences", "models"),
+    "line_up": (*_OWNER_FRAGMENTS, "sequences"),
+    "sequence": (*_ADMIN_FRAGMENTS, "sequences"),
+    "submit": (*_ADMIN_FRAGMENTS, "markers", "room"),
+    "enlist": (*_ADMIN_FRAGMENTS, "markers", "room", "streams"),
+    "stream": (*_ADMIN_FRAGMENTS, "markers", "streams"),
     "consume": ("need", "streams"),
-    "requeue": (*_DESK, "markers"),
-    "cancel": (*_DESK, "markers"),
-    "cancelled": (*_DESK, "markers"),
-    "peek": (*_DESK, "line"),
-    "look": (*_DESK, "markers"),
-    "ahead": _DESK,
-    "restore": (*_DESK, "markers"),
-    "marks": _BOARD,
-    "warm": _BOARD,
-    "pin": _BOARD,
-    "decide": _BOARD,
+    "requeue": (*_ADMIN_FRAGMENTS, "markers"),
+    "cancel": (*_ADMIN_FRAGMENTS, "markers"),
+    "cancelled": (*_ADMIN_FRAGMENTS, "markers"),
+    "peek": (*_ADMIN_FRAGMENTS, "line"),
+    "look": (*_ADMIN_FRAGMENTS, "markers"),
+    "ahead": _ADMIN_FRAGMENTS,
+    "restore": (*_ADMIN_FRAGMENTS, "markers"),
+    "marks": _MODEL_REGISTRY_FRAGMENTS,
+    "warm": _MODEL_REGISTRY_FRAGMENTS,
+    "pin": _MODEL_REGISTRY_FRAGMENTS,
+    "decide": _MODEL_REGISTRY_FRAGMENTS,
     "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),
@@ -71,12 +71,12 @@ _FRAGMENTS = {
     "permits": (),
     "unfit": (),
 }
-_CAPITALS = re.compile(r"\b[A-Z][A-Z_]+\b")
+_CAPITAL_NAMES = re.compile(r"\b[A-Z][A-Z_]+\b")
 _COMMENT = re.compile(r"--.*")
-_PAUSES_S = (0.05, 0.2)
+_RETRY_PAUSES_S = (0.05, 0.2)
 """Pauses before the second and the third attempt. Callers handle longer outages themselves."""
 
-_REFUSALS = {
+_ERROR_MEANINGS = {
     "READONLY": "is a replica that takes no writes",
     "OOM": "is out of memory (maxmemory)",
     "LOADING": "is loading its data",
@@ -93,27 +93,27 @@ _REFUSALS = {
     "STREAMFULL": "has a stream that takes no more requests",
     "WRONGKEY": "holds something else under one of the queue's keys",
 }
-_KINDS: dict[type[Exception], str] = {
+_ERROR_CODES: dict[type[Exception], str] = {
     errors.ReadOnlyError: "READONLY",
     errors.OutOfMemoryError: "OOM",
     errors.AuthenticationError: "WRONGPASS",
     errors.BusyLoadingError: "LOADING",
 }
 """Codes of the errors for which redis-py has a class and removes the code from the message."""
-_CONNECTION = (errors.ConnectionError, errors.RedisClusterException, OSError, RuntimeError)
+_CONNECTION_ERRORS = (errors.ConnectionError, errors.RedisClusterException, OSError, RuntimeError)
 """Errors of a connection. RuntimeError is raised by a transport that closes during a write."""
-_MOST_CHARS = 300
+_MAX_REPLY_CHARS = 300
 """Largest number of characters of an error in a message, because it may repeat large arguments."""
-SLOWEST_BYTES_PER_S = 1_000_000
+MIN_BYTES_PER_S = 1_000_000
 """Rate in bytes per second of the slowest connection over which large values can be moved."""
-_CONNECTING = re.compile(r"connecting to (\S+?)\.(?:\s|$)")
+_ADDRESS_IN_ERROR = re.compile(r"connecting to (\S+?)\.(?:\s|$)")
 """Address in an error of the client library."""
-_FORBIDDEN = re.compile(
+_DENIED_IN_SCRIPT = re.compile(
     r"^(?:Error running script .*: )?The user executing the script can't|^ACL failure in script"
 )
 """Errors for a missing permission inside a script, where there is no NOPERM, of Redis 6.2, Redis 7 and
 Valkey."""
-_PLACE = re.compile(r"^Error running script .*: (?=The user)| script: (?:[0-9a-f]+, )?on @.*$")
+_SCRIPT_LOCATION = re.compile(r"^Error running script .*: (?=The user)| script: (?:[0-9a-f]+, )?on @.*$")
 """Location in a script, which is of no use to an operator."""
 
 
@@ -127,41 +127,43 @@ _LUA = {
 the files may be replaced by those of another version."""
 
 
-def _prelude(text: str, all_keys: Mapping[str, tuple[str, str]]) -> str:
+def _build_prelude(text: str, all_keys: Mapping[str, tuple[str, str]]) -> str:
     """Return the definitions that Python and a script share, as Lua locals: keys and constants. Only those
     that the script uses, because a script may have 200 locals."""
-    named = set(_CAPITALS.findall(_COMMENT.sub("", text)))
+    named = set(_CAPITAL_NAMES.findall(_COMMENT.sub("", text)))
     keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(all_keys, 1) if name in named]
     types = ", ".join(f"'{kind}'" for _, kind in all_keys.values())
-    numbers = [f"local {name} = {value}" for name, value in constants.LUA.items() if name in named]
-    of_models = len(KEYS) - len(MODEL_KEYS)
-    counts = [f"local OWN, OF_MODELS, OFTEN = {len(KEYS)}, {of_models}, {of_models - len(SEQUENCE_KEYS)}"]
+    numbers = [f"local {name} = {value}" for name, value in constants.LUA_CONSTANTS.items() if name in named]
+    of_models = len(SCRIPT_KEYS) - len(WAITING_FOR_MODEL_KEYS)
+    counts = [
+        f"local OWN, OF_MODELS, OFTEN = {len(SCRIPT_KEYS)}, {of_models}, {of_models - len(SEQUENCE_KEYS)}"
+    ]
     counts += [f"local TYPES = {{{types}}}"]
     return "\n".join([*keys, *numbers, *counts, ""])
 
 
 @cache
-def source(name: str) -> tuple[str, str]:
+def build_source(name: str) -> tuple[str, str]:
     """Return the text of a script with its fragments, and its SHA.
 
     The script itself becomes a function after its fragments, so each of the two may have 200 locals. The text
     is built on first use, because a client runs few of the scripts.
     """
-    parts = (*_FRAGMENTS.get(name, _DESK), name)
+    parts = (*_FRAGMENTS.get(name, _ADMIN_FRAGMENTS), name)
     # The order of the parts matters: each uses the local functions of those before it.
     *below, script = (_LUA[part] for part in parts)
     text = "\n".join([*below, f"return (function()\n{script}\nend)()"])
     if "time" in parts:
-        text = f"{_prelude(text, BOARD_KEYS if 'versions' in parts else KEYS)}\n{text}"
+        text = f"{_build_prelude(text, MODEL_REGISTRY_KEYS if 'versions' in parts else SCRIPT_KEYS)}\n{text}"
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-class BrokenCallError(QueueUnavailableError):
+class CallFailedError(QueueUnavailableError):
     """This call was interrupted, not answered in time, or refused unexpectedly. The server may be reachable
     all the same, and take other calls."""
 
 
-class OddReplyError(BrokenCallError, CallRefusedError):
+class UnexpectedReplyError(CallFailedError, CallRefusedError):
     """The reply was unexpected."""
 
 
@@ -177,7 +179,7 @@ _ERRORS: Mapping[str, type[QueueUnavailableError]] = {
 }
 
 
-class ForbiddenError(CallRefusedError):
+class PermissionDeniedError(CallRefusedError):
     """This user has no permission for the call."""
 
 
@@ -190,29 +192,29 @@ class Reply:
     received_at: float
 
 
-class Scripts:
+class ScriptRunner:
     """Runs scripts on one server or cluster. Raises QueueUnavailableError for every failure there.
 
     `attempt_timeout_s` is the timeout of one attempt, in addition to the time that large values take to
     transfer.
     """
 
-    def __init__(self, client: Client, *, try_s: float = 3.0) -> None:
+    def __init__(self, client: Client, *, attempt_timeout_s: float = 3.0) -> None:
         self.client: Any = client
         """Client for single commands inside `call_with_retries`. It is Any, because redis-py types replies
         for every protocol at once."""
         self.is_cluster = isinstance(client, RedisCluster)
-        self._try_s = try_s
+        self._attempt_timeout_s = attempt_timeout_s
 
     async def run(
-        self, name: str, keys: Sequence[Argument], args: Sequence[Argument], *, size: int = 0
+        self, name: str, keys: Sequence[Argument], args: Sequence[Argument], *, size_bytes: int = 0
     ) -> Reply:
         """Run a script. It may run twice if a reply is lost, which every script supports. `size_bytes`: see
         `call_with_retries`."""
-        text, sha = source(name)
+        text, sha = build_source(name)
         parameters = (len(keys), *keys, *args)
 
-        async def once() -> Reply:
+        async def run_once() -> Reply:
             clock = asyncio.get_running_loop().time
             sent_at = clock()
             try:
@@ -223,34 +225,34 @@ class Scripts:
                 value = await self.client.execute_command("EVAL", text, *parameters)
             return Reply(value, sent_at, clock())
 
-        return await self.attempt(once, size=size)
+        return await self.call_with_retries(run_once, size_bytes=size_bytes)
 
-    async def attempt(self, act: Callable[[], Awaitable[T]], *, size: int = 0) -> T:
+    async def call_with_retries(self, act: Callable[[], Awaitable[T]], *, size_bytes: int = 0) -> T:
         """Call a function that can be repeated, with retries and a timeout. `size_bytes` is the number of
         bytes that it moves, if they are many."""
-        for number in range(len(_PAUSES_S) + 1):
+        for number in range(len(_RETRY_PAUSES_S) + 1):
             if number:
-                await asyncio.sleep(_PAUSES_S[number - 1])
+                await asyncio.sleep(_RETRY_PAUSES_S[number - 1])
             try:
-                async with asyncio.timeout(self._try_s + size / SLOWEST_BYTES_PER_S):
-                    return await cancellable(act)
+                async with asyncio.timeout(self._attempt_timeout_s + size_bytes / MIN_BYTES_PER_S):
+                    return await run_cancellable(act)
             except Exception as error:  # also RuntimeErrors of a transport that has just closed
                 # No retry after a timeout: the attempt has taken all of its time.
                 late = isinstance(error, TimeoutError | errors.TimeoutError)
-                if late or _is_forbidden(error) or number == len(_PAUSES_S):
-                    raise _told(error) from error
+                if late or _is_permission_denied(error) or number == len(_RETRY_PAUSES_S):
+                    raise _translate_error(error) from error
         raise AssertionError("unreachable")
 
-    async def answers(self, key: str) -> bool:
+    async def is_responding(self, key: str) -> bool:
         """Return whether the server answers a small call. Used after a larger call failed."""
         try:
-            await self.attempt(lambda: self.client.exists(key))
+            await self.call_with_retries(lambda: self.client.exists(key))
         except QueueUnavailableError:
             return False
         return True
 
 
-async def cancellable(act: Callable[[], Awaitable[T]]) -> T:
+async def run_cancellable(act: Callable[[], Awaitable[T]]) -> T:
     """Return the result of a call, and raise CancelledError if the task was cancelled meanwhile.
 
     redis-py loses some cancellations while it connects, and then a cancelled task would go on for ever.
@@ -264,52 +266,60 @@ async def cancellable(act: Callable[[], Awaitable[T]]) -> T:
             raise asyncio.CancelledError
 
 
-def _is_forbidden(error: Exception) -> bool:
-    return isinstance(error, errors.NoPermissionError) or _FORBIDDEN.search(str(error)) is not None
+def _is_permission_denied(error: Exception) -> bool:
+    return isinstance(error, errors.NoPermissionError) or _DENIED_IN_SCRIPT.search(str(error)) is not None
 
 
-def _told(error: Exception) -> QueueUnavailableError:
+def _translate_error(error: Exception) -> QueueUnavailableError:
     """Translate an error into one with a sentence for an operator."""
     if isinstance(error, TimeoutError | errors.TimeoutError):
-        return BrokenCallError("Redis did not answer in time")
+        return CallFailedError("Redis did not answer in time")
     if isinstance(error, UnicodeEncodeError):
-        return OddReplyError("Redis was not asked: a name holds a lone surrogate, or bytes that are no UTF-8")
-    message = _PLACE.sub("", str(error))
-    if _is_forbidden(error):
-        return ForbiddenError(f"Redis {_REFUSALS['NOPERM']}: {message}")
+        return UnexpectedReplyError(
+            "Redis was not asked: a name holds a lone surrogate, or bytes that are no UTF-8"
+        )
+    message = _SCRIPT_LOCATION.sub("", str(error))
+    if _is_permission_denied(error):
+        return PermissionDeniedError(f"Redis {_ERROR_MEANINGS['NOPERM']}: {message}")
     # The code comes first in an error of a command, and within the text of an error of a script.
-    for code, meaning in _REFUSALS.items():
+    for code, meaning in _ERROR_MEANINGS.items():
         if message.startswith(code) or f"{code} " in message:
             return _ERRORS.get(code, QueueUnavailableError)(f"Redis {meaning}: {message}")
-    for kind, code in _KINDS.items():
+    for kind, code in _ERROR_CODES.items():
         if isinstance(error, kind):
-            return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")
+            return QueueUnavailableError(f"Redis {_ERROR_MEANINGS[code]}: {message}")
     if isinstance(error, errors.ResponseError):
-        return OddReplyError(
-            f"Redis refused a call in a way that was not foreseen: {shortened(message, _MOST_CHARS)}"
+        return UnexpectedReplyError(
+            f"Redis refused a call in a way that was not foreseen: {truncate_text(message, _MAX_REPLY_CHARS)}"
         )
     if isinstance(error, MasterNotFoundError):  # after " : " come internals of the client
         why = message.partition(" : ")[0]
-        return BrokenCallError(
-            f"Redis cannot be reached: no sentinel names a primary: {shortened(why, _MOST_CHARS)}"
+        return CallFailedError(
+            f"Redis cannot be reached: no sentinel names a primary: {truncate_text(why, _MAX_REPLY_CHARS)}"
         )
-    if isinstance(error, _CONNECTION):
+    if isinstance(error, _CONNECTION_ERRORS):
         # The message of the client has error numbers of the system, so only its address is used.
-        place = _CONNECTING.search(message)
-        return BrokenCallError(f"Redis cannot be reached: {f'{place[1]}: ' if place else ''}{words(error)}")
-    return OddReplyError(f"the answer of Redis was not understood: {shortened(repr(error), _MOST_CHARS)}")
+        place = _ADDRESS_IN_ERROR.search(message)
+        return CallFailedError(
+            f"Redis cannot be reached: {f'{place[1]}: ' if place else ''}{describe_error(error)}"
+        )
+    return UnexpectedReplyError(
+        f"the answer of Redis was not understood: {truncate_text(repr(error), _MAX_REPLY_CHARS)}"
+    )
 
 
-def in_steps(items: Sequence[T], size_of: Callable[[T], int], most: int = SCRIPT_ITEMS) -> list[list[T]]:
+def split_batches(
+    items: Sequence[T], size_of: Callable[[T], int], max_items: int = MAX_SCRIPT_ITEMS
+) -> list[list[T]]:
     """Split items into batches of at most a megabyte and `max_items` items, so that no script blocks Redis
     for long."""
-    steps: list[list[T]] = []
+    batches: list[list[T]] = []
     size = 0
     for item in items:
         size += size_of(item)
         # An item that is larger than a batch gets a batch of its own.
-        if not steps or size > SCRIPT_BYTES or len(steps[-1]) == most:
-            steps.append([])
+        if not batches or size > MAX_SCRIPT_BYTES or len(batches[-1]) == max_items:
+            batches.append([])
             size = size_of(item)
-        steps[-1].append(item)
-    return steps
+        batches[-1].append(item)
+    return batches

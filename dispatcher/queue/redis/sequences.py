@@ -10,207 +10,230 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.printable import shortened
+from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import (
-    Barred,
-    Goes,
+    SequenceCounters,
     SequenceCounts,
-    SequenceNews,
     SequencePage,
     SequenceTerms,
+    TurnDecision,
     TurnEnd,
-    Verdict,
-    Waits,
+    TurnGranted,
+    TurnRejected,
+    TurnWaits,
 )
-from dispatcher.core.sequences.turns import SequenceSeen, SequenceStatus, Turn
-from dispatcher.ports import Claimed, Lease, LinedUp, Permit
+from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus, Turn
+from dispatcher.ports import ClaimResult, ClaimTurnsResult, Lease, Permit
 from dispatcher.queue.constants import CLAIM_BYTES
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.replies import facts_of, lease_of
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Reply
+from dispatcher.queue.redis.replies import decode_lease, decode_owner_reply
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Argument, Reply
 
-_GOES, _REFUSED = 1, 2
-_WHY_CHARS = 300
-_PAGE = 500
-_NEWS, _NEWS_END = 11, 20
+_GRANTED, _REJECTED = 1, 2
+_MAX_REASON_CHARS = 300
+_MAX_PAGE = 500
+_COUNTERS_START, _COUNTERS_END = 11, 20
 """Positions of the sequence counters in what all sequences share."""
 
 _pack = msgspec.msgpack.Encoder().encode
 
 
-def left_by(backend: Backend, end: TurnEnd | None) -> tuple[Argument, Argument]:
+def encode_turn_end(backend: Backend, end: TurnEnd | None) -> tuple[Argument, Argument]:
     """Encode the end of a turn for settle.lua and settle_unleased.lua."""
     if end is None:
         return "", ""
     turn = end.turn
     index = -1 if turn.index is None else turn.index
     on_error = "" if turn.on_error is None else turn.on_error.value
-    flags = turn.id, index, int(turn.last), int(turn.reset), on_error, int(end.failed)
-    token = None if end.token is None else _clean(end.token)
-    told = (
+    flags = turn.id, index, int(turn.last), int(turn.reset), on_error, int(end.has_failed)
+    token = None if end.sticky_token is None else _replace_surrogates(end.sticky_token)
+    fields = (
         *flags,
-        sentence(end.cause),
+        clean_reason(end.cause),
         token,
-        int(end.carry is not None),
-        backend.names.owner(turn),
+        int(end.conversation is not None),
+        backend.names.get_sequence_owner(turn),
         turn.submitted_at,
     )
-    return _pack(told), end.carry or b""
+    return _pack(fields), end.conversation or b""
 
 
-def sentence(why: str) -> str:
+def clean_reason(why: str) -> str:
     """Return a reason in the form in which it is stored."""
-    return shortened(_clean(why), _WHY_CHARS) if why else ""
+    return truncate_text(_replace_surrogates(why), _MAX_REASON_CHARS) if why else ""
 
 
-def _clean(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """Replace lone surrogates, because no server accepts them."""
     return text.encode(errors="replace").decode()
 
 
-async def line_up(
+async def claim_turns(
     backend: Backend,
     owner: str,
     lease_s: float,
     turns: Sequence[tuple[Lease, Turn]],
     terms: SequenceTerms,
-) -> LinedUp:
-    asked = [
+) -> ClaimTurnsResult:
+    rows = [
         (
-            lease.entry,
+            lease.entry_id,
             lease.token,
             turn.id,
             -1 if turn.index is None else turn.index,
             int(turn.last),
             int(turn.reset),
             (turn.on_error or terms.on_error).value,
-            backend.names.owner(turn),
+            backend.names.get_sequence_owner(turn),
             turn.submitted_at,
         )
         for lease, turn in turns
     ]
-    args: list[Argument] = [owner, lease_s, _packed_terms(terms), _pack(asked)]
-    reply = await backend.run("line_up", args)
+    args: list[Argument] = [owner, lease_s, _pack_terms(terms), _pack(rows)]
+    reply = await backend.run_script("line_up", args)
     facts, verdicts = reply.value
-    return LinedUp([_verdict(*told) for told in verdicts], *facts_of(backend, reply, facts))
+    return ClaimTurnsResult(
+        [_decode_decision(*told) for told in verdicts], *decode_owner_reply(backend, reply, facts)
+    )
 
 
-def _packed_terms(terms: SequenceTerms) -> bytes:
+def _pack_terms(terms: SequenceTerms) -> bytes:
     most = -1 if terms.max_active is None else terms.max_active
-    told = [terms.max_idle_s, terms.max_age_s, most, terms.max_waiting, terms.on_error.value, terms.gap_s]
-    return _pack([*told, int(terms.refuse_after_end)])
+    values = [terms.max_idle_s, terms.max_age_s, most, terms.max_waiting, terms.on_error.value, terms.gap_s]
+    return _pack([*values, int(terms.refuse_after_end)])
 
 
-def _goes(index: int, token: bytes, fresh: int, carry: bytes) -> Goes:
-    return Goes(index, token.decode(), carry, bool(fresh))
+def _decode_granted_turn(index: int, token: bytes, is_first: int, carry: bytes) -> TurnGranted:
+    return TurnGranted(index, token.decode(), carry, bool(is_first))
 
 
 @dataclass(frozen=True, slots=True)
-class TakeOver:
+class NextClaimOffer:
     """Offer of an owner to claim the next requests of the sequences of which it settles requests."""
 
     owner: str
     lease_s: float
     nonce: str
     permit: Permit
-    largest: int
+    max_member_bytes: int
     """Size of the largest member that is moved."""
 
-    def packed(self, backend: Backend) -> bytes:
+    def pack_arguments(self, backend: Backend) -> bytes:
         """Encode the offer for claim_next.lua."""
         permit = self.permit
-        by = permit.limit, backend.server_time(permit.read_at), permit.lost
-        own = self.owner, self.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.largest
-        return _pack((*own, *by, permit.retry_after_max_s, permit.apart))
+        by = permit.limit, backend.to_server_time(permit.read_at), permit.lost_units
+        own = self.owner, self.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.max_member_bytes
+        return _pack((*own, *by, permit.retry_after_max_s, permit.unleased_units))
 
 
-def handed_of(backend: Backend, reply: Reply, handed: Sequence[Any]) -> tuple[Claimed, Sequence[Goes]]:
+def decode_next_claim(
+    backend: Backend, reply: Reply, handed: Sequence[Any]
+) -> tuple[ClaimResult, Sequence[TurnGranted]]:
     """Decode the reply of claim_next.lua."""
     facts, waiting, flat, turns = handed
-    leases = [lease_of(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
-    return Claimed(leases, *facts_of(backend, reply, facts), waiting), [_goes(*turn) for turn in turns]
+    leases = [decode_lease(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
+    return ClaimResult(leases, *decode_owner_reply(backend, reply, facts), waiting), [
+        _decode_granted_turn(*turn) for turn in turns
+    ]
 
 
-def _verdict(how: int, *told: Any) -> Verdict:
-    if how == _GOES:
-        return _goes(*told)
-    if how == _REFUSED:
-        code, why = told
-        return Barred(ErrorCode(code.decode()), why.decode())
-    return Waits()
+def _decode_decision(kind: int, *details: Any) -> TurnDecision:
+    if kind == _GRANTED:
+        return _decode_granted_turn(*details)
+    if kind == _REJECTED:
+        code, why = details
+        return TurnRejected(ErrorCode(code.decode()), why.decode())
+    return TurnWaits()
 
 
 @dataclass(frozen=True, slots=True)
-class UnservedRow:
+class RemainingRow:
     """Remaining request of a sequence, which is to be answered."""
 
     place: str
     member: bytes | int
     """Member, or its size if it needs a call of its own."""
-    code: ErrorCode
-    why: str
+    error_code: ErrorCode
+    message: str
 
 
-async def unserved(backend: Backend, most: int, largest: int) -> list[UnservedRow]:
-    found = (await backend.run("unserved", [max(1, most), SCRIPT_BYTES, largest])).value
+async def find_remaining_requests(
+    backend: Backend, max_count: int, max_member_bytes: int
+) -> list[RemainingRow]:
+    found = (
+        await backend.run_script("unserved", [max(1, max_count), MAX_SCRIPT_BYTES, max_member_bytes])
+    ).value
     rows = (found[at : at + 4] for at in range(0, len(found), 4))
     return [
-        UnservedRow(place.decode(), member, ErrorCode(code.decode()), why.decode())
+        RemainingRow(place.decode(), member, ErrorCode(code.decode()), why.decode())
         for place, member, code, why in rows
     ]
 
 
-def counted_of(shared: bytes, parked: int, waiting: int) -> SequenceCounts:
+def decode_sequence_counts(shared: bytes, parked: int, waiting: int) -> SequenceCounts:
     """Decode the counts in what all sequences share (SHARED_FIELDS in sequences.lua). `shared` is empty if
     there is none yet."""
-    told = msgspec.msgpack.decode(shared) if shared else []
-    active, held, aborted = (int(told[at]) if at < len(told) else 0 for at in (1, 9, 10))
+    values = msgspec.msgpack.decode(shared) if shared else []
+    active, held, aborted = (int(values[at]) if at < len(values) else 0 for at in (1, 9, 10))
     return SequenceCounts(active, parked, held, aborted, waiting)
 
 
-def news_of(shared: bytes) -> SequenceNews:
+def decode_sequence_counters(shared: bytes) -> SequenceCounters:
     """Decode the sequence counters in what all sequences share."""
-    told: list[Any] = msgspec.msgpack.decode(shared) if shared else []
-    if len(told) < _NEWS_END:  # no sequence yet, or an older version without counters wrote last
-        return SequenceNews()
-    return SequenceNews(*told[_NEWS:_NEWS_END])
+    values: list[Any] = msgspec.msgpack.decode(shared) if shared else []
+    if len(values) < _COUNTERS_END:  # no sequence yet, or an older version without counters wrote last
+        return SequenceCounters()
+    return SequenceCounters(*values[_COUNTERS_START:_COUNTERS_END])
 
 
 # What operators see and decide.
 
 
-async def page(backend: Backend, most: int, after: str, status: SequenceStatus | None) -> SequencePage:
-    args: list[Argument] = ["list", after or "0", max(1, min(most, _PAGE))]
-    cursor, rows = (await backend.run("sequence", [*args, "" if status is None else status.value])).value
+async def list_sequences(
+    backend: Backend, max_count: int, after: str, status: SequenceStatus | None
+) -> SequencePage:
+    args: list[Argument] = ["list", after or "0", max(1, min(max_count, _MAX_PAGE))]
+    cursor, rows = (
+        await backend.run_script("sequence", [*args, "" if status is None else status.value])
+    ).value
     then = cursor.decode()
-    return SequencePage([_seen(*row) for row in rows], "" if then == "0" else then)
+    return SequencePage([_decode_sequence(*row) for row in rows], "" if then == "0" else then)
 
 
-async def show(backend: Backend, sequence_id: str) -> SequenceSeen | None:
-    row = (await backend.run("sequence", ["show", _clean(sequence_id)])).value
-    return None if row is None else _seen(*row)
+async def get_sequence(backend: Backend, sequence_id: str) -> SequenceSnapshot | None:
+    row = (await backend.run_script("sequence", ["show", _replace_surrogates(sequence_id)])).value
+    return None if row is None else _decode_sequence(*row)
 
 
-async def abort(backend: Backend, sequence_id: str, why: str) -> bool:
+async def abort_sequence(backend: Backend, sequence_id: str, why: str) -> bool:
     """Abort a sequence. Return False if it was aborted before, or has ended."""
     # Dispatchers send their terms with the first sequence. Until then the default terms apply.
-    args: list[Argument] = ["abort", _clean(sequence_id), sentence(why), _packed_terms(SequenceTerms())]
-    return bool((await backend.run("sequence", args)).value)
+    args: list[Argument] = [
+        "abort",
+        _replace_surrogates(sequence_id),
+        clean_reason(why),
+        _pack_terms(SequenceTerms()),
+    ]
+    return bool((await backend.run_script("sequence", args)).value)
 
 
-async def decide(backend: Backend, verb: str, sequence_id: str, *words: str | float) -> int | None:
-    told: int | None = (await backend.run("sequence", [verb, _clean(sequence_id), *words])).value
-    return told
+async def run_sequence_command(
+    backend: Backend, verb: str, sequence_id: str, *arguments: str | float
+) -> int | None:
+    result: int | None = (
+        await backend.run_script("sequence", [verb, _replace_surrogates(sequence_id), *arguments])
+    ).value
+    return result
 
 
-def _seen(
+def _decode_sequence(
     name: bytes,
     status: bytes,
     next_index: int,
-    head: int | None,
+    next_entry: int | None,
     waiting: int,
-    lives: int,
+    run_count: int,
     done: int,
     failed: int,
     born: bytes | None,
@@ -219,22 +242,22 @@ def _seen(
     has_token: int,
     carried: int,
     cause: bytes,
-    line: Sequence[int],
-) -> SequenceSeen:
-    return SequenceSeen(
+    waiting_rows: Sequence[int],
+) -> SequenceSnapshot:
+    return SequenceSnapshot(
         id=name.decode(errors="replace"),
         status=SequenceStatus(status.decode()),
-        next=next_index,
-        head=head,
-        waiting=waiting,
-        lives=lives,
-        done=done,
-        failed=failed,
+        expected_index=next_index,
+        next_entry=next_entry,
+        waiting_count=waiting,
+        run_count=run_count,
+        ended_count=done,
+        failed_count=failed,
         began_at=None if born is None else float(born),
-        touched_at=float(touched),
+        last_active_at=float(touched),
         gap_since=None if gap is None else float(gap),
         has_token=bool(has_token),
-        carry_bytes=carried,
+        conversation_bytes=carried,
         cause=cause.decode(errors="replace"),
-        line=list(zip(line[::2], line[1::2], strict=True)),
+        waiting_requests=list(zip(waiting_rows[::2], waiting_rows[1::2], strict=True)),
     )

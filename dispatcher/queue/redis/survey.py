@@ -8,14 +8,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dispatcher.ports import Counts, QueueUnavailableError
-from dispatcher.queue.keys import Names, queue_of
+from dispatcher.ports import QueueCounts, QueueUnavailableError
+from dispatcher.queue.keys import QueueNames, parse_queue_name
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.queue_admin import RedisDesk
-from dispatcher.queue.redis.rights import missing
-from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.queue.redis.rights import find_missing_permissions
+from dispatcher.queue.redis.scripts import ScriptRunner
 
-OLDEST = {"Redis": (6, 2), "Valkey": (8, 0)}
+MIN_VERSIONS = {"Redis": (6, 2), "Valkey": (8, 0)}
 """Oldest versions that the scripts support."""
 
 
@@ -26,101 +26,111 @@ class ServerFacts:
     name: str
     """`Redis` or `Valkey`."""
     version: str
-    replica: bool
-    evicts: str
+    is_replica: bool
+    eviction_policy: str
     """Policy by which the server drops keys when its memory is full. Empty if it drops none."""
-    durable: bool
+    is_durable: bool
     """True if the server keeps an append-only file."""
 
     @property
-    def too_old(self) -> bool:
-        return tuple(map(int, re.findall(r"\d+", self.version)[:2])) < OLDEST[self.name]
+    def is_too_old(self) -> bool:
+        return tuple(map(int, re.findall(r"\d+", self.version)[:2])) < MIN_VERSIONS[self.name]
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    counts: Counts
+class ServerReport:
+    counts: QueueCounts
     paused: tuple[str, str] | None
     """The user who paused the queue, and the reason. `None` if the queue is not paused."""
-    answer_s: float
+    ping_s: float
     """Duration of a PING in seconds."""
     server: ServerFacts | None
     """Facts about the server. `None` if this user may not ask for them."""
-    wakes: bool
+    can_subscribe: bool
     """True if this user may subscribe to wake-ups. Otherwise, the dispatcher polls each `queue.poll_s`."""
 
 
-async def survey(url: str, names: Names) -> Survey:
+async def inspect_server(url: str, names: QueueNames) -> ServerReport:
     """Connect and make the report, without changing anything. Raises QueueUnavailableError, and QueueUrlError
     for an invalid URL."""
     client = connect(url)
-    desk = RedisDesk(client, names)
-    scripts = Scripts(client)
+    admin = RedisQueueAdmin(client, names)
+    scripts = ScriptRunner(client)
     try:
         # The first call also checks the connection, TLS and the password.
-        lacks = await missing(scripts, names)
-        if lacks.rights:
-            told = ", ".join(lacks.rights)
-            raise QueueUnavailableError(f"Redis does not permit this user: {told} (docs/security.md)")
+        missing_permissions = await find_missing_permissions(scripts, names)
+        if missing_permissions.acl_rules:
+            denied = ", ".join(missing_permissions.acl_rules)
+            raise QueueUnavailableError(f"Redis does not permit this user: {denied} (docs/security.md)")
         # The minimum, because other work of this process may delay single replies.
-        answer_s = min([await _ping(scripts) for _ in range(3)])
-        return Survey(await desk.counts(), await desk.paused(), answer_s, await _server(scripts), lacks.wakes)
+        answer_s = min([await _measure_ping(scripts) for _ in range(3)])
+        return ServerReport(
+            await admin.count_requests(),
+            await admin.read_pause(),
+            answer_s,
+            await _read_server_facts(scripts),
+            missing_permissions.can_subscribe,
+        )
     finally:
-        await desk.aclose()
+        await admin.aclose()
 
 
-KEYS_LOOKED_AT = 20_000
+MAX_SCANNED_KEYS = 20_000
 
 
-async def other_queues(desk: RedisDesk) -> tuple[list[str], bool] | None:
+async def find_other_queues(admin: RedisQueueAdmin) -> tuple[list[str], bool] | None:
     """Return the other queues on the server if there is nothing of this queue on it, and whether all keys
     were read. `None` if there is something of this queue.
 
     Raises QueueUnavailableError, also for a user who may not SCAN.
     """
-    scripts, names = desk.backend.scripts, desk.names
-    if await scripts.attempt(lambda: scripts.client.exists(*names.keys, *names.board)):
+    scripts, names = admin.backend.scripts, admin.names
+    if await scripts.call_with_retries(
+        lambda: scripts.client.exists(*names.script_keys, *names.model_registry_keys)
+    ):
         return None
 
-    async def scan() -> tuple[set[str], bool]:
+    async def scan_queues() -> tuple[set[str], bool]:
         found: set[str] = set()
         looked_at = 0
         async for key in scripts.client.scan_iter(count=1000):
-            if looked_at == KEYS_LOOKED_AT:  # the server may have millions of keys of other programs
+            if looked_at == MAX_SCANNED_KEYS:  # the server may have millions of keys of other programs
                 return found, False
             looked_at += 1
-            if (queue := queue_of(key.decode(errors="replace"))) is not None:
+            if (queue := parse_queue_name(key.decode(errors="replace"))) is not None:
                 found.add(queue)
         return found, True
 
-    queues, all_of_them = await scripts.attempt(scan)
+    queues, all_of_them = await scripts.call_with_retries(scan_queues)
     return sorted(queues), all_of_them
 
 
-async def _ping(scripts: Scripts) -> float:
+async def _measure_ping(scripts: ScriptRunner) -> float:
     clock = asyncio.get_running_loop().time
     asked_at = clock()
-    await scripts.attempt(scripts.client.ping)
+    await scripts.call_with_retries(scripts.client.ping)
     return clock() - asked_at
 
 
-async def _server(scripts: Scripts) -> ServerFacts | None:
+async def _read_server_facts(scripts: ScriptRunner) -> ServerFacts | None:
     try:
-        told = await scripts.attempt(lambda: _info(scripts.client, is_cluster=scripts.is_cluster))
+        info = await scripts.call_with_retries(
+            lambda: _read_info(scripts.client, is_cluster=scripts.is_cluster)
+        )
     except QueueUnavailableError:  # the server worked a moment ago, so INFO is not permitted
         return None
-    name, version = ("Valkey", told["valkey_version"]) if "valkey_version" in told else ("Redis", "")
-    policy = str(told.get("maxmemory_policy", "noeviction"))
+    name, version = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", "")
+    policy = str(info.get("maxmemory_policy", "noeviction"))
     return ServerFacts(
         name,
-        str(version or told.get("redis_version", "0")),
-        replica=told.get("role") == "slave",
-        evicts=policy if told.get("maxmemory") and policy != "noeviction" else "",
-        durable=bool(told.get("aof_enabled", 1)),
+        str(version or info.get("redis_version", "0")),
+        is_replica=info.get("role") == "slave",
+        eviction_policy=policy if info.get("maxmemory") and policy != "noeviction" else "",
+        is_durable=bool(info.get("aof_enabled", 1)),
     )
 
 
-async def _info(client: Any, *, is_cluster: bool) -> dict[str, Any]:
+async def _read_info(client: Any, *, is_cluster: bool) -> dict[str, Any]:
     """Return the INFO of the server. On a Cluster, of one node, because all nodes are set up alike."""
     where = {"target_nodes": client.get_default_node()} if is_cluster else {}
     found: dict[str, Any] = await client.execute_command("INFO", **where)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from dispatcher.core.limit.realtime_impact import WINDOW_S, Buckets, Histograms, Of
+from dispatcher.core.limit.realtime_impact import WINDOW_S, Buckets, ReplicaHistograms, Scope
 from dispatcher.signals.exposition import Sample
 
 TTFT = ("llm_d_epp_request_ttft_seconds", "inference_objective_request_ttft_seconds")
@@ -30,53 +30,55 @@ SERVERS_TPOT = (
 """Names of the histograms, in each tuple the newest first."""
 NAMES = frozenset(f"{name}_bucket" for name in (*TTFT, *TPOT))
 """Names of all latency series that a picker's page may have."""
-SERIES_MOST = 20_000
+MAX_SERIES = 20_000
 """Largest number of series that are read from a page (tenants × priorities × buckets). More would cost too
 much CPU time."""
-ROW = "dispatcher_latency"
+ROW_LABEL = "dispatcher_latency"
 """Label that describes a row of `build_latency_query`: kind, scope and name of the histogram."""
 OWN_QUERIES = ("ttft", "tpot")
 
 
-def histograms(samples: Iterable[Sample], replica: str, *, marked: bool, spoiled: str = "") -> Histograms:
+def build_histograms(
+    samples: Iterable[Sample], replica: str, *, has_objective: bool, problem: str = ""
+) -> ReplicaHistograms:
     """Return the histograms of one page.
 
     `has_objective` is true if batch requests have an objective, whose priority is negative. `problem` says
     why the samples are incomplete.
     """
-    if spoiled:
-        return Histograms(replica, why_not=spoiled, flawed=True)
+    if problem:
+        return ReplicaHistograms(replica, why_not=problem, is_flawed=True)
     by_name: dict[str, list[Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name.removesuffix("_bucket"), []).append(sample)
     chosen = [next((name for name in names if name in by_name), "") for names in (TTFT, TPOT)]
     if not any(chosen):
-        return Histograms(replica, why_not=f"the endpoint picker shows no {TTFT[0]}")
+        return ReplicaHistograms(replica, why_not=f"the endpoint picker shows no {TTFT[0]}")
     # One series without a priority may include batch requests, and so may the sum.
-    realtime = marked and all(
+    realtime = has_objective and all(
         sample.labels.get("priority") for name in chosen if name for sample in by_name[name]
     )
-    ttft, tpot = (_sum(by_name[name], realtime) if name else None for name in chosen)
-    of: Of = "realtime" if realtime else "all"
-    return Histograms(replica, ttft, tpot, of, next(filter(None, chosen)))
+    ttft, tpot = (_sum_buckets(by_name[name], realtime) if name else None for name in chosen)
+    of: Scope = "realtime" if realtime else "all"
+    return ReplicaHistograms(replica, ttft, tpot, of, next(filter(None, chosen)))
 
 
-def _sum(samples: Sequence[Sample], realtime: bool) -> Buckets:
+def _sum_buckets(samples: Sequence[Sample], is_realtime_only: bool) -> Buckets:
     """Return the sum of all histograms of one name."""
     streams = any(sample.labels.get("streaming") for sample in samples)
     buckets = {math.inf: 0.0}
     for sample in samples:
         labels = sample.labels
-        if (realtime and labels["priority"].startswith("-")) or (
+        if (is_realtime_only and labels["priority"].startswith("-")) or (
             streams and labels.get("streaming") != "true"
         ):
             continue
-        bound = _bound(labels)
+        bound = _parse_bound(labels)
         buckets[bound] = buckets.get(bound, 0.0) + sample.value
     return buckets
 
 
-def _bound(labels: Mapping[str, str]) -> float:
+def _parse_bound(labels: Mapping[str, str]) -> float:
     """Return the upper bound of a bucket. NaN if it is no number, so that the whole histogram is rejected."""
     try:
         return float(labels.get("le", "").replace("_", "?"))
@@ -84,7 +86,9 @@ def _bound(labels: Mapping[str, str]) -> float:
         return math.nan
 
 
-def latency_query(pool: str, namespace: str, own: Mapping[str, str], *, marked: bool) -> str:
+def build_latency_query(
+    pool: str, namespace: str, own_queries: Mapping[str, str], *, has_objective: bool
+) -> str:
     """Return one PromQL query for the increase of all histograms in the window, by bucket.
 
     `pool` and `namespace` are escaped for a regular expression in double quotes. `own_queries` are the
@@ -99,42 +103,46 @@ def latency_query(pool: str, namespace: str, own: Mapping[str, str], *, marked: 
     target = f" and on (job, instance) ({ready})"
     parts: list[str] = []
     for kind, picker, servers in (("ttft", TTFT, SERVERS_TTFT), ("tpot", TPOT, SERVERS_TPOT)):
-        if query := own.get(kind):
-            parts.append(_row(query, kind, "all", "own query"))
+        if query := own_queries.get(kind):
+            parts.append(_format_row(query, kind, "all", "own query"))
             continue
         for name in picker:
             series = f'{name}_bucket{{{here},streaming=~"true|"'
-            if marked:
-                parts.append(_row(_grown(f'{series},priority=~"[0-9]+"}}', target), kind, "realtime", name))
+            if has_objective:
+                parts.append(
+                    _format_row(
+                        _format_increase(f'{series},priority=~"[0-9]+"}}', target), kind, "realtime", name
+                    )
+                )
             # With an objective, a series without a priority includes all requests. Without an objective,
             # every series does.
-            rest = ',priority=""}' if marked else "}"
-            parts.append(_row(_grown(series + rest, target), kind, "all", name))
+            rest = ',priority=""}' if has_objective else "}"
+            parts.append(_format_row(_format_increase(series + rest, target), kind, "all", name))
         for name in servers:
             series = f'{name}_bucket{{{here},inference_pool="{pool}"}}'
-            parts.append(_row(_grown(series, ""), kind, "all", name))
+            parts.append(_format_row(_format_increase(series, ""), kind, "all", name))
     return " or ".join(parts)
 
 
-def _grown(series: str, target: str) -> str:
+def _format_increase(series: str, target: str) -> str:
     return f"sum by (le) (increase({series}[{WINDOW_S:.0f}s]){target})"
 
 
-def _row(query: str, kind: str, of: str, name: str) -> str:
-    return f'label_replace((\n{query}\n), "{ROW}", "{kind}/{of}/{name}", "", "")'
+def _format_row(query: str, kind: str, scope: str, name: str) -> str:
+    return f'label_replace((\n{query}\n), "{ROW_LABEL}", "{kind}/{scope}/{name}", "", "")'
 
 
-def grown(rows: Sequence[Sample]) -> Histograms:
+def parse_latency_rows(rows: Sequence[Sample]) -> ReplicaHistograms:
     """Return the histograms in the answer to `build_latency_query`.
 
     For each kind, the first row that has requests counts, or else the first row.
     """
     found: dict[str, dict[str, dict[float, float]]] = {kind: {} for kind in OWN_QUERIES}
     for row in rows:
-        kind, _, whose = row.labels.get(ROW, "").partition("/")
+        kind, _, whose = row.labels.get(ROW_LABEL, "").partition("/")
         if kind in found:
             buckets = found[kind].setdefault(whose, {})
-            bound = _bound(row.labels)
+            bound = _parse_bound(row.labels)
             buckets[bound] = buckets.get(bound, 0.0) + row.value
     chosen = {
         kind: next(
@@ -148,11 +156,11 @@ def grown(rows: Sequence[Sample]) -> Histograms:
         why = (
             f"Prometheus has no {TTFT[0]} of the pool, and no {SERVERS_TTFT[0]} with its label inference_pool"
         )
-        return Histograms("", why_not=why)
-    return Histograms(
+        return ReplicaHistograms("", why_not=why)
+    return ReplicaHistograms(
         "",
         found["ttft"].get(chosen["ttft"]),
         found["tpot"].get(chosen["tpot"]),
-        of="realtime" if all(whose.startswith("realtime/") for whose in names) else "all",
-        name=names[0].partition("/")[2],
+        scope="realtime" if all(whose.startswith("realtime/") for whose in names) else "all",
+        series_name=names[0].partition("/")[2],
     )

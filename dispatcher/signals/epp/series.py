@@ -13,8 +13,8 @@ from enum import Enum
 
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.limit.picker_inference import PickerPage
-from dispatcher.core.limit.poll import Unread
-from dispatcher.core.limit.realtime_impact import Histograms
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.core.limit.realtime_impact import ReplicaHistograms
 from dispatcher.signals.exposition import Sample
 
 QUEUE_AT_FULL, KV_AT_FULL = 5.0, 0.8
@@ -56,16 +56,16 @@ _POOL_LABEL = {
     Family.READY: "name",
 }
 
-INFO = ("llm_d_epp_info", "inference_extension_info")
+INFO_NAMES = ("llm_d_epp_info", "inference_extension_info")
 """Series that names the build. Each picker's page has it from the start, even without any other series."""
-STARTED = "process_start_time_seconds"
+START_TIME = "process_start_time_seconds"
 """Start time of the process. The page of any program may have it."""
-NAMES = frozenset(name for family in Family for name in family.value).union(INFO, (STARTED,))
+SERIES_NAMES = frozenset(name for family in Family for name in family.value).union(INFO_NAMES, (START_TIME,))
 """Names of all series that are read."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class PoolView:
     """One sample of what an EPP replica shows of the pool. A value is `None` if there is no such series."""
 
     opened_at: float
@@ -86,47 +86,47 @@ class View:
     ready: float | None = None
     in_flight: float | None = None
     """Requests that this replica sent to a model server and that are unanswered."""
-    utilization: frozenset[str] = frozenset()
+    utilization_detectors: frozenset[str] = frozenset()
     """Names of the utilization detectors that the replica runs."""
-    stale: float = 0.0
+    stale_endpoints: float = 0.0
     """Number of endpoints whose metrics were too old for a utilization detector when it last read them."""
-    detectors: Mapping[str, float] = field(default_factory=dict)
+    detector_saturations: Mapping[str, float] = field(default_factory=dict)
     """Saturation of each detector by name, if the pool's is the maximum of several."""
     address: str = ""
     """Address that was scraped. Empty if the view is not of one picker."""
-    started: float | None = None
+    started_at: float | None = None
     """Unix time at which the process began. `None` if its page does not show it."""
     capacity: float | None = None
     """max_SYS in requests from the operator's own query."""
     per_endpoint: float | None = None
     """Requests that a model server runs at once, according to its page."""
-    own: bool = False
+    has_own_saturation: bool = False
     """True if the saturation is from the operator's own query."""
-    of_now: bool = False
+    has_current_averages: bool = False
     """True if the averages are of the time of the sample, and not of the last flush."""
     raw: Mapping[str, float] = field(default_factory=dict)
     """Values by series name, for `check` and /status."""
-    histograms: Histograms | None = None
+    histograms: ReplicaHistograms | None = None
     """Histograms of the requests' latencies. `None` if they were not read this time."""
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if the replica knows no endpoint and has no requests."""
         return not self.ready and not self.in_flight and not self.queued
 
     @property
-    def flow_control(self) -> bool:
-        return self.saturation is not None or self.queued is not None or bool(self.utilization)
+    def has_flow_control(self) -> bool:
+        return self.saturation is not None or self.queued is not None or bool(self.utilization_detectors)
 
     @property
-    def average(self) -> float | None:
+    def requests_at_flush(self) -> float | None:
         """Requests in the model servers at the last flush. `None` if the page lacks one of the averages."""
         if self.running is None or self.waiting is None or self.ready is None:
             return None
         return (self.running + self.waiting) * self.ready
 
     @property
-    def page(self) -> PickerPage | None:
+    def picker_page(self) -> PickerPage | None:
         """Values that may show that the saturation is a count of requests. `None` if they cannot show it.
 
         With several detectors, the one that is no utilization detector may be a count, if there is only one
@@ -134,14 +134,18 @@ class View:
         any moment.
         """
         saturation = self.saturation
-        others = [value for name, value in self.detectors.items() if name not in self.utilization]
-        if self.composite:
+        others = [
+            value
+            for name, value in self.detector_saturations.items()
+            if name not in self.utilization_detectors
+        ]
+        if self.is_composite:
             saturation = others[0] if len(others) == 1 else None
-        elif self.utilization:
+        elif self.utilization_detectors:
             return None
-        if self.own or saturation is None or self.ready is None:
+        if self.has_own_saturation or saturation is None or self.ready is None:
             return None
-        if self.stale:
+        if self.stale_endpoints:
             return None  # the detectors include endpoints that `ready` may leave out
         pressure = None
         if self.waiting is not None and self.kv_cache is not None:
@@ -150,74 +154,78 @@ class View:
         return PickerPage(saturation, self.ready, self.in_flight or 0.0, pressure)
 
     @property
-    def composite(self) -> bool:
+    def is_composite(self) -> bool:
         """True if the saturation is the maximum of several detectors."""
-        return len(self.detectors) > 1
+        return len(self.detector_saturations) > 1
 
 
-def view(
+def build_view(
     samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float, address: str = ""
-) -> View | Unread:
+) -> PoolView | ReadFailure:
     """Return the view of a pool that the samples of one replica show."""
     by_name: dict[str, list[Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append(sample)
     # Any program's page may have this series, so it must not make a foreign page look like a picker's.
-    started = by_name.pop(STARTED, [])
+    started = by_name.pop(START_TIME, [])
     if not by_name:
-        return Unread(
+        return ReadFailure(
             Reason.UNREADABLE,
             "none of the endpoint picker's series is there",
             "the address must be the EPP's metrics port (9090 by default)",
         )
     chosen: dict[Family, list[Sample]] = {}
-    strangers: set[str] = set()
+    other_pools: set[str] = set()
     for family in Family:
         for name in family.value:
-            mine, others = _of_pool(by_name.get(name, ()), family.pool_label, pool)
-            strangers |= others
+            mine, others = _select_pool(by_name.get(name, ()), family.pool_label, pool)
+            other_pools |= others
             if mine:
                 chosen[family] = mine
                 break
     # One EPP serves one pool. If the page has only series of another pool, the address or `pool.name` is
     # wrong.
-    if strangers and not any(family.pool_label for family in chosen):
-        names = ", ".join(sorted(strangers))
-        return Unread(Reason.UNREADABLE, f"the series are those of pool {names}, not of {pool}", "pool.name")
+    if other_pools and not any(family.pool_label for family in chosen):
+        names = ", ".join(sorted(other_pools))
+        return ReadFailure(
+            Reason.UNREADABLE, f"the series are those of pool {names}, not of {pool}", "pool.name"
+        )
     raw: dict[str, float] = {}
 
-    def value(family: Family) -> float | None:
+    def combine_family(family: Family) -> float | None:
         found = chosen.get(family)
         if found is None:
             return None
-        combined = _combine(family, found)
+        combined = _combine_samples(family, found)
         raw[found[0].name] = combined
         return combined
 
-    stale = _count_of(chosen.get(Family.STALE, ()))
+    stale = _find_largest_count(chosen.get(Family.STALE, ()))
     if stale:
         raw[Family.STALE.value[0]] = stale
-    return View(
+    return PoolView(
         opened_at,
         closed_at,
-        saturation=value(Family.SATURATION),
-        queued=value(Family.QUEUED),
-        running=value(Family.RUNNING),
-        waiting=value(Family.WAITING),
-        kv_cache=value(Family.KV_CACHE),
-        server_queued=value(Family.SERVER_QUEUES),
-        ready=value(Family.READY),
-        in_flight=value(Family.IN_FLIGHT),
-        utilization=frozenset(sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())),
-        stale=stale,
-        detectors=_detectors(chosen.get(Family.DETECTORS, ()), raw),
+        saturation=combine_family(Family.SATURATION),
+        queued=combine_family(Family.QUEUED),
+        running=combine_family(Family.RUNNING),
+        waiting=combine_family(Family.WAITING),
+        kv_cache=combine_family(Family.KV_CACHE),
+        server_queued=combine_family(Family.SERVER_QUEUES),
+        ready=combine_family(Family.READY),
+        in_flight=combine_family(Family.IN_FLIGHT),
+        utilization_detectors=frozenset(
+            sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())
+        ),
+        stale_endpoints=stale,
+        detector_saturations=_collect_detectors(chosen.get(Family.DETECTORS, ()), raw),
         address=address,
-        started=started[0].value if len(started) == 1 and math.isfinite(started[0].value) else None,
+        started_at=started[0].value if len(started) == 1 and math.isfinite(started[0].value) else None,
         raw=raw,
     )
 
 
-def _of_pool(samples: Sequence[Sample], label: str | None, pool: str) -> tuple[list[Sample], set[str]]:
+def _select_pool(samples: Sequence[Sample], label: str | None, pool: str) -> tuple[list[Sample], set[str]]:
     """Return the samples of the pool, and the names of other pools among the samples."""
     if label is None:
         return list(samples), set()
@@ -227,39 +235,39 @@ def _of_pool(samples: Sequence[Sample], label: str | None, pool: str) -> tuple[l
     return mine or unnamed, {sample.labels[label] for sample in samples if sample.labels.get(label)} - {pool}
 
 
-def _combine(family: Family, samples: Sequence[Sample]) -> float:
+def _combine_samples(family: Family, samples: Sequence[Sample]) -> float:
     if family is Family.SATURATION:
         # The EPP admits requests by the stage `effective`. Without this stage, the fullest one counts.
         effective = [sample.value for sample in samples if sample.labels.get("stage") == "effective"]
-        return largest(effective or [sample.value for sample in samples])
+        return max_or_nan(effective or [sample.value for sample in samples])
     if family in (Family.QUEUED, Family.IN_FLIGHT, Family.SERVER_QUEUES):
         # A flow that was deleted and came back may be counted below zero for a while. max(0, value) would
         # turn NaN into 0, but NaN must reach the limiter, which rejects it.
-        return total(0.0 if sample.value < 0 else sample.value for sample in samples)
+        return sum_or_nan(0.0 if sample.value < 0 else sample.value for sample in samples)
     if family is Family.READY:
-        return smallest(sample.value for sample in samples)
-    return largest(sample.value for sample in samples)
+        return min_or_nan(sample.value for sample in samples)
+    return max_or_nan(sample.value for sample in samples)
 
 
-def _count_of(samples: Sequence[Sample]) -> float:
+def _find_largest_count(samples: Sequence[Sample]) -> float:
     """Return the largest of the samples. NaN if it is negative or NaN, so that the limiter rejects it."""
-    most = largest([sample.value for sample in samples] or [0.0])
+    most = max_or_nan([sample.value for sample in samples] or [0.0])
     return most if most >= 0 else math.nan
 
 
-def _detectors(samples: Sequence[Sample], raw: dict[str, float]) -> Mapping[str, float]:
+def _collect_detectors(samples: Sequence[Sample], raw: dict[str, float]) -> Mapping[str, float]:
     """Return the saturation of each detector, that of its fullest stage. Empty unless there are several."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         found.setdefault(sample.labels.get("detector", ""), []).append(sample.value)
     if len(found) < 2:
         return {}
-    saturations = {name: largest(values) for name, values in found.items()}
+    saturations = {name: max_or_nan(values) for name, values in found.items()}
     raw |= {f'{samples[0].name}{{detector="{name}"}}': value for name, value in saturations.items()}
     return saturations
 
 
-def total(values: Iterable[float]) -> float:
+def sum_or_nan(values: Iterable[float]) -> float:
     """Return the sum. Values that are too large give infinity or NaN, and no exception."""
     values = list(values)
     try:
@@ -268,12 +276,12 @@ def total(values: Iterable[float]) -> float:
         return sum(values)
 
 
-def largest(values: Iterable[float]) -> float:
+def max_or_nan(values: Iterable[float]) -> float:
     """Return the largest value, or NaN if one of the values is NaN."""
     values = list(values)
     return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
-def smallest(values: Iterable[float]) -> float:
+def min_or_nan(values: Iterable[float]) -> float:
     """Return the smallest value, or NaN if one of the values is NaN."""
-    return -largest(-value for value in values)
+    return -max_or_nan(-value for value in values)

@@ -20,22 +20,22 @@ import aiohttp
 import msgspec
 
 from dispatcher import USER_AGENT
-from dispatcher.ports.network_errors import addressed, words
-from dispatcher.settings.watched_files import looks
+from dispatcher.ports.network_errors import describe_error, describe_error_with_address
+from dispatcher.settings.watched_files import file_fingerprint
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 
-_HEAD_S = 10.0
+_RESPONSE_START_S = 10.0
 """Time until the head of an answer. The head of a watch also comes at once."""
-_LOOK_S = 1.0
+_FILE_CHECK_INTERVAL_S = 1.0
 """Interval at which a pause checks whether the credential files have changed."""
-_AGAIN_S = 10.0
+_REREAD_INTERVAL_S = 10.0
 """Interval at which refused credentials are read again. An exec plugin may have new ones, which no change of
 a file shows."""
 _CLIENT, _CONFIG = "kubernetes.aio.client", "kubernetes.aio.config"
 _IN_CLUSTER = "kubernetes.aio.config.incluster_config"
 
 
-def prepare() -> None:
+def import_client() -> None:
     """Import the client library. It takes about a second, so callers do it outside of the event loop."""
     for name in (_CLIENT, _CONFIG, _IN_CLUSTER):
         importlib.import_module(name)
@@ -65,22 +65,22 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     @property
-    def standing(self) -> bool:
+    def is_permanent(self) -> bool:
         """True if only a change of the configuration or of the rights can solve the problem."""
         return self.status in (401, 403, 404)
 
     @property
-    def throttled(self) -> bool:
+    def is_throttled(self) -> bool:
         """True if the API server asks to wait (429)."""
         return self.status == 429
 
     @property
-    def slow(self) -> bool:
+    def is_timeout(self) -> bool:
         """True if the request used up its whole time limit."""
         return isinstance(self.__cause__, TimeoutError)
 
     @property
-    def garbled(self) -> bool:
+    def is_malformed(self) -> bool:
         """True if an answer came and cannot be parsed."""
         return isinstance(self.__cause__, ValueError)
 
@@ -91,7 +91,7 @@ class Api:
     def __init__(self, access: ClusterAccess) -> None:
         self._access = access
         self._session: _SharedSession | None = None
-        self._read_from = _Files(())
+        self._credential_files = _CredentialFiles(())
         self._connecting = asyncio.Lock()
 
     async def close(self) -> None:
@@ -109,9 +109,12 @@ class Api:
         """
         hint = str(self._access)
         try:
-            async with self._connected() as client, await _request(client, path, query, total_s) as response:
+            async with (
+                self._open_client() as client,
+                await _send_request(client, path, query, total_s) as response,
+            ):
                 if response.status != 200:
-                    raise await self._failure(response)
+                    raise await self._read_failure(response)
                 kind = response.headers.get("Content-Type", "nothing")
                 if not kind.startswith("application/json"):
                     raise ApiError(f"what answers for the Kubernetes API sends {kind}, no JSON", hint)
@@ -119,32 +122,36 @@ class Api:
         except TimeoutError as error:
             raise ApiError("the Kubernetes API did not answer in time", hint) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(f"the Kubernetes API cannot be reached: {addressed(error)}", hint) from error
+            raise ApiError(
+                f"the Kubernetes API cannot be reached: {describe_error_with_address(error)}", hint
+            ) from error
         except ValueError as error:  # a line longer than the buffer, or not the JSON that it should be
-            raise ApiError(f"the Kubernetes API's answer cannot be read: {words(error)}", hint) from error
+            raise ApiError(
+                f"the Kubernetes API's answer cannot be read: {describe_error(error)}", hint
+            ) from error
 
     async def pause(self, seconds: float, wake: asyncio.Event) -> None:
         """Wait for some seconds. `wake`, or a change of the credential files, ends the wait early."""
         loop = asyncio.get_running_loop()
-        until, read_from = loop.time() + seconds, self._read_from
+        until, credential_files = loop.time() + seconds, self._credential_files
         while (left_s := until - loop.time()) > 0 and not wake.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(wake.wait(), min(left_s, _LOOK_S))
-            if read_from.changed():
+                await asyncio.wait_for(wake.wait(), min(left_s, _FILE_CHECK_INTERVAL_S))
+            if credential_files.have_changed():
                 return
 
     @contextlib.asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Any]:
+    async def _open_client(self) -> AsyncIterator[Any]:
         """Yield a client with the current credentials, which the server has not refused yet."""
         async with self._connecting:
             session = self._session
-            if session is not None and self._read_from.changed():
+            if session is not None and self._credential_files.have_changed():
                 # The client library reads a new token after a while, but never a new CA or server address.
                 self._session = None
                 if session.users == 0:
                     await session.client.close()
             if self._session is None:
-                made = await self._connect()
+                made = await self._create_client()
                 self._session = _SharedSession(made, asyncio.get_running_loop().time())
         session = self._session
         session.users += 1
@@ -156,22 +163,22 @@ class Api:
             if session is not self._session and session.users == 0:
                 await session.client.close()
 
-    async def _connect(self) -> Any:
+    async def _create_client(self) -> Any:
         """Read the credentials and return a client.
 
         This happens for the first request, and again if the files change or the server refuses the
         credentials.
         """
-        self._read_from = _Files(_read_by(self._access))
-        if self._access.missing:
+        self._credential_files = _CredentialFiles(_list_credential_files(self._access))
+        if self._access.is_kubeconfig_missing:
             what = f"{self._access} cannot be used: no such file"
             raise ApiError(what, "the environment variable KUBECONFIG, which names it")
         if not {_CLIENT, _CONFIG, _IN_CLUSTER} <= sys.modules.keys():
-            await asyncio.to_thread(prepare)  # the import would block the event loop for about a second
+            await asyncio.to_thread(import_client)  # the import would block the event loop for about a second
         client = importlib.import_module(_CLIENT)
         configuration = client.Configuration()
         try:
-            if self._access.in_cluster:
+            if self._access.is_in_cluster:
                 loader = importlib.import_module(_IN_CLUSTER).InClusterConfigLoader(
                     token_filename=str(self._access.service_account / "token"),
                     cert_filename=str(self._access.service_account / "ca.crt"),
@@ -184,23 +191,26 @@ class Api:
                 )
             made = client.ApiClient(configuration)
         except Exception as error:  # files, exec plugins and certificates can raise anything here
-            raise ApiError(f"{self._access} cannot be used: {words(error)}") from error
+            raise ApiError(f"{self._access} cannot be used: {describe_error(error)}") from error
         made.user_agent = USER_AGENT
         return made
 
-    async def _failure(self, response: aiohttp.ClientResponse) -> ApiError:
+    async def _read_failure(self, response: aiohttp.ClientResponse) -> ApiError:
         body = await response.content.read(64 * 1024)
         try:
             message = msgspec.json.decode(body, type=ApiStatus).message
         except msgspec.MsgspecError:
             message = body[:200].decode("utf-8", "replace").strip()
-        what = f"the Kubernetes API answered {response.status} ({_line(message) or response.reason})"
+        what = f"the Kubernetes API answered {response.status} ({_join_lines(message) or response.reason})"
         hint = ""
         after = response.headers.get("Retry-After", "")
         retry_after_s = float(after) if after.isascii() and after.isdigit() else 0.0
         if response.status == 401:
             session = self._session
-            if session is not None and asyncio.get_running_loop().time() - session.made_at >= _AGAIN_S:
+            if (
+                session is not None
+                and asyncio.get_running_loop().time() - session.made_at >= _REREAD_INTERVAL_S
+            ):
                 # The credentials may have been rotated: the next request reads them again. Not at once, so
                 # that refused credentials do not run an exec plugin for each request.
                 self._session = None
@@ -228,7 +238,7 @@ class _SharedSession:
     users: int = 0
 
 
-class _Files:
+class _CredentialFiles:
     """States of files at one time, for detecting changes.
 
     The files are not read, because the check runs every second.
@@ -236,13 +246,13 @@ class _Files:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._were = self._are()
+        self._states = self._read_states()
 
-    def changed(self) -> bool:
-        return self._are() != self._were
+    def have_changed(self) -> bool:
+        return self._read_states() != self._states
 
-    def _are(self) -> list[tuple[int, int, int] | None]:
-        return [looks(path) for path in self._paths]
+    def _read_states(self) -> list[tuple[int, int, int] | None]:
+        return [file_fingerprint(path) for path in self._paths]
 
 
 class _NamedFiles(msgspec.Struct):
@@ -264,33 +274,33 @@ class _Kubeconfig(msgspec.Struct):
     users: list[_KubeconfigEntry] | None = None
 
 
-def _read_by(access: ClusterAccess) -> tuple[Path, ...]:
+def _list_credential_files(access: ClusterAccess) -> tuple[Path, ...]:
     """Return the files that have the credentials, including those that a kubeconfig names."""
-    if access.in_cluster:
+    if access.is_in_cluster:
         return (access.service_account / "token", access.service_account / "ca.crt")
     configs = access.kubeconfigs
-    return (*configs, *(each for config in configs for each in _named_in(config)))
+    return (*configs, *(each for config in configs for each in _list_named_files(config)))
 
 
-def _named_in(kubeconfig: Path) -> list[Path]:
+def _list_named_files(kubeconfig: Path) -> list[Path]:
     """Return the files that a kubeconfig names. If it cannot be read, the client reports the error later."""
     try:
-        read = msgspec.yaml.decode(kubeconfig.read_bytes(), type=_Kubeconfig)
+        kubeconfig_content = msgspec.yaml.decode(kubeconfig.read_bytes(), type=_Kubeconfig)
     except (OSError, ValueError):
         return []
     entries = [
         each
-        for entry in (*(read.clusters or ()), *(read.users or ()))
+        for entry in (*(kubeconfig_content.clusters or ()), *(kubeconfig_content.users or ()))
         for each in (entry.cluster, entry.user)
     ]
     named = [name for each in entries for name in (each.authority, each.token, each.certificate, each.key)]
     return [kubeconfig.parent / name for name in named if name]
 
 
-async def _request(
+async def _send_request(
     client: Any, path: str, query: Sequence[tuple[str, str]], total_s: float
 ) -> aiohttp.ClientResponse:
-    async with asyncio.timeout(_HEAD_S):
+    async with asyncio.timeout(_RESPONSE_START_S):
         try:
             method, url, headers, _, _ = await client.param_serialize(
                 "GET",
@@ -300,12 +310,12 @@ async def _request(
                 auth_settings=["BearerToken"],
             )
         except Exception as error:  # the library reads the token file again from time to time
-            raise ApiError(f"the token cannot be read: {words(error)}") from error
+            raise ApiError(f"the token cannot be read: {describe_error(error)}") from error
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=5.0)
         answer = await client.call_api(method, url, headers, _request_timeout=timeout)
     response: aiohttp.ClientResponse = answer.response
     return response
 
 
-def _line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.split())

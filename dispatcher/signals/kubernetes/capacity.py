@@ -23,22 +23,22 @@ from dispatcher.signals.kubernetes.api import Api, ApiError, ClusterProblem
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.kubernetes.digests import (
     InferencePool,
-    addresses,
-    digest_old_pool,
-    digest_pod,
-    digest_pool,
-    digest_slice,
-    endpoint_addresses,
+    list_endpoint_addresses,
+    parse_old_pool,
+    parse_pod,
+    parse_pool,
+    parse_slice,
+    select_picker_addresses,
 )
-from dispatcher.signals.kubernetes.mirror import HOLD_S, Mirror, Resource, rule
-from dispatcher.telemetry.events import Event, diverted, emit
+from dispatcher.signals.kubernetes.mirror import HOLD_S, Mirror, Resource, format_role_rule
+from dispatcher.telemetry.events import Event, divert_events, emit
 
 _GROUP = "inference.networking.k8s.io"
 _OLD_GROUP = "inference.networking.x-k8s.io"
 _CRDS = f"the CRDs of the Gateway API Inference Extension (inferencepools.{_GROUP})"
-_NOBODY = "batch-dispatcher,!batch-dispatcher"
+_MATCHES_NOTHING = "batch-dispatcher,!batch-dispatcher"
 """Label selector that no object can match. A list with it only shows whether the dispatcher may list."""
-_NOT_THERE: Final = "not there"
+_NOT_FOUND: Final = "not there"
 
 V = TypeVar("V")
 
@@ -57,27 +57,27 @@ class Endpoints:
     """Problems because of which a value is not known, or is 0."""
     notices: tuple[ClusterProblem, ...] = ()
     """Requests of the API server to wait, while the objects still count."""
-    unsure_since: float | None = None
+    outdated_since: float | None = None
     """Loop time of the last contact with the API about an object that `ready` depends on and that cannot be
     read now. `None` if all of these objects are followed."""
-    whole: bool = False
+    is_complete: bool = False
     """True if each watched object was seen, or has a problem in `problems`."""
-    watched: bool = True
+    has_cluster: bool = True
     """False if there is no Kubernetes cluster."""
 
 
-ABSENT = Endpoints(whole=True, watched=False)
+NO_KUBERNETES = Endpoints(is_complete=True, has_cluster=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _PoolLookup:
     """Result of a lookup of the InferencePool."""
 
     pool: InferencePool | None
     problems: tuple[ClusterProblem, ...] = ()
     ready: int | None = None
     """0 if the pool certainly does not exist. Only used without a pool."""
-    answered: bool = True
+    is_answered: bool = True
     """True if the API has answered about the pool, so that it can be asked for pods and slices."""
 
 
@@ -109,15 +109,15 @@ class CapacityWatch:
     ) -> None:
         self._name = pool.name
         self._namespace = pool.namespace
-        self._find_epp = finds_epp(epp)
+        self._finds_epp = finds_epp(epp)
         self._on_change = on_change
         self._access = ClusterAccess() if access is None else access
         self._hold_s = hold_s
-        self._running = False
+        self._is_running = False
         self._known = Endpoints()
-        self._counted = False
+        self._was_counted = False
         """True if the number of endpoints was known at least once."""
-        self._has_older = False
+        self._is_in_old_api = False
         """True if the pool comes from the older version of the API."""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -128,150 +128,155 @@ class CapacityWatch:
         """Watch until cancelled. Returns at once if there is no cluster."""
         if not self._access:
             emit(Event.KUBERNETES_ABSENT)
-            self._known = ABSENT
-            self._on_change(ABSENT)
+            self._known = NO_KUBERNETES
+            self._on_change(NO_KUBERNETES)
             return
         api = Api(self._access)
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._start(api, tasks)
+                self._start_mirrors(api, tasks)
         finally:
-            self._running = False
+            self._is_running = False
             if self._timer is not None:
                 self._timer.cancel()
             await api.close()
 
     def reconfigure(self, epp: EppSettings) -> None:
         """Start or stop looking for the endpoint picker, as the settings say."""
-        if finds_epp(epp) != self._find_epp:
-            self._find_epp = finds_epp(epp)
-            if self._running:
-                self._look()
+        if finds_epp(epp) != self._finds_epp:
+            self._finds_epp = finds_epp(epp)
+            if self._is_running:
+                self._update_state()
 
-    def _start(self, api: Api, tasks: asyncio.TaskGroup) -> None:
-        self._running = True
+    def _start_mirrors(self, api: Api, tasks: asyncio.TaskGroup) -> None:
+        self._is_running = True
         self._loop = asyncio.get_running_loop()
 
-        def place(digest: Callable[[msgspec.Raw], V]) -> _MovableMirror[V]:
+        def create_mirror(digest: Callable[[msgspec.Raw], V]) -> _MovableMirror[V]:
             return _MovableMirror(
-                tasks, lambda resource: Mirror(api, resource, digest, self._look, hold_s=self._hold_s)
+                tasks, lambda resource: Mirror(api, resource, digest, self._update_state, hold_s=self._hold_s)
             )
 
-        self._pool, self._old_pool = place(digest_pool), place(digest_old_pool)
-        self._pods, self._slices = place(digest_pod), place(digest_slice)
-        self._pool.point(self._pools_of(_GROUP, "v1"))
+        self._pool, self._old_pool = create_mirror(parse_pool), create_mirror(parse_old_pool)
+        self._pods, self._slices = create_mirror(parse_pod), create_mirror(parse_slice)
+        self._pool.watch_resource(self._select_pools(_GROUP, "v1"))
 
-    def _look(self) -> None:
+    def _update_state(self) -> None:
         """Retarget the watches after a change, and report the new state."""
-        found = self._find_pool()
-        if found is not None:
-            self._point(found)
-            self._tell(self._endpoints(found))
+        lookup = self._find_pool()
+        if lookup is not None:
+            self._retarget_mirrors(lookup)
+            self._report_change(self._build_endpoints(lookup))
         self._set_timer()
 
-    def _point(self, found: _Found) -> None:
+    def _retarget_mirrors(self, lookup: _PoolLookup) -> None:
         """Let the watches of pods and slices follow the pool.
 
         Without a pool they use a selector that matches nothing, so that missing rights are reported at once.
         """
-        if found.pool is not None and found.pool.selector:
-            self._pods.point(self._pods_by(found.pool.selector))
-            service = found.pool.service
-            self._slices.point(self._slices_by(f"kubernetes.io/service-name={service}") if service else None)
-        elif found.answered:
-            if self._pods.mirror is None or found.ready == 0:
-                self._pods.point(self._pods_by(_NOBODY))
+        if lookup.pool is not None and lookup.pool.selector:
+            self._pods.watch_resource(self._select_pods(lookup.pool.selector))
+            service = lookup.pool.service
+            self._slices.watch_resource(
+                self._select_slices(f"kubernetes.io/service-name={service}") if service else None
+            )
+        elif lookup.is_answered:
+            if self._pods.mirror is None or lookup.ready == 0:
+                self._pods.watch_resource(self._select_pods(_MATCHES_NOTHING))
             if self._slices.mirror is None:
-                self._slices.point(self._slices_by(_NOBODY))
+                self._slices.watch_resource(self._select_slices(_MATCHES_NOTHING))
 
-    def _endpoints(self, found: _Found) -> Endpoints:
+    def _build_endpoints(self, lookup: _PoolLookup) -> Endpoints:
         # Without a pool the picker's addresses stay as they are. Those of the endpoints also stay, unless the
         # pool certainly does not exist.
-        ready, replicas = found.ready, self._known.epp_addresses
-        served_at = () if ready == 0 else self._known.addresses
-        problems = [*found.problems, *self._problems(self._pods), *self._problems(self._slices)]
-        if found.pool is not None:
-            ready, served_at = self._ready(found.pool), self._served_at(found.pool)
-            replicas = self._replicas()
-            if self._find_epp and not found.pool.service:
+        ready, replicas = lookup.ready, self._known.epp_addresses
+        served_addresses = () if ready == 0 else self._known.addresses
+        problems = [*lookup.problems, *self._list_problems(self._pods), *self._list_problems(self._slices)]
+        if lookup.pool is not None:
+            ready, served_addresses = (
+                self._count_ready(lookup.pool),
+                self._list_endpoint_addresses(lookup.pool),
+            )
+            replicas = self._list_picker_addresses()
+            if self._finds_epp and not lookup.pool.service:
                 what = f"InferencePool {self._namespace}/{self._name} names no endpoint picker"
                 where = "signals.epp.urls or signals.epp.service; or the pool's spec.endpointPickerRef"
                 problems.append(ClusterProblem(what, where))
-            if replicas == () and not self._problems(self._slices):
-                where = f"Service {self._namespace}/{found.pool.service}"
+            if replicas == () and not self._list_problems(self._slices):
+                where = f"Service {self._namespace}/{lookup.pool.service}"
                 problems.append(
                     ClusterProblem(
                         f"{where} has no ready endpoint: no endpoint picker runs", "the picker's pods"
                     )
                 )
-        mirrors = self._mirrors
-        self._counted = self._counted or ready is not None
-        if ready is None and self._counted:
+        mirrors = self._active_mirrors
+        self._was_counted = self._was_counted or ready is not None
+        if ready is None and self._was_counted:
             problems.append(
                 ClusterProblem("what it showed before no longer counts: it bounds no capacity now")
             )
         return Endpoints(
             ready=ready,
             epp_addresses=replicas,
-            addresses=served_at,
+            addresses=served_addresses,
             problems=tuple(dict.fromkeys(problems)),
             notices=tuple(dict.fromkeys(mirror.notice for mirror in mirrors if mirror.notice is not None)),
-            unsure_since=self._unsure_since(found),
-            whole=all(mirror.settled for mirror in mirrors),
+            outdated_since=self._compute_outdated_since(lookup),
+            is_complete=all(mirror.is_settled for mirror in mirrors),
         )
 
     # The pool.
 
-    def _find_pool(self) -> _Found | None:
+    def _find_pool(self) -> _PoolLookup | None:
         """Return the pool, or why it is not known. `None` if an answer is still missing.
 
         The cluster may serve both versions of the API and have the pool in the older one only. If both have
         the pool, the newer version counts.
         """
-        newer = self._seen(self._pool)
+        newer = self._read_pool(self._pool)
         if newer is None:
             return None
         if isinstance(newer, InferencePool):
-            self._old_pool.point(None)
-            return self._found(self._pool, newer)
-        if newer == _NOT_THERE or newer.status in (403, 404):
-            self._old_pool.point(self._pools_of(_OLD_GROUP, "v1alpha2"))
-        older = self._seen(self._old_pool)
-        had_older, self._has_older = self._has_older, isinstance(older, InferencePool)
+            self._old_pool.watch_resource(None)
+            return self._check_selector(self._pool, newer)
+        if newer == _NOT_FOUND or newer.status in (403, 404):
+            self._old_pool.watch_resource(self._select_pools(_OLD_GROUP, "v1alpha2"))
+        older = self._read_pool(self._old_pool)
+        had_older, self._is_in_old_api = self._is_in_old_api, isinstance(older, InferencePool)
         if isinstance(older, InferencePool):
-            return self._found(self._old_pool, older)
-        if had_older and self._pool.mirror is not None and self._pool.mirror.unserved:
-            self._pool.mirror.retry()  # the pool may have moved to the newer version
+            return self._check_selector(self._old_pool, older)
+        if had_older and self._pool.mirror is not None and self._pool.mirror.is_unserved:
+            self._pool.mirror.retry_now()  # the pool may have moved to the newer version
         if isinstance(newer, ApiError) and newer.status not in (403, 404):
-            return _Found(None, self._problems(self._pool), answered=False)
+            return _PoolLookup(None, self._list_problems(self._pool), is_answered=False)
         # The pool was deleted, or its CRD was, which deletes all pools.
-        unserved = newer != _NOT_THERE and newer.status == 404
-        gone = newer == _NOT_THERE or (unserved and self._had(self._pool))
+        unserved = newer != _NOT_FOUND and newer.status == 404
+        gone = newer == _NOT_FOUND or (unserved and self._was_synced(self._pool))
         if older is None:
-            return _Found(None, ready=0, answered=False) if gone else None
+            return _PoolLookup(None, ready=0, is_answered=False) if gone else None
         if isinstance(older, ApiError) and older.status not in (403, 404):
-            return _Found(None, self._problems(self._old_pool), answered=False)
-        gone = gone or (unserved and older == _NOT_THERE)
-        return _Found(None, (self._missing(newer, older),), ready=0 if gone else None)
+            return _PoolLookup(None, self._list_problems(self._old_pool), is_answered=False)
+        gone = gone or (unserved and older == _NOT_FOUND)
+        return _PoolLookup(None, (self._explain_missing_pool(newer, older),), ready=0 if gone else None)
 
-    def _found(self, place: _MovableMirror[InferencePool], pool: InferencePool) -> _Found:
+    def _check_selector(self, movable: _MovableMirror[InferencePool], pool: InferencePool) -> _PoolLookup:
         if pool.selector:
-            return _Found(pool, self._problems(place))
+            return _PoolLookup(pool, self._list_problems(movable))
         what = f"InferencePool {self._namespace}/{self._name} selects no pods"
-        return _Found(None, (ClusterProblem(what, "its spec.selector"),), ready=0)
+        return _PoolLookup(None, (ClusterProblem(what, "its spec.selector"),), ready=0)
 
-    def _seen(
-        self, place: _MovableMirror[InferencePool]
+    def _read_pool(
+        self, movable: _MovableMirror[InferencePool]
     ) -> InferencePool | ApiError | Literal["not there"] | None:
         """Return the answer of one version of the API about the pool. `None` if there is none yet."""
-        mirror = place.mirror
+        mirror = movable.mirror
         if mirror is None:
             return None
-        if mirror.synced and not mirror.unserved and not mirror.given_up:
-            return mirror.items.get(self._name, _NOT_THERE)
+        if mirror.is_synced and not mirror.is_unserved and not mirror.is_expired:
+            return mirror.items.get(self._name, _NOT_FOUND)
         return mirror.failure
 
-    def _missing(
+    def _explain_missing_pool(
         self, newer: ApiError | Literal["not there"], older: ApiError | Literal["not there"]
     ) -> ClusterProblem:
         """Return why neither version of the API shows the pool.
@@ -287,70 +292,72 @@ class CapacityWatch:
             return ClusterProblem("the cluster serves no InferencePools", f"install {_CRDS}")
         if not refused:
             return ClusterProblem(f"{name} does not exist", "pool.name, pool.namespace")
-        needed = f"the Role there: it needs the rule {rule(refused, 'inferencepools')}"
-        if newer == _NOT_THERE:
+        needed = f"the Role there: it needs the rule {format_role_rule(refused, 'inferencepools')}"
+        if newer == _NOT_FOUND:
             hint = f"pool.name, pool.namespace; where the cluster serves that, too, {needed}"
             return ClusterProblem(
                 f"{name} does not exist, unless in {_OLD_GROUP}, which we may not read", hint
             )
-        place = self._pool if _GROUP in refused else self._old_pool
-        verb = place.mirror.verb if place.mirror is not None else "list"
+        movable = self._pool if _GROUP in refused else self._old_pool
+        verb = movable.mirror.verb if movable.mirror is not None else "list"
         if len(refused) > 1:
             needed += f" ({_OLD_GROUP} only where the cluster serves it)"
-        if older != _NOT_THERE:
+        if older != _NOT_FOUND:
             needed += f"; or, if the cluster serves no InferencePools, install {_CRDS}"
         return ClusterProblem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
 
     # Pods and slices.
 
     @property
-    def _mirrors(self) -> list[Mirror[Any]]:
+    def _active_mirrors(self) -> list[Mirror[Any]]:
         places = (self._pool, self._old_pool, self._pods, self._slices)
         return [place.mirror for place in places if place.mirror is not None]
 
-    def _ready(self, pool: InferencePool) -> int | None:
+    def _count_ready(self, pool: InferencePool) -> int | None:
         mirror = self._pods.mirror
         if mirror is None:
             return None
-        if not mirror.synced:
+        if not mirror.is_synced:
             # The selector has changed. The last number stays until the new pods are counted.
             return self._known.ready if mirror.failure is None else None
-        if mirror.given_up:
+        if mirror.is_expired:
             return None
-        return sum(pod.ready for pod in mirror.items.values()) * len(pool.ports)
+        return sum(pod.is_ready for pod in mirror.items.values()) * len(pool.ports)
 
-    def _served_at(self, pool: InferencePool) -> tuple[str, ...] | None:
+    def _list_endpoint_addresses(self, pool: InferencePool) -> tuple[str, ...] | None:
         mirror = self._pods.mirror
-        if mirror is None or not mirror.synced:
+        if mirror is None or not mirror.is_synced:
             return self._known.addresses
-        return endpoint_addresses(mirror.items.values(), pool.ports)
+        return list_endpoint_addresses(mirror.items.values(), pool.ports)
 
-    def _replicas(self) -> tuple[str, ...] | None:
+    def _list_picker_addresses(self) -> tuple[str, ...] | None:
         mirror = self._slices.mirror
         if mirror is None:
             return None
-        if not mirror.synced:
+        if not mirror.is_synced:
             return self._known.epp_addresses
-        return addresses(each for replicas in mirror.items.values() for each in replicas)
+        return select_picker_addresses(each for replicas in mirror.items.values() for each in replicas)
 
-    def _problems(self, place: _MovableMirror[Any]) -> tuple[ClusterProblem, ...]:
+    def _list_problems(self, movable: _MovableMirror[Any]) -> tuple[ClusterProblem, ...]:
         """Return the problem of a watch, as a tuple of one or none."""
-        mirror = place.mirror
+        mirror = movable.mirror
         problem = mirror.problem if mirror is not None else None
         return () if problem is None else (problem,)
 
-    def _unsure_since(self, found: _Found) -> float | None:
+    def _compute_outdated_since(self, lookup: _PoolLookup) -> float | None:
         """Return the oldest last contact of the failing watches that the number of endpoints comes from."""
-        if found.pool is None and found.ready == 0:
+        if lookup.pool is None and lookup.ready == 0:
             return None
         mirrors = [place.mirror for place in (self._pool, self._old_pool, self._pods)]
-        if found.pool is not None and self._old_pool.mirror is not None:
+        if lookup.pool is not None and self._old_pool.mirror is not None:
             del mirrors[0]  # the pool comes from the older version of the API
-        return min((each.heard_at for each in mirrors if each is not None and each.failure), default=None)
+        return min(
+            (each.last_contact_at for each in mirrors if each is not None and each.failure), default=None
+        )
 
-    def _had(self, place: _MovableMirror[Any]) -> bool:
+    def _was_synced(self, movable: _MovableMirror[Any]) -> bool:
         """Return True if the collection was listed at least once."""
-        return place.mirror is not None and place.mirror.synced
+        return movable.mirror is not None and movable.mirror.is_synced
 
     def _set_timer(self) -> None:
         """Schedule an update for the time at which the objects of a failing watch cease to count."""
@@ -358,27 +365,27 @@ class CapacityWatch:
             self._timer.cancel()
             self._timer = None
         ends = [
-            mirror.holds_until
-            for mirror in self._mirrors
-            if mirror.holds_until is not None and not mirror.given_up
+            mirror.expires_at
+            for mirror in self._active_mirrors
+            if mirror.expires_at is not None and not mirror.is_expired
         ]
         if ends:
-            self._timer = self._loop.call_at(min(ends), self._look)
+            self._timer = self._loop.call_at(min(ends), self._update_state)
 
     # Collections.
 
-    def _pools_of(self, group: str, version: str) -> Resource:
+    def _select_pools(self, group: str, version: str) -> Resource:
         return Resource(group, version, "inferencepools", self._namespace, "", f"metadata.name={self._name}")
 
-    def _pods_by(self, selector: str) -> Resource:
+    def _select_pods(self, selector: str) -> Resource:
         return Resource("", "v1", "pods", self._namespace, selector)
 
-    def _slices_by(self, selector: str) -> Resource | None:
-        if not self._find_epp:
+    def _select_slices(self, selector: str) -> Resource | None:
+        if not self._finds_epp:
             return None
         return Resource("discovery.k8s.io", "v1", "endpointslices", self._namespace, selector)
 
-    def _tell(self, endpoints: Endpoints) -> None:
+    def _report_change(self, endpoints: Endpoints) -> None:
         if endpoints == self._known:
             return
         before, self._known = self._known, endpoints
@@ -390,7 +397,7 @@ class CapacityWatch:
             emit(Event.KUBERNETES_THROTTLED, what=notice.what, hint=notice.hint, ready=endpoints.ready)
         wrong_before, wrong = before.problems or before.notices, endpoints.problems or endpoints.notices
         if wrong_before and not wrong:
-            emit(Event.KUBERNETES_FINE, ready=endpoints.ready)
+            emit(Event.KUBERNETES_RECOVERED, ready=endpoints.ready)
         self._on_change(endpoints)
 
 
@@ -403,7 +410,7 @@ class _MovableMirror(Generic[V]):
         self._make = make
         self._task: asyncio.Task[None] | None = None
 
-    def point(self, resource: Resource | None) -> None:
+    def watch_resource(self, resource: Resource | None) -> None:
         if (self.mirror.resource if self.mirror is not None else None) == resource:
             return
         if self._task is not None:
@@ -419,13 +426,13 @@ def finds_epp(epp: EppSettings) -> bool:
     return not epp.urls and not epp.service
 
 
-def prepare() -> None:
+def import_cluster_client() -> None:
     """Import the client library if there is a cluster. The import takes a second and blocks an event loop."""
     if ClusterAccess():
-        kubernetes_api.prepare()
+        kubernetes_api.import_client()
 
 
-async def look(
+async def read_endpoints_once(
     pool: PoolSettings, epp: EppSettings, *, access: ClusterAccess | None = None, timeout_s: float = 5.0
 ) -> Endpoints:
     """Run the watch until its state is complete, for at most `timeout_s`, and return the state.
@@ -433,21 +440,21 @@ async def look(
     Nothing is logged, because the caller reports the problems.
     """
     found = Endpoints()
-    whole = asyncio.Event()
+    completed = asyncio.Event()
 
-    def changed(endpoints: Endpoints) -> None:
+    def keep_newest(endpoints: Endpoints) -> None:
         nonlocal found
         found = endpoints
-        if endpoints.whole:
-            whole.set()
+        if endpoints.is_complete:
+            completed.set()
 
-    with diverted(lambda event, fields: None):
+    with divert_events(lambda event, fields: None):
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(CapacityWatch(pool, epp, changed, access=access).run())
+            watch = tasks.create_task(CapacityWatch(pool, epp, keep_newest, access=access).run())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(whole.wait(), timeout_s)
+                await asyncio.wait_for(completed.wait(), timeout_s)
             watch.cancel()
-    if found.whole:
+    if found.is_complete:
         return found
     late = ClusterProblem(
         f"the Kubernetes API did not answer within {timeout_s:g} s", str(access or ClusterAccess())

@@ -18,7 +18,7 @@ class ClusterAccess:
     service_account: Path = SERVICE_ACCOUNT
 
     @property
-    def in_cluster(self) -> bool:
+    def is_in_cluster(self) -> bool:
         return bool(self.environ.get("KUBERNETES_SERVICE_HOST")) and (self.service_account / "token").exists()
 
     @property
@@ -35,15 +35,15 @@ class ClusterAccess:
         return tuple(Path(name) for name in self.kubeconfig.split(os.pathsep) if name)
 
     @property
-    def missing(self) -> bool:
+    def is_kubeconfig_missing(self) -> bool:
         """True if KUBECONFIG is used and none of the files that it names exists."""
-        return not self.in_cluster and not any(path.exists() for path in self.kubeconfigs)
+        return not self.is_in_cluster and not any(path.exists() for path in self.kubeconfigs)
 
     def __bool__(self) -> bool:
-        return self.in_cluster or bool(self.kubeconfig)
+        return self.is_in_cluster or bool(self.kubeconfig)
 
     def __str__(self) -> str:
-        return "the pod's service account" if self.in_cluster else f"kubeconfig {self.kubeconfig}"
+        return "the pod's service account" if self.is_in_cluster else f"kubeconfig {self.kubeconfig}"
 
 
 NO_CLUSTER = ClusterAccess({}, Path())

@@ -24,7 +24,7 @@ class InferencePool:
 class PoolPod(NamedTuple):
     """A pod that the pool selects."""
 
-    ready: bool
+    is_ready: bool
     """True if the pod accepts requests: it is Ready and not being deleted."""
     address: str = ""
     """IP address. Empty if the pod is not ready or its address is not known."""
@@ -160,73 +160,73 @@ class _RewriteObject(msgspec.Struct):
     spec: _RewriteSpec = msgspec.field(default_factory=_RewriteSpec)
 
 
-def digest_pod(pod: msgspec.Raw) -> PoolPod:
-    read = msgspec.json.decode(pod, type=_PodObject)
-    conditions = read.status.conditions or ()
-    ready = read.metadata.deleting is None and any(
+def parse_pod(pod: msgspec.Raw) -> PoolPod:
+    pod_object = msgspec.json.decode(pod, type=_PodObject)
+    conditions = pod_object.status.conditions or ()
+    ready = pod_object.metadata.deleting is None and any(
         condition.type == "Ready" and condition.status == "True" for condition in conditions
     )
-    return PoolPod(ready, read.status.address if ready else "")
+    return PoolPod(ready, pod_object.status.address if ready else "")
 
 
-def digest_pool(pool: msgspec.Raw) -> InferencePool:
+def parse_pool(pool: msgspec.Raw) -> InferencePool:
     spec = msgspec.json.decode(pool, type=_PoolObject).spec
     ports = tuple(port.number for port in spec.ports or ())
-    return InferencePool(_selector(spec.selector.labels), ports, spec.picker.name)
+    return InferencePool(_format_selector(spec.selector.labels), ports, spec.picker.name)
 
 
-def digest_old_pool(pool: msgspec.Raw) -> InferencePool:
+def parse_old_pool(pool: msgspec.Raw) -> InferencePool:
     """Parse a pool of v1alpha2: its selector is a plain map, and it has one port and an `extensionRef`."""
     spec = msgspec.json.decode(pool, type=_OldPool).spec
-    return InferencePool(_selector(spec.selector), (spec.port,), spec.picker.name)
+    return InferencePool(_format_selector(spec.selector), (spec.port,), spec.picker.name)
 
 
-def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:
+def parse_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:
     """Return the ready endpoints of a slice. A missing `ready` condition means ready.
 
     All addresses of an endpoint lead to the same pod, so only the first one is used.
     """
-    read = msgspec.json.decode(endpoint_slice, type=_Slice)
+    slice_object = msgspec.json.decode(endpoint_slice, type=_Slice)
     return tuple(
         PickerReplica(
             endpoint.target.uid or endpoint.target.name if endpoint.target is not None else "",
-            read.family,
+            slice_object.family,
             endpoint.addresses[0],
         )
-        for endpoint in read.endpoints or ()
+        for endpoint in slice_object.endpoints or ()
         if endpoint.addresses and endpoint.conditions.ready is not False
     )
 
 
-def digest_rewrite(rewrite: msgspec.Raw) -> ModelRewrite:
-    read = msgspec.json.decode(rewrite, type=_RewriteObject)
+def parse_rewrite(rewrite: msgspec.Raw) -> ModelRewrite:
+    rewrite_object = msgspec.json.decode(rewrite, type=_RewriteObject)
     rules = tuple(
         RewriteRule(
             tuple(match.model.value for match in rule.matches or ()),
             tuple(target.model for target in rule.targets or () if target.model),
         )
-        for rule in read.spec.rules or ()
+        for rule in rewrite_object.spec.rules or ()
     )
-    return ModelRewrite(read.spec.pool.name, read.metadata.created, rules)
+    return ModelRewrite(rewrite_object.spec.pool.name, rewrite_object.metadata.created, rules)
 
 
-def addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:
+def select_picker_addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:
     """Return one address of each replica, IPv4 if it has several.
 
     A dual-stack Service has slices of both families. Endpoints without a pod are distinguished by their
     address.
     """
-    found: dict[str, PickerReplica] = {}
+    replica_by_pod: dict[str, PickerReplica] = {}
     for replica in sorted(replicas, key=lambda each: (each.family, each.address)):  # IPv4 comes before IPv6
-        found.setdefault(replica.pod or replica.address, replica)
-    return tuple(sorted(replica.address for replica in found.values()))
+        replica_by_pod.setdefault(replica.pod or replica.address, replica)
+    return tuple(sorted(replica.address for replica in replica_by_pod.values()))
 
 
-def endpoint_addresses(pods: Iterable[PoolPod], ports: Sequence[int]) -> tuple[str, ...]:
+def list_endpoint_addresses(pods: Iterable[PoolPod], ports: Sequence[int]) -> tuple[str, ...]:
     """Return host and port of each endpoint whose address is known, in sorted order."""
     hosts = [f"[{pod.address}]" if ":" in pod.address else pod.address for pod in pods if pod.address]
     return tuple(sorted({f"{host}:{port}" for host in hosts for port in ports if port}))
 
 
-def _selector(labels: dict[str, str] | None) -> str:
+def _format_selector(labels: dict[str, str] | None) -> str:
     return ",".join(f"{name}={value}" for name, value in sorted((labels or {}).items()))

@@ -35,22 +35,22 @@ from dispatcher.signals.kubernetes.api import Api, ApiError, ApiStatus, ClusterP
 
 HOLD_S = 60.0
 """Time after the last contact with the API for which the objects count."""
-WATCH_LEAST_S, WATCH_MOST_S = 300.0, 600.0
+MIN_WATCH_S, MAX_WATCH_S = 300.0, 600.0
 """Range of the random duration of a watch. It is random so that replicas do not reconnect together."""
 SILENCE_S = 75.0
 """Time without a line after which a watch is dead. kube-apiserver sends a bookmark every 60 to 62 s."""
-SOON_S, SOON_FOR_S, LATE_S = 4.0, 300.0, 30.0
+MAX_EARLY_PAUSE_S, EARLY_FOR_S, MAX_LATE_PAUSE_S = 4.0, 300.0, 30.0
 """Longest pause in the first EARLY_FOR_S of a failure, that time, and longest pause after it."""
-UNSERVED_S = 300.0
+MAX_UNSERVED_PAUSE_S = 300.0
 """Longest pause while a collection is not served (404). Each pause is four times the previous one."""
-RETRY_AFTER_MOST_S = 60.0
+MAX_RETRY_AFTER_S = 60.0
 """Longest Retry-After that is honoured. API Priority and Fairness asks for 32 s at most."""
-_PAGE = 500
-_LIST_S = 60.0
+_PAGE_OBJECTS = 500
+_LIST_TIMEOUT_S = 60.0
 _OVERDUE_S = 5.0
 """Time that a watch may take to end after its duration is over."""
-_PAUSE_LEAST_S, _PAUSE_CUT_S, _PAUSE_UNSERVED_S = 0.1, 0.5, 1.0
-_ALIVE_S = 1.0
+_MIN_PAUSE_S, _MAX_CUT_PAUSE_S, _MIN_UNSERVED_PAUSE_S = 0.1, 0.5, 1.0
+_WATCH_SUCCEEDED_S = 1.0
 """Duration after which the end of a watch is no failure."""
 
 V = TypeVar("V")
@@ -79,7 +79,7 @@ class Resource:
         return [(name, value) for name, value in selectors if value]
 
 
-def rule(groups: Sequence[str], plural: str) -> str:
+def format_role_rule(groups: Sequence[str], plural: str) -> str:
     """Return the rule of a Role that allows the dispatcher to read a collection."""
     quoted = ", ".join(f'"{group}"' for group in groups)
     return f'apiGroups: [{quoted}], resources: ["{plural}"], verbs: ["list", "watch"]'
@@ -96,76 +96,78 @@ class Mirror(Generic[V]):
         self,
         api: Api,
         resource: Resource,
-        digest: Callable[[msgspec.Raw], V],
-        changed: Callable[[], None],
+        parse: Callable[[msgspec.Raw], V],
+        on_change: Callable[[], None],
         *,
         hold_s: float = HOLD_S,
     ) -> None:
         self.resource = resource
         self.items: dict[str, V] = {}
-        self.synced = False
+        self.is_synced = False
         """True if the collection was listed completely at least once."""
-        self.watched = False
+        self.was_watched = False
         """True if a watch has begun at least once."""
         self.failure: ApiError | None = None
         """Current failure. A single cut of a watch is none."""
         self.verb: Literal["list", "watch"] = "list"
         """Verb of the last request."""
         self._api = api
-        self._digest = digest
-        self._changed = changed
+        self._parse = parse
+        self._on_change = on_change
         self._hold_s = hold_s
         self._wake = asyncio.Event()
         """Event that ends the current pause, or the next one."""
-        self._version = ""
-        self._fruitful = False
+        self._resource_version = ""
+        self._made_progress = False
         """True if the last round received something, or its watch lasted for a while."""
-        self._opened = False
+        self._was_watch_opened = False
         """True if a watch was opened in the last round."""
         self._loop = asyncio.get_running_loop()
-        self.heard_at = self._loop.time()
+        self.last_contact_at = self._loop.time()
         """Loop time of the last contact with the API. Before the first contact: time of the start."""
 
     def __repr__(self) -> str:
-        state = "synced" if self.synced else "not synced"
+        state = "synced" if self.is_synced else "not synced"
         return f"<Mirror of {self.resource.path}: {len(self.items)} items, {state}, {self.failure or 'fine'}>"
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """True if the collection is known and watched, or the reason why it is not."""
-        return self.watched or self.failure is not None
+        return self.was_watched or self.failure is not None
 
     @property
-    def holds_until(self) -> float | None:
+    def expires_at(self) -> float | None:
         """Loop time at which the objects cease to count. `None` while the collection is followed."""
-        return None if self.failure is None else self.heard_at + self._hold_s
+        return None if self.failure is None else self.last_contact_at + self._hold_s
 
     @property
-    def given_up(self) -> bool:
+    def is_expired(self) -> bool:
         """True if the objects no longer count."""
-        return self.holds_until is not None and self._loop.time() >= self.holds_until
+        return self.expires_at is not None and self._loop.time() >= self.expires_at
 
     @property
-    def unserved(self) -> bool:
+    def is_unserved(self) -> bool:
         """True if the API server does not serve the collection."""
         return self.failure is not None and self.failure.status == 404
 
     @property
     def problem(self) -> ClusterProblem | None:
         """Current problem with a hint how to solve it. `None` if there is none."""
-        return None if self._throttled else self._complaint
+        return None if self._is_throttled else self._current_problem
 
     @property
     def notice(self) -> ClusterProblem | None:
         """Request of the API server to wait. It is no problem while the objects still count."""
-        return self._complaint if self._throttled else None
+        return self._current_problem if self._is_throttled else None
 
     @property
-    def _throttled(self) -> bool:
-        return self.failure is not None and self.failure.throttled and self.synced and not self.given_up
+    def _is_throttled(self) -> bool:
+        return (
+            self.failure is not None and self.failure.is_throttled and self.is_synced and not self.is_expired
+        )
 
     @property
-    def _complaint(self) -> ClusterProblem | None:
+    def _current_problem(self) -> ClusterProblem | None:
         if self.failure is None:
             return None
         if self.failure.status != 403:
@@ -173,10 +175,10 @@ class Mirror(Generic[V]):
         where = self.resource
         return ClusterProblem(
             f"not allowed to {self.verb} {where.plural} in namespace {where.namespace}",
-            f"the Role there: it needs the rule {rule([where.group], where.plural)}",
+            f"the Role there: it needs the rule {format_role_rule([where.group], where.plural)}",
         )
 
-    def retry(self) -> None:
+    def retry_now(self) -> None:
         """Ask the API server at once, because it may serve the collection by now."""
         self._wake.set()
 
@@ -185,83 +187,89 @@ class Mirror(Generic[V]):
         failures, unserved, failing_since = 0, 0, 0.0
         while True:
             began_at = self._loop.time()
-            self._fruitful = self._opened = False
+            self._made_progress = self._was_watch_opened = False
             failure: ApiError | None = None
             try:
-                if not self._version:
-                    await self._list()
-                await self._watch()
+                if not self._resource_version:
+                    await self._list_objects()
+                await self._watch_changes()
             except ApiError as error:
                 failure = error
             # An open watch ends in a time-out if it was silent for SILENCE_S, or did not end when it should.
             # That proves nothing about the time since its last line. Any other end is a contact: the server
             # would have sent all changes until then.
-            dead = self._opened and failure is not None and failure.slow
-            if self._opened and not dead:
-                self._hear()
+            is_silent = self._was_watch_opened and failure is not None and failure.is_timeout
+            if self._was_watch_opened and not is_silent:
+                self._record_contact()
             # In these cases the last version is of no use, and the next round begins with a list.
-            if failure is not None and (failure.status == 410 or failure.garbled or dead):
-                self._version = ""
+            if failure is not None and (failure.status == 410 or failure.is_malformed or is_silent):
+                self._resource_version = ""
             unserved = unserved + 1 if failure is not None and failure.status == 404 else 0
-            failures = 0 if self._fruitful else failures + 1
+            failures = 0 if self._made_progress else failures + 1
             if failures == 0:
                 # The watch brought changes or ended as agreed: the next one starts without a pause.
                 await asyncio.sleep(random.uniform(0.0, 0.05))
                 continue
             if failures == 1:
                 failing_since = began_at
-            if failure is not None and not self._opened:
-                self._failed(failure, failures)
+            if failure is not None and not self._was_watch_opened:
+                self._record_failure(failure, failures)
             if unserved:
-                pause_s = min(UNSERVED_S, _PAUSE_UNSERVED_S * 4.0 ** min(unserved - 1, 8))
+                pause_s = min(MAX_UNSERVED_PAUSE_S, _MIN_UNSERVED_PAUSE_S * 4.0 ** min(unserved - 1, 8))
             else:
                 # If a stream begins and is cut, the cause is on the network path. The next watch returns what
                 # was missed, so the pause stays short.
-                soon = self._loop.time() - failing_since < SOON_FOR_S
-                most_s = _PAUSE_CUT_S if self._opened else SOON_S if soon else LATE_S
-                pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures - 1, 16))
+                soon = self._loop.time() - failing_since < EARLY_FOR_S
+                most_s = (
+                    _MAX_CUT_PAUSE_S
+                    if self._was_watch_opened
+                    else MAX_EARLY_PAUSE_S
+                    if soon
+                    else MAX_LATE_PAUSE_S
+                )
+                pause_s = min(most_s, _MIN_PAUSE_S * 2.0 ** min(failures - 1, 16))
             # The jitter only shortens the own pause. A Retry-After is never undercut.
-            asked_s = min(RETRY_AFTER_MOST_S, failure.retry_after_s) if failure is not None else 0.0
+            asked_s = min(MAX_RETRY_AFTER_S, failure.retry_after_s) if failure is not None else 0.0
             await self._api.pause(max(pause_s * random.uniform(0.5, 1.0), asked_s), self._wake)
             self._wake.clear()
 
-    async def _list(self) -> None:
+    async def _list_objects(self) -> None:
         """List the collection page by page. The mirror changes only when all pages have arrived."""
         self.verb = "list"
         items: dict[str, V] = {}
         more = ""
         while True:
-            query = [*self.resource.query, ("limit", str(_PAGE))]
+            query = [*self.resource.query, ("limit", str(_PAGE_OBJECTS))]
             if more:
                 query.append(("continue", more))
-            async with self._api.get(self.resource.path, query, _LIST_S) as body:
+            async with self._api.get(self.resource.path, query, _LIST_TIMEOUT_S) as body:
                 page = msgspec.json.decode(await body.read(), type=_ObjectPage)
                 for item in page.items or ():
-                    items[_name(item)] = self._digest(item)
+                    items[_parse_name(item)] = self._parse(item)
             more = page.metadata.more
             if not more:
                 break
-        self._version = page.metadata.version
-        self._hear()
-        news = not self.synced or items != self.items
-        self.items, self.synced = items, True
-        if news:
-            self._changed()
+        self._resource_version = page.metadata.version
+        self._record_contact()
+        has_changed = not self.is_synced or items != self.items
+        self.items, self.is_synced = items, True
+        if has_changed:
+            self._on_change()
 
-    async def _watch(self) -> None:
+    async def _watch_changes(self) -> None:
         """Watch the collection from the last version on. Returns when the server ends the stream."""
         self.verb = "watch"
-        lasts_s = random.uniform(WATCH_LEAST_S, WATCH_MOST_S)
+        lasts_s = random.uniform(MIN_WATCH_S, MAX_WATCH_S)
         query = [
             *self.resource.query,
             ("watch", "true"),
-            ("resourceVersion", self._version),
+            ("resourceVersion", self._resource_version),
             ("allowWatchBookmarks", "true"),
             ("timeoutSeconds", str(round(lasts_s))),
         ]
         async with self._api.get(self.resource.path, query, lasts_s + _OVERDUE_S) as body:
-            self._opened = True
-            self._up()
+            self._was_watch_opened = True
+            self._record_watch_start()
             opened_at = self._loop.time()
             try:
                 async with asyncio.timeout(SILENCE_S) as silence:
@@ -269,48 +277,48 @@ class Mirror(Generic[V]):
                         # Any line proves that the watch is alive, also an empty one.
                         silence.reschedule(self._loop.time() + SILENCE_S)
                         if line.strip():
-                            self._apply(msgspec.json.decode(line, type=_WatchEvent))
+                            self._apply_event(msgspec.json.decode(line, type=_WatchEvent))
             finally:
-                if self._loop.time() - opened_at >= _ALIVE_S:
-                    self._fruitful = True
+                if self._loop.time() - opened_at >= _WATCH_SUCCEEDED_S:
+                    self._made_progress = True
 
-    def _apply(self, event: _WatchEvent) -> None:
+    def _apply_event(self, event: _WatchEvent) -> None:
         if event.type == "ERROR":
             status = msgspec.json.decode(event.object, type=ApiStatus)
             # With 410 and with any other code, the server cannot continue from the last version.
-            self._version = ""
+            self._resource_version = ""
             why = f"the Kubernetes API ended the watch ({status.message or status.reason})"
             raise ApiError(why, status=status.code)
         metadata = msgspec.json.decode(event.object, type=_NamedObject).metadata
-        value = None if event.type in ("BOOKMARK", "DELETED") else self._digest(event.object)
-        self._version = metadata.version or self._version
-        self._fruitful = True
-        self._hear()
+        value = None if event.type in ("BOOKMARK", "DELETED") else self._parse(event.object)
+        self._resource_version = metadata.version or self._resource_version
+        self._made_progress = True
+        self._record_contact()
         if event.type == "BOOKMARK":
             return
         if value is None:
             if self.items.pop(metadata.name, None) is not None:
-                self._changed()
+                self._on_change()
         elif metadata.name not in self.items or self.items[metadata.name] != value:
             self.items[metadata.name] = value
-            self._changed()
+            self._on_change()
 
-    def _hear(self) -> None:
-        self.heard_at = self._loop.time()
+    def _record_contact(self) -> None:
+        self.last_contact_at = self._loop.time()
 
-    def _up(self) -> None:
+    def _record_watch_start(self) -> None:
         """Record that a watch has begun, which ends any failure."""
-        self._hear()
-        news = self.failure is not None or not self.watched
-        self.failure, self.watched = None, True
-        if news:
-            self._changed()
+        self._record_contact()
+        has_changed = self.failure is not None or not self.was_watched
+        self.failure, self.was_watched = None, True
+        if has_changed:
+            self._on_change()
 
-    def _failed(self, failure: ApiError, times: int) -> None:
+    def _record_failure(self, failure: ApiError, times: int) -> None:
         # A single failure that the next request may solve is not reported.
-        if times > 1 or failure.standing or failure.slow or failure.throttled:
+        if times > 1 or failure.is_permanent or failure.is_timeout or failure.is_throttled:
             self.failure = failure
-            self._changed()
+            self._on_change()
 
 
 class _ObjectMetadata(msgspec.Struct):
@@ -333,5 +341,5 @@ class _WatchEvent(msgspec.Struct):
     object: msgspec.Raw
 
 
-def _name(item: msgspec.Raw) -> str:
+def _parse_name(item: msgspec.Raw) -> str:
     return msgspec.json.decode(item, type=_NamedObject).metadata.name

@@ -20,26 +20,26 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit, urlunsplit
 
 from dispatcher.core.models.availability import GATEWAY, Listing
-from dispatcher.core.models.versions import FamilyTerms, Membership
+from dispatcher.core.models.versions import FamilyIndex, FamilyTerms
 from dispatcher.settings import GatewaySettings, SecretUrl, Settings, TlsSettings
 from dispatcher.settings.serving import LIST_PATH
 from dispatcher.settings.small_files import BackgroundRead
-from dispatcher.settings.watched_files import TokenFileError, TokenReader, looks
+from dispatcher.settings.watched_files import TokenFileError, TokenReader, file_fingerprint
 from dispatcher.signals.kubernetes.api import ClusterProblem
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 from dispatcher.signals.kubernetes.rewrites import RewriteWatch
-from dispatcher.signals.models.listing import Inquirer, ListTarget
+from dispatcher.signals.models.listing import ListClient, ListTarget
 
-AT_ONCE = 16
+MAX_CONCURRENT = 16
 """Largest number of endpoints that are asked at the same time."""
-PATIENCE_S, PATIENCE_LEAST_S, PATIENCE_SHARE = 5.0, 1.0, 0.9
+MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_SHARE = 5.0, 1.0, 0.9
 """Bounds of the time limit for one endpoint, and the share of the interval that it is between them."""
-FOUND_WITHIN_S = 10.0
+DISCOVERY_WAIT_S = 10.0
 """Time for the Kubernetes watch to find the endpoints, before the gateway is asked in their place."""
-GAP_S = 0.5
+ROUND_GAP_S = 0.5
 """Shortest time between two rounds, however often the endpoints change."""
-_MATCHED_AT_ONCE = 256
+_MATCHED_WITHOUT_PAUSE = 256
 """Number of new names that are matched before other tasks may run. It takes 4 ms."""
 _NOT_ASKED = "no model server was asked for its models yet"
 _BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
@@ -49,7 +49,7 @@ _BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
 class ServerAccess:
     """Address and credentials of one model server, for requests other than its list of models."""
 
-    base: str
+    base_url: str
     """URL of the server without user and password. The path of a request is appended to it."""
     headers: Mapping[str, str] = field(repr=False)
     """Headers with the credentials."""
@@ -57,7 +57,7 @@ class ServerAccess:
     """TLS context. `None` if no server of the round was asked by https."""
 
 
-_Known = Mapping[str, ServerAccess | str] | str
+_KnownServers = Mapping[str, ServerAccess | str] | str
 """Access to the model servers by the name of the endpoint, or the reason why a server, or all of them, cannot
 be accessed."""
 
@@ -65,7 +65,7 @@ be accessed."""
 @dataclass(frozen=True, slots=True)
 class _Round:
     listings: tuple[Listing, ...]
-    servers: _Known
+    servers: _KnownServers
 
 
 class ModelWatch:
@@ -82,53 +82,53 @@ class ModelWatch:
         on_round: Callable[[Sequence[Listing]], None],
         *,
         access: ClusterAccess,
-        found_within_s: float = FOUND_WITHIN_S,
+        discovery_wait_s: float = DISCOVERY_WAIT_S,
     ) -> None:
-        self._settings, self._serving = settings, settings.asks
-        self._found_within_s = found_within_s
+        self._settings, self._serving = settings, settings.serving_with_servers
+        self._discovery_wait_s = discovery_wait_s
         self._on_round = on_round
         self._access = access
-        self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
+        self._rewrites = RewriteWatch(settings.pool, self._request_round, access=access)
         self._endpoints = Endpoints()
         self._tokens = TokenReader()
         self._changed = asyncio.Event()
         self._generation = 0
-        self._inquirer: Inquirer | None = None
-        self._made_of: object = None
+        self._client: ListClient | None = None
+        self._client_inputs: object = None
         """Settings and states of the files from which the client was made."""
         self._tls: ssl.SSLContext | None = None
-        self._known: _Known = _NOT_ASKED
-        self._matched: Set[str] = frozenset()
+        self._known_servers: _KnownServers = _NOT_ASKED
+        self._matched_names: Set[str] = frozenset()
         """Names in the previous round."""
 
     def __repr__(self) -> str:
         return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
 
-    def discovered(self, endpoints: Endpoints) -> None:
+    def update_endpoints(self, endpoints: Endpoints) -> None:
         """Take the endpoints that the Kubernetes watch knows now. A change starts a new round."""
         before, self._endpoints = self._endpoints, endpoints
-        if _found(before) != _found(endpoints):
-            self._wake()
+        if _extract_discovery(before) != _extract_discovery(endpoints):
+            self._request_round()
 
     def reconfigure(self, settings: Settings, access: ClusterAccess) -> None:
         """Use these settings from now on. They may end the observation.
 
         If `access` has changed, the rewrites are watched anew.
         """
-        before, self._settings, self._serving = self._settings, settings, settings.asks
+        before, self._settings, self._serving = self._settings, settings, settings.serving_with_servers
         elsewhere, self._access = access != self._access, access
         if elsewhere:
-            self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
-        if elsewhere or _asked_by(before) != _asked_by(settings):
+            self._rewrites = RewriteWatch(settings.pool, self._request_round, access=access)
+        if elsewhere or _extract_round_settings(before) != _extract_round_settings(settings):
             self._generation += 1  # drops the round that runs now
-            self._known = _NOT_ASKED
-            self._wake()
+            self._known_servers = _NOT_ASKED
+            self._request_round()
 
-    def server(self, endpoint: str) -> ServerAccess | str:
+    def find_server(self, endpoint: str) -> ServerAccess | str:
         """Return the access to an endpoint of the newest round, or a sentence that says why there is none."""
-        if isinstance(self._known, str):
-            return self._known
-        return self._known.get(endpoint, "no model server of that name is known")
+        if isinstance(self._known_servers, str):
+            return self._known_servers
+        return self._known_servers.get(endpoint, "no model server of that name is known")
 
     @property
     def problems(self) -> tuple[ClusterProblem, ...]:
@@ -139,9 +139,9 @@ class ModelWatch:
         """Ask each endpoint once and return the listings. Rewritten names are missing, because only `run`
         watches the rewrites."""
         try:
-            return (await self._round()).listings
+            return (await self._ask_all()).listings
         finally:
-            await self._close()
+            await self._close_client()
 
     async def run(self) -> None:
         """Run rounds until cancelled. While the settings do not observe models, nothing is asked."""
@@ -153,86 +153,90 @@ class ModelWatch:
                 async with asyncio.TaskGroup() as tasks:
                     rewrites = self._rewrites
                     beside = tasks.create_task(rewrites.run(), name="watch of rewrites")
-                    await self._observe(rewrites)
+                    await self._run_rounds(rewrites)
                     beside.cancel()
-                await self._close()
+                await self._close_client()
         finally:
-            await self._close()
+            await self._close_client()
 
-    async def _observe(self, rewrites: RewriteWatch) -> None:
+    async def _run_rounds(self, rewrites: RewriteWatch) -> None:
         """Run rounds while the settings observe models, and until there is another watch of rewrites."""
         loop = asyncio.get_running_loop()
-        waits_until = loop.time() + self._found_within_s
+        waits_until = loop.time() + self._discovery_wait_s
         while self._settings.observes_models and self._rewrites is rewrites:
             self._changed.clear()
-            if self._unheard and loop.time() < waits_until:
-                await self._wait(waits_until)
+            if self._is_discovery_pending and loop.time() < waits_until:
+                await self._wait_for_change(waits_until)
                 continue
             began_at, generation = loop.time(), self._generation
-            found = await self._round()
+            finished_round = await self._ask_all()
             if generation == self._generation:
-                self._known = found.servers
-                self._on_round(found.listings)
+                self._known_servers = finished_round.servers
+                self._on_round(finished_round.listings)
             # The event of a change is not awaited here, so that endpoints that change all the time do not
             # start a round each.
-            await asyncio.sleep(began_at + min(GAP_S, self._serving.interval_s) - loop.time())
+            await asyncio.sleep(began_at + min(ROUND_GAP_S, self._serving.interval_s) - loop.time())
             # The intervals vary, so that replicas that were started together do not ask at the same time.
-            await self._wait(began_at + self._serving.interval_s * random.uniform(0.9, 1.1))
-        self._known = _NOT_ASKED
+            await self._wait_for_change(began_at + self._serving.interval_s * random.uniform(0.9, 1.1))
+        self._known_servers = _NOT_ASKED
 
-    def _wake(self) -> None:
+    def _request_round(self) -> None:
         self._changed.set()
 
     @property
-    def _unheard(self) -> bool:
+    def _is_discovery_pending(self) -> bool:
         """True if the endpoints or the rewrites are still unknown, and Kubernetes may still report them."""
         serving, found = self._serving, self._endpoints
         asks = serving.observe in ("auto", "endpoints") and not serving.urls
-        unknown = asks and found.addresses is None and found.watched and not found.whole
-        return unknown or not self._rewrites.settled
+        unknown = asks and found.addresses is None and found.has_cluster and not found.is_complete
+        return unknown or not self._rewrites.is_settled
 
-    async def _wait(self, until: float) -> None:
+    async def _wait_for_change(self, until: float) -> None:
         """Wait until the given time, or until the endpoints or the settings change."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
 
-    async def _round(self) -> _Round:
+    async def _ask_all(self) -> _Round:
         settings = self._settings
         now = asyncio.get_running_loop().time()
-        gateway = self._asks_gateway()
+        asks_gateway = self._asks_gateway()
         try:
-            targets = (await self._gateway(),) if gateway else await self._servers()
+            targets = (
+                (await self._load_gateway_target(),) if asks_gateway else await self._list_server_targets()
+            )
         except TokenFileError as error:
-            setting = "gateway.token_file" if gateway else self._token_setting
-            return self._unread(now, f"{setting}: {error}")
+            setting = "gateway.token_file" if asks_gateway else self._token_setting
+            return self._build_failed_round(now, f"{setting}: {error}")
         if targets is None:
             where = "serving.urls, or run where the Kubernetes watch works"
             problem = f"no model server is known: {where}"
             return _Round((Listing("endpoints", now, None, problem=problem),), problem)
         try:
-            inquirer = await self._ready(settings.gateway.tls if gateway else self._serving.tls, targets)
+            client = await self._prepare_client(
+                settings.gateway.tls if asks_gateway else self._serving.tls, targets
+            )
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-            return self._unread(now, f"{'gateway' if gateway else 'serving'}.tls: {error}")
-        wanted = frozenset(model.name for model in settings.models)
+            return self._build_failed_round(now, f"{'gateway' if asks_gateway else 'serving'}.tls: {error}")
+        configured_names = frozenset(model.name for model in settings.models)
         # No server lists a name that is rewritten, so it must not cause a look at the metrics page.
-        listable = wanted - self._rewrites.aliases.exact.keys()
-        places = asyncio.Semaphore(AT_ONCE)
+        listable = configured_names - self._rewrites.aliases.exact.keys()
+        places = asyncio.Semaphore(MAX_CONCURRENT)
 
-        async def ask(target: ListTarget) -> Listing:
+        async def ask_target(target: ListTarget) -> Listing:
             async with places:
-                found = await inquirer.ask(target, listable)
+                found = await client.fetch_listing(target, listable)
             if found.models is None:
                 # An unreachable gateway does not mean that the servers behind it are down.
-                return replace(found, down=found.down and not gateway)
-            return replace(found, models=self._rewrites.aliases.served(found.models, wanted))
+                return replace(found, is_down=found.is_down and not asks_gateway)
+            return replace(found, models=self._rewrites.aliases.add_aliases(found.models, configured_names))
 
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(ask(target)) for target in targets]
-        await self._match_new_names(task.result() for task in asked)
+            ask_tasks = [tasks.create_task(ask_target(target)) for target in targets]
+        await self._match_new_names(task.result() for task in ask_tasks)
         tls = self._tls
-        known: _Known = {target.endpoint: _access_to(target, tls) for target in targets}
-        return _Round(tuple(task.result() for task in asked), _BY_GATEWAY if gateway else known)
+        known: _KnownServers = {target.endpoint: _build_access(target, tls) for target in targets}
+        return _Round(tuple(task.result() for task in ask_tasks), _BY_GATEWAY if asks_gateway else known)
 
     async def _match_new_names(self, listings: Iterable[Listing]) -> None:
         """Match new names against the patterns of the settings, a few at a time, so that other tasks may run.
@@ -241,14 +245,16 @@ class ModelWatch:
         without a pause.
         """
         names = dict.fromkeys(name for each in listings for name in each.models or ())
-        before, self._matched = self._matched, names.keys()
-        families = [FamilyTerms(each.name, each.pattern) for each in self._settings.models if each.is_family]
+        before, self._matched_names = self._matched_names, names.keys()
+        families = [
+            FamilyTerms(each.name, each.version_pattern) for each in self._settings.models if each.is_family
+        ]
         if not families:
             return
-        membership = Membership(families)
+        membership = FamilyIndex(families)
         for at, name in enumerate(names.keys() - before):
-            membership.of(name)  # `core.models.versions` caches the result for the callbacks
-            if at % _MATCHED_AT_ONCE == _MATCHED_AT_ONCE - 1:
+            membership.find_families(name)  # `core.models.versions` caches the result for the callbacks
+            if at % _MATCHED_WITHOUT_PAUSE == _MATCHED_WITHOUT_PAUSE - 1:
                 await asyncio.sleep(0)
 
     # Targets.
@@ -258,23 +264,23 @@ class ModelWatch:
         nowhere = not serving.urls and self._endpoints.addresses is None
         return serving.observe == "gateway" or (serving.observe == "auto" and nowhere)
 
-    async def _servers(self) -> tuple[ListTarget, ...] | None:
+    async def _list_server_targets(self) -> tuple[ListTarget, ...] | None:
         """Return the model servers as targets. `None` if none is known. Raises TokenFileError."""
         serving = self._serving
         if not serving.urls and self._endpoints.addresses is None:
             return None
-        token = f"Bearer {await self._tokens.read(serving.token_file)}" if serving.token_file else ""
+        token = f"Bearer {await self._tokens.read_token(serving.token_file)}" if serving.token_file else ""
         if serving.urls:
-            return tuple(_server(url, token, self._token_setting) for url in serving.urls)
+            return tuple(_build_server_target(url, token, self._token_setting) for url in serving.urls)
         scheme = "https" if serving.tls != TlsSettings() else "http"
         found = [SecretUrl(f"{scheme}://{address}") for address in self._endpoints.addresses or ()]
-        return tuple(_server(url, token, self._token_setting) for url in found)
+        return tuple(_build_server_target(url, token, self._token_setting) for url in found)
 
-    async def _gateway(self) -> ListTarget:
+    async def _load_gateway_target(self) -> ListTarget:
         """Return the gateway as a target. Raises TokenFileError."""
         gateway = self._settings.gateway
-        token = await self._tokens.read(gateway.token_file) if gateway.token_file else ""
-        return _gateway(gateway, token)
+        token = await self._tokens.read_token(gateway.token_file) if gateway.token_file else ""
+        return _build_gateway_target(gateway, token)
 
     @property
     def _token_setting(self) -> str:
@@ -282,72 +288,75 @@ class ModelWatch:
         taken = self._serving.token_file and not self._settings.serving.token_file
         return "signals.vllm.token_file" if taken else "serving.token_file"
 
-    def _unread(self, now: float, problem: str) -> _Round:
+    def _build_failed_round(self, now: float, problem: str) -> _Round:
         """Return a round in which no endpoint could be asked."""
         if self._asks_gateway():
             names = [GATEWAY]
         elif urls := self._serving.urls:
-            names = [_label(url) for url in urls]
+            names = [_format_label(url) for url in urls]
         else:
             names = list(self._endpoints.addresses or ())
         return _Round(tuple(Listing(name, now, None, problem=problem) for name in names), problem)
 
     # Client.
 
-    async def _ready(self, tls: TlsSettings, targets: Sequence[ListTarget]) -> Inquirer:
+    async def _prepare_client(self, tls: TlsSettings, targets: Sequence[ListTarget]) -> ListClient:
         """Return the client for these settings. It is made again if the settings or their files have changed.
 
         Raises OSError.
         """
         secure = any(target.url.startswith("https:") for target in targets)
         files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
-        made_of = (tls, secure, self._patience_s, [looks(path) for path in files if path])
-        if self._inquirer is None or made_of != self._made_of:
-            await self._close()
+        made_of = (tls, secure, self._timeout_s, [file_fingerprint(path) for path in files if path])
+        if self._client is None or made_of != self._client_inputs:
+            await self._close_client()
             # Read in a thread, because reading the system's certificates would block the event loop.
-            self._tls = await BackgroundRead(tls.context)() if secure else None
-            self._inquirer, self._made_of = Inquirer(self._tls or True, timeout_s=self._patience_s), made_of
-        self._inquirer.forget(target.page for target in targets)
-        return self._inquirer
+            self._tls = await BackgroundRead(tls.build_context)() if secure else None
+            self._client, self._client_inputs = (
+                ListClient(self._tls or True, timeout_s=self._timeout_s),
+                made_of,
+            )
+        self._client.forget_pages(target.metrics_url for target in targets)
+        return self._client
 
     @property
-    def _patience_s(self) -> float:
-        return max(PATIENCE_LEAST_S, min(PATIENCE_S, PATIENCE_SHARE * self._serving.interval_s))
+    def _timeout_s(self) -> float:
+        return max(MIN_TIMEOUT_S, min(MAX_TIMEOUT_S, TIMEOUT_SHARE * self._serving.interval_s))
 
-    async def _close(self) -> None:
-        inquirer, self._inquirer = self._inquirer, None
-        if inquirer is not None:
-            await inquirer.aclose()
+    async def _close_client(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
 
-def _found(endpoints: Endpoints) -> tuple[object, ...]:
+def _extract_discovery(endpoints: Endpoints) -> tuple[object, ...]:
     """Return the parts of the Kubernetes watch's state that decide which endpoints are asked."""
-    return endpoints.addresses, endpoints.watched, endpoints.whole
+    return endpoints.addresses, endpoints.has_cluster, endpoints.is_complete
 
 
-def _asked_by(settings: Settings) -> tuple[object, ...]:
+def _extract_round_settings(settings: Settings) -> tuple[object, ...]:
     """Return the settings that decide what a round asks and returns."""
     gateway = settings.gateway
     to_gateway = gateway.url, gateway.headers, gateway.token_file, gateway.tls
-    return settings.asks, settings.models, to_gateway
+    return settings.serving_with_servers, settings.models, to_gateway
 
 
-def _server(url: SecretUrl, token: str, setting: str) -> ListTarget:
-    parts = urlsplit(url.bare)
+def _build_server_target(url: SecretUrl, token: str, setting: str) -> ListTarget:
+    parts = urlsplit(url.without_credentials)
     path = LIST_PATH if parts.path in ("", "/") else parts.path
     page = f"{path.removesuffix(LIST_PATH)}/metrics" if path.endswith(LIST_PATH) else ""
-    authorization = token or url.authorization
+    authorization = token or url.authorization_header
     return ListTarget(
-        _label(url),
+        _format_label(url),
         urlunsplit(parts._replace(path=path)),
         {"Authorization": authorization} if authorization else {},
-        page=urlunsplit((parts.scheme, parts.netloc, page, "", "")) if page else "",
-        token=setting,
-        with_token=bool(authorization),
+        metrics_url=urlunsplit((parts.scheme, parts.netloc, page, "", "")) if page else "",
+        token_setting=setting,
+        has_token=bool(authorization),
     )
 
 
-def _access_to(target: ListTarget, tls: ssl.SSLContext | None) -> ServerAccess | str:
+def _build_access(target: ListTarget, tls: ssl.SSLContext | None) -> ServerAccess | str:
     url = target.url.rstrip("/")
     base = url.removesuffix(LIST_PATH)
     if base == url:
@@ -355,23 +364,23 @@ def _access_to(target: ListTarget, tls: ssl.SSLContext | None) -> ServerAccess |
     return ServerAccess(base, target.headers, tls)
 
 
-def _label(url: SecretUrl) -> str:
+def _format_label(url: SecretUrl) -> str:
     """Return host and port, and the part of the path that distinguishes servers of the same address."""
-    parts = urlsplit(url.bare)
+    parts = urlsplit(url.without_credentials)
     return parts.netloc + parts.path.rstrip("/").removesuffix(LIST_PATH)
 
 
-def _gateway(gateway: GatewaySettings, token: str) -> ListTarget:
+def _build_gateway_target(gateway: GatewaySettings, token: str) -> ListTarget:
     """Return the gateway as a target, with the headers that all requests to it have in common."""
     headers = dict(gateway.headers)
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    elif basic := gateway.url.authorization:
+    elif basic := gateway.url.authorization_header:
         headers.setdefault("Authorization", basic)
     return ListTarget(
         GATEWAY,
-        gateway.url.bare.rstrip("/") + LIST_PATH,
+        gateway.url.without_credentials.rstrip("/") + LIST_PATH,
         headers,
-        token="gateway.token_file",  # noqa: S106 -- the name of a setting
-        with_token=any(name.lower() == "authorization" for name in headers),
+        token_setting="gateway.token_file",  # noqa: S106 -- the name of a setting
+        has_token=any(name.lower() == "authorization" for name in headers),
     )

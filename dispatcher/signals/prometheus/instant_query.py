@@ -46,7 +46,7 @@ _decode_rows = msgspec.json.Decoder(list[_VectorRow]).decode
 _decode_series = msgspec.json.Decoder(list[_MatrixRow]).decode
 
 
-def vector(result: msgspec.Raw) -> list[Sample]:
+def parse_vector(result: msgspec.Raw) -> list[Sample]:
     """Return the samples of an instant vector. Raises QueryError for any other shape."""
     if not bytes(result).lstrip().startswith(b"["):
         raise QueryError("the answer is not a list of samples")
@@ -61,43 +61,47 @@ def vector(result: msgspec.Raw) -> list[Sample]:
         raise QueryError(why, "signals.prometheus.queries") from None
 
 
-def document(status: int, redirect: bool, body: bytes, result: str = "vector") -> dict[str, Any]:
+def parse_document(
+    status: int, is_redirect: bool, body: bytes, result_type: str = "vector"
+) -> dict[str, Any]:
     """Return the document of an answer in the form that the client library reads.
 
     The result of an instant query stays raw; that of a range query (a matrix) is parsed. Raises QueryError if
     the answer is incomplete, reports an error or has another type.
     """
-    if redirect:
+    if is_redirect:
         raise QueryError(f"HTTP {status}: a redirect, which is not followed", "signals.prometheus.url")
     try:
-        said, shape = _decode_document(body), ""
+        answer, shape = _decode_document(body), ""
     except (ValueError, RecursionError) as error:
-        said, shape = _Document(), f" ({str(error)[:200]})"
+        answer, shape = _Document(), f" ({str(error)[:200]})"
     if status != 200:
-        raise QueryError(f"HTTP {status}" + (f": {said.error[:300]}" if said.error else ""), _hint(status))
-    if said.status != "success":
+        raise QueryError(
+            f"HTTP {status}" + (f": {answer.error[:300]}" if answer.error else ""), _choose_hint(status)
+        )
+    if answer.status != "success":
         raise QueryError(f"the answer is not Prometheus' JSON{shape}", "signals.prometheus.url")
     # A partial answer may lack replicas, and would make the pool look less loaded than it is.
-    if said.warnings:
-        raise QueryError(f"the answer may be partial: {said.warnings[0][:300]}")
-    data = said.data or _QueryData()
-    if data.resultType != result:
-        what = "an instant vector" if result == "vector" else f"a {result}"
+    if answer.warnings:
+        raise QueryError(f"the answer may be partial: {answer.warnings[0][:300]}")
+    data = answer.data or _QueryData()
+    if data.resultType != result_type:
+        what = "an instant vector" if result_type == "vector" else f"a {result_type}"
         why = f"the answer is {data.resultType[:40]}, not {what}"
         raise QueryError(why, "signals.prometheus.queries")
-    if result == "matrix":
-        return {"data": {"result": _matrix(data.result)}}
+    if result_type == "matrix":
+        return {"data": {"result": _parse_matrix(data.result)}}
     return {"data": {"result": data.result}}
 
 
-def _matrix(result: msgspec.Raw) -> list[dict[str, Any]]:
+def _parse_matrix(result: msgspec.Raw) -> list[dict[str, Any]]:
     try:
         return [msgspec.to_builtins(row) for row in _decode_series(result)]
     except (ValueError, RecursionError) as error:
         raise QueryError(f"not a matrix: {str(error)[:200]}") from None
 
 
-def _hint(status: int) -> str:
+def _choose_hint(status: int) -> str:
     if status in (401, 403):
         return "signals.prometheus.token_file or signals.prometheus.headers (X-Scope-OrgID for a tenant)"
     if status in (404, 405):

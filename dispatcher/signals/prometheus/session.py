@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dispatcher.ports.network_errors import words
+from dispatcher.ports.network_errors import describe_error
 from dispatcher.settings.watched_files import TokenFileError, read_token
-from dispatcher.signals.prometheus.instant_query import QueryError, document
+from dispatcher.signals.prometheus.instant_query import QueryError, parse_document
 
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
 
@@ -31,7 +31,7 @@ class PrometheusAddress:
     insecure_skip_verify: bool = False
 
 
-def connected(address: PrometheusAddress, session: QuerySession) -> Any:
+def connect_client(address: PrometheusAddress, session: QuerySession) -> Any:
     """Return the client of the library, over the session."""
     # A caller that runs this in a thread has imported the library before (see PrometheusSource).
     from prometheus_api_client import PrometheusConnect
@@ -39,13 +39,13 @@ def connected(address: PrometheusAddress, session: QuerySession) -> Any:
 
     return PrometheusConnect(
         url=address.url.rstrip("/"),
-        headers=headers_of(address),
-        session=session,
+        headers=build_headers(address),
+        sticky_token=session,
         retry=Retry(0, read=False),
     )
 
 
-def headers_of(address: PrometheusAddress) -> dict[str, str]:
+def build_headers(address: PrometheusAddress) -> dict[str, str]:
     """Return the headers of a query, with the token that the file has now. Raises QueryError."""
     headers = dict(address.headers)
     if address.token_file:
@@ -63,10 +63,10 @@ class QuerySession:
     a redirect and send the tenant's headers along.
     """
 
-    def __init__(self, access: PrometheusAddress, timeout_s: float, *, result: str = "vector") -> None:
+    def __init__(self, access: PrometheusAddress, timeout_s: float, *, result_type: str = "vector") -> None:
         """Create a session for queries whose result has the type `result_type`."""
         self._timeout_s = timeout_s
-        self._result = result
+        self._result_type = result_type
         self._session: Any = None
         self._mounts: list[tuple[str, Any]] = []
         self.verify: bool | str = access.ca_file or not access.insecure_skip_verify
@@ -88,14 +88,14 @@ class QuerySession:
         give_up_at = time.monotonic() + self._timeout_s
         try:
             with self._session.request(method, url, **options) as response:
-                body = _read(response.raw, give_up_at)
+                body = _read_body(response.raw, give_up_at)
                 status, redirect = response.status_code, response.is_redirect
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
                 # The message of the original error has the whole URL, with its secrets.
                 raise QueryError("not a URL", "signals.prometheus.url") from None
-            raise QueryError(words(error)) from None
-        return _QueryAnswer(status, document(status, redirect, body, self._result))
+            raise QueryError(describe_error(error)) from None
+        return _QueryAnswer(status, parse_document(status, redirect, body, self._result_type))
 
     def close(self) -> None:
         if self._session is not None:
@@ -113,7 +113,7 @@ class _QueryAnswer:
         return self.document
 
 
-def _read(raw: Any, give_up_at: float) -> bytes:
+def _read_body(raw: Any, give_up_at: float) -> bytes:
     body = bytearray()
     while piece := raw.read1(64 * 1024, decode_content=True):
         body += piece

@@ -70,7 +70,7 @@ def test_who_opened_what_was_removed_meanwhile_does_not_work_on_it(path: Path) -
     with once("sqlite3.connect/handle", replace), pytest.raises(JournalError, match="in use"):
         FileJournal(path)
     others[0].facts.checked = True
-    with others[0].step():
+    with others[0].transaction():
         others[0].facts.job = "others"
     others[0].close()
     assert FileJournal(path).facts.job == "others"
@@ -81,7 +81,7 @@ def test_who_opened_what_was_removed_meanwhile_makes_a_new_one(path: Path) -> No
     with once("sqlite3.connect/handle", lambda _: first.close()):
         journal = FileJournal(path)
     journal.facts.checked = True
-    with journal.step():
+    with journal.transaction():
         journal.facts.job = "mine"
     journal.close()
     assert FileJournal(path).facts.job == "mine"

@@ -33,8 +33,8 @@ from dispatcher.client.files import (
 from dispatcher.client.files.job import FileJob
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.run import FileRun
-from dispatcher.core.requests.request import Request, parse
-from dispatcher.core.requests.result import ErrorCode, failed
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.requests.result import ErrorCode, encode_failure
 from tests.batchfiles import (
     BAD,
     broken_off,
@@ -90,7 +90,7 @@ def mixed(request: Request) -> bytes:
     """Some fail, by number."""
     number = int(request.id.rpartition("-")[2])
     if number % 7 == 0:
-        return failed(request.id, ErrorCode.RETRIES_EXHAUSTED, "no", 502, b"bad", token=request.token)
+        return encode_failure(request.id, ErrorCode.RETRIES_EXHAUSTED, "no", 502, b"bad", token=request.token)
     return echo(request)
 
 
@@ -124,7 +124,7 @@ async def test_never_more_are_in_the_queue_than_may_be(
     def look(request: Request) -> bytes:
         nonlocal most
         with one_redis.client() as client:
-            most = max(most, len(client.keys(f"{NAMES.prefix}:active:*")))
+            most = max(most, len(client.keys(f"{NAMES.queue_prefix}:active:*")))
         return echo(request)
 
     async with answering.always(look):
@@ -167,7 +167,7 @@ async def test_all_bad_lines_are_named_and_nothing_is_submitted(one_redis: Serve
     assert len(kinds) > 30
     with pytest.raises(BadInputError) as caught:
         await run(one_redis, paths)
-    assert [each.n for each in caught.value.faulty] == list(range(1, 2000, 2))
+    assert [each.line_number for each in caught.value.faulty] == list(range(1, 2000, 2))
     for each, (kind, (_, words)) in zip(caught.value.faulty, bad, strict=True):
         assert words in each.message, kind
     assert [each.name for each in output(paths).parent.iterdir()] == ["in.jsonl"]
@@ -179,7 +179,7 @@ async def test_a_custom_id_that_is_there_already_is_named_with_both_lines(
     write(source(paths), *requests(5), line("c-1"), line("c-3", model="other"), line("c-1"))
     with pytest.raises(BadInputError) as caught:
         await run(one_redis, paths)
-    told = [(each.n, each.custom_id, each.message) for each in caught.value.faulty]
+    told = [(each.line_number, each.custom_id, each.message) for each in caught.value.faulty]
     assert told == [
         (6, "c-1", "custom_id: line 2 has the same"),
         (7, "c-3", "custom_id: line 4 has the same"),
@@ -244,7 +244,7 @@ async def test_a_finished_run_does_nothing_when_it_is_called_again(
     written = output(paths).read_bytes()
     started: list[FileStart] = []
     again = await run_file(one_redis.url, NAMES, paths, FileOptions(), on_start=started.append)
-    assert (started[0].finished, again.done, again.seconds) == (True, 10, before.seconds)
+    assert (started[0].is_finished, again.done, again.seconds) == (True, 10, before.seconds)
     assert output(paths).read_bytes() == written
     write(source(paths), *requests(11))
     with pytest.raises(InputError, match="is not the input"):
@@ -391,15 +391,15 @@ async def test_what_a_stream_would_have_got_is_cancelled_when_it_breaks_off(one_
     given = io.BytesIO(b"\n".join(requests(20)))
     await broken_off(one_redis, FilePaths(given, io.BytesIO()))
     with one_redis.client() as client:
-        assert len(client.keys(f"{NAMES.prefix}:cancel:*")) == 20
+        assert len(client.keys(f"{NAMES.queue_prefix}:cancel:*")) == 20
 
 
 def test_a_chunk_that_is_submitted_again_is_byte_for_byte_the_same(paths: FilePaths) -> None:
     write(source(paths), *requests(3))
     options = FileOptions()
     job = FileJob(paths, options, NAMES, Path())
-    job.begin()
-    found = job.next_chunk(10, 4_000_000_000)
+    job.start_run()
+    found = job.begin_next_chunk(10, 4_000_000_000)
     assert found is not None
     _, first = found
     job.close()
@@ -407,11 +407,11 @@ def test_a_chunk_that_is_submitted_again_is_byte_for_byte_the_same(paths: FilePa
         journal.execute("update chunk set created = created - 3600")
     journal.close()
     job = FileJob(paths, options, NAMES, Path())
-    job.begin()
-    (chunk,) = job.unsure()
-    again = job.submissions(chunk)
+    job.start_run()
+    (chunk,) = job.unconfirmed_chunks()
+    again = job.build_submissions(chunk)
     job.close()
-    now = parse(first[0].member)
+    now = parse_member(first[0].member)
     assert isinstance(now, Request)
     assert [each.member for each in again] == [
         each.member.replace(b"%d" % now.created, b"%d" % (now.created - 3600)) for each in first
@@ -462,12 +462,14 @@ async def crashed(server: Server, paths: FilePaths, options: FileOptions, at: in
     job, thread = FileJob(paths, options, NAMES, Path()), ThreadPoolExecutor(1)
     steps = iter(range(1_000_000))
     try:
-        if job.begin().finished:
+        if job.start_run().is_finished:
             return False
-        queue = LineQueue(server.url, NAMES, job.naming)
+        queue = LineQueue(server.url, NAMES, job.job_names)
         wrapped: list[Any] = [Crashing(each, steps, at, when) for each in (job, queue)]
         try:
-            await FileRun(wrapped[0], wrapped[1], thread, options.max_pending, 2**31).work(lambda _: None)
+            await FileRun(wrapped[0], wrapped[1], thread, options.max_pending, 2**31).run_to_end(
+                lambda _: None
+            )
         except CrashError:
             return True
         finally:

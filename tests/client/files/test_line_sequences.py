@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.client.files.line_sequences import LineTurn, TurnFaultError, line_turn, turn_by, turn_in
-from dispatcher.core.sequences.turns import Carry, OnError
+from dispatcher.client.files.line_sequences import (
+    LineTurn,
+    TurnFaultError,
+    parse_named_field,
+    parse_sequence_field,
+    parse_turn,
+)
+from dispatcher.core.sequences.turns import CarryMode, OnError
 
 
 def test_a_line_names_its_sequence_by_an_id_or_says_more() -> None:
-    assert line_turn(b'"chat-7"') == LineTurn("chat-7")
+    assert parse_sequence_field(b'"chat-7"') == LineTurn("chat-7")
     said = b'{"id": "chat-7", "index": 3, "last": true, "on_error": "hold", "carry": "messages"}'
-    assert line_turn(said) == LineTurn("chat-7", 3, True, OnError.HOLD, Carry.MESSAGES)
-    assert line_turn(b"") is line_turn(b"null") is None
+    assert parse_sequence_field(said) == LineTurn("chat-7", 3, True, OnError.HOLD, CarryMode.MESSAGES)
+    assert parse_sequence_field(b"") is parse_sequence_field(b"null") is None
 
 
 @pytest.mark.parametrize(
@@ -29,18 +35,23 @@ def test_a_line_names_its_sequence_by_an_id_or_says_more() -> None:
 )
 def test_what_can_be_no_turn_is_a_fault_that_says_why(said: bytes, why: str) -> None:
     with pytest.raises(TurnFaultError, match=why):
-        line_turn(said)
+        parse_sequence_field(said)
 
 
 def test_a_field_of_the_line_or_of_its_body_may_name_the_sequence() -> None:
     line = b'{"of": "a", "n": -7, "none": null, "body": {"metadata": {"conversation": "chat-7"}, "user": 5}}'
-    assert turn_by("of", line) == LineTurn("a")
-    assert turn_by("n", line) == LineTurn("-7")
-    assert turn_by("metadata.conversation", line) == LineTurn("chat-7")
-    assert turn_by("user", line) == LineTurn("5")
-    assert turn_by("none", line) is turn_by("metadata.other", line) is turn_by("of.it", line) is None
+    assert parse_named_field("of", line) == LineTurn("a")
+    assert parse_named_field("n", line) == LineTurn("-7")
+    assert parse_named_field("metadata.conversation", line) == LineTurn("chat-7")
+    assert parse_named_field("user", line) == LineTurn("5")
+    assert (
+        parse_named_field("none", line)
+        is parse_named_field("metadata.other", line)
+        is parse_named_field("of.it", line)
+        is None
+    )
     with pytest.raises(TurnFaultError, match="metadata: must be a string or a whole number"):
-        turn_by("metadata", line)
-    assert turn_in(b'"said"', line, "of") == LineTurn("said")
-    assert turn_in(b"", line, "of") == LineTurn("a")
-    assert turn_in(b"", line, "") is None
+        parse_named_field("metadata", line)
+    assert parse_turn(b'"said"', line, "of") == LineTurn("said")
+    assert parse_turn(b"", line, "of") == LineTurn("a")
+    assert parse_turn(b"", line, "") is None

@@ -14,12 +14,12 @@ from dispatcher.client.files.lines import (
     BadLine,
     BatchLine,
     LineRules,
-    answered_line,
-    error_line,
-    group_of,
-    read_line,
+    build_answer_line,
+    build_error_line,
+    group_key,
+    parse_line,
 )
-from dispatcher.core.requests.request import Rejection, encode_member, parse
+from dispatcher.core.requests.request import Rejection, encode_member, parse_member
 from dispatcher.core.requests.result import ErrorCode, PoppedResult
 from tests.batchfiles import BAD, CHAT, bent, line
 
@@ -41,13 +41,13 @@ ANY_JSON = st.recursive(
 
 
 def good(text: bytes) -> BatchLine:
-    found = read_line(text, RULES)
+    found = parse_line(text, RULES)
     assert isinstance(found, BatchLine), found
     return found
 
 
 def faults(text: bytes, rules: LineRules = RULES) -> list[str]:
-    found = read_line(text, rules)
+    found = parse_line(text, rules)
     assert isinstance(found, BadLine), found
     return [fault.message for fault in found.faults]
 
@@ -60,7 +60,7 @@ def test_each_kind_of_bad_line_is_named(kind: str) -> None:
 
 def test_everything_that_is_wrong_with_a_line_is_told_at_once() -> None:
     text = b'{"custom_id": "a", "method": "GET", "url": "/metrics", "body": {"model": 1, "stream": true}}'
-    found = read_line(text, RULES)
+    found = parse_line(text, RULES)
     assert isinstance(found, BadLine)
     assert found.custom_id == "a"
     assert [fault.message.partition(":")[0] for fault in found.faults] == [
@@ -79,9 +79,9 @@ def test_a_body_is_kept_byte_for_byte() -> None:
 
 def test_unknown_fields_are_no_fault_and_are_named() -> None:
     found = good(bent(priority="low", urll="/v1/x", params={}))
-    assert found.unknown == ("priority", "urll", "params")
+    assert found.unknown_fields == ("priority", "urll", "params")
     assert (found.custom_id, found.url, found.body) == ("bent", CHAT, good(bent()).body)
-    assert good(bent()).unknown == ()
+    assert good(bent()).unknown_fields == ()
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_what_is_nothing_like_it_is_not_taken_for_it() -> None:
 
 def test_of_fields_without_end_the_first_ones_are_named() -> None:
     found = good(bent(**{"x" * 1000: 1, **{f"f{n}": n for n in range(1000)}}))
-    assert len(found.unknown) == 20
-    assert max(map(len, found.unknown)) == 60
+    assert len(found.unknown_fields) == 20
+    assert max(map(len, found.unknown_fields)) == 60
 
 
 def test_sizes_are_held() -> None:
     rules = LineRules(max_body_bytes=200)
     assert faults(line("x", pad="y" * 300), rules) == [
-        f"body: {len(read_line(line('x', pad='y' * 300), RULES).body)} bytes, at most 200 are accepted"  # type: ignore[union-attr]
+        f"body: {len(parse_line(line('x', pad='y' * 300), RULES).body)} bytes, at most 200 are accepted"  # type: ignore[union-attr]
     ]
     assert faults(b"x" * 100_000, rules) == ["longer than 65736 bytes"]
 
@@ -118,7 +118,7 @@ def test_a_word_of_a_line_may_stand_in_its_body_as_often_as_it_likes() -> None:
 
 @given(st.binary(max_size=200) | ANY_JSON.map(lambda value: json.dumps(value).encode()))
 def test_no_bytes_make_it_raise(text: bytes) -> None:
-    read_line(text, RULES)
+    parse_line(text, RULES)
 
 
 @given(
@@ -134,18 +134,18 @@ def test_no_bytes_make_it_raise(text: bytes) -> None:
 )
 def test_what_is_taken_the_queue_takes_too(fields: dict[str, Any]) -> None:
     text = json.dumps(fields).encode()
-    found = read_line(text, RULES)
+    found = parse_line(text, RULES)
     if isinstance(found, BadLine):
         assert found.faults
         assert all(fault.message and fault.code for fault in found.faults)
     else:
         member = encode_member("id", found.body, 2_000_000_000, endpoint=found.url)
-        assert not isinstance(parse(member), Rejection)
-        assert isinstance(group_of(found), bytes)
+        assert not isinstance(parse_member(member), Rejection)
+        assert isinstance(group_key(found), bytes)
 
 
 def test_lines_of_one_model_tools_and_system_prompt_are_a_group() -> None:
-    same = [group_of(good(line(str(n), system="You are terse.", temperature=n))) for n in range(3)]
+    same = [group_key(good(line(str(n), system="You are terse.", temperature=n))) for n in range(3)]
     assert len(set(same)) == 1
     others = [
         line("a"),
@@ -158,7 +158,7 @@ def test_lines_of_one_model_tools_and_system_prompt_are_a_group() -> None:
         line("a", messages=[{"role": "developer", "content": "You are terse."}, {"role": "user"}]),
         line("a", messages="You are terse."),
     ]
-    groups = [group_of(good(each)) for each in others]
+    groups = [group_key(good(each)) for each in others]
     # The last two prompts without a system prompt: what cannot be read is like one that has none.
     assert len({*groups, same[0]}) == len(groups)
 
@@ -174,7 +174,7 @@ ANSWER = {
 
 
 def test_answers_parse_with_openais_own_types(openai: Any) -> None:
-    out = answered_line("f-1", "mine", PoppedResult("f-1", json.dumps(ANSWER, indent=2), 200))
+    out = build_answer_line("f-1", "mine", PoppedResult("f-1", json.dumps(ANSWER, indent=2), 200))
     assert out.is_answer
     assert out.text.count(b"\n") == 1
     told = json.loads(out.text)
@@ -202,14 +202,14 @@ def test_answers_parse_with_openais_own_types(openai: Any) -> None:
     ],
 )
 def test_other_answers_do_too(openai: Any, kind: str, body: dict[str, Any]) -> None:
-    told = json.loads(answered_line("f-1", "mine", PoppedResult("f-1", json.dumps(body), 200)).text)
+    told = json.loads(build_answer_line("f-1", "mine", PoppedResult("f-1", json.dumps(body), 200)).text)
     answer = getattr(openai, kind).model_validate(told["response"]["body"])
     assert answer.model_dump(exclude_unset=True) == body
 
 
 def test_an_answer_other_than_2xx_goes_to_the_errors_with_its_response() -> None:
     body = '{"error": {"message": "no such model", "type": "x", "param": null, "code": "model_not_found"}}'
-    out = answered_line("f-1", "mine", PoppedResult("f-1", body, 404))
+    out = build_answer_line("f-1", "mine", PoppedResult("f-1", body, 404))
     assert not out.is_answer
     told = json.loads(out.text)
     assert told["response"] == {"status_code": 404, "request_id": "f-1", "body": json.loads(body)}
@@ -226,7 +226,7 @@ def test_an_answer_other_than_2xx_goes_to_the_errors_with_its_response() -> None
     ],
 )
 def test_an_error_has_openais_code_where_there_is_one(openai: Any, code: str, theirs: str) -> None:
-    out = answered_line("f-1", "mine", PoppedResult("f-1", "{}", None, code, "so it is"))
+    out = build_answer_line("f-1", "mine", PoppedResult("f-1", "{}", None, code, "so it is"))
     assert not out.is_answer
     told = json.loads(out.text)
     assert told["response"] is None
@@ -235,7 +235,7 @@ def test_an_error_has_openais_code_where_there_is_one(openai: Any, code: str, th
 
 
 def test_the_last_answer_of_a_request_that_failed_is_kept() -> None:
-    out = answered_line(
+    out = build_answer_line(
         "f-1", "m", PoppedResult("f-1", "bad gateway", 502, ErrorCode.RETRIES_EXHAUSTED, "no")
     )
     told = json.loads(out.text)
@@ -247,7 +247,7 @@ def test_the_last_answer_of_a_request_that_failed_is_kept() -> None:
 def test_whatever_a_result_holds_is_one_line_of_json(
     custom_id: str, payload: str, status: int | None, code: str | None
 ) -> None:
-    out = answered_line(
+    out = build_answer_line(
         "f-1", custom_id.encode(errors="replace").decode(), PoppedResult("f-1", payload, status, code)
     )
     assert out.text.index(b"\n") == len(out.text) - 1
@@ -255,6 +255,6 @@ def test_whatever_a_result_holds_is_one_line_of_json(
 
 
 def test_a_line_without_a_result_says_where_it_stands(openai: Any) -> None:
-    told = json.loads(error_line("f-7", None, "invalid_json_line", "no JSON", 7).text)
+    told = json.loads(build_error_line("f-7", None, "invalid_json_line", "no JSON", 7).text)
     assert told["custom_id"] is None
     assert openai.BatchError.model_validate(told["error"]).line == 7

@@ -11,10 +11,10 @@ import pytest
 from dispatcher.client.files import BadInputError, FilePaths
 from dispatcher.client.files import run as running
 from dispatcher.client.files.line_sequences import LineTurn
-from dispatcher.client.files.lines import BadLine, BatchLine, LineRules, read_line
-from dispatcher.client.files.order import AHEAD_MOST
+from dispatcher.client.files.lines import BadLine, BatchLine, LineRules, parse_line
+from dispatcher.client.files.order import MAX_OPEN_PER_SEQUENCE
 from dispatcher.core.requests.request import Request
-from dispatcher.core.requests.result import ErrorCode, failed
+from dispatcher.core.requests.result import ErrorCode, encode_failure
 from dispatcher.core.sequences.decisions import SequenceTerms
 from dispatcher.core.sequences.turns import OnError
 from tests.batchfiles import broken_off, errors, ids, line, output, read, run, source, write
@@ -26,7 +26,7 @@ from tests.queue.servers import Server
 
 @pytest.fixture
 async def queue(one_redis: Server) -> AsyncIterator[OwnerAndDesk]:
-    async with queues(one_redis.url, "a", names=NAMES) as (made,):
+    async with queues(one_redis.url, "a", list_names=NAMES) as (made,):
         yield made
 
 
@@ -69,12 +69,12 @@ async def test_the_order_of_the_file_is_that_of_each_sequence(
 async def test_a_long_one_is_sent_as_it_goes(
     one_redis: Server, queue: OwnerAndDesk, paths: FilePaths
 ) -> None:
-    taking = TurnTaking(queue, SequenceTerms(max_waiting=AHEAD_MOST))
-    write(source(paths), *[turn(f"c-{n}", "long") for n in range(AHEAD_MOST + 120)])
+    taking = TurnTaking(queue, SequenceTerms(max_waiting=MAX_OPEN_PER_SEQUENCE))
+    write(source(paths), *[turn(f"c-{n}", "long") for n in range(MAX_OPEN_PER_SEQUENCE + 120)])
     async with taking.always():
         progress = await run(one_redis, paths)
-    assert (progress.done, progress.failed) == (AHEAD_MOST + 120, 0)
-    assert questions(taking)["long"] == [f"c-{n}" for n in range(AHEAD_MOST + 120)]
+    assert (progress.done, progress.failed) == (MAX_OPEN_PER_SEQUENCE + 120, 0)
+    assert questions(taking)["long"] == [f"c-{n}" for n in range(MAX_OPEN_PER_SEQUENCE + 120)]
 
 
 async def test_a_field_of_the_body_or_the_line_names_the_sequence(
@@ -103,7 +103,7 @@ async def test_what_failed_ends_the_lines_behind_it(
 ) -> None:
     def second_fails(request: Request) -> bytes:
         if b"c-1" in request.payload:
-            return failed(request.id, ErrorCode.RETRIES_EXHAUSTED, "no luck", token=request.token)
+            return encode_failure(request.id, ErrorCode.RETRIES_EXHAUSTED, "no luck", token=request.token)
         return echo(request)
 
     kept = [turn(f"k-{n}", {"id": "kept", "on_error": "continue"}) for n in range(2)]
@@ -154,7 +154,7 @@ async def test_a_line_without_a_turn_is_named(
     with pytest.raises(BadInputError) as raised:
         await run(one_redis, paths)
     [bad] = raised.value.faulty
-    assert (bad.n, bad.code) == (n, "invalid_sequence")
+    assert (bad.line_number, bad.code) == (n, "invalid_sequence")
     assert told in bad.message
     async with taking.always():
         progress = await run(one_redis, paths, skip_bad=True)
@@ -179,7 +179,7 @@ BAD = {
 @pytest.mark.parametrize("raw", BAD)
 def test_a_sequence_that_can_be_none_is_a_fault_of_its_line(raw: str) -> None:
     text = line("x")[:-1] + b', "sequence": ' + raw.encode() + b"}"
-    found = read_line(text, LineRules())
+    found = parse_line(text, LineRules())
     assert isinstance(found, BadLine)
     assert [fault.code for fault in found.faults] == ["invalid_sequence"]
     assert BAD[raw] in found.faults[0].message
@@ -198,7 +198,7 @@ GOOD = {
 
 @pytest.mark.parametrize("raw", GOOD)
 def test_a_sequence_is_an_id_or_an_object(raw: str) -> None:
-    found = read_line(line("x")[:-1] + b', "sequence": ' + raw.encode() + b"}", LineRules())
+    found = parse_line(line("x")[:-1] + b', "sequence": ' + raw.encode() + b"}", LineRules())
     assert isinstance(found, BatchLine)
     assert found.turn == GOOD[raw]
 
@@ -209,15 +209,15 @@ BY = {"7": "7", '"s"': "s", "null": None, "-3": "-3"}
 @pytest.mark.parametrize("raw", BY)
 def test_a_field_that_names_it_is_a_string_or_a_whole_number(raw: str) -> None:
     text = line("x")[:-1] + b', "chat": {"id": ' + raw.encode() + b"}}"
-    found = read_line(text, LineRules(sequence_by="chat.id"))
+    found = parse_line(text, LineRules(sequence_by="chat.id"))
     assert isinstance(found, BatchLine)
     assert (None if found.turn is None else found.turn.id) == BY[raw]
-    assert found.unknown == (), "it means something"
+    assert found.unknown_fields == (), "it means something"
 
 
 @pytest.mark.parametrize("raw", ["1.5", "{}", "[]", "true", '""'])
 def test_or_a_fault(raw: str) -> None:
-    found = read_line(line("x")[:-1] + b', "chat": ' + raw.encode() + b"}", LineRules(sequence_by="chat"))
+    found = parse_line(line("x")[:-1] + b', "chat": ' + raw.encode() + b"}", LineRules(sequence_by="chat"))
     assert isinstance(found, BadLine)
     assert found.faults[0].message.startswith("chat: ")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.client.files.progress import FileProgress, RecentRate, facts_of
+from dispatcher.client.files.progress import FileProgress, RecentRate, progress_facts
 from tests.batchfiles import BAD, bent, line, write
 from tests.client.answering import NAMES, Answering
 from tests.queue.servers import Server
@@ -100,14 +100,14 @@ async def test_a_file_of_plain_text_is_told_what_it_needs(one_redis: Server, sou
 
 def test_the_first_answers_say_nothing_of_the_time_that_is_left() -> None:
     rate = RecentRate()
-    assert [rate.rate(at, done) for at, done in ((0.0, 0), (1.0, 1), (2.9, 40))] == [None] * 3
-    assert rate.rate(4.0, 60) == 15.0
+    assert [rate.update_rate(at, done) for at, done in ((0.0, 0), (1.0, 1), (2.9, 40))] == [None] * 3
+    assert rate.update_rate(4.0, 60) == 15.0
 
 
 def test_what_may_not_have_reached_the_queue_is_not_said_to_be_there() -> None:
     known = FileProgress(9, 0, 0, 0, in_queue=9, tokens_in=0, tokens_out=0, seconds=1.0)
-    assert facts_of(known) == ["9 in the queue"]
-    assert facts_of(replace(known, trouble="away")) == ["9 in the queue or on their way there"]
+    assert progress_facts(known) == ["9 in the queue"]
+    assert progress_facts(replace(known, connection_error="away")) == ["9 in the queue or on their way there"]
 
 
 async def test_fields_that_mean_nothing_are_named_once(

@@ -18,15 +18,15 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
 @given(TEXT)
 def test_the_text_takes_the_fields_place(text: str) -> None:
-    body = json.loads(Template(CHAT, "messages.1.content").body(text))
+    body = json.loads(Template(CHAT, "messages.1.content").fill_body(text))
     assert body["messages"] == [{"role": "system", "content": "@@0@@"}, {"role": "user", "content": text}]
-    assert json.loads(Template(b'{"model": "m"}', "prompt").body(text)) == {"model": "m", "prompt": text}
+    assert json.loads(Template(b'{"model": "m"}', "prompt").fill_body(text)) == {"model": "m", "prompt": text}
 
 
 @given(TEXT, TEXT, TEXT)
 def test_or_that_of_a_mark_in_it(before: str, text: str, after: str) -> None:
     template = Template(json.dumps({"input": f"{before.replace('{}', '')}{{}}{after}"}).encode(), "input")
-    assert json.loads(template.body(text)) == {"input": before.replace("{}", "") + text + after}
+    assert json.loads(template.fill_body(text)) == {"input": before.replace("{}", "") + text + after}
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from dispatcher.client.files.run import FileRun
 from dispatcher.ports import Submission
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.producer import Box
-from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.queue.redis.producer import ResultBox
+from dispatcher.queue.redis.scripts import ScriptRunner
 from tests.batchfiles import broken_off, errors, ids, left, line, output, requests, run, source, until, write
 from tests.client.answering import NAMES, Answering
 from tests.queue.servers import Server
@@ -46,7 +46,7 @@ async def test_what_is_on_its_way_is_not_taken_to_be_lost(
     """After an outage of minutes the run looks for what was lost, while a chunk goes in at last."""
     write(source(paths), *requests(20))
     job, thread = FileJob(paths, FileOptions(), NAMES, Path()), ThreadPoolExecutor(1)
-    job.begin()
+    job.start_run()
     reached, there = asyncio.Event(), asyncio.Event()
 
     class Late(LineQueue):
@@ -54,14 +54,14 @@ async def test_what_is_on_its_way_is_not_taken_to_be_lost(
             if chunk == 1:
                 reached.set()
                 await there.wait()
-            await super().submit(chunk, submissions)
+            await super().submit_chunk(chunk, submissions)
 
-    queue = Late(one_redis.url, NAMES, job.naming)
+    queue = Late(one_redis.url, NAMES, job.job_names)
     one = FileRun(job, queue, thread, 20_000, 2**31)
-    working = asyncio.create_task(one.work(lambda _: None))
+    working = asyncio.create_task(one.run_to_end(lambda _: None))
     await reached.wait()
     async with answering.always():
-        await one._look_for_lost()
+        await one._resend_lost()
         there.set()
         await working
     await queue.aclose()
@@ -97,22 +97,26 @@ async def test_what_redis_has_lost_is_missed_although_others_push_into_the_list(
 
 async def test_what_was_given_back_is_not_looked_for_again(one_redis: Server) -> None:
     """Millions of numbers, looked up in one call by whoever resumes, would keep Redis from others."""
-    box, client = Box("batch-results:{many}"), connect(one_redis.url)
-    scripts = Scripts(client)
+    box, client = ResultBox("batch-results:{many}"), connect(one_redis.url)
+    scripts = ScriptRunner(client)
     seen, stays, given_back, firsts = 0, 0, list[int](), list[int]()
     for count in range(20):
-        await client.lpush(box.results, *(b"%d" % n for n in range(50)))
-        told = await producer.collect(scripts, box, me="", owner_s=1, seen=seen, given_back=given_back)
-        assert (told.other, len(told.results)) == (False, 50)
-        seen, given_back = told.last, [number for number, _ in told.results]
+        await client.lpush(box.result_list, *(b"%d" % n for n in range(50)))
+        told = await producer.collect_results(
+            scripts, box, client_id="", owner_ttl_s=1, last_seen=seen, acknowledged=given_back
+        )
+        assert (told.has_been_reset, len(told.results)) == (False, 50)
+        seen, given_back = told.last_number, [number for number, _ in told.results]
         if count == 10:
             stays = given_back.pop(25)
-        firsts.append(int(await client.hget(box.keep, "first") or 0))
-    told = await producer.collect(scripts, box, me="", owner_s=1, seen=seen, given_back=given_back)
-    assert (told.other, told.results) == (False, [])
+        firsts.append(int(await client.hget(box.kept_key, "first") or 0))
+    told = await producer.collect_results(
+        scripts, box, client_id="", owner_ttl_s=1, last_seen=seen, acknowledged=given_back
+    )
+    assert (told.has_been_reset, told.results) == (False, [])
     assert firsts[10] - firsts[0] == 500
-    assert int(await client.hget(box.keep, "first") or 0) == firsts[-1] == stays
-    next_one = await producer.collect(scripts, box, me="", owner_s=1, seen=0)
+    assert int(await client.hget(box.kept_key, "first") or 0) == firsts[-1] == stays
+    next_one = await producer.collect_results(scripts, box, client_id="", owner_ttl_s=1, last_seen=0)
     assert [number for number, _ in next_one.results] == [stays]
     await client.aclose()
 
@@ -124,13 +128,13 @@ async def test_what_never_came_to_the_queue_has_the_time_of_the_run_that_sends_i
     """A process ended before its chunk was submitted (or known to be), and the next one comes a day later."""
     write(source(paths), *requests(10))
     job = FileJob(paths, FileOptions(), NAMES, Path())
-    job.begin()
-    found = job.next_chunk(10, int(time.time()) - 86_400)
+    job.start_run()
+    found = job.begin_next_chunk(10, int(time.time()) - 86_400)
     assert found is not None
     chunk, submissions = found
-    queue = LineQueue(one_redis.url, NAMES, job.naming)
+    queue = LineQueue(one_redis.url, NAMES, job.job_names)
     if taken:
-        await queue.submit(chunk.number, submissions)
+        await queue.submit_chunk(chunk.number, submissions)
     job.close()
     await queue.aclose()
     async with answering.always():
@@ -330,9 +334,9 @@ async def test_a_journal_that_was_torn_at_any_byte_is_told_or_goes_on(
         journal.write_bytes(whole[:size])
         job = FileJob(paths, FileOptions(), NAMES, Path())
         with suppress(BatchError):
-            job.begin()
-            job.unsure()
-            job.next_chunk(10, 2**31)
+            job.start_run()
+            job.unconfirmed_chunks()
+            job.begin_next_chunk(10, 2**31)
         job.close()
         assert output(paths).read_bytes() == written, size
 

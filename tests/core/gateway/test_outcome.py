@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from dispatcher.core.gateway.outcome import (
     Answered,
-    Bury,
     Decision,
     Delivered,
     Errored,
     Evicted,
     Failed,
+    MoveToDeadLetters,
     Outcome,
     Overloaded,
     Refused,
@@ -23,13 +23,13 @@ from dispatcher.core.gateway.outcome import (
     TooLate,
     Unreachable,
     Unsent,
-    after,
-    after_losses,
-    classify,
-    cut_answer,
-    told,
+    classify_answer,
+    classify_cut_answer,
+    decide_after_attempt,
+    decide_after_deaths,
+    describe_outcome,
 )
-from dispatcher.core.gateway.retry_after import RETRY_AFTER_CAP_S, parse_retry_after
+from dispatcher.core.gateway.retry_after import MAX_RETRY_AFTER_S, parse_retry_after
 from dispatcher.core.requests.result import ErrorCode
 from tests.fullservers import SERVERS_FULL, SGLANG_FULL
 
@@ -41,28 +41,28 @@ POLICY = RetryPolicy(base_s=2.0, max_s=60.0, max_attempts=8, max_deliveries=5)
 def decide(
     outcome: Outcome, *, attempts: int = 0, refusals: int = 0, left: float = 1e6, rand: float = 0.5
 ) -> Decision:
-    return after(
-        outcome, attempts=attempts, refusals=refusals, deadline=left, now=0.0, policy=POLICY, rand=rand
+    return decide_after_attempt(
+        outcome, failed_attempts=attempts, refusals=refusals, deadline=left, now=0.0, policy=POLICY, rand=rand
     )
 
 
 @pytest.mark.parametrize("status", [200, 201, 204, 400, 403, 404, 409, 413, 422, 431, 451])
 def test_answers_that_no_retry_would_change_are_delivered(status: int) -> None:
-    assert classify(status, {}, b"body", NOW) == Delivered(status, b"body")
+    assert classify_answer(status, {}, b"body", NOW) == Delivered(status, b"body")
 
 
 def test_an_empty_404_is_no_route_and_one_with_words_is_an_answer() -> None:
-    no_route = classify(404, {}, b"", NOW)
+    no_route = classify_answer(404, {}, b"", NOW)
     assert isinstance(no_route, Failed)
-    assert no_route.bare
-    assert classify(404, {}, b"no such model", NOW) == Delivered(404, b"no such model")
+    assert no_route.is_intermediary_error
+    assert classify_answer(404, {}, b"no such model", NOW) == Delivered(404, b"no such model")
 
 
 @pytest.mark.parametrize("status", [401, 407])
 def test_refused_credentials_need_not_be_the_requests_fault(status: int) -> None:
-    outcome = classify(status, {}, b"who are you", NOW)
+    outcome = classify_answer(status, {}, b"who are you", NOW)
     assert isinstance(outcome, Failed)
-    assert (outcome.status, outcome.body, outcome.bare) == (status, b"who are you", True)
+    assert (outcome.status, outcome.body, outcome.is_intermediary_error) == (status, b"who are you", True)
     assert str(status) in outcome.why
 
 
@@ -84,13 +84,13 @@ def test_refusals_for_load_tell_whether_they_teach_a_ceiling(
     status: int, reason: str, capacity: bool
 ) -> None:
     headers = {"x-llm-d-request-dropped-reason": reason} if reason else {}
-    assert classify(status, headers, b"full", NOW) == Overloaded(status, reason, capacity)
+    assert classify_answer(status, headers, b"full", NOW) == Overloaded(status, reason, capacity)
 
 
 def test_an_admission_plugins_no_closes_the_gate_but_teaches_nothing() -> None:
     body = b"inference error: Internal - request cannot be admitted"
-    assert classify(500, {}, body, NOW) == Overloaded(500, "", capacity=False)
-    assert isinstance(classify(502, {}, body, NOW), Failed)
+    assert classify_answer(500, {}, body, NOW) == Overloaded(500, "", is_out_of_capacity=False)
+    assert isinstance(classify_answer(502, {}, body, NOW), Failed)
 
 
 @pytest.mark.parametrize(
@@ -111,35 +111,35 @@ def test_an_admission_plugins_no_closes_the_gate_but_teaches_nothing() -> None:
     ],
 )
 def test_failures_tell_whether_anybody_is_home(status: int, body: bytes, bare: bool) -> None:
-    outcome = classify(status, {}, body, NOW)
+    outcome = classify_answer(status, {}, body, NOW)
     assert isinstance(outcome, Failed)
-    assert (outcome.status, outcome.body, outcome.bare) == (status, body, bare)
+    assert (outcome.status, outcome.body, outcome.is_intermediary_error) == (status, body, bare)
 
 
 def test_a_drop_reason_on_another_status_is_a_failure_of_somebody_who_is_home() -> None:
-    outcome = classify(504, {"x-llm-d-request-dropped-reason": "rejected-ttl-expired"}, b"", NOW)
+    outcome = classify_answer(504, {"x-llm-d-request-dropped-reason": "rejected-ttl-expired"}, b"", NOW)
     assert isinstance(outcome, Failed)
-    assert not outcome.bare
+    assert not outcome.is_intermediary_error
 
 
 @pytest.mark.parametrize("status", [300, 301, 302, 304, 307, 308])
 def test_redirects_are_not_followed_and_cost_the_request_an_attempt(status: int) -> None:
-    outcome = classify(status, {"location": "https://elsewhere/v1"}, b"", NOW)
+    outcome = classify_answer(status, {"location": "https://elsewhere/v1"}, b"", NOW)
     assert isinstance(outcome, Failed)
     assert "https://elsewhere/v1" in outcome.why
-    assert not outcome.bare
+    assert not outcome.is_intermediary_error
 
 
 def test_retry_after_comes_with_overload_and_failure() -> None:
     for status in (429, 503):
-        outcome = classify(status, {"retry-after": "7"}, b"", NOW)
+        outcome = classify_answer(status, {"retry-after": "7"}, b"", NOW)
         assert isinstance(outcome, Overloaded | Failed)
         assert outcome.retry_after_s == 7.0
 
 
 def test_a_retry_after_date_is_read_by_the_senders_clock() -> None:
     headers = {"retry-after": "Sun, 06 Nov 1994 08:49:37 GMT", "date": "Sun, 06 Nov 1994 08:49:30 GMT"}
-    outcome = classify(429, headers, b"", now_unix=NOW + 4000)
+    outcome = classify_answer(429, headers, b"", now_unix=NOW + 4000)
     assert isinstance(outcome, Overloaded)
     assert outcome.retry_after_s == 7.0
 
@@ -152,14 +152,14 @@ def test_a_retry_after_date_is_read_by_the_senders_clock() -> None:
         (" 120\t", 120.0),
         ("00000000000000120", 120.0),
         ("86399", 86399.0),
-        ("86401", RETRY_AFTER_CAP_S),
-        ("9" * 10_000, RETRY_AFTER_CAP_S),
+        ("86401", MAX_RETRY_AFTER_S),
+        ("9" * 10_000, MAX_RETRY_AFTER_S),
         ("Sun, 06 Nov 1994 08:49:37 GMT", 10.0),
         ("Sunday, 06-Nov-94 08:49:37 GMT", 10.0),
         ("Sun Nov  6 08:49:37 1994", 10.0),
         ("Sun, 06 Nov 1994 08:49:17 GMT", 0.0),
-        ("Mon, 06 Nov 2034 08:49:37 GMT", RETRY_AFTER_CAP_S),
-        ("Sunday, 06-Nov-44 08:49:37 GMT", RETRY_AFTER_CAP_S),
+        ("Mon, 06 Nov 2034 08:49:37 GMT", MAX_RETRY_AFTER_S),
+        ("Sunday, 06-Nov-44 08:49:37 GMT", MAX_RETRY_AFTER_S),
         ("Sunday, 06-Nov-45 08:49:37 GMT", 0.0),  # more than 50 years ahead means the last century
         ("Sun, 06 Nov 1994 08:49:60 GMT", 32.0),
         ("", None),
@@ -197,54 +197,64 @@ def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
 
 
 def test_an_unreachable_gateway_costs_nothing() -> None:
-    assert decide(Unreachable("gone"), attempts=7, refusals=9) == Retry(undelivered=True, last_try="gone")
-    assert decide(Unreachable("gone", rest_s=7.0), attempts=7) == Retry(
-        7.0, undelivered=True, last_try="gone"
+    assert decide(Unreachable("gone"), attempts=7, refusals=9) == Retry(
+        is_undelivered=True, last_attempt="gone"
+    )
+    assert decide(Unreachable("gone", delay_s=7.0), attempts=7) == Retry(
+        7.0, is_undelivered=True, last_attempt="gone"
     )
 
 
 def test_the_first_refusal_is_back_at_once_and_the_next_wait_twice_as_long_each() -> None:
-    delays = [decide(Overloaded(429, "", capacity=True), refusals=n) for n in range(8)]
+    delays = [decide(Overloaded(429, "", is_out_of_capacity=True), refusals=n) for n in range(8)]
     why = "the gateway refused it for now: 429"
     waits = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)
-    assert delays == [Retry(s, refusal=True, last_try=why) for s in waits]
+    assert delays == [Retry(s, is_refusal=True, last_attempt=why) for s in waits]
 
 
 def test_failures_back_off_with_full_jitter() -> None:
     for attempts, most in enumerate((2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)):
         for rand in (0.0, 0.25, 0.999):
             decision = decide(Failed("x"), attempts=attempts, rand=rand)
-            assert decision == Retry(most * rand, attempt=True, last_try="x")
+            assert decision == Retry(most * rand, is_failed_attempt=True, last_attempt="x")
 
 
 def test_a_failure_waits_as_long_as_it_was_told_to() -> None:
     for asked_s, delay_s in ((20.0, 20.0), (600.0, 60.0)):
         decision = decide(Failed("x", retry_after_s=asked_s), rand=0.0)
-        assert decision == Retry(delay_s, attempt=True, last_try="x")
+        assert decision == Retry(delay_s, is_failed_attempt=True, last_attempt="x")
 
 
 def test_the_last_failure_is_dead_with_the_last_answer() -> None:
     decision = decide(Failed("the gateway answered 502", 502, b"bad"), attempts=7)
-    assert decision == Bury(
+    assert decision == MoveToDeadLetters(
         ErrorCode.RETRIES_EXHAUSTED,
         "no answer after 8 attempts, the last: the gateway answered 502",
         502,
         b"bad",
     )
     one = RetryPolicy(max_attempts=1)
-    decision = after(Failed("x"), attempts=0, refusals=0, deadline=1, now=0, policy=one, rand=0)
-    assert isinstance(decision, Bury)
+    decision = decide_after_attempt(
+        Failed("x"), failed_attempts=0, refusals=0, deadline=1, now=0, policy=one, rand=0
+    )
+    assert isinstance(decision, MoveToDeadLetters)
     assert "1 attempt," in decision.message
 
 
 def test_a_delay_ends_with_the_deadline() -> None:
-    for outcome in (Failed("x"), Overloaded(429, "", capacity=True), Unreachable("gone", rest_s=9.0)):
+    for outcome in (
+        Failed("x"),
+        Overloaded(429, "", is_out_of_capacity=True),
+        Unreachable("gone", delay_s=9.0),
+    ):
         decision = decide(outcome, attempts=6, refusals=5, rand=0.9, left=5.0)
         assert isinstance(decision, Retry)
         assert decision.delay_s == 5.0
 
 
-@pytest.mark.parametrize("outcome", [Failed("x"), Overloaded(429, "", capacity=True), Unreachable("x")])
+@pytest.mark.parametrize(
+    "outcome", [Failed("x"), Overloaded(429, "", is_out_of_capacity=True), Unreachable("x")]
+)
 @pytest.mark.parametrize("left", [0.0, -3.0])
 def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float) -> None:
     ended = decide(outcome, left=left)
@@ -252,7 +262,7 @@ def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float)
     assert ended.code is ErrorCode.DEADLINE_EXCEEDED
     counted = {Failed: " after 1 attempt", Overloaded: " after 1 refusal"}.get(type(outcome), "")
     assert isinstance(outcome, Failed | Overloaded | Unreachable)
-    assert ended.message == f"deadline exceeded{counted}; the last try: {told(outcome)}"
+    assert ended.message == f"deadline exceeded{counted}; the last try: {describe_outcome(outcome)}"
 
 
 @pytest.mark.parametrize(
@@ -262,37 +272,40 @@ def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float)
         (Failed("the gateway answered 503", 503), "the gateway answered 503"),
         (Failed("answered 503", 503, b"no\n healthy  upstream"), "answered 503: no healthy upstream"),
         (Failed("it", 500, b"\x1b[2J\xff"), "it: \\x1b[2J\ufffd"),
-        (Overloaded(429, "", capacity=True), "the gateway refused it for now: 429"),
-        (Overloaded(503, "saturated", capacity=True), "the gateway refused it for now: 503, saturated"),
+        (Overloaded(429, "", is_out_of_capacity=True), "the gateway refused it for now: 429"),
+        (
+            Overloaded(503, "saturated", is_out_of_capacity=True),
+            "the gateway refused it for now: 503, saturated",
+        ),
     ],
 )
 def test_what_a_try_came_to_is_told_in_a_line(outcome: Failed | Overloaded, words: str) -> None:
-    assert told(outcome) == words
+    assert describe_outcome(outcome) == words
 
 
 @given(st.text(), st.binary(max_size=2000))
 def test_what_is_kept_of_a_try_is_short_and_plain(why: str, body: bytes) -> None:
-    words = told(Failed(why, 500, body))
+    words = describe_outcome(Failed(why, 500, body))
     assert len(words) <= 200
     assert words.isprintable()
-    assert len(told(Overloaded(503, why, capacity=True))) <= 200
+    assert len(describe_outcome(Overloaded(503, why, is_out_of_capacity=True))) <= 200
 
 
 def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None:
-    assert after_losses(5, POLICY) is None
-    dead = after_losses(6, POLICY)
+    assert decide_after_deaths(5, POLICY) is None
+    dead = decide_after_deaths(6, POLICY)
     assert dead is not None
     assert dead.code is ErrorCode.DELIVERIES_EXHAUSTED
 
 
 def test_what_was_not_sent_goes_back_to_its_place_and_counts_nothing() -> None:
-    assert decide(Unsent()) == Retry(undelivered=True)
+    assert decide(Unsent()) == Retry(is_undelivered=True)
 
 
 @pytest.mark.parametrize(("status", "body"), [(401, b"who"), (404, b""), (503, b"loading")])
 def test_who_failed_to_answer_is_named(status: int, body: bytes) -> None:
     for who, more in (("the gateway", {}), ("10.0.0.1:8000", {"who": "10.0.0.1:8000"})):
-        outcome = classify(status, {}, body, 0.0, **more)
+        outcome = classify_answer(status, {}, body, 0.0, **more)
         assert isinstance(outcome, Failed)
         assert outcome.why.startswith(f"{who} answered {status}")
 
@@ -301,15 +314,15 @@ def test_who_failed_to_answer_is_named(status: int, body: bytes) -> None:
 @pytest.mark.parametrize("reason", ["evicted", "evicted-priority", "evicted-queue-pressure; by=realtime"])
 def test_eviction_is_no_overload_and_no_failure(status: int, reason: str) -> None:
     headers = {"x-llm-d-request-dropped-reason": reason, "retry-after": "3"}
-    outcome = classify(status, headers, b"", NOW)
+    outcome = classify_answer(status, headers, b"", NOW)
     assert outcome == Evicted(status, reason, retry_after_s=3.0)
-    assert decide(Evicted(status, reason, rest_s=4.0), attempts=7, refusals=9) == Retry(
-        4.0, last_try=f"the gateway stopped it for more important requests: {status}, {reason}"
+    assert decide(Evicted(status, reason, delay_s=4.0), attempts=7, refusals=9) == Retry(
+        4.0, last_attempt=f"the gateway stopped it for more important requests: {status}, {reason}"
     )
 
 
 def test_request_that_is_evicted_for_ever_ends_by_its_deadline_alone() -> None:
-    outcome = Evicted(429, "evicted-priority", rest_s=60.0)
+    outcome = Evicted(429, "evicted-priority", delay_s=60.0)
     decision = decide(outcome, attempts=7, left=5.0)
     assert isinstance(decision, Retry)
     assert decision.delay_s == 5.0
@@ -321,7 +334,7 @@ def test_request_that_is_evicted_for_ever_ends_by_its_deadline_alone() -> None:
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_pickers_own_failure_counts_an_attempt_and_blames_nobody_else(status: int) -> None:
     headers = {"x-llm-d-request-dropped-reason": "rejected-internal; plugin"}
-    outcome = classify(status, headers, b"boom", NOW)
+    outcome = classify_answer(status, headers, b"boom", NOW)
     assert outcome == Failed(f"the gateway answered {status}, rejected-internal", status, b"boom")
 
 
@@ -335,14 +348,14 @@ def test_pickers_own_failure_counts_an_attempt_and_blames_nobody_else(status: in
 @pytest.mark.parametrize("reason", ["", "rejected-internal"])
 def test_error_bodies_are_read_as_text_and_as_json(body: bytes, reason: str) -> None:
     headers = {"x-llm-d-request-dropped-reason": reason} if reason else {}
-    assert classify(500, headers, body, NOW) == Overloaded(500, reason, capacity=False)
+    assert classify_answer(500, headers, body, NOW) == Overloaded(500, reason, is_out_of_capacity=False)
 
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("body", SERVERS_FULL)
 def test_model_server_whose_queue_is_full_is_overload(status: int, body: bytes) -> None:
-    outcome = classify(status, {"retry-after": "2"}, body, NOW)
-    assert outcome == Overloaded(status, "server-full", capacity=True, retry_after_s=2.0)
+    outcome = classify_answer(status, {"retry-after": "2"}, body, NOW)
+    assert outcome == Overloaded(status, "server-full", is_out_of_capacity=True, retry_after_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -364,9 +377,9 @@ def test_model_server_whose_queue_is_full_is_overload(status: int, body: bytes) 
     ],
 )
 def test_any_other_503_may_come_of_a_proxy(body: bytes) -> None:
-    outcome = classify(503, {}, body, NOW)
+    outcome = classify_answer(503, {}, body, NOW)
     assert isinstance(outcome, Failed)
-    assert outcome.bare
+    assert outcome.is_intermediary_error
 
 
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
@@ -377,10 +390,10 @@ WORDS = b'data: {"choices":[{"text":"evicted: the request queue is full"}]}\n\n'
 @pytest.mark.parametrize("done", [b"", b"data: [DONE]\r\n\r\n"])
 def test_stream_that_ends_with_a_refusal_is_a_refusal(before: bytes, done: bytes) -> None:
     full = before + b"data: " + SGLANG_FULL + b"\n\n" + done
-    assert classify(200, EVENTS, full, NOW) == Overloaded(200, "server-full", capacity=True)
+    assert classify_answer(200, EVENTS, full, NOW) == Overloaded(200, "server-full", is_out_of_capacity=True)
     evicted = before + b'data: {"error":{"message":"bye","type":"evicted-priority","code":429}}\n\n' + done
-    assert classify(200, EVENTS, evicted, NOW) == Evicted(200, "evicted-priority")
-    assert cut_answer(200, EVENTS, evicted[: len(evicted) - 1]) == Evicted(200, "evicted-priority")
+    assert classify_answer(200, EVENTS, evicted, NOW) == Evicted(200, "evicted-priority")
+    assert classify_cut_answer(200, EVENTS, evicted[: len(evicted) - 1]) == Evicted(200, "evicted-priority")
 
 
 @pytest.mark.parametrize(
@@ -397,26 +410,28 @@ def test_stream_that_ends_with_a_refusal_is_a_refusal(before: bytes, done: bytes
     ],
 )
 def test_other_streams_are_results(body: bytes) -> None:
-    assert classify(200, EVENTS, body, NOW) == Delivered(200, body)
-    assert cut_answer(200, EVENTS, body) is None
+    assert classify_answer(200, EVENTS, body, NOW) == Delivered(200, body)
+    assert classify_cut_answer(200, EVENTS, body) is None
 
 
 def test_body_that_is_no_stream_is_not_searched() -> None:
     body = b"data: " + SGLANG_FULL + b"\n\n"
-    assert classify(200, {"content-type": "application/json"}, body, NOW) == Delivered(200, body)
-    assert cut_answer(200, {}, body) is None
+    assert classify_answer(200, {"content-type": "application/json"}, body, NOW) == Delivered(200, body)
+    assert classify_cut_answer(200, {}, body) is None
 
 
 def test_cut_answer_says_by_its_header_that_it_was_evicted() -> None:
-    assert cut_answer(200, {"x-llm-d-request-dropped-reason": "evicted"}, b"{") == Evicted(200, "evicted")
-    assert cut_answer(200, {"x-llm-d-request-dropped-reason": "rejected-internal"}, b"{") is None
+    assert classify_cut_answer(200, {"x-llm-d-request-dropped-reason": "evicted"}, b"{") == Evicted(
+        200, "evicted"
+    )
+    assert classify_cut_answer(200, {"x-llm-d-request-dropped-reason": "rejected-internal"}, b"{") is None
 
 
 def test_refused_credentials_name_the_setting_where_they_are_the_gateways() -> None:
     for status in (401, 407):
-        outcome = classify(status, {}, b"", NOW)
+        outcome = classify_answer(status, {}, b"", NOW)
         assert isinstance(outcome, Failed)
         assert "gateway.token_file" in outcome.why
-        direct = classify(status, {}, b"", NOW, who="10.0.0.1:8000")
+        direct = classify_answer(status, {}, b"", NOW, answered_by="10.0.0.1:8000")
         assert isinstance(direct, Failed)
         assert "gateway.token_file" not in direct.why

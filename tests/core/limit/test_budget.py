@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.budget import MOST_IN_FLIGHT, Policy, Reading, Reason, Signal, assess, whole
+from dispatcher.core.limit.budget import (
+    MAX_IN_FLIGHT,
+    Policy,
+    Reading,
+    Reason,
+    Signal,
+    compute_budget,
+    round_down,
+)
 
 POLICY = Policy()
 
@@ -18,15 +26,15 @@ def reading(f_sys: float = 0.5, f_epp: float = 0.1, max_sys: float = 50) -> Read
 
 
 def test_worked_example() -> None:
-    budget = assess(reading(), POLICY)
+    budget = compute_budget(reading(), POLICY)
     assert budget.d == pytest.approx(0.35)
     assert (budget.headroom, budget.max_sys, budget.fault) == (17, 50, None)
     assert (budget.f_sys, budget.f_epp, budget.reserve) == (0.5, 0.1, 0.05)
-    assert POLICY.most(50) == 47
+    assert POLICY.compute_max_limit(50) == 47
 
 
 def test_headroom_of_an_overfull_pool_is_negative() -> None:
-    assert assess(reading(1.5, 0.5), POLICY).headroom == -53  # floor(50 × −1.05)
+    assert compute_budget(reading(1.5, 0.5), POLICY).headroom == -53  # floor(50 × −1.05)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +53,18 @@ def test_headroom_of_an_overfull_pool_is_negative() -> None:
 def test_float_edges_cost_and_win_no_slot(
     f_sys: float, f_epp: float, reserve: float, max_sys: float, headroom: int
 ) -> None:
-    assert assess(reading(f_sys, f_epp, max_sys), Policy(reserve=reserve)).headroom == headroom
+    assert compute_budget(reading(f_sys, f_epp, max_sys), Policy(reserve=reserve)).headroom == headroom
 
 
 def test_whole_forgives_only_what_floats_lose() -> None:
-    assert [whole(n) for n in (4.9999999, 5.0, 5.0000001, 4.9999, -0.0000001, -0.001)] == [5, 5, 5, 4, 0, -1]
+    assert [round_down(n) for n in (4.9999999, 5.0, 5.0000001, 4.9999, -0.0000001, -0.001)] == [
+        5,
+        5,
+        5,
+        4,
+        0,
+        -1,
+    ]
 
 
 def changed(name: str, value: float) -> Reading:
@@ -60,90 +75,90 @@ def changed(name: str, value: float) -> Reading:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["f_sys", "f_epp", "max_sys"])
 def test_value_that_is_no_number_is_implausible(name: str, bad: float) -> None:
-    budget = assess(changed(name, bad), POLICY)
+    budget = compute_budget(changed(name, bad), POLICY)
     assert budget.fault is Reason.IMPLAUSIBLE
     assert budget.headroom == 0
     assert math.isnan(budget.d)
-    assert "not a finite number" in budget.because
+    assert "not a finite number" in budget.fault_detail
 
 
 @pytest.mark.parametrize(
     ("f_sys", "f_epp", "max_sys"), [(1e308, 1e308, 50), (1e308, 0, 1e308), (0.0, 1e300, 1e300)]
 )
 def test_sum_beyond_all_numbers_is_implausible(f_sys: float, f_epp: float, max_sys: float) -> None:
-    assert assess(reading(f_sys, f_epp, max_sys), POLICY).fault is Reason.IMPLAUSIBLE
+    assert compute_budget(reading(f_sys, f_epp, max_sys), POLICY).fault is Reason.IMPLAUSIBLE
 
 
 @pytest.mark.parametrize("name", ["f_sys", "f_epp", "max_sys"])
 def test_negative_value_is_implausible(name: str) -> None:
-    budget = assess(changed(name, -0.001), POLICY)
-    assert (budget.fault, budget.because) == (Reason.IMPLAUSIBLE, "a negative load or capacity")
+    budget = compute_budget(changed(name, -0.001), POLICY)
+    assert (budget.fault, budget.fault_detail) == (Reason.IMPLAUSIBLE, "a negative load or capacity")
 
 
 @pytest.mark.parametrize(("f_sys", "f_epp", "max_sys"), [(0.0, 0.0, 1.1e9), (0.0, 1e8, 50), (1e300, 0.0, 50)])
 def test_what_no_pool_has_is_implausible(f_sys: float, f_epp: float, max_sys: float) -> None:
-    budget = assess(reading(f_sys, f_epp, max_sys), POLICY)
+    budget = compute_budget(reading(f_sys, f_epp, max_sys), POLICY)
     assert (budget.fault, budget.headroom) == (Reason.IMPLAUSIBLE, 0)
-    assert "no pool has so many" in budget.because
-    assert assess(reading(0.5, 0.0, 1e9), POLICY).fault is None
+    assert "no pool has so many" in budget.fault_detail
+    assert compute_budget(reading(0.5, 0.0, 1e9), POLICY).fault is None
 
 
 def test_no_capacity_means_no_endpoints() -> None:
-    assert assess(reading(max_sys=0), POLICY).fault is Reason.NO_ENDPOINTS
-    assert assess(reading(), POLICY, capacity=0).fault is Reason.NO_ENDPOINTS
-    assert assess(reading(), POLICY, capacity=-1).fault is Reason.NO_ENDPOINTS
+    assert compute_budget(reading(max_sys=0), POLICY).fault is Reason.NO_ENDPOINTS
+    assert compute_budget(reading(), POLICY, capacity=0).fault is Reason.NO_ENDPOINTS
+    assert compute_budget(reading(), POLICY, capacity=-1).fault is Reason.NO_ENDPOINTS
 
 
 def test_idle_pool_is_believed_by_default() -> None:
-    budget = assess(reading(0, 0), POLICY)
+    budget = compute_budget(reading(0, 0), POLICY)
     assert (budget.fault, budget.headroom) == (None, 47)
 
 
 def test_budget_above_the_upper_bound_is_implausible() -> None:
-    budget = assess(reading(0.2, 0, 50), Policy(upper=0.7))
+    budget = compute_budget(reading(0.2, 0, 50), Policy(max_budget=0.7))
     assert budget.fault is Reason.IMPLAUSIBLE
-    assert "D 0.750 is above 0.700" in budget.because
-    assert assess(reading(0.25, 0, 50), Policy(upper=0.7)).fault is None
-    assert assess(reading(0, 0, 50), Policy(upper=0.95 - 1e-12)).fault is None
+    assert "D 0.750 is above 0.700" in budget.fault_detail
+    assert compute_budget(reading(0.25, 0, 50), Policy(max_budget=0.7)).fault is None
+    assert compute_budget(reading(0, 0, 50), Policy(max_budget=0.95 - 1e-12)).fault is None
 
 
 def test_smaller_capacity_counts_at_once_with_the_load_rescaled() -> None:
-    budget = assess(reading(0.5, 0.1, 50), POLICY, capacity=40)
+    budget = compute_budget(reading(0.5, 0.1, 50), POLICY, capacity=40)
     assert (budget.f_sys, budget.f_epp) == pytest.approx((0.625, 0.125))  # 25 and 5 of 40
     assert (budget.max_sys, budget.headroom) == (40, 8)
 
 
 def test_larger_capacity_is_not_believed_yet() -> None:
-    assert assess(reading(), POLICY, capacity=80) == assess(reading(), POLICY)
-    assert assess(reading(), POLICY, capacity=math.inf) == assess(reading(), POLICY)
+    assert compute_budget(reading(), POLICY, capacity=80) == compute_budget(reading(), POLICY)
+    assert compute_budget(reading(), POLICY, capacity=math.inf) == compute_budget(reading(), POLICY)
 
 
 def test_capacity_that_is_no_number_is_implausible() -> None:
-    assert assess(reading(), POLICY, capacity=math.nan).fault is Reason.IMPLAUSIBLE
+    assert compute_budget(reading(), POLICY, capacity=math.nan).fault is Reason.IMPLAUSIBLE
 
 
 def test_rescaling_to_next_to_no_capacity_does_not_raise() -> None:
-    assert assess(reading(0.5, 0, 1e300), POLICY, capacity=1e-300).fault is Reason.IMPLAUSIBLE
+    assert compute_budget(reading(0.5, 0, 1e300), POLICY, capacity=1e-300).fault is Reason.IMPLAUSIBLE
 
 
 def test_most_is_the_reserve_or_the_operators_cap() -> None:
-    assert Policy(reserve=0.05, max_in_flight=20).most(50) == 20
-    assert Policy(reserve=0.05, max_in_flight=80).most(50) == 47
-    assert Policy(reserve=0.1).most(10) == 9
+    assert Policy(reserve=0.05, max_in_flight=20).compute_max_limit(50) == 20
+    assert Policy(reserve=0.05, max_in_flight=80).compute_max_limit(50) == 47
+    assert Policy(reserve=0.1).compute_max_limit(10) == 9
 
 
 @pytest.mark.parametrize("max_sys", [2.0**53 * 100, 1e308])
 def test_capacity_beyond_all_pools_gives_a_limit_that_the_queue_can_hold(max_sys: float) -> None:
     """A page may say anything; Redis counts to 2**63."""
-    assert Policy().most(max_sys) == MOST_IN_FLIGHT
-    assert Policy(max_in_flight=2**70).most(max_sys) == MOST_IN_FLIGHT
-    assert Policy(max_in_flight=20).most(max_sys) == 20
+    assert Policy().compute_max_limit(max_sys) == MAX_IN_FLIGHT
+    assert Policy(max_in_flight=2**70).compute_max_limit(max_sys) == MAX_IN_FLIGHT
+    assert Policy(max_in_flight=20).compute_max_limit(max_sys) == 20
 
 
 def test_reasons_are_closed_down_to_no_room() -> None:
     reasons = list(Reason)
     assert [reason.rank for reason in reasons] == list(range(len(reasons)))
-    closed = [str(reason) for reason in reasons if reason.closed]
+    closed = [str(reason) for reason in reasons if reason.is_closed]
     assert closed == [
         "draining",
         "paused",
@@ -162,9 +177,9 @@ def test_reasons_are_closed_down_to_no_room() -> None:
 
 def test_learned_share_leaves_a_pressure_score_as_it_is() -> None:
     """The score says how full the pool is, whatever it is configured for; what waits are requests."""
-    score = Reading(Signal.SATURATION, 0, 0, 0.5, 6 / 192, 192, exact=False)
-    learned = assess(score, Policy(), share=1 / 3)
+    score = Reading(Signal.SATURATION, 0, 0, 0.5, 6 / 192, 192, is_request_count=False)
+    learned = compute_budget(score, Policy(), learned_share=1 / 3)
     assert learned.f_sys == 0.5
     assert learned.f_epp == pytest.approx(6 / 64)
-    counted = assess(replace(score, exact=True), Policy(), share=1 / 3)
+    counted = compute_budget(replace(score, is_request_count=True), Policy(), learned_share=1 / 3)
     assert counted.f_sys == pytest.approx(1.5)

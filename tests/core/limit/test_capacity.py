@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.limit.capacity import (
-    CLIMBS,
-    FITTED,
+    FITTED_AT_REFUSAL,
     GROWTH,
-    HOLD_BEATS,
+    HOLD_READINGS,
     HOLD_S,
-    LATELY_S,
-    Capacity,
+    PROBE_SUCCESSES,
+    RECENT_S,
+    CapacityEstimate,
     PoolCounts,
-    Sight,
+    PoolSnapshot,
 )
 from dispatcher.core.limit.picker_inference import FLUSH_S
 
@@ -28,7 +28,7 @@ class Pool:
     """Sights of a pool that is configured for so many requests, one a second."""
 
     def __init__(self, configured: float = 64, *, known: bool = True, every_s: float = 1.0) -> None:
-        self.capacity = Capacity()
+        self.capacity = CapacityEstimate()
         self.configured = configured
         self.known = known
         self.every_s = every_s
@@ -37,7 +37,7 @@ class Pool:
     @property
     def estimate(self) -> float:
         """The capacity in requests."""
-        return self.configured * (1.0 if self.capacity.share is None else self.capacity.share)
+        return self.configured * (1.0 if self.capacity.split_into is None else self.capacity.split_into)
 
     def sees(
         self,
@@ -59,22 +59,22 @@ class Pool:
                 running,
                 waiting,
                 running if surely is None else surely,
-                steady=steady,
-                exact=surely is None,
-                in_picker=in_picker,
+                is_steady=steady,
+                is_exact=surely is None,
+                is_waiting_in_picker=in_picker,
             )
-        sight = Sight(
-            at=self.at,
-            configured=self.configured,
-            known=self.known,
-            realtime=realtime,
-            now=count,
-            averages=None if averages is None else PoolCounts(*averages, averages[0]),
-            waiting=waiting if count is None else 0.0,
-            took_s=took_s,
+        sight = PoolSnapshot(
+            sampled_at=self.at,
+            configured_capacity=self.configured,
+            is_capacity_known=self.known,
+            realtime_requests=realtime,
+            current_counts=count,
+            average_counts=None if averages is None else PoolCounts(*averages, averages[0]),
+            waiting_requests=waiting if count is None else 0.0,
+            mean_duration_s=took_s,
         )
-        self.capacity.reading(sight, reserve=RESERVE, backoff=BETA)
-        return None if self.capacity.share is None else self.estimate
+        self.capacity.learn_from_snapshot(sight, reserve=RESERVE, backoff=BETA)
+        return None if self.capacity.split_into is None else self.estimate
 
     def learned(self, running: float) -> Pool:
         self.sees(running, running)
@@ -151,7 +151,7 @@ def test_counts_of_different_moments_show_a_crowd_only_while_they_are_steady() -
     for _ in range(4):
         moving.sees(20, 30, surely=15, steady=False)
         steady.sees(20, 30, surely=15)
-    assert moving.capacity.share is None
+    assert moving.capacity.split_into is None
     assert steady.estimate == pytest.approx(20)
 
 
@@ -166,7 +166,7 @@ def test_requests_that_wait_in_the_picker_alone_show_a_crowd_beside_averages_wit
 
 def test_refusal_before_the_first_reading_teaches_nothing() -> None:
     pool = Pool()
-    pool.capacity.refused(3)
+    pool.capacity.record_refusal(3)
     assert pool.sees(None) is None
 
 
@@ -174,15 +174,15 @@ def test_refusal_leaves_most_of_realtime_and_of_ours_that_was_not_refused() -> N
     pool = Pool(80)
     pool.sees(None, realtime=20)
     for _ in range(5):
-        pool.capacity.refused(55)
-    assert pool.sees(None, realtime=15) == pytest.approx(FITTED * (55 - 5 + 20))
+        pool.capacity.record_refusal(55)
+    assert pool.sees(None, realtime=15) == pytest.approx(FITTED_AT_REFUSAL * (55 - 5 + 20))
 
 
 def test_refusal_takes_realtime_as_the_larger_of_the_readings_around_it() -> None:
     pool = Pool(80)
     pool.sees(None, realtime=5)
-    pool.capacity.refused(41)
-    assert pool.sees(None, realtime=30) == pytest.approx(FITTED * (41 - 1 + 30))
+    pool.capacity.record_refusal(41)
+    assert pool.sees(None, realtime=30) == pytest.approx(FITTED_AT_REFUSAL * (41 - 1 + 30))
 
 
 def test_one_refusal_leaves_beta_of_the_estimate() -> None:
@@ -190,7 +190,7 @@ def test_one_refusal_leaves_beta_of_the_estimate() -> None:
     pool = Pool(192)
     pool.sees(None, realtime=0)
     for _ in range(40):
-        pool.capacity.refused(40)
+        pool.capacity.record_refusal(40)
     assert pool.sees(None, realtime=0) == pytest.approx(BETA * 192)
 
 
@@ -198,46 +198,46 @@ def test_refusal_takes_nothing_of_what_ran_lately_with_nobody_waiting() -> None:
     pool = Pool()
     pool.sees(61)
     pool.sees(30, realtime=4)
-    pool.capacity.refused(10)
+    pool.capacity.record_refusal(10)
     assert pool.sees(30, realtime=4) == pytest.approx(61)
 
 
 def test_requests_that_ran_long_ago_do_not_soften_a_refusal() -> None:
     pool = Pool()
     pool.sees(61)
-    pool.calm(int(LATELY_S) + 1, running=20)
-    pool.capacity.refused(10)
+    pool.calm(int(RECENT_S) + 1, running=20)
+    pool.capacity.record_refusal(10)
     assert pool.sees(20, realtime=20) == pytest.approx(BETA * 64)
 
 
 def test_full_pool_explains_a_refusal() -> None:
     pool = Pool()
     pool.sees(30)
-    pool.capacity.refused(10)
+    pool.capacity.record_refusal(10)
     assert pool.sees(64, 8) is None
-    pool.capacity.refused(10)
+    pool.capacity.record_refusal(10)
     assert pool.sees(20) is None
 
 
 def test_refusal_and_a_crowd_show_the_capacity_at_once() -> None:
     pool = Pool(192)
     pool.sees(20)
-    pool.capacity.refused(180)
+    pool.capacity.record_refusal(180)
     assert pool.sees(64, 8) == pytest.approx(64)
 
 
 def test_refusal_never_raises_the_estimate() -> None:
     pool = Pool().learned(20)
-    pool.capacity.refused(5000)
+    pool.capacity.record_refusal(5000)
     assert pool.sees(10) == pytest.approx(20)
 
 
 def test_refusal_that_was_judged_before_teaches_nothing_more() -> None:
     pool = Pool(192)
     pool.sees(None)
-    pool.capacity.refused(41)
+    pool.capacity.record_refusal(41)
     before = pool.sees(None)
-    pool.capacity.refused(10, known=True, heard=True)
+    pool.capacity.record_refusal(10, is_known=True, is_remote=True)
     assert pool.sees(None) == before
 
 
@@ -261,7 +261,7 @@ def test_probe_that_makes_somebody_wait_fails_and_doubles_the_hold() -> None:
     pool = Pool(2000).learned(100)
     pool.calm(11, running=99)
     assert pool.sees(100, 2) == pytest.approx(100)
-    assert pool.capacity.confirmed == 2
+    assert pool.capacity.confirmations == 2
     assert pool.capacity.hold_s == 2 * HOLD_S
     found = pool.calm(25, running=99)
     assert found[:19] == [pytest.approx(100)] * 19
@@ -271,7 +271,7 @@ def test_probe_that_makes_somebody_wait_fails_and_doubles_the_hold() -> None:
 def test_probes_that_succeed_drop_the_ceiling() -> None:
     pool = Pool(2000).learned(100)
     pool.calm(11, running=99)
-    for _ in range(CLIMBS - 1):
+    for _ in range(PROBE_SUCCESSES - 1):
         before = pool.estimate
         pool.sees(before * (1 - RESERVE))
         assert pool.estimate > 1.05 * before * (1 - RESERVE)
@@ -315,7 +315,7 @@ def test_estimate_does_not_grow_while_anybody_waits() -> None:
 def test_without_counts_of_running_requests_the_estimate_recovers_with_time_alone() -> None:
     pool = Pool(64)
     pool.sees(None)
-    pool.capacity.refused(30)
+    pool.capacity.record_refusal(30)
     assert pool.sees(None) is not None
     assert pool.calm(30, running=None)[-1] == 64
 
@@ -406,13 +406,13 @@ class Server:
 
     def __init__(self, pool: Pool, true: int, realtime: int = 0) -> None:
         self.pool, self.true, self.realtime = pool, true, realtime
-        self.most = 0
+        self.max_limit = 0
 
     def beat(self) -> None:
         """Fill the pool by the estimate, then look at it."""
         room = math.floor(self.pool.estimate * (1 - RESERVE) + 1e-6)
         inside = max(self.realtime, room)
-        self.most = max(self.most, inside)
+        self.max_limit = max(self.max_limit, inside)
         running = min(inside, self.true)
         self.pool.sees(running, inside - running, self.realtime)
 
@@ -442,7 +442,7 @@ def test_unknown_capacity_is_found_in_time_and_never_exceeded_by_more_than_a_qua
     for _ in range(200):
         server.beat()
         assert pool.estimate >= 0.9 * true
-    assert server.most <= max(1.25 * true, true + 1)
+    assert server.max_limit <= max(1.25 * true, true + 1)
 
 
 @given(
@@ -459,10 +459,10 @@ def test_capacity_that_was_learned_too_low_is_found_again_in_time(
     learned = max(2, int(low * true))
     pool.learned(learned)
     server = Server(pool, true)
-    hold = math.ceil(max(HOLD_S / every_s, HOLD_BEATS)) + 1
+    hold = math.ceil(max(HOLD_S / every_s, HOLD_READINGS)) + 1
     # With readings each second the steps are smaller: 1.16 instead of 1.24.
     steps = math.ceil(math.log(max(1.0, true / learned)) / math.log(1.16 if every_s == 1.0 else GROWTH))
-    for _ in range(hold + CLIMBS + steps + 10):
+    for _ in range(hold + PROBE_SUCCESSES + steps + 10):
         server.beat()
     assert pool.estimate >= 0.9 * true
 
@@ -487,7 +487,7 @@ def test_nothing_that_readings_show_makes_a_known_capacity_larger_or_the_estimat
     pool = Pool(configured, known=known)
     for running, waiting, realtime, refused, mixed in past:
         if refused:
-            pool.capacity.refused(waiting)
+            pool.capacity.record_refusal(waiting)
         surely = running // 2 if mixed and running is not None else None
         found = pool.sees(running, waiting, realtime, surely=surely)
         assert found is None or found > 0
@@ -504,4 +504,4 @@ def test_probe_goes_on_when_the_pool_shrinks_meanwhile() -> None:
     for _ in range(30):
         running = math.floor(pool.estimate * (1 - RESERVE) + 1e-6)
         pool.sees(running, realtime=0)
-    assert pool.capacity.share is None
+    assert pool.capacity.split_into is None

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.limit.reserve_check import little_reserve
+from dispatcher.core.limit.reserve_check import explain_small_reserve
 
 LONG: dict[str, Any] = {"mean_s": 48.0, "reserve": 0.05, "ours": 40, "everybody": 60, "max_sys": 64}
 
 
 def test_long_requests_with_little_reserve_are_told_with_the_setting_that_mends_it() -> None:
-    told = little_reserve(**LONG)
+    told = explain_small_reserve(**LONG)
     assert told is not None
     assert "last 48 s" in told
     assert "budget.reserve: 0.2 or more" in told
@@ -32,4 +32,4 @@ def test_long_requests_with_little_reserve_are_told_with_the_setting_that_mends_
     ids=["short", "not known", "no number", "reserve enough", "few of ours", "nobody else", "no pool"],
 )
 def test_no_wolf_is_cried(otherwise: dict[str, Any]) -> None:
-    assert little_reserve(**LONG | otherwise) is None
+    assert explain_small_reserve(**LONG | otherwise) is None

@@ -13,8 +13,8 @@ from random import Random
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.merging.call_size import CallSize
-from dispatcher.core.merging.call_size_epochs import CallTime
-from dispatcher.core.merging.grouping import Form, Forming, Mode, Waiting, form
+from dispatcher.core.merging.call_size_epochs import CallMeasurement
+from dispatcher.core.merging.grouping import GroupingRule, GroupReady, MergeMode, WaitingItem, group_requests
 
 REFUSED_S = 0.001
 
@@ -26,7 +26,7 @@ class Server:
     takes_s: Callable[[int], float]
     """What a call of so many items takes, when its turn has come."""
     workers: int = 1
-    most: int | None = None
+    max_limit: int | None = None
     """Longer lists are refused at once."""
 
 
@@ -74,13 +74,13 @@ class PoolLine:
     _came_at: float = 1000.0
     _held: int = 0
     _at_gateway: int = 0
-    _rules: dict[tuple[int, float], Forming] = field(default_factory=dict)
-    _waiting: list[Waiting] = field(default_factory=list)
+    _rules: dict[tuple[int, float], GroupingRule] = field(default_factory=dict)
+    _waiting: list[WaitingItem] = field(default_factory=list)
     _busy: list[float] = field(default_factory=list)
     """Until when each worker is that was ever needed."""
-    _ends: list[tuple[float, int, int, list[Waiting], bool]] = field(default_factory=list)
+    _ends: list[tuple[float, int, int, list[WaitingItem], bool]] = field(default_factory=list)
 
-    def run(self, items: int) -> PoolLine:
+    def run_batch(self, items: int) -> PoolLine:
         """Until so many more items were answered."""
         until = self.done + items
         while self.done < until:
@@ -98,7 +98,7 @@ class PoolLine:
     def rate(self, items: int) -> float:
         """Items per unit-second, over so many more of them."""
         done, unit_s = self.done, self.unit_s
-        self.run(items)
+        self.run_batch(items)
         return (self.done - done) / (self.unit_s - unit_s)
 
     def _go(self) -> float:
@@ -106,26 +106,26 @@ class PoolLine:
         while self._held < self.limit and self._came_at <= self.now:
             self._came_at += self.every_s
             self._held += 1
-            self._waiting.append(Waiting(1, self.now))
+            self._waiting.append(WaitingItem(1, self.now))
         self.most_held = max(self.most_held, self._held)
         full = self._held >= self.limit
         comes_at = inf if full else self._came_at
         nobody_comes = not self._at_gateway if full else bool(self.every_s)
         while self._waiting:
-            most = self.size.most(self.now)
-            rule = most, self.size.delay_s(self.max_delay_s) if self.stretches else self.max_delay_s
+            most = self.size.choose_max_items(self.now)
+            rule = most, self.size.compute_delay_s(self.max_delay_s) if self.stretches else self.max_delay_s
             if rule not in self._rules:
-                self._rules = {rule: Forming(most, self.size.preferred, rule[1])}
-            decided = form(self._waiting, self._rules[rule], self.now, alone=nobody_comes)
-            if not isinstance(decided, Form):
+                self._rules = {rule: GroupingRule(most, self.size.preferred_sizes, rule[1])}
+            decided = group_requests(self._waiting, self._rules[rule], self.now, is_idle=nobody_comes)
+            if not isinstance(decided, GroupReady):
                 return min(comes_at, decided.until)
             items, self._waiting = self._waiting[: decided.count], self._waiting[decided.count :]
             self._begin(most, items)
         return comes_at
 
-    def _begin(self, most: int, items: list[Waiting]) -> None:
+    def _begin(self, most: int, items: list[WaitingItem]) -> None:
         server, begins_at = self.server, self.now
-        refused = server.most is not None and len(items) > server.most
+        refused = server.max_limit is not None and len(items) > server.max_limit
         if refused:
             self.refused.append(self.now)
             ends_at = self.now + REFUSED_S
@@ -136,7 +136,7 @@ class PoolLine:
             ends_at = begins_at + takes_s
             heapq.heappush(self._busy, ends_at)
         self.calls.append(len(items))
-        self.size.goes(most)
+        self.size.record_send(most)
         self._at_gateway += len(items)
         heapq.heappush(self._ends, (ends_at, len(self.calls), most, items, refused))
 
@@ -145,28 +145,30 @@ class PoolLine:
         self._at_gateway -= len(items)
         if refused:
             body = b'{"error": "batch size %d > maximum allowed batch size %d"}'
-            answer = Delivered(413, body % (len(items), self.server.most or 0))
-            assert self.size.refused(answer, len(items), 0, self.now)
+            answer = Delivered(413, body % (len(items), self.server.max_limit or 0))
+            assert self.size.learn_from_refusal(answer, len(items), 0, self.now)
             self._waiting[:0] = items
             return
         self._held -= len(items)
         self.done += len(items)
-        unit_s = sum(self.now - item.since for item in items)
+        unit_s = sum(self.now - item.arrived_at for item in items)
         self.unit_s += unit_s
-        self.size.took(CallTime(most, len(items), unit_s, min(item.since for item in items), self.now))
+        self.size.record_call(
+            CallMeasurement(most, len(items), unit_s, min(item.arrived_at for item in items), self.now)
+        )
 
 
 def rate_of(
     size: int, server: Server, limit: int, max_delay_s: float = 10.0, *, jitter: float = 0.0
 ) -> float:
     """Items per unit-second where all calls may have so many, and it has settled."""
-    line = PoolLine(CallSize(Mode.ON, size), server, limit, max_delay_s, jitter=jitter)
-    return line.run(4 * limit).rate(max(2000 if jitter else 200, 4 * limit))
+    line = PoolLine(CallSize(MergeMode.ON, size), server, limit, max_delay_s, jitter=jitter)
+    return line.run_batch(4 * limit).rate(max(2000 if jitter else 200, 4 * limit))
 
 
 def table() -> None:
     """Items a second through a limit of 64: off, on, auto, and auto with `max_delay_s: auto`."""
-    modes = ((Mode.OFF, False), (Mode.ON, False), (Mode.AUTO, False), (Mode.AUTO, True))
+    modes = ((MergeMode.OFF, False), (MergeMode.ON, False), (MergeMode.AUTO, False), (MergeMode.AUTO, True))
     for about, server in {
         "one call at a time, 5 ms + 0.1 ms an item": serial(0.005, 0.0001),
         "four at a time, the same": serial(0.005, 0.0001, workers=4),
@@ -178,10 +180,10 @@ def table() -> None:
     }.items():
         told = []
         for mode, stretches in modes:
-            line = PoolLine(CallSize(mode, 32), server, 64, stretches=stretches).run(20_000)
+            line = PoolLine(CallSize(mode, 32), server, 64, stretches=stretches).run_batch(20_000)
             began, items = line.now, 5000
-            line.run(items)
-            size = f" ({line.size.settled})" if mode is Mode.AUTO else ""
+            line.run_batch(items)
+            size = f" ({line.size.best_size})" if mode is MergeMode.AUTO else ""
             told.append(f"{items / (line.now - began):,.0f}{size}")
         print(f"| {about} | {' | '.join(told)} |")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.core.merging.shapes.fields import place_of
+from dispatcher.core.merging.shapes.fields import find_value
 from dispatcher.core.merging.shapes.part import NotUnderstoodError
-from dispatcher.core.models.body_rewrite import sent_as, with_model
+from dispatcher.core.models.body_rewrite import prepare_for_version, replace_model
 from dispatcher.core.requests.request import Request
 
 
@@ -48,35 +48,35 @@ from dispatcher.core.requests.request import Request
     ],
 )
 def test_a_model_is_replaced_where_it_is_plain(body: bytes, replaced: bytes | None) -> None:
-    assert with_model(body, "qwen-v3") == replaced
+    assert replace_model(body, "qwen-v3") == replaced
 
 
 @pytest.mark.parametrize(
     ("name", "written"), [('a"b\\', b'"a\\"b\\\\"'), ("é", '"é"'.encode()), ("\ud800", None)]
 )
 def test_names_are_written_as_json(name: str, written: bytes | None) -> None:
-    assert with_model(b'{"model":"qwen"}', name) == (written and b'{"model":%b}' % written)
+    assert replace_model(b'{"model":"qwen"}', name) == (written and b'{"model":%b}' % written)
 
 
 def test_a_request_is_sent_as_its_version_to_these_endpoints_and_is_the_same_else() -> None:
     asked = Request("r", 9, b'{"model":"qwen","n":1}', headers={"a": "b"}, token="t")
-    sent = sent_as(asked, "qwen", "qwen-v3", "192.0.2.1:8000")
+    sent = prepare_for_version(asked, "qwen", "qwen-v3", "192.0.2.1:8000")
     assert sent == Request(
         "r", 9, b'{"model":"qwen-v3","n":1}', headers={"a": "b"}, token="t", version="qwen-v3",
         endpoints="192.0.2.1:8000",
     )  # fmt: skip
-    assert sent_as(asked, "qwen", "qwen", "") == asked
+    assert prepare_for_version(asked, "qwen", "qwen", "") == asked
     unclear = Request("r", 9, b'{"model":"qwen","model":"qwen"}')
-    assert sent_as(unclear, "qwen", "qwen-v3", "") is None
-    assert sent_as(unclear, "qwen", "qwen", "") == unclear
+    assert prepare_for_version(unclear, "qwen", "qwen-v3", "") is None
+    assert prepare_for_version(unclear, "qwen", "qwen", "") == unclear
 
 
 def test_the_place_of_a_field_is_not_guessed() -> None:
     body = b'{"a:1":1,":1,":2,"x":"\\"y\\":","y":3}'
-    assert {name: body[place_of(body, name) :][:1] for name in ("a:1", ":1,", "y")} == {
+    assert {name: body[find_value(body, name) :][:1] for name in ("a:1", ":1,", "y")} == {
         "a:1": b"1",
         ":1,": b"2",
         "y": b"3",
     }
     with pytest.raises(NotUnderstoodError, match="no z"):
-        place_of(body, "z")
+        find_value(body, "z")

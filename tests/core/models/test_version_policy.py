@@ -23,4 +23,4 @@ from dispatcher.core.models.version_policy import VersionPolicy
 def test_the_first_that_is_set_decides_of_label_specific_everything_latest(
     policy: VersionPolicy, most: int | None, written: object, told: str
 ) -> None:
-    assert (policy.most, policy.written(), str(policy)) == (most, written, told)
+    assert (policy.max_count, policy.to_setting(), str(policy)) == (most, written, told)

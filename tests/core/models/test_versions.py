@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.models.rollover import GONE_MOST, NAMINGS_MOST, ModelFamily
+from dispatcher.core.models.rollover import MAX_GONE_VERSIONS, MAX_KNOWN_NAMES, ModelFamily
 from dispatcher.core.models.version_policy import VersionPolicy
 from dispatcher.core.models.versions import (
-    WAYS,
+    STATE_PATHS,
+    FamilyIndex,
     FamilyTerms,
-    Membership,
     Transition,
-    VersionSight,
+    VersionFacts,
     VersionState,
-    naming_by,
-    naming_of,
+    match_version,
+    parse_version,
 )
-from dispatcher.core.requests.lanes import MODEL_BYTES
+from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
 
 NUMBERED = re.compile(r"qwen-v(?P<version>\d+)")
 RESOURCE = Transition.RESOURCE
@@ -56,16 +56,16 @@ class Rollout:
             if words not in ("loading", ""):
                 served[full(name)] = frozenset(word.rstrip("*") for word in words.split())
                 warm |= {(full(name), word[:-1]) for word in words.split() if word.endswith("*")}
-        moved = self.family.look(
-            VersionSight(
+        moved = self.family.apply_facts(
+            VersionFacts(
                 served,
                 loading=loading,
                 warm=warm,
                 used={full(name) for name in used},
                 drained=dict.fromkeys(drained.split(), by) if isinstance(drained, str) else drained,
                 labels=self.labels,
-                labelled=dict.fromkeys(self.labels, "by bob since noon"),
-                steered=self.steered,
+                label_origins=dict.fromkeys(self.labels, "by bob since noon"),
+                is_steered=self.steered,
             ),
             self.now,
         )
@@ -76,14 +76,14 @@ class Rollout:
 
     @property
     def open(self) -> list[str]:
-        return [short(each.name) for each in self.family.versions() if each.state is VersionState.OPEN]
+        return [short(each.name) for each in self.family.make_snapshots() if each.state is VersionState.OPEN]
 
     @property
     def cold(self) -> list[str]:
-        return [f"{short(name)} {endpoint}" for name, endpoint in self.family.cold()]
+        return [f"{short(name)} {endpoint}" for name, endpoint in self.family.list_cold_endpoints()]
 
     def state(self, name: str) -> str:
-        return next(str(each.state) for each in self.family.versions() if each.name == full(name))
+        return next(str(each.state) for each in self.family.make_snapshots() if each.name == full(name))
 
 
 def full(name: str) -> str:
@@ -102,10 +102,10 @@ def test_availability_the_old_one_serves_until_the_new_one_is_warm() -> None:
     assert pool.look("v1", v1="a*") == "v1 cold, v1 open"
     assert pool.look("v1", v1="a*", v2="b") == "v2 cold"
     assert (pool.open, pool.cold) == (["v1"], ["v2 b"])
-    assert pool.family.sentence() == "'qwen-v1' is open; 'qwen-v2' is being warmed up"
+    assert pool.family.describe_state() == "'qwen-v1' is open; 'qwen-v2' is being warmed up"
     assert pool.look("v1", v1="a*", v2="b*") == "v2 open, v1 draining"
     assert (pool.open, pool.cold) == (["v2"], [])
-    assert pool.family.sentence() == "'qwen-v2' is open; 'qwen-v1' is draining"
+    assert pool.family.describe_state() == "'qwen-v2' is open; 'qwen-v1' is draining"
     assert pool.look("v2", v1="a*", v2="b*") == "v1 spare"
     assert pool.look("v2", v2="b*") == "v1 gone"
 
@@ -115,26 +115,26 @@ def test_resource_the_old_one_is_drained_before_the_new_one_is_warmed() -> None:
     pool.look("v1", v1="a*")
     assert pool.look("v1", v1="a*", v2="b") == "v1 draining, v2 cold"
     assert (pool.open, pool.cold) == ([], [])
-    assert pool.family.why() == "'qwen-v1' is drained first"
+    assert pool.family.explain_closed() == "'qwen-v1' is drained first"
     assert pool.look(v1="a*", v2="b") == "v1 spare"
     assert (pool.open, pool.cold) == ([], ["v2 b"])
-    assert pool.family.why() == "'qwen-v2' is being warmed up"
+    assert pool.family.explain_closed() == "'qwen-v2' is being warmed up"
     assert pool.look("v2", v1="a*", v2="b*") == "v2 open"
 
 
 def test_resource_who_names_a_version_itself_stands_in_nobody_s_way() -> None:
     pool = Rollout(warms=True, transition=RESOURCE)
-    way = pool.family.gives_way
+    way = pool.family.explain_wait
     pool.look("v1", v1="a*")
     assert way("qwen-v1") == ""
     pool.look("v1", v1="a*", v2="b")
     assert way("qwen-v1") == "gives way to 'qwen-v2'"
     assert way("qwen-v2") == "waits: 'qwen-v1' is drained first"
-    assert pool.family.waits_for("qwen-v1")
+    assert pool.family.is_blocked_by("qwen-v1")
     pool.look(v1="a*", v2="b")
     assert way("qwen-v1") == "gives way to 'qwen-v2'", "its warm-up is not to wait for more"
     assert way("qwen-v2") == "", "who names it gets it, warm or not"
-    assert not pool.family.waits_for("qwen-v1")
+    assert not pool.family.is_blocked_by("qwen-v1")
     pool.look("v1", v1="a*", v2="b*")
     assert way("qwen-v2") != ""
     pool.look(v1="a*", v2="b*")
@@ -146,7 +146,7 @@ def test_resource_what_drains_counts_after_it_has_left_the_pool() -> None:
     pool = Rollout(transition=RESOURCE)
     pool.look(v1="a")
     assert pool.look("v1", v2="b") == "v1 draining, v1 gone, v2 cold"
-    assert pool.family.why() == "'qwen-v1' is drained first"
+    assert pool.family.explain_closed() == "'qwen-v1' is drained first"
     assert pool.look(v2="b") == "v2 open"
 
 
@@ -169,9 +169,9 @@ def test_a_jump_tells_each_state_between() -> None:
 
 
 def test_the_shortest_way_between_states() -> None:
-    assert WAYS[VersionState.OPEN, VersionState.GONE][1:] == (VersionState.DRAINING, VersionState.GONE)
-    assert len(WAYS[VersionState.SPARE, VersionState.OPEN]) == 3
-    assert not any(state is VersionState.ABSENT for way in WAYS.values() for state in way[1:])
+    assert STATE_PATHS[VersionState.OPEN, VersionState.GONE][1:] == (VersionState.DRAINING, VersionState.GONE)
+    assert len(STATE_PATHS[VersionState.RETIRING, VersionState.OPEN]) == 3
+    assert not any(state is VersionState.ABSENT for way in STATE_PATHS.values() for state in way[1:])
 
 
 # Policies that flip in the middle.
@@ -203,7 +203,7 @@ def test_a_policy_flips_in_the_middle_of_resource() -> None:
     pool.look("v1", v1="a", v2="b")
     pool.reconfigure(VersionPolicy(specific=("v3",)), transition=RESOURCE)
     assert pool.look("v1", v1="a", v2="b", v3="c") == "v2 spare, v3 cold"
-    assert pool.family.why() == "'qwen-v1' is drained first"
+    assert pool.family.explain_closed() == "'qwen-v1' is drained first"
     assert pool.look(v1="a", v2="b", v3="c") == "v1 spare, v3 open"
 
 
@@ -242,10 +242,10 @@ def test_first_look_with_everything_cold() -> None:
     pool = Rollout(warms=True)
     assert pool.look(v1="a b", v2="c d") == "v2 cold, v1 spare"
     assert (pool.open, pool.cold) == ([], ["v2 c", "v2 d"])
-    assert pool.family.choose("k") is None
-    assert pool.family.why() == pool.family.sentence() == "'qwen-v2' is being warmed up"
+    assert pool.family.choose_version("k") is None
+    assert pool.family.explain_closed() == pool.family.describe_state() == "'qwen-v2' is being warmed up"
     assert pool.look(v1="a b", v2="c* d") == "v2 open"
-    assert pool.family.endpoints("qwen-v2") == {"c"}
+    assert pool.family.list_warm_endpoints("qwen-v2") == {"c"}
     assert pool.cold == ["v2 d"]
 
 
@@ -268,14 +268,14 @@ def test_where_requests_cannot_be_confined_all_endpoints_are_warmed_first() -> N
     assert (pool.open, pool.cold) == ([], ["v1 b"])
     pool.look(v1="a* b*")
     assert pool.open == ["v1"]
-    assert pool.family.sentence() == "'qwen-v1' is open"
+    assert pool.family.describe_state() == "'qwen-v1' is open"
     pool.look(v1="a* b* c")
     assert (pool.open, pool.cold) == (["v1"], ["v1 c"]), "it is open already"
     exposed = "'qwen-v1' is open; 'qwen-v1' is also sent to endpoints that are not warm yet"
-    assert pool.family.sentence() == exposed
+    assert pool.family.describe_state() == exposed
     pool.steered = True
     pool.look(v1="a* b* c")
-    assert pool.family.sentence() == "'qwen-v1' is open"
+    assert pool.family.describe_state() == "'qwen-v1' is open"
 
 
 @pytest.mark.parametrize("transition", Transition)
@@ -298,8 +298,14 @@ def test_restart_in_the_middle_of_a_transition(transition: Transition) -> None:
     old.look("v1", v1="a*", v2="b")
     new = Rollout(warms=True, transition=transition)
     new.look("v1", v1="a*", v2="b")
-    assert (new.open, new.cold, new.family.sentence()) == (old.open, old.cold, old.family.sentence())
-    assert [each.state for each in new.family.versions()] == [each.state for each in old.family.versions()]
+    assert (new.open, new.cold, new.family.describe_state()) == (
+        old.open,
+        old.cold,
+        old.family.describe_state(),
+    )
+    assert [each.state for each in new.family.make_snapshots()] == [
+        each.state for each in old.family.make_snapshots()
+    ]
     for pool in (old, new):
         pool.look("v1", v1="a*", v2="b*")
         pool.look(v1="a*", v2="b*")
@@ -309,7 +315,7 @@ def test_restart_in_the_middle_of_a_transition(transition: Transition) -> None:
 def test_a_restart_after_the_new_one_opened_sees_the_old_one_drain() -> None:
     pool = Rollout()
     assert pool.look("v1", v1="a", v2="b") == "v2 cold, v2 open, v1 cold, v1 open, v1 draining"
-    assert pool.family.keeps("qwen-v1")
+    assert pool.family.can_keep("qwen-v1")
 
 
 # What the policy says.
@@ -339,7 +345,7 @@ def test_rollback_by_label() -> None:
     assert pool.open == ["v2"]
     pool.labels["stable"] = "v1"
     assert pool.look("v2", v1="a", v2="b") == "v1 cold, v1 open, v2 draining"
-    assert [each.labels for each in pool.family.versions()] == [(), ("stable",)]
+    assert [each.labels for each in pool.family.make_snapshots()] == [(), ("stable",)]
     pool.labels.clear()
     assert pool.look(v1="a", v2="b") == "v2 open, v1 draining, v1 spare"
     pool.reconfigure(VersionPolicy(label="stable"), labels={"stable": "1"})
@@ -351,7 +357,7 @@ def test_the_next_newest_takes_over_from_one_that_is_drained() -> None:
     pool = Rollout()
     pool.look(v1="a", v2="b")
     assert pool.look("v2", v1="a", v2="b", drained="2") == "v1 cold, v1 open, v2 draining"
-    assert not pool.family.keeps("qwen-v2")
+    assert not pool.family.can_keep("qwen-v2")
 
 
 @pytest.mark.parametrize("transition", Transition)
@@ -359,7 +365,7 @@ def test_what_is_drained_by_an_operator_is_not_opened_for_want_of_others(transit
     pool = Rollout(transition=transition)
     pool.look(v1="a")
     assert pool.look(v1="a", drained="qwen-v1") == "v1 draining, v1 spare"
-    assert pool.family.why() == "'qwen-v1' is drained by ada"
+    assert pool.family.explain_closed() == "'qwen-v1' is drained by ada"
     assert pool.look(v1="a") == "v1 cold, v1 open"
 
 
@@ -368,16 +374,16 @@ def test_who_has_drained_what_and_who_has_set_a_label_is_told() -> None:
     at = dict.fromkeys(("v1", "v2", "v3"), "a")
     since = "by ada since noon: a bad quantisation"
     pool.look(drained={"1": since, "v2": "", "qwen-v3": since}, **at)
-    assert pool.family.why() == (
+    assert pool.family.explain_closed() == (
         f"'qwen-v1' and 'qwen-v3' are drained {since}; 'qwen-v2' is drained by an operator"
     )
     each = {f"{number}": f"by p{number}" for number in range(1, 6)}
     pool.look(drained=each, **dict.fromkeys((f"v{number}" for number in each), "a"))
-    assert pool.family.why().endswith("'qwen-v3' is drained by p3; and others by 2 more")
+    assert pool.family.explain_closed().endswith("'qwen-v3' is drained by p3; and others by 2 more")
     pool.reconfigure(VersionPolicy(label="stable"), transition=RESOURCE)
     pool.labels["stable"] = "7"
     pool.look(v1="a")
-    assert pool.family.why() == (
+    assert pool.family.explain_closed() == (
         "the label 'stable', set by bob since noon, asks for '7', which is not served: there is 'qwen-v1'"
     )
 
@@ -414,15 +420,15 @@ def test_why_a_request_waits(policy: VersionPolicy, said: dict[str, str], why: s
     for transition in Transition:
         pool = Rollout(policy, labels={"next": "5"}, transition=transition, warms=True)
         pool.look(**said)
-        assert pool.family.why() == pool.family.sentence() == why
-        assert pool.family.choose("key") is None
+        assert pool.family.explain_closed() == pool.family.describe_state() == why
+        assert pool.family.choose_version("key") is None
 
 
 def test_a_label_that_is_not_set_leaves_the_newest_open_where_availability_is_kept() -> None:
     pool = Rollout(VersionPolicy(label="stable"))
     pool.look(v1="a", v2="a")
-    assert pool.family.why() == ""
-    assert pool.family.sentence() == "'qwen-v2' is open; the label 'stable' is not set"
+    assert pool.family.explain_closed() == ""
+    assert pool.family.describe_state() == "'qwen-v2' is open; the label 'stable' is not set"
 
 
 # Weights and pins.
@@ -431,15 +437,15 @@ def test_a_label_that_is_not_set_leaves_the_newest_open_where_availability_is_ke
 def test_weights_of_canaries() -> None:
     pool = Rollout(VersionPolicy(everything=True), weights={"v3": 0.05})
     pool.look(v1="a", v2="b", v3="c")
-    weights = {short(each.name): each.weight for each in pool.family.versions()}
+    weights = {short(each.name): each.weight for each in pool.family.make_snapshots()}
     assert weights == pytest.approx({"v1": 0.475, "v2": 0.475, "v3": 0.05})
-    counts = Counter(pool.family.choose(f"request-{n}") for n in range(2000))
+    counts = Counter(pool.family.choose_version(f"request-{n}") for n in range(2000))
     assert 60 < counts["qwen-v3"] < 140
-    assert pool.family.sentence() == (
+    assert pool.family.describe_state() == (
         "open are 'qwen-v2' with 47.5%, 'qwen-v1' with 47.5% and 'qwen-v3' with 5.0%"
     )
     pool.look(v3="c")
-    assert {pool.family.choose(str(n)) for n in range(9)} == {"qwen-v3"}, "it is alone"
+    assert {pool.family.choose_version(str(n)) for n in range(9)} == {"qwen-v3"}, "it is alone"
 
 
 @pytest.mark.parametrize(
@@ -456,8 +462,8 @@ def test_weights_of_canaries() -> None:
 def test_shares_of_the_open(weights: dict[str, float], shares: dict[str, float]) -> None:
     pool = Rollout(VersionPolicy(everything=True), weights=weights)
     pool.look(v1="a", v2="b")
-    assert {short(each.name): each.weight for each in pool.family.versions()} == shares
-    chosen = {short(pool.family.choose(str(n)) or "") for n in range(64)}
+    assert {short(each.name): each.weight for each in pool.family.make_snapshots()} == shares
+    chosen = {short(pool.family.choose_version(str(n)) or "") for n in range(64)}
     assert chosen == {name for name, share in shares.items() if share}
 
 
@@ -465,14 +471,14 @@ def test_pinned_work_stays_while_its_version_drains() -> None:
     pool = Rollout()
     pool.look("v1", v1="a")
     pool.look("v1", v1="a", v2="b")
-    assert pool.family.choose("any") == "qwen-v2"
-    assert pool.family.keeps("qwen-v1")
+    assert pool.family.choose_version("any") == "qwen-v2"
+    assert pool.family.can_keep("qwen-v1")
     pool.look(v1="a", v2="b")
     assert pool.state("v1") == "spare"
-    assert pool.family.keeps("qwen-v1"), "a job may pause"
-    assert pool.family.kept() == ["qwen-v2", "qwen-v1"]
+    assert pool.family.can_keep("qwen-v1"), "a job may pause"
+    assert pool.family.list_keepable() == ["qwen-v2", "qwen-v1"]
     pool.look("v1", v1="", v2="b")
-    assert not pool.family.keeps("qwen-v1"), "it has gone"
+    assert not pool.family.can_keep("qwen-v1"), "it has gone"
 
 
 def test_pinned_work_moves_where_resources_are_kept() -> None:
@@ -480,7 +486,7 @@ def test_pinned_work_moves_where_resources_are_kept() -> None:
     pool.look("v1", v1="a")
     pool.look("v1", v1="a", v2="b")
     assert pool.state("v1") == "draining"
-    assert not pool.family.keeps("qwen-v1")
+    assert not pool.family.can_keep("qwen-v1")
 
 
 # Names and patterns.
@@ -489,8 +495,8 @@ def test_pinned_work_moves_where_resources_are_kept() -> None:
 def test_natural_order() -> None:
     names = ["qwen-1.9", "qwen-1.10", "qwen-1.10-b", "qwen-9", "qwen-10", "qwen-010", "qwen-a"]
     family = ModelFamily(terms(match=re.compile("qwen-(?P<version>.*)")))
-    family.look(VersionSight({name: frozenset("a") for name in reversed(names)}), 1.0)
-    newest_first = [each.label for each in family.versions()]
+    family.apply_facts(VersionFacts({name: frozenset("a") for name in reversed(names)}), 1.0)
+    newest_first = [each.label for each in family.make_snapshots()]
     assert newest_first == ["a", "10", "010", "9", "1.10-b", "1.10", "1.9"]
 
 
@@ -504,38 +510,38 @@ def test_natural_order() -> None:
         ("qwen(-v(?P<version>[0-9]*))?", "qwen-v", "qwen-v"),
         ("qwen", "qwen-v1", None),
         ("", "", None),
-        (".*", "x" * (MODEL_BYTES + 1), None),
-        (".*", "ü" * (MODEL_BYTES // 2 + 1), None),
+        (".*", "x" * (MAX_MODEL_NAME_BYTES + 1), None),
+        (".*", "ü" * (MAX_MODEL_NAME_BYTES // 2 + 1), None),
         (".*", "\ud800", "\ud800"),
-        ("(?P<version>.*)", "9" * MODEL_BYTES, "9" * MODEL_BYTES),
+        ("(?P<version>.*)", "9" * MAX_MODEL_NAME_BYTES, "9" * MAX_MODEL_NAME_BYTES),
         (r"(?P<version>\d+)", "٣", "٣"),
         ("(?P<other>q)wen", "qwen", "qwen"),
     ],
 )
 def test_wrong_patterns_and_strange_names(match: str | None, name: str, label: str | None) -> None:
     """What a pattern makes of a name; None: it is no version."""
-    found = naming_of(name, terms(match=re.compile(match) if match is not None else None))
+    found = match_version(name, terms(match=re.compile(match) if match is not None else None))
     assert (found.label if found else None) == label
     family = ModelFamily(terms(match=re.compile(match) if match is not None else None))
-    family.look(VersionSight({name: frozenset("a")}), 1.0)
-    assert family.choose("key") == (name if label else None)
+    family.apply_facts(VersionFacts({name: frozenset("a")}), 1.0)
+    assert family.choose_version("key") == (name if label else None)
 
 
 def test_words_that_mean_a_version() -> None:
     pool = Rollout(match=re.compile("qwen-(?P<version>.*)"))
-    pool.family.look(VersionSight({"qwen-3": frozenset("a"), "qwen-v3": frozenset("a")}), 1.0)
-    assert pool.family.meant("3") == ["qwen-3"]
-    assert pool.family.meant("v3") == ["qwen-v3", "qwen-3"]
-    assert pool.family.meant("qwen-3") == ["qwen-3"]
-    assert pool.family.meant("vv3") == []
+    pool.family.apply_facts(VersionFacts({"qwen-3": frozenset("a"), "qwen-v3": frozenset("a")}), 1.0)
+    assert pool.family.find_versions("3") == ["qwen-3"]
+    assert pool.family.find_versions("v3") == ["qwen-v3", "qwen-3"]
+    assert pool.family.find_versions("qwen-3") == ["qwen-3"]
+    assert pool.family.find_versions("vv3") == []
 
 
 def test_a_name_of_two_families_belongs_to_both() -> None:
-    sight = VersionSight({"qwen-v1": frozenset("a")})
+    sight = VersionFacts({"qwen-v1": frozenset("a")})
     families = [ModelFamily(terms(match=NUMBERED)), ModelFamily(terms(match=re.compile("q.*")))]
     for family in families:
-        family.look(sight, 1.0)
-    assert [family.choose("key") for family in families] == ["qwen-v1", "qwen-v1"]
+        family.apply_facts(sight, 1.0)
+    assert [family.choose_version("key") for family in families] == ["qwen-v1", "qwen-v1"]
 
 
 def test_a_new_pattern_holds_from_the_next_look_on() -> None:
@@ -547,7 +553,7 @@ def test_a_new_pattern_holds_from_the_next_look_on() -> None:
     assert pool.look(v1="loading", v2="b") == "v2 cold, v2 open, v1 draining, v1 gone"
     pool.reconfigure(match=re.compile(r"qwen-(?P<version>.*)"))
     pool.look(v1="a", v2="b")
-    assert [each.label for each in pool.family.versions()] == ["v2", "v1"]
+    assert [each.label for each in pool.family.make_snapshots()] == ["v2", "v1"]
 
 
 @pytest.mark.parametrize("pattern", [NUMBERED, re.compile("other")])
@@ -555,13 +561,13 @@ def test_ten_thousand_names(pattern: re.Pattern[str]) -> None:
     """What is remembered of them is bounded, whatever comes."""
     family = ModelFamily(terms(match=pattern))
     for begin in (0, 10_000, 20_000):
-        family.look(
-            VersionSight({f"qwen-v{n}": frozenset("a") for n in range(begin, begin + 10_000)}), float(begin)
+        family.apply_facts(
+            VersionFacts({f"qwen-v{n}": frozenset("a") for n in range(begin, begin + 10_000)}), float(begin)
         )
-        assert family.choose("key") == (f"qwen-v{begin + 9_999}" if pattern is NUMBERED else None)
-    family.look(VersionSight({}), 1.0)
-    assert len(family.versions()) == (GONE_MOST if pattern is NUMBERED else 0)
-    assert len(family._namings) + len(family._others) <= NAMINGS_MOST
+        assert family.choose_version("key") == (f"qwen-v{begin + 9_999}" if pattern is NUMBERED else None)
+    family.apply_facts(VersionFacts({}), 1.0)
+    assert len(family.make_snapshots()) == (MAX_GONE_VERSIONS if pattern is NUMBERED else 0)
+    assert len(family._namings) + len(family._unmatched_names) <= MAX_KNOWN_NAMES
 
 
 def test_the_gone_that_went_first_are_forgotten_first() -> None:
@@ -569,10 +575,12 @@ def test_the_gone_that_went_first_are_forgotten_first() -> None:
     pool.look(v1="a", v2="a")
     pool.look(v1="a")
     family = pool.family
-    family.look(VersionSight({f"qwen-v{n}": frozenset("a") for n in range(10, 10 + GONE_MOST)}), 9.0)
-    family.look(VersionSight({}), 10.0)
-    names = {each.name for each in family.versions()}
-    assert len(names) == GONE_MOST
+    family.apply_facts(
+        VersionFacts({f"qwen-v{n}": frozenset("a") for n in range(10, 10 + MAX_GONE_VERSIONS)}), 9.0
+    )
+    family.apply_facts(VersionFacts({}), 10.0)
+    names = {each.name for each in family.make_snapshots()}
+    assert len(names) == MAX_GONE_VERSIONS
     assert not {"qwen-v1", "qwen-v2"} & names
 
 
@@ -580,11 +588,11 @@ def test_people_see_when_it_came_to_its_state() -> None:
     pool = Rollout(warms=True)
     pool.look(v1="a* b")
     pool.look("v1", v1="a* b")
-    (seen,) = pool.family.versions()
-    assert (seen.name, seen.label, seen.since) == ("qwen-v1", "1", 1.0)
-    assert seen.serving == {"a", "b"}
-    assert seen.warm == {"a"}
-    assert (seen.wanted, seen.drained, seen.used, seen.weight) == (True, False, True, 1.0)
+    (seen,) = pool.family.make_snapshots()
+    assert (seen.name, seen.label, seen.state_since) == ("qwen-v1", "1", 1.0)
+    assert seen.endpoints == {"a", "b"}
+    assert seen.warm_endpoints == {"a"}
+    assert (seen.is_desired, seen.is_drained, seen.is_used, seen.weight) == (True, False, True, 1.0)
 
 
 def test_membership_finds_what_a_pattern_matches_however_it_begins() -> None:
@@ -621,17 +629,17 @@ def test_membership_finds_what_a_pattern_matches_however_it_begins() -> None:
         "q",
         "x" * 300,
     ]
-    membership = Membership(families)
+    membership = FamilyIndex(families)
     for name in names:
-        expected = {each.name for each in families if naming_of(name, each) is not None}
-        assert set(membership.of(name)) == expected, name
-    assert membership.of("qwen-v1") != []
+        expected = {each.name for each in families if match_version(name, each) is not None}
+        assert set(membership.find_families(name)) == expected, name
+    assert membership.find_families("qwen-v1") != []
 
 
 def test_each_new_name_is_matched_once_however_many_ask() -> None:
     some = terms(match=re.compile(r"once-(?P<version>\d+)"))
     names = {f"once-{number}": frozenset({"a"}) for number in range(500)}
-    before = naming_by.cache_info().misses
-    assert all(Membership([some]).of(name) == [some.name] for name in names)
-    ModelFamily(some).look(VersionSight(names), 0.0)
-    assert naming_by.cache_info().misses - before == len(names)
+    before = parse_version.cache_info().misses
+    assert all(FamilyIndex([some]).find_families(name) == [some.name] for name in names)
+    ModelFamily(some).apply_facts(VersionFacts(names), 0.0)
+    assert parse_version.cache_info().misses - before == len(names)

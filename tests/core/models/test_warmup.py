@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.merging.grouping import BatchRule, Forming, Mode
+from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
 from dispatcher.core.models import warmup
 from dispatcher.core.models.warmup import (
-    CALLS_MOST,
-    FAULTS_TOLD,
-    LINES_MOST,
-    MERGED_MOST,
-    RECORDED_REPEAT_MOST,
+    MAX_CALLS,
+    MAX_FAULTS_SHOWN,
+    MAX_LINES,
+    MAX_MERGED_CALLS,
+    MAX_RECORDED_REPEAT,
     WarmupCall,
     WarmupFault,
     WarmupRequest,
     WarmupRules,
     WarmupSample,
-    line_of,
-    plan,
-    read_warmup,
+    encode_line,
+    parse_warmup,
+    plan_calls,
 )
 
 CHAT = "/v1/chat/completions"
@@ -33,7 +33,7 @@ RULES = WarmupRules(CHAT)
 
 
 def requests(*lines: str) -> tuple[WarmupRequest, ...]:
-    found = read_warmup("\n".join(lines).encode(), RULES)
+    found = parse_warmup("\n".join(lines).encode(), RULES)
     return right(found)
 
 
@@ -44,7 +44,7 @@ def right(found: tuple[WarmupRequest, ...] | tuple[WarmupFault, ...]) -> tuple[W
 
 
 def faults(text: str | bytes, rules: WarmupRules = RULES) -> list[str]:
-    found = read_warmup(text.encode() if isinstance(text, str) else text, rules)
+    found = parse_warmup(text.encode() if isinstance(text, str) else text, rules)
     assert all(isinstance(each, WarmupFault) for each in found), found
     return [str(each) for each in found]
 
@@ -70,7 +70,7 @@ def test_lines_of_batch_files_are_such_lines() -> None:
 
 def test_the_gateways_own_path_needs_no_leave() -> None:
     text = b'{"url": "/infer", "body": {"model": "q"}}'
-    assert read_warmup(text, WarmupRules("/infer")) == (WarmupRequest("/infer", b'{"model": "q"}'),)
+    assert parse_warmup(text, WarmupRules("/infer")) == (WarmupRequest("/infer", b'{"model": "q"}'),)
 
 
 @pytest.mark.parametrize(
@@ -130,25 +130,25 @@ def test_what_is_no_text_is_told() -> None:
 
 def test_many_faults_are_counted() -> None:
     told = faults("\n".join(["{}"] * 50))
-    assert len(told) == FAULTS_TOLD + 1
+    assert len(told) == MAX_FAULTS_SHOWN + 1
     assert told[-1] == "and 30 more"
 
 
 def test_a_file_is_bounded() -> None:
     line = '{"body": {"model": "q"}}'
-    assert len(requests(*[line] * LINES_MOST)) == LINES_MOST
-    assert faults("\n".join([line] * (LINES_MOST + 1))) == ["has 1,001 requests, 1,000 at most"]
+    assert len(requests(*[line] * MAX_LINES)) == MAX_LINES
+    assert faults("\n".join([line] * (MAX_LINES + 1))) == ["has 1,001 requests, 1,000 at most"]
     often = '{"body": {"model": "q"}, "repeat": 1000}'
     assert len(requests(*[often] * 10)) == 10
     assert faults("\n".join([often] * 11)) == ["asks for 11,000 calls with all repeats, 10,000 at most"]
-    assert faults(b" " * (warmup.FILE_BYTES_MOST + 1)) == ["is larger than 10 MB"]
+    assert faults(b" " * (warmup.MAX_FILE_BYTES + 1)) == ["is larger than 10 MB"]
     (said,) = faults(line, WarmupRules(CHAT, max_body_bytes=5))
     assert said == "line 1: body: 14 bytes, at most 5 are accepted"
 
 
 @given(st.binary(max_size=200) | st.text(st.sampled_from('{}[]":,\n\\u urlbodyrepeatmodel01'), max_size=80))
 def test_whatever_is_in_a_file_is_judged(text: bytes | str) -> None:
-    found = read_warmup(text if isinstance(text, bytes) else text.encode(), RULES)
+    found = parse_warmup(text if isinstance(text, bytes) else text.encode(), RULES)
     assert found
     assert len({type(each) for each in found}) == 1
 
@@ -158,7 +158,7 @@ def test_whatever_is_in_a_file_is_judged(text: bytes | str) -> None:
 
 def rule(**forming: Any) -> BatchRule:
     return BatchRule(
-        ("/v1/embeddings",), SHAPES["embeddings"], Mode.ON, Forming(**{"max_size": 32, **forming})
+        ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(**{"max_size": 32, **forming})
     )
 
 
@@ -168,7 +168,7 @@ def embedding(text: str = "a", items: int = 0, repeat: int = 1) -> WarmupRequest
 
 
 def calls(*given: WarmupRequest, rules: Any = (), **more: Any) -> list[WarmupCall]:
-    return list(plan(given, rules, "qwen-v2", **more))
+    return list(plan_calls(given, rules, "qwen-v2", **more))
 
 
 def test_each_request_goes_as_often_as_it_says_to_the_version() -> None:
@@ -205,7 +205,7 @@ def test_no_call_is_larger_than_its_rule_allows(
 
 
 def test_the_longest_list_that_a_server_takes_counts_too() -> None:
-    few = BatchRule(("/v1/*",), SHAPES["embeddings"], Mode.ON, Forming(32, (4, 16)), max_items=8)
+    few = BatchRule(("/v1/*",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(32, (4, 16)), max_items=8)
     assert [call.items for call in calls(embedding(), rules=[few])] == [1, 4]
 
 
@@ -216,7 +216,7 @@ def test_the_first_rule_that_has_the_path_counts() -> None:
 def test_the_plan_is_bounded() -> None:
     sizes = tuple(range(2, 33))
     found = calls(*[embedding(str(number)) for number in range(100)], rules=[rule(preferred_sizes=sizes)])
-    assert sum(call.items > 1 for call in found) == MERGED_MOST
+    assert sum(call.items > 1 for call in found) == MAX_MERGED_CALLS
     assert sum(call.items == 1 for call in found) == 100
     assert [call.items for call in calls(embedding("x" * 100), rules=[rule()], most_bytes=1000)] == [1]
 
@@ -234,29 +234,29 @@ def body(text: str, model: str = "q") -> bytes:
 
 
 def read_back(sample: WarmupSample) -> tuple[WarmupRequest, ...]:
-    written = b"".join(map(line_of, sample.requests()))
-    assert len(written) <= warmup.FILE_BYTES_MOST
-    return right(read_warmup(written, WarmupRules("/none", ("/*",))))
+    written = b"".join(map(encode_line, sample.list_requests()))
+    assert len(written) <= warmup.MAX_FILE_BYTES
+    return right(parse_warmup(written, WarmupRules("/none", ("/*",))))
 
 
 def test_equal_bodies_are_one_line_with_a_count() -> None:
     sample = WarmupSample(10)
     for text in ("a", "b", "a", "a"):
-        sample.add(CHAT, body(text))
+        sample.add_request(CHAT, body(text))
     for _ in range(50):
-        sample.add(CHAT, body("often"))
-    assert sample.seen == 54
+        sample.add_request(CHAT, body("often"))
+    assert sample.offered_count == 54
     counts = {json.loads(each.body)["prompt"]: each.repeat for each in read_back(sample)}
-    assert counts == {"a": 3, "b": 1, "often": RECORDED_REPEAT_MOST}
+    assert counts == {"a": 3, "b": 1, "often": MAX_RECORDED_REPEAT}
 
 
 def test_all_sizes_and_paths_are_there_however_rare() -> None:
     sample = WarmupSample(8)
     for number in range(1000):
-        sample.add(CHAT, body(f"{number:03}"))
+        sample.add_request(CHAT, body(f"{number:03}"))
     for size in (200, 2000, 20_000):
-        sample.add(CHAT, body("x" * size))
-    sample.add("/v1/embeddings", body("rare"))
+        sample.add_request(CHAT, body("x" * size))
+    sample.add_request("/v1/embeddings", body("rare"))
     found = read_back(sample)
     assert len(found) == 8
     assert {each.url for each in found} == {CHAT, "/v1/embeddings"}
@@ -265,20 +265,20 @@ def test_all_sizes_and_paths_are_there_however_rare() -> None:
 
 def test_what_is_met_often_stays() -> None:
     sample = WarmupSample(2)
-    sample.add(CHAT, body("a"))
-    sample.add(CHAT, body("b"))
-    sample.add(CHAT, body("a"))
-    sample.add(CHAT, body("x" * 500))
+    sample.add_request(CHAT, body("a"))
+    sample.add_request(CHAT, body("b"))
+    sample.add_request(CHAT, body("a"))
+    sample.add_request(CHAT, body("x" * 500))
     assert [(len(each.body) > 100, each.repeat) for each in read_back(sample)] == [(False, 2), (True, 1)]
 
 
 def test_the_sample_is_bounded_in_bytes_too() -> None:
-    sample = WarmupSample(1000, most_bytes=10_000)
+    sample = WarmupSample(1000, max_bytes=10_000)
     for number in range(500):
-        sample.add(CHAT, body(f"{number} " + "x" * (number % 300)))
-    sample.add(CHAT, body("x" * 20_000))
-    assert sum(len(line_of(each)) for each in read_back(sample)) <= 10_000
-    assert len(sample.requests()) > 20
+        sample.add_request(CHAT, body(f"{number} " + "x" * (number % 300)))
+    sample.add_request(CHAT, body("x" * 20_000))
+    assert sum(len(encode_line(each)) for each in read_back(sample)) <= 10_000
+    assert len(sample.list_requests()) > 20
 
 
 @pytest.mark.parametrize(
@@ -296,13 +296,13 @@ def test_the_sample_is_bounded_in_bytes_too() -> None:
 )
 def test_what_would_be_none_of_a_warmup_is_passed_over(url: str, given: bytes) -> None:
     sample = WarmupSample(10)
-    sample.add(url, given)
-    assert (sample.seen, sample.requests()) == (0, [])
+    sample.add_request(url, given)
+    assert (sample.offered_count, sample.list_requests()) == (0, [])
 
 
 def test_a_body_of_several_lines_becomes_one() -> None:
     sample = WarmupSample(10)
-    sample.add(CHAT, b' {\n "model": "q",\r\n "prompt": "\\ud83d\\ude00 a\\nb", "n": 1.50\n}\n')
+    sample.add_request(CHAT, b' {\n "model": "q",\r\n "prompt": "\\ud83d\\ude00 a\\nb", "n": 1.50\n}\n')
     (found,) = read_back(sample)
     assert json.loads(found.body) == {"model": "q", "prompt": "\U0001f600 a\nb", "n": 1.5}
     assert b"1.50" in found.body
@@ -312,9 +312,9 @@ def test_a_body_of_several_lines_becomes_one() -> None:
 def test_each_line_that_is_recorded_was_shown(shown: list[tuple[str, str]]) -> None:
     sample = WarmupSample(7)
     for url, text in shown:
-        sample.add(url, body(text))
+        sample.add_request(url, body(text))
     found = read_back(sample) if shown else ()
     assert len(found) == min(7, len(set(shown)))
     for each in found:
         assert (each.url, json.loads(each.body)["prompt"]) in shown
-    assert sum(each.repeat for each in found) <= CALLS_MOST
+    assert sum(each.repeat for each in found) <= MAX_CALLS

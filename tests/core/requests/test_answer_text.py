@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.requests.answer_text import content
+from dispatcher.core.requests.answer_text import extract_answer_text
 
 
 def chat(said: Any, **more: Any) -> dict[str, Any]:
@@ -41,7 +41,7 @@ CALLED = [{"id": "c", "function": {"name": "f"}}]
     ],
 )
 def test_the_words_of_an_answer(answer: dict[str, Any], words: str) -> None:
-    assert content(json.dumps(answer).encode()) == words
+    assert extract_answer_text(json.dumps(answer).encode()) == words
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,18 @@ def test_the_words_of_an_answer(answer: dict[str, Any], words: str) -> None:
     ],
 )
 def test_an_answer_without_words_has_none(answer: Any) -> None:
-    assert content(json.dumps(answer).encode()) is None
+    assert extract_answer_text(json.dumps(answer).encode()) is None
 
 
 @pytest.mark.parametrize("body", [b"", b"Paris", b"{", b"\xff", b"[" * 5000])
 def test_what_is_no_json_has_no_words(body: bytes) -> None:
-    assert content(body) is None
+    assert extract_answer_text(body) is None
 
 
 @given(st.text())
 def test_words_come_out_as_they_went_in(words: str) -> None:
     for answer in (chat(words), {"choices": [{"text": words}]}, {"output": [output_text(words)]}):
-        assert content(json.dumps(answer).encode()) == words
+        assert extract_answer_text(json.dumps(answer).encode()) == words
 
 
 json_values = st.recursive(
@@ -92,4 +92,4 @@ json_values = st.recursive(
 
 @given(json_values)
 def test_whatever_the_answer_it_has_words_or_none(answer: Any) -> None:
-    assert isinstance(content(json.dumps(answer).encode()), str | None)
+    assert isinstance(extract_answer_text(json.dumps(answer).encode()), str | None)

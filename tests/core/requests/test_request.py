@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.requests.oversize import ENVELOPE_BYTES, cut
-from dispatcher.core.requests.request import Rejection, Request, encode_member, parse
-from dispatcher.core.requests.result import ErrorCode, answered, decode_result, failed, misdirected
-from dispatcher.core.requests.score import deadline_of_score, score_of
+from dispatcher.core.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
+from dispatcher.core.requests.request import Rejection, Request, encode_member, parse_member
+from dispatcher.core.requests.result import (
+    ErrorCode,
+    decode_result,
+    encode_answer,
+    encode_bad_list,
+    encode_failure,
+)
+from dispatcher.core.requests.score import compute_score, decode_deadline
 
 INTERNAL = b'"internal":{"request_token":"tok","result_queue_name":"list"}'
 
@@ -21,13 +27,13 @@ def member(data: str | bytes, *, internal: bytes = INTERNAL, kind: str = '"redis
 
 
 def rejected(text: bytes) -> Rejection:
-    found = parse(text)
+    found = parse_member(text)
     assert isinstance(found, Rejection), found
     return found
 
 
 def accepted(text: bytes) -> Request:
-    found = parse(text)
+    found = parse_member(text)
     assert isinstance(found, Request), found
     return found
 
@@ -39,7 +45,7 @@ def test_every_field_of_the_contract_is_read() -> None:
      "data": {"id": "r-1", "created": 1764044000, "deadline": 1764047600, "payload": {"model": "m" },
       "metadata": {"userid": "t1"}, "headers": {"x-a": "b"}, "endpoint": "/v1/chat/completions", "new": []},
      "else": null}"""
-    assert parse(text) == Request(
+    assert parse_member(text) == Request(
         id="r-1",
         deadline=1764047600,
         payload=b'{"model": "m" }',
@@ -74,7 +80,7 @@ def test_every_field_of_the_contract_is_read() -> None:
     ids=["absent", "null", "null-inside-internal"],
 )
 def test_optional_fields_may_be_absent_or_null(text: bytes) -> None:
-    assert parse(text) == Request(id="r", deadline=1, payload=b"{}", kind="plain")
+    assert parse_member(text) == Request(id="r", deadline=1, payload=b"{}", kind="plain")
 
 
 PAYLOADS = {
@@ -276,8 +282,8 @@ def test_a_time_of_birth_that_is_no_unix_time_is_not_known(created: int) -> None
 
 def test_a_large_payload_is_refused_by_its_own_size() -> None:
     text = member('{"id":"r","deadline":1,"payload":{"a":"%s"}}' % ("x" * 92))
-    assert isinstance(parse(text, max_payload_bytes=100), Request)
-    found = parse(text, max_payload_bytes=99)
+    assert isinstance(parse_member(text, max_payload_bytes=100), Request)
+    found = parse_member(text, max_payload_bytes=99)
     assert isinstance(found, Rejection)
     assert (found.code, found.id, found.token, found.results) == (ErrorCode.TOO_LARGE, "r", "tok", "list")
     assert "100 bytes, at most 99" in found.message
@@ -318,22 +324,22 @@ def test_what_would_be_rejected_is_not_encoded(arguments: tuple[str, Any, int], 
 
 def test_an_answer_is_the_body_as_a_string() -> None:
     body = '{"text":"é 🙂 \\u0000 \u2028"}'.encode()
-    assert json.loads(answered("r", 200, body)) == {
+    assert json.loads(encode_answer("r", 200, body)) == {
         "id": "r",
         "status_code": 200,
         "payload": body.decode(),
     }
-    assert json.loads(answered("r", 404, b"")) == {"id": "r", "status_code": 404, "payload": ""}
+    assert json.loads(encode_answer("r", 404, b"")) == {"id": "r", "status_code": 404, "payload": ""}
 
 
 def test_bytes_that_are_not_utf8_are_replaced_and_said_so() -> None:
-    result = json.loads(answered("r", 200, b"ab\xff\xed\xa0\x80c"))
+    result = json.loads(encode_answer("r", 200, b"ab\xff\xed\xa0\x80c"))
     assert result["payload"] == "ab\ufffd\ufffd\ufffd\ufffdc"
     assert result["payload_note"] == "not UTF-8 from byte 2 on: invalid bytes replaced"
 
 
 def test_a_failure_has_the_shape_of_the_contract() -> None:
-    assert json.loads(failed("r-1", ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")) == {
+    assert json.loads(encode_failure("r-1", ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")) == {
         "id": "r-1",
         "payload": '{"error":"deadline exceeded"}',
         "error_code": "DEADLINE_EXCEEDED",
@@ -342,10 +348,10 @@ def test_a_failure_has_the_shape_of_the_contract() -> None:
 
 
 def test_a_result_names_the_version_that_answered_or_failed_and_says_nothing_where_there_is_none() -> None:
-    assert json.loads(answered("r", 200, b"{}", version="m-v2"))["model_version"] == "m-v2"
-    told = failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", version="m-v2")
+    assert json.loads(encode_answer("r", 200, b"{}", version="m-v2"))["model_version"] == "m-v2"
+    told = encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", version="m-v2")
     assert json.loads(told)["model_version"] == "m-v2"
-    assert "model_version" not in json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no"))
+    assert "model_version" not in json.loads(encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no"))
 
 
 @pytest.mark.parametrize("field", ["version", "endpoints"])
@@ -358,14 +364,16 @@ def test_no_member_says_as_what_or_where_it_is_sent(field: str) -> None:
 
 
 def test_a_failure_after_an_answer_carries_it() -> None:
-    assert json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=502, body=b"bad gateway")) == {
+    assert json.loads(
+        encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=502, body=b"bad gateway")
+    ) == {
         "id": "r",
         "status_code": 502,
         "payload": "bad gateway",
         "error_code": "RETRIES_EXHAUSTED",
         "error_message": "no",
     }
-    empty = json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=500, body=b""))
+    empty = json.loads(encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=500, body=b""))
     assert (empty["status_code"], empty["payload"]) == (500, '{"error":"no"}')
 
 
@@ -378,23 +386,23 @@ def test_results_are_decoded_with_what_others_add() -> None:
 
 
 def test_scores_tell_the_deadline_and_order_by_priority() -> None:
-    assert score_of(1764047600) == 1764047600.0
-    assert score_of(1764047600, 0) == 1764047600.0
-    assert score_of(1764047600, 9) == 901764047600.0
-    assert deadline_of_score(score_of(1764047600, 9)) == 1764047600
+    assert compute_score(1764047600) == 1764047600.0
+    assert compute_score(1764047600, 0) == 1764047600.0
+    assert compute_score(1764047600, 9) == 901764047600.0
+    assert decode_deadline(compute_score(1764047600, 9)) == 1764047600
     for foreign in (-1.0, float("inf"), float("-inf"), float("nan")):
-        assert deadline_of_score(foreign) == 0
+        assert decode_deadline(foreign) == 0
     for priority in (-1, 10):
         with pytest.raises(ValueError, match="must be 0"):
-            score_of(1, priority)
+            compute_score(1, priority)
 
 
 @pytest.mark.parametrize(
     "beside",
     [
         pytest.param(b',"labels":{' + b",".join(b'"k%d":""' % at for at in range(9000)) + b"}", id="labels"),
-        pytest.param(b',"labels":{"a":"' + b"x" * ENVELOPE_BYTES + b'"}', id="one label"),
-        pytest.param(b',"made-up":[' + b"1," * ENVELOPE_BYTES + b"1]", id="an unknown field"),
+        pytest.param(b',"labels":{"a":"' + b"x" * MAX_ENVELOPE_BYTES + b'"}', id="one label"),
+        pytest.param(b',"made-up":[' + b"1," * MAX_ENVELOPE_BYTES + b"1]", id="an unknown field"),
     ],
 )
 @pytest.mark.parametrize("payload", [b'{"a":1}', b'{"a":"\\ud800"}'], ids=["payload", "lone surrogate"])
@@ -403,7 +411,7 @@ def test_what_stands_beside_a_payload_has_a_bound_and_is_not_decoded_beyond_it(
 ) -> None:
     text = b'{"internal":{"request_token":"t"' + beside + b'},"request_kind":"redis",'
     text += b'"data":{"id":"r","deadline":1,"payload":' + payload + b"}}"
-    found = parse(text)
+    found = parse_member(text)
     assert isinstance(found, Rejection)
     assert found.code is ErrorCode.TOO_LARGE
     assert "beside its payload" in found.message
@@ -412,7 +420,7 @@ def test_what_stands_beside_a_payload_has_a_bound_and_is_not_decoded_beyond_it(
 def test_a_large_payload_may_hold_anything_that_json_may() -> None:
     inside = b'"\\n\\\\ud800 \\ud83d\\ude00 \\ud800",' * 5000
     payload = b'{"a":[' + inside + b'""]}'
-    found = parse(member(b'{"id":"r","deadline":1,"payload":' + payload + b"}"))
+    found = parse_member(member(b'{"id":"r","deadline":1,"payload":' + payload + b"}"))
     assert isinstance(found, Request)
     assert found.payload == payload
 
@@ -420,20 +428,20 @@ def test_a_large_payload_may_hold_anything_that_json_may() -> None:
 def test_a_member_that_was_cut_tells_whom_to_answer_as_far_as_its_head_does() -> None:
     internal = b'{"internal":{"request_token":"t","result_queue_name":"mine"},"request_kind":"redis",'
     whole = internal + b'"data":{"id":"r","deadline":1,"payload":{"a":"' + b"x" * 10**5 + b'"}}}'
-    found = parse(cut(whole))
+    found = parse_member(cut_member(whole))
     assert found == Rejection(
         ErrorCode.TOO_LARGE, f"member: {len(whole)} bytes are too many to be moved", "r", "t", "mine"
     )
     behind = internal + b'"data":{"payload":{"a":"' + b"x" * 10**5 + b'","id":"no"},"id":"r","deadline":1}}'
-    found = parse(cut(behind))
+    found = parse_member(cut_member(behind))
     assert isinstance(found, Rejection)
     assert (found.code, found.id, found.token) == (ErrorCode.TOO_LARGE, None, "t")
 
 
 def test_a_result_that_may_not_go_where_it_should_says_so_in_few_words() -> None:
-    told = decode_result(misdirected("r-1", "x" * 5000 + "\ud800", token="t"))
+    told = decode_result(encode_bad_list("r-1", "x" * 5000 + "\ud800", token="t"))
     assert (told.id, told.error_code, told.request_token) == ("r-1", ErrorCode.INVALID_REQUEST, "t")
     assert told.error_message is not None
     assert told.error_message.startswith("internal.result_queue_name: xxx")
     assert len(told.error_message) < 300
-    assert "?" in (decode_result(misdirected("r-1", "\ud800")).error_message or "")
+    assert "?" in (decode_result(encode_bad_list("r-1", "\ud800")).error_message or "")

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.patterns import any_fits, fits
-from dispatcher.core.requests.result_lists import usual
+from dispatcher.core.patterns import matches_any, matches_pattern
+from dispatcher.core.requests.result_lists import default_patterns
 
 
 @given(st.text("ab*", max_size=8), st.text("ab", max_size=12))
 def test_an_asterisk_stands_for_any_characters_and_all_else_for_itself(pattern: str, name: str) -> None:
     expected = re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
-    assert fits(pattern, name) is expected
+    assert matches_pattern(pattern, name) is expected
 
 
 def test_many_asterisks_take_no_longer() -> None:
     began = time.process_time()
-    assert not fits("*a" * 50 + "*b", "a" * 100_000)
+    assert not matches_pattern("*a" * 50 + "*b", "a" * 100_000)
     assert time.process_time() - began < 1.0
 
 
@@ -41,4 +41,4 @@ def test_many_asterisks_take_no_longer() -> None:
     ],
 )
 def test_usual_lists(queue: str, results: str, name: str, allowed: bool) -> None:
-    assert any_fits(usual(queue, results), name) is allowed
+    assert matches_any(default_patterns(queue, results), name) is allowed

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from dispatcher.core.gateway.outcome import Refused
 from dispatcher.core.requests.headers import (
-    DOUBTFUL,
-    DOUBTFUL_PREFIXES,
-    NOT_PASSED_ON,
-    PREFIXES_NOT_PASSED_ON,
+    FORBIDDEN_HEADERS,
+    FORBIDDEN_PREFIXES,
+    RESTRICTED_HEADERS,
+    RESTRICTED_PREFIXES,
 )
-from dispatcher.core.requests.request import Request, encode_member, parse
-from dispatcher.core.requests.routing import ENDPOINT_MOST, Route
+from dispatcher.core.requests.request import Request, encode_member, parse_member
+from dispatcher.core.requests.routing import MAX_ENDPOINT_CHARS, Route
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -45,14 +45,14 @@ def a_request(
     request_id: str = "r-1",
 ) -> Request:
     member = encode_member(request_id, b"{}", 2_000_000_000, headers=headers or {}, metadata=metadata or {})
-    request = parse(member)
+    request = parse_member(member)
     assert isinstance(request, Request)
     return request
 
 
 @pytest.mark.parametrize("endpoint", ["", "/v1/completions", "/v1/chat/completions", "/v1/a-b_c.d~e/"])
 def test_default_and_allowed_paths_are_taken(endpoint: str) -> None:
-    assert route().path(endpoint) == (endpoint or "/v1/completions")
+    assert route().choose_path(endpoint) == (endpoint or "/v1/completions")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_default_and_allowed_paths_are_taken(endpoint: str) -> None:
     ],
 )
 def test_other_paths_are_refused_with_the_reason(endpoint: str, why: str) -> None:
-    refused = route().path(endpoint)
+    refused = route().choose_path(endpoint)
     assert isinstance(refused, Refused)
     assert why in refused.why
 
@@ -90,7 +90,7 @@ def test_patterns_with_any_number_of_stars_mean_what_they_always_did(
 ) -> None:
     endpoint, allowed = "/x" + "".join(path), "/x" + "".join(pattern)
     meant = re.compile(".*".join(map(re.escape, allowed.split("*"))))
-    taken = route(allowed_paths=[allowed]).path(endpoint)
+    taken = route(allowed_paths=[allowed]).choose_path(endpoint)
     if isinstance(taken, Refused) and "plain" in taken.why:
         return
     assert isinstance(taken, str) is (meant.fullmatch(endpoint) is not None or endpoint == "/v1/completions")
@@ -106,7 +106,7 @@ def test_no_path_costs_much_more_than_another_however_many_stars_there_are(allow
         for _ in range(5):
             began = time.process_time_ns()
             for _ in range(20):
-                assert isinstance(rules.path(endpoint), Refused)
+                assert isinstance(rules.choose_path(endpoint), Refused)
             spent.append(time.process_time_ns() - began)
         return min(spent)
 
@@ -118,26 +118,28 @@ def test_no_path_costs_much_more_than_another_however_many_stars_there_are(allow
 
 def test_path_has_a_bound_before_anything_is_matched() -> None:
     rules = route(allowed_paths=["/v1/*"])
-    assert rules.path("/v1/" + "a" * (ENDPOINT_MOST - 4)) == "/v1/" + "a" * (ENDPOINT_MOST - 4)
-    refused = rules.path("/v1/" + "a" * (ENDPOINT_MOST - 3))
-    assert refused == Refused(f"data.endpoint: longer than {ENDPOINT_MOST} characters")
+    assert rules.choose_path("/v1/" + "a" * (MAX_ENDPOINT_CHARS - 4)) == "/v1/" + "a" * (
+        MAX_ENDPOINT_CHARS - 4
+    )
+    refused = rules.choose_path("/v1/" + "a" * (MAX_ENDPOINT_CHARS - 3))
+    assert refused == Refused(f"data.endpoint: longer than {MAX_ENDPOINT_CHARS} characters")
 
 
 def test_no_path_is_allowed_but_the_default_where_none_is_named() -> None:
-    assert route(allowed_paths=()).path("") == "/v1/completions"
-    assert isinstance(route(allowed_paths=()).path("/v1/chat/completions"), Refused)
+    assert route(allowed_paths=()).choose_path("") == "/v1/completions"
+    assert isinstance(route(allowed_paths=()).choose_path("/v1/chat/completions"), Refused)
 
 
 def test_star_stands_for_any_characters_and_all_else_for_itself() -> None:
     narrow = route(allowed_paths=("/v1/*/generate", "/a.b"))
-    assert narrow.path("/v1/m/x/generate") == "/v1/m/x/generate"
-    assert narrow.path("/a.b") == "/a.b"
-    assert isinstance(narrow.path("/aXb"), Refused)
+    assert narrow.choose_path("/v1/m/x/generate") == "/v1/m/x/generate"
+    assert narrow.choose_path("/a.b") == "/a.b"
+    assert isinstance(narrow.choose_path("/aXb"), Refused)
 
 
 @given(st.text("/v1.%2eE\\ab?#:@\r\n ", max_size=30))
 def test_no_path_that_is_sent_can_be_read_in_two_ways(endpoint: str) -> None:
-    path = route(allowed_paths=("*",)).path(endpoint)
+    path = route(allowed_paths=("*",)).choose_path(endpoint)
     if isinstance(path, str):
         assert path.startswith("/")
         assert not path.startswith("//")
@@ -146,7 +148,7 @@ def test_no_path_that_is_sent_can_be_read_in_two_ways(endpoint: str) -> None:
 
 
 def test_request_without_anything_has_exactly_our_headers() -> None:
-    assert route().headers_for(a_request(), "") == {
+    assert route().build_headers(a_request(), "") == {
         "accept": "*/*",
         "accept-encoding": "identity",
         "content-type": "application/json",
@@ -156,7 +158,7 @@ def test_request_without_anything_has_exactly_our_headers() -> None:
 
 
 def test_credentials_objective_fairness_and_trace_are_ours_to_set() -> None:
-    sent = route(objective="batch", headers={"X-Team": "blue"}).headers_for(
+    sent = route(objective="batch", headers={"X-Team": "blue"}).build_headers(
         a_request(
             {"x-team": "mine", "authorization": "mine", "x-own": "1"},
             {"userid": "tenant 1", "traceparent": TRACE, "other": "x"},
@@ -172,12 +174,12 @@ def test_credentials_objective_fairness_and_trace_are_ours_to_set() -> None:
 
 @pytest.mark.parametrize("metadata", [{}, {"userid": ""}, {"traceparent": "00-x"}])
 def test_what_metadata_does_not_hold_is_not_sent(metadata: dict[str, str]) -> None:
-    sent = route().headers_for(a_request(metadata=metadata), "")
+    sent = route().build_headers(a_request(metadata=metadata), "")
     assert not {"x-llm-d-inference-fairness-id", "traceparent"} & set(sent)
 
 
 @given(
-    st.sampled_from(sorted(NOT_PASSED_ON) + [prefix + "x" for prefix in PREFIXES_NOT_PASSED_ON]),
+    st.sampled_from(sorted(FORBIDDEN_HEADERS) + [prefix + "x" for prefix in FORBIDDEN_PREFIXES]),
     st.randoms(use_true_random=False),
 )
 def test_no_spelling_of_a_header_that_is_not_the_callers_gets_through(name: str, chance: object) -> None:
@@ -185,19 +187,22 @@ def test_no_spelling_of_a_header_that_is_not_the_callers_gets_through(name: str,
         chance.choice((letter.upper(), letter, "_" if letter == "-" else letter))  # type: ignore[attr-defined]
         for letter in name
     )
-    before = route().headers_for(a_request(), "")
-    assert route().headers_for(a_request({spelt: "evil"}), "") == before
+    before = route().build_headers(a_request(), "")
+    assert route().build_headers(a_request({spelt: "evil"}), "") == before
 
 
-@given(st.sampled_from(sorted(DOUBTFUL) + [prefix + "x" for prefix in DOUBTFUL_PREFIXES]), st.booleans())
+@given(
+    st.sampled_from(sorted(RESTRICTED_HEADERS) + [prefix + "x" for prefix in RESTRICTED_PREFIXES]),
+    st.booleans(),
+)
 def test_who_the_caller_is_and_what_he_is_after_is_told_by_no_header_that_nobody_allowed(
     name: str, underscored: bool
 ) -> None:
     spelt = name.replace("-", "_").upper() if underscored else name
     assert name not in {
-        sent.replace("_", "-") for sent in route().headers_for(a_request({spelt: "evil"}), "")
+        sent.replace("_", "-") for sent in route().build_headers(a_request({spelt: "evil"}), "")
     }
-    assert spelt.lower() in route(allowed_headers=(name,)).headers_for(a_request({spelt: "meant"}), "")
+    assert spelt.lower() in route(allowed_headers=(name,)).build_headers(a_request({spelt: "meant"}), "")
 
 
 @pytest.mark.parametrize(
@@ -209,12 +214,12 @@ def test_only_headers_that_the_operator_allows_pass_and_some_never_do(
 ) -> None:
     never = {"host": "evil", "x-llm-d-inference-objective": "evil", "authorization": "evil"}
     given_ = {"X-Own": "1", "X-Api-Key": "k", "baggage": "k=v", **never}
-    ours = route().headers_for(a_request(), "")
-    assert set(route(allowed_headers=allowed).headers_for(a_request(given_), "")) - set(ours) == passed
+    ours = route().build_headers(a_request(), "")
+    assert set(route(allowed_headers=allowed).build_headers(a_request(given_), "")) - set(ours) == passed
 
 
 def test_headers_that_the_connection_header_names_stay_behind() -> None:
-    sent = route().headers_for(a_request({"connection": "close, X-Hop", "x-hop": "1", "x-far": "2"}), "")
+    sent = route().build_headers(a_request({"connection": "close, X-Hop", "x-hop": "1", "x-far": "2"}), "")
     assert "x-hop" not in sent
     assert sent["x-far"] == "2"
 
@@ -224,7 +229,7 @@ def test_headers_that_the_connection_header_names_stay_behind() -> None:
     [("r/1:a%", "r/1:a%"), ("a b", "a%20b"), ("é\r\nx: y", "%C3%A9%0D%0Ax:%20y")],
 )
 def test_id_that_is_no_header_value_is_escaped(request_id: str, sent: str) -> None:
-    assert route().headers_for(a_request(request_id=request_id), "")["x-request-id"] == sent
+    assert route().build_headers(a_request(request_id=request_id), "")["x-request-id"] == sent
 
 
 def directed(endpoints: str, headers: Mapping[str, str] | None = None) -> Request:
@@ -233,11 +238,11 @@ def directed(endpoints: str, headers: Mapping[str, str] | None = None) -> Reques
 
 def test_endpoints_go_in_the_header_that_the_settings_name() -> None:
     rules = Route(Options(), user_agent="us/1", subset_header="X-Subset")
-    assert rules.headers_for(directed("10.0.0.1:80,[fd00::1]:80"), "")["x-subset"] == (
+    assert rules.build_headers(directed("10.0.0.1:80,[fd00::1]:80"), "")["x-subset"] == (
         "10.0.0.1:80,[fd00::1]:80"
     )
-    assert "x-subset" not in rules.headers_for(directed(""), "")
-    assert "10.0.0.1:80" not in route().headers_for(directed("10.0.0.1:80"), "").values()
+    assert "x-subset" not in rules.build_headers(directed(""), "")
+    assert "10.0.0.1:80" not in route().build_headers(directed("10.0.0.1:80"), "").values()
 
 
 @pytest.mark.parametrize("name", ["x-subset", "X-Subset", "x_subset"])
@@ -245,9 +250,9 @@ def test_endpoints_go_in_the_header_that_the_settings_name() -> None:
 def test_no_caller_says_to_which_endpoints_his_request_goes(name: str, endpoints: str) -> None:
     request = directed(endpoints, {name: "10.0.0.9:80", "x-own": "1"})
     options = Options(allowed_headers=["x-*"])
-    sent = Route(options, user_agent="us/1", subset_header="x-subset").headers_for(request, "")
+    sent = Route(options, user_agent="us/1", subset_header="x-subset").build_headers(request, "")
     assert "10.0.0.9:80" not in sent.values()
     assert sent.get("x-subset", "") == endpoints
     assert sent["x-own"] == "1"
-    other = Route(options, user_agent="us/1").headers_for(request, "")
+    other = Route(options, user_agent="us/1").build_headers(request, "")
     assert other[name.lower()] == "10.0.0.9:80", "where nothing is told by it, it is a header like others"

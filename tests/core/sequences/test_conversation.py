@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.sequences.conversation import NotCarried, left, spoken
+from dispatcher.core.sequences.conversation import CannotContinue, build_payload, encode_conversation
 
 MOST = 1 << 20
 texts = st.text(max_size=30)
@@ -74,14 +74,14 @@ def test_what_the_server_sees_is_the_conversation_kept_by_hand(
     carried, by_hand = b"", list[str]()
     for own, other, first, message in turns:
         body = body_of(own, other, first)
-        sent = spoken(body, carried, MOST)
+        sent = build_payload(body, carried, MOST)
         assert isinstance(sent, bytes), sent
         by_hand += own
         if carried:
             assert sent == body_of(by_hand, other, first)
         else:
             assert sent == body, "the first goes as it is"
-        carried = left(sent, answer_of(message), MOST)
+        carried = encode_conversation(sent, answer_of(message), MOST)
         by_hand.append(message)
         assert json.loads(carried) == [json.loads(each) for each in by_hand]
         assert carried == b"[" + ",".join(by_hand).encode() + b"]"
@@ -90,16 +90,19 @@ def test_what_the_server_sees_is_the_conversation_kept_by_hand(
 @given(st.binary(max_size=60), st.binary(max_size=60), st.binary(max_size=60))
 def test_nothing_that_others_write_raises(body: bytes, carried: bytes, answer: bytes) -> None:
     for payload in (body, b"{" + body + b"}", b'{"messages":[' + body + b"]}"):
-        spoken(payload, b"", MOST)
-        left(payload, answer, MOST)
-        left(b'{"messages":[]}', answer, MOST)
+        build_payload(payload, b"", MOST)
+        encode_conversation(payload, answer, MOST)
+        encode_conversation(b'{"messages":[]}', answer, MOST)
 
 
 def test_responses_go_on_by_the_id_of_the_answer() -> None:
-    carried = left(b'{"input":"hi"}', b'{"id": "resp_1", "output": []}', MOST)
-    assert spoken(b'{ "input":"and?"}', carried, MOST) == b'{"previous_response_id":"resp_1","input":"and?"}'
+    carried = encode_conversation(b'{"input":"hi"}', b'{"id": "resp_1", "output": []}', MOST)
+    assert (
+        build_payload(b'{ "input":"and?"}', carried, MOST)
+        == b'{"previous_response_id":"resp_1","input":"and?"}'
+    )
     own = b'{"input":"x","previous_response_id":"mine"}'
-    assert spoken(own, carried, MOST) == own, "it names one itself"
+    assert build_payload(own, carried, MOST) == own, "it names one itself"
 
 
 @pytest.mark.parametrize(
@@ -115,8 +118,8 @@ def test_responses_go_on_by_the_id_of_the_answer() -> None:
     ],
 )
 def test_what_cannot_be_carried_on_says_why(body: bytes, carried: bytes, why: str) -> None:
-    told = spoken(body, carried, 50)
-    assert isinstance(told, NotCarried)
+    told = build_payload(body, carried, 50)
+    assert isinstance(told, CannotContinue)
     assert why in told.why
 
 
@@ -130,6 +133,6 @@ def test_what_cannot_be_carried_on_says_why(body: bytes, carried: bytes, why: st
     ],
 )
 def test_answer_that_leaves_nothing_is_told_to_the_next_turn(answer: bytes, why: str) -> None:
-    told = spoken(b'{"messages":[]}', left(b'{"messages":[]}', answer, 50), 50)
-    assert isinstance(told, NotCarried)
+    told = build_payload(b'{"messages":[]}', encode_conversation(b'{"messages":[]}', answer, 50), 50)
+    assert isinstance(told, CannotContinue)
     assert why in told.why

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.requests.request import Rejection, Request, encode_member, parse
+from dispatcher.core.requests.request import Rejection, Request, encode_member, parse_member
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import TurnEnd
-from dispatcher.core.sequences.turns import INDEX_MOST, MAX_SEQUENCE_BYTES, OnError, Turn
-from dispatcher.queue.keys import Names
-from dispatcher.queue.requeue import accept_anew
+from dispatcher.core.sequences.turns import MAX_INDEX, MAX_SEQUENCE_ID_BYTES, OnError, Turn
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.requeue import build_resubmission
 from tests.floors import beside, cpu_of
 
 turns = st.builds(
     Turn,
     st.text(st.characters(codec="utf-8"), min_size=1, max_size=64),
-    st.none() | st.integers(0, INDEX_MOST),
+    st.none() | st.integers(0, MAX_INDEX),
     st.booleans(),
     st.booleans(),
     st.none() | st.sampled_from(OnError),
@@ -29,7 +29,7 @@ turns = st.builds(
 
 def read(**data: Any) -> Request | Rejection:
     fields = {"id": "r-1", "deadline": 2_000_000_000, "payload": {}, **data}
-    return parse(json.dumps({"request_kind": "redis", "data": fields}).encode())
+    return parse_member(json.dumps({"request_kind": "redis", "data": fields}).encode())
 
 
 def turn(**data: Any) -> Turn | None:
@@ -40,7 +40,7 @@ def turn(**data: Any) -> Turn | None:
 
 @given(turns)
 def test_what_is_encoded_of_a_turn_comes_back(told: Turn) -> None:
-    found = parse(encode_member("r", b"{}", 2_000_000_000, sequence=told))
+    found = parse_member(encode_member("r", b"{}", 2_000_000_000, sequence=told))
     assert isinstance(found, Request)
     assert found.sequence == told
 
@@ -52,8 +52,8 @@ def test_a_turn_is_read_as_it_stands() -> None:
     full = {"id": "ü", "index": 3, "last": True, "reset": True, "on_error": "hold", "later": [1]}
     assert turn(sequence=full) == Turn("ü", 3, last=True, reset=True, on_error=OnError.HOLD)
     assert turn(sequence={"id": "x", "index": None, "last": None, "on_error": None}) == Turn("x")
-    assert turn(sequence={"id": "x", "index": INDEX_MOST}) == Turn("x", INDEX_MOST)
-    assert turn(sequence={"id": "x" * MAX_SEQUENCE_BYTES}) == Turn("x" * MAX_SEQUENCE_BYTES)
+    assert turn(sequence={"id": "x", "index": MAX_INDEX}) == Turn("x", MAX_INDEX)
+    assert turn(sequence={"id": "x" * MAX_SEQUENCE_ID_BYTES}) == Turn("x" * MAX_SEQUENCE_ID_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_a_turn_is_read_as_it_stands() -> None:
         ("chat-7", "data.sequence"),
         ({"id": ""}, "data.sequence.id"),
         ({"id": 7}, "data.sequence.id"),
-        ({"id": "x" * (MAX_SEQUENCE_BYTES + 1)}, "data.sequence.id"),
+        ({"id": "x" * (MAX_SEQUENCE_ID_BYTES + 1)}, "data.sequence.id"),
         ({"id": "ü" * 200}, "data.sequence.id: longer than 256 bytes"),
         ({"id": "x", "index": -1}, "data.sequence.index"),
         ({"id": "x", "index": 1.5}, "data.sequence.index"),
         ({"id": "x", "index": "1"}, "data.sequence.index"),
         ({"id": "x", "index": True}, "data.sequence.index"),
-        ({"id": "x", "index": INDEX_MOST + 1}, "data.sequence.index"),
+        ({"id": "x", "index": MAX_INDEX + 1}, "data.sequence.index"),
         ({"id": "x", "last": 1}, "data.sequence.last"),
         ({"id": "x", "reset": "no"}, "data.sequence.reset"),
         ({"id": "x", "on_error": "stop"}, "data.sequence.on_error"),
@@ -93,7 +93,7 @@ SECRET = "a secret of 128 bits"
 def of(*, results: str = "", token: str = "", **data: Any) -> Turn:
     internal = {"result_queue_name": results, "request_token": token}
     fields = {"id": "r-1", "deadline": 2_000_000_000, "payload": {}, **data}
-    found = parse(json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode())
+    found = parse_member(json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode())
     assert isinstance(found, Request), found
     assert found.sequence is not None
     return found.sequence
@@ -118,28 +118,28 @@ def test_the_owner_of_a_sequence_is_told_by_its_secret_else_by_the_result_list()
 
 
 def test_the_default_list_is_one_owner_whether_it_is_named_or_not() -> None:
-    names = Names("batch:{q}:requests", "batch:{q}:results")
-    assert names.owner(of(sequence={"id": "s"}, results="batch:{q}:results")) == ""
-    assert names.owner(of(sequence={"id": "s"}, results="batch:{q}:results:x")) != ""
+    names = QueueNames("batch:{q}:requests", "batch:{q}:results")
+    assert names.get_sequence_owner(of(sequence={"id": "s"}, results="batch:{q}:results")) == ""
+    assert names.get_sequence_owner(of(sequence={"id": "s"}, results="batch:{q}:results:x")) != ""
 
 
 def test_a_secret_is_in_the_member_and_in_nothing_that_is_shown() -> None:
     told = of(sequence={"id": "s", "secret": SECRET})
     assert SECRET.encode() in encode_member("r", b"{}", 2_000_000_000, sequence=told)
     assert b"owner" not in encode_member("r", b"{}", 2_000_000_000, sequence=told)
-    shown = repr(TurnEnd(told)) + repr(parse(encode_member("r", b"{}", 2_000_000_000, sequence=told)))
+    shown = repr(TurnEnd(told)) + repr(parse_member(encode_member("r", b"{}", 2_000_000_000, sequence=told)))
     assert SECRET not in shown
     assert SECRET not in told.owner
 
 
 def test_a_dead_request_that_is_accepted_anew_keeps_its_secret() -> None:
-    names = Names("batch:{q}:requests", "batch:{q}:results")
+    names = QueueNames("batch:{q}:requests", "batch:{q}:results")
     dead = encode_member(
         "r", b"{}", 9, sequence=Turn("s", 3, secret=SECRET), results="batch-results:0123456789abcdef"
     )
-    again = accept_anew(names, dead, 9.0, 2_000_000_000)
+    again = build_resubmission(names, dead, 9.0, 2_000_000_000)
     assert again is not None
-    found = parse(again.member)
+    found = parse_member(again.member)
     assert found.sequence is not None
     assert found.sequence.secret == SECRET
 
@@ -166,7 +166,7 @@ def test_when_a_request_was_submitted_is_told_by_created_and_exactly_by_our_toke
 
 def test_what_names_its_sequence_twice_is_refused() -> None:
     data = b'{"id":"r","deadline":9,"payload":{},"sequence":{"id":"a"},"sequence":null}'
-    found = parse(b'{"request_kind":"redis","data":%s}' % data)
+    found = parse_member(b'{"request_kind":"redis","data":%s}' % data)
     assert isinstance(found, Rejection)
     assert found.message == "data.sequence: given twice"
 
@@ -190,7 +190,7 @@ PLAIN = b'"id":"r","deadline":9,"payload":{}'
     ],
 )
 def test_the_id_of_a_sequence_is_no_second_one_of_the_request(data: bytes, expected: Turn | str) -> None:
-    found = parse(b'{"request_kind":"redis","data":{%b}}' % data)
+    found = parse_member(b'{"request_kind":"redis","data":{%b}}' % data)
     assert expected == (found.message if isinstance(found, Rejection) else found.sequence)
 
 
@@ -203,7 +203,7 @@ async def test_a_request_of_a_sequence_is_read_about_as_fast_as_another() -> Non
 
     def read_often(member: bytes) -> None:
         for _ in range(200):
-            parse(member)
+            parse_member(member)
 
     found = await beside(cpu_of(lambda: read_often(one)), cpu_of(lambda: read_often(other)))
     print(f"{found.ratio:.2f} x")
@@ -219,9 +219,9 @@ async def test_a_request_of_a_sequence_is_read_about_as_fast_as_another() -> Non
         ({"sequence_id": "a", "sequence_index": "1.0"}, Turn("a")),
         ({"sequence_id": "a", "sequence_index": "٣"}, Turn("a")),
         ({"sequence_id": "a", "sequence_index": "9" * 16}, Turn("a")),
-        ({"sequence_id": "a", "sequence_index": "9" * 15}, Turn("a", INDEX_MOST)),
+        ({"sequence_id": "a", "sequence_index": "9" * 15}, Turn("a", MAX_INDEX)),
         ({"sequence_id": ""}, None),
-        ({"sequence_id": "x" * (MAX_SEQUENCE_BYTES + 1)}, None),
+        ({"sequence_id": "x" * (MAX_SEQUENCE_ID_BYTES + 1)}, None),
         ({"sequence_index": "1"}, None),
     ],
 )
@@ -237,12 +237,12 @@ def test_the_object_counts_where_both_stand() -> None:
 
 def test_one_that_is_too_large_says_whose_turn_it_was() -> None:
     member = encode_member("r", b'{"x": 1}', 2_000_000_000, sequence=Turn("a", 1))
-    found = parse(member, max_payload_bytes=2)
+    found = parse_member(member, max_payload_bytes=2)
     assert isinstance(found, Rejection)
     assert (found.code, found.sequence) == (ErrorCode.TOO_LARGE, Turn("a", 1))
 
 
-@pytest.mark.parametrize("told", [Turn(""), Turn("x", -1), Turn("x" * 300), Turn("x", INDEX_MOST + 1)])
+@pytest.mark.parametrize("told", [Turn(""), Turn("x", -1), Turn("x" * 300), Turn("x", MAX_INDEX + 1)])
 def test_no_member_is_made_that_would_be_refused(told: Turn) -> None:
     with pytest.raises(ValueError, match=r"data\.sequence"):
         encode_member("r", b"{}", 2_000_000_000, sequence=told)

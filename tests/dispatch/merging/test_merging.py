@@ -14,24 +14,24 @@ import pytest
 from dispatcher.core.gateway.outcome import Delivered, Failed, Overloaded, RetryPolicy
 from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.core.merging.call_size import CHECKED_FIRST
-from dispatcher.core.merging.grouping import BatchRule, Forming, Mode
+from dispatcher.core.merging.call_size import INITIAL_CHECKS
+from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
 from dispatcher.core.requests.request import encode_member
 from dispatcher.core.requests.result import ErrorCode, PoppedResult, decode_result
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.dispatch.in_flight import HeldLease
-from dispatcher.dispatch.merging.merging import Batching
+from dispatcher.dispatch.in_flight import InFlightLease
+from dispatcher.dispatch.merging.merging import RequestMerger
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.lab.simulation.virtual_loop import run
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.ports import Submission
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.embedder import Embedder, answer
 from tests.dispatch.scene import lease, request
 
 PATH = "/v1/embeddings"
-RULE = BatchRule((PATH,), SHAPES["embeddings"], Mode.ON, Forming(32, max_delay_s=0.02))
+RULE = BatchRule((PATH,), SHAPES["embeddings"], MergeMode.ON, GroupingRule(32, max_delay_s=0.02))
 FAR = 10**9
 
 
@@ -43,13 +43,13 @@ class Scene:
         self.server = server
         self.store = MemoryStore(clock=loop.time)
         self.limiter = Limiter(Policy(max_sys=limit, reserve=0.0, max_age_s=1e9), [Signal.REQUESTS])
-        self.limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, limit), 1.0)
-        self.options = Options(RetryPolicy(**retry), path="/v1/completions", batching=(rule,))
+        self.limiter.add_reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, limit), 1.0)
+        self.options = Options(RetryPolicy(**retry), default_path="/v1/completions", merge_rules=(rule,))
         self.metrics = Metrics()
         self.dispatcher = Dispatcher(
             MemoryQueue(self.store, "a"), server, self.limiter, self.options, Journal(self.metrics)
         )
-        self.batching = self.dispatcher.batching
+        self.batching = self.dispatcher.merger
         self.results: dict[str, PoppedResult] = {}
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
 
@@ -65,7 +65,7 @@ class Scene:
     async def all_results(self, count: int, within_s: float = 600.0) -> None:
         async with asyncio.timeout(within_s):
             while len(self.results) < count:
-                while (popped := self.store.pop()) is not None:
+                while (popped := self.store.pop_result()) is not None:
                     result = decode_result(popped)
                     assert result.id not in self.results, "answered twice"
                     self.results[result.id] = result
@@ -78,20 +78,20 @@ class Scene:
 def perform(scene_of: Callable[[Scene], Awaitable[None]], server: Embedder, **how: Any) -> Scene:
     async def main() -> Scene:
         events: list[tuple[Event, Mapping[str, Any]]] = []
-        with diverted(lambda event, fields: events.append((event, fields))):
+        with divert_events(lambda event, fields: events.append((event, fields))):
             scene = Scene(server, **how)
             scene.events = events
             task = asyncio.create_task(scene.dispatcher.run())
             await scene_of(scene)
             scene.dispatcher.drain(1.0)
             await task
-        assert not [fields for event, fields in events if event is Event.SURPRISE]
+        assert not [fields for event, fields in events if event is Event.INTERNAL_ERROR]
         assert scene.limiter.in_flight == 0
-        assert (await scene.store.counts()).leased == 0
-        assert len(scene.batching.company) == 0
+        assert (await scene.store.count_requests()).leased == 0
+        assert len(scene.batching.groups) == 0
         return scene
 
-    return run(main(), start=2.0)
+    return run_in_virtual_time(main(), start=2.0)
 
 
 def ones(count: int, prefix: str = "text") -> dict[str, str]:
@@ -110,7 +110,7 @@ def all_their_own(scene: Scene, texts: Mapping[str, Any]) -> None:
 async def proven(scene: Scene) -> None:
     """Merged calls have been checked often enough to be believed."""
     for n in range(30):
-        if n and all(served.size.checked >= CHECKED_FIRST for served in scene.batching.models):
+        if n and all(served.size.checked_calls >= INITIAL_CHECKS for served in scene.batching.targets):
             break
         await scene.submit({f"proof-{n}-{k}": f"proof {n} {k}" for k in range(4)})
         await scene.all_results(4 * (n + 1))
@@ -132,19 +132,19 @@ def test_requests_travel_together_and_each_gets_its_own_answer() -> None:
     all_their_own(scene, texts)
     assert len(scene.server.calls) <= 5
     assert max(map(len, scene.server.calls)) == 32
-    assert scene.batching.requests == 100 + 4 * CHECKED_FIRST
+    assert scene.batching.merged_request_count == 100 + 4 * INITIAL_CHECKS
 
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_server_that_mixes_up_answers_later_is_found_as_soon_as_the_rule_says(every: int) -> None:
     """With two items per call, each check of a call with mixed-up answers finds them."""
     texts = ones(40)
-    rule = replace(RULE, forming=replace(RULE.forming, max_size=2), check_every=every)
+    rule = replace(RULE, grouping=replace(RULE.grouping, max_size=2), check_every=every)
 
     async def scene_of(scene: Scene) -> None:
         await proven(scene)
-        for served in scene.batching.models:
-            served.size._since_check = 0
+        for served in scene.batching.targets:
+            served.size._calls_since_check = 0
         scene.server.mixes_up = True
         await scene.submit(texts)
         await scene.all_results(40)
@@ -155,7 +155,7 @@ def test_a_server_that_mixes_up_answers_later_is_found_as_soon_as_the_rule_says(
         got = msgspec.json.decode(scene.results[name].payload)
         wrong += got["data"] != msgspec.json.decode(answer([text], "m"))["data"]
     assert wrong == 2 * (every - 1), "of the calls before the one that was checked"
-    assert scene.batching.checks["differs"] == 1
+    assert scene.batching.check_counts["differs"] == 1
 
 
 def test_the_first_merged_calls_are_compared_with_single_ones_before_they_are_believed() -> None:
@@ -168,7 +168,7 @@ def test_the_first_merged_calls_are_compared_with_single_ones_before_they_are_be
     scene = perform(scene_of, Embedder())
     all_their_own(scene, texts)
     assert sorted(map(len, scene.server.calls)) == [*[1] * 32, 32]
-    assert scene.batching.checks == {"same": 32, "differs": 0, "unsure": 0}
+    assert scene.batching.check_counts == {"same": 32, "differs": 0, "unsure": 0}
 
 
 def test_a_server_that_answers_merged_calls_wrongly_is_found_out_and_nobody_gets_such_an_answer() -> None:
@@ -180,8 +180,8 @@ def test_a_server_that_answers_merged_calls_wrongly_is_found_out_and_nobody_gets
 
     scene = perform(scene_of, Embedder(mixes_up=True))
     all_their_own(scene, texts)
-    (served,) = scene.batching.models
-    assert served.size.why_off.startswith("a merged call was answered otherwise than single ones")
+    (served,) = scene.batching.targets
+    assert served.size.off_reason.startswith("a merged call was answered otherwise than single ones")
     assert [fields["model"] for event, fields in scene.events if event is Event.BATCHING_OFF] == ["m"]
     assert sum(len(call) > 1 for call in scene.server.calls) <= 200 / 32 + 1
 
@@ -195,8 +195,8 @@ def test_an_answer_that_cannot_be_split_has_each_asked_alone_and_merging_ends() 
 
     scene = perform(scene_of, Embedder(miscounts=True))
     all_their_own(scene, texts)
-    (served,) = scene.batching.models
-    assert "could not be split" in served.size.why_off
+    (served,) = scene.batching.targets
+    assert "could not be split" in served.size.off_reason
 
 
 def test_one_bad_item_among_32_is_found_in_eleven_calls_and_hurts_nobody() -> None:
@@ -236,11 +236,11 @@ def test_a_call_that_is_too_large_teaches_what_the_server_takes() -> None:
         await scene.submit(texts)
         await scene.all_results(200)
 
-    scene = perform(scene_of, Embedder(most=8))
+    scene = perform(scene_of, Embedder(max_limit=8))
     all_their_own(scene, texts)
-    (served,) = scene.batching.models
-    assert served.size.takes == 8
-    assert served.size.why_off == ""
+    (served,) = scene.batching.targets
+    assert served.size.server_max_items == 8
+    assert served.size.off_reason == ""
     too_large = [call for call in scene.server.calls if len(call) > 8]
     assert len(too_large) <= 3, "those that were under way when it was learned, and their halves"
     assert [fields["most"] for event, fields in scene.events if event is Event.BATCHING_LIMIT] == [8]
@@ -283,12 +283,12 @@ def test_a_refusal_for_overload_is_each_ones() -> None:
 
     async def scene_of(scene: Scene) -> None:
         await proven(scene)
-        scene.server.scripted.append(Overloaded(429, "", capacity=True))
+        scene.server.scripted.append(Overloaded(429, "", is_out_of_capacity=True))
         await scene.submit(texts)
         await asyncio.sleep(1.0)
         now = asyncio.get_running_loop().time()
-        assert (await scene.store.counts()).pending == 8, "the gate is closed until the next reading"
-        scene.limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 64), now)
+        assert (await scene.store.count_requests()).pending == 8, "the gate is closed until the next reading"
+        scene.limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 64), now)
         await scene.all_results(8)
 
     scene = perform(scene_of, Embedder())
@@ -304,7 +304,7 @@ def test_company_is_waited_for_no_longer_than_the_rule_says() -> None:
         assert 0.5 <= asyncio.get_running_loop().time() - began < 0.6
         await asyncio.sleep(0)
 
-    rule = replace(RULE, forming=Forming(32, max_delay_s=0.5))
+    rule = replace(RULE, grouping=GroupingRule(32, max_delay_s=0.5))
 
     async def whole(scene: Scene) -> None:
         await scene_of(scene)
@@ -321,7 +321,7 @@ def test_nobody_waits_for_company_where_nobody_can_come() -> None:
         await scene.all_results(1)
         assert asyncio.get_running_loop().time() - began < 0.1
 
-    perform(scene_of, Embedder(), rule=replace(RULE, forming=Forming(32, max_delay_s=5.0)))
+    perform(scene_of, Embedder(), rule=replace(RULE, grouping=GroupingRule(32, max_delay_s=5.0)))
 
 
 def test_a_limit_smaller_than_the_batch_sends_what_there_is_room_for() -> None:
@@ -334,7 +334,9 @@ def test_a_limit_smaller_than_the_batch_sends_what_there_is_room_for() -> None:
         await scene.all_results(40)
         assert asyncio.get_running_loop().time() - began < 1.0, "nobody waits out the delay"
 
-    scene = perform(scene_of, Embedder(), rule=replace(RULE, forming=Forming(32, max_delay_s=5.0)), limit=4)
+    scene = perform(
+        scene_of, Embedder(), rule=replace(RULE, grouping=GroupingRule(32, max_delay_s=5.0)), limit=4
+    )
     assert {len(call) for call in scene.server.calls} == {4}
     all_their_own(scene, texts)
 
@@ -360,14 +362,14 @@ def test_lists_weigh_what_they_hold() -> None:
 
 def test_who_is_sent_as_another_version_or_elsewhere_travels_apart() -> None:
     ways = [("m-v1", ""), ("m-v2", ""), ("m-v2", "10.0.0.1:80"), ("m-v2", "10.0.0.1:80,10.0.0.2:80")]
-    batching = Batching(Options(RetryPolicy(), path=PATH, batching=(RULE,)), random.Random(1))
+    batching = RequestMerger(Options(RetryPolicy(), default_path=PATH, merge_rules=(RULE,)), random.Random(1))
     for entry, (version, endpoints) in enumerate(2 * ways):
-        held = HeldLease(lease(entry))
+        held = InFlightLease(lease(entry))
         payload = b'{"model": "m", "input": "a text"}'
-        batching.read(held, request(entry, payload=payload, version=version, endpoints=endpoints))
-        assert batching.gathers(held, 0.0, 600.0)
-    tries, _ = batching.formed(1.0, nobody_comes=True, ours=lambda _: True)
-    went = [(each.request.version, each.request.endpoints, len(each.riders)) for each in tries]
+        batching.register_request(held, request(entry, payload=payload, version=version, endpoints=endpoints))
+        assert batching.add_to_group(held, 0.0, 600.0)
+    tries, _ = batching.take_ready_attempts(1.0, is_complete=True, is_lease_valid=lambda _: True)
+    went = [(each.request.version, each.request.endpoints, len(each.leases)) for each in tries]
     assert sorted(went) == [(version, endpoints, 2) for version, endpoints in ways]
 
 
@@ -408,11 +410,11 @@ def test_cancelling_one_in_a_merged_call_ends_it_at_once_and_leaves_the_others_a
         scene.server.call_s = 10.0
         await scene.submit(texts)
         await asyncio.sleep(1.0)
-        assert scene.dispatcher.running == 8
-        await scene.store.cancel("r-3")
+        assert scene.dispatcher.running_count == 8
+        await scene.store.cancel_request("r-3")
         await scene.all_results(1, within_s=3.0)
         assert scene.codes() == {"r-3": ErrorCode.CANCELLED}
-        assert scene.dispatcher.running == 7
+        assert scene.dispatcher.running_count == 7
         assert scene.limiter.in_flight == 8, "what it counts stays with the call"
         await scene.all_results(8)
 
@@ -448,7 +450,7 @@ def test_cancelling_all_of_a_merged_call_ends_the_call() -> None:
         await scene.submit(ones(4))
         await asyncio.sleep(1.0)
         for name in ones(4):
-            await scene.store.cancel(name)
+            await scene.store.cancel_request(name)
         await scene.all_results(4, within_s=3.0)
         assert scene.server.running == 0
 
@@ -461,15 +463,17 @@ def test_a_gate_that_closes_has_those_that_wait_for_company_given_back() -> None
         await scene.submit({"long": ["a"] * 100}, deadline=FAR + 1)
         await scene.submit(ones(3))
         await asyncio.sleep(0.1)
-        assert len(scene.batching.company) == 3
-        scene.limiter.pause(True, asyncio.get_running_loop().time())
-        scene.dispatcher.poke()
+        assert len(scene.batching.groups) == 3
+        scene.limiter.set_paused(True, asyncio.get_running_loop().time())
+        scene.dispatcher.wake_up()
         await asyncio.sleep(0.1)
-        assert len(scene.batching.company) == 0
-        counts = await scene.store.counts()
+        assert len(scene.batching.groups) == 0
+        counts = await scene.store.count_requests()
         assert (counts.pending, counts.leased) == (4, 0)
 
-    scene = perform(scene_of, Embedder(), rule=replace(RULE, forming=Forming(32, max_delay_s=5.0)), limit=50)
+    scene = perform(
+        scene_of, Embedder(), rule=replace(RULE, grouping=GroupingRule(32, max_delay_s=5.0)), limit=50
+    )
     assert scene.server.calls == []
 
 
@@ -481,7 +485,7 @@ def test_a_process_that_stops_gives_back_what_waits_and_ends_what_travels() -> N
         await asyncio.sleep(0.1)
 
     scene = perform(scene_of, Embedder())
-    while (popped := scene.store.pop()) is not None:
+    while (popped := scene.store.pop_result()) is not None:
         result = decode_result(popped)
         scene.results[result.id] = result
     all_their_own(scene, ones(8))
@@ -494,7 +498,7 @@ def test_a_list_longer_than_the_server_takes_goes_in_pieces_and_is_answered_once
         await scene.submit(texts)
         await scene.all_results(1)
 
-    scene = perform(scene_of, Embedder(most=16), rule=replace(RULE, max_items=16))
+    scene = perform(scene_of, Embedder(max_limit=16), rule=replace(RULE, max_items=16))
     all_their_own(scene, texts)
     assert [len(call) for call in scene.server.calls] == [16, 16, 16, 16, 16, 16, 4]
     assert scene.server.peak == 1
@@ -507,7 +511,7 @@ def test_how_much_the_server_takes_is_learned_from_a_list_that_is_refused() -> N
         await scene.submit(texts)
         await scene.all_results(1)
 
-    scene = perform(scene_of, Embedder(most=16), limit=128)
+    scene = perform(scene_of, Embedder(max_limit=16), limit=128)
     all_their_own(scene, texts)
     assert [len(call) for call in scene.server.calls] == [100, 16, 16, 16, 16, 16, 16, 4]
 
@@ -555,19 +559,19 @@ def test_merged_calls_pay_where_a_call_costs_something(server: Embedder, most: i
     """Beside the same dispatcher with batching off, in one run."""
 
     async def scene_of(scene: Scene) -> None:
-        rule = replace(RULE, forming=Forming(most, max_delay_s=0.02))
+        rule = replace(RULE, grouping=GroupingRule(most, max_delay_s=0.02))
         rates = {}
-        for mode in (Mode.OFF, Mode.ON, Mode.AUTO):
-            rules = () if mode is Mode.OFF else (replace(rule, mode=mode),)
-            scene.dispatcher.reconfigure(replace(scene.options, batching=rules))
-            await took(scene, f"warm-{mode}", 100 if mode is Mode.OFF else 3000)
-            count = 1000 if mode is Mode.OFF else 5000
+        for mode in (MergeMode.OFF, MergeMode.ON, MergeMode.AUTO):
+            rules = () if mode is MergeMode.OFF else (replace(rule, mode=mode),)
+            scene.dispatcher.reconfigure(replace(scene.options, merge_rules=rules))
+            await took(scene, f"warm-{mode}", 100 if mode is MergeMode.OFF else 3000)
+            count = 1000 if mode is MergeMode.OFF else 5000
             rates[mode] = count / await took(scene, mode, count)
         print({str(mode): round(rate) for mode, rate in rates.items()})
-        assert rates[Mode.ON] >= least * rates[Mode.OFF]
-        assert rates[Mode.AUTO] >= 0.9 * least * rates[Mode.OFF]
-        (served,) = scene.batching.models
-        assert served.size.settled == most
+        assert rates[MergeMode.ON] >= least * rates[MergeMode.OFF]
+        assert rates[MergeMode.AUTO] >= 0.9 * least * rates[MergeMode.OFF]
+        (served,) = scene.batching.targets
+        assert served.size.best_size == most
 
     perform(scene_of, server, limit=128)
 
@@ -576,20 +580,20 @@ def test_auto_costs_next_to_nothing_where_merging_does_not_pay() -> None:
     """A server that runs 64 calls at once, and takes as long for each item of one."""
 
     async def scene_of(scene: Scene) -> None:
-        scene.dispatcher.reconfigure(replace(scene.options, batching=()))
+        scene.dispatcher.reconfigure(replace(scene.options, merge_rules=()))
         await took(scene, "warm", 500)
         off_s = await took(scene, "off", 10_000)
         scene.dispatcher.reconfigure(scene.options)
         auto_s = await took(scene, "auto", 10_000)
         print(f"{off_s:.2f} s, {auto_s:.2f} s")
         assert auto_s <= off_s / 0.95
-        (served,) = scene.batching.models
-        assert served.size.settled == 1
+        (served,) = scene.batching.targets
+        assert served.size.best_size == 1
 
     perform(
         scene_of,
         Embedder(call_s=0.0, item_s=0.02, workers=64),
-        rule=replace(RULE, mode=Mode.AUTO),
+        rule=replace(RULE, mode=MergeMode.AUTO),
         limit=128,
     )
 
@@ -606,7 +610,7 @@ def test_where_a_call_counts_one_unit_as_many_calls_run_as_there_are_units() -> 
         await scene.submit(texts)
         waiting = asyncio.create_task(scene.all_results(1000))
         while not waiting.done():
-            count = await scene.store.counts()
+            count = await scene.store.count_requests()
             peaks.append(count.units)
             assert scene.server.running <= 4
             await asyncio.sleep(0.0005)
@@ -657,13 +661,13 @@ def test_where_a_call_counts_one_unit_a_refusal_gives_all_of_them_back() -> None
 
     async def scene_of(scene: Scene) -> None:
         await proven(scene)
-        scene.server.scripted.append(Overloaded(429, "", capacity=True))
+        scene.server.scripted.append(Overloaded(429, "", is_out_of_capacity=True))
         await scene.submit(texts)
         await asyncio.sleep(1.0)
-        counts = await scene.store.counts()
+        counts = await scene.store.count_requests()
         assert (counts.leased, counts.units) == (0, 0)
         now = asyncio.get_running_loop().time()
-        scene.limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 2), now)
+        scene.limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 2), now)
         await scene.all_results(40)
 
     scene = perform(scene_of, Embedder(), rule=PER_CALL, limit=2)

@@ -8,21 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
-from dispatcher.core.merging.grouping import BatchRule, Forming, Mode
+from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
-from dispatcher.core.models.availability import DENIED_S, ModelState, ModelTerms, WhenAbsent
+from dispatcher.core.models.availability import DENIAL_S, ModelState, ModelTerms, WhenNotServed
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Options
-from dispatcher.dispatch.models.model_requests import ELSEWHERE_S, RECALL_EACH_S, UNWATCHED_EACH_S
-from dispatcher.ports import Forwarded, QueueUnavailableError, Submission
+from dispatcher.dispatch.models.model_requests import (
+    CHECK_INTERVAL_S,
+    OTHER_SERVER_RETRY_S,
+    UNWATCHED_INTERVAL_S,
+)
+from dispatcher.ports import AttemptResult, QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
 from tests.dispatch.pool import GONE, results, told
 from tests.dispatch.scene import Answers, Scene, perform
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
-WAIT, FAIL = WhenAbsent.WAIT, WhenAbsent.FAIL
-WATCHED = Options(RETRY, models=ModelTerms({"night": WAIT}))
+WAIT, FAIL = WhenNotServed.WAIT, WhenNotServed.FAIL
+WATCHED = Options(RETRY, model_terms=ModelTerms({"night": WAIT}))
 
 
 class Models(Answers):
@@ -35,15 +39,17 @@ class Models(Answers):
         self.models = set(models)
         self.named: list[str] = []
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
         body = json.loads(request.payload)
         self.named.append(body["model"])
         if body["model"] not in self.models:
-            return forwarded.but(outcome=Delivered(404, GONE % body["model"].encode()))
+            return forwarded.copy_with(outcome=Delivered(404, GONE % body["model"].encode()))
         if "input" in body:
             data = [{"index": n, "embedding": [0.5]} for n, _ in enumerate(body["input"])]
-            return forwarded.but(outcome=Delivered(200, json.dumps({"data": data}).encode()))
+            return forwarded.copy_with(outcome=Delivered(200, json.dumps({"data": data}).encode()))
         return forwarded
 
 
@@ -72,14 +78,21 @@ def test_request_waits_for_its_model_beside_others_and_goes_once_it_is_there() -
         await submit(scene, "day", "d1", "d2")
         await asyncio.sleep(1)
         assert sorted(gateway.sent) == ["d1", "d2"]
-        await asyncio.sleep(RECALL_EACH_S)
-        assert scene.dispatcher.models.awaited == {"night": 30}
-        assert scene.dispatcher.models.held_back() == [("night", 30, "model 'night' is not served")]
+        await asyncio.sleep(CHECK_INTERVAL_S)
+        assert scene.dispatcher.model_router.waiting_counts == {"night": 30}
+        assert scene.dispatcher.model_router.list_held_back() == [
+            ("night", 30, "model 'night' is not served")
+        ]
         told(scene, a="day night")
         await asyncio.sleep(2)
         assert len(gateway.sent) == 32
         assert {each["status_code"] for each in (await results(scene)).values()} == {200}
-        assert scene.dispatcher.models.requests == {"goes": 32, "waits": 30, "unknown": 0, "denied": 0}
+        assert scene.dispatcher.model_router.request_counts == {
+            "goes": 32,
+            "waits": 30,
+            "unknown": 0,
+            "denied": 0,
+        }
         moves = [fields["state"] for event, fields in scene.events if event is Event.MODEL]
         assert moves == ["absent", "ready"]
 
@@ -128,14 +141,14 @@ def test_answer_that_a_listed_model_is_gone_costs_no_attempt() -> None:
         assert await results(scene) == {}
         gateway.models.add("night")
         told(scene, a="day night")
-        await asyncio.sleep(DENIED_S - 2)
+        await asyncio.sleep(DENIAL_S - 2)
         assert len(gateway.sent) == 2
         await asyncio.sleep(2)
         told(scene, a="day night")
-        await asyncio.sleep(RECALL_EACH_S + 1)
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert sorted(gateway.sent) == ["n1", "n1", "n2", "n2"]
         assert {each["status_code"] for each in (await results(scene)).values()} == {200}
-        assert scene.dispatcher.models.requests["denied"] == 2
+        assert scene.dispatcher.model_router.request_counts["denied"] == 2
 
     perform(scene_of, gateway, WATCHED)
 
@@ -148,7 +161,7 @@ def test_where_some_servers_have_it_a_request_tries_again_soon() -> None:
         await submit(scene, "night", "n1")
         await asyncio.sleep(0.5)
         gateway.models.add("night")
-        await asyncio.sleep(ELSEWHERE_S + 0.5)
+        await asyncio.sleep(OTHER_SERVER_RETRY_S + 0.5)
         assert gateway.sent == ["n1", "n1"]
         assert (await results(scene))["n1"]["status_code"] == 200
 
@@ -171,8 +184,10 @@ def test_where_nobody_expects_it_the_servers_answer_is_the_answer() -> None:
 
 def test_merged_call_whose_model_is_gone_gives_all_riders_back() -> None:
     gateway = Models("day")
-    rule = BatchRule(("/v1/embeddings",), SHAPES["embeddings"], Mode.ON, Forming(8, (), 0.05, False))
-    how = replace(WATCHED, path="/v1/embeddings", batching=(rule,))
+    rule = BatchRule(
+        ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, (), 0.05, False)
+    )
+    how = replace(WATCHED, default_path="/v1/embeddings", merge_rules=(rule,))
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="day night")
@@ -180,9 +195,9 @@ def test_merged_call_whose_model_is_gone_gives_all_riders_back() -> None:
         await asyncio.sleep(1)
         assert len(gateway.sent) == 1, "one call, and no halves of it"
         gateway.models.add("night")
-        await asyncio.sleep(DENIED_S)
+        await asyncio.sleep(DENIAL_S)
         told(scene, a="day night")
-        await asyncio.sleep(RECALL_EACH_S + 1)
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert {each["status_code"] for each in (await results(scene)).values()} == {200}
 
     perform(scene_of, gateway, how)
@@ -194,13 +209,13 @@ def test_what_is_cancelled_while_it_waits_is_answered_without_its_model() -> Non
     async def scene_of(scene: Scene) -> None:
         told(scene, a="day")
         await submit(scene, "night", "n1", "n2")
-        await asyncio.sleep(RECALL_EACH_S + 1)
-        assert await scene.store.cancel("n1", "t")
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
+        assert await scene.store.cancel_request("n1", "t")
         await asyncio.sleep(3)
         found = await results(scene)
         assert {name: each["error_code"] for name, each in found.items()} == {"n1": "CANCELLED"}
-        await asyncio.sleep(RECALL_EACH_S)
-        assert scene.dispatcher.models.awaited == {"night": 1}
+        await asyncio.sleep(CHECK_INTERVAL_S)
+        assert scene.dispatcher.model_router.waiting_counts == {"night": 1}
 
     perform(scene_of, gateway, WATCHED)
 
@@ -224,7 +239,7 @@ def test_head_of_a_sequence_that_waits_for_its_model_keeps_its_turn() -> None:
         await scene.store.submit(
             [Submission(each, float(until), f"s{n}", "t", until) for n, each in enumerate(members)]
         )
-        await asyncio.sleep(RECALL_EACH_S + 1)
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert gateway.sent == ["s0"]
         gateway.models.add("night")
         told(scene, a="day night")
@@ -241,15 +256,15 @@ def test_models_that_requests_wait_for_are_expected_after_a_restart() -> None:
         told(scene, a="day old")
         told(scene, a="day")
         await submit(scene, "old", "o1")
-        await asyncio.sleep(RECALL_EACH_S + 1)
-        again = scene.dispatcher.models
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
+        again = scene.dispatcher.model_router
         again.reconfigure(Options(RETRY))
         again.reconfigure(WATCHED)  # it has forgotten what it saw
         await asyncio.sleep(1)
         told(scene, a="day")
         await submit(scene, "old", "o2")
-        await asyncio.sleep(RECALL_EACH_S + 1)
-        assert scene.dispatcher.models.awaited == {"old": 2}
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
+        assert scene.dispatcher.model_router.waiting_counts == {"old": 2}
 
     perform(scene_of, gateway, WATCHED)
 
@@ -260,11 +275,11 @@ def test_what_waits_comes_back_when_models_are_no_longer_watched() -> None:
     async def scene_of(scene: Scene) -> None:
         told(scene, a="day")
         await submit(scene, "night", "n1")
-        await asyncio.sleep(RECALL_EACH_S + 1)
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
         scene.dispatcher.reconfigure(Options(RETRY))
-        await asyncio.sleep(UNWATCHED_EACH_S)
+        await asyncio.sleep(UNWATCHED_INTERVAL_S)
         assert gateway.sent == ["n1"]
-        assert scene.dispatcher.models.seen() == []
+        assert scene.dispatcher.model_router.list_states() == []
         told(scene, a="")
         await submit(scene, "no such", "n2")
         await asyncio.sleep(1)
@@ -279,8 +294,8 @@ def test_new_terms_hold_for_what_waits() -> None:
     async def scene_of(scene: Scene) -> None:
         told(scene, a="day")
         await submit(scene, "night", "n1")
-        await asyncio.sleep(RECALL_EACH_S + 1)
-        scene.dispatcher.reconfigure(replace(WATCHED, models=ModelTerms({"night": FAIL})))
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
+        scene.dispatcher.reconfigure(replace(WATCHED, model_terms=ModelTerms({"night": FAIL})))
         await asyncio.sleep(2)
         assert (await results(scene))["n1"]["error_code"] == "MODEL_NOT_FOUND"
 
@@ -293,8 +308,8 @@ def test_queue_away_while_recalling_is_asked_again() -> None:
     async def scene_of(scene: Scene) -> None:
         told(scene, a="day")
         await submit(scene, "night", "n1")
-        await asyncio.sleep(RECALL_EACH_S + 1)
-        recall, times = scene.queue.recall, 0
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
+        recall, times = scene.queue.return_waiting_for_models, 0
 
         async def away(models: Any) -> Any:
             nonlocal times
@@ -303,9 +318,9 @@ def test_queue_away_while_recalling_is_asked_again() -> None:
                 raise QueueUnavailableError("away")
             return await recall(models)
 
-        scene.queue.recall = away  # type: ignore[method-assign]
+        scene.queue.return_waiting_for_models = away  # type: ignore[method-assign]
         told(scene, a="night")
-        await asyncio.sleep(4 * RECALL_EACH_S)
+        await asyncio.sleep(4 * CHECK_INTERVAL_S)
         assert gateway.sent == ["n1"]
         assert times == 3
 
@@ -316,13 +331,13 @@ def test_what_is_seen_is_shown() -> None:
     async def scene_of(scene: Scene) -> None:
         told(scene, a="day", b=None)
         await submit(scene, "night", "n1")
-        await asyncio.sleep(RECALL_EACH_S + 1)
-        models = scene.dispatcher.models
-        assert [(seen.name, seen.state, count) for seen, count in models.seen()] == [
+        await asyncio.sleep(CHECK_INTERVAL_S + 1)
+        models = scene.dispatcher.model_router
+        assert [(seen.name, seen.state, count) for seen, count in models.list_states()] == [
             ("night", ModelState.UNKNOWN, 1),
             ("day", ModelState.READY, 0),
         ]
-        assert models.problems == {"b": "it does not answer"}
+        assert models.endpoint_problems == {"b": "it does not answer"}
 
     perform(scene_of, Models("day"), WATCHED)
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
-from dispatcher.core.models.availability import Listing, ModelTerms, WhenAbsent
+from dispatcher.core.models.availability import Listing, ModelTerms, WhenNotServed
 from dispatcher.core.models.version_policy import VersionPolicy
-from dispatcher.core.models.versions import FamilyTerms, Pin, Transition
+from dispatcher.core.models.versions import FamilyTerms, PinScope, Transition
 from dispatcher.core.requests.request import Request
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Options
-from dispatcher.dispatch.models.versions import PIN_ASKED_S, TOLD_MOST, Versions, pin_key
+from dispatcher.dispatch.models.versions import MAX_LOGGED_CHANGES, PIN_CACHE_S, VersionRouter, build_pin_key
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
-from dispatcher.ports import Forwarded, ModelMarks, Permit, QueueUnavailableError, Release
+from dispatcher.ports import AttemptResult, ModelRegistryState, Permit, QueueUnavailableError, Release
 from dispatcher.settings import Settings
 from dispatcher.telemetry.status import ModelsStatus
 from tests.app.status_worlds import status_of
@@ -36,8 +36,8 @@ def options(*, steered: bool = False, observe: bool = False, **terms: Any) -> Op
     family = FamilyTerms("qwen", re.compile(r"qwen-v(?P<version>\d+)"), **terms)
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
-        models=ModelTerms({"qwen": WhenAbsent.WAIT}),
-        versions=VersionOptions((FamilyOptions(family),), steered=steered),
+        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
+        versions=VersionOptions((FamilyOptions(family),), can_steer=steered),
         observe=observe,
     )
 
@@ -46,14 +46,14 @@ def told_of(scene: Scene) -> ModelsStatus:
     """What /status says of models."""
     settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
     at = asyncio.get_running_loop().time()
-    view, models = scene.dispatcher.view, scene.dispatcher.models
+    view, models = scene.dispatcher.view, scene.dispatcher.model_router
     return status_of(scene.limiter, at, settings, queue=view, models=models).models
 
 
 async def used(scene: Scene) -> set[str]:
     """What the queue says is under way, at the latest a moment after that."""
     await asyncio.sleep(EACH_S + 1)
-    return set((await scene.store.model_marks()).used)
+    return set((await scene.store.read_model_registry()).models_in_use)
 
 
 class Servers(Answers):
@@ -69,14 +69,16 @@ class Servers(Answers):
         self.away: set[str] = set()
         self.slow: dict[str, float] = {}
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         model = json.loads(request.payload)["model"]
         self.sent_as[request.id], self.sent_to[request.id] = model, request.endpoints
         self.bodies[request.id] = request.payload
         await asyncio.sleep(self.slow.get(request.id, 0.0))
         forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
         if model in self.away:
-            return forwarded.but(outcome=Delivered(404, GONE % model.encode()))
+            return forwarded.copy_with(outcome=Delivered(404, GONE % model.encode()))
         return forwarded
 
 
@@ -140,7 +142,7 @@ def test_where_resources_are_kept_the_new_version_waits_for_the_end_of_the_old()
         await submit(scene, "r2")
         await asyncio.sleep(10)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((name, count, why),) = scene.dispatcher.models.held_back()
+        ((name, count, why),) = scene.dispatcher.model_router.list_held_back()
         assert (name, count) == ("qwen", 1)
         assert "'qwen-v1' is drained first" in why
         await asyncio.sleep(25)
@@ -154,13 +156,13 @@ def test_another_owner_that_still_uses_the_old_version_is_waited_for() -> None:
 
     async def scene_of(scene: Scene) -> None:
         other = type(scene.queue)(scene.store, "b")
-        await other.marks([], [], ["qwen-v1"])
+        await other.refresh_warm_markers([], [], ["qwen-v1"])
         await asyncio.sleep(EACH_S + 1)
         told(scene, a="qwen-v1 qwen-v2")
         await submit(scene, "r1")
         await asyncio.sleep(3)
         assert gateway.sent_as == {}
-        await other.marks([], [], [])
+        await other.refresh_warm_markers([], [], [])
         await asyncio.sleep(2 * EACH_S)
         assert gateway.sent_as == {"r1": "qwen-v2"}
 
@@ -184,10 +186,12 @@ def test_request_that_names_a_version_itself_is_waited_for_where_resources_are_k
         await submit(scene, "n1", payload=NEW_ITSELF)
         await asyncio.sleep(10)
         assert gateway.sent_as == {"o1": "qwen-v1"}
-        waits = {name: why for name, _, why in scene.dispatcher.models.held_back()}
+        waits = {name: why for name, _, why in scene.dispatcher.model_router.list_held_back()}
         assert "'qwen-v1' is drained first" in waits["qwen"]
         assert waits["qwen-v2"] == "model 'qwen-v2' waits: 'qwen-v1' is drained first"
-        assert scene.dispatcher.models.sentence("qwen-v2").endswith("; waits: 'qwen-v1' is drained first")
+        assert scene.dispatcher.model_router.describe_model("qwen-v2").endswith(
+            "; waits: 'qwen-v1' is drained first"
+        )
         await asyncio.sleep(25)
         assert gateway.sent_as == {"o1": "qwen-v1", "r1": "qwen-v2", "n1": "qwen-v2"}
         assert await used(scene) == set()
@@ -208,7 +212,7 @@ def test_who_names_the_old_version_for_ever_does_not_keep_the_new_one_closed() -
             await submit(scene, f"o{number}", payload=OLD_ITSELF)
             await asyncio.sleep(3)
             if number == 4:
-                waits = {name: why for name, _, why in scene.dispatcher.models.held_back()}
+                waits = {name: why for name, _, why in scene.dispatcher.model_router.list_held_back()}
                 assert waits["qwen-v1"] == "model 'qwen-v1' gives way to 'qwen-v2'"
                 assert list(gateway.sent_as) == ["o0", "o1", "o2", "o3"]
         await asyncio.sleep(20)
@@ -249,7 +253,7 @@ def test_nothing_begins_at_one_version_before_all_has_ended_at_another(seed: int
     class Watched(Servers):
         async def forward(
             self, request: Request, *, token: str, deadline: float, may_send: object
-        ) -> Forwarded:
+        ) -> AttemptResult:
             model = json.loads(request.payload)["model"]
             running[model] += 1
             self.slow[request.id] = rand.choice([0.0, 0.5, 4.0])
@@ -262,29 +266,29 @@ def test_nothing_begins_at_one_version_before_all_has_ended_at_another(seed: int
 
     async def scene_of(scene: Scene) -> None:
         nonlocal opened
-        versions = scene.dispatcher.models.versions
-        family = versions.family("qwen")
+        versions = scene.dispatcher.model_router.versions
+        family = versions.get_family("qwen")
         assert family is not None
-        look = versions.look
+        look = versions.update_families
 
         def looked() -> None:
             nonlocal opened
-            before = {each.name for each in family.versions() if family.takes(each.name)}
+            before = {each.name for each in family.make_snapshots() if family.is_open(each.name)}
             look()
-            for name in {each.name for each in family.versions() if family.takes(each.name)} - before:
+            for name in {each.name for each in family.make_snapshots() if family.is_open(each.name)} - before:
                 opened += 1
                 if running.total() > running[name]:
                     wrong.append(f"{name} opened before the end of the other")
 
-        versions.look = looked  # type: ignore[method-assign]
+        versions.update_families = looked  # type: ignore[method-assign]
         for number in range(60):
             if rand.random() < 0.15:
-                await scene.store.label("qwen", "stable", rand.choice("12"), "ada")
+                await scene.store.set_label("qwen", "stable", rand.choice("12"), "ada")
             name = rand.choice([b"qwen", b"qwen", b"qwen-v1", b"qwen-v2"])
             await submit(scene, f"r{number}", payload=b'{"model":"%s"}' % name)
             await asyncio.sleep(rand.choice([0.0, 0.1, 1.0]))
             told(scene, a="qwen-v1 qwen-v2")
-        await scene.store.label("qwen", "stable", "1", "ada")
+        await scene.store.set_label("qwen", "stable", "1", "ada")
         for _ in range(12):
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1 qwen-v2")
@@ -307,7 +311,7 @@ def test_job_keeps_its_version_and_a_new_job_gets_the_new_one() -> None:
         await submit(scene, "b1", labels={"file": "b"})
         await submit(scene, "c1")
         await asyncio.sleep(1)
-        await asyncio.sleep(10 * PIN_ASKED_S)  # nothing is under way, and what is remembered here is stale
+        await asyncio.sleep(10 * PIN_CACHE_S)  # nothing is under way, and what is remembered here is stale
         told(scene, a="qwen-v1 qwen-v2")
         await submit(scene, "a4", labels={"job": "a"})
         await asyncio.sleep(1)
@@ -320,7 +324,7 @@ def test_job_keeps_its_version_and_a_new_job_gets_the_new_one() -> None:
         await asyncio.sleep(1)
         assert gateway.sent_as["a5"] == "qwen-v2"  # its version has gone
 
-    perform(scene_of, gateway, options(pin=Pin.JOB))
+    perform(scene_of, gateway, options(pin=PinScope.JOB))
 
 
 def test_job_of_which_many_are_claimed_is_asked_for_once() -> None:
@@ -329,20 +333,20 @@ def test_job_of_which_many_are_claimed_is_asked_for_once() -> None:
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2")
-        pin = scene.queue.pin
+        pin = scene.queue.pin_versions
 
         async def counted(pins: Sequence[Any]) -> Sequence[str]:
             asked.append(len(pins))
             return await pin(pins)
 
-        scene.queue.pin = counted  # type: ignore[method-assign]
+        scene.queue.pin_versions = counted  # type: ignore[method-assign]
         await submit(scene, "a1", "a2", "a3", labels={"job": "a"})
         await submit(scene, "b1", "b2", labels={"job": "b"})
         await asyncio.sleep(1)
         assert set(gateway.sent_as) == {"a1", "a2", "a3", "b1", "b2"}
         assert sum(asked) == 2
 
-    perform(scene_of, gateway, options(pin=Pin.JOB))
+    perform(scene_of, gateway, options(pin=PinScope.JOB))
 
 
 def test_sequence_keeps_its_version() -> None:
@@ -358,7 +362,7 @@ def test_sequence_keeps_its_version() -> None:
         await asyncio.sleep(2)
         assert gateway.sent_as == {"s1": "qwen-v1", "s2": "qwen-v1", "t1": "qwen-v2"}
 
-    perform(scene_of, gateway, options(pin=Pin.SEQUENCE))
+    perform(scene_of, gateway, options(pin=PinScope.SEQUENCE))
 
 
 def test_turn_that_waited_goes_to_the_version_of_its_time() -> None:
@@ -374,7 +378,7 @@ def test_turn_that_waited_goes_to_the_version_of_its_time() -> None:
         await asyncio.sleep(30)
         assert gateway.sent_as == {"s1": "qwen-v1", "s2": "qwen-v2"}
 
-    perform(scene_of, gateway, options(pin=Pin.SEQUENCE))
+    perform(scene_of, gateway, options(pin=PinScope.SEQUENCE))
 
 
 def test_pin_holds_for_another_owner_too_and_while_the_queue_is_away_nothing_goes() -> None:
@@ -382,33 +386,35 @@ def test_pin_holds_for_another_owner_too_and_while_the_queue_is_away_nothing_goe
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2")
-        key = pin_key(options(pin=Pin.JOB).versions.families[0].terms, request(labels={"job": "a"}))
+        key = build_pin_key(
+            options(pin=PinScope.JOB).versions.families[0].terms, request(labels={"job": "a"})
+        )
         other = type(scene.queue)(scene.store, "b")
-        first = scene.dispatcher.models.versions
-        assert await other.pin([replace(_asked(first, key), version="qwen-v1")]) == ["qwen-v1"]
+        first = scene.dispatcher.model_router.versions
+        assert await other.pin_versions([replace(_asked(first, key), version="qwen-v1")]) == ["qwen-v1"]
         await submit(scene, "a1", labels={"job": "a"})
         await asyncio.sleep(1)
         assert gateway.sent_as == {"a1": "qwen-v1"}
-        pin = scene.queue.pin
+        pin = scene.queue.pin_versions
 
         async def away(_pins: Sequence[object]) -> Sequence[str]:
             raise QueueUnavailableError("Redis did not answer in time")
 
-        scene.queue.pin = away  # type: ignore[method-assign,assignment]
+        scene.queue.pin_versions = away  # type: ignore[method-assign,assignment]
         await submit(scene, "b1", labels={"job": "b"})
         await asyncio.sleep(3)
         assert "b1" not in gateway.sent_as
-        scene.queue.pin = pin  # type: ignore[method-assign]
+        scene.queue.pin_versions = pin  # type: ignore[method-assign]
         await asyncio.sleep(15)
         assert gateway.sent_as["b1"] == "qwen-v2"
 
-    perform(scene_of, gateway, options(pin=Pin.JOB))
+    perform(scene_of, gateway, options(pin=PinScope.JOB))
 
 
-def _asked(versions: Versions, key: str) -> Any:
-    family = versions.family("qwen")
+def _asked(versions: VersionRouter, key: str) -> Any:
+    family = versions.get_family("qwen")
     assert family is not None
-    choice = versions._choice("qwen", request(labels={"job": "a"}))
+    choice = versions._choose_version("qwen", request(labels={"job": "a"}))
     assert not isinstance(choice, str)
     assert choice.key == key
     return choice
@@ -422,14 +428,14 @@ def test_label_of_a_verb_wins_and_rolls_back() -> None:
         told(scene, a="qwen-v1 qwen-v2")
         await submit(scene, "r1")
         await asyncio.sleep(1)
-        await scene.store.label("qwen", "stable", "1", "ada")
+        await scene.store.set_label("qwen", "stable", "1", "ada")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r2")
         await asyncio.sleep(1)
         scene.dispatcher.reconfigure(by_label)  # the verb's label stands
         await submit(scene, "r3")
         await asyncio.sleep(1)
-        await scene.store.label("qwen", "stable", None, "ada")
+        await scene.store.set_label("qwen", "stable", None, "ada")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r4")
         await asyncio.sleep(1)
@@ -443,19 +449,19 @@ def test_model_that_an_operator_drains_takes_nothing_until_it_is_given_back() ->
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2 other")
-        await scene.store.drain("qwen-v2", "ada")
-        await scene.store.drain("other", "ada", "a bad quantisation")
+        await scene.store.drain_version("qwen-v2", "ada")
+        await scene.store.drain_version("other", "ada", "a bad quantisation")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r1")
         await submit(scene, "o1", payload=b'{"model":"other"}')
         await asyncio.sleep(EACH_S + 1)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((name, count, why),) = scene.dispatcher.models.held_back()
+        ((name, count, why),) = scene.dispatcher.model_router.list_held_back()
         assert (name, count) == ("other", 1)
         assert "is drained by ada" in why
         assert "a bad quantisation" in why
-        assert await scene.store.undrain("other")
-        assert await scene.store.undrain("qwen-v2")
+        assert await scene.store.undrain_version("other")
+        assert await scene.store.undrain_version("qwen-v2")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r2")
         await asyncio.sleep(EACH_S + 1)
@@ -469,16 +475,16 @@ def test_operator_drains_a_whole_model_by_the_name_that_requests_have() -> None:
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2")
-        await scene.store.drain("qwen", "ada", "the tokenizer is wrong")
+        await scene.store.drain_version("qwen", "ada", "the tokenizer is wrong")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r1")
         await asyncio.sleep(EACH_S + 1)
         assert gateway.sent_as == {}
-        ((name, count, why),) = scene.dispatcher.models.held_back()
+        ((name, count, why),) = scene.dispatcher.model_router.list_held_back()
         assert (name, count) == ("qwen", 1)
         assert re.search("'qwen' is drained by ada since .*: the tokenizer is wrong", why)
-        assert scene.dispatcher.models.sentence("qwen").startswith("drained by ada")
-        assert await scene.store.undrain("qwen")
+        assert scene.dispatcher.model_router.describe_model("qwen").startswith("drained by ada")
+        assert await scene.store.undrain_version("qwen")
         await asyncio.sleep(EACH_S + 1)
         assert gateway.sent_as == {"r1": "qwen-v2"}
 
@@ -488,7 +494,7 @@ def test_operator_drains_a_whole_model_by_the_name_that_requests_have() -> None:
 def explained(scene: Scene) -> str:
     settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
     at = asyncio.get_running_loop().time()
-    view, models = scene.dispatcher.view, scene.dispatcher.models
+    view, models = scene.dispatcher.view, scene.dispatcher.model_router
     return status_of(scene.limiter, at, settings, queue=view, models=models).gate.explanation
 
 
@@ -514,8 +520,8 @@ def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
         assert "'qwen-v1' is drained first." in explained(scene)
         await asyncio.sleep(60)
         assert gateway.sent_as["r2"] == "qwen-v2"
-        await scene.store.drain("qwen-v2", "ada")
-        await scene.store.drain("qwen-v1", "bob", "it leaks")
+        await scene.store.drain_version("qwen-v2", "ada")
+        await scene.store.drain_version("qwen-v1", "bob", "it leaks")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r4")
         await asyncio.sleep(EACH_S + 1)
@@ -531,7 +537,7 @@ def test_version_is_told_of_with_its_model_and_apart_where_somebody_waits_for_it
     gateway = Servers()
 
     def names(scene: Scene) -> list[str]:
-        return [seen.name for seen, _ in scene.dispatcher.models.seen()]
+        return [seen.name for seen, _ in scene.dispatcher.model_router.list_states()]
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2 other")
@@ -551,9 +557,9 @@ def test_version_is_told_of_with_its_model_and_apart_where_somebody_waits_for_it
 def test_status_tells_each_version_and_who_said_what_of_it() -> None:
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2 other", b="qwen-v2")
-        await scene.store.label("qwen", "stable", "1", "ada")
-        await scene.store.drain("v1", "bob", "it leaks")
-        await scene.store.drain("other", "bob")
+        await scene.store.set_label("qwen", "stable", "1", "ada")
+        await scene.store.drain_version("v1", "bob", "it leaks")
+        await scene.store.drain_version("other", "bob")
         await asyncio.sleep(EACH_S + 1)
         rows = {each["name"]: each for each in told_of(scene).models}
         qwen, other = rows["qwen"], rows["other"]
@@ -575,11 +581,11 @@ def test_status_tells_each_version_and_who_said_what_of_it() -> None:
         assert (newest["warm"], newest["drained_by"]) == (None, None), "nothing warms it up"
         assert (oldest["name"], oldest["drained"], oldest["labels"]) == ("qwen-v1", True, ["old", "stable"])
         assert oldest["drained_by"].endswith(": it leaks")
-        assert told_of(scene).model_marks_problem is None
-        versions = scene.dispatcher.models.versions
-        assert versions.marks is not None
-        versions.marks = replace(versions.marks, problem="the key holds a list")
-        assert told_of(scene).model_marks_problem == "the key holds a list"
+        assert told_of(scene).model_registry_problem is None
+        versions = scene.dispatcher.model_router.versions
+        assert versions.registry is not None
+        versions.registry = replace(versions.registry, problem="the key holds a list")
+        assert told_of(scene).model_registry_problem == "the key holds a list"
 
     labels = {"stable": "2", "old": "1"}
     perform(scene_of, Servers(), options(policy=VersionPolicy(everything=True), labels=labels))
@@ -591,20 +597,20 @@ def test_model_that_the_settings_drop_while_the_queue_is_asked_ends_nothing() ->
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1")
         await asyncio.sleep(1)
-        pin = scene.queue.pin
+        pin = scene.queue.pin_versions
 
         async def slow(pins: Sequence[Any]) -> Sequence[str]:
             await asyncio.sleep(1)
             return await pin(pins)
 
-        scene.queue.pin = slow  # type: ignore[method-assign]
+        scene.queue.pin_versions = slow  # type: ignore[method-assign]
         await submit(scene, "r1", labels={"job": "a"})
         await asyncio.sleep(0.5)
-        scene.dispatcher.reconfigure(replace(options(), versions=VersionOptions(steered=True)))
+        scene.dispatcher.reconfigure(replace(options(), versions=VersionOptions(can_steer=True)))
         await asyncio.sleep(2)
         assert gateway.sent_as == {"r1": "qwen-v1"}
 
-    perform(scene_of, gateway, options(pin=Pin.JOB, steered=True))
+    perform(scene_of, gateway, options(pin=PinScope.JOB, steered=True))
 
 
 def test_where_no_version_is_served_requests_wait_and_say_so() -> None:
@@ -614,21 +620,23 @@ def test_where_no_version_is_served_requests_wait_and_say_so() -> None:
         told(scene, a="other")
         await submit(scene, "r1")
         await asyncio.sleep(EACH_S + 1)
-        ((_, _, why),) = scene.dispatcher.models.held_back()
+        ((_, _, why),) = scene.dispatcher.model_router.list_held_back()
         assert "no version of 'qwen' is served" in why
-        assert "no version of 'qwen' is served" in scene.dispatcher.models.sentence("qwen")
+        assert "no version of 'qwen' is served" in scene.dispatcher.model_router.describe_model("qwen")
         told(scene, a="other qwen-v1")
         await asyncio.sleep(1)
         assert gateway.sent_as == {"r1": "qwen-v1"}
-        ((seen, _), *_) = [each for each in scene.dispatcher.models.seen() if each[0].name == "qwen"]
-        assert (seen.state, seen.serving, seen.endpoints) == ("ready", 1, 1)
+        ((seen, _), *_) = [
+            each for each in scene.dispatcher.model_router.list_states() if each[0].name == "qwen"
+        ]
+        assert (seen.state, seen.serving_count, seen.endpoint_count) == ("ready", 1, 1)
 
     perform(scene_of, gateway, options())
 
 
 def test_where_requests_are_not_to_wait_they_end_while_no_version_is_served() -> None:
     gateway = Servers()
-    fails = replace(options(), models=ModelTerms({"qwen": WhenAbsent.FAIL}))
+    fails = replace(options(), model_terms=ModelTerms({"qwen": WhenNotServed.FAIL}))
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="other")
@@ -693,21 +701,21 @@ def test_weights_spread_requests_and_a_retry_stays_where_it_was() -> None:
 def test_who_only_observes_hears_what_others_share_and_says_nothing() -> None:
     async def scene_of(scene: Scene) -> None:
         other = type(scene.queue)(scene.store, "b")
-        said = scene.store.pool.board
+        said = scene.store.pool.model_registry
         told(scene, a="qwen-v1 qwen-v2")
         await asyncio.sleep(2 * EACH_S)
-        assert (said.warm, said.warming, said.used) == ({}, {}, {})
+        assert (said.warm_until, said.lock_until, said.in_use_until) == ({}, {}, {})
         assert states(scene, "qwen-v2") == ["cold"]
-        await other.warmed("qwen-v2", "a")
+        await other.mark_warm("qwen-v2", "a")
         await submit(scene, "r1")
         claimed = await other.claim(1, "n", Permit(9, asyncio.get_running_loop().time(), 0))
-        await other.release([Release(lease, awaits="qwen") for lease in claimed.leases])
+        await other.release([Release(lease, missing_model="qwen") for lease in claimed.leases])
         await asyncio.sleep(EACH_S + 1)
-        before = dict(said.warm)
+        before = dict(said.warm_until)
         (model,) = told_of(scene).models
         assert [(each["state"], each["warm"]) for each in model["versions"]] == [("open", 1), ("spare", 0)]
         assert model["waiting"] == 1
-        await scene.store.drain("qwen-v2", "ada", "bad")
+        await scene.store.drain_version("qwen-v2", "ada", "bad")
         told(scene, b="qwen-v2")
         await asyncio.sleep(EACH_S + 1)
         told(scene, a="qwen-v2")
@@ -715,9 +723,9 @@ def test_who_only_observes_hears_what_others_share_and_says_nothing() -> None:
         (model,) = told_of(scene).models
         (version,) = [each for each in model["versions"] if each["name"] == "qwen-v2"]
         assert (version["warm"], version["drained"]) == (1, True), "that it was gone is for others to say"
-        assert (said.warm, said.warming, said.used, said.pins) == (before, {}, {}, {})
+        assert (said.warm_until, said.lock_until, said.in_use_until, said.pins) == (before, {}, {}, {})
 
-    perform(scene_of, Servers(), options(observe=True, warms=True, pin=Pin.JOB))
+    perform(scene_of, Servers(), options(observe=True, warms=True, pin=PinScope.JOB))
 
 
 def test_without_versions_nothing_is_kept_or_changed() -> None:
@@ -729,7 +737,7 @@ def test_without_versions_nothing_is_kept_or_changed() -> None:
         await submit(scene, "r1", payload=b'{"model":"qwen"}')
         await asyncio.sleep(1)
         assert gateway.bodies == {"r1": b'{"model":"qwen"}'}
-        assert not scene.dispatcher.models.versions
+        assert not scene.dispatcher.model_router.versions
         scene.dispatcher.reconfigure(options())
         told(scene, a="qwen qwen-v1")
         await submit(scene, "r2")
@@ -744,7 +752,7 @@ def many(families: int, versions: int) -> tuple[Options, str]:
     every = [FamilyTerms(f"m{at}", re.compile(rf"m{at}-v(?P<version>\d+)")) for at in range(families)]
     given = replace(
         options(),
-        models=ModelTerms({each.name: WhenAbsent.WAIT for each in every}),
+        model_terms=ModelTerms({each.name: WhenNotServed.WAIT for each in every}),
         versions=VersionOptions(tuple(FamilyOptions(each) for each in every)),
     )
     return given, " ".join(f"m{at}-v{number}" for at in range(families) for number in range(versions))
@@ -759,7 +767,7 @@ def test_look_costs_by_the_versions_there_are_and_not_by_models_times_names() ->
             told(scene, a=names)
             for _ in range(7):
                 began = process_time()
-                scene.dispatcher.models.versions.look()
+                scene.dispatcher.model_router.versions.update_families()
                 costs.append(process_time() - began)
 
         perform(scene_of, Servers(), given)
@@ -774,10 +782,10 @@ def test_what_takes_no_part_is_told_of_a_hundred_versions_at_a_time() -> None:
     async def scene_of(scene: Scene) -> None:
         told(scene, a=names)
         assert states(scene, "m0-v2999") == ["cold", "open"]
-        assert len(scene.events) <= 2 + TOLD_MOST
-        family = scene.dispatcher.models.versions.family("m0")
+        assert len(scene.events) <= 2 + MAX_LOGGED_CHANGES
+        family = scene.dispatcher.model_router.versions.get_family("m0")
         assert family is not None
-        assert len(family.versions()) == 3000
+        assert len(family.make_snapshots()) == 3000
         told(scene, a="m0-v1")
         assert states(scene, "m0-v2999") == ["cold", "open", "draining", "gone"]
 
@@ -789,17 +797,17 @@ def test_end_of_a_request_looks_at_versions_only_where_something_may_follow() ->
     looks = 0
 
     async def scene_of(scene: Scene) -> None:
-        versions = scene.dispatcher.models.versions
+        versions = scene.dispatcher.model_router.versions
         told(scene, a="qwen-v1")
         await asyncio.sleep(1)
-        look = versions.look
+        look = versions.update_families
 
         def counted() -> None:
             nonlocal looks
             looks += 1
             look()
 
-        versions.look = counted  # type: ignore[method-assign]
+        versions.update_families = counted  # type: ignore[method-assign]
         for number in range(10):
             await submit(scene, f"r{number}")
             await asyncio.sleep(0.3)
@@ -810,19 +818,21 @@ def test_end_of_a_request_looks_at_versions_only_where_something_may_follow() ->
 
 
 def test_jobs_and_sequences_are_told_apart_by_few_bytes() -> None:
-    terms = FamilyTerms("qwen", pin=Pin.JOB)
+    terms = FamilyTerms("qwen", pin=PinScope.JOB)
     job = request(labels={"job": "x"})
-    assert pin_key(terms, job) == pin_key(terms, request(labels={"file": "x"}))
-    assert pin_key(terms, job) != pin_key(replace(terms, name="other"), job)
-    assert pin_key(terms, request(sequence=Turn("x"))) != pin_key(terms, job)
-    of_two_producers = [pin_key(terms, request(sequence=Turn("x", owner=owner))) for owner in ("a", "b")]
+    assert build_pin_key(terms, job) == build_pin_key(terms, request(labels={"file": "x"}))
+    assert build_pin_key(terms, job) != build_pin_key(replace(terms, name="other"), job)
+    assert build_pin_key(terms, request(sequence=Turn("x"))) != build_pin_key(terms, job)
+    of_two_producers = [
+        build_pin_key(terms, request(sequence=Turn("x", owner=owner))) for owner in ("a", "b")
+    ]
     assert len(set(of_two_producers)) == 2
-    assert pin_key(terms, request()) == ""
-    assert pin_key(replace(terms, pin=Pin.SEQUENCE), job) == ""
-    assert pin_key(replace(terms, pin=Pin.REQUEST), job) == ""
-    assert len(pin_key(terms, request(labels={"job": "\ud800" * 10_000}))) == 32
+    assert build_pin_key(terms, request()) == ""
+    assert build_pin_key(replace(terms, pin=PinScope.SEQUENCE), job) == ""
+    assert build_pin_key(replace(terms, pin=PinScope.REQUEST), job) == ""
+    assert len(build_pin_key(terms, request(labels={"job": "\ud800" * 10_000}))) == 32
 
 
 def test_marks_begin_with_nothing() -> None:
-    assert ModelMarks() == ModelMarks(frozenset(), frozenset(), {}, {}, "")
-    assert Listing("a", 0.0, ("m",)).down is False
+    assert ModelRegistryState() == ModelRegistryState(frozenset(), frozenset(), {}, {}, "")
+    assert Listing("a", 0.0, ("m",)).is_down is False

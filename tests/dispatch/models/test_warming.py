@@ -21,17 +21,22 @@ from dispatcher.core.gateway.outcome import (
     Unreachable,
 )
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.merging.grouping import BatchRule, Forming, Mode
+from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
-from dispatcher.core.models.availability import Listing, ModelTerms, WhenAbsent
+from dispatcher.core.models.availability import Listing, ModelTerms, WhenNotServed
 from dispatcher.core.models.versions import FamilyTerms
 from dispatcher.core.models.warmup import WarmupRequest
 from dispatcher.core.requests.request import Request
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.dispatch.models.warming import AGAIN_S, AT_ONCE, LOOK_S, SOON_S
+from dispatcher.dispatch.models.warming import (
+    CHECK_INTERVAL_S,
+    ERROR_RETRY_S,
+    MAX_PARALLEL_WARM_UPS,
+    RETRY_SOON_S,
+)
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.lab.memory_queue import MemoryQueue
-from dispatcher.ports import Forwarded, Permit, QueueUnavailableError, Release
+from dispatcher.ports import AttemptResult, Permit, QueueUnavailableError, Release
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.pool import EACH_S, GONE, states, submit, told
@@ -59,15 +64,17 @@ class Pool(Answers):
         super().__init__()
         self.calls: list[tuple[str, str, bytes]] = []
         self.work: list[tuple[str, str]] = []
-        self.under_way = self.most = 0
+        self.under_way = self.max_limit = 0
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
         forwarded = await self._one(
             super().forward(request, token=token, deadline=deadline, may_send=may_send)
         )
         if "warm-up" in request.id:
             self.calls.append((request.endpoints, request.endpoint, request.payload))
-            return forwarded.but(outcome=self.answer)
+            return forwarded.copy_with(outcome=self.answer)
         self.work.append((json.loads(request.payload)["model"], request.endpoints))
         return forwarded
 
@@ -81,7 +88,7 @@ class Pool(Answers):
 
     async def _one(self, call: Awaitable[T]) -> T:
         self.under_way += 1
-        self.most = max(self.most, self.under_way)
+        self.max_limit = max(self.max_limit, self.under_way)
         try:
             return await call
         finally:
@@ -103,19 +110,19 @@ def options(
     async def read() -> tuple[Sequence[WarmupRequest], str]:
         return lines, problem
 
-    family = FamilyTerms("qwen", re.compile(r"qwen-v(?P<version>\d+)"), warms=True, **terms)
+    family = FamilyTerms("qwen", re.compile(r"qwen-v(?P<version>\d+)"), has_warm_up=True, **terms)
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
-        models=ModelTerms({"qwen": WhenAbsent.WAIT}),
+        model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
         versions=VersionOptions((FamilyOptions(family, read, required),), steered, straight, warm_s),
         observe=observe,
-        batching=batching,
+        merge_rules=batching,
     )
 
 
 async def began(scene: Scene) -> None:
     """What the owners share is known."""
-    await asyncio.sleep(EACH_S + LOOK_S)
+    await asyncio.sleep(EACH_S + CHECK_INTERVAL_S)
 
 
 def warmed(scene: Scene) -> list[dict[str, Any]]:
@@ -149,8 +156,8 @@ def test_each_endpoint_is_warm_before_work_comes() -> None:
             ("a", 4, True),
             ("b", 4, True),
         ]
-        assert scene.dispatcher.warming.done == {"warm": 2, "errors": 0, "again": 0}
-        assert pool.most <= LIMIT
+        assert scene.dispatcher.warm_ups.result_counts == {"warm": 2, "errors": 0, "again": 0}
+        assert pool.max_limit <= LIMIT
 
     play(scene_of, pool, options())
 
@@ -256,17 +263,17 @@ def test_required_warm_up_is_tried_again_until_it_is_answered() -> None:
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1")
         # Again after 30 s, and 60 s after that: not each second.
-        assert AGAIN_S[0] == 30.0
+        assert ERROR_RETRY_S[0] == 30.0
         assert len(pool.calls) == 12
         assert pool.work == []
-        ((_, _, why),) = scene.dispatcher.models.held_back()
+        ((_, _, why),) = scene.dispatcher.model_router.list_held_back()
         assert "'qwen-v1' is being warmed up" in why
         pool.answer = Delivered(200, b"{}")
         for _ in range(30):
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1")
         assert pool.work == [("qwen-v1", "")]
-        assert scene.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 3}
+        assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "again": 3}
 
     play(scene_of, pool, options(required=True))
 
@@ -282,12 +289,12 @@ def test_who_cannot_answer_yet_is_asked_again_soon_and_is_not_warm_by_that(answe
         told(scene, a="qwen-v1")
         await submit(scene, "r1")
         await began(scene)
-        await asyncio.sleep(2 * SOON_S)
+        await asyncio.sleep(2 * RETRY_SOON_S)
         told(scene, a="qwen-v1")
         assert 2 <= len(pool.calls) <= 4
         assert (pool.work, warmed(scene)) == ([], [])
         pool.answer = Delivered(200, b"{}")
-        await asyncio.sleep(2 * SOON_S)
+        await asyncio.sleep(2 * RETRY_SOON_S)
         assert pool.work == [("qwen-v1", "")]
 
     play(scene_of, pool, options())
@@ -295,7 +302,7 @@ def test_who_cannot_answer_yet_is_asked_again_soon_and_is_not_warm_by_that(answe
 
 def test_refusal_of_the_pool_is_waited_out() -> None:
     pool = Pool()
-    pool.answer = Overloaded(429, "", capacity=True, retry_after_s=0.5)
+    pool.answer = Overloaded(429, "", is_out_of_capacity=True, retry_after_s=0.5)
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1")
@@ -352,12 +359,12 @@ def test_work_makes_room_for_a_warm_up_and_the_limit_holds() -> None:
         await began(scene)
         await submit(scene, *(f"r{number}" for number in range(300)))
         await asyncio.sleep(2)
-        assert pool.most == LIMIT
+        assert pool.max_limit == LIMIT
         before = len(pool.calls)
         told(scene, a="qwen-v1", b="qwen-v1", c="qwen-v1", d="qwen-v1", e="qwen-v1", f="qwen-v1")
         await asyncio.sleep(12)
         assert len(pool.calls) == before + 20
-        assert pool.most <= LIMIT
+        assert pool.max_limit <= LIMIT
         assert len(pool.work) >= 150
 
     play(scene_of, pool, options(steered=True, straight=True))
@@ -368,11 +375,11 @@ def test_one_owner_warms_what_others_wait_for() -> None:
 
     async def scene_of(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
-        assert await other.warming("qwen-v1", "a")
+        assert await other.take_warm_up_lock("qwen-v1", "a")
         told(scene, a="qwen-v1")
         await began(scene)
         assert pool.calls == []
-        await other.warmed("qwen-v1", "a")
+        await other.mark_warm("qwen-v1", "a")
         await asyncio.sleep(2 * EACH_S)
         assert states(scene, "qwen-v1") == ["cold", "open"]
         assert pool.calls == []
@@ -390,10 +397,10 @@ def test_right_to_warm_is_kept_for_as_long_as_it_takes_and_then_given_back() -> 
         for _ in range(18):
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1")
-            assert not await other.warming("qwen-v1", "a")
+            assert not await other.take_warm_up_lock("qwen-v1", "a")
         await asyncio.sleep(30)
         assert states(scene, "qwen-v1") == ["cold", "open"]
-        assert await other.warming("qwen-v1", "a")
+        assert await other.take_warm_up_lock("qwen-v1", "a")
 
     play(scene_of, pool, options())
 
@@ -410,12 +417,14 @@ def test_endpoint_that_stops_listing_it_or_is_another_process_is_cold_again() ->
         await began(scene)
         assert len(pool.calls) == 8
         at = asyncio.get_running_loop().time()
-        scene.dispatcher.models.heard([Listing("a", at, None, problem="refused", down=True)])
+        scene.dispatcher.model_router.update_listings(
+            [Listing("a", at, None, problem="refused", is_down=True)]
+        )
         await began(scene)
         told(scene, a="qwen-v1")
         await began(scene)
         assert len(pool.calls) in (12, 16)  # it is asked while it is away, too
-        scene.dispatcher.models.heard([Listing("a", at, None, problem="it took too long")])
+        scene.dispatcher.model_router.update_listings([Listing("a", at, None, problem="it took too long")])
         told(scene, a="qwen-v1")
         before = len(pool.calls)
         await began(scene)
@@ -443,7 +452,9 @@ def test_version_that_is_wanted_no_more_is_not_warmed_to_the_end() -> None:
 
 def test_where_batching_merges_the_path_preferred_sizes_are_warmed_too() -> None:
     pool = Pool()
-    rule = BatchRule(("/v1/embeddings",), SHAPES["embeddings"], Mode.ON, Forming(8, preferred_sizes=(4, 8)))
+    rule = BatchRule(
+        ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, preferred_sizes=(4, 8))
+    )
     line = WarmupRequest("/v1/embeddings", b'{"model":"x","input":"a"}')
 
     async def scene_of(scene: Scene) -> None:
@@ -483,7 +494,7 @@ def without_families(given: Options) -> Options:
 
 
 async def right_is_free(scene: Scene, endpoint: str = "a") -> bool:
-    return await MemoryQueue(scene.store, "b").warming("qwen-v1", endpoint)
+    return await MemoryQueue(scene.store, "b").take_warm_up_lock("qwen-v1", endpoint)
 
 
 def test_model_that_the_settings_drop_in_the_middle_of_its_warm_up_ends_that_and_nothing_else() -> None:
@@ -552,7 +563,7 @@ def test_process_that_ends_in_the_middle_of_a_call_gives_the_right_back() -> Non
         await asyncio.sleep(5)
         at = asyncio.get_running_loop().time()
         scene.dispatcher.drain(1.0)
-        await scene.ended()
+        await scene.record_completion()
         assert asyncio.get_running_loop().time() < at + 2
         assert await right_is_free(scene)
 
@@ -569,10 +580,10 @@ def test_queue_that_is_away_holds_up_no_end() -> None:
 
         told(scene, a="qwen-v1")
         await asyncio.sleep(5)
-        scene.queue.unwarmed = hangs  # type: ignore[method-assign,assignment]
+        scene.queue.release_warm_up_lock = hangs  # type: ignore[method-assign,assignment]
         at = asyncio.get_running_loop().time()
         scene.dispatcher.drain(1.0)
-        await scene.ended()
+        await scene.record_completion()
         assert asyncio.get_running_loop().time() < at + 4
 
     play(scene_of, pool, options())
@@ -592,8 +603,8 @@ def test_who_cannot_go_on_leaves_the_right_to_others_and_sends_nothing_twice() -
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1")
         other = MemoryQueue(scene.store, "b")
-        assert await other.warming("qwen-v1", "a")
-        await other.unwarmed("qwen-v1", "a")
+        assert await other.take_warm_up_lock("qwen-v1", "a")
+        await other.release_warm_up_lock("qwen-v1", "a")
         assert len(pool.calls) <= before + 1
         await scene.store.resume()
         await asyncio.sleep(15)
@@ -609,7 +620,7 @@ class Hung:
     def __init__(self, scene: Scene, pool: Pool, given: Options) -> None:
         self.ahead_s = 0.0
         self.calls = pool.calls
-        self.board = scene.store.pool.board
+        self.board = scene.store.pool.model_registry
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(
             MemoryQueue(scene.store, "hung"),
@@ -621,7 +632,7 @@ class Hung:
             servers=pool,
         )
         self.task = asyncio.create_task(self.dispatcher.run())
-        self.dispatcher.models.heard([Listing("a", loop.time(), ("qwen-v1",))])
+        self.dispatcher.model_router.update_listings([Listing("a", loop.time(), ("qwen-v1",))])
 
     async def hang(self, *, notices: bool = True) -> None:
         """With one call sent, until its right has lapsed."""
@@ -631,10 +642,10 @@ class Hung:
 
     def lose(self, seconds: float, *, notices: bool) -> None:
         """So much time has passed for the queue. `notices`: by the owner's clock as well."""
-        self.board.warming = {name: until - seconds for name, until in self.board.warming.items()}
+        self.board.lock_until = {name: until - seconds for name, until in self.board.lock_until.items()}
         self.ahead_s += seconds if notices else 0.0
 
-    async def ended(self) -> None:
+    async def record_completion(self) -> None:
         self.dispatcher.drain(1.0)
         await self.task
 
@@ -652,11 +663,11 @@ def test_owner_that_hung_until_another_took_over_begins_nothing_more(notices: bo
         await asyncio.sleep(60)
         assert len(hung.calls) == (1 if notices else 2)
         assert len(pool.calls) == 4
-        assert hung.dispatcher.warming.done == {"warm": 0, "errors": 0, "again": 1}
-        assert scene.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 0}
-        assert set((await scene.store.model_marks()).warm) == {("qwen-v1", "a")}
-        assert hung.board.warming == {}
-        await hung.ended()
+        assert hung.dispatcher.warm_ups.result_counts == {"warm": 0, "errors": 0, "again": 1}
+        assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "again": 0}
+        assert set((await scene.store.read_model_registry()).warm_markers) == {("qwen-v1", "a")}
+        assert hung.board.lock_until == {}
+        await hung.record_completion()
 
     given = options()
     play(scene_of, pool, given)
@@ -674,13 +685,13 @@ def test_owner_that_hung_while_it_waited_for_room_begins_nothing_more() -> None:
         assert len(full.leases) == LIMIT
         hung = Hung(scene, slow, given)
         await asyncio.sleep(4)
-        assert (hung.calls, len(hung.board.warming)) == ([], 1)
+        assert (hung.calls, len(hung.board.lock_until)) == ([], 1)
         hung.lose(31, notices=True)
-        assert await scene.queue.warming("qwen-v1", "a")
+        assert await scene.queue.take_warm_up_lock("qwen-v1", "a")
         await other.release([Release(lease, delay_s=1000.0) for lease in full.leases])
         await asyncio.sleep(20)
         assert hung.calls == []
-        await hung.ended()
+        await hung.record_completion()
 
     given = options()
     play(scene_of, Pool(), given)
@@ -695,11 +706,11 @@ def test_owner_whose_right_lapsed_and_nobody_took_it_goes_on_with_it_anew() -> N
         await hung.hang()
         await asyncio.sleep(3)
         assert len(hung.calls) == 2
-        assert not await scene.queue.warming("qwen-v1", "a")
+        assert not await scene.queue.take_warm_up_lock("qwen-v1", "a")
         await asyncio.sleep(12)
         assert len(hung.calls) == 4
-        assert hung.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 0}
-        await hung.ended()
+        assert hung.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "again": 0}
+        await hung.record_completion()
 
     given = options()
     play(scene_of, Pool(), given)
@@ -712,12 +723,12 @@ def test_owner_that_hung_while_another_warmed_it_up_sends_nothing_more() -> None
     async def scene_of(scene: Scene) -> None:
         hung = Hung(scene, slow, given)
         await hung.hang()
-        assert await scene.queue.warming("qwen-v1", "a")
-        await scene.queue.warmed("qwen-v1", "a")
+        assert await scene.queue.take_warm_up_lock("qwen-v1", "a")
+        await scene.queue.mark_warm("qwen-v1", "a")
         await asyncio.sleep(20)
         assert len(hung.calls) == 1
-        assert hung.board.warming == {}
-        await hung.ended()
+        assert hung.board.lock_until == {}
+        await hung.record_completion()
 
     given = options()
     play(scene_of, Pool(), given)
@@ -732,11 +743,11 @@ def test_gateway_that_was_away_is_found_again_though_all_work_waits_for_what_is_
 
         async def forward(
             self, request: Request, *, token: str, deadline: float, may_send: object
-        ) -> Forwarded:
+        ) -> AttemptResult:
             if self.away:
                 at = asyncio.get_running_loop().time()
                 self.sent.append(request.id)
-                return Forwarded(Unreachable("nobody listens"), at, at)
+                return AttemptResult(Unreachable("nobody listens"), at, at)
             return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
 
     pool = Away()
@@ -745,7 +756,7 @@ def test_gateway_that_was_away_is_found_again_though_all_work_waits_for_what_is_
         told(scene, a="other")
         await submit(scene, "o1", payload=b'{"model":"other"}', within_s=3)
         await asyncio.sleep(5)
-        assert scene.dispatcher.allowance().reason is Reason.GATEWAY_UNREACHABLE
+        assert scene.dispatcher.get_allowance().reason is Reason.GATEWAY_UNREACHABLE
         told(scene, a="qwen-v1")
         await submit(scene, "r1", "r2")
         at = asyncio.get_running_loop().time()
@@ -756,7 +767,7 @@ def test_gateway_that_was_away_is_found_again_though_all_work_waits_for_what_is_
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1")
         assert pool.work == [("qwen-v1", "")] * 2
-        assert scene.dispatcher.allowance().reason is Reason.IDLE
+        assert scene.dispatcher.get_allowance().reason is Reason.IDLE
 
     play(scene_of, pool, options(straight=straight))
 
@@ -764,14 +775,16 @@ def test_gateway_that_was_away_is_found_again_though_all_work_waits_for_what_is_
 def test_endpoint_that_only_another_owner_sees_stays_warm() -> None:
     async def scene_of(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
-        await other.warmed("qwen-v1", "x")
-        await other.warmed("qwen-v1", "down")
+        await other.mark_warm("qwen-v1", "x")
+        await other.mark_warm("qwen-v1", "down")
         at = asyncio.get_running_loop().time()
-        away = Listing("down", at, None, problem="refused", down=True)
+        away = Listing("down", at, None, problem="refused", is_down=True)
         for listings in ([], [Listing("a", at, ("qwen-v1",)), away], [Listing("gateway", at, ("qwen-v1",))]):
-            scene.dispatcher.models.heard(listings)
+            scene.dispatcher.model_router.update_listings(listings)
             await asyncio.sleep(EACH_S)
-        assert {("qwen-v1", "x"), ("qwen-v1", "down")} < (await other.marks([], [], [])).warm
+        assert {("qwen-v1", "x"), ("qwen-v1", "down")} < (
+            await other.refresh_warm_markers([], [], [])
+        ).warm_markers
 
     play(scene_of, Pool(), options())
 
@@ -783,14 +796,16 @@ def test_warm_up_of_which_the_queue_could_not_be_told_is_not_done_again() -> Non
         async def away(_model: str, _endpoint: str) -> None:
             raise QueueUnavailableError("Redis did not answer in time")
 
-        scene.queue.warmed = away  # type: ignore[method-assign,assignment]
+        scene.queue.mark_warm = away  # type: ignore[method-assign,assignment]
         for _ in range(6):
             told(scene, a="qwen-v1")
             await asyncio.sleep(EACH_S)
         assert (len(pool.calls), states(scene, "qwen-v1")) == (4, ["cold", "open"])
-        del scene.queue.warmed
+        del scene.queue.mark_warm
         await asyncio.sleep(2 * EACH_S)
-        assert ("qwen-v1", "a") in (await MemoryQueue(scene.store, "b").marks([], [], [])).warm
+        assert ("qwen-v1", "a") in (
+            await MemoryQueue(scene.store, "b").refresh_warm_markers([], [], [])
+        ).warm_markers
         told(scene, a="")
         told(scene, a="qwen-v1")
         await began(scene)
@@ -820,12 +835,12 @@ def test_owner_without_work_of_its_own_leaves_a_warm_up_to_one_that_can_make_roo
             at = asyncio.get_running_loop().time()
             listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
             for each in every:
-                each.models.heard(listings)
+                each.model_router.update_listings(listings)
             await asyncio.sleep(EACH_S)
         assert len({endpoint for endpoint, _, _ in pool.calls}) == 12
         assert len(pool.calls) == 48
         assert len(pool.work) > 2000
-        assert pool.most <= LIMIT + 1
+        assert pool.max_limit <= LIMIT + 1
         for each in every[1:]:
             each.drain(1.0)
         await asyncio.gather(*others)
@@ -853,11 +868,11 @@ def test_warm_ups_of_all_owners_and_their_work_share_one_limit() -> None:
             at = asyncio.get_running_loop().time()
             listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
             for each in every:
-                each.models.heard(listings)
+                each.model_router.update_listings(listings)
             await asyncio.sleep(EACH_S)
         assert len({endpoint for endpoint, _, _ in pool.calls}) == 24
         assert len(pool.work) > 400
-        assert pool.most <= LIMIT + AT_ONCE
+        assert pool.max_limit <= LIMIT + MAX_PARALLEL_WARM_UPS
         for each in every[1:]:
             each.drain(1.0)
         await asyncio.gather(*others)
@@ -872,16 +887,16 @@ def test_work_leaves_room_for_what_other_owners_warm() -> None:
     async def scene_of(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
         for number in range(4):
-            assert await other.warming("elsewhere", f"e{number}")
+            assert await other.take_warm_up_lock("elsewhere", f"e{number}")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, *(f"r{number}" for number in range(100)), payload=b'{"model":"other"}')
         told(scene, a="other")
         await asyncio.sleep(5)
-        assert pool.most == scene.dispatcher.running == LIMIT - 4
+        assert pool.max_limit == scene.dispatcher.running_count == LIMIT - 4
         for number in range(4):
-            await other.unwarmed("elsewhere", f"e{number}")
+            await other.release_warm_up_lock("elsewhere", f"e{number}")
         await asyncio.sleep(EACH_S + 1)
-        assert pool.most == LIMIT
+        assert pool.max_limit == LIMIT
 
     play(scene_of, pool, options())
 
@@ -896,7 +911,7 @@ def test_where_there_are_more_warm_ups_than_units_owners_agree_whose_turn_it_is(
     async def scene_of(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
         for number in range(LIMIT):
-            assert await other.warming(others, f"e{number}")
+            assert await other.take_warm_up_lock(others, f"e{number}")
         told(scene, a="qwen-v1")
         await asyncio.sleep(EACH_S)
         assert len(pool.calls) == (4 if first else 0)
@@ -918,16 +933,18 @@ def test_queue_that_was_away_for_minutes_makes_nothing_cold_that_stayed_where_it
         told(scene, a="qwen-v1", b="qwen-v1")
         await began(scene)
         assert len(pool.calls) == 8
-        scene.queue.marks = away  # type: ignore[method-assign,assignment]
+        scene.queue.refresh_warm_markers = away  # type: ignore[method-assign,assignment]
         for number in range(24):
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1", b="" if number == 10 else "qwen-v1")
-        del scene.queue.marks
+        del scene.queue.refresh_warm_markers
         for _ in range(4):
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1", b="qwen-v1")
         assert [endpoint for endpoint, _, _ in pool.calls[8:]] == ["b"] * 4
         assert states(scene, "qwen-v1") == ["cold", "open"]
-        assert len((await MemoryQueue(scene.store, "other").marks([], [], [])).warm) == 2
+        assert (
+            len((await MemoryQueue(scene.store, "other").refresh_warm_markers([], [], [])).warm_markers) == 2
+        )
 
     play(scene_of, pool, options())

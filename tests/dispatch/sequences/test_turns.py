@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, RetryPolicy
-from dispatcher.core.merging.grouping import BatchRule, Forming, Mode
+from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
 from dispatcher.core.requests.request import Request
 from dispatcher.core.sequences.decisions import SequenceCounts, SequenceTerms
-from dispatcher.core.sequences.turns import Carry, OnError, Turn
+from dispatcher.core.sequences.turns import CarryMode, OnError, Turn
 from dispatcher.dispatch import Options
-from dispatcher.dispatch.loop import GATHER_S
+from dispatcher.dispatch.loop import FLUSH_DELAY_S
 from dispatcher.dispatch.options import SequenceOptions
-from dispatcher.ports import LinedUp, QueueUnavailableError
+from dispatcher.ports import ClaimTurnsResult, QueueUnavailableError
 from tests.dispatch.scene import Scene, perform
 from tests.dispatch.turns import Servers, results, submit, turns
 
@@ -27,7 +27,9 @@ RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 def happened(scene: Scene) -> list[tuple[str, dict[str, Any]]]:
     """What the log and the page are told of sequences."""
     return [
-        (event.event, {**fields}) for event, fields in scene.events if event.event.startswith("sequences-")
+        (event.event_name, {**fields})
+        for event, fields in scene.events
+        if event.event_name.startswith("sequences-")
     ]
 
 
@@ -61,17 +63,17 @@ def test_next_turn_follows_within_five_milliseconds() -> None:
         ends = {name: ended for name, _, ended in gateway.spans}
         begins = {name: began for name, began, _ in gateway.spans}
         gaps = [begins[f"{s}-{n + 1}"] - ends[f"{s}-{n}"] for s in "ab" for n in range(9)]
-        assert max(gaps) <= GATHER_S + 1e-6, "nothing but the wait for others to be handed in with it"
+        assert max(gaps) <= FLUSH_DELAY_S + 1e-6, "nothing but the wait for others to be handed in with it"
 
     perform(scene_of, gateway)
 
 
 def test_no_request_of_a_sequence_no_call() -> None:
     async def scene_of(scene: Scene) -> None:
-        async def never(*_: object) -> LinedUp:
+        async def never(*_: object) -> ClaimTurnsResult:
             raise AssertionError("asked")
 
-        scene.queue.line_up = never  # type: ignore[method-assign, assignment]
+        scene.queue.claim_turns = never  # type: ignore[method-assign, assignment]
         await submit(scene, [("x", None), ("y", None)])
         await asyncio.sleep(1)
         assert sorted(scene.gateway.sent) == ["x", "y"]
@@ -83,16 +85,16 @@ def test_queue_away_while_lining_up_sends_nothing_out_of_turn() -> None:
     gateway = Servers()
 
     async def scene_of(scene: Scene) -> None:
-        line_up, times = scene.queue.line_up, 0
+        line_up, times = scene.queue.claim_turns, 0
 
-        async def away(*args: Any) -> LinedUp:
+        async def away(*args: Any) -> ClaimTurnsResult:
             nonlocal times
             times += 1
             if times < 4:
                 raise QueueUnavailableError("Redis did not answer in time")
             return await line_up(*args)
 
-        scene.queue.line_up = away  # type: ignore[method-assign, assignment]
+        scene.queue.claim_turns = away  # type: ignore[method-assign, assignment]
         await submit(scene, turns("a", 4))
         await asyncio.sleep(20)
         assert gateway.sent == [f"a-{n}" for n in range(4)]
@@ -104,16 +106,16 @@ def test_reply_of_line_up_that_is_lost_costs_no_turn() -> None:
     gateway = Servers()
 
     async def scene_of(scene: Scene) -> None:
-        line_up, times = scene.queue.line_up, 0
+        line_up, times = scene.queue.claim_turns, 0
 
-        async def lost(*args: Any) -> LinedUp:
+        async def lost(*args: Any) -> ClaimTurnsResult:
             nonlocal times
             told, times = await line_up(*args), times + 1
             if times < 3:
                 raise QueueUnavailableError("Redis did not answer in time")
             return told
 
-        scene.queue.line_up = lost  # type: ignore[method-assign, assignment]
+        scene.queue.claim_turns = lost  # type: ignore[method-assign, assignment]
         await submit(scene, turns("a", 6))
         await asyncio.sleep(40)
         assert gateway.sent == [f"a-{n}" for n in range(6)]
@@ -141,11 +143,13 @@ def test_failed_turn_does_to_the_later_ones_what_on_error_says(on_error: OnError
             assert {told[f"a-{n}"]["error_code"] for n in (2, 3)} == {"SEQUENCE_ABORTED"}
             assert "a-1" in told["a-2"]["error_message"]
             assert "400" in told["a-2"]["error_message"]
-            assert (await scene.queue.counts()).sequences == SequenceCounts(aborted=1)
+            assert (await scene.queue.count_requests()).sequences == SequenceCounts(aborted=1)
             assert happened(scene) == [("sequences-aborted", {"aborted": 1, "newest": "a"})]
         elif on_error is OnError.HOLD:
             assert set(told) == {"a-0", "a-1"}
-            assert (await scene.queue.counts()).sequences == SequenceCounts(active=1, held=1, waiting=2)
+            assert (await scene.queue.count_requests()).sequences == SequenceCounts(
+                active=1, held=1, waiting=2
+            )
             assert happened(scene) == [("sequences-held", {"held": 1, "newest": "a"})]
         else:
             assert set(told) == {f"a-{n}" for n in range(4)}
@@ -178,7 +182,7 @@ def test_refused_by_a_sequence_that_is_full_ends_with_its_code_and_passes_nobody
         full = {name for name, each in told.items() if each.get("error_code") == "SEQUENCE_FULL"}
         assert len(full) == 3
         assert gateway.sent == [f"a-{n}" for n in range(6) if f"a-{n}" not in full]
-        assert scene.dispatcher.lineup.turns["barred"] == 3
+        assert scene.dispatcher.turn_checker.turn_counts["barred"] == 3
 
     perform(scene_of, gateway, options(terms=SequenceTerms(max_waiting=2, gap_s=0.2)))
 
@@ -215,9 +219,9 @@ def test_at_most_max_active_sequences_are_alive() -> None:
 def test_one_of_a_sequence_never_travels_in_a_merged_call() -> None:
     gateway = Servers()
     rule = BatchRule(
-        ("/v1/embeddings",), SHAPES["embeddings"], Mode.ON, Forming(max_size=8, max_delay_s=0.02)
+        ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(max_size=8, max_delay_s=0.02)
     )
-    asked = Options(RETRY, path="/v1/embeddings", batching=(rule,))
+    asked = Options(RETRY, default_path="/v1/embeddings", merge_rules=(rule,))
 
     async def scene_of(scene: Scene) -> None:
         both = [("a-0", Turn("a", 0)), ("b-0", Turn("b", 0))]
@@ -250,7 +254,7 @@ def test_token_of_the_first_answer_goes_out_with_the_next_ones() -> None:
         await asyncio.sleep(2)
         assert session(gateway.requests[-2])["x-session-token"] == "pod-1"
         assert session(gateway.requests[-1])["x-session-token"] == "pod-2"
-        assert scene.dispatcher.lineup.servers == {"same": 3, "other": 1, "lost": 0}
+        assert scene.dispatcher.turn_checker.server_counts == {"same": 3, "other": 1, "lost": 0}
         await submit(scene, [("a-5", Turn("a", reset=True))])
         await asyncio.sleep(2)
         assert session(gateway.requests[-1]) == {"x-session-id": "a"}
@@ -302,7 +306,7 @@ def test_conversation_is_carried_on() -> None:
     async def scene_of(scene: Scene) -> None:
         for number in range(3):
             await submit(
-                scene, [(f"a-{number}", Turn("a", number, carry=Carry.MESSAGES))], says(f"q{number}")
+                scene, [(f"a-{number}", Turn("a", number, carry=CarryMode.MESSAGES))], says(f"q{number}")
             )
         await asyncio.sleep(3)
         told = [each["content"] for each in json.loads(gateway.requests[-1].payload)["messages"]]
@@ -324,20 +328,20 @@ def test_conversation_that_is_too_long_ends_with_a_word() -> None:
         assert "sequences.max_carry_bytes is 200" in told["a-1"]["error_message"]
         assert told["a-2"]["error_code"] == told["a-3"]["error_code"] == "SEQUENCE_ABORTED"
 
-    perform(scene_of, gateway, options(carry=Carry.MESSAGES, max_carry_bytes=200))
+    perform(scene_of, gateway, options(carry=CarryMode.MESSAGES, max_carry_bytes=200))
 
 
 def test_many_that_wait_keep_nobody_from_being_handed_in() -> None:
     gateway = Servers()
 
     async def scene_of(scene: Scene) -> None:
-        line_up = scene.queue.line_up
+        line_up = scene.queue.claim_turns
 
-        async def slow(*args: Any) -> LinedUp:
+        async def slow(*args: Any) -> ClaimTurnsResult:
             await asyncio.sleep(0.02)
             return await line_up(*args)
 
-        scene.queue.line_up = slow  # type: ignore[method-assign, assignment]
+        scene.queue.claim_turns = slow  # type: ignore[method-assign, assignment]
         await submit(scene, turns("a", 300))
         await asyncio.sleep(0.45)
         assert len(gateway.sent) >= 3, "while others of it are still claimed"
@@ -392,7 +396,7 @@ def test_other_terms_hold_from_the_next_claim_on() -> None:
     async def scene_of(scene: Scene) -> None:
         await submit(scene, [("a-0", Turn("a", 0))], says("x"))
         await asyncio.sleep(1)
-        new = options(carry=Carry.MESSAGES, header="", id_header="x-chat", terms=SequenceTerms(gap_s=0.5))
+        new = options(carry=CarryMode.MESSAGES, header="", id_header="x-chat", terms=SequenceTerms(gap_s=0.5))
         scene.dispatcher.reconfigure(new)
         await submit(scene, [("a-2", Turn("a", 2))], says("y"))
         await asyncio.sleep(5)
@@ -427,16 +431,16 @@ def test_changed_terms_are_told_again_until_the_queue_has_heard_them() -> None:
         for name in "ab":
             await submit(scene, [(f"{name}-0", Turn(name, 0))])
             await asyncio.sleep(1)
-        line_up, asked = scene.queue.line_up, 0
+        line_up, asked = scene.queue.claim_turns, 0
 
-        async def away(*args: Any) -> LinedUp:
+        async def away(*args: Any) -> ClaimTurnsResult:
             nonlocal asked
             asked += 1
             if asked < 3:
                 raise QueueUnavailableError("Redis did not answer in time")
             return await line_up(*args)
 
-        scene.queue.line_up = away  # type: ignore[method-assign, assignment]
+        scene.queue.claim_turns = away  # type: ignore[method-assign, assignment]
         scene.dispatcher.reconfigure(options())
         await asyncio.sleep(10)
         assert gateway.sent == ["a-0", "b-0"]
@@ -502,7 +506,7 @@ def test_missing_index_may_come_until_its_time_is_up(after_s: float) -> None:
         found = None
         while found is None or found.gap_since is None:
             await asyncio.sleep(0.001)
-            found = await scene.store.sequence("a")
+            found = await scene.store.get_sequence("a")
         missing_since = found.gap_since - scene.store.pool.unix_origin
         await asyncio.sleep(missing_since + after_s - 0.05 - asyncio.get_running_loop().time())
         assert gateway.sent == [], "not sooner"
@@ -535,6 +539,6 @@ def test_as_many_wait_as_may_and_not_one_more(waiting: int, refused: int) -> Non
         await asyncio.sleep(2)
         told = await results(scene)
         assert [each["error_code"] for each in told.values()] == ["SEQUENCE_FULL"] * refused
-        assert (await scene.queue.counts()).sequences.waiting == waiting - refused
+        assert (await scene.queue.count_requests()).sequences.waiting == waiting - refused
 
     perform(scene_of, gateway, options(terms=SequenceTerms(max_waiting=4)))

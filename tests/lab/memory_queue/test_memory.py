@@ -7,7 +7,15 @@ import time
 import pytest
 
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
-from dispatcher.ports import Burial, Overload, Permit, PinAsked, QueueUnavailableError, Release, Settlement
+from dispatcher.ports import (
+    DeadLetter,
+    Overload,
+    Permit,
+    PinRequest,
+    QueueUnavailableError,
+    Release,
+    Settlement,
+)
 
 
 class Clock:
@@ -25,18 +33,18 @@ async def test_leases_delays_and_deadlines_follow_the_clock_that_was_passed_in()
     store = MemoryStore(clock, unix_origin=1_700_000_000, lease_s=30)
     queue = MemoryQueue(store, "owner")
     for number in range(3):
-        store.add(b"%d" % number, 1_700_001_000 + 100 + number)
+        store.add_member(b"%d" % number, 1_700_001_000 + 100 + number)
     held, delayed = (await queue.claim(2, "a", Permit(9, clock.now, 0))).leases
     await queue.release([Release(delayed, delay_s=25)])
     swept = await queue.sweep()
-    assert (swept.reclaimed, swept.due, swept.next_due_at) == (0, 0, 1025.0)
+    assert (swept.reclaimed_count, swept.due_count, swept.next_due_at) == (0, 0, 1025.0)
     for step, expected in ((9.9, (0, 0)), (9.9, (0, 0)), (5.2, (0, 1)), (4.9, (0, 0)), (0.2, (1, 0))):
         clock.now += step
         swept = await queue.sweep()
-        assert (swept.reclaimed, swept.due) == expected
-    assert await queue.expired(9) == []
+        assert (swept.reclaimed_count, swept.due_count) == expected
+    assert await queue.find_overdue(9) == []
     clock.now += 71
-    assert [one.member for one in await queue.expired(9)] == [b"0", b"1"]
+    assert [one.member for one in await queue.find_overdue(9)] == [b"0", b"1"]
     assert queue.unix_now() == 1_700_000_000 + clock.now
     assert held.member == b"0"
 
@@ -46,14 +54,16 @@ async def test_owners_whose_clocks_stand_apart_tell_each_other_the_same_moments(
     store = MemoryStore(clock)
     here = MemoryQueue(store, "here", clock=lambda: clock.now - 400)
     there = MemoryQueue(store, "there", clock=lambda: clock.now + 1e6)
-    told = await here.share(Permit(7, 598.0, 0), Overload(599.0, 630.0, capacity=True, in_flight=3))
-    assert told.count.at == 600.0
-    assert told.shared.overload == Overload(599.0, 630.0, capacity=True, in_flight=3)
+    told = await here.share_state(
+        Permit(7, 598.0, 0), Overload(599.0, 630.0, is_out_of_capacity=True, in_flight=3)
+    )
+    assert told.lease_counts.counted_at == 600.0
+    assert told.shared.overload == Overload(599.0, 630.0, is_out_of_capacity=True, in_flight=3)
     learned = await there.renew([])
-    assert learned.count.at == 1_001_000.0
+    assert learned.lease_counts.counted_at == 1_001_000.0
     assert (learned.shared.limit, learned.shared.read_at) == (7, 1_000_998.0)
-    assert learned.shared.overload == Overload(1_000_999.0, 1_001_030.0, capacity=True, in_flight=3)
-    store.add(b"x", 1)
+    assert learned.shared.overload == Overload(1_000_999.0, 1_001_030.0, is_out_of_capacity=True, in_flight=3)
+    store.add_member(b"x", 1)
     clock.now += 31
     assert len((await there.claim(1, "a", Permit(7, 1_000_999.0, 0))).leases) == 0
     assert len((await there.claim(1, "b", Permit(7, 1_000_999.5, 0))).leases) == 1
@@ -62,34 +72,34 @@ async def test_owners_whose_clocks_stand_apart_tell_each_other_the_same_moments(
 async def test_store_that_is_down_refuses_every_call_and_keeps_everything() -> None:
     store = MemoryStore(Clock())
     queue = MemoryQueue(store, "owner")
-    store.add(b"x", 1)
+    store.add_member(b"x", 1)
     [lease] = (await queue.claim(1, "a", Permit(1, 0, 0))).leases
-    store.down = "Redis cannot be reached: test"
+    store.outage_message = "Redis cannot be reached: test"
     for call in (
         lambda: queue.claim(1, "b", Permit(9, 0, 0)),
         lambda: queue.settle([Settlement(lease, b"r", "")]),
         lambda: queue.renew([lease]),
         queue.sweep,
-        queue.counts,
+        queue.count_requests,
         queue.wait_for_work,
         lambda: store.submit([]),
     ):
         with pytest.raises(QueueUnavailableError, match="cannot be reached: test"):
             await call()
-    store.down = None
+    store.outage_message = None
     assert await queue.settle([Settlement(lease, b"r", "")]) == ["done"]
-    assert store.pop() == b"r"
+    assert store.pop_result() == b"r"
 
 
 async def test_oldest_dead_go_first() -> None:
     store = MemoryStore(Clock(), dead_max=2)
     queue = MemoryQueue(store, "owner")
     for number in range(5):
-        store.add(b"%d" % number, number)
+        store.add_member(b"%d" % number, number)
     leases = (await queue.claim(5, "a", Permit(5, 0, 0))).leases
-    await queue.bury([Burial(Settlement(lease, b"", ""), "why") for lease in leases])
-    assert [dead.member for dead in await store.dead_list(9)] == [b"3", b"4"]
-    assert store.line.dead_dropped == 3
+    await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "why") for lease in leases])
+    assert [dead.member for dead in await store.list_dead(9)] == [b"3", b"4"]
+    assert store.queue.dropped_dead_count == 3
 
 
 @pytest.mark.serial
@@ -101,7 +111,7 @@ async def test_claims_do_not_get_slower_with_what_is_pending_or_was() -> None:
         store = MemoryStore(clock)
         queue = MemoryQueue(store, "owner")
         for number in range(pending):
-            store.add(b"%d" % number, 4e9 + number % 97)
+            store.add_member(b"%d" % number, 4e9 + number % 97)
         rounds = 300
         began_at = time.perf_counter()
         for number in range(rounds):
@@ -109,7 +119,7 @@ async def test_claims_do_not_get_slower_with_what_is_pending_or_was() -> None:
             leases = (await queue.claim(8, str(number), Permit(64, clock.now, 0))).leases
             await queue.renew(leases)
             await queue.sweep()
-            await queue.expired(8)
+            await queue.find_overdue(8)
             await queue.release([Release(lease) for lease in leases[:4]])
             await queue.settle([Settlement(lease, b"r", "") for lease in leases[4:]])
         return (time.perf_counter() - began_at) / (8 * rounds)
@@ -124,7 +134,7 @@ async def test_what_moved_on_does_not_pile_up() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     queue = MemoryQueue(store, "owner")
-    store.add(b"x", 4e9)
+    store.add_member(b"x", 4e9)
     for number in range(20_000):
         clock.now += 0.01
         leases = (await queue.claim(1, str(number), Permit(1, clock.now, 0))).leases
@@ -133,11 +143,11 @@ async def test_what_moved_on_does_not_pile_up() -> None:
             await queue.sweep()
     await queue.sweep()
     kept = (
-        store.line.deadlines.heap,
-        store.line.sets[None].heap,
+        store.queue.deadlines.heap,
+        store.queue.waiting_by_lane[None].heap,
         store.pool.expiries,
-        store.pool.touched,
-        store.line.nonces,
+        store.pool.touched_entries,
+        store.queue.claims_by_nonce,
     )
     assert max(len(one) for one in kept) < 15_000
 
@@ -147,18 +157,27 @@ async def test_what_is_said_of_versions_lapses_by_the_clock_that_was_passed_in()
     store = MemoryStore(clock, unix_origin=1_700_000_000)
     first, second = MemoryQueue(store, "one"), MemoryQueue(store, "two")
     pair, other = ("qwen-v1", "10.0.0.1:8000"), ("qwen-v2", "10.0.0.1:8000")
-    await first.warmed(*pair)
-    await first.warming(*other)
-    await first.marks((), (), ["qwen-v1"])
-    await first.pin([PinAsked("chat-7", "v1", (), 45)])
-    await store.drain("qwen-v1", "ada", "why")
-    assert (await store.model_marks()).drained == {"qwen-v1": "by ada since 2023-11-14 22:30:00 UTC: why"}
+    await first.mark_warm(*pair)
+    await first.take_warm_up_lock(*other)
+    await first.refresh_warm_markers((), (), ["qwen-v1"])
+    await first.pin_versions([PinRequest("chat-7", "v1", (), 45)])
+    await store.drain_version("qwen-v1", "ada", "why")
+    assert (await store.read_model_registry()).drained_models == {
+        "qwen-v1": "by ada since 2023-11-14 22:30:00 UTC: why"
+    }
     seen = []
     for _ in range(5):
-        marks = await store.model_marks()
-        pins = await second.pin([PinAsked("chat-7", "v2", ["v1"], 45)])
-        seen.append((set(marks.used), await second.warming(*other), list(pins), set(marks.warm)))
-        await second.unwarmed(*other)
+        marks = await store.read_model_registry()
+        pins = await second.pin_versions([PinRequest("chat-7", "v2", ["v1"], 45)])
+        seen.append(
+            (
+                set(marks.models_in_use),
+                await second.take_warm_up_lock(*other),
+                list(pins),
+                set(marks.warm_markers),
+            )
+        )
+        await second.release_warm_up_lock(*other)
         clock.now += 14.75 if len(seen) % 2 else 0.25
     assert seen == [
         ({"qwen-v1"}, False, ["v1"], {pair}),
@@ -168,27 +187,27 @@ async def test_what_is_said_of_versions_lapses_by_the_clock_that_was_passed_in()
         (set(), True, ["v1"], {pair}),
     ]
     clock.now = 1059.75
-    assert (await second.marks((), (), ())).warm == {pair}
+    assert (await second.refresh_warm_markers((), (), ())).warm_markers == {pair}
     clock.now = 1060
-    assert (await second.marks([pair], (), ())).warm == set()
+    assert (await second.refresh_warm_markers([pair], (), ())).warm_markers == set()
     clock.now = 1075
-    assert await second.pin([PinAsked("chat-7", "v2", ["v1"], 45)]) == ["v2"]
+    assert await second.pin_versions([PinRequest("chat-7", "v2", ["v1"], 45)]) == ["v2"]
 
 
 async def test_a_store_that_is_away_says_nothing_of_versions() -> None:
     store = MemoryStore(Clock())
     queue = MemoryQueue(store, "one")
-    store.down = "away"
+    store.outage_message = "away"
     for act in (
-        lambda: queue.marks((), (), ()),
-        lambda: queue.warming("a", "b"),
-        lambda: queue.warmed("a", "b"),
-        lambda: queue.unwarmed("a", "b"),
-        lambda: queue.pin([]),
-        lambda: store.model_marks(),
-        lambda: store.label("a", "b", "c", "ada"),
-        lambda: store.drain("a", "ada"),
-        lambda: store.undrain("a"),
+        lambda: queue.refresh_warm_markers((), (), ()),
+        lambda: queue.take_warm_up_lock("a", "b"),
+        lambda: queue.mark_warm("a", "b"),
+        lambda: queue.release_warm_up_lock("a", "b"),
+        lambda: queue.pin_versions([]),
+        lambda: store.read_model_registry(),
+        lambda: store.set_label("a", "b", "c", "ada"),
+        lambda: store.drain_version("a", "ada"),
+        lambda: store.undrain_version("a"),
     ):
         with pytest.raises(QueueUnavailableError, match="away"):
             await act()

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dispatcher.lab.simulation.experiment import Name, play
+from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.plot import FAINT, INK, PAPER
 from dispatcher.lab.simulation.report import percentile
-from dispatcher.lab.simulation.scenario import Setting
-from dispatcher.lab.simulation.world import Batch
-from dispatcher.lab.standin.trace import BUNDLED, load
+from dispatcher.lab.simulation.scenario import Scenario
+from dispatcher.lab.simulation.world import BatchProfile
+from dispatcher.lab.standin.trace import BUNDLED, load_trace
 from tests.paths import DOCS
 
 PICTURE = DOCS / "images" / "long-requests.png"
@@ -33,10 +33,13 @@ Cells = Mapping[str, Mapping[str, float]]
 def measure(path: Path) -> Cells:
     """The price of each length at each reserve; kept as it comes."""
     cells: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-    trace = load(BUNDLED, slots=64)
+    trace = load_trace(BUNDLED, slots=64)
 
-    def cell(name: Name, **given: Any) -> dict[str, float]:
-        runs = [play(Setting(seed=SEED, queue_limit=limit, **given), trace, name) for limit in (None, LIMIT)]
+    def cell(name: PolicyName, **given: Any) -> dict[str, float]:
+        runs = [
+            run_scenario(Scenario(seed=SEED, queue_limit=limit, **given), trace, name)
+            for limit in (None, LIMIT)
+        ]
         free, limited = runs
         return {
             "tokens_per_s": free.tokens / free.seconds,
@@ -45,8 +48,8 @@ def measure(path: Path) -> Cells:
             "refused_per_1000": 1000 * limited.realtime_refused / len(trace.arrivals),
         }
 
-    wanted: dict[str, tuple[Name, dict[str, Any]]] = {"none": (Name.NONE, {})} | {
-        f"{tokens}/{reserve:g}": (Name.LAW, {"batch": Batch(tokens), "reserve": reserve})
+    wanted: dict[str, tuple[PolicyName, dict[str, Any]]] = {"none": (PolicyName.NONE, {})} | {
+        f"{tokens}/{reserve:g}": (PolicyName.DISPATCHER, {"batch": BatchProfile(tokens), "reserve": reserve})
         for tokens in LENGTHS
         for reserve in RESERVES
     }
@@ -80,7 +83,7 @@ def draw(cells: Cells, path: Path) -> None:
             values = [cells[f"{tokens}/{reserve:g}"][field] for reserve in RESERVES]
             panel.plot(RESERVES, values, marker="o", color=colour, label=f"{tokens:,} tokens")
         panel.axhline(
-            cells["none"][field], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), label="no batch work"
+            cells["none"][field], color=INK, linewidth=1.0, linestyle=(0, (4, 3)), set_label="no batch work"
         )
         panel.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
         panel.set_xlabel("budget.reserve", color=FAINT, fontsize=9)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import cProfile
 import pstats
 
-from dispatcher.lab.simulation.experiment import Name, play
-from dispatcher.lab.simulation.scenario import STEP_S, Setting
+from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
+from dispatcher.lab.simulation.scenario import TIME_STEP_S, Scenario
 from dispatcher.lab.standin import shapes
-from dispatcher.lab.standin.trace import BUNDLED, load
+from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
 CALLS_MOST = 646
 """Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
@@ -21,10 +21,14 @@ GRAINED_MOST = 209
 
 
 def calls_per_request(step_s: float, grain: int = 1) -> float:
-    traffic = shapes.copies(load(BUNDLED, slots=400), 8)
+    traffic = shapes.overlay_copies(load_trace(BUNDLED, slots=400), 8)
     profile = cProfile.Profile()
     with profile:
-        run = play(Setting(slots=400, seconds=60.0, step_s=step_s, grain=grain), traffic, Name.LAW)
+        run = run_scenario(
+            Scenario(slots=400, seconds=60.0, time_step_s=step_s, requests_per_job=grain),
+            traffic,
+            PolicyName.DISPATCHER,
+        )
     calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
     assert run.sent > 2_000
     return float(calls / run.sent)
@@ -36,10 +40,10 @@ def test_batch_request_and_what_happens_meanwhile_take_no_more_calls_than_they_d
 
 
 def test_batch_request_in_steps_takes_fewer_calls() -> None:
-    found = calls_per_request(STEP_S)
+    found = calls_per_request(TIME_STEP_S)
     assert found <= STEPPED_MOST
 
 
 def test_batch_request_in_a_grain_takes_its_share_of_the_calls() -> None:
-    found = calls_per_request(STEP_S, Setting(slots=400).fine_grain)
+    found = calls_per_request(TIME_STEP_S, Scenario(slots=400).default_requests_per_job)
     assert found <= GRAINED_MOST

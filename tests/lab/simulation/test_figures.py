@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from dispatcher.lab.simulation.experiment import Name, play
+from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.metrics import Detector, Signals
-from dispatcher.lab.simulation.report import Comparison, Row, compare
-from dispatcher.lab.simulation.scenario import Order, Setting
-from dispatcher.lab.simulation.world import Batch
+from dispatcher.lab.simulation.report import Comparison, Row, compare_policies
+from dispatcher.lab.simulation.scenario import Order, Scenario
+from dispatcher.lab.simulation.world import BatchProfile
 from dispatcher.lab.standin import shapes
-from dispatcher.lab.standin.trace import BUNDLED, Arrived, Trace, load
+from dispatcher.lab.standin.trace import BUNDLED, RealtimeRequest, Trace, load_trace
 
 AGES = [(1.0, 0.05), (5.0, 1.0), (15.0, 5.0)]
 """(seconds between scrapes, seconds until one is known)."""
@@ -44,25 +44,25 @@ def by_age(*promises: Any) -> pytest.MarkDecorator:
 
 @cache
 def trace() -> Trace:
-    return load(BUNDLED, slots=64)
+    return load_trace(BUNDLED, slots=64)
 
 
 @cache
-def law_in(setting: Setting) -> Comparison:
-    return compare(setting, trace(), [Name.LAW])
+def law_in(setting: Scenario) -> Comparison:
+    return compare_policies(setting, trace(), [PolicyName.DISPATCHER])
 
 
-def rows(names: Sequence[Name], **setting: Any) -> dict[Name, Row]:
-    return {row.policy: row for row in compare(Setting(**HALF | setting), trace(), names).rows}
+def rows(names: Sequence[PolicyName], **setting: Any) -> dict[PolicyName, Row]:
+    return {row.policy: row for row in compare_policies(Scenario(**HALF | setting), trace(), names).rows}
 
 
 def law(**setting: Any) -> Row:
-    return law_in(Setting(**HALF | setting)).rows[0]
+    return law_in(Scenario(**HALF | setting)).rows[0]
 
 
 def above_all_knowing(row: Row) -> float:
-    assert row.over_less_all_knowing is not None
-    return row.over_less_all_knowing
+    assert row.overshoot_less_all_knowing is not None
+    return row.overshoot_less_all_knowing
 
 
 @by_age((0.97, 1.5), (0.96, 3.5), (0.90, 6.0))
@@ -71,8 +71,8 @@ def test_law_harvests_nearly_everything_and_keeps_the_reserve(
 ) -> None:
     harvest, over = promised
     row = law(**WHOLE, scrape_s=age[0], lag_s=age[1])
-    assert row.harvest is not None
-    assert harvest <= row.harvest <= 1.01
+    assert row.utilization is not None
+    assert harvest <= row.utilization <= 1.01
     assert above_all_knowing(row) <= over
 
 
@@ -87,8 +87,8 @@ def test_law_harvests_from_averages_that_are_flushed_every_5_seconds(
     age: tuple[float, float], promised: float
 ) -> None:
     row = law(scrape_s=age[0], lag_s=age[1], detector=Detector.NONE, shows_running=False)
-    assert row.harvest is not None
-    assert promised <= row.harvest <= 1.01
+    assert row.utilization is not None
+    assert promised <= row.utilization <= 1.01
     assert above_all_knowing(row) <= 6.0
 
 
@@ -99,14 +99,16 @@ def test_late_averages_cost_nothing_where_the_picker_shows_what_it_sent(
     age: tuple[float, float], harvest: float
 ) -> None:
     fresh, late = law(scrape_s=age[0], lag_s=age[1], flush_s=0.0), law(scrape_s=age[0], lag_s=age[1])
-    assert late.harvest is not None
-    assert harvest <= late.harvest <= 1.01
+    assert late.utilization is not None
+    assert harvest <= late.utilization <= 1.01
     assert above_all_knowing(late) <= above_all_knowing(fresh) + 0.5
 
 
 def wait(**setting: Any) -> float:
     """Of realtime, mean; without batch work nobody waits in this trace."""
-    run = play(Setting(**{"seconds": 150.0} | setting), shapes.begun_at(trace(), 500.0), Name.LAW)
+    run = run_scenario(
+        Scenario(**{"seconds": 150.0} | setting), shapes.cut_start(trace(), 500.0), PolicyName.DISPATCHER
+    )
     return statistics.fmean(run.waits)
 
 
@@ -116,8 +118,8 @@ OLD: dict[str, Any] = {"detector": Detector.NONE, "scrape_s": 15.0, "lag_s": 5.0
 @pytest.mark.parametrize(
     ("worse", "better"),
     [
-        ({"batch": Batch(2000)}, {}),
-        ({"batch": Batch(2000)}, {"batch": Batch(2000), "reserve": 0.35}),
+        ({"batch": BatchProfile(2000)}, {}),
+        ({"batch": BatchProfile(2000)}, {"batch": BatchProfile(2000), "reserve": 0.35}),
         (OLD, {**OLD, "order": Order.REALTIME_FIRST}),
         ({"detector": Detector.NONE, "pods": 8}, {"detector": Detector.NONE}),
         ({"slots_at": [(10.0, 48)]}, {}),
@@ -144,10 +146,12 @@ WAVES: dict[str, dict[str, Any]] = {
 
 def kept_after_a_burst(**setting: Any) -> float:
     """The share of its slots that batch work keeps, from a second after a burst that a flush saw."""
-    burst = Trace("burst", [Arrived(9.7, 0.4, 1)] * 12, 25.0)
-    steady = Setting(slots=48, flush_phase_s=0.0, batch=Batch(60, 0), seconds=25, scrape_s=0.5, **setting)
-    run = play(steady, burst, Name.LAW, moment_s=0.1)
-    held = [moment.state.batch_running for moment in run.moments if moment.state.at >= 11]
+    burst = Trace("burst", [RealtimeRequest(9.7, 0.4, 1)] * 12, 25.0)
+    steady = Scenario(
+        slots=48, flush_phase_s=0.0, batch=BatchProfile(60, 0), seconds=25, scrape_s=0.5, **setting
+    )
+    run = run_scenario(steady, burst, PolicyName.DISPATCHER, sample_interval_s=0.1)
+    held = [moment.state.batch_running for moment in run.samples if moment.state.at >= 11]
     return sum(held) / len(held) / int(48 * 0.95)
 
 
@@ -161,10 +165,10 @@ def test_short_equal_requests_keep_their_slots(picker: str) -> None:
 
 DESIGN_TABLE = {
     # policy: (harvest, over) at each age
-    Name.LITERAL: ((0.92, 0.1), (0.63, 0.1), (0.27, 0.1)),
-    Name.CAP: ((0.68, 0.0), (0.71, 0.2), (0.66, 0.7)),
-    Name.MULTIPLIER: ((1.05, 64), (1.02, 113), (0.85, 113)),
-    Name.POINT: ((0.99, 0.9), (0.98, 2.4), (0.94, 4.0)),
+    PolicyName.LITERAL: ((0.92, 0.1), (0.63, 0.1), (0.27, 0.1)),
+    PolicyName.CAP: ((0.68, 0.0), (0.71, 0.2), (0.66, 0.7)),
+    PolicyName.MULTIPLIER: ((1.05, 64), (1.02, 113), (0.85, 113)),
+    PolicyName.POINT: ((0.99, 0.9), (0.98, 2.4), (0.94, 4.0)),
 }
 
 
@@ -173,27 +177,27 @@ def test_alternatives_land_near_the_table_of_the_design(age: tuple[float, float]
     found = rows(list(DESIGN_TABLE), **WHOLE, **EXACT, scrape_s=age[0], lag_s=age[1])
     for name, expected in DESIGN_TABLE.items():
         harvest, over = expected[promised]
-        assert found[name].harvest == pytest.approx(harvest, abs=0.025), name
-        assert found[name].over_mean == pytest.approx(over, abs=0.3, rel=0.12), name
+        assert found[name].utilization == pytest.approx(harvest, abs=0.025), name
+        assert found[name].overshoot_mean == pytest.approx(over, abs=0.3, rel=0.12), name
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_law_is_as_good_with_other_batch_requests(seed: int) -> None:
     row = law(seed=seed, jitter=0.2)
-    assert row.harvest is not None
-    assert row.harvest >= 0.97
+    assert row.utilization is not None
+    assert row.utilization >= 0.97
     assert above_all_knowing(row) <= 1.5
 
 
 def test_full_pool_makes_realtime_slower_and_the_reserve_is_the_price() -> None:
-    full = rows([Name.ALL_KNOWING, Name.LAW, Name.NONE])
+    full = rows([PolicyName.ALL_KNOWING, PolicyName.DISPATCHER, PolicyName.NONE])
     thrifty = law(reserve=0.3)
-    assert full[Name.NONE].latency_p50_ratio == 1.0
-    for row in (full[Name.ALL_KNOWING], full[Name.LAW]):
+    assert full[PolicyName.NONE].latency_p50_ratio == 1.0
+    for row in (full[PolicyName.ALL_KNOWING], full[PolicyName.DISPATCHER]):
         assert row.latency_p50_ratio == pytest.approx(1.4, abs=0.05)
     assert thrifty.latency_p50_ratio is not None
     assert thrifty.latency_p50_ratio < 1.33
-    assert thrifty.batch_tokens_per_s < full[Name.LAW].batch_tokens_per_s
+    assert thrifty.batch_tokens_per_s < full[PolicyName.DISPATCHER].batch_tokens_per_s
 
 
 def test_pool_of_a_third_of_its_configuration_is_learned() -> None:
@@ -201,9 +205,9 @@ def test_pool_of_a_third_of_its_configuration_is_learned() -> None:
     row = law(**wrong)
     assert row.refused > 0, "the world must refuse for this to show anything"
     assert row.refused_per_1000_settled <= 25
-    assert row.harvest is not None
-    assert row.harvest >= 0.85
-    alternatives = rows([Name.POINT, Name.CAP], **wrong)
+    assert row.utilization is not None
+    assert row.utilization >= 0.85
+    alternatives = rows([PolicyName.POINT, PolicyName.CAP], **wrong)
     for other in alternatives.values():
         assert other.refused_per_1000_settled > 10 * row.refused_per_1000_settled
         assert other.realtime_refused > 3 * row.realtime_refused
@@ -214,9 +218,9 @@ def test_refusals_cost_a_rightly_sized_pool_little(age: tuple[float, float]) -> 
     scrape_s, lag_s = age
     free = law(scrape_s=scrape_s, lag_s=lag_s)
     limited = law(scrape_s=scrape_s, lag_s=lag_s, queue_limit=8)
-    assert free.harvest is not None
-    assert limited.harvest is not None
-    assert limited.harvest >= free.harvest - 0.03
+    assert free.utilization is not None
+    assert limited.utilization is not None
+    assert limited.utilization >= free.utilization - 0.03
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -227,46 +231,46 @@ def test_bursts_of_realtime_that_overflow_the_queue_teach_nothing(
     seed: int, age: tuple[float, float], harvest: float
 ) -> None:
     """The pool has what it is configured for: a refusal in a burst is no reason to hold back after it."""
-    setting = Setting(scrape_s=age[0], lag_s=age[1], queue_limit=8, detector=Detector.CONCURRENCY)
-    row = compare(setting, shapes.bursts(seed), [Name.LAW]).rows[0]
+    setting = Scenario(scrape_s=age[0], lag_s=age[1], queue_limit=8, detector=Detector.CONCURRENCY)
+    row = compare_policies(setting, shapes.make_burst_trace(seed), [PolicyName.DISPATCHER]).rows[0]
     assert row.realtime_refused > 100, "the world must refuse for this to show anything"
-    assert row.harvest is not None
-    assert row.harvest >= harvest
+    assert row.utilization is not None
+    assert row.utilization >= harvest
 
 
 def test_pool_of_a_third_of_its_configuration_refuses_hardly_more_realtime_than_it_must() -> None:
     row = law(**WHOLE, slots=192, true_slots=64, queue_limit=8)
     assert row.realtime_refused <= 40, "hundreds with a ceiling on ours alone"
     assert row.refused_per_1000_settled <= 2.4
-    assert row.harvest is not None
-    assert 0.97 <= row.harvest <= 1.06
+    assert row.utilization is not None
+    assert 0.97 <= row.utilization <= 1.06
 
 
 def swings(comparison: Comparison) -> float:
     """The mean change of the limit from one moment to the next."""
-    limits = [m.limit for m in comparison.runs[0].moments if m.limit is not None]
+    limits = [m.limit for m in comparison.runs[0].samples if m.limit is not None]
     return sum(abs(b - a) for a, b in pairwise(limits)) / len(limits)
 
 
 @pytest.mark.parametrize("flush_s", [pytest.param(0.0, marks=pytest.mark.long), 5.0])
 def test_default_detector_with_requests_beside_it_is_no_bang_bang(flush_s: float) -> None:
-    exact = law_in(Setting(**HALF, detector=Detector.CONCURRENCY))
-    both = law_in(Setting(**HALF, flush_s=flush_s, pods=4))
+    exact = law_in(Scenario(**HALF, detector=Detector.CONCURRENCY))
+    both = law_in(Scenario(**HALF, flush_s=flush_s, pods=4))
     row = both.rows[0]
-    assert row.harvest is not None
-    assert row.harvest >= 0.90
-    assert row.over_mean <= 4
+    assert row.utilization is not None
+    assert row.utilization >= 0.90
+    assert row.overshoot_mean <= 4
     assert swings(both) <= 1.5 * swings(exact)
 
 
 def test_default_detector_alone_cannot_keep_the_reserve() -> None:
     row = law(detector=Detector.UTILIZATION, signals=Signals.SATURATION, pods=4)
-    assert row.over_mean > 10
+    assert row.overshoot_mean > 10
 
 
 def test_same_seed_gives_the_same_bytes() -> None:
     def run(seed: int) -> str:
-        comparison = compare(Setting(seed=seed, jitter=0.3, seconds=60), trace(), list(Name))
+        comparison = compare_policies(Scenario(seed=seed, jitter=0.3, seconds=60), trace(), list(PolicyName))
         return json.dumps(comparison.as_json())
 
     assert run(7) == run(7)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.utilization import Work
-from dispatcher.lab.simulation.experiment import Name, play
+from dispatcher.core.limit.utilization import WorkState
+from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.metrics import Detector
-from dispatcher.lab.simulation.scenario import Setting
-from dispatcher.lab.standin.trace import BUNDLED, load
+from dispatcher.lab.simulation.scenario import Scenario
+from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
 EACH_S = 0.1
 SECONDS = 300.0
@@ -30,14 +30,16 @@ class Harvest:
 
 
 def told_and_true(**given: Any) -> tuple[Harvest, Harvest]:
-    setting = Setting(seconds=SECONDS, **given)
-    run = play(setting, load(BUNDLED, slots=64), Name.LAW, moment_s=EACH_S)
+    setting = Scenario(seconds=SECONDS, **given)
+    run = run_scenario(
+        setting, load_trace(BUNDLED, slots=64), PolicyName.DISPATCHER, sample_interval_s=EACH_S
+    )
     told = Harvest(
-        sum(meter.used_s[Work.WAITING] for meter in run.meters),
-        max(meter.free_s[Work.WAITING] for meter in run.meters),
+        sum(meter.used_unit_s[WorkState.WAITING] for meter in run.meters),
+        max(meter.free_unit_s[WorkState.WAITING] for meter in run.meters),
     )
     truth = Harvest(0.0, 0.0)
-    for moment in run.moments:
+    for moment in run.samples:
         state = moment.state
         realtime = state.realtime_running + state.realtime_waiting
         age_s = setting.lag_s + setting.scrape_s
@@ -69,8 +71,8 @@ def test_harvest_agrees_with_the_world_within_3_percent(given: dict[str, Any]) -
 
 
 def test_seconds_in_each_reason_add_up_and_tell_a_gap() -> None:
-    setting = Setting(seconds=SECONDS, gaps=[(60.0, 90.0)])
-    (meter,) = play(setting, load(BUNDLED, slots=64), Name.LAW).meters
+    setting = Scenario(seconds=SECONDS, gaps=[(60.0, 90.0)])
+    (meter,) = run_scenario(setting, load_trace(BUNDLED, slots=64), PolicyName.DISPATCHER).meters
     assert sum(meter.reason_s.values()) == pytest.approx(SECONDS, abs=0.1)
     # The reading of 59 s stands until 61.5 s.
     assert meter.reason_s[Reason.UNREADABLE] == pytest.approx(28.5, abs=0.2)

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.lab.simulation.experiment import Name, Run, play
-from dispatcher.lab.simulation.parallel import RunFailedError, Wanted, play_all
-from dispatcher.lab.simulation.scenario import Setting
-from dispatcher.lab.standin.trace import BUNDLED, Trace, load
+from dispatcher.lab.simulation.experiment import PolicyName, Run, run_scenario
+from dispatcher.lab.simulation.parallel import RunFailedError, RunRequest, run_in_parallel
+from dispatcher.lab.simulation.scenario import Scenario
+from dispatcher.lab.standin.trace import BUNDLED, Trace, load_trace
 from tests.support import wait_until_sync
 
-SHORT = Setting(seconds=20.0)
+SHORT = Scenario(seconds=20.0)
 
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return load(BUNDLED, slots=64)
+    return load_trace(BUNDLED, slots=64)
 
 
 def children() -> list[int]:
@@ -28,19 +28,21 @@ def children() -> list[int]:
 
 
 def test_runs_are_those_of_one_process(trace: Trace) -> None:
-    wanted = [Wanted(SHORT, name, 1.0) for name in (Name.NONE, Name.LAW, Name.CAP)]
+    wanted = [
+        RunRequest(SHORT, name, 1.0) for name in (PolicyName.NONE, PolicyName.DISPATCHER, PolicyName.CAP)
+    ]
     runs: dict[int, Run] = {}
-    for progress in play_all(wanted, trace, 2):
-        assert all(0 <= done <= 1 for done in progress.done)
-        runs |= dict(progress.ended)
+    for progress in run_in_parallel(wanted, trace, 2):
+        assert all(0 <= done <= 1 for done in progress.done_shares)
+        runs |= dict(progress.ended_runs)
     for number, each in enumerate(wanted):
-        here = play(each.setting, trace, each.policy, moment_s=1.0)
+        here = run_scenario(each.scenario, trace, each.policy, sample_interval_s=1.0)
         assert replace(runs[number], meters=()) == replace(here, meters=())
 
 
 def test_process_that_is_killed_is_told(trace: Trace) -> None:
     before = children()
-    playing = play_all([Wanted(Setting(seconds=900.0), Name.LAW)], trace, 1)
+    playing = run_in_parallel([RunRequest(Scenario(seconds=900.0), PolicyName.DISPATCHER)], trace, 1)
     next(playing)
     (child,) = set(children()) - set(before)
     os.kill(child, signal.SIGKILL)
@@ -51,12 +53,12 @@ def test_process_that_is_killed_is_told(trace: Trace) -> None:
 
 def test_run_that_fails_is_told(trace: Trace) -> None:
     with pytest.raises(RunFailedError, match="ZeroDivisionError"):
-        list(play_all([Wanted(replace(SHORT, pods=0), Name.NONE)], trace, 1))
+        list(run_in_parallel([RunRequest(replace(SHORT, pods=0), PolicyName.NONE)], trace, 1))
 
 
 def test_who_stops_asking_ends_the_processes(trace: Trace) -> None:
     before = children()
-    playing = play_all([Wanted(Setting(seconds=900.0), Name.LAW)] * 3, trace, 2)
+    playing = run_in_parallel([RunRequest(Scenario(seconds=900.0), PolicyName.DISPATCHER)] * 3, trace, 2)
     next(playing)
     assert len(set(children()) - set(before)) == 2
     playing.close()

@@ -7,29 +7,29 @@ from math import inf
 
 import pytest
 
-from dispatcher.core.limit.utilization import Work
-from dispatcher.lab.simulation.experiment import Name, Run, play
+from dispatcher.core.limit.utilization import WorkState
+from dispatcher.lab.simulation.experiment import PolicyName, Run, run_scenario
 from dispatcher.lab.simulation.report import percentile
-from dispatcher.lab.simulation.scenario import STEP_S, Setting
-from dispatcher.lab.simulation.world import Arrival, Batch, Job, World
+from dispatcher.lab.simulation.scenario import TIME_STEP_S, Scenario
+from dispatcher.lab.simulation.world import Arrival, BatchProfile, Job, World
 from dispatcher.lab.standin import shapes
-from dispatcher.lab.standin.model import slowdown
-from dispatcher.lab.standin.trace import BUNDLED, load
+from dispatcher.lab.standin.model import compute_slowdown
+from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
 SECONDS = 900.0
 
 
 @cache
-def run(name: Name, slots: int, copies: int, step_s: float, grain: int = 1, pods: int = 1) -> Run:
-    traffic = shapes.copies(load(BUNDLED, slots=slots), copies)
-    setting = Setting(slots=slots, seconds=SECONDS, step_s=step_s, grain=grain, pods=pods)
-    return play(setting, traffic, name)
+def run(name: PolicyName, slots: int, copies: int, step_s: float, grain: int = 1, pods: int = 1) -> Run:
+    traffic = shapes.overlay_copies(load_trace(BUNDLED, slots=slots), copies)
+    setting = Scenario(slots=slots, seconds=SECONDS, time_step_s=step_s, requests_per_job=grain, pods=pods)
+    return run_scenario(setting, traffic, name)
 
 
 def harvest(slots: int, copies: int, step_s: float, grain: int = 1, pods: int = 1) -> float:
     """Of the law, as a share of what the all-knowing one gets where nothing ends together."""
-    law = run(Name.LAW, slots, copies, step_s, grain, pods)
-    best = run(Name.ALL_KNOWING, slots, copies, 0.0, 1, pods)
+    law = run(PolicyName.DISPATCHER, slots, copies, step_s, grain, pods)
+    best = run(PolicyName.ALL_KNOWING, slots, copies, 0.0, 1, pods)
     return law.tokens / best.tokens
 
 
@@ -41,14 +41,14 @@ def latency(played: Run, share: float) -> float:
 
 @pytest.mark.parametrize(("slots", "copies"), [(64, 1), pytest.param(400, 8, marks=pytest.mark.long)])
 def test_quarter_of_an_hour_in_steps_comes_to_what_it_does_without(slots: int, copies: int) -> None:
-    exact, stepped = (run(Name.LAW, slots, copies, step_s) for step_s in (0.0, STEP_S))
+    exact, stepped = (run(PolicyName.DISPATCHER, slots, copies, step_s) for step_s in (0.0, TIME_STEP_S))
     assert stepped.sent != exact.sent, "the step must do something for this to show anything"
-    assert harvest(slots, copies, STEP_S) == pytest.approx(harvest(slots, copies, 0.0), abs=0.01)
+    assert harvest(slots, copies, TIME_STEP_S) == pytest.approx(harvest(slots, copies, 0.0), abs=0.01)
     for share in (0.5, 0.99):
         assert latency(stepped, share) == pytest.approx(latency(exact, share), rel=0.02)
-    a_step_s_arrivals = exact.sent / SECONDS * STEP_S
-    assert stepped.over_worst <= exact.over_worst + a_step_s_arrivals
-    assert stepped.over_mean <= exact.over_mean + a_step_s_arrivals
+    a_step_s_arrivals = exact.sent / SECONDS * TIME_STEP_S
+    assert stepped.overshoot_worst <= exact.overshoot_worst + a_step_s_arrivals
+    assert stepped.overshoot_mean <= exact.overshoot_mean + a_step_s_arrivals
 
 
 @pytest.mark.parametrize(
@@ -57,32 +57,34 @@ def test_quarter_of_an_hour_in_steps_comes_to_what_it_does_without(slots: int, c
 def test_quarter_of_an_hour_in_grains_comes_to_what_it_does_without(
     slots: int, copies: int, pods: int
 ) -> None:
-    grain = Setting(slots=slots, pods=pods).fine_grain
+    grain = Scenario(slots=slots, pods=pods).default_requests_per_job
     assert grain > 1, "it must do something for this to show anything"
-    fine, coarse = (run(Name.LAW, slots, copies, STEP_S, each, pods) for each in (1, grain))
+    fine, coarse = (run(PolicyName.DISPATCHER, slots, copies, TIME_STEP_S, each, pods) for each in (1, grain))
     assert coarse.answered % grain == 0
-    held = fine.meters[0].used_s[Work.WAITING] / SECONDS
-    assert harvest(slots, copies, STEP_S, 1, pods) - harvest(
-        slots, copies, STEP_S, grain, pods
+    held = fine.meters[0].used_unit_s[WorkState.WAITING] / SECONDS
+    assert harvest(slots, copies, TIME_STEP_S, 1, pods) - harvest(
+        slots, copies, TIME_STEP_S, grain, pods
     ) == pytest.approx(0.0, abs=max(0.01, grain / held))
     for share in (0.5, 0.99):
         assert latency(coarse, share) == pytest.approx(latency(fine, share), rel=0.02)
-    assert abs(coarse.over_worst - fine.over_worst) <= 2 * grain
-    assert coarse.over_mean <= fine.over_mean + grain
+    assert abs(coarse.overshoot_worst - fine.overshoot_worst) <= 2 * grain
+    assert coarse.overshoot_mean <= fine.overshoot_mean + grain
 
 
 def test_without_batch_work_steps_change_nothing() -> None:
-    exact, stepped = (run(Name.NONE, 64, 1, step_s, grain) for step_s, grain in ((0.0, 1), (STEP_S, 4)))
+    exact, stepped = (
+        run(PolicyName.NONE, 64, 1, step_s, grain) for step_s, grain in ((0.0, 1), (TIME_STEP_S, 4))
+    )
     assert (stepped.latencies, stepped.waits) == (exact.latencies, exact.waits)
 
 
 def test_batch_requests_end_in_the_middle_of_a_step_and_realtime_when_it_does() -> None:
     ended: dict[Job, float] = {}
-    world = World(100, step_s=0.5, on_finish=lambda job: ended.update({job: job.finished_at}))
-    jobs = [Job(work, 1, batch=True) for work in (0.01, 0.2, 1.3, 1.6, 1.9, 2.1)]
-    users = Job(1.3, 1, batch=False)
+    world = World(100, time_step_s=0.5, on_finish=lambda job: ended.update({job: job.finished_at}))
+    jobs = [Job(work, 1, is_batch=True) for work in (0.01, 0.2, 1.3, 1.6, 1.9, 2.1)]
+    users = Job(1.3, 1, is_batch=False)
     for job in (users, *jobs):
-        assert world.arrive(job, 0.0) is Arrival.ACCEPTED
+        assert world.advance_and_admit(job, 0.0) is Arrival.ACCEPTED
     world.advance(10.0)
     assert [ended[job] for job in jobs] == pytest.approx([0.25, 0.25, 1.25, 1.75, 1.75, 2.25])
     assert ended[users] == pytest.approx(1.3)
@@ -90,68 +92,77 @@ def test_batch_requests_end_in_the_middle_of_a_step_and_realtime_when_it_does() 
 
 def test_who_takes_the_place_of_one_that_ended_in_the_step_is_as_slow() -> None:
     """Else a pool would be the faster the more of its requests end together."""
-    world = World(10, step_s=0.5)
+    world = World(10, time_step_s=0.5)
     for running in range(1, 11):
-        world.arrive(Job(1.7 / slowdown(running, 10), 1, batch=True), 0.0)
+        world.advance_and_admit(Job(1.7 / compute_slowdown(running, 10), 1, is_batch=True), 0.0)
     ends: list[float] = []
     world.on_start = lambda job, ends_at: ends.append(ends_at)
     world.advance(1.8)
-    assert world.observe().running == 0
-    world.arrive(Job(4.0, 1, batch=True), 1.8)
-    world.arrive(Job(4.0, 1, batch=True), 2.3)
-    assert ends == pytest.approx([1.8 + 4.0 * 2, 2.3 + 4.0 * slowdown(2, 10)], abs=0.25)
+    assert world.observe_pool().running == 0
+    world.advance_and_admit(Job(4.0, 1, is_batch=True), 1.8)
+    world.advance_and_admit(Job(4.0, 1, is_batch=True), 2.3)
+    assert ends == pytest.approx([1.8 + 4.0 * 2, 2.3 + 4.0 * compute_slowdown(2, 10)], abs=0.25)
 
 
 def test_grain_is_as_many_requests_as_it_says_wherever_they_are() -> None:
     seen: list[tuple[int, int, int]] = []
 
     def look() -> None:
-        state = world.observe()
+        state = world.observe_pool()
         seen.append((state.batch_running, state.batch_waiting, world.in_system))
 
     world = World(10, outages=[(8.0, 9.0)])
-    jobs = [Job(1.0, 7, batch=True, grain=4) for _ in range(4)]
+    jobs = [Job(1.0, 7, is_batch=True, request_count=4) for _ in range(4)]
     for job in jobs:
-        assert world.arrive(job, 0.0) is Arrival.ACCEPTED
+        assert world.advance_and_admit(job, 0.0) is Arrival.ACCEPTED
         look()
     assert seen == [(4, 0, 4), (8, 0, 8), (12, 0, 12), (12, 4, 16)], "the third begins where one has a slot"
     seen.clear()
-    world.leave(jobs[3], 0.1)
+    world.remove_job(jobs[3], 0.1)
     look()
-    world.leave(jobs[0], 0.1)
+    world.remove_job(jobs[0], 0.1)
     look()
     world.advance(5.0)
     look()
     assert seen == [(12, 0, 12), (8, 0, 8), (0, 0, 0)]
-    for job in (Job(9.0, 7, batch=True, grain=4) for _ in range(5)):
-        world.arrive(job, 6.0)
+    for job in (Job(9.0, 7, is_batch=True, request_count=4) for _ in range(5)):
+        world.advance_and_admit(job, 6.0)
     world.advance(8.5)
-    assert world.in_system == world.observe().running == world.observe().waiting == 0
+    assert world.in_system == world.observe_pool().running == world.observe_pool().waiting == 0
 
 
 def test_pods_that_leave_hand_on_whole_grains() -> None:
-    world = World(8, pods=2, pods_at=[(1.0, 1)], lets_in=lambda slots, pods: inf)
+    world = World(8, pods=2, pods_at=[(1.0, 1)], get_admission_limit=lambda slots, pods: inf)
     for _ in range(6):
-        world.arrive(Job(10.0, 1, batch=True, grain=4), 0.0)
-    before = world.observe()
+        world.advance_and_admit(Job(10.0, 1, is_batch=True, request_count=4), 0.0)
+    before = world.observe_pool()
     world.advance(1.0)
-    after = world.observe()
+    after = world.observe_pool()
     assert (before.batch_running, before.batch_waiting) == (8, 16)
-    assert (after.batch_running, after.batch_waiting, after.inside) == (8, 16, 16)
+    assert (after.batch_running, after.batch_waiting, after.waiting_in_pods) == (8, 16, 16)
     world.advance(100.0)
     assert world.in_system == 0
 
 
 def test_grain_is_small_beside_a_pod() -> None:
-    assert [Setting(slots=slots).fine_grain for slots in (1, 64, 199, 200, 400, 4000)] == [1, 1, 1, 2, 4, 40]
-    assert Setting(slots=4000, pods=40).fine_grain == 1
-    assert Setting(slots=4000, true_slots=300).fine_grain == 3
+    assert [Scenario(slots=slots).default_requests_per_job for slots in (1, 64, 199, 200, 400, 4000)] == [
+        1,
+        1,
+        1,
+        2,
+        4,
+        40,
+    ]
+    assert Scenario(slots=4000, pods=40).default_requests_per_job == 1
+    assert Scenario(slots=4000, true_slots=300).default_requests_per_job == 3
 
 
 def test_whole_number_of_steps_lies_between_two_scrapes_and_several_in_a_request() -> None:
-    assert Setting().steps_s == 0.0
-    assert Setting(step_s=0.2).steps_s == pytest.approx(0.2)
-    assert Setting(step_s=0.15).steps_s == pytest.approx(1 / 7)
-    assert Setting(step_s=0.2, scrape_s=0.5).steps_s == pytest.approx(0.5 / 3)
-    assert Setting(step_s=5.0, scrape_s=0.1).steps_s == pytest.approx(0.1)
-    assert Setting(step_s=0.2, batch=Batch(seconds=0.4)).steps_s == pytest.approx(0.05)
+    assert Scenario().effective_time_step_s == 0.0
+    assert Scenario(time_step_s=0.2).effective_time_step_s == pytest.approx(0.2)
+    assert Scenario(time_step_s=0.15).effective_time_step_s == pytest.approx(1 / 7)
+    assert Scenario(time_step_s=0.2, scrape_s=0.5).effective_time_step_s == pytest.approx(0.5 / 3)
+    assert Scenario(time_step_s=5.0, scrape_s=0.1).effective_time_step_s == pytest.approx(0.1)
+    assert Scenario(time_step_s=0.2, batch=BatchProfile(seconds=0.4)).effective_time_step_s == pytest.approx(
+        0.05
+    )

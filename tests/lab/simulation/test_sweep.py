@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.lab.simulation.experiment import Name
-from dispatcher.lab.simulation.report import Row, closures
-from dispatcher.lab.simulation.scenario import Setting
-from dispatcher.lab.simulation.sweep import SWEPT, SweepError, choose, parse_sweep, parse_target
+from dispatcher.lab.simulation.experiment import PolicyName
+from dispatcher.lab.simulation.report import Row, describe_closures
+from dispatcher.lab.simulation.scenario import Scenario
+from dispatcher.lab.simulation.sweep import SWEEPABLE, SweepError, choose_value, parse_sweep, parse_target
 
 
 def row(**figures: Any) -> Row:
     blank: dict[str, Any] = {each.name: 0 for each in fields(Row)}
-    return Row(**blank | {"policy": Name.LAW, "closed_s": {}} | figures)
+    return Row(**blank | {"policy": PolicyName.DISPATCHER, "closed_s": {}} | figures)
 
 
 def test_what_was_seen_closed_at_one_moment_alone_is_not_told() -> None:
-    hours = Setting(seconds=10_800.0)
+    hours = Scenario(seconds=10_800.0)
     rows = [("a", row(closed_s={"starting": 6.0})), ("b", row(closed_s={"starting": 6.0, "stale": 12.0}))]
-    assert closures(hours, rows) == ["b was closed: stale 12.0 s"]
-    assert closures(Setting(), rows)[0] == "a was closed: starting 6.0 s"
+    assert describe_closures(hours, rows) == ["b was closed: stale 12.0 s"]
+    assert describe_closures(Scenario(), rows)[0] == "a was closed: starting 6.0 s"
 
 
 def test_values_come_ascending_and_once() -> None:
@@ -32,14 +32,16 @@ def test_values_come_ascending_and_once() -> None:
     assert (swept.option, swept.values) == ("reserve", [0.0, 0.05, 0.3])
 
 
-@pytest.mark.parametrize("option", SWEPT)
+@pytest.mark.parametrize("option", SWEEPABLE)
 def test_each_option_changes_its_setting_and_nothing_else(option: str) -> None:
     swept = parse_sweep(f"{option}=0.5" if option != "batch-tokens" else f"{option}=50")
-    changed = swept.setting(Setting(), swept.values[0])
-    assert changed != Setting()
-    assert swept.setting(changed, swept.values[0]) == changed
+    changed = swept.apply_value(Scenario(), swept.values[0])
+    assert changed != Scenario()
+    assert swept.apply_value(changed, swept.values[0]) == changed
     different = [
-        each.name for each in fields(Setting) if getattr(changed, each.name) != getattr(Setting(), each.name)
+        each.name
+        for each in fields(Scenario)
+        if getattr(changed, each.name) != getattr(Scenario(), each.name)
     ]
     assert len(different) == 1
 
@@ -92,9 +94,9 @@ def test_choice_keeps_the_target_and_no_other_that_does_brings_more(
     keeping = [
         (tokens, reserve)
         for reserve, p99, wait, tokens in cases
-        if p99 <= bounds[0].most and wait <= bounds[1].most
+        if p99 <= bounds[0].maximum and wait <= bounds[1].maximum
     ]
-    answer = choose("reserve", rows, bounds)
+    answer = choose_value("reserve", rows, bounds)
     if keeping:
         assert answer.value is not None
         assert (max(keeping)[0], answer.value) in keeping
@@ -106,6 +108,6 @@ def test_choice_keeps_the_target_and_no_other_that_does_brings_more(
 
 def test_without_realtime_there_is_nothing_to_judge() -> None:
     idle = row(latency_p99_ratio=None)
-    answer = choose("reserve", [(0.1, idle)], parse_target("p99 <= 1.2"))
+    answer = choose_value("reserve", [(0.1, idle)], parse_target("p99 <= 1.2"))
     assert answer.value is None
     assert "no realtime request was answered" in answer.sentence

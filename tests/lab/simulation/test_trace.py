@@ -12,10 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.lab.simulation.world import World, jobs_of
+from dispatcher.lab.simulation.world import World, make_realtime_jobs
 from dispatcher.lab.standin import shapes
-from dispatcher.lab.standin.model import work_s
-from dispatcher.lab.standin.trace import BUNDLED, Arrived, Recording, Trace, TraceError, load, read
+from dispatcher.lab.standin.model import compute_work_s
+from dispatcher.lab.standin.trace import (
+    BUNDLED,
+    RealtimeRequest,
+    Recording,
+    Trace,
+    TraceError,
+    load_trace,
+    read_recording,
+)
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -30,23 +38,23 @@ def write(folder: Path, text: str, name: str = "trace.csv") -> Path:
 
 
 def running_at(trace: Trace, slots: int, times: list[float]) -> list[int]:
-    world = World(slots, realtime=jobs_of(trace))
+    world = World(slots, realtime=make_realtime_jobs(trace))
     seen = []
     for at in times:
         world.advance(at)
-        seen.append(world.observe().running)
+        seen.append(world.observe_pool().running)
     return seen
 
 
 def test_azure_trace_becomes_requests_from_time_zero(tmp_path: Path) -> None:
-    trace = load(write(tmp_path, AZURE), slots=64)
-    assert [(a.at, a.tokens) for a in trace.arrivals] == [(0.0, 44), (4.314579, 109)]
-    assert trace.arrivals[1].work_s == work_s(396, 109)
+    trace = load_trace(write(tmp_path, AZURE), slots=64)
+    assert [(a.arrives_at, a.tokens) for a in trace.arrivals] == [(0.0, 44), (4.314579, 109)]
+    assert trace.arrivals[1].work_s == compute_work_s(396, 109)
     assert trace.seconds == 4.314579
 
 
 def test_bundled_cut_is_900_seconds_with_its_attribution() -> None:
-    trace = load(BUNDLED, slots=64)
+    trace = load_trace(BUNDLED, slots=64)
     assert len(trace.arrivals) == 4424
     assert 899 < trace.seconds <= 900
     head = BUNDLED.read_text().splitlines()[:3]
@@ -55,14 +63,14 @@ def test_bundled_cut_is_900_seconds_with_its_attribution() -> None:
 
 
 def test_cut_and_original_give_the_same_arrivals(tmp_path: Path) -> None:
-    bundled = load(BUNDLED, slots=64)
-    original = load(write(tmp_path, AZURE), slots=64)
+    bundled = load_trace(BUNDLED, slots=64)
+    original = load_trace(write(tmp_path, AZURE), slots=64)
     assert bundled.arrivals[:2] == original.arrivals
 
 
 def test_running_requests_are_taken_slots_at_any_time(tmp_path: Path) -> None:
     path = write(tmp_path, "time,running\n0,10\n30,40\n60,40\n90,0\n")
-    trace = load(path, slots=64)
+    trace = load_trace(path, slots=64)
     times = [1.0, 10.0, 20.0, 45.0, 59.0, 75.0, 89.0]
     expected = [11, 20, 30, 40, 40, 20, 1]
     for seen, should in zip(running_at(trace, 64, times), expected, strict=True):
@@ -70,9 +78,9 @@ def test_running_requests_are_taken_slots_at_any_time(tmp_path: Path) -> None:
 
 
 def test_made_up_requests_are_of_ordinary_length(tmp_path: Path) -> None:
-    trace = load(write(tmp_path, "time,running\n0,20\n600,20\n"), slots=64)
+    trace = load_trace(write(tmp_path, "time,running\n0,20\n600,20\n"), slots=64)
     assert 20 * 600 / 3.4 * 0.8 < len(trace.arrivals) < 20 * 600 / 3.4 * 1.25
-    assert trace.arrivals == load(tmp_path / "trace.csv", slots=64).arrivals
+    assert trace.arrivals == load_trace(tmp_path / "trace.csv", slots=64).arrivals
 
 
 def test_prometheus_series_are_summed_and_stale_samples_skipped(tmp_path: Path) -> None:
@@ -86,14 +94,14 @@ def test_prometheus_series_are_summed_and_stale_samples_skipped(tmp_path: Path) 
             ],
         },
     }
-    trace = load(write(tmp_path, json.dumps(answer), "range.json"), slots=32)
+    trace = load_trace(write(tmp_path, json.dumps(answer), "range.json"), slots=32)
     assert trace.seconds == 30
     assert running_at(trace, 32, [7.0, 14.0, 29.5]) == [10, 10, 6]
 
 
 def test_iso_times_do_for_running_requests(tmp_path: Path) -> None:
     text = "time,running\n2026-01-01T00:00:00Z,3\n2026-01-01T00:01:00Z,3\n"
-    trace = load(write(tmp_path, text), slots=8)
+    trace = load_trace(write(tmp_path, text), slots=8)
     assert trace.seconds == 60
     assert running_at(trace, 8, [30.0]) == [3]
 
@@ -126,52 +134,52 @@ def test_iso_times_do_for_running_requests(tmp_path: Path) -> None:
 def test_bad_trace_says_what_is_wrong_and_where(tmp_path: Path, text: str, said: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(TraceError) as error:
-        load(path, slots=64)
+        load_trace(path, slots=64)
     assert str(error.value).startswith(str(path))
     assert said in str(error.value)
 
 
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
-        load(tmp_path / "nowhere.csv", slots=64)
+        load_trace(tmp_path / "nowhere.csv", slots=64)
     (tmp_path / "binary.csv").write_bytes(b"time\xff\xfe")
     with pytest.raises(TraceError, match="not UTF-8 text at byte 4"):
-        load(tmp_path / "binary.csv", slots=64)
+        load_trace(tmp_path / "binary.csv", slots=64)
 
 
 def test_copies_even_bursts_out_and_echoes_do_not() -> None:
-    one = shapes.bursts(0)
+    one = shapes.make_burst_trace(0)
     worst = {
         name: _worst(trace)
         for name, trace in (
             ("one", one),
-            ("copies", shapes.copies(one, 4)),
-            ("echoes", shapes.echoes(one, 4)),
+            ("copies", shapes.overlay_copies(one, 4)),
+            ("echoes", shapes.add_echoes(one, 4)),
         )
     }
     assert worst["one"] < worst["copies"] < 0.75 * worst["echoes"]
-    for many in (shapes.copies(one, 4), shapes.echoes(one, 4)):
+    for many in (shapes.overlay_copies(one, 4), shapes.add_echoes(one, 4)):
         assert len(many.arrivals) == 4 * len(one.arrivals)
-        assert [a.at for a in many.arrivals] == sorted(a.at for a in many.arrivals)
+        assert [a.arrives_at for a in many.arrivals] == sorted(a.arrives_at for a in many.arrivals)
 
 
 def _worst(trace: Trace) -> int:
     """Requests within the fullest second."""
-    return max(Counter(int(a.at) for a in trace.arrivals).values())
+    return max(Counter(int(a.arrives_at) for a in trace.arrivals).values())
 
 
 def test_steps_hold_each_level_from_its_time_on() -> None:
-    trace = shapes.steps([(0.0, 0), (10.0, 40), (30.0, 20)], slots=64)
+    trace = shapes.make_step_trace([(0.0, 0), (10.0, 40), (30.0, 20)], slots=64)
     # Those that start at one moment find a pool that fills: the first of them run a little faster.
     assert running_at(trace, 64, [5.0, 11.0, 29.0, 31.0, 100.0]) == pytest.approx([0, 40, 40, 20, 20], abs=4)
 
 
 def test_trace_that_begins_later_is_the_rest_of_it() -> None:
-    rest = shapes.begun_at(load(BUNDLED, slots=64), 600.0)
+    rest = shapes.cut_start(load_trace(BUNDLED, slots=64), 600.0)
     assert rest.seconds == pytest.approx(300, abs=1)
-    assert 0 <= rest.arrivals[0].at < 5
+    assert 0 <= rest.arrivals[0].arrives_at < 5
     with pytest.raises(TraceError, match="nothing from"):
-        shapes.begun_at(rest, 300.0)
+        shapes.cut_start(rest, 300.0)
 
 
 GRAFANA = """\
@@ -184,21 +192,21 @@ GRAFANA = """\
 
 
 def test_download_of_grafana_is_summed_over_its_columns(tmp_path: Path) -> None:
-    assert read(write(tmp_path, GRAFANA)).points == [(0, 3), (15, 5), (45, 2)]
+    assert read_recording(write(tmp_path, GRAFANA)).points == [(0, 3), (15, 5), (45, 2)]
     in_ms = "sep=,\nTime,a\n1772366400000,3\n1772366415000,5\n"
-    assert read(write(tmp_path, in_ms)).points == [(0, 3), (15, 5)]
+    assert read_recording(write(tmp_path, in_ms)).points == [(0, 3), (15, 5)]
 
 
 def test_grafana_with_units_is_refused_by_line(tmp_path: Path) -> None:
     path = write(tmp_path, "Time,a\n2026-03-01 12:00:00,3\n2026-03-01 12:00:15,4 req\n")
     with pytest.raises(TraceError, match=r":3: '4 req' is not a number"):
-        read(path)
+        read_recording(path)
 
 
 @given(st.lists(st.floats(0, 50), min_size=2, max_size=60), st.integers(1, 20))
 def test_no_stretch_between_samples_is_busier_than_the_busiest(levels: list[float], samples: int) -> None:
     recording = Recording("levels", points=[(15.0 * i, level) for i, level in enumerate(levels)])
-    cut = recording.busiest(15.0 * samples)
+    cut = recording.cut_busiest(15.0 * samples)
     if samples >= len(levels) - 1:
         assert cut is recording
         return
@@ -213,10 +221,12 @@ def test_no_stretch_between_samples_is_busier_than_the_busiest(levels: list[floa
 
 @given(st.lists(st.floats(0, 3600), min_size=2, max_size=60, unique=True))
 def test_busiest_requests_are_as_many_as_any_stretch_has(times: list[float]) -> None:
-    requests = [Arrived(at, 1.0, 1) for at in sorted(times)]
+    requests = [RealtimeRequest(at, 1.0, 1) for at in sorted(times)]
     recording = Recording("requests", requests=requests)
-    cut = recording.busiest(900.0)
-    assert all(0 <= each.at <= 900.0 for each in cut.requests)
+    cut = recording.cut_busiest(900.0)
+    assert all(0 <= each.arrives_at <= 900.0 for each in cut.requests)
     if cut is not recording:
-        most = max(sum(end - 899 < each.at <= end for each in requests) for end in times if end >= 900)
+        most = max(
+            sum(end - 899 < each.arrives_at <= end for each in requests) for end in times if end >= 900
+        )
         assert len(cut.requests) >= most

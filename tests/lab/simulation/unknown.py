@@ -21,16 +21,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dispatcher.lab.simulation.experiment import Name, Run, play
+from dispatcher.lab.simulation.experiment import PolicyName, Run, run_scenario
 from dispatcher.lab.simulation.metrics import Detector
 from dispatcher.lab.simulation.report import percentile
-from dispatcher.lab.simulation.scenario import Setting
-from dispatcher.lab.simulation.world import Batch
-from dispatcher.lab.standin.model import BATCH_CONTEXT, BATCH_SPREAD, BATCH_TOKENS, generated, work_s
-from dispatcher.lab.standin.trace import Arrived, Trace
+from dispatcher.lab.simulation.scenario import Scenario
+from dispatcher.lab.simulation.world import BatchProfile
+from dispatcher.lab.standin.model import (
+    BATCH_CONTEXT,
+    BATCH_SPREAD,
+    BATCH_TOKENS,
+    compute_work_s,
+    draw_tokens,
+)
+from dispatcher.lab.standin.trace import RealtimeRequest, Trace
 
-MEAN_WORK_S = work_s(BATCH_CONTEXT, BATCH_TOKENS)
-LONG, SHORT = Batch(1500), Batch()
+MEAN_WORK_S = compute_work_s(BATCH_CONTEXT, BATCH_TOKENS)
+LONG, SHORT = BatchProfile(1500), BatchProfile()
 BURST_EVERY_S, BURST_S = 20.0, 1.5
 FOUND = 0.9
 """The capacity counts as found when the estimate reaches this share of it."""
@@ -45,14 +51,14 @@ def realtime(slots: int, level: float, seconds: float, seed: int = 0) -> Trace:
     start, with what is left of their work: whoever looks at random finds a long request more often than a
     short one.
     """
-    draws, at, arrivals = random.Random(f"{seed}/realtime"), 0.0, list[Arrived]()
+    draws, at, arrivals = random.Random(f"{seed}/realtime"), 0.0, list[RealtimeRequest]()
     for _ in range(round(slots * (level / 2) / (1 - level / 2))):
-        tokens = generated(draws, BATCH_TOKENS * math.exp(BATCH_SPREAD**2))
-        arrivals.append(Arrived(0.0, work_s(BATCH_CONTEXT, tokens) * draws.random(), tokens))
+        tokens = draw_tokens(draws, BATCH_TOKENS * math.exp(BATCH_SPREAD**2))
+        arrivals.append(RealtimeRequest(0.0, compute_work_s(BATCH_CONTEXT, tokens) * draws.random(), tokens))
     per_s = level * slots / (2 * MEAN_WORK_S)
     while (at := at + draws.expovariate(per_s)) < seconds:
-        tokens = generated(draws)
-        arrivals.append(Arrived(at, work_s(BATCH_CONTEXT, tokens), tokens))
+        tokens = draw_tokens(draws)
+        arrivals.append(RealtimeRequest(at, compute_work_s(BATCH_CONTEXT, tokens), tokens))
     return Trace(f"{level:.0%}", arrivals, seconds)
 
 
@@ -63,11 +69,13 @@ def bursts(slots: int, seconds: float, seed: int = 0) -> Trace:
     at = 0.0
     while (at := at + draws.expovariate(1 / BURST_EVERY_S)) < seconds:
         for _ in range(slots // 2):
-            tokens = generated(draws)
+            tokens = draw_tokens(draws)
             arrivals.append(
-                Arrived(at + draws.expovariate(1 / BURST_S), work_s(BATCH_CONTEXT, tokens), tokens)
+                RealtimeRequest(
+                    at + draws.expovariate(1 / BURST_S), compute_work_s(BATCH_CONTEXT, tokens), tokens
+                )
             )
-    return Trace("bursts", sorted(arrivals, key=lambda each: each.at), seconds)
+    return Trace("bursts", sorted(arrivals, key=lambda each: each.arrives_at), seconds)
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,8 @@ class Pool:
     seeds: Sequence[int] = (0, 1, 2)
 
     def play(self, *, capacity_set: bool, seed: int = 0) -> Run:
-        setting = Setting(
-            slots=self.slots, pods=self.pods, seconds=self.seconds, seed=seed, capacity_set=capacity_set,
+        setting = Scenario(
+            slots=self.slots, pods=self.pods, seconds=self.seconds, seed=seed, has_capacity_setting=capacity_set,
             **self.setting,
         )  # fmt: skip
         trace = (
@@ -93,7 +101,7 @@ class Pool:
             if self.level is None
             else realtime(self.slots, self.level, self.seconds, seed)
         )
-        return play(setting, trace, Name.LAW, moment_s=0.5)
+        return run_scenario(setting, trace, PolicyName.DISPATCHER, sample_interval_s=0.5)
 
 
 PODS = {8: 1, 48: 3, 512: 8, 4000: 50}
@@ -162,7 +170,7 @@ def compared(pool: Pool, seed: int) -> Figures:
     """The pool with the capacity unknown, beside the same pool with the capacity set."""
     unknown, known = (pool.play(capacity_set=known, seed=seed) for known in (False, True))
     p95, right = percentile(unknown.latencies, 0.95) or 0.0, percentile(known.latencies, 0.95) or 0.0
-    found = [m.state.at for m in unknown.moments if m.capacity and m.capacity >= FOUND * pool.slots]
+    found = [m.state.at for m in unknown.samples if m.capacity and m.capacity >= FOUND * pool.slots]
     return {
         "p95": p95,
         "p95, set": right,
@@ -177,7 +185,7 @@ def compared(pool: Pool, seed: int) -> Figures:
 def most_while_sending(run: Run) -> int:
     """The most requests in the pool at any moment at which batch work had become more. What realtime adds
     later, while long batch requests hold their slots, is not counted."""
-    states = [moment.state for moment in run.moments]
+    states = [moment.state for moment in run.samples]
     return max(
         (
             now.running + now.waiting

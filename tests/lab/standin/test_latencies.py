@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dispatcher.core.limit.budget import Policy
 from dispatcher.lab.standin.live import Config, LiveWorld
-from dispatcher.lab.standin.model import TOKEN_S, work_s
+from dispatcher.lab.standin.model import TOKEN_S, compute_work_s
 from dispatcher.lab.standin.picker import TPOT_BOUNDS, TTFT_BOUNDS
 from dispatcher.lab.standin.pool import Job
 from dispatcher.settings import SignalsSettings
@@ -60,10 +60,10 @@ async def test_the_page_shows_first_tokens_and_tokens_as_the_pool_made_them() ->
         for number in range(10):
             for batch in (False, True):
                 tokens = 10 + number
-                world.pool.submit(
+                world.pool.submit_job(
                     Job(
-                        batch=batch,
-                        work_s=work_s(100, tokens),
+                        is_batch=batch,
+                        work_s=compute_work_s(100, tokens),
                         seconds=None,
                         tokens=tokens,
                         on_finish=lambda: None,
@@ -72,14 +72,14 @@ async def test_the_page_shows_first_tokens_and_tokens_as_the_pool_made_them() ->
         await wait_until(lambda: len(done) == 20)
         async with aiohttp.ClientSession() as http, http.get(world.metrics_url) as reply:
             found = series(await reply.text())
-    realtime = [job for job in done if not job.batch]
+    realtime = [job for job in done if not job.is_batch]
     ttft = [
         (job.started_at - job.arrived_at)
         + (job.finished_at - job.started_at) * (1 - TOKEN_S * (job.tokens - 1) / job.work_s)
         for job in realtime
     ]
     tpot = [(job.finished_at - job.started_at) * TOKEN_S / job.work_s for job in realtime]
-    whole = [job.finished_at - job.arrived_at for job in done if job.batch]
+    whole = [job.finished_at - job.arrived_at for job in done if job.is_batch]
     for key, values, bounds in (
         (("ttft_seconds", REALTIME), ttft, TTFT_BOUNDS),
         (("streaming_tpot_seconds", REALTIME), tpot, TPOT_BOUNDS),
@@ -95,7 +95,11 @@ async def test_a_dispatcher_reads_from_it_what_realtime_pays() -> None:
     """The price in the live world: median and 95th percentile within the buckets of the true ones."""
     async with LiveWorld(Config(slots=16, realtime_seconds=0.4, seed=3)) as world:
         source = EppSource(
-            "qwen", Targets(urls=(world.metrics_url,)), timeout_s=20, marked=True, latencies_each_s=0.2
+            "qwen",
+            Targets(urls=(world.metrics_url,)),
+            timeout_s=20,
+            has_objective=True,
+            latency_interval_s=0.2,
         )
         told: list[SourcePoll] = []
         settings = SignalsSettings.model_validate({"interval_s": 0.1})
@@ -104,18 +108,18 @@ async def test_a_dispatcher_reads_from_it_what_realtime_pays() -> None:
         done: list[Job] = []
         watch(world, done)
         try:
-            await wait_until(lambda: told and told[-1].price.source)
-            world.realtime.hold(12)
-            await wait_until(lambda: told[-1].price.requests >= 60, 30)
-            world.realtime.hold(0)
+            await wait_until(lambda: told and told[-1].realtime_impact.source)
+            world.realtime.hold_level(12)
+            await wait_until(lambda: told[-1].realtime_impact.request_count >= 60, 30)
+            world.realtime.hold_level(0)
             await wait_until(lambda: world.pool.running == 0)
-            await wait_until(lambda: told[-1].price.requests == len(done))
+            await wait_until(lambda: told[-1].realtime_impact.request_count == len(done))
         finally:
             polling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await polling
-    price = told[-1].price
-    assert (price.of, price.why_not) == ("realtime", "")
+    price = told[-1].realtime_impact
+    assert (price.scope, price.why_not) == ("realtime", "")
     assert price.batch_share == pytest.approx(0.5)
     truth = sorted(0.4 * (1 - TOKEN_S * (job.tokens - 1) / job.work_s) for job in done)
     for shown, q in ((price.ttft_p50_s, 0.5), (price.ttft_p95_s, 0.95)):

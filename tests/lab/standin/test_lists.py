@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from dispatcher.core.merging.shapes import SHAPES, differs, too_many, too_many_tokens
+from dispatcher.core.merging.shapes import SHAPES, find_difference, parse_item_cap, parse_token_cap
 from dispatcher.lab.simulation import virtual_loop
-from dispatcher.lab.standin.lists import Answered, ListConfig, ListServer, ListService
+from dispatcher.lab.standin.lists import ListConfig, ListServer, ListService, StatusAndBody
 from tests.listcalls import PATHS, part, text_of
 from tests.support import wait_until
 
@@ -36,30 +36,30 @@ def embedding(*texts: str) -> bytes:
     return text_of({"model": "m", "input": texts})
 
 
-async def asked(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[Answered]:
-    return await asyncio.gather(*(server.answered(path, body) for body in bodies))
+async def asked(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[StatusAndBody]:
+    return await asyncio.gather(*(server.answer_call(path, body) for body in bodies))
 
 
-def live(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[Answered]:
+def live(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[StatusAndBody]:
     """The answers, in virtual time."""
-    return virtual_loop.run(asked(server, *bodies, path=path))
+    return virtual_loop.run_in_virtual_time(asked(server, *bodies, path=path))
 
 
 def test_a_call_takes_its_price_and_the_next_waits_for_it() -> None:
     server = ListServer(ListConfig(call_s=0.5, item_s=0.1, log_s=0.25))
     live(server, embedding("a"), embedding("b", "c", "d"))
     first, second = server.calls
-    assert first.ended_at - first.began_at == pytest.approx(0.5 + 0.1 + 0.25)
-    assert second.began_at == pytest.approx(first.ended_at)
-    assert second.ended_at - second.began_at == pytest.approx(0.5 + 0.3 + 0.5)
+    assert first.ended_at - first.started_at == pytest.approx(0.5 + 0.1 + 0.25)
+    assert second.started_at == pytest.approx(first.ended_at)
+    assert second.ended_at - second.started_at == pytest.approx(0.5 + 0.3 + 0.5)
     assert (server.most_running, server.items) == (1, 4)
-    assert server.report()["busy_s"] == pytest.approx(0.85 + 1.3)
+    assert server.build_report()["busy_s"] == pytest.approx(0.85 + 1.3)
 
 
 def test_workers_work_side_by_side() -> None:
     server = ListServer(ListConfig(call_s=1.0, item_s=0.0, workers=3))
     live(server, *[embedding("a")] * 7)
-    began = min(call.came_at for call in server.calls)
+    began = min(call.arrived_at for call in server.calls)
     assert [round(call.ended_at - began) for call in server.calls] == [1, 1, 1, 2, 2, 2, 3]
     assert server.most_running == 3
 
@@ -67,16 +67,18 @@ def test_workers_work_side_by_side() -> None:
 def test_who_leaves_gives_up_its_turn() -> None:
     async def left() -> ListServer:
         server = ListServer(ListConfig(call_s=1.0, item_s=0.0))
-        tasks = [asyncio.create_task(server.answered("/embed", b'{"inputs":"a"}')) for _ in range(4)]
+        tasks = [asyncio.create_task(server.answer_call("/embed", b'{"inputs":"a"}')) for _ in range(4)]
         await asyncio.sleep(0.5)
         tasks[0].cancel()
         tasks[1].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return server
 
-    server = virtual_loop.run(left())
+    server = virtual_loop.run_in_virtual_time(left())
     assert [call.status for call in server.calls] == [0, 0, 200, 200]
-    assert [call.ended_at - server.calls[0].came_at for call in server.calls[2:]] == pytest.approx([1.5, 2.5])
+    assert [call.ended_at - server.calls[0].arrived_at for call in server.calls[2:]] == pytest.approx(
+        [1.5, 2.5]
+    )
     assert server.running == 0
 
 
@@ -90,7 +92,7 @@ def test_every_shape_is_answered_item_by_item(name: str) -> None:
     if name == "kserve":
         assert [output["shape"] for output in found["outputs"]] == [[3, 8], [3]]
     else:
-        assert len(found[SHAPES[name].answer] if SHAPES[name].answer else found) == 3
+        assert len(found[SHAPES[name].answer_field] if SHAPES[name].answer_field else found) == 3
 
 
 def test_vectors_are_the_same_for_a_text_and_as_base64() -> None:
@@ -126,27 +128,27 @@ def test_too_many_items_are_refused_in_the_words_of_the_real_ones(words: Any, pa
     bodies = [text_of({"input": texts[:count], "inputs": texts[:count]}) for count in (2, 3)]
     (good, _), (status, said) = live(server, *bodies, path=path)
     assert good == 200
-    assert too_many(status, said) == 2
+    assert parse_item_cap(status, said) == 2
 
 
 def test_a_refusal_may_name_no_number() -> None:
     ((status, said),) = live(ListServer(ListConfig(max_items=1, words="plain")), embedding("a", "b"))
-    assert (status, too_many(status, said)) == (413, 0)
+    assert (status, parse_item_cap(status, said)) == (413, 0)
 
 
 def test_too_many_tokens_are_refused() -> None:
     server = ListServer(ListConfig(max_tokens=10))
     (good, _), (status, said) = live(server, embedding("a"), embedding("a" * 50))
     assert good == 200
-    assert (status, too_many(status, said), too_many_tokens(status, said)) == (400, None, 10)
+    assert (status, parse_item_cap(status, said), parse_token_cap(status, said)) == (400, None, 10)
 
 
 def test_one_bad_item_spoils_the_call() -> None:
     server = ListServer(ListConfig(bad="poison"))
     answers = live(server, embedding("a", "some poison"), embedding("a"))
     assert [status for status, _ in answers] == [400, 200]
-    assert too_many(*answers[0]) is None
-    assert math.isnan(server.calls[0].began_at)
+    assert parse_item_cap(*answers[0]) is None
+    assert math.isnan(server.calls[0].started_at)
 
 
 def test_answers_that_lack_an_item_come_as_often_as_asked_for() -> None:
@@ -165,7 +167,7 @@ def test_numbers_are_wrong_in_calls_of_more_items_than_allowed() -> None:
     bodies = [embedding("a", "b"), embedding("a", "b", "c")]
     data = [json.loads(body)["data"] for _, body in live(server, *bodies)]
     right, wrong = (json.dumps({"data": each[:1]}).encode() for each in data)
-    assert "cosine" in (differs(part("embeddings", {"input": "a"}), wrong, right) or "")
+    assert "cosine" in (find_difference(part("embeddings", {"input": "a"}), wrong, right) or "")
 
 
 def test_items_may_come_in_another_order_than_their_index_says() -> None:

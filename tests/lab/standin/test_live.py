@@ -105,13 +105,13 @@ async def test_no_more_run_than_there_are_slots_and_the_others_wait_in_turn(post
     async with live(slots=2, seconds=0.3) as world:
         replies = [asyncio.create_task(post(world, "r0"))]
         for number in range(1, 7):
-            await wait_until(lambda: world.gateway.report()["arrived"] == len(replies))
+            await wait_until(lambda: world.gateway.build_report()["arrived"] == len(replies))
             replies.append(asyncio.create_task(post(world, f"r{number}")))
         await asyncio.gather(*replies)
         started = starts(world)
         assert list(started) == [entry.id for entry in world.gateway.log] == [f"r{n}" for n in range(7)]
         assert list(started.values()) == sorted(started.values())
-        report = world.pool.report()
+        report = world.pool.build_report()
         assert report["running"]["peak"] == 2
         assert report["waiting"]["peak"] > 0
 
@@ -126,7 +126,7 @@ async def test_realtime_waits_before_batch(post: Post) -> None:
         await asyncio.gather(first, batch, realtime)
         started = starts(world)
         assert started["first"] < started["user"] < started["batch"]
-        assert world.gateway.report()["realtime"]["peak"] == 1
+        assert world.gateway.build_report()["realtime"]["peak"] == 1
 
 
 async def test_without_flow_control_whoever_came_first_starts_first(post: Post) -> None:
@@ -148,7 +148,7 @@ async def test_a_full_queue_answers_429(post: Post, flow_control: bool, reason: 
         await wait_until(lambda: world.pool.waiting == 1)
         refused = await post(world, "r2")
         assert (refused.status, refused.headers.get("x-llm-d-request-dropped-reason")) == (429, reason)
-        observed = world.observed()
+        observed = world.build_report()
         assert observed["gateway"]["answers"] == {"429": 1}
         assert observed["pool"]["refused"] == {"batch": 1, "realtime": 0}
         for each in taken:
@@ -174,7 +174,7 @@ async def test_a_draw_belongs_to_its_id(post: Post) -> None:
     tokens = []
     for ids in (("a", "b"), ("b", "a")):
         async with live(slots=8, seed=7) as world:
-            drawn = {id_: world.gateway._drawn(id_) for id_ in ids}
+            drawn = {id_: world.gateway._draw_tokens(id_) for id_ in ids}
             tokens.append(drawn)
     assert tokens[0] == tokens[1]
     assert tokens[0]["a"] != tokens[0]["b"]
@@ -183,7 +183,7 @@ async def test_a_draw_belongs_to_its_id(post: Post) -> None:
 async def test_the_way_is_taken_twice_and_is_no_time_in_the_pool(post: Post) -> None:
     async with live(slots=1, seconds=0.05, path_s=0.1) as world:
         took = await _seconds(post(world, "r"))
-        report = world.pool.report()
+        report = world.pool.build_report()
     assert took >= 0.25
     assert report["time_s"]["batch"]["max"] < 0.15
 
@@ -198,22 +198,22 @@ async def test_a_client_that_goes_away_frees_its_slot_and_its_place(post: Post) 
             gone.cancel()
         await wait_until(lambda: world.pool.running == world.pool.waiting == 0)
         assert [entry.status for entry in world.gateway.log] == [0, 0]
-        assert world.observed()["gateway"]["batch"]["now"] == 0
+        assert world.build_report()["gateway"]["batch"]["now"] == 0
 
 
 async def test_levels_tell_peak_and_mean_over_time(post: Post) -> None:
     async with live(slots=4, seconds=0.3) as world:
-        await world.control(Control(restart=True))
+        await world.apply_control(Control(restart=True))
         start = time.monotonic()
         await asyncio.gather(*(post(world, f"r{n}") for n in range(4)))
-        report = world.pool.report()["batch"]
+        report = world.pool.build_report()["batch"]
         assert report["peak"] == 4
         started = starts(world)
         assert len(started) == 4
         busy = sum((entry.ended_at or math.inf) - started[entry.id] for entry in world.gateway.log)
         assert report["mean"] == pytest.approx(busy / (time.monotonic() - start), rel=0.2)
-        await world.control(Control(restart=True))
-        assert world.pool.report()["batch"]["peak"] == 0
+        await world.apply_control(Control(restart=True))
+        assert world.pool.build_report()["batch"]["peak"] == 0
         assert len(world.gateway.log) == 4
 
 
@@ -233,7 +233,7 @@ class TestPage:
             assert (await page(http, world))["flow_control_pool_saturation"] == 0.75
             sent = [asyncio.create_task(post(world)) for _ in range(3)]
             await wait_until(lambda: world.pool.waiting == 2)
-            world.epp.flush()
+            world.picker.flush_now()
             values = await page(http, world)
             for each in sent:
                 each.cancel()
@@ -247,7 +247,7 @@ class TestPage:
     ) -> None:
         async with live(slots=2, declared=6, seconds=30) as world:
             await self._fill(world, post, 5)
-            world.epp.flush()
+            world.picker.flush_now()
             values = await page(http, world)
         assert values["flow_control_pool_saturation"] == pytest.approx(5 / 6)
         assert values["flow_control_queue_size"] == 0
@@ -294,7 +294,7 @@ class TestPage:
         async with live(slots=2, cold=True, flush_s=0.3) as world:
             values = await page(http, world)
             assert (values["ready_endpoints"], values["flow_control_pool_saturation"]) == (0, 0)
-            await wait_until(lambda: world.epp.flushed_at is not None)
+            await wait_until(lambda: world.picker.flushed_at is not None)
             assert (await page(http, world))["ready_endpoints"] == 1
 
     async def test_without_flow_control_there_are_only_averages(
@@ -302,18 +302,18 @@ class TestPage:
     ) -> None:
         async with live(slots=2, flow_control=False, seconds=30) as world:
             await self._fill(world, post, 3)
-            world.epp.flush()
+            world.picker.flush_now()
             values = await page(http, world)
         assert not [name for name in values if name.startswith("flow_control")]
         assert (values["average_running_requests"], values["average_queue_size"]) == (2, 1)
 
     async def test_averages_are_as_old_as_their_flush(self, http: aiohttp.ClientSession, post: Post) -> None:
         async with live(slots=4, seconds=30, flush_s=0.3) as world:
-            await wait_until(lambda: world.epp.flushed_at is not None)
+            await wait_until(lambda: world.picker.flushed_at is not None)
             await self._fill(world, post, 4)
             assert (await page(http, world))["flow_control_pool_saturation"] == 1.0
-            flushed = world.epp.flushed_at
-            await wait_until(lambda: world.epp.flushed_at != flushed)
+            flushed = world.picker.flushed_at
+            await wait_until(lambda: world.picker.flushed_at != flushed)
             assert (await page(http, world))["average_running_requests"] == 4
 
     async def test_lag_shows_the_past(self, http: aiohttp.ClientSession, post: Post) -> None:
@@ -335,12 +335,12 @@ class TestPage:
     ) -> None:
         async with live(slots=2, seconds=30) as world:
             await self._fill(world, post, 2)
-            world.epp.flush()
-            await world.control(Control(endpoints=0))
+            world.picker.flush_now()
+            await world.apply_control(Control(endpoints=0))
             reply = await post(world, "r")
             assert reply.status == 503
             assert reply.headers["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
-            world.epp.flush()
+            world.picker.flush_now()
             values = await page(http, world)
             assert (values["ready_endpoints"], values["flow_control_pool_saturation"]) == (0, 1.0)
             assert values["average_running_requests"] == 2
@@ -359,26 +359,26 @@ class TestPage:
         self, http: aiohttp.ClientSession, kind: Any, status: int, start: bytes
     ) -> None:
         async with live() as world:
-            await world.control(Control(metrics=kind))
+            await world.apply_control(Control(metrics=kind))
             async with http.get(world.metrics_url) as reply:
                 assert reply.status == status
                 assert (await reply.read()).startswith(start)
-            await world.control(Control(metrics="ok"))
+            await world.apply_control(Control(metrics="ok"))
             assert "ready_endpoints" in await page(http, world)
 
     async def test_it_goes_away_hangs_and_freezes(self, http: aiohttp.ClientSession, post: Post) -> None:
         async with live(slots=2, seconds=30) as world:
-            await world.control(Control(metrics="gone"))
+            await world.apply_control(Control(metrics="gone"))
             with pytest.raises(aiohttp.ClientConnectorError):
                 await page(http, world)
-            await world.control(Control(metrics="hang"))
+            await world.apply_control(Control(metrics="hang"))
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await page(http, world)
-            await world.control(Control(metrics="frozen"))
+            await world.apply_control(Control(metrics="frozen"))
             await self._fill(world, post, 2)
             assert (await page(http, world))["flow_control_pool_saturation"] == 0
-            await world.control(Control(metrics="ok"))
+            await world.apply_control(Control(metrics="ok"))
             assert (await page(http, world))["flow_control_pool_saturation"] == 1
 
 
@@ -392,27 +392,27 @@ class TestFaults:
     async def test_an_answer_at_once(self, post: Post, status: int, reason: str, body: str) -> None:
         answer = Answer(kind="status", status=status, reason=reason, body=body, retry_after="3")
         async with live(slots=1, seconds=0.0) as world:
-            await world.control(Control(gateway=Fault(answer=answer)))
+            await world.apply_control(Control(gateway=Fault(answer=answer)))
             reply = await post(world, "r")
             assert (reply.status, reply.body.decode()) == (status, body)
             assert reply.headers.get("x-llm-d-request-dropped-reason", "") == reason
             assert reply.headers["retry-after"] == "3"
-            assert world.pool.report()["finished"]["batch"] == 0
-            await world.control(Control(gateway=None))
+            assert world.pool.build_report()["finished"]["batch"] == 0
+            await world.apply_control(Control(gateway=None))
             assert (await post(world, "r")).status == 200
 
     async def test_a_reset(self, post: Post) -> None:
         async with live(seconds=0.0) as world:
-            await world.control(Control(gateway=Fault(answer=Answer(kind="reset"), times=1)))
+            await world.apply_control(Control(gateway=Fault(answer=Answer(kind="reset"), times=1)))
             with pytest.raises((aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)):
                 await post(world, "r")
             assert world.gateway.log[-1].status == -1
             assert (await post(world, "r")).status == 200
-            assert world.observed()["gateway"]["batch"]["now"] == 0
+            assert world.build_report()["gateway"]["batch"]["now"] == 0
 
     async def test_half_an_answer(self, post: Post) -> None:
         async with live(seconds=0.0) as world:
-            await world.control(Control(gateway=Fault(answer=Answer(kind="cut"))))
+            await world.apply_control(Control(gateway=Fault(answer=Answer(kind="cut"))))
             with pytest.raises(aiohttp.ClientPayloadError):
                 await post(world, "r")
 
@@ -434,31 +434,31 @@ class TestFaults:
         async with live(slots=4, seconds=30) as world:
             cut_off = asyncio.create_task(post(world, "r"))
             await wait_until(lambda: world.pool.running == 1)
-            await world.control(Control(gateway=Fault(listener="refuse")))
+            await world.apply_control(Control(gateway=Fault(listener="refuse")))
             with pytest.raises(aiohttp.ClientError):
                 await cut_off
             with pytest.raises(aiohttp.ClientConnectorError):
                 await post(world, "r")
             await wait_until(lambda: world.pool.running == 0)
-            await world.control(Control(gateway=None, seconds=0.0))
+            await world.apply_control(Control(gateway=None, seconds=0.0))
             assert (await post(world, "r")).status == 200
 
     async def test_a_black_hole(self, post: Post) -> None:
         async with live(slots=4, seconds=0.5) as world:
             swallowed = asyncio.create_task(post(world, "swallowed"))
             await wait_until(lambda: world.pool.running == 1)
-            await world.control(Control(gateway=Fault(listener="blackhole")))
+            await world.apply_control(Control(gateway=Fault(listener="blackhole")))
             # The connection that is there hangs; a new one does not come to be.
             await wait_until(lambda: world.pool.running == 0)
             timeout = aiohttp.ClientTimeout(total=5, sock_connect=0.3)
             with pytest.raises(aiohttp.ServerTimeoutError):
                 await post(world, "r", timeout=timeout)
             assert not swallowed.done()
-            await world.control(Control(gateway=None))
+            await world.apply_control(Control(gateway=None))
             with pytest.raises(aiohttp.ClientError):
                 await swallowed
             assert (await post(world, "r")).status == 200
-            assert world.observed()["gateway"]["batch"]["now"] == 0
+            assert world.build_report()["gateway"]["batch"]["now"] == 0
 
     async def test_no_tls_where_there_was(self, post: Post, tmp_path: Path) -> None:
         authority = trustme.CA()
@@ -468,21 +468,21 @@ class TestFaults:
         authority.configure_trust(trusting)
         async with live(seconds=0.0, tls_cert=str(tmp_path / "pem")) as world:
             assert (await post(world, "r", ssl=trusting)).status == 200
-            await world.control(Control(gateway=Fault(listener="plaintext")))
+            await world.apply_control(Control(gateway=Fault(listener="plaintext")))
             with pytest.raises(aiohttp.ClientConnectorSSLError):
                 await post(world, "r", ssl=trusting)
-            await world.control(Control(gateway=None))
+            await world.apply_control(Control(gateway=None))
             assert (await post(world, "r", ssl=trusting)).status == 200
 
     async def test_some_requests_only(self, post: Post) -> None:
         busy = Answer(kind="status", status=429)
         async with live(slots=64, seconds=0.0, seed=3) as world:
-            await world.control(Control(gateway=Fault(answer=busy, match="noisy")))
+            await world.apply_control(Control(gateway=Fault(answer=busy, match="noisy")))
             tenant = {"x-llm-d-inference-fairness-id": "noisy"}
             assert (await post(world, "a", headers=tenant)).status == 429
             assert (await post(world, "b", {"prompt": "noisy neighbour"})).status == 429
             assert (await post(world, "c")).status == 200
-            await world.control(Control(gateway=Fault(answer=busy, share=0.5)))
+            await world.apply_control(Control(gateway=Fault(answer=busy, split_into=0.5)))
             statuses = [(await post(world, f"d{n}")).status for n in range(100)]
             assert 20 <= statuses.count(429) <= 80  # 50 ± 6 standard deviations
 
@@ -558,13 +558,13 @@ class TestPayloads:
 
 async def test_held_realtime_keeps_its_level_and_lets_go() -> None:
     async with live(slots=8, steps="0:3", realtime_seconds=0.02) as world:
-        await wait_until(lambda: world.pool.report()["finished"]["realtime"] >= 9)
+        await wait_until(lambda: world.pool.build_report()["finished"]["realtime"] >= 9)
         assert world.pool.levels["realtime"].now == 3
-        await world.control(Control(realtime=5))
+        await world.apply_control(Control(realtime=5))
         assert world.pool.levels["realtime"].now == 5
-        await world.control(Control(realtime=0))
+        await world.apply_control(Control(realtime=0))
         await wait_until(lambda: world.pool.levels["realtime"].now == 0)
-        assert world.pool.report()["realtime"]["peak"] == 5
+        assert world.pool.build_report()["realtime"]["peak"] == 5
 
 
 async def test_a_trace_is_replayed(tmp_path: Path) -> None:
@@ -575,17 +575,17 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
     config = {"trace": str(trace), "trace_from_s": 1.0, "trace_speed": 20.0, "realtime_seconds": 0.0}
     start = time.monotonic()
     async with live(**config) as world:
-        await wait_until(lambda: world.pool.report()["finished"]["realtime"] == 3)
+        await wait_until(lambda: world.pool.build_report()["finished"]["realtime"] == 3)
         assert time.monotonic() - start >= 3 / 20
-        assert world.pool.report()["tokens"]["realtime"] == 2 + 4 + 8
+        assert world.pool.build_report()["tokens"]["realtime"] == 2 + 4 + 8
 
 
 async def test_ids_that_come_again_are_told(post: Post) -> None:
     async with live(seconds=0.0) as world:
-        await world.control(Control(gateway=Fault(answer=Answer(kind="status", status=503), times=1)))
+        await world.apply_control(Control(gateway=Fault(answer=Answer(kind="status", status=503), times=1)))
         for id_ in ("retried", "retried", "twice", "twice", "once"):
             await post(world, id_)
-        ids = world.observed()["gateway"]["ids"]
+        ids = world.build_report()["gateway"]["ids"]
     assert (ids["distinct"], ids["served"]) == (3, 3)
     assert (ids["arrived_again"], ids["served_again"], ids["examples"]) == (2, 1, {"twice": 2})
 
@@ -610,7 +610,7 @@ async def test_a_get_is_answered_at_once_and_takes_no_slot(http: aiohttp.ClientS
     async with live(slots=1, seconds=30.0) as world, asyncio.timeout(10):
         async with http.get(f"{world.gateway_url}/v1/completions") as reply:
             assert reply.status == 405
-        assert world.observed()["pool"]["all"]["peak"] == 0
+        assert world.build_report()["pool"]["all"]["peak"] == 0
 
 
 def test_every_option_says_what_it_does_and_its_default() -> None:

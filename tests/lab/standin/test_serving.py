@@ -17,11 +17,11 @@ from dispatcher.core.requests.request import Request
 from dispatcher.forward import DirectServers, HttpGateway
 from dispatcher.lab.standin.live import Adapter, Answer, Config, Control, Fault, LiveWorld, Roll
 from dispatcher.lab.standin.serving import parse_models
-from dispatcher.ports.network_errors import nobody_listens
-from dispatcher.settings import Settings, parse
-from dispatcher.signals.exposition import Page
+from dispatcher.ports.network_errors import is_connection_refused
+from dispatcher.settings import Settings, parse_settings
+from dispatcher.signals.exposition import PageParser
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
-from dispatcher.signals.models.listing import read_list, waiting_adapters
+from dispatcher.signals.models.listing import find_waiting_adapters, parse_list
 from dispatcher.signals.models.watch import ModelWatch
 from tests.support import wait_until
 
@@ -48,14 +48,14 @@ class Visitor:
             status, body = await self.get(f"{base}/v1/models")
         except aiohttp.ClientError:
             return None
-        return read_list(body).names if status == 200 else None
+        return parse_list(body).names if status == 200 else None
 
     async def waiting(self, number: int) -> tuple[str, ...]:
         """The adapters that wait, as the dispatcher reads them off the server's page."""
         _, body = await self.get(self._world.metrics_url.replace("/metrics", f"/servers/{number}/metrics"))
-        page = Page(["vllm:lora_requests_info"])
+        page = PageParser(["vllm:lora_requests_info"])
         page.feed(body)
-        return waiting_adapters(page.close())
+        return find_waiting_adapters(page.close())
 
     async def send(
         self, model: str, *, to: str | None = None, straight: str = "", path: str = "/v1/completions"
@@ -101,8 +101,8 @@ async def test_without_a_word_of_models_any_name_is_served_and_one_listed(
         assert await visitor.listed(2) is None
         assert (await visitor.post("whatever"))[0] == 200
         assert world.gateway.log[-1].model_server == -1
-        assert world.gateway.report()["arrived"] == 1, "lists are no requests"
-        assert world.observed()["models"] == {"lists": 5, "unknown": 0, "servers": [["m"], ["m"]]}
+        assert world.gateway.build_report()["arrived"] == 1, "lists are no requests"
+        assert world.build_report()["models"] == {"lists": 5, "unknown": 0, "servers": [["m"], ["m"]]}
 
 
 async def test_each_server_lists_its_own_and_the_gateway_all(http: aiohttp.ClientSession) -> None:
@@ -110,12 +110,12 @@ async def test_each_server_lists_its_own_and_the_gateway_all(http: aiohttp.Clien
         visitor = Visitor(http, world)
         assert [await visitor.listed(number) for number in range(3)] == [("a", "b"), ("a",), ("a",)]
         assert await visitor.listed() == ("a", "b")
-        await world.control(Control(models=[[], ["c"]]))
+        await world.apply_control(Control(models=[[], ["c"]]))
         assert [await visitor.listed(number) for number in range(3)] == [(), ("c",), ("c",)]
-        await world.control(Control(endpoints=4))
+        await world.apply_control(Control(endpoints=4))
         assert await visitor.listed(3) == ("c",)
         assert await visitor.listed() == ("c",)
-        await world.control(Control(models=None))
+        await world.apply_control(Control(models=None))
         assert await visitor.listed() == ("m",)
 
 
@@ -136,16 +136,16 @@ async def test_the_server_whose_turn_it_is_answers_404_for_what_it_does_not_serv
         }
         assert [entry.model_server for entry in world.gateway.log] == [0, 1, 0, 1]
         assert (await visitor.post(None))[0] == 200, "vLLM takes its own model where none is named"
-        assert world.observed()["models"]["unknown"] == 2
-        assert world.pool.report()["finished"]["batch"] == 3
+        assert world.build_report()["models"]["unknown"] == 2
+        assert world.pool.build_report()["finished"]["batch"] == 3
 
 
 async def test_servers_are_replaced_one_by_one(http: aiohttp.ClientSession) -> None:
     async with LiveWorld(Config(seconds=0.0, slots=8, endpoints=2, models="a")) as world:
         visitor = Visitor(http, world)
-        await world.control(Control(roll=Roll(to=["b"], gone_s=0.4, pause_s=0.4)))
+        await world.apply_control(Control(roll=Roll(to=["b"], gone_s=0.4, pause_s=0.4)))
         await wait_until(lambda: world.servers.present == [1])
-        assert (world.pool.slots, world.epp.endpoints) == (4, 1)
+        assert (world.pool.slots, world.picker.endpoints) == (4, 1)
         assert [await visitor.listed(number) for number in range(2)] == [None, ("a",)]
         assert (await visitor.get(world.metrics_url.replace("/metrics", "/servers/0/metrics")))[0] == 404
         await wait_until(lambda: world.servers.present == [0, 1])
@@ -154,26 +154,26 @@ async def test_servers_are_replaced_one_by_one(http: aiohttp.ClientSession) -> N
         await wait_until(lambda: world.servers.present == [0])
         assert (await visitor.post("b"))[0] == 200
         assert (await visitor.post("a"))[0] == 404
-        await wait_until(lambda: world.observed()["models"]["servers"] == [["b"], ["b"]])
+        await wait_until(lambda: world.build_report()["models"]["servers"] == [["b"], ["b"]])
 
 
 async def test_a_world_that_serves_any_name_serves_m_until_it_is_replaced(
     http: aiohttp.ClientSession,
 ) -> None:
     async with LiveWorld(Config(seconds=0.0, endpoints=2)) as world:
-        await world.control(Control(roll=Roll(to=["b"], gone_s=0.0, pause_s=20.0)))
-        await wait_until(lambda: world.observed()["models"]["servers"] == [["b"], ["m"]])
+        await world.apply_control(Control(roll=Roll(to=["b"], gone_s=0.0, pause_s=20.0)))
+        await wait_until(lambda: world.build_report()["models"]["servers"] == [["b"], ["m"]])
 
 
 async def test_an_adapter_is_loaded_while_the_server_runs(http: aiohttp.ClientSession) -> None:
     async with LiveWorld(Config(seconds=0.0, endpoints=2, models="base")) as world:
         visitor = Visitor(http, world)
-        await world.control(Control(adapter=Adapter(name="lora", takes_s=0.5, servers=[1, 7])))
+        await world.apply_control(Control(adapter=Adapter(name="lora", takes_s=0.5, servers=[1, 7])))
         await wait_until(lambda: visitor.waiting(1))
         assert await visitor.waiting(1) == ("lora",)
         assert await visitor.waiting(0) == ()
         assert await visitor.listed(1) == ("base",)
-        await wait_until(lambda: world.observed()["models"]["servers"] == [["base"], ["base", "lora"]])
+        await wait_until(lambda: world.build_report()["models"]["servers"] == [["base"], ["base", "lora"]])
         assert await visitor.waiting(1) == ()
         _, body = await visitor.get(world.metrics_url.replace("/metrics", "/servers/1/v1/models"))
         assert [(card["id"], card["parent"]) for card in json.loads(body)["data"]] == [
@@ -186,10 +186,10 @@ async def test_an_adapter_is_loaded_while_the_server_runs(http: aiohttp.ClientSe
 async def test_the_first_request_to_a_model_on_a_server_takes_longer(http: aiohttp.ClientSession) -> None:
     async with LiveWorld(Config(seconds=0.0, models="a,b")) as world:
         visitor = Visitor(http, world)
-        await world.control(Control(cold_s=0.5))
+        await world.apply_control(Control(cold_s=0.5))
         took = [await visitor.timed(model) for model in ("a", "a", "b", "b")]
         assert [seconds >= 0.5 for seconds in took] == [True, False, True, False]
-        await world.control(Control(models=[["a"]]))  # another server, in effect
+        await world.apply_control(Control(models=[["a"]]))  # another server, in effect
         assert await visitor.timed("a") >= 0.5
 
 
@@ -203,10 +203,10 @@ async def test_servers_answer_who_asks_for_their_lists_as_they_are_told(http: ai
             ("unauthorized", 401, b"{"),
             ("ok", 200, b'{"object":"list"'),
         ):
-            await world.control(Control(lists=kind))  # type: ignore[arg-type]
+            await world.apply_control(Control(lists=kind))  # type: ignore[arg-type]
             got, body = await visitor.get(url)
             assert (got, body[: len(begins)]) == (status, begins)
-        await world.control(Control(lists="hang"))
+        await world.apply_control(Control(lists="hang"))
         with pytest.raises(asyncio.TimeoutError):
             async with asyncio.timeout(0.2):
                 await visitor.get(url)
@@ -217,13 +217,13 @@ async def test_a_gateway_without_endpoints_lists_nothing_and_no_fault_is_used_up
 ) -> None:
     async with LiveWorld(Config(seconds=0.0, models="a")) as world:
         visitor = Visitor(http, world)
-        await world.control(Control(gateway=Fault(answer=Answer(kind="status", status=503), times=1)))
+        await world.apply_control(Control(gateway=Fault(answer=Answer(kind="status", status=503), times=1)))
         assert await visitor.listed() == ("a",)
         async with http.post(f"{world.gateway_url}/v1/completions", json={"model": "a"}) as reply:
             assert reply.status == 503
-        await world.control(Control(endpoints=0))
+        await world.apply_control(Control(endpoints=0))
         assert await visitor.listed() is None
-        await world.control(Control(endpoints=2))
+        await world.apply_control(Control(endpoints=2))
         assert await visitor.listed() == ("a",)
 
 
@@ -232,20 +232,20 @@ async def test_the_dispatcher_sees_what_the_servers_do() -> None:
         base = world.metrics_url.replace("/metrics", "/servers")
         urls = [f"{base}/{number}/v1/models" for number in range(2)]
         asks = f"serving: {{interval_s: 0.1, urls: {urls}}}\nmodels: [{{name: a}}, {{name: lora}}]\n"
-        settings = parse(f"gateway: {{url: '{world.gateway_url}'}}\n{asks}", {})
+        settings = parse_settings(f"gateway: {{url: '{world.gateway_url}'}}\n{asks}", {})
         assert isinstance(settings, Settings)
         told: list[list[tuple[tuple[str, ...] | None, tuple[str, ...]]]] = []
 
         def take(listings: Sequence[Listing]) -> None:
             told.append([(each.models, each.loading) for each in listings])
 
-        await world.control(Control(adapter=Adapter(name="lora", takes_s=1.0, servers=[1])))
+        await world.apply_control(Control(adapter=Adapter(name="lora", takes_s=1.0, servers=[1])))
         watch = ModelWatch(settings, take, access=NO_CLUSTER)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(watch.run())
             await wait_until(lambda: [(("a",), ()), (("a",), ("lora",))] in told)
             await wait_until(lambda: [(("a",), ()), (("a", "lora"), ())] in told)
-            await world.control(Control(roll=Roll(to=["b"], gone_s=0.5, pause_s=60.0)))
+            await world.apply_control(Control(roll=Roll(to=["b"], gone_s=0.5, pause_s=60.0)))
             await wait_until(lambda: told[-1] == [(None, ()), (("a", "lora"), ())])
             await wait_until(lambda: told[-1] == [(("b",), ()), (("a", "lora"), ())])
             running.cancel()
@@ -276,7 +276,7 @@ async def test_a_request_that_names_servers_goes_to_those_alone_and_in_turn(
         assert servers(world) == [1, 0, 3, 0, 1, 0, 3, 0]
         assert await visitor.send("m") == 200
         assert servers(world)[-1] == -1, "who names none goes anywhere"
-        await world.control(Control(models=[["m"]]))
+        await world.apply_control(Control(models=[["m"]]))
         before = world.gateway.log[-1].number
         assert [await visitor.send("m") for _ in range(4)] == [200] * 4
         assert sorted(servers(world, before)) == [0, 1, 2, 3]
@@ -290,11 +290,11 @@ async def test_a_request_for_servers_that_are_not_there_is_answered_as_a_picker_
         for named in ("", "10.0.0.9:80", visitor.labels(7)):
             assert await visitor.send("a", to=named) == 503
         assert servers(world) == [-1] * 3
-        await world.control(Control(roll=Roll(to=["a"], gone_s=20.0)))
+        await world.apply_control(Control(roll=Roll(to=["a"], gone_s=20.0)))
         await wait_until(lambda: world.servers.present == [1])
         assert await visitor.send("a", to=visitor.labels(0)) == 503
         assert await visitor.send("a", to=visitor.labels(0, 1)) == 200
-        await world.control(Control(subset_header=""))
+        await world.apply_control(Control(subset_header=""))
         assert await visitor.send("a", to="10.0.0.9:80") == 200, "it is a header like any other"
 
 
@@ -304,7 +304,7 @@ async def test_a_server_takes_requests_straight_and_the_log_says_so(
 ) -> None:
     async with LiveWorld(Config(seconds=0.0, endpoints=2, models="a;b", path_s=0.0)) as world:
         visitor = Visitor(http, world)
-        await world.control(Control(cold_s=0.05))
+        await world.apply_control(Control(cold_s=0.05))
         assert await visitor.send("b", straight=visitor.server(1), path=path) == 200
         assert await visitor.send("b", straight=visitor.server(1), path=path) == 200
         assert await visitor.send("a", straight=visitor.server(1), path=path) == 404
@@ -320,10 +320,10 @@ async def test_a_server_takes_requests_straight_and_the_log_says_so(
             (False, 0, "b", False, 404),
             (False, 1, "b", False, 200),
         ]
-        report = world.gateway.report()
+        report = world.gateway.build_report()
         assert (report["arrived"], report["direct"], report["answers"]) == (2, 3, {"200": 1, "404": 1})
         assert report["batch"]["now"] == 0
-        assert world.pool.report()["finished"]["batch"] == 3
+        assert world.pool.build_report()["finished"]["batch"] == 3
 
 
 async def test_what_is_wrong_with_the_gateway_does_not_meet_who_comes_straight(
@@ -333,13 +333,13 @@ async def test_what_is_wrong_with_the_gateway_does_not_meet_who_comes_straight(
         visitor = Visitor(http, world)
         broken = Fault(answer=Answer(kind="status", status=500))
         for fault in (broken, Fault(listener="blackhole"), Fault(listener="refuse"), None):
-            await world.control(Control(gateway=fault))
+            await world.apply_control(Control(gateway=fault))
             assert await visitor.send("m", straight=visitor.server(0)) == 200
         with pytest.raises(aiohttp.ClientError):
             await visitor.send("m", straight=visitor.server(3))
         async with http.get(f"{visitor.server(0)}/v1/completions") as reply:
             assert reply.status == 405
-        await world.control(Control(seconds=30.0))
+        await world.apply_control(Control(seconds=30.0))
         waiting = asyncio.create_task(visitor.send("m", straight=visitor.server(0)))
         await wait_until(lambda: world.pool.running == 1)
         assert await visitor.send("m", straight=visitor.server(0)) == 429
@@ -354,7 +354,7 @@ async def test_a_server_that_was_replaced_is_cold_again_and_breaks_connections_w
     async with LiveWorld(Config(seconds=0.0, endpoints=2, models="a", cold_s=0.01)) as world:
         visitor = Visitor(http, world)
         assert [await visitor.send("a", straight=visitor.server(0)) for _ in range(2)] == [200, 200]
-        await world.control(Control(roll=Roll(to=["a"], gone_s=0.3, pause_s=30.0)))
+        await world.apply_control(Control(roll=Roll(to=["a"], gone_s=0.3, pause_s=30.0)))
         await wait_until(lambda: world.servers.present == [1])
         with pytest.raises(aiohttp.ClientError):
             await visitor.send("a", straight=visitor.server(0))
@@ -383,7 +383,7 @@ async def test_servers_apart_have_addresses_of_their_own_where_nobody_listens_wh
         one, two = world.ports.urls
         for url, model in ((one, "a"), (two, "b")):
             status, body = await visitor.get(f"{url}/v1/models")
-            assert (status, read_list(body).names) == (200, (model,))
+            assert (status, parse_list(body).names) == (200, (model,))
             assert (await visitor.get(f"{url}/metrics"))[0] == 200
             assert await visitor.send(model, straight=url) == 200
             assert await visitor.send(model, to=url.removeprefix("http://")) == 200
@@ -393,17 +393,17 @@ async def test_servers_apart_have_addresses_of_their_own_where_nobody_listens_wh
             try:
                 return (await visitor.get(f"{url}/v1/models"))[0] == 200
             except aiohttp.ClientConnectorError as error:
-                return not nobody_listens(error)
+                return not is_connection_refused(error)
 
-        await world.control(Control(roll=Roll(to=["c"], gone_s=0.5, pause_s=30.0)))
+        await world.apply_control(Control(roll=Roll(to=["c"], gone_s=0.5, pause_s=30.0)))
         await wait_until(lambda: not_(listens(one)))
         assert await listens(two)
         assert await visitor.send("a", to=one.removeprefix("http://")) == 503
         await wait_until(lambda: listens(one))
         assert await visitor.send("c", straight=one) == 200
-        await world.control(Control(endpoints=1))
+        await world.apply_control(Control(endpoints=1))
         assert not await listens(two)
-        await world.control(Control(endpoints=3))
+        await world.apply_control(Control(endpoints=3))
         assert world.ports.urls[:2] == [one, two], "each keeps its address"
         assert [await listens(url) for url in world.ports.urls] == [True] * 3
 
@@ -420,11 +420,11 @@ async def test_what_the_dispatcher_sends_straight_or_directed_comes_where_it_is_
         base = world.metrics_url.removesuffix("/metrics")
         urls = world.ports.urls if own else [f"{base}/servers/{number}/v1/models" for number in range(2)]
         asks = f"gateway: {{url: '{world.gateway_url}'}}\nserving: {{observe: endpoints, urls: {urls}}}\n"
-        settings = parse(asks, {})
+        settings = parse_settings(asks, {})
         assert isinstance(settings, Settings)
         told: list[Sequence[Listing]] = []
         watch = ModelWatch(settings, told.append, access=NO_CLUSTER)
-        direct = DirectServers(watch.server, lambda: 1 << 20)
+        direct = DirectServers(watch.find_server, lambda: 1 << 20)
         gateway = HttpGateway(settings.gateway, subset_header="x-subset")
         running = asyncio.create_task(watch.run())
         try:

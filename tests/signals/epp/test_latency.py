@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from dispatcher.core.limit.budget import Policy
-from dispatcher.core.limit.realtime_impact import Histograms, Price
+from dispatcher.core.limit.realtime_impact import RealtimeImpact, ReplicaHistograms
 from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp import latency
-from dispatcher.signals.epp.series import NAMES, View
+from dispatcher.signals.epp.series import SERIES_NAMES, PoolView
 from dispatcher.signals.epp.source import EppSource
-from dispatcher.signals.exposition import Page, Sample
-from dispatcher.signals.poller import Poller, Source, SourcePoll
+from dispatcher.signals.exposition import PageParser, Sample
+from dispatcher.signals.poller import Poller, SignalSource, SourcePoll
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
@@ -27,17 +27,23 @@ from tests.support import wait_until
 NEWEST, PREDICTOR = "router-newest-latencies", "gie-1.5-latency-predictor"
 
 
-def read(text: str, *, marked: bool = True, most: int = latency.SERIES_MOST) -> Histograms:
-    page = Page(NAMES, also=latency.NAMES, also_most=most)
+def read(text: str, *, marked: bool = True, most: int = latency.MAX_SERIES) -> ReplicaHistograms:
+    page = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=most)
     page.feed(text.encode())
     page.close()
-    return latency.histograms(page.also, "a", marked=marked, spoiled=page.spoiled)
+    return latency.build_histograms(
+        page.optional_samples, "a", has_objective=marked, problem=page.optional_problem
+    )
 
 
 class TestPages:
     def test_realtime_alone_where_priorities_are_told_and_only_what_was_streamed(self) -> None:
         found = read(golden(NEWEST))
-        assert (found.of, found.name, found.why_not) == ("realtime", "llm_d_epp_request_ttft_seconds", "")
+        assert (found.scope, found.series_name, found.why_not) == (
+            "realtime",
+            "llm_d_epp_request_ttft_seconds",
+            "",
+        )
         assert found.ttft is not None
         assert found.tpot is not None
         assert (found.ttft[0.1], found.ttft[0.2], found.ttft[math.inf]) == (200, 600, 700)
@@ -45,13 +51,13 @@ class TestPages:
 
     def test_all_where_our_requests_carry_no_objective(self) -> None:
         found = read(golden(NEWEST), marked=False)
-        assert found.of == "all"
+        assert found.scope == "all"
         assert found.ttft is not None
         assert found.ttft[math.inf] == 800, "what was not streamed has no time to first token"
 
     def test_all_where_the_series_tell_no_priority(self) -> None:
         found = read(golden(PREDICTOR))
-        assert (found.of, found.name) == ("all", "inference_objective_request_ttft_seconds")
+        assert (found.scope, found.series_name) == ("all", "inference_objective_request_ttft_seconds")
         assert found.ttft is not None
         assert found.ttft[math.inf] == 500
 
@@ -76,15 +82,17 @@ class TestPages:
         ],
     )
     def test_a_broken_line_of_them_refuses_them_and_nothing_else(self, line: str) -> None:
-        page = Page(NAMES, also=latency.NAMES, also_most=99_999)
+        page = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=99_999)
         page.feed(f"{golden(NEWEST)}{line}\n".encode("latin-1"))
         assert len(page.close()) > 5
-        assert latency.histograms(page.also, "a", marked=True, spoiled=page.spoiled).why_not
+        assert latency.build_histograms(
+            page.optional_samples, "a", has_objective=True, problem=page.optional_problem
+        ).why_not
 
     @pytest.mark.parametrize("bound", ["", "NaN", "five", "1_0"])
     def test_a_bucket_without_a_bound_is_refused_with_its_histogram(self, bound: str) -> None:
         sample = Sample("llm_d_epp_request_ttft_seconds_bucket", {"le": bound}, 3.0)
-        found = latency.histograms([sample], "a", marked=False)
+        found = latency.build_histograms([sample], "a", has_objective=False)
         assert found.ttft is not None
         assert any(math.isnan(each) for each in found.ttft)
 
@@ -107,7 +115,7 @@ def later(page: str, ttft_times: int) -> str:
 
 @contextlib.asynccontextmanager
 async def polling(
-    *sources: Source, share: float | None = 0.25, **settings: Any
+    *sources: SignalSource, share: float | None = 0.25, **settings: Any
 ) -> AsyncIterator[list[SourcePoll]]:
     told: list[SourcePoll] = []
     wanted = SignalsSettings.model_validate({"interval_s": 0.05, **settings})
@@ -124,9 +132,11 @@ async def polling(
 @contextlib.asynccontextmanager
 async def priced(epp: FakeEpp) -> AsyncIterator[list[SourcePoll]]:
     """What is told while its page is polled, from the first price on."""
-    source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20, marked=True, latencies_each_s=0.1)
+    source = EppSource(
+        "qwen", Targets(urls=(epp.url,)), timeout_s=20, has_objective=True, latency_interval_s=0.1
+    )
     async with polling(source) as told:
-        await wait_until(lambda: told and told[-1].price.source)
+        await wait_until(lambda: told and told[-1].realtime_impact.source)
         yield told
 
 
@@ -135,11 +145,11 @@ class TestPolled:
         async with fake_epp() as epp:
             epp.page = golden(NEWEST)
             async with priced(epp) as told:
-                assert told[-1].price.requests == 0
+                assert told[-1].realtime_impact.request_count == 0
                 epp.page = later(golden(NEWEST), 40)
-                await wait_until(lambda: told[-1].price.requests == 40)
-                price = told[-1].price
-        assert price.of == "realtime"
+                await wait_until(lambda: told[-1].realtime_impact.request_count == 40)
+                price = told[-1].realtime_impact
+        assert price.scope == "realtime"
         assert price.ttft_p50_s == pytest.approx(0.5)
         assert price.ttft_p95_s == pytest.approx(0.59)
         assert price.tpot_p50_s is None
@@ -160,11 +170,11 @@ class TestPolled:
     async def test_broken_latencies_never_close_the_gate(self) -> None:
         async with fake_epp() as epp:
             epp.page = f"{golden(NEWEST)}llm_d_epp_request_ttft_seconds_bucket{{le=}} NaN\n"
-            source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20, latencies_each_s=0.0)
+            source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20, latency_interval_s=0.0)
             async with polling(source) as told:
                 await wait_until(lambda: len(told) > 3)
-        assert all(poll.readings and not poll.unread for poll in told)
-        assert "labels that do not end" in told[-1].price.why_not
+        assert all(poll.readings and not poll.failures for poll in told)
+        assert "labels that do not end" in told[-1].realtime_impact.why_not
 
     async def test_a_price_that_is_too_old_says_so_and_not_that_it_was_never_read(
         self, monkeypatch: pytest.MonkeyPatch
@@ -174,15 +184,15 @@ class TestPolled:
             epp.page = golden(NEWEST)
             async with priced(epp) as told:
                 epp.page = "nothing of it\n"
-                await wait_until(lambda: not told[-1].price.source)
-        assert told[-1].price.why_not == "not read for 0.2 s"
+                await wait_until(lambda: not told[-1].realtime_impact.source)
+        assert told[-1].realtime_impact.why_not == "not read for 0.2 s"
 
     async def test_a_page_without_them_says_why(self) -> None:
         async with fake_epp() as epp:
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)
             async with polling(source) as told:
                 await wait_until(lambda: told)
-        assert told[-1].price == Price(
+        assert told[-1].realtime_impact == RealtimeImpact(
             batch_share=0.25,
             source="epp",
             why_not="the endpoint picker shows no llm_d_epp_request_ttft_seconds",
@@ -193,15 +203,15 @@ class TestPolled:
             fake_epp() as epp,
             prometheus_with({"all/vllm:time_to_first_token_seconds": 80.0}) as server,
         ):
-            sources: list[Source] = [
+            sources: list[SignalSource] = [
                 EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20),
                 PrometheusSource(PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60),
             ]
             async with polling(*sources) as told:
-                await wait_until(lambda: told and told[-1].price.requests)
+                await wait_until(lambda: told and told[-1].realtime_impact.request_count)
         assert told[-1].source == "epp"
-        assert told[-1].price.source == "prometheus: vllm:time_to_first_token_seconds"
-        assert (told[-1].price.of, told[-1].price.requests) == ("all", 80)
+        assert told[-1].realtime_impact.source == "prometheus: vllm:time_to_first_token_seconds"
+        assert (told[-1].realtime_impact.scope, told[-1].realtime_impact.request_count) == ("all", 80)
 
 
 @contextlib.asynccontextmanager
@@ -211,7 +221,7 @@ async def prometheus_with(ttft: dict[str, float]) -> AsyncIterator[FakePrometheu
     def rows(whose: str, count: float) -> Iterator[dict[str, Any]]:
         for bound, value in (("1", count / 2), ("2", count), ("+Inf", count)):
             yield {
-                "metric": {latency.ROW: f"ttft/{whose}", "le": bound},
+                "metric": {latency.ROW_LABEL: f"ttft/{whose}", "le": bound},
                 "value": [1_764_000_000.0, str(value)],
             }
 
@@ -221,12 +231,12 @@ async def prometheus_with(ttft: dict[str, float]) -> AsyncIterator[FakePrometheu
 
 
 class TestThroughPrometheus:
-    async def ask(self, server: FakePrometheus, **options: Any) -> Histograms:
+    async def ask(self, server: FakePrometheus, **options: Any) -> ReplicaHistograms:
         source = PrometheusSource(
             PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60, **options
         )
         try:
-            return await source.latency()
+            return await source.read_latencies()
         finally:
             await source.close()
 
@@ -238,7 +248,7 @@ class TestThroughPrometheus:
         }
         async with prometheus_with(names) as server:
             found = await self.ask(server)
-        assert (found.name, found.of) == ("inference_objective_request_ttft_seconds", "all")
+        assert (found.series_name, found.scope) == ("inference_objective_request_ttft_seconds", "all")
         assert found.ttft == {1.0: 6.0, 2.0: 12.0, math.inf: 12.0}
 
     async def test_nothing_there_says_what_was_looked_for(self) -> None:
@@ -251,12 +261,12 @@ class TestThroughPrometheus:
         source = PrometheusSource(
             PrometheusAddress("http://127.0.0.1:9"), "qwen", "default", timeout_s=5, max_age_s=60
         )
-        found = await source.latency()
+        found = await source.read_latencies()
         await source.close()
         assert found.why_not.startswith("Prometheus: ")
 
     def test_own_queries_stand_for_the_known_series_of_their_kind(self) -> None:
-        query = latency.latency_query("qwen", "default", {"ttft": "mine"}, marked=True)
+        query = latency.build_latency_query("qwen", "default", {"ttft": "mine"}, has_objective=True)
         assert '"ttft/all/own query"' in query
         assert "vllm:time_to_first_token_seconds" not in query
         assert "vllm:inter_token_latency_seconds" in query
@@ -275,4 +285,4 @@ class TestThroughPrometheus:
             seen = await source.poll()
             await source.close()
         assert isinstance(seen, tuple)
-        assert isinstance(seen[0], View)
+        assert isinstance(seen[0], PoolView)

@@ -14,8 +14,8 @@ import trustme
 from aiohttp import web
 
 from dispatcher.core.limit.budget import Reason
-from dispatcher.core.limit.poll import Unread
-from dispatcher.signals.epp.series import View
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.epp.source import EppSource
 from dispatcher.signals.scrape import Targets
 from tests.signals import fakes
@@ -29,27 +29,27 @@ async def epp() -> AsyncIterator[FakeEpp]:
         yield server
 
 
-async def poll(*urls: str, **options: Any) -> tuple[View, ...] | Unread:
+async def poll(*urls: str, **options: Any) -> tuple[PoolView, ...] | ReadFailure:
     """One poll of a source made for it."""
     targets = options.pop("targets", Targets(urls=urls))
     source = EppSource("qwen", targets, **{"timeout_s": fakes.PATIENT_S, **options})
-    source.discovered(options.get("found"))
+    source.set_replicas(options.get("found"))
     try:
         return await source.poll()
     finally:
         await source.close()
 
 
-async def unread(*urls: str, **options: Any) -> Unread:
+async def unread(*urls: str, **options: Any) -> ReadFailure:
     seen = await poll(*urls, **options)
-    assert isinstance(seen, Unread), seen
+    assert isinstance(seen, ReadFailure), seen
     assert seen.reason is Reason.UNREADABLE
     return seen
 
 
-async def view(*urls: str, **options: Any) -> View:
+async def view(*urls: str, **options: Any) -> PoolView:
     seen = await poll(*urls, **options)
-    assert not isinstance(seen, Unread), seen
+    assert not isinstance(seen, ReadFailure), seen
     (only,) = seen
     return only
 
@@ -60,7 +60,7 @@ async def test_a_scrape_is_dated_from_its_start_to_its_end(epp: FakeEpp) -> None
     seen = await view(epp.url)
     assert before <= seen.opened_at <= epp.asked_at[0] <= seen.closed_at <= loop.time()
     assert (seen.saturation, seen.queued, seen.ready) == (0.4, 12, 4)
-    assert (seen.address, seen.started) == (f"127.0.0.1:{epp.port}", 1.76386e9)
+    assert (seen.address, seen.started_at) == (f"127.0.0.1:{epp.port}", 1.76386e9)
 
 
 async def test_a_url_without_a_path_means_metrics(epp: FakeEpp) -> None:
@@ -73,7 +73,7 @@ async def test_the_connection_is_kept_between_scrapes(epp: FakeEpp) -> None:
     source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=fakes.PATIENT_S)
     ports = set()
     for _ in range(3):
-        assert not isinstance(await source.poll(), Unread)
+        assert not isinstance(await source.poll(), ReadFailure)
         ports.add(epp.requests[-1].transport.get_extra_info("peername"))  # type: ignore[union-attr]
     await source.close()
     assert len(ports) == 1
@@ -84,7 +84,7 @@ async def test_the_token_is_read_again_for_each_scrape(epp: FakeEpp, tmp_path: P
     source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=fakes.PATIENT_S, token_file=str(token))
     for text in ("first\n", "second"):
         token.write_text(text)
-        assert not isinstance(await source.poll(), Unread)
+        assert not isinstance(await source.poll(), ReadFailure)
     await source.close()
     assert [request.headers["Authorization"] for request in epp.requests] == ["Bearer first", "Bearer second"]
 
@@ -222,8 +222,8 @@ async def test_a_page_with_nothing_but_its_build_is_a_replica_that_shows_nothing
     async with fake_epp() as standby:
         standby.page = '# TYPE llm_d_epp_info gauge\nllm_d_epp_info{commit="1",build_ref="v1"} 1\n'
         seen = await poll(epp.url, standby.url)
-        assert not isinstance(seen, Unread)
-        assert [each.idle for each in seen] == [False, True]
+        assert not isinstance(seen, ReadFailure)
+        assert [each.is_idle for each in seen] == [False, True]
         standby.page = "up 1\n"
         assert "none of the endpoint picker's series" in (await unread(epp.url, standby.url)).why
 
@@ -240,7 +240,7 @@ async def test_replicas_are_asked_at_the_same_time(epp: FakeEpp) -> None:
 
     epp.respond = respond
     seen = await poll(f"{epp.url}/a", f"{epp.url}/b")
-    assert not isinstance(seen, Unread)
+    assert not isinstance(seen, ReadFailure)
     assert len(seen) == 2
 
 
@@ -259,16 +259,16 @@ async def test_a_name_that_does_not_resolve_is_a_sentence() -> None:
 async def test_what_the_watch_finds_is_asked_on_the_metrics_port(epp: FakeEpp) -> None:
     source = EppSource("qwen", Targets(port=epp.port), timeout_s=fakes.PATIENT_S)
     nothing = await source.poll()
-    assert isinstance(nothing, Unread)
+    assert isinstance(nothing, ReadFailure)
     assert "signals.epp.urls" in nothing.hint
-    source.discovered(("127.0.0.1", f"127.0.0.1:{epp.port}"))
+    source.set_replicas(("127.0.0.1", f"127.0.0.1:{epp.port}"))
     seen = await source.poll()
-    assert not isinstance(seen, Unread)
+    assert not isinstance(seen, ReadFailure)
     assert len(seen) == 2
-    source.discovered(())
+    source.set_replicas(())
     gone = await source.poll()
     await source.close()
-    assert isinstance(gone, Unread)
+    assert isinstance(gone, ReadFailure)
     assert "no ready pod" in gone.why
 
 
@@ -297,7 +297,7 @@ async def test_tls_with_an_own_authority(authority: trustme.CA) -> None:
     authority.issue_cert("localhost").configure_cert(server)
     authority.configure_trust(client)
     async with fake_epp(tls=server) as epp:
-        by_name = Targets(service="localhost", port=epp.port, secure=True)
+        by_name = Targets(service="localhost", port=epp.port, is_secure=True)
         assert (await view(targets=by_name, tls=client)).ready == 4
         assert (await view(f"https://localhost:{epp.port}", tls=client)).ready == 4
         assert "not trusted" in (await unread(targets=by_name)).why

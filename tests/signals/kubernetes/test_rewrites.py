@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dispatcher.settings import Settings, parse
+from dispatcher.settings import Settings, parse_settings
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
-from dispatcher.signals.kubernetes.digests import ModelRewrite, RewriteRule, digest_rewrite
-from dispatcher.signals.kubernetes.rewrites import Aliases, RewriteWatch, aliases
+from dispatcher.signals.kubernetes.digests import ModelRewrite, RewriteRule, parse_rewrite
+from dispatcher.signals.kubernetes.rewrites import ModelAliases, RewriteWatch, merge_rewrites
 from dispatcher.signals.models.watch import ModelWatch
-from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.events import Event, divert_events
 from tests.signals.apiserver import OLD_REWRITES, REWRITES, ApiServer, access, rewrite
 from tests.signals.modelservers import model_server
 from tests.signals.told import QWEN
@@ -28,7 +28,7 @@ def seen(
     name: str, *rules: tuple[list[str], list[str]], pool: str = "qwen", created: str = "2025"
 ) -> tuple[str, ModelRewrite]:
     object_ = rewrite(name, *rules, pool=pool, created=created)
-    return name, digest_rewrite(msgspec.Raw(msgspec.json.encode(object_)))
+    return name, parse_rewrite(msgspec.Raw(msgspec.json.encode(object_)))
 
 
 def test_of_an_object_its_rules_are_kept() -> None:
@@ -42,21 +42,21 @@ def test_of_an_object_its_rules_are_kept() -> None:
     [b"{}", b'{"rules":null}', b'{"poolRef":{"name":"qwen"},"rules":[{},{"matches":[],"targets":null}]}'],
 )
 def test_an_object_that_says_nothing_rewrites_nothing(spec: bytes) -> None:
-    found = digest_rewrite(msgspec.Raw(b'{"metadata":{"name":"a"},"spec":' + spec + b"}"))
-    assert aliases([("a", found)], "qwen") == Aliases()
+    found = parse_rewrite(msgspec.Raw(b'{"metadata":{"name":"a"},"spec":' + spec + b"}"))
+    assert merge_rewrites([("a", found)], "qwen") == ModelAliases()
 
 
 def test_a_name_is_served_where_one_of_its_targets_is_listed() -> None:
-    found = aliases([seen("a", (["chat", "talk"], ["v1", "v2"]), (["other"], ["gone"]))], "qwen")
-    assert found.served(["v2"], {"other", "m"}) == ("v2", "chat", "talk")
-    assert found.served(["m", "chat"], set()) == ("m", "chat")
-    assert found.served([], {"chat"}) == ()
+    found = merge_rewrites([seen("a", (["chat", "talk"], ["v1", "v2"]), (["other"], ["gone"]))], "qwen")
+    assert found.add_aliases(["v2"], {"other", "m"}) == ("v2", "chat", "talk")
+    assert found.add_aliases(["m", "chat"], set()) == ("m", "chat")
+    assert found.add_aliases([], {"chat"}) == ()
 
 
 def test_a_rule_for_any_name_serves_those_that_the_settings_name() -> None:
-    found = aliases([seen("a", (["chat"], ["gone"]), ([], ["base"]))], "qwen")
-    assert found.served(["base"], {"b", "a", "chat"}) == ("base", "a", "b")
-    assert found.served(["m"], {"a"}) == ("m",)
+    found = merge_rewrites([seen("a", (["chat"], ["gone"]), ([], ["base"]))], "qwen")
+    assert found.add_aliases(["base"], {"b", "a", "chat"}) == ("base", "a", "b")
+    assert found.add_aliases(["m"], {"a"}) == ("m",)
 
 
 def test_the_name_goes_before_any_then_the_older_object_then_the_first_rule() -> None:
@@ -69,11 +69,11 @@ def test_the_name_goes_before_any_then_the_older_object_then_the_first_rule() ->
         seen("a", (["twin"], ["a"]), created="2024"),
     ]
     for order in itertools.permutations(objects):
-        assert aliases(order, "qwen") == Aliases({"chat": ("old",), "twin": ("a",)}, ("base",))
+        assert merge_rewrites(order, "qwen") == ModelAliases({"chat": ("old",), "twin": ("a",)}, ("base",))
 
 
 def test_names_that_no_request_could_carry_are_left_out() -> None:
-    assert aliases([seen("a", (["x" * 257, "", "ok"], ["v"]))], "qwen").exact == {"ok": ("v",)}
+    assert merge_rewrites([seen("a", (["x" * 257, "", "ok"], ["v"]))], "qwen").exact == {"ok": ("v",)}
 
 
 # The watch.
@@ -101,7 +101,7 @@ async def test_both_groups_are_followed(server: ApiServer) -> None:
     server.put(OLD_REWRITES, rewrite("b", (["talk"], ["v2"])))
     server.put(REWRITES, rewrite("c", (["elsewhere"], ["v1"])), namespace="another")
     async with watching(server) as watch:
-        await wait_until(lambda: watch.settled)
+        await wait_until(lambda: watch.is_settled)
         assert watch.aliases.exact == {"chat": ("v1",), "talk": ("v2",)}
         server.put(REWRITES, rewrite("a", (["chat"], ["v2", "v3"])))
         await wait_until(lambda: watch.aliases.exact == {"chat": ("v2", "v3"), "talk": ("v2",)})
@@ -111,14 +111,14 @@ async def test_both_groups_are_followed(server: ApiServer) -> None:
 
 
 async def test_a_cluster_that_does_not_know_them_has_none(server: ApiServer) -> None:
-    server.faults.unserved = {REWRITES, OLD_REWRITES}
+    server.faults.find_remaining_requests = {REWRITES, OLD_REWRITES}
     told: list[Event] = []
-    with diverted(lambda event, fields: told.append(event)):
+    with divert_events(lambda event, fields: told.append(event)):
         async with watching(server) as watch:
-            await wait_until(lambda: watch.settled)
-            assert (watch.aliases, watch.problems, told) == (Aliases(), (), [])
+            await wait_until(lambda: watch.is_settled)
+            assert (watch.aliases, watch.problems, told) == (ModelAliases(), (), [])
             server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
-            server.faults.unserved = set()
+            server.faults.find_remaining_requests = set()
             await wait_until(lambda: watch.aliases.exact)
 
 
@@ -126,9 +126,9 @@ async def test_a_right_that_is_missing_is_told_once_with_its_rule(server: ApiSer
     server.put(OLD_REWRITES, rewrite("b", (["talk"], ["v2"])))
     server.faults.forbidden = {REWRITES}
     told: list[dict[str, object]] = []
-    with diverted(lambda event, fields: told.append({"event": event, **fields})):
+    with divert_events(lambda event, fields: told.append({"event": event, **fields})):
         async with watching(server) as watch:
-            await wait_until(lambda: watch.settled and watch.aliases.exact)
+            await wait_until(lambda: watch.is_settled and watch.aliases.exact)
             await wait_until(lambda: len(server.asked(REWRITES, watch=False)) > 2)
             (problem,) = watch.problems
             assert problem.what == "not allowed to list inferencemodelrewrites in namespace default"
@@ -143,7 +143,7 @@ async def test_a_right_that_is_missing_is_told_once_with_its_rule(server: ApiSer
 async def test_what_was_seen_stands_while_the_api_is_away(server: ApiServer) -> None:
     server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
     async with watching(server) as watch:
-        await wait_until(lambda: watch.settled)
+        await wait_until(lambda: watch.is_settled)
         await server.down()
         await wait_until(lambda: watch.problems)
         assert watch.aliases.exact == {"chat": ("v1",)}
@@ -151,7 +151,7 @@ async def test_what_was_seen_stands_while_the_api_is_away(server: ApiServer) -> 
 
 async def test_without_kubernetes_there_is_nothing_to_wait_for() -> None:
     watch = RewriteWatch(QWEN, lambda: None, access=NO_CLUSTER)
-    assert watch.settled
+    assert watch.is_settled
     await watch.run()
 
 
@@ -160,7 +160,7 @@ async def test_another_way_into_the_cluster_has_the_rewrites_watched_anew(server
     server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
     async with model_server("v1") as one:
         text = "gateway: {url: http://g}\npool: {name: qwen}\nmodels: [{name: m}]\n"
-        settings = parse(f"{text}serving: {{urls: ['{one.url}'], interval_s: 3600}}\n", {})
+        settings = parse_settings(f"{text}serving: {{urls: ['{one.url}'], interval_s: 3600}}\n", {})
         assert isinstance(settings, Settings)
         rounds: list[tuple[str, ...] | None] = []
         watch = ModelWatch(settings, lambda told: rounds.append(told[0].models), access=NO_CLUSTER)
@@ -186,7 +186,7 @@ async def test_names_of_rewrites_are_told_with_the_models_that_they_become(serve
         text = (
             "gateway: {url: http://g}\npool: {name: qwen}\nmodels: [{name: m}]\nserving: {interval_s: 3600}\n"
         )
-        settings = parse(text, {})
+        settings = parse_settings(text, {})
         assert isinstance(settings, Settings)
         rounds: list[dict[str, tuple[str, ...] | None]] = []
         watch = ModelWatch(
@@ -194,7 +194,7 @@ async def test_names_of_rewrites_are_told_with_the_models_that_they_become(serve
             lambda listings: rounds.append({each.endpoint: each.models for each in listings}),
             access=access(server),
         )
-        watch.discovered(Endpoints(2, addresses=(one.address, two.address), whole=True))
+        watch.update_endpoints(Endpoints(2, addresses=(one.address, two.address), is_complete=True))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(watch.run())
             await wait_until(lambda: rounds)

@@ -17,17 +17,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dispatcher.core.models.availability import Listing
-from dispatcher.core.requests.lanes import MODEL_BYTES
+from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
 from dispatcher.signals.exposition import Sample
 from dispatcher.signals.models.listing import (
     LIST_MAX_BYTES,
-    NAMES_MOST,
-    OBJECTS_MOST,
-    Inquirer,
+    MAX_NAMES,
+    MAX_OBJECTS,
+    ListClient,
     ListTarget,
     UnreadableListError,
-    read_list,
-    waiting_adapters,
+    find_waiting_adapters,
+    parse_list,
 )
 from tests.signals.fakes import PATIENT_S, answering, dripping, hanging, raw_server, resetting
 from tests.signals.modelservers import adapters, card, listing, model_server
@@ -37,8 +37,8 @@ from tests.support import free_port
 @contextlib.asynccontextmanager
 async def inquirer(
     tls: ssl.SSLContext | bool = True, timeout_s: float = PATIENT_S
-) -> AsyncIterator[Inquirer]:
-    made = Inquirer(tls, timeout_s=timeout_s)
+) -> AsyncIterator[ListClient]:
+    made = ListClient(tls, timeout_s=timeout_s)
     try:
         yield made
     finally:
@@ -47,7 +47,7 @@ async def inquirer(
 
 async def ask(url: str, *, timeout_s: float = PATIENT_S, **more: Any) -> Listing:
     async with inquirer(timeout_s=timeout_s) as asker:
-        return await asker.ask(ListTarget("x:1", f"{url}/v1/models", **more), frozenset())
+        return await asker.fetch_listing(ListTarget("x:1", f"{url}/v1/models", **more), frozenset())
 
 
 async def problem(url: str, **more: Any) -> str:
@@ -80,27 +80,27 @@ async def problem(url: str, **more: Any) -> str:
     ],
 )
 def test_lists_of_each_kind_of_server_are_read(body: str, names: tuple[str, ...], vllm: bool) -> None:
-    assert read_list(body.encode()) == (names, vllm)
+    assert parse_list(body.encode()) == (names, vllm)
 
 
 def test_names_that_no_request_could_carry_are_left_out() -> None:
-    longest = "ü" * (MODEL_BYTES // 2)
-    assert read_list(listing(longest, f"{longest}x", "m").encode()).names == (longest, "m")
-    assert read_list(listing("a\nb", "\x1b[2J", "\u202em", "ein Modell").encode()).names == ("ein Modell",)
+    longest = "ü" * (MAX_MODEL_NAME_BYTES // 2)
+    assert parse_list(listing(longest, f"{longest}x", "m").encode()).names == (longest, "m")
+    assert parse_list(listing("a\nb", "\x1b[2J", "\u202em", "ein Modell").encode()).names == ("ein Modell",)
 
 
 def test_a_list_without_end_is_cut_and_keeps_what_the_settings_name() -> None:
-    names = [f"m{number}" for number in range(NAMES_MOST + 5)]
-    kept = read_list(listing(*names).encode(), {names[-1], names[3]}).names
-    assert len(kept) == NAMES_MOST
+    names = [f"m{number}" for number in range(MAX_NAMES + 5)]
+    kept = parse_list(listing(*names).encode(), {names[-1], names[3]}).names
+    assert len(kept) == MAX_NAMES
     assert set(kept) >= {names[-1], names[3], "m0"}
 
 
 def test_a_list_that_would_take_long_to_read_is_not_read() -> None:
-    most = b"{}," * (OBJECTS_MOST - 2) + b"{}"
-    assert read_list(b'{"data":[' + most + b"]}").names == ()
+    most = b"{}," * (MAX_OBJECTS - 2) + b"{}"
+    assert parse_list(b'{"data":[' + most + b"]}").names == ()
     with pytest.raises(UnreadableListError, match="has more than 50000 objects"):
-        read_list(b'{"data":[{},' + most + b"]}")
+        parse_list(b'{"data":[{},' + most + b"]}")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_list_that_would_take_long_to_read_is_not_read() -> None:
 )
 def test_what_is_no_list_is_told_in_one_short_sentence(body: bytes) -> None:
     with pytest.raises(UnreadableListError, match="the list of models is malformed: ") as told:
-        read_list(body)
+        parse_list(body)
     assert len(str(told.value)) < 300
     assert "\n" not in str(told.value)
 
@@ -136,7 +136,7 @@ def test_what_is_no_list_is_told_in_one_short_sentence(body: bytes) -> None:
 @example('{"data":[{"id":"\\ud800"}]}')
 def test_no_body_raises_anything_else(body: bytes | str) -> None:
     with contextlib.suppress(UnreadableListError):
-        read_list(body if isinstance(body, bytes) else body.encode())
+        parse_list(body if isinstance(body, bytes) else body.encode())
 
 
 async def test_a_server_is_asked_without_ado_and_its_list_told() -> None:
@@ -224,17 +224,17 @@ async def test_nobody_there_is_told() -> None:
 
 async def test_only_a_port_where_nobody_listens_is_down() -> None:
     """Whoever answers there next is another process. One that hangs, resets or refuses us may be the same."""
-    assert (await ask(f"http://127.0.0.1:{free_port()}")).down
-    assert (await ask(f"http://localhost:{free_port()}")).down, "at each of its addresses"
-    assert not (await ask("http://no-such-host.invalid:80")).down
+    assert (await ask(f"http://127.0.0.1:{free_port()}")).is_down
+    assert (await ask(f"http://localhost:{free_port()}")).is_down, "at each of its addresses"
+    assert not (await ask("http://no-such-host.invalid:80")).is_down
     for talk in (resetting, answering(b""), answering(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n")):
         async with raw_server(talk) as port:
             told = await ask(f"http://127.0.0.1:{port}")
-            assert (told.models, told.down) == (None, False)
+            assert (told.models, told.is_down) == (None, False)
     async with raw_server(hanging) as port:
-        assert not (await ask(f"http://127.0.0.1:{port}", timeout_s=0.2)).down
+        assert not (await ask(f"http://127.0.0.1:{port}", timeout_s=0.2)).is_down
     async with model_server("m") as server:
-        assert not (await ask(server.url)).down
+        assert not (await ask(server.url)).is_down
 
 
 async def test_a_certificate_that_is_not_trusted_is_told_and_one_that_is_works() -> None:
@@ -245,7 +245,7 @@ async def test_a_certificate_that_is_not_trusted_is_told_and_one_that_is_works()
     async with model_server("m", tls=theirs) as server:
         assert "its certificate is not trusted" in await problem(server.url)
         async with inquirer(ours) as asker:
-            told = await asker.ask(ListTarget("x:1", f"{server.url}/v1/models"), frozenset())
+            told = await asker.fetch_listing(ListTarget("x:1", f"{server.url}/v1/models"), frozenset())
         assert told.models == ("m",)
 
 
@@ -258,19 +258,19 @@ def test_the_newest_sample_tells_which_adapters_wait() -> None:
         return Sample("vllm:lora_requests_info", labels, at)
 
     old, new = sample(10.0, "", "a,b"), sample(20.0, "a, c", " b,a,d ,,")
-    assert waiting_adapters([new, old]) == waiting_adapters([old, new]) == ("b", "d")
-    assert waiting_adapters([]) == ()
-    assert waiting_adapters([Sample("vllm:lora_requests_info", {}, 1.0)]) == ()
+    assert find_waiting_adapters([new, old]) == find_waiting_adapters([old, new]) == ("b", "d")
+    assert find_waiting_adapters([]) == ()
+    assert find_waiting_adapters([Sample("vllm:lora_requests_info", {}, 1.0)]) == ()
 
 
 @contextlib.asynccontextmanager
 async def vllm(*models: str, page: str) -> AsyncIterator[Any]:
     async with model_server(*models) as server, inquirer() as asker:
         server.page = page
-        target = ListTarget("x:1", f"{server.url}/v1/models", page=f"{server.url}/metrics")
+        target = ListTarget("x:1", f"{server.url}/v1/models", metrics_url=f"{server.url}/metrics")
 
         async def told(*wanted: str) -> tuple[str, ...]:
-            found = await asker.ask(target, frozenset(wanted))
+            found = await asker.fetch_listing(target, frozenset(wanted))
             assert found.models == models
             return found.loading
 

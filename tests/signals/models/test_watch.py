@@ -15,12 +15,12 @@ from aiohttp import web
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.models.availability import Listing
-from dispatcher.core.models.versions import naming_by
+from dispatcher.core.models.versions import parse_version
 from dispatcher.forward import DirectServers
-from dispatcher.settings import Settings, parse
-from dispatcher.signals.kubernetes.capacity import ABSENT, Endpoints
+from dispatcher.settings import Settings, parse_settings
+from dispatcher.signals.kubernetes.capacity import NO_KUBERNETES, Endpoints
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
-from dispatcher.signals.models.watch import AT_ONCE, ModelWatch, ServerAccess
+from dispatcher.signals.models.watch import MAX_CONCURRENT, ModelWatch, ServerAccess
 from tests.signals.fakes import hanging, raw_server
 from tests.signals.modelservers import FakeServer, model_server
 from tests.support import free_port, wait_until
@@ -35,7 +35,9 @@ def configured(
     models: str = NAMED,
     gateway: str = "{url: http://gateway.invalid}",
 ) -> Settings:
-    found = parse(f"gateway: {gateway}\n{models}serving: {{interval_s: {interval_s}, {serving}}}\n", {})
+    found = parse_settings(
+        f"gateway: {gateway}\n{models}serving: {{interval_s: {interval_s}, {serving}}}\n", {}
+    )
     assert isinstance(found, Settings), found
     return found
 
@@ -90,7 +92,7 @@ async def others_ask(rounds: int = 3) -> None:
 
 
 def of(*servers: FakeServer) -> Endpoints:
-    return Endpoints(len(servers), addresses=tuple(server.address for server in servers), whole=True)
+    return Endpoints(len(servers), addresses=tuple(server.address for server in servers), is_complete=True)
 
 
 def urls(*servers: FakeServer) -> str:
@@ -145,11 +147,11 @@ async def test_servers_of_one_address_are_told_apart_by_their_paths() -> None:
 
 async def test_endpoints_that_kubernetes_shows_are_asked_and_those_that_leave_are_not_told() -> None:
     async with model_server("m") as one, model_server("n") as two, watching(configured()) as rounds:
-        rounds.watch.discovered(of(one, two))
+        rounds.watch.update_endpoints(of(one, two))
         await rounds.comes({one.address: ("m",), two.address: ("n",)})
-        rounds.watch.discovered(of(two))
+        rounds.watch.update_endpoints(of(two))
         await rounds.comes({two.address: ("n",)})
-        rounds.watch.discovered(of())
+        rounds.watch.update_endpoints(of())
         await rounds.comes({})
         asked = one.lists, two.lists
         await rounds.more()
@@ -158,17 +160,19 @@ async def test_endpoints_that_kubernetes_shows_are_asked_and_those_that_leave_ar
 
 async def test_settings_name_the_servers_before_kubernetes_does() -> None:
     async with model_server("m") as one, model_server("n") as two, watching(configured(urls(one))) as rounds:
-        rounds.watch.discovered(of(two))
+        rounds.watch.update_endpoints(of(two))
         await rounds.comes({one.address: ("m",)})
         assert two.asked == []
 
 
-@pytest.mark.parametrize("found", [ABSENT, Endpoints(whole=True)], ids=["no Kubernetes", "it does not say"])
+@pytest.mark.parametrize(
+    "found", [NO_KUBERNETES, Endpoints(is_complete=True)], ids=["no Kubernetes", "it does not say"]
+)
 async def test_where_no_server_is_known_the_gateway_is_asked_for_all(found: Endpoints) -> None:
     async with model_server("m", "n") as gateway:
         way = f"{{url: '{gateway.url}/prefix', headers: {{X-Route: llm}}}}"
         async with watching(configured(gateway=way)) as rounds:
-            rounds.watch.discovered(found)
+            rounds.watch.update_endpoints(found)
             await rounds.come(gateway=("m", "n"))
         assert gateway.asked[0] == "/prefix/v1/models"
         assert gateway.headers[0]["X-Route"] == "llm"
@@ -178,13 +182,13 @@ async def test_the_gateway_is_not_asked_before_kubernetes_had_its_time() -> None
     async with model_server("g") as gateway, model_server("m") as server:
         settings = configured(gateway=f"{{url: '{gateway.url}'}}")
         async with watching(settings) as rounds:
-            rounds.watch.discovered(Endpoints())
+            rounds.watch.update_endpoints(Endpoints())
             await others_ask()
             assert rounds.told == []
-            rounds.watch.discovered(of(server))
+            rounds.watch.update_endpoints(of(server))
             await rounds.comes({server.address: ("m",)})
         assert gateway.asked == []
-        async with watching(settings, found_within_s=0.2) as rounds:
+        async with watching(settings, discovery_wait_s=0.2) as rounds:
             await rounds.come(gateway=("g",))
 
 
@@ -192,14 +196,14 @@ async def test_the_gateway_is_asked_where_the_settings_say_so_whatever_is_known(
     async with model_server("g") as gateway, model_server("m") as server:
         settings = configured("observe: gateway", gateway=f"{{url: '{gateway.url}'}}")
         async with watching(settings) as rounds:
-            rounds.watch.discovered(of(server))
+            rounds.watch.update_endpoints(of(server))
             await rounds.come(gateway=("g",))
             assert server.asked == []
 
 
 async def test_where_endpoints_are_to_be_asked_and_none_is_known_that_is_told() -> None:
     async with watching(configured("observe: endpoints")) as rounds:
-        rounds.watch.discovered(ABSENT)
+        rounds.watch.update_endpoints(NO_KUBERNETES)
         await wait_until(lambda: rounds.told)
         why = "no model server is known: serving.urls, or run where the Kubernetes watch works"
         assert rounds.newest == {"endpoints": why}
@@ -210,7 +214,7 @@ async def test_nobody_is_asked_where_nothing_is_to_be_known(observe: str, models
     async with model_server("m") as server:
         off = configured(f"observe: {observe}, {urls(server)}", models=models)
         async with watching(off) as rounds:
-            rounds.watch.discovered(of(server))
+            rounds.watch.update_endpoints(of(server))
             await others_ask()
             assert (rounds.told, server.asked) == ([], [])
             rounds.watch.reconfigure(configured(urls(server)), NO_CLUSTER)
@@ -234,7 +238,7 @@ async def test_new_settings_count_at_once_and_no_round_of_the_old_ones_is_told()
 async def test_a_change_of_other_settings_asks_nothing_anew() -> None:
     async with model_server("m") as server:
         hourly = f"gateway: {{url: http://g}}\nserving: {{interval_s: 3600, {urls(server)}}}\n{NAMED}"
-        old, new = parse(hourly, {}), parse(hourly + "budget: {reserve: 0.2}", {})
+        old, new = parse_settings(hourly, {}), parse_settings(hourly + "budget: {reserve: 0.2}", {})
         assert isinstance(old, Settings)
         assert isinstance(new, Settings)
         async with watching(old) as rounds:
@@ -250,7 +254,7 @@ async def test_one_that_cannot_be_read_spoils_nothing_for_the_others() -> None:
         gone = f"127.0.0.1:{free_port()}"
         addresses = (gone, f"127.0.0.1:{port}", bad.address, good.address)
         async with watching(configured()) as rounds:
-            rounds.watch.discovered(Endpoints(4, addresses=addresses, whole=True))
+            rounds.watch.update_endpoints(Endpoints(4, addresses=addresses, is_complete=True))
             await wait_until(lambda: rounds.told)
             told = rounds.told[0]
         assert [each.endpoint for each in told] == list(addresses)
@@ -265,13 +269,13 @@ async def test_many_endpoints_are_asked_few_at_a_time() -> None:
         server.slow_s = 0.02
         port = server.address.rpartition(":")[2]
         addresses = tuple(f"127.0.0.{number}:{port}" for number in range(1, 2)) + tuple(
-            f"localhost:{port}" for _ in range(3 * AT_ONCE)
+            f"localhost:{port}" for _ in range(3 * MAX_CONCURRENT)
         )
         async with watching(configured()) as rounds:
-            rounds.watch.discovered(Endpoints(len(addresses), addresses=addresses, whole=True))
+            rounds.watch.update_endpoints(Endpoints(len(addresses), addresses=addresses, is_complete=True))
             await wait_until(lambda: rounds.told)
         assert len(rounds.told[0]) == len(addresses)
-        assert 1 < server.most <= AT_ONCE
+        assert 1 < server.max_limit <= MAX_CONCURRENT
 
 
 async def test_endpoints_that_change_all_the_time_bring_no_storm_of_questions() -> None:
@@ -281,9 +285,9 @@ async def test_endpoints_that_change_all_the_time_bring_no_storm_of_questions() 
             loop = asyncio.get_running_loop()
             until = loop.time() + 1.2
             while loop.time() < until:
-                rounds.watch.discovered(of(one))
+                rounds.watch.update_endpoints(of(one))
                 await asyncio.sleep(0.005)
-                rounds.watch.discovered(of(one, two))
+                rounds.watch.update_endpoints(of(one, two))
                 await asyncio.sleep(0.005)
             assert 2 <= one.lists <= 4
 
@@ -328,7 +332,7 @@ async def test_tls_is_as_the_settings_say_and_follows_its_files(tmp_path: Path) 
     wrong.cert_pem.write_to_path(trusted)
     async with model_server("m", tls=theirs) as server:
         async with watching(configured(f"tls: {{ca_file: '{trusted}'}}")) as rounds:
-            rounds.watch.discovered(of(server))  # an address, which is asked by https
+            rounds.watch.update_endpoints(of(server))  # an address, which is asked by https
             await wait_until(lambda: "not trusted" in str(rounds.newest.get(server.address)))
             right.cert_pem.write_to_path(trusted)
             await rounds.comes({server.address: ("m",)})
@@ -344,7 +348,7 @@ async def test_tls_is_as_the_settings_say_and_follows_its_files(tmp_path: Path) 
 
 
 def access(rounds: Rounds, endpoint: str) -> ServerAccess:
-    found = rounds.watch.server(endpoint)
+    found = rounds.watch.find_server(endpoint)
     assert isinstance(found, ServerAccess), found
     return found
 
@@ -354,37 +358,37 @@ async def test_who_was_asked_for_models_can_be_spoken_to_about_other_things() ->
         secret = two.url.replace("http://", "http://user:hunter2@")
         listed = f"urls: ['{one.url}/a/v1/models', '{secret}', '{one.url}/list']"
         async with watching(configured(listed)) as rounds:
-            assert rounds.watch.server(two.address) == "no model server was asked for its models yet"
+            assert rounds.watch.find_server(two.address) == "no model server was asked for its models yet"
             await rounds.more(1)
             plain = access(rounds, f"{one.address}/a")
-            assert (plain.base, dict(plain.headers), plain.tls) == (f"{one.url}/a", {}, None)
-            assert access(rounds, two.address).base == two.url
+            assert (plain.base_url, dict(plain.headers), plain.tls) == (f"{one.url}/a", {}, None)
+            assert access(rounds, two.address).base_url == two.url
             assert dict(access(rounds, two.address).headers) == {"Authorization": "Basic dXNlcjpodW50ZXIy"}
             assert "dXNlcjpodW50ZXIy" not in repr(access(rounds, two.address))
-            assert "not at /v1/models" in str(rounds.watch.server(f"{one.address}/list"))
-            assert rounds.watch.server("10.0.0.9:8000") == "no model server of that name is known"
+            assert "not at /v1/models" in str(rounds.watch.find_server(f"{one.address}/list"))
+            assert rounds.watch.find_server("10.0.0.9:8000") == "no model server of that name is known"
 
 
 async def test_a_server_that_cannot_be_read_can_be_spoken_to_and_one_that_has_left_cannot() -> None:
     async with model_server("m") as one, watching(configured()) as rounds:
         nobody = f"127.0.0.1:{free_port()}"
-        rounds.watch.discovered(Endpoints(2, addresses=(one.address, nobody), whole=True))
+        rounds.watch.update_endpoints(Endpoints(2, addresses=(one.address, nobody), is_complete=True))
         await wait_until(lambda: nobody in rounds.newest)
-        assert access(rounds, nobody).base == f"http://{nobody}"
-        assert {each.endpoint: each.down for each in rounds.told[-1]} == {one.address: False, nobody: True}
-        rounds.watch.discovered(of(one))
+        assert access(rounds, nobody).base_url == f"http://{nobody}"
+        assert {each.endpoint: each.is_down for each in rounds.told[-1]} == {one.address: False, nobody: True}
+        rounds.watch.update_endpoints(of(one))
         await rounds.comes({one.address: ("m",)})
-        assert rounds.watch.server(nobody) == "no model server of that name is known"
+        assert rounds.watch.find_server(nobody) == "no model server of that name is known"
 
 
 async def test_where_the_gateway_is_asked_no_server_is_known_and_none_is_down_while_it_is_away() -> None:
     way = f"{{url: 'http://127.0.0.1:{free_port()}'}}"
     async with watching(configured("observe: gateway", gateway=way)) as rounds:
         await rounds.more(1)
-        assert "the gateway is asked" in str(rounds.watch.server("gateway"))
+        assert "the gateway is asked" in str(rounds.watch.find_server("gateway"))
         (told,) = rounds.told[-1]
         assert "refused" in told.problem
-        assert not told.down
+        assert not told.is_down
 
 
 async def test_servers_are_known_by_the_settings_and_files_of_the_moment(tmp_path: Path) -> None:
@@ -398,13 +402,13 @@ async def test_servers_are_known_by_the_settings_and_files_of_the_moment(tmp_pat
             token.write_text("second")
             await wait_until(lambda: access(rounds, one.address).headers["Authorization"] == "Bearer second")
             token.unlink()
-            await wait_until(lambda: "cannot be read" in str(rounds.watch.server(one.address)))
+            await wait_until(lambda: "cannot be read" in str(rounds.watch.find_server(one.address)))
             rounds.watch.reconfigure(configured(urls(two)), NO_CLUSTER)
-            assert "yet" in str(rounds.watch.server(one.address)), "what it is asked by has changed"
+            assert "yet" in str(rounds.watch.find_server(one.address)), "what it is asked by has changed"
             await rounds.comes({two.address: ("m",)})
             assert dict(access(rounds, two.address).headers) == {}
             rounds.watch.reconfigure(configured("observe: off"), NO_CLUSTER)
-            assert "yet" in str(rounds.watch.server(two.address))
+            assert "yet" in str(rounds.watch.find_server(two.address))
 
 
 async def test_servers_are_verified_by_what_they_are_asked_by(tmp_path: Path) -> None:
@@ -414,9 +418,9 @@ async def test_servers_are_verified_by_what_they_are_asked_by(tmp_path: Path) ->
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     settings = configured(f"tls: {{ca_file: '{tmp_path / 'ca.pem'}'}}")
     async with model_server("m", tls=theirs) as server, watching(settings) as rounds:
-        rounds.watch.discovered(of(server))
+        rounds.watch.update_endpoints(of(server))
         await rounds.comes({server.address: ("m",)})
-        direct = DirectServers(rounds.watch.server, lambda: 1024)
+        direct = DirectServers(rounds.watch.find_server, lambda: 1024)
         try:
             for _ in range(2):
                 found = await direct.post(
@@ -434,12 +438,15 @@ async def test_others_have_their_turns_while_thousands_of_new_names_are_matched(
     """A name is also not matched again in the rounds that follow."""
     names = tuple(f"turns-{number}" for number in range(2_000))
     models = "models: [{name: turns, match: 'turns-(?P<version>.*)'}]\n"
-    most, last = 0, naming_by.cache_info().misses
+    most, last = 0, parse_version.cache_info().misses
     before = last
     async with model_server(*names) as server, watching(configured(urls(server), models=models)) as rounds:
         while len(rounds.told) < 2:
-            most, last = max(most, naming_by.cache_info().misses - last), naming_by.cache_info().misses
+            most, last = (
+                max(most, parse_version.cache_info().misses - last),
+                parse_version.cache_info().misses,
+            )
             await asyncio.sleep(0)
         assert rounds.newest == {server.address: names}
     assert 0 < most <= 256
-    assert naming_by.cache_info().misses - before == len(names)
+    assert parse_version.cache_info().misses - before == len(names)

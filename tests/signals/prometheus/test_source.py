@@ -18,11 +18,11 @@ from aiohttp import web
 
 from dispatcher.core.limit.budget import Policy, Reason, Signal
 from dispatcher.core.limit.picker_inference import FLUSH_S
-from dispatcher.core.limit.poll import Unread
-from dispatcher.signals.epp.series import View
+from dispatcher.core.limit.poll import ReadFailure
+from dispatcher.signals.epp.series import PoolView
 from dispatcher.signals.prometheus.session import PrometheusAddress
-from dispatcher.signals.prometheus.source import PrometheusSource, pool_query
-from dispatcher.signals.readings import judge
+from dispatcher.signals.prometheus.source import PrometheusSource, build_pool_query
+from dispatcher.signals.readings import derive_readings
 from tests.signals import fakes
 from tests.signals.fakes import (
     GOOD,
@@ -53,7 +53,7 @@ def source(url: str, **options: Any) -> PrometheusSource:
     )
 
 
-async def poll(url: str, **options: Any) -> tuple[View, ...] | Unread:
+async def poll(url: str, **options: Any) -> tuple[PoolView, ...] | ReadFailure:
     made = source(url, **options)
     try:
         return await made.poll()
@@ -61,17 +61,17 @@ async def poll(url: str, **options: Any) -> tuple[View, ...] | Unread:
         await made.close()
 
 
-async def unread(url: str, **options: Any) -> Unread:
+async def unread(url: str, **options: Any) -> ReadFailure:
     seen = await poll(url, **options)
-    assert isinstance(seen, Unread), seen
+    assert isinstance(seen, ReadFailure), seen
     assert seen.reason is Reason.UNREADABLE
     assert seen.why.startswith("127.0.0.1: ")
     return seen
 
 
-async def views(url: str, **options: Any) -> tuple[View, ...]:
+async def views(url: str, **options: Any) -> tuple[PoolView, ...]:
     seen = await poll(url, **options)
-    assert not isinstance(seen, Unread), seen
+    assert not isinstance(seen, ReadFailure), seen
     return seen
 
 
@@ -83,7 +83,7 @@ async def test_a_reading_is_dated_by_the_age_that_the_server_reckons(prometheus:
     (view,) = await views(prometheus.url)
     after = loop.time()
     assert before - 7.5 <= view.opened_at <= view.closed_at <= after - 7.5
-    saturation, requests = judge([view], "both", POLICY, "prometheus").readings
+    saturation, requests = derive_readings([view], "both", POLICY, "prometheus").readings
     assert (saturation.f_sys, saturation.f_epp, saturation.max_sys) == (0.4, 12 / 400, 400)
     assert requests.signal is Signal.REQUESTS
     assert requests.f_sys == pytest.approx(127 / 400)
@@ -138,7 +138,7 @@ async def test_a_series_of_an_earlier_scrape_is_absent(prometheus: FakePrometheu
     assert before - 1 <= view.opened_at <= view.closed_at <= loop.time() - 1
     assert (view.saturation, view.queued, view.server_queued) == (None, None, None)
     assert (view.ready, view.running, view.waiting) == (4, 30.25, 1.5)
-    verdict = judge([view], "auto", POLICY, "prometheus")
+    verdict = derive_readings([view], "auto", POLICY, "prometheus")
     assert ([reading.signal for reading in verdict.readings], verdict.unread) == ([Signal.REQUESTS], ())
 
 
@@ -166,8 +166,8 @@ async def test_queues_of_the_model_servers_are_told_apart_from_what_runs(prometh
     prometheus.show(GOOD | {"SERVER_QUEUES": 9.0, "IN_FLIGHT": 120.0})
     (view,) = await views(prometheus.url)
     assert view.server_queued == 9
-    (reading,) = judge([view], "requests", POLICY, "prometheus").readings
-    assert (reading.running, reading.waiting, reading.exact_counts) == (120 - 9, 9 + 12, False)
+    (reading,) = derive_readings([view], "requests", POLICY, "prometheus").readings
+    assert (reading.running, reading.waiting, reading.has_exact_counts) == (120 - 9, 9 + 12, False)
 
 
 async def test_everything_is_asked_in_one_query(prometheus: FakePrometheus) -> None:
@@ -175,7 +175,7 @@ async def test_everything_is_asked_in_one_query(prometheus: FakePrometheus) -> N
     await views(prometheus.url + "/prom/")
     (request,) = prometheus.requests
     assert request.path == "/prom/api/v1/query"
-    assert request.query["query"] == pool_query("qwen", "default", 60)
+    assert request.query["query"] == build_pool_query("qwen", "default", 60)
     assert float(request.query["timeout"]) == fakes.PATIENT_S
     assert len(str(request.url)) < 8000  # what proxies in front commonly take
 
@@ -186,7 +186,7 @@ async def test_token_and_headers_go_along(prometheus: FakePrometheus, tmp_path: 
     made = source(prometheus.url, token_file=str(token), headers={"X-Scope-OrgID": "batch"})
     for text in ("one", "two\n"):
         token.write_text(text)
-        assert not isinstance(await made.poll(), Unread)
+        assert not isinstance(await made.poll(), ReadFailure)
     await made.close()
     sent = [
         (request.headers["Authorization"], request.headers["X-Scope-OrgID"])
@@ -226,7 +226,7 @@ async def test_replicas_are_told_apart_by_their_instance(prometheus: FakePrometh
     prometheus.show(GOOD, instance="10.0.0.1:9090", pod="epp-a")
     prometheus.show(GOOD | {"SATURATION": 0.7, "QUEUED": 3}, age_s=3, instance="10.0.0.2:9090", pod="epp-b")
     both = await views(prometheus.url)
-    saturation, requests = judge(both, "both", POLICY, "prometheus").readings
+    saturation, requests = derive_readings(both, "both", POLICY, "prometheus").readings
     assert (saturation.f_sys, saturation.f_epp) == (0.7, 15 / 400)
     assert requests.f_sys == pytest.approx(127 / 400)
     assert requests.f_epp == 15 / 400
@@ -271,7 +271,7 @@ async def test_an_unnamed_picker_beside_ours_is_not_ours(prometheus: FakePrometh
     prometheus.rows.append(row(99, {**stranger, "dispatcher_value": "IN_FLIGHT"}))
     (view,) = await views(prometheus.url)
     assert view.saturation == 0.4
-    assert view.utilization == frozenset()
+    assert view.utilization_detectors == frozenset()
     assert view.in_flight is None
 
 
@@ -316,11 +316,11 @@ async def test_own_queries_make_a_reading_without_any_picker(prometheus: FakePro
     assert len(prometheus.requests) == 1
     assert "\n)" in prometheus.requests[0].query["query"]  # a comment at a query's end ends with its line
     assert float(prometheus.requests[0].query["lookback_delta"]) == 60
-    verdict = judge([view], "auto", Policy(), "prometheus")
+    verdict = derive_readings([view], "auto", Policy(), "prometheus")
     (reading,) = verdict.readings
     assert verdict.signals == (Signal.SATURATION,)
     assert (reading.f_sys, reading.f_epp, reading.max_sys) == (0.25, 8 / 64, 64)
-    assert not reading.exact
+    assert not reading.is_request_count
     assert 0 < reading.closed_at - reading.opened_at < 20
 
 
@@ -330,7 +330,7 @@ async def test_an_own_query_takes_the_place_of_one_series(prometheus: FakePromet
     known.show(GOOD, age_s=2, instance="b")
     own(prometheus, known.rows, queued=[7], capacity=[64])
     two = await views(prometheus.url, queries={"queued": "q", "capacity": "c"})
-    reading, _ = judge(two, "both", Policy(), "prometheus").readings
+    reading, _ = derive_readings(two, "both", Policy(), "prometheus").readings
     assert (reading.f_sys, reading.f_epp, reading.max_sys) == (0.4, 7 / 64, 64)
 
 
@@ -345,7 +345,7 @@ async def test_an_own_query_must_give_one_series(prometheus: FakePrometheus, val
 async def test_an_own_capacity_of_zero_is_no_endpoint(prometheus: FakePrometheus) -> None:
     own(prometheus, [], saturation=[0.0], capacity=[0.0])
     seen = await views(prometheus.url, queries={"saturation": "x", "capacity": "y"})
-    (unread,) = judge(seen, "auto", Policy(), "prometheus").unread
+    (unread,) = derive_readings(seen, "auto", Policy(), "prometheus").unread
     assert unread.reason is Reason.NO_ENDPOINTS
 
 
@@ -501,17 +501,17 @@ async def test_a_hanging_server_is_not_asked_twice() -> None:
         # The thread's own time-out would free it: here it is held, as by a resolver that never answers.
         made._session._timeout_s = 30
         first = await made.poll()
-        assert isinstance(first, Unread)
+        assert isinstance(first, ReadFailure)
         assert "no answer within 0.5 s" in first.why
         second = await made.poll()
-        assert isinstance(second, Unread)
+        assert isinstance(second, ReadFailure)
         assert "hanging" in second.why
         assert talks == 1
         let_go.set()
 
         async def answered() -> bool:
             seen = await made.poll()
-            return isinstance(seen, Unread) and "no series" in seen.why
+            return isinstance(seen, ReadFailure) and "no series" in seen.why
 
         await wait_until(answered, what="asked again once the thread is back")
         await made.close()

@@ -13,9 +13,9 @@ from math import inf
 import msgspec
 
 from dispatcher.core.merging.shapes import answers, bodies, parity, tensors
-from dispatcher.core.merging.shapes.caps import KNOWN_CAPS, KnownCap, too_many, too_many_tokens
-from dispatcher.core.merging.shapes.part import Items, NotUnderstoodError, Part, Shape, Unfit
-from dispatcher.core.merging.shapes.table import SHAPES, shape_at
+from dispatcher.core.merging.shapes.caps import KNOWN_CAPS, KnownCap, parse_item_cap, parse_token_cap
+from dispatcher.core.merging.shapes.part import ItemKind, NotUnderstoodError, Part, Shape, Unfit
+from dispatcher.core.merging.shapes.table import SHAPES, find_shape
 
 __all__ = [
     "KNOWN_CAPS",
@@ -24,21 +24,21 @@ __all__ = [
     "Part",
     "Shape",
     "Unfit",
-    "cut",
-    "differs",
-    "join",
-    "merge",
-    "read",
-    "shape_at",
-    "split",
-    "too_many",
-    "too_many_tokens",
+    "cut_part",
+    "find_difference",
+    "join_answers",
+    "merge_parts",
+    "parse_part",
+    "find_shape",
+    "split_answer",
+    "parse_item_cap",
+    "parse_token_cap",
 ]
 
-_AMISS = (NotUnderstoodError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_BODY_ERRORS = (NotUnderstoodError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def _why(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, NotUnderstoodError):
         return str(error)
     if isinstance(error, RecursionError):
@@ -46,74 +46,80 @@ def _why(error: Exception) -> str:
     return f"not the JSON that it should be: {error}"[:200]
 
 
-def read(shape: Shape, payload: bytes) -> Part | Unfit:
+def parse_part(shape: Shape, payload: bytes) -> Part | Unfit:
     """Return the list call in the body of a request, or why the request must be sent alone."""
     try:
-        return tensors.read(shape, payload) if shape.items is Items.TENSORS else bodies.read(shape, payload)
-    except _AMISS as error:
-        return Unfit(_why(error))
+        return (
+            tensors.parse_part(shape, payload)
+            if shape.item_kind is ItemKind.TENSORS
+            else bodies.parse_part(shape, payload)
+        )
+    except _BODY_ERRORS as error:
+        return Unfit(_describe_error(error))
 
 
-def merge(parts: Sequence[Part]) -> bytes:
+def merge_parts(parts: Sequence[Part]) -> bytes:
     """Return the body of one call for parts with one merge key. The body of a single part is unchanged.
 
     Raise `ValueError` for parts with several keys, or for none.
     """
-    if len({part.key for part in parts}) != 1:
+    if len({part.merge_key for part in parts}) != 1:
         raise ValueError("only parts of one key can be merged")
     first = parts[0]
     # A piece that was cut has no payload of its own.
     if len(parts) == 1 and first.payload:
         return first.payload
-    return tensors.merge(parts) if first.shape.items is Items.TENSORS else bodies.merge(parts)
+    return (
+        tensors.merge_parts(parts) if first.shape.item_kind is ItemKind.TENSORS else bodies.merge_parts(parts)
+    )
 
 
-def split(parts: Sequence[Part], body: bytes) -> list[bytes] | Unfit:
+def split_answer(parts: Sequence[Part], body: bytes) -> list[bytes] | Unfit:
     """Return for each part the answer that it would have got alone. The answer to a single part is
     unchanged."""
     if len(parts) == 1:
         return [body]
     try:
-        if parts[0].shape.items is Items.TENSORS:
-            return tensors.split(parts, body)
-        return answers.split(parts, body)
-    except _AMISS as error:
-        return Unfit(_why(error))
+        if parts[0].shape.item_kind is ItemKind.TENSORS:
+            return tensors.split_answer(parts, body)
+        return answers.split_answer(parts, body)
+    except _BODY_ERRORS as error:
+        return Unfit(_describe_error(error))
 
 
-def cut(part: Part, most: int, most_tokens: float = inf) -> list[Part]:
+def cut_part(part: Part, max_items: int, max_tokens: float = inf) -> list[Part]:
     """Return a list that is too long as several pieces, in order, each as long as it may be; otherwise
     `[part]`.
 
     An item with more tokens than `max_tokens` becomes a piece of its own.
     """
-    if part.size <= 1 or (part.size <= most and part.tokens <= most_tokens):
+    if part.size <= 1 or (part.size <= max_items and part.tokens <= max_tokens):
         return [part]
-    by = tensors.cut if part.shape.items is Items.TENSORS else bodies.cut
-    pieces = by(part, max(1, most), most_tokens)
+    cut_by_kind = tensors.cut_part if part.shape.item_kind is ItemKind.TENSORS else bodies.cut_part
+    pieces = cut_by_kind(part, max(1, max_items), max_tokens)
     return pieces if len(pieces) > 1 else [part]
 
 
-def join(part: Part, pieces: Sequence[Part], answered: Sequence[bytes]) -> bytes | Unfit:
+def join_answers(part: Part, pieces: Sequence[Part], piece_answers: Sequence[bytes]) -> bytes | Unfit:
     """Return the joined answers to the pieces of a part, as one call would have had them, with the usage
     added up."""
     if len(pieces) == 1:
-        return answered[0]
+        return piece_answers[0]
     try:
-        if part.shape.items is Items.TENSORS:
-            return tensors.join(part, pieces, answered)
-        return answers.join(part, pieces, answered)
-    except _AMISS as error:
-        return Unfit(_why(error))
+        if part.shape.item_kind is ItemKind.TENSORS:
+            return tensors.join_answers(part, pieces, piece_answers)
+        return answers.join_answers(part, pieces, piece_answers)
+    except _BODY_ERRORS as error:
+        return Unfit(_describe_error(error))
 
 
-def differs(part: Part, merged: bytes, single: bytes) -> str | None:
+def find_difference(part: Part, merged: bytes, single: bytes) -> str | None:
     """Return how the answer from a merged call differs from the answer to the part alone. `None` if it does
     not.
 
     `parity.py` says what is compared.
     """
     try:
-        return parity.differs(part, merged, single)
-    except _AMISS as error:
-        return f"cannot be compared: {_why(error)}"
+        return parity.find_difference(part, merged, single)
+    except _BODY_ERRORS as error:
+        return f"cannot be compared: {_describe_error(error)}"

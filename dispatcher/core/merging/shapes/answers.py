@@ -12,9 +12,14 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.merging.shapes.fields import items, loose_fields, objects, opened
-from dispatcher.core.merging.shapes.part import Items, NotUnderstoodError, Part, Shape
-from dispatcher.core.merging.shapes.shares import shared, summed
+from dispatcher.core.merging.shapes.fields import (
+    parse_fields_loosely,
+    parse_items,
+    parse_object_with_list,
+    parse_objects,
+)
+from dispatcher.core.merging.shapes.part import ItemKind, NotUnderstoodError, Part, Shape
+from dispatcher.core.merging.shapes.shares import share_usage, sum_usages
 
 _encode = msgspec.json.Encoder().encode
 _INDEX_DIGITS = 9
@@ -23,85 +28,95 @@ Fields = dict[str, Any]
 """Fields of an object. Values are as written (`msgspec.Raw`), or what replaces them."""
 
 
-def split(parts: Sequence[Part], body: bytes) -> list[bytes]:
+def split_answer(parts: Sequence[Part], body: bytes) -> list[bytes]:
     """Return the answers to the parts. Raise NotUnderstoodError, or an error of the decoder."""
     shape = parts[0].shape
     sizes = [part.size for part in parts]
-    if shape.numbered:
-        found, listed = numbered(shape, body)
-        shares: Sequence[Sequence[Any]] = (_ranks if shape.ranked else _rows)(parts, listed, sum(sizes))
+    if shape.has_indexes:
+        answer_fields, listed = parse_indexed_answer(shape, body)
+        shares: Sequence[Sequence[Any]] = (_share_ranked if shape.is_ranked else _share_rows)(
+            parts, listed, sum(sizes)
+        )
     else:
-        found, plain = in_order(shape, body)
-        if len(plain) != sum(sizes):
-            raise NotUnderstoodError(f"{len(plain)} items in the answer to {sum(sizes)}")
-        shares = [plain[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    if found is None:
+        answer_fields, unindexed = parse_ordered_answer(shape, body)
+        if len(unindexed) != sum(sizes):
+            raise NotUnderstoodError(f"{len(unindexed)} items in the answer to {sum(sizes)}")
+        shares = [unindexed[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    if answer_fields is None:
         return [
-            bytes(share[0]) if part.alone and shape.items is Items.PAIRS else _encode(share)
+            bytes(share[0]) if part.is_single_item and shape.item_kind is ItemKind.PAIRS else _encode(share)
             for part, share in zip(parts, shares, strict=True)
         ]
-    usages = shared(found["usage"], [part.tokens for part in parts]) if "usage" in found else None
+    usages = (
+        share_usage(answer_fields["usage"], [part.tokens for part in parts])
+        if "usage" in answer_fields
+        else None
+    )
     answers = []
     for number, share in enumerate(shares):
         # The fields are reused: each answer is encoded before the next share replaces the list.
-        found[shape.answer] = share
+        answer_fields[shape.answer_field] = share
         if usages is not None:
-            found["usage"] = usages[number]
-        answers.append(_encode(found))
+            answer_fields["usage"] = usages[number]
+        answers.append(_encode(answer_fields))
     return answers
 
 
-def numbered(shape: Shape, body: bytes) -> tuple[Fields | None, list[Fields]]:
+def parse_indexed_answer(shape: Shape, body: bytes) -> tuple[Fields | None, list[Fields]]:
     """Return the fields of the answer (`None` if it is a list), and the fields of each of its items."""
-    found, listed = opened(body, shape.answer) if shape.answer else (None, objects(body))
+    answer_fields, listed = (
+        parse_object_with_list(body, shape.answer_field)
+        if shape.answer_field
+        else (None, parse_objects(body))
+    )
     for item in listed:
-        if item.get(shape.needs, _NULL) == _NULL:
-            raise NotUnderstoodError(f"an item of the answer without {shape.needs}")
-    return found, listed
+        if item.get(shape.item_field, _NULL) == _NULL:
+            raise NotUnderstoodError(f"an item of the answer without {shape.item_field}")
+    return answer_fields, listed
 
 
 _NULL = msgspec.Raw(b"null")
 
 
-def in_order(shape: Shape, body: bytes) -> tuple[Fields | None, list[msgspec.Raw]]:
+def parse_ordered_answer(shape: Shape, body: bytes) -> tuple[Fields | None, list[msgspec.Raw]]:
     """Return the fields of the answer (`None` if it is a list), and its items."""
-    if not shape.answer:
-        listed = items(body)
-        if shape.vectors and any(bytes(item)[:1] != b"[" for item in listed):
+    if not shape.answer_field:
+        listed = parse_items(body)
+        if shape.has_vectors and any(bytes(item)[:1] != b"[" for item in listed):
             raise NotUnderstoodError("an item of the answer is no vector")
         return None, listed
-    found = loose_fields(body)
-    if shape.answer not in found:
-        raise NotUnderstoodError(f"no {shape.answer} in the answer")
-    return found, items(found[shape.answer])
+    answer_fields = parse_fields_loosely(body)
+    if shape.answer_field not in answer_fields:
+        raise NotUnderstoodError(f"no {shape.answer_field} in the answer")
+    return answer_fields, parse_items(answer_fields[shape.answer_field])
 
 
-def indices(listed: Sequence[Fields], size: int) -> list[int]:
+def parse_indices(listed: Sequence[Fields], size: int) -> list[int]:
     """Return the index that each item states: different numbers below `size`."""
-    found = []
+    indexes = []
     for item in listed:
         text = bytes(item.get("index", b""))
         if not text.isdigit() or len(text) > _INDEX_DIGITS or int(text) >= size:
             raise NotUnderstoodError(f"an item of the answer without an index below {size}")
-        found.append(int(text))
-    if len(set(found)) != len(found):
+        indexes.append(int(text))
+    if len(set(indexes)) != len(indexes):
         raise NotUnderstoodError("two items of the answer of one index")
-    return found
+    return indexes
 
 
-def _placed(listed: Sequence[Fields], size: int) -> list[Fields]:
+def _order_by_index(listed: Sequence[Fields], size: int) -> list[Fields]:
     """Return all items in the order of their indexes."""
     if len(listed) != size:
         raise NotUnderstoodError(f"{len(listed)} items in the answer to {size}")
-    order = indices(listed, size)
+    order = parse_indices(listed, size)
     placed = list(listed)
     for item, at in zip(listed, order, strict=True):
         placed[at] = item
     return placed
 
 
-def _rows(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[list[Fields]]:
-    placed = _placed(listed, size)
+def _share_rows(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[list[Fields]]:
+    placed = _order_by_index(listed, size)
     shares = []
     start = 0
     for part in parts:
@@ -114,67 +129,69 @@ def _rows(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[li
     return shares
 
 
-def _ranks(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[list[Fields]]:
+def _share_ranked(parts: Sequence[Part], listed: Sequence[Fields], size: int) -> list[list[Fields]]:
     """Return for each part its own items, in the order of their ranks among all."""
     if len(listed) != size:
         raise NotUnderstoodError(f"{len(listed)} items in the answer to {size}")
-    owner = [(number, at) for number, part in enumerate(parts) for at in range(part.size)]
+    part_and_position = [(number, at) for number, part in enumerate(parts) for at in range(part.size)]
     shares: list[list[Fields]] = [[] for _ in parts]
-    for item, index in zip(listed, indices(listed, size), strict=True):
-        number, item["index"] = owner[index]
+    for item, index in zip(listed, parse_indices(listed, size), strict=True):
+        number, item["index"] = part_and_position[index]
         shares[number].append(item)
     # `top` is 0 if the request wants all items.
-    return [share[: part.top or None] for part, share in zip(parts, shares, strict=True)]
+    return [share[: part.top_count or None] for part, share in zip(parts, shares, strict=True)]
 
 
-def join(part: Part, pieces: Sequence[Part], bodies: Sequence[bytes]) -> bytes:
+def join_answers(part: Part, pieces: Sequence[Part], piece_bodies: Sequence[bytes]) -> bytes:
     """Return the joined answer. Raise NotUnderstoodError, or an error of the decoder."""
     shape = part.shape
     answers: list[tuple[Fields | None, Sequence[Any]]] = []
     start = 0
-    for piece, body in zip(pieces, bodies, strict=True):
-        answers.append(_answer_of(shape, piece, body, start))
+    for piece, body in zip(pieces, piece_bodies, strict=True):
+        answers.append(_parse_piece_answer(shape, piece, body, start))
         start += piece.size
     first = answers[0][0]
     joined = [item for _, listed in answers for item in listed]
-    if shape.ranked:
-        joined = _ranked(shape, [listed for _, listed in answers])[: part.top or None]
+    if shape.is_ranked:
+        joined = _merge_ranked(shape, [listed for _, listed in answers])[: part.top_count or None]
     if first is None:
         return _encode(joined)
-    first[shape.answer] = joined
+    first[shape.answer_field] = joined
     usages = [found["usage"] for found, _ in answers if found is not None and "usage" in found]
     if usages:
-        first["usage"] = summed(usages)
+        first["usage"] = sum_usages(usages)
     return _encode(first)
 
 
-def _answer_of(shape: Shape, piece: Part, body: bytes, start: int) -> tuple[Fields | None, Sequence[Any]]:
+def _parse_piece_answer(
+    shape: Shape, piece: Part, body: bytes, start: int
+) -> tuple[Fields | None, Sequence[Any]]:
     """Return the answer to a piece, with its items numbered from `start` on."""
-    if not shape.numbered:
-        found, plain = in_order(shape, body)
-        if len(plain) != piece.size:
-            raise NotUnderstoodError(f"{len(plain)} items in the answer to {piece.size}")
-        return found, plain
-    found, listed = numbered(shape, body)
-    if not shape.ranked:
-        listed = _placed(listed, piece.size)
+    if not shape.has_indexes:
+        answer_fields, unindexed = parse_ordered_answer(shape, body)
+        if len(unindexed) != piece.size:
+            raise NotUnderstoodError(f"{len(unindexed)} items in the answer to {piece.size}")
+        return answer_fields, unindexed
+    answer_fields, listed = parse_indexed_answer(shape, body)
+    if not shape.is_ranked:
+        listed = _order_by_index(listed, piece.size)
         for at, item in enumerate(listed):
             item["index"] = start + at
-        return found, listed
-    wanted = min(piece.top or piece.size, piece.size)
-    if len(listed) != wanted:
-        raise NotUnderstoodError(f"{len(listed)} items in the answer, {wanted} were asked for")
-    for item, index in zip(listed, indices(listed, piece.size), strict=True):
+        return answer_fields, listed
+    expected_count = min(piece.top_count or piece.size, piece.size)
+    if len(listed) != expected_count:
+        raise NotUnderstoodError(f"{len(listed)} items in the answer, {expected_count} were asked for")
+    for item, index in zip(listed, parse_indices(listed, piece.size), strict=True):
         item["index"] = start + index
-    return found, listed
+    return answer_fields, listed
 
 
-def _ranked(shape: Shape, lists: Sequence[Sequence[Fields]]) -> list[Fields]:
+def _merge_ranked(shape: Shape, lists: Sequence[Sequence[Fields]]) -> list[Fields]:
     """Return one list in descending order of rank, and in ascending order of index for equal ranks.
 
     If the lists are not in such an order, the result is in the order of the index.
     """
-    ranks = [[rank_of(shape, item) for item in listed] for listed in lists]
+    ranks = [[parse_rank(shape, item) for item in listed] for listed in lists]
     if all(listed == sorted(listed, reverse=True) for listed in ranks):
         order = [
             (-rank, item["index"], item)
@@ -186,12 +203,12 @@ def _ranked(shape: Shape, lists: Sequence[Sequence[Fields]]) -> list[Fields]:
     return sorted((item for listed in lists for item in listed), key=lambda item: item["index"])
 
 
-def rank_of(shape: Shape, item: Fields) -> float:
+def parse_rank(shape: Shape, item: Fields) -> float:
     """Return the value by which an item of a ranked answer is ranked."""
     try:
-        rank = float(bytes(item[shape.needs]))
+        rank = float(bytes(item[shape.item_field]))
     except ValueError:
         rank = float("nan")
     if not isfinite(rank):
-        raise NotUnderstoodError(f"{shape.needs} of an item is no number")
+        raise NotUnderstoodError(f"{shape.item_field} of an item is no number")
     return rank

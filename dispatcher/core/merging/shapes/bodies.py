@@ -8,12 +8,18 @@ from math import inf
 
 import msgspec
 
-from dispatcher.core.merging.shapes.fields import canonical_fields, fields, inside, items, text_of
-from dispatcher.core.merging.shapes.part import Items, NotUnderstoodError, Part, Shape
+from dispatcher.core.merging.shapes.fields import (
+    check_utf8,
+    join_canonical_fields,
+    parse_fields,
+    parse_items,
+    parse_list_content,
+)
+from dispatcher.core.merging.shapes.part import ItemKind, NotUnderstoodError, Part, Shape
 
-REST_BYTES_MOST = 65_536
+MAX_OTHER_BYTES = 65_536
 """Largest size of a body without its list. A larger one is not made canonical, and is sent alone."""
-TOKEN_BYTES = 4
+BYTES_PER_TOKEN = 4
 """Estimated bytes of text per token, for English. Other scripts have up to twice as many tokens."""
 
 _strings = msgspec.json.Decoder(list[str]).decode
@@ -24,141 +30,159 @@ _NOTHING = (b"null", b"false")
 _COUNT = re.compile(rb"[1-9][0-9]{0,8}")
 
 
-def estimated(size: int, text_bytes: int) -> int:
+def estimate_tokens(size: int, text_bytes: int) -> int:
     """Estimate the tokens of items from the number of items and the bytes of their text as written.
 
     Each item counts one token, plus one per BYTES_PER_TOKEN of what is left without quotes and commas.
     """
-    return size + max(0, text_bytes - 3 * size) // TOKEN_BYTES
+    return size + max(0, text_bytes - 3 * size) // BYTES_PER_TOKEN
 
 
-def read(shape: Shape, payload: bytes) -> Part:
+def parse_part(shape: Shape, payload: bytes) -> Part:
     """Return the list call in a body. Raise NotUnderstoodError, or an error of the decoder."""
-    found = fields(text_of(payload))
+    body_fields = parse_fields(check_utf8(payload))
     # Some paths have several formats, told apart by the field that holds the list.
-    while shape.listed not in found:
-        if shape.otherwise is None:
-            raise NotUnderstoodError(f"no {shape.listed} in the body")
-        shape = shape.otherwise
-    for name, why in shape.refused.items():
-        if name in found and bytes(found[name]) not in _NOTHING:
+    while shape.list_field not in body_fields:
+        if shape.fallback is None:
+            raise NotUnderstoodError(f"no {shape.list_field} in the body")
+        shape = shape.fallback
+    for name, why in shape.unsupported_fields.items():
+        if name in body_fields and bytes(body_fields[name]) not in _NOTHING:
             raise NotUnderstoodError(f"{name}: {why}")
-    listed = found.pop(shape.listed)
-    beside = None
-    if shape.beside and shape.beside in found and bytes(found[shape.beside])[:1] == b"[":
-        beside = found.pop(shape.beside)
-    if len(payload) - len(listed) - len(beside or b"") > REST_BYTES_MOST:
-        raise NotUnderstoodError(f"more than {REST_BYTES_MOST} bytes beside its list")
-    form, size, tokens, alone, text = _READERS[shape.items](listed)
+    listed = body_fields.pop(shape.list_field)
+    second_list = None
+    if (
+        shape.second_list_field
+        and shape.second_list_field in body_fields
+        and bytes(body_fields[shape.second_list_field])[:1] == b"["
+    ):
+        second_list = body_fields.pop(shape.second_list_field)
+    if len(payload) - len(listed) - len(second_list or b"") > MAX_OTHER_BYTES:
+        raise NotUnderstoodError(f"more than {MAX_OTHER_BYTES} bytes beside its list")
+    kind, size, tokens, is_single_item, text = _PARSERS[shape.item_kind](listed)
     lists: tuple[bytes | memoryview, ...] = (text,)
-    if beside is not None:
-        other, other_size, more, lone, other_text = _READERS[shape.items](beside)
-        if alone or lone or other_size != size:
-            raise NotUnderstoodError(f"{shape.beside} and {shape.listed} are not as long as each other")
-        form, tokens, lists = form + other, tokens + more, (text, other_text)
+    if second_list is not None:
+        second_kind, second_size, second_tokens, is_second_single, second_text = _PARSERS[shape.item_kind](
+            second_list
+        )
+        if is_single_item or is_second_single or second_size != size:
+            raise NotUnderstoodError(
+                f"{shape.second_list_field} and {shape.list_field} are not as long as each other"
+            )
+        kind, tokens, lists = kind + second_kind, tokens + second_tokens, (text, second_text)
     top_text = b""
-    if shape.top and shape.top in found:
-        top_text = bytes(found[shape.top])
+    if shape.top_field and shape.top_field in body_fields:
+        top_text = bytes(body_fields[shape.top_field])
         if _COUNT.fullmatch(top_text):
-            del found[shape.top]
+            del body_fields[shape.top_field]
         elif top_text not in (b"null", b"0"):
-            raise NotUnderstoodError(f"{shape.top}: no count")
+            raise NotUnderstoodError(f"{shape.top_field}: no count")
         else:
             top_text = b""
-    each = estimated(0, len(found[shape.each]) - 2) if shape.each and shape.each in found else 0
-    rest = canonical_fields(found.items())
+    repeated_tokens = (
+        estimate_tokens(0, len(body_fields[shape.repeated_field]) - 2)
+        if shape.repeated_field and shape.repeated_field in body_fields
+        else 0
+    )
+    other_fields = join_canonical_fields(body_fields.items())
     return Part(
         shape,
-        b"%b %b %b %b" % (shape.name.encode(), form, top_text, rest),
-        model_of(found),
+        b"%b %b %b %b" % (shape.name.encode(), kind, top_text, other_fields),
+        parse_model_field(body_fields),
         size,
-        tokens + size * each,
+        tokens + size * repeated_tokens,
         payload,
-        rest,
+        other_fields,
         lists,
         int(top_text or 0),
-        alone,
-        each,
+        is_single_item,
+        repeated_tokens,
     )
 
 
-def model_of(found: dict[str, msgspec.Raw]) -> str:
+def parse_model_field(body_fields: dict[str, msgspec.Raw]) -> str:
     """Return the model that the body names. Empty if the value is not a string."""
-    named = found.get("model")
-    if named is None or bytes(named)[:1] != b'"':
+    model = body_fields.get("model")
+    if model is None or bytes(model)[:1] != b'"':
         return ""
-    return msgspec.json.decode(named, type=str)
+    return msgspec.json.decode(model, type=str)
 
 
-_Read = tuple[bytes, int, int, bool, bytes | memoryview]
+_ParsedList = tuple[bytes, int, int, bool, bytes | memoryview]
 """Result of parsing a list: the kind of the items (bodies with different kinds are not merged), their number,
 their tokens, whether it is a single item in place of a list, and the text between the brackets of the
 list."""
 
 
-def _texts(listed: msgspec.Raw) -> _Read:
+def _parse_texts(listed: msgspec.Raw) -> _ParsedList:
     text = memoryview(listed)
     if text[0] == ord('"'):
-        return b"text", 1, estimated(1, len(text)), True, text
+        return b"text", 1, estimate_tokens(1, len(text)), True, text
     try:
         size = len(_strings(listed))
-        kind, tokens, alone = b"text", estimated(size, len(text) - 2), False
+        kind, tokens, is_single_item = b"text", estimate_tokens(size, len(text) - 2), False
     except msgspec.ValidationError:
         kind = b"ids"
         try:
             lists = _id_lists(listed)
             # Lists of token ids; an empty one among them makes the whole list invalid.
-            size, tokens, alone = len(lists) if all(lists) else 0, sum(map(len, lists)), False
+            size, tokens, is_single_item = len(lists) if all(lists) else 0, sum(map(len, lists)), False
         except msgspec.ValidationError:
             try:
                 tokens = len(_ids(listed))
             except msgspec.ValidationError:
                 raise NotUnderstoodError("its items are neither text nor token ids") from None
-            size, alone = 1, True
+            size, is_single_item = 1, True
     if not size:
         raise NotUnderstoodError("an empty list")
-    return kind, size, tokens, alone, text if alone else text[1:-1]
+    return kind, size, tokens, is_single_item, text if is_single_item else text[1:-1]
 
 
-def _pairs(listed: msgspec.Raw) -> _Read:
+def _parse_pairs(listed: msgspec.Raw) -> _ParsedList:
     text = memoryview(listed)
     if text[0] == ord('"'):
-        return b"", 1, estimated(1, len(text)), True, b"".join((b"[", text, b"]"))
+        return b"", 1, estimate_tokens(1, len(text)), True, b"".join((b"[", text, b"]"))
     try:
-        sizes, alone = [len(_strings(listed))], True
+        sizes, is_single_item = [len(_strings(listed))], True
     except msgspec.ValidationError:
         try:
-            sizes, alone = [len(one) for one in _string_lists(listed)], False
+            sizes, is_single_item = [len(one) for one in _string_lists(listed)], False
         except msgspec.ValidationError:
             raise NotUnderstoodError("its items are neither texts nor pairs of them") from None
     if not sizes or not 1 <= min(sizes) <= max(sizes) <= 2:
         raise NotUnderstoodError("an item is neither a text nor a pair of them")
-    return b"", len(sizes), estimated(len(sizes), len(text)), alone, text if alone else text[1:-1]
+    return (
+        b"",
+        len(sizes),
+        estimate_tokens(len(sizes), len(text)),
+        is_single_item,
+        text if is_single_item else text[1:-1],
+    )
 
 
-def _anything(listed: msgspec.Raw) -> _Read:
+def _parse_any(listed: msgspec.Raw) -> _ParsedList:
     if bytes(listed)[:1] != b"[":
         raise NotUnderstoodError("its items are not in a list")
-    size = len(items(listed))
+    size = len(parse_items(listed))
     if not size:
         raise NotUnderstoodError("an empty list")
     text = memoryview(listed)
-    return b"", size, estimated(size, len(text) - 2), False, text[1:-1]
+    return b"", size, estimate_tokens(size, len(text) - 2), False, text[1:-1]
 
 
-_READERS = {Items.TEXTS: _texts, Items.PAIRS: _pairs, Items.ANY: _anything}
+_PARSERS = {ItemKind.TEXTS: _parse_texts, ItemKind.PAIRS: _parse_pairs, ItemKind.ANY: _parse_any}
 
 
-def merge(parts: Sequence[Part]) -> bytes:
+def merge_parts(parts: Sequence[Part]) -> bytes:
     """Return one body with the lists of all parts in sequence. A single part keeps its number of
     requested items."""
     first = parts[0]
     shape = first.shape
-    text: list[bytes | memoryview] = [b"{", first.rest, b"," if first.rest else b""]
+    text: list[bytes | memoryview] = [b"{", first.other_fields, b"," if first.other_fields else b""]
     # The parts of a merged call may want different numbers, so the server returns all items.
-    if first.top and len(parts) == 1:
-        text.append(b'"%b":%d,' % (shape.top.encode(), first.top))
-    for number, name in enumerate((shape.listed, shape.beside)[: len(first.lists)]):
+    if first.top_count and len(parts) == 1:
+        text.append(b'"%b":%d,' % (shape.top_field.encode(), first.top_count))
+    for number, name in enumerate((shape.list_field, shape.second_list_field)[: len(first.lists)]):
         text.append(b'%b"%b":[' % (b"," if number else b"", name.encode()))
         text.append(b",".join([part.lists[number] for part in parts]))
         text.append(b"]")
@@ -166,44 +190,46 @@ def merge(parts: Sequence[Part]) -> bytes:
     return b"".join(text)
 
 
-def cut(part: Part, most: int, most_tokens: float) -> list[Part]:
+def cut_part(part: Part, max_items: int, max_tokens: float) -> list[Part]:
     """Return the pieces in order, each as long as it may be. An item with too many tokens becomes a piece of
     its own."""
-    columns = [inside(text) for text in part.lists]
-    ids = part.key.startswith(b"%b ids " % part.shape.name.encode())
+    columns = [parse_list_content(text) for text in part.lists]
+    has_token_ids = part.merge_key.startswith(b"%b ids " % part.shape.name.encode())
 
-    def tokens(texts: Sequence[bytes], size: int) -> int:
-        if ids:
+    def count_tokens(texts: Sequence[bytes], size: int) -> int:
+        if has_token_ids:
             return sum(bytes(text).count(b",") + 1 for text in texts)
-        return sum(estimated(size, len(text)) for text in texts) + size * part.each_tokens
+        return sum(estimate_tokens(size, len(text)) for text in texts) + size * part.repeated_tokens
 
     weights = None
-    if most_tokens < inf:
+    if max_tokens < inf:
         rounded = (
-            0 if ids else len(columns)
+            0 if has_token_ids else len(columns)
         )  # so that the estimate of a group never exceeds the sum of its items
-        weights = [tokens(row, 1) + rounded for row in zip(*columns, strict=True)]
+        weights = [count_tokens(row, 1) + rounded for row in zip(*columns, strict=True)]
     pieces = []
-    for start, end in spans(part.size, most, weights, most_tokens):
+    for start, end in divide_items(part.size, max_items, weights, max_tokens):
         lists = tuple(b",".join(column[start:end]) for column in columns)
         size = end - start
         pieces.append(
-            msgspec.structs.replace(part, size=size, tokens=tokens(lists, size), payload=b"", lists=lists)
+            msgspec.structs.replace(
+                part, size=size, tokens=count_tokens(lists, size), payload=b"", lists=lists
+            )
         )
     return pieces
 
 
-def spans(
-    size: int, most: int, weights: Sequence[float] | None, most_weight: float
+def divide_items(
+    size: int, max_items: int, weights: Sequence[float] | None, max_weight: float
 ) -> Iterator[tuple[int, int]]:
     """Yield start and end of each piece, so that it has at most this many items and this much weight."""
     if weights is None:
-        yield from ((at, min(at + most, size)) for at in range(0, size, most))
+        yield from ((at, min(at + max_items, size)) for at in range(0, size, max_items))
         return
     start, weight = 0, 0.0
-    for at, one in enumerate(weights):
-        if at > start and (at - start >= most or weight + one > most_weight):
+    for at, item_weight in enumerate(weights):
+        if at > start and (at - start >= max_items or weight + item_weight > max_weight):
             yield start, at
             start, weight = at, 0.0
-        weight += one
+        weight += item_weight
     yield start, size

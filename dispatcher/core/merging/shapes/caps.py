@@ -34,12 +34,12 @@ KNOWN_CAPS: Mapping[str, KnownCap] = MappingProxyType(
 )
 """Known caps for embeddings, by server."""
 
-STATUSES = (400, 413, 422)
+REFUSAL_STATUSES = (400, 413, 422)
 """Statuses with which servers refuse a call that is too large."""
-MESSAGE_CHARS = 500
+MAX_MESSAGE_CHARS = 500
 """Number of characters of a message that are searched. The server's reason comes first, and the request may
 follow."""
-COUNT_MOST = 10_000_000
+MAX_CAP = 10_000_000
 
 # Messages of several model servers and APIs; tests/core/merging has examples.
 _ITEMS = re.compile(
@@ -75,64 +75,64 @@ _TOKENS = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _TOKENS_UNCOUNTED = re.compile(r"max_tokens_per_request|too many tokens (?:overall|in batch)", re.IGNORECASE)
-_WORDS = ("message", "error", "detail", "msg", "errors")
+_MESSAGE_FIELDS = ("message", "error", "detail", "msg", "errors")
 
 _decode = msgspec.json.Decoder().decode
 
 
-def too_many(status: int, body: bytes) -> int | None:
+def parse_item_cap(status: int, body: bytes) -> int | None:
     """Return the largest number of items that the server accepts in a call, as its answer states.
 
     0 if there were too many and the answer states no number. `None` if the answer is not about the number of
     items.
     """
-    said = _said(status, body)
-    if said is None or _found(said, _TOKENS, _TOKENS_UNCOUNTED) is not None:
+    text = _extract_refusal_text(status, body)
+    if text is None or _find_cap(text, _TOKENS, _TOKENS_UNCOUNTED) is not None:
         return None
     # An empty 413 gives no reason, so the number of items is assumed to be it.
-    if status == 413 and not said.strip():
+    if status == 413 and not text.strip():
         return 0
-    return _found(said, _ITEMS, _ITEMS_UNCOUNTED)
+    return _find_cap(text, _ITEMS, _ITEMS_UNCOUNTED)
 
 
-def too_many_tokens(status: int, body: bytes) -> int | None:
+def parse_token_cap(status: int, body: bytes) -> int | None:
     """Return the same for the tokens of all items together. (One item that is too long is another error.)"""
-    said = _said(status, body)
-    return None if said is None else _found(said, _TOKENS, _TOKENS_UNCOUNTED)
+    text = _extract_refusal_text(status, body)
+    return None if text is None else _find_cap(text, _TOKENS, _TOKENS_UNCOUNTED)
 
 
-def _found(said: str, counted: re.Pattern[str], uncounted: re.Pattern[str]) -> int | None:
-    match = counted.search(said)
+def _find_cap(text: str, with_number: re.Pattern[str], without_number: re.Pattern[str]) -> int | None:
+    match = with_number.search(text)
     if match is not None and match.lastindex is not None:
         digits = match[match.lastindex]
         # Avoids converting very long digit strings.
-        most = int(digits) if len(digits) < 10 else COUNT_MOST
-        return min(most, COUNT_MOST)
-    return 0 if uncounted.search(said) is not None else None
+        cap = int(digits) if len(digits) < 10 else MAX_CAP
+        return min(cap, MAX_CAP)
+    return 0 if without_number.search(text) is not None else None
 
 
-def _said(status: int, body: bytes) -> str | None:
+def _extract_refusal_text(status: int, body: bytes) -> str | None:
     """Return the text of a refusal. Only the messages of a JSON body count, because its other fields may
     repeat the request."""
-    if status not in STATUSES:
+    if status not in REFUSAL_STATUSES:
         return None
     try:
-        said = "\n".join(_messages(_decode(body)))
+        text = "\n".join(_walk_messages(_decode(body)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        said = body[:MESSAGE_CHARS].decode(errors="replace")
-    return said
+        text = body[:MAX_MESSAGE_CHARS].decode(errors="replace")
+    return text
 
 
-def _messages(value: Any, depth: int = 0) -> Iterator[str]:
+def _walk_messages(value: Any, depth: int = 0) -> Iterator[str]:
     if isinstance(value, str):
-        yield value[:MESSAGE_CHARS]
+        yield value[:MAX_MESSAGE_CHARS]
     elif isinstance(value, list) and depth < 4:
-        for each in value[:4]:
-            yield from _messages(each, depth + 1)
+        for inner in value[:4]:
+            yield from _walk_messages(inner, depth + 1)
     elif isinstance(value, dict) and depth < 4:
-        for name in _WORDS:
+        for name in _MESSAGE_FIELDS:
             if name in value:
-                yield from _messages(value[name], depth + 1)
+                yield from _walk_messages(value[name], depth + 1)
         code = value.get("code")
         if isinstance(code, str):
-            yield code[:MESSAGE_CHARS]
+            yield code[:MAX_MESSAGE_CHARS]

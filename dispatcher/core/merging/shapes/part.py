@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Items(StrEnum):
+class ItemKind(StrEnum):
     """Kind of the items in the list of a shape."""
 
     TEXTS = "texts"
@@ -28,34 +28,34 @@ class Shape:
     """A row of the table: position of the list in a body, and in its answer."""
 
     name: str
-    paths: str
+    path_pattern: str
     """Regular expression that matches the whole path of a request, without its query."""
-    listed: str
+    list_field: str
     """Field of the body that contains the items."""
-    items: Items = Items.ANY
-    beside: str = ""
+    item_kind: ItemKind = ItemKind.ANY
+    second_list_field: str = ""
     """Second field, which may be a list of the same length. Both lists are then merged item by item."""
-    each: str = ""
+    repeated_field: str = ""
     """Field whose text belongs to each item, and counts for each."""
-    answer: str = ""
+    answer_field: str = ""
     """Field of the answer that contains a result for each item. Empty if the answer is itself the list."""
-    needs: str = ""
+    item_field: str = ""
     """Field that each item of the answer has."""
-    numbered: bool = False
+    has_indexes: bool = False
     """True if items of the answer state their index."""
-    ranked: bool = False
+    is_ranked: bool = False
     """True if items of the answer are in descending order of `item_field` instead of the order of their
     index."""
-    top: str = ""
+    top_field: str = ""
     """Field of the body with the number of ranked items that are requested."""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    unsupported_fields: Mapping[str, str] = field(default_factory=dict)
     """Fields whose presence (except as null or false) prevents merging and cutting, and why."""
-    vectors: bool = False
+    has_vectors: bool = False
     """True if each item of the answer is a vector, or contains one in `item_field`. Vectors are compared by
     direction."""
-    near: float = 0.0
+    tolerance: float = 0.0
     """Absolute difference that numbers of two answers may have, however small they are."""
-    otherwise: Shape | None = None
+    fallback: Shape | None = None
     """Row for a body without this list."""
 
 
@@ -74,7 +74,7 @@ class Part(msgspec.Struct, frozen=True, eq=False):
     """The parsed body of one request, or a piece that was cut from it."""
 
     shape: Shape
-    key: bytes
+    merge_key: bytes
     """Canonical text of the body without its lists. Only bodies with equal keys may be merged."""
     model: str
     """Model that the body names. Empty if it names none."""
@@ -84,19 +84,19 @@ class Part(msgspec.Struct, frozen=True, eq=False):
     """Number of tokens of all items: exact for token ids, else estimated (`bodies.estimate_tokens`)."""
     payload: bytes
     """The original body. Empty for a piece."""
-    rest: bytes
+    other_fields: bytes
     """Other fields of the body, canonical: `"a":1,"b":2`."""
     lists: tuple[bytes | memoryview, ...]
     """Text between the brackets of the list and of the second list, or of the data of each tensor."""
-    top: int = 0
+    top_count: int = 0
     """Number of ranked items that are requested. 0 for all."""
-    alone: bool = False
+    is_single_item: bool = False
     """True if the body has one item in place of a list."""
-    each_tokens: int = 0
+    repeated_tokens: int = 0
     """Number of tokens of each item that are not part of the list."""
     id: bytes = b""
     """Id that the answer must have, as it is written. Empty for the id that the server chooses."""
-    heads: tuple[tuple[bytes, bytes], ...] = ()
+    tensor_heads: tuple[tuple[bytes, bytes], ...] = ()
     """Text before the number of rows of each tensor, and text from there to its data."""
-    rows: tuple[int, ...] = ()
+    row_elements: tuple[int, ...] = ()
     """Number of elements of the data of each tensor that make one row. 0 if each row is a list of its own."""

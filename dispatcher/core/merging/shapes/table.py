@@ -6,92 +6,106 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dispatcher.core.merging.shapes.part import Items, Shape
+from dispatcher.core.merging.shapes.part import ItemKind, Shape
 
 _TEI_RERANK = Shape(
     name="tei_rerank",
-    paths=r".*/rerank",
-    listed="texts",
-    each="query",
-    needs="score",
-    numbered=True,
-    ranked=True,
-    near=1e-3,
+    path_pattern=r".*/rerank",
+    list_field="texts",
+    repeated_field="query",
+    item_field="score",
+    has_indexes=True,
+    is_ranked=True,
+    tolerance=1e-3,
 )
 
 
-def _score(one: str, many: str, otherwise: Shape | None = None) -> Shape:
+def _score_shape(single_field: str, list_field: str, fallback: Shape | None = None) -> Shape:
     """Return a shape with one text that is scored against many, or with many pairs."""
     return Shape(
         name="score",
-        paths=r".*/score",
-        listed=many,
-        items=Items.TEXTS,
-        beside=one,
-        each=one,
-        answer="data",
-        needs="score",
-        numbered=True,
-        near=1e-3,
-        otherwise=otherwise,
+        path_pattern=r".*/score",
+        list_field=list_field,
+        item_kind=ItemKind.TEXTS,
+        second_list_field=single_field,
+        repeated_field=single_field,
+        answer_field="data",
+        item_field="score",
+        has_indexes=True,
+        tolerance=1e-3,
+        fallback=fallback,
     )
 
 
 _ROWS = (
     Shape(
         name="embeddings",
-        paths=r".*/embeddings",
-        listed="input",
-        items=Items.TEXTS,
-        answer="data",
-        needs="embedding",
-        numbered=True,
-        refused=MappingProxyType({"late_chunking": "its items are embedded as one text"}),
-        vectors=True,
+        path_pattern=r".*/embeddings",
+        list_field="input",
+        item_kind=ItemKind.TEXTS,
+        answer_field="data",
+        item_field="embedding",
+        has_indexes=True,
+        unsupported_fields=MappingProxyType({"late_chunking": "its items are embedded as one text"}),
+        has_vectors=True,
     ),
     Shape(
         name="tensorflow",
-        paths=r".*:predict",
-        listed="instances",
-        answer="predictions",
-        refused=MappingProxyType({"inputs": "the columnar format"}),
+        path_pattern=r".*:predict",
+        list_field="instances",
+        answer_field="predictions",
+        unsupported_fields=MappingProxyType({"inputs": "the columnar format"}),
     ),
     Shape(
         name="kserve",
-        paths=r".*/v2/models/[^/]+(?:/versions/[^/]+)?/infer",
-        listed="inputs",
-        items=Items.TENSORS,
-        answer="outputs",
+        path_pattern=r".*/v2/models/[^/]+(?:/versions/[^/]+)?/infer",
+        list_field="inputs",
+        item_kind=ItemKind.TENSORS,
+        answer_field="outputs",
     ),
     Shape(
         name="rerank",
-        paths=r".*/rerank",
-        listed="documents",
-        each="query",
-        answer="results",
-        needs="relevance_score",
-        numbered=True,
-        ranked=True,
-        top="top_n",
-        near=1e-3,
-        otherwise=_TEI_RERANK,
+        path_pattern=r".*/rerank",
+        list_field="documents",
+        repeated_field="query",
+        answer_field="results",
+        item_field="relevance_score",
+        has_indexes=True,
+        is_ranked=True,
+        top_field="top_n",
+        tolerance=1e-3,
+        fallback=_TEI_RERANK,
     ),
     _TEI_RERANK,
-    _score(
+    _score_shape(
         "text_1",
         "text_2",
-        _score("queries", "documents", _score("queries", "items", _score("data_1", "data_2"))),
+        _score_shape(
+            "queries", "documents", _score_shape("queries", "items", _score_shape("data_1", "data_2"))
+        ),
     ),
-    Shape(name="embed", paths=r".*/embed", listed="inputs", items=Items.TEXTS, vectors=True),
-    Shape(name="predict", paths=r".*/predict", listed="inputs", items=Items.PAIRS, near=1e-3),
+    Shape(
+        name="embed",
+        path_pattern=r".*/embed",
+        list_field="inputs",
+        item_kind=ItemKind.TEXTS,
+        has_vectors=True,
+    ),
+    Shape(
+        name="predict",
+        path_pattern=r".*/predict",
+        list_field="inputs",
+        item_kind=ItemKind.PAIRS,
+        tolerance=1e-3,
+    ),
 )
 SHAPES: Mapping[str, Shape] = MappingProxyType({row.name: row for row in _ROWS})
 """All shapes by name."""
 
-_PATHS = tuple((re.compile(row.paths), row) for row in _ROWS)
+_PATHS = tuple((re.compile(row.path_pattern), row) for row in _ROWS)
 
 
-def shape_at(path: str) -> Shape | None:
+def find_shape(path: str) -> Shape | None:
     """Return the shape of bodies at this path, without its query. `None` if the path has no known list
     calls."""
     path = path.partition("?")[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.merging.shapes import KNOWN_CAPS, too_many, too_many_tokens
+from dispatcher.core.merging.shapes import KNOWN_CAPS, parse_item_cap, parse_token_cap
 
 OPENAI_ARRAY = (
     "Invalid 'input': array too long. Expected an array with maximum length 2048, but got an array with "
@@ -112,32 +112,32 @@ def body_of(said: Any) -> bytes:
 
 @pytest.mark.parametrize(("status", "said", "most"), SAID)
 def test_too_many_items_are_heard_with_their_number(status: int, said: Any, most: int) -> None:
-    assert too_many(status, body_of(said)) == most
-    assert too_many_tokens(status, body_of(said)) is None
+    assert parse_item_cap(status, body_of(said)) == most
+    assert parse_token_cap(status, body_of(said)) is None
 
 
 @pytest.mark.parametrize(("status", "said", "most"), TOKENS)
 def test_too_many_tokens_are_heard_and_are_no_items(status: int, said: Any, most: int) -> None:
-    assert too_many_tokens(status, body_of(said)) == most
-    assert too_many(status, body_of(said)) is None
+    assert parse_token_cap(status, body_of(said)) == most
+    assert parse_item_cap(status, body_of(said)) is None
 
 
 @pytest.mark.parametrize(("status", "said"), ORDINARY)
 def test_an_ordinary_refusal_is_not_taken_for_it(status: int, said: Any) -> None:
-    assert too_many(status, body_of(said)) is None
-    assert too_many_tokens(status, body_of(said)) is None
+    assert parse_item_cap(status, body_of(said)) is None
+    assert parse_token_cap(status, body_of(said)) is None
 
 
 def test_what_a_request_said_is_not_heard_as_the_servers_word() -> None:
     """It stands behind the server's own."""
     echo = "no such thing: " + "x" * 600 + " batch size 9 > maximum allowed batch size 1"
-    assert too_many(400, body_of({"error": echo})) is None
-    assert too_many(400, body_of(echo)) is None
+    assert parse_item_cap(400, body_of({"error": echo})) is None
+    assert parse_item_cap(400, body_of(echo)) is None
 
 
 def test_a_number_that_nobody_means_is_bounded() -> None:
     said = "batch size 64 > maximum allowed batch size " + "9" * 300
-    assert too_many(413, body_of({"error": said})) == 10_000_000
+    assert parse_item_cap(413, body_of({"error": said})) == 10_000_000
 
 
 def test_caps_that_are_known() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.merging.shapes import differs, merge, split
+from dispatcher.core.merging.shapes import find_difference, merge_parts, split_answer
 from tests.listcalls import model, part, text_of
 
 TEXTS = ["one", "another", "a third"]
@@ -26,17 +26,17 @@ def base64_of(vector: list[float]) -> str:
 
 
 def embedding(one: Any, other: Any) -> str | None:
-    return differs(part("embeddings", {"input": "a"}), embedded(one), embedded(other))
+    return find_difference(part("embeddings", {"input": "a"}), embedded(one), embedded(other))
 
 
 def score(one: Any, other: Any) -> str | None:
     asked = part("score", {"text_1": "a", "text_2": "b"})
     bodies = [text_of({"data": [{"index": 0, "score": value}]}) for value in (one, other)]
-    return differs(asked, *bodies)
+    return find_difference(asked, *bodies)
 
 
 def predicted(one: Any, other: Any) -> str | None:
-    return differs(
+    return find_difference(
         part("tensorflow", {"instances": [1]}), *(text_of({"predictions": [v]}) for v in (one, other))
     )
 
@@ -87,21 +87,23 @@ def test_usage_ids_and_times_are_not_compared() -> None:
     asked = part("embeddings", {"input": ["a", "b"]})
     one = embedded([1.0], [2.0], id="a", created=1, usage={"n": 1}, model="m")
     other = embedded([1.0], [2.0], id="b", created=2, usage={"n": 2}, model="m")
-    assert differs(asked, one, other) is None
+    assert find_difference(asked, one, other) is None
 
 
 def test_ids_of_items_are_not_compared() -> None:
     asked = part("score", {"text_1": "a", "text_2": "b"})
     one, other = (text_of({"data": [{"index": 0, "id": name, "score": 1.0}]}) for name in "ab")
-    assert differs(asked, one, other) is None
+    assert find_difference(asked, one, other) is None
 
 
 def test_items_are_compared_by_their_index() -> None:
     asked = part("embeddings", {"input": ["a", "b"]})
     data: list[dict[str, Any]] = [{"index": at, "embedding": [1.0, at]} for at in (0, 1)]
-    assert differs(asked, text_of({"data": data}), text_of({"data": data[::-1]})) is None
+    assert find_difference(asked, text_of({"data": data}), text_of({"data": data[::-1]})) is None
     swapped = [{**item, "index": 1 - item["index"]} for item in data]
-    assert differs(asked, text_of({"data": data}), text_of({"data": swapped})) == "item 0: cosine 0.7071"
+    assert (
+        find_difference(asked, text_of({"data": data}), text_of({"data": swapped})) == "item 0: cosine 0.7071"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,35 +167,39 @@ def ranked(*pairs: tuple[int, float], **more: Any) -> bytes:
 
 def test_near_ranks_may_change_places() -> None:
     asked = part("rerank", {"query": "q", "documents": TEXTS, "top_n": 2})
-    assert differs(asked, ranked((0, 0.9), (1, 0.501)), ranked((0, 0.9), (2, 0.5))) is None
-    assert differs(asked, ranked((0, 0.9), (1, 0.501)), ranked((1, 0.901), (0, 0.5))) is not None
-    assert differs(asked, ranked((0, 0.9), (1, 0.5)), ranked((0, 0.9), (2, 0.4))) is not None
-    assert differs(asked, ranked((0, 0.9)), ranked((0, 0.9), (1, 0.5))) == "1 items, 2 alone"
-    assert differs(asked, ranked((0, 0.9), d="x"), ranked((0, 0.9), d="y")) == "item 0: d: not the same"
+    assert find_difference(asked, ranked((0, 0.9), (1, 0.501)), ranked((0, 0.9), (2, 0.5))) is None
+    assert find_difference(asked, ranked((0, 0.9), (1, 0.501)), ranked((1, 0.901), (0, 0.5))) is not None
+    assert find_difference(asked, ranked((0, 0.9), (1, 0.5)), ranked((0, 0.9), (2, 0.4))) is not None
+    assert find_difference(asked, ranked((0, 0.9)), ranked((0, 0.9), (1, 0.5))) == "1 items, 2 alone"
+    assert (
+        find_difference(asked, ranked((0, 0.9), d="x"), ranked((0, 0.9), d="y")) == "item 0: d: not the same"
+    )
 
 
 def test_answers_of_another_length_differ() -> None:
     asked = part("embeddings", {"input": ["a", "b"]})
     whole, rest = embedded([1.0], [2.0]), text_of({"data": [{"index": 1, "embedding": [2.0]}]})
     for bodies in ((rest, rest), (whole, rest), (rest, whole)):
-        assert differs(asked, *bodies) == "cannot be compared: 1 items in the answer to 2"
+        assert find_difference(asked, *bodies) == "cannot be compared: 1 items in the answer to 2"
     vectors = part("embed", {"inputs": ["a", "b"]})
-    assert differs(vectors, b"[[1],[2]]", b"[[1],[2]]") is None
-    assert differs(vectors, b"[[1],[2]]", b"[[1]]") == "cannot be compared: 1 items in the answer to 2"
+    assert find_difference(vectors, b"[[1],[2]]", b"[[1],[2]]") is None
+    assert (
+        find_difference(vectors, b"[[1],[2]]", b"[[1]]") == "cannot be compared: 1 items in the answer to 2"
+    )
 
 
 def test_an_answer_that_cannot_be_read_differs() -> None:
     asked = part("embeddings", {"input": "a"})
     for odd in (b"", b"{}", b'{"error":"x"}', b"[" * 3000):
-        assert (differs(asked, odd, embedded([1.0])) or "").startswith("cannot be compared: ")
-        assert (differs(asked, embedded([1.0]), odd) or "").startswith("cannot be compared: ")
+        assert (find_difference(asked, odd, embedded([1.0])) or "").startswith("cannot be compared: ")
+        assert (find_difference(asked, embedded([1.0]), odd) or "").startswith("cannot be compared: ")
 
 
 @pytest.mark.parametrize("value", ["x", [[1]], True, {"a": 1}])
 def test_ranks_that_are_no_numbers_are_not_compared(value: Any) -> None:
     asked = part("rerank", {"query": "q", "documents": TEXTS})
     body = ranked((0, 0.9), (1, value))
-    assert differs(asked, body, body) == "cannot be compared: relevance_score of an item is no number"
+    assert find_difference(asked, body, body) == "cannot be compared: relevance_score of an item is no number"
 
 
 ASKED: dict[str, dict[str, Any]] = {
@@ -213,13 +219,13 @@ def test_a_model_that_gets_merged_calls_wrong_is_found_out(name: str) -> None:
     one = part(name, ASKED[name])
     alone = model(name, one.payload)
     for wrong in (False, True):
-        found = split([one, one], model(name, merge([one, one]), wrong=wrong))
+        found = split_answer([one, one], model(name, merge_parts([one, one]), wrong=wrong))
         assert isinstance(found, list)
-        assert all((differs(one, answer, alone) is not None) == wrong for answer in found)
+        assert all((find_difference(one, answer, alone) is not None) == wrong for answer in found)
 
 
 def test_answers_of_lone_texts_are_compared_too() -> None:
     one = part("predict", {"inputs": "a"})
     answers = [json.dumps([{"score": value, "label": "yes"}]).encode() for value in (0.5, 0.6)]
-    assert differs(one, answers[0], answers[0]) is None
-    assert differs(one, *answers) == "answer[0].score: 0.5, 0.6 alone"
+    assert find_difference(one, answers[0], answers[0]) is None
+    assert find_difference(one, *answers) == "answer[0].score: 0.5, 0.6 alone"

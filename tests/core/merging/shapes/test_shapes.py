@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.merging.shapes import SHAPES, Part, Unfit, cut, join, merge, read, shape_at, split
-from dispatcher.core.merging.shapes.fields import DEPTH_MOST
+from dispatcher.core.merging.shapes import (
+    SHAPES,
+    Part,
+    Unfit,
+    cut_part,
+    find_shape,
+    join_answers,
+    merge_parts,
+    parse_part,
+    split_answer,
+)
+from dispatcher.core.merging.shapes.fields import MAX_DEPTH
 from tests.listcalls import PATHS, model, part, text_of
 
 EMBEDDED = (
@@ -21,19 +31,19 @@ EMBEDDED = (
 
 
 def why(name: str, body: Any) -> str:
-    found = read(SHAPES[name], body if isinstance(body, bytes) else text_of(body))
+    found = parse_part(SHAPES[name], body if isinstance(body, bytes) else text_of(body))
     assert isinstance(found, Unfit), found
     return found.why
 
 
 def answers(parts: list[Part], body: bytes) -> list[bytes]:
-    found = split(parts, body)
+    found = split_answer(parts, body)
     assert not isinstance(found, Unfit), found
     return found
 
 
 def unsplit(parts: list[Part], body: Any) -> str:
-    found = split(parts, body if isinstance(body, bytes) else text_of(body))
+    found = split_answer(parts, body if isinstance(body, bytes) else text_of(body))
     assert isinstance(found, Unfit), found
     return found.why
 
@@ -57,7 +67,7 @@ def test_items_and_tokens_of_a_body_are_counted(body: Any, size: int, tokens: in
 def test_a_query_counts_with_each_of_its_texts() -> None:
     one = part("rerank", {"query": "q" * 40, "documents": ["d" * 8, "e" * 8]})
     assert one.tokens == 2 * 10 + part("rerank", {"query": "", "documents": ["d" * 8, "e" * 8]}).tokens
-    assert [piece.tokens for piece in cut(one, 1)] == [12, 12]
+    assert [piece.tokens for piece in cut_part(one, 1)] == [12, 12]
     pair = part("score", {"text_1": ["q" * 40], "text_2": ["d" * 8]})
     assert pair.tokens == part("score", {"text_1": "q" * 40, "text_2": ["d" * 8]}).tokens
 
@@ -104,7 +114,7 @@ def test_what_is_not_understood_goes_alone_and_the_reason_is_told(name: str, bod
 
 
 def test_depth_is_bounded_where_it_costs() -> None:
-    deep = b"[" * DEPTH_MOST + b"]" * DEPTH_MOST
+    deep = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
     assert part("embeddings", b'{"input":"a","x":%b}' % deep).size == 1
     assert part("tensorflow", b'{"instances":[%b]}' % (b"[" * 500 + b"]" * 500)).size == 1
 
@@ -115,18 +125,18 @@ def test_one_list_of_all_and_each_other_field_once() -> None:
         b'{"dimensions":256, "input" : [ "b" , "c"], "model":"m"}',
         b'{"input":["d"],"model":"m","dimensions":256}',
     ]
-    merged = merge([part("embeddings", body) for body in bodies])
+    merged = merge_parts([part("embeddings", body) for body in bodies])
     assert merged == b'{"dimensions":256,"model":"m","input":["a\\n", "b" , "c","d"]}'
 
 
 def test_token_ids_go_with_token_ids_and_not_with_text() -> None:
     ids, lists, text = (part("embeddings", {"input": value}) for value in ([1, 2], [[3], [4, 5]], "1"))
-    assert merge([ids, lists]) == b'{"input":[[1, 2],[3], [4, 5]]}'
-    assert ids.key != text.key
+    assert merge_parts([ids, lists]) == b'{"input":[[1, 2],[3], [4, 5]]}'
+    assert ids.merge_key != text.merge_key
     with pytest.raises(ValueError, match="only parts of one key"):
-        merge([ids, text])
+        merge_parts([ids, text])
     with pytest.raises(ValueError, match="only parts of one key"):
-        merge([])
+        merge_parts([])
 
 
 @pytest.mark.parametrize(
@@ -141,11 +151,14 @@ def test_token_ids_go_with_token_ids_and_not_with_text() -> None:
     ],
 )
 def test_what_differs_beside_the_list_is_never_merged(one: Any, other: Any) -> None:
-    assert part("embeddings", {"input": "a", **one}).key != part("embeddings", {"input": "a", **other}).key
+    assert (
+        part("embeddings", {"input": "a", **one}).merge_key
+        != part("embeddings", {"input": "a", **other}).merge_key
+    )
 
 
 def test_same_body_of_another_shape_is_never_merged() -> None:
-    assert part("embed", {"inputs": "a"}).key != part("predict", {"inputs": "a"}).key
+    assert part("embed", {"inputs": "a"}).merge_key != part("predict", {"inputs": "a"}).merge_key
 
 
 def test_fields_of_an_item_stay_as_the_server_wrote_them() -> None:
@@ -253,7 +266,7 @@ def test_ranked_items_go_to_their_own_in_the_order_of_all() -> None:
     parts = [
         part("rerank", {"query": "q", "documents": value, "top_n": 2}) for value in (["a", "b", "c"], ["d"])
     ]
-    assert merge(parts) == b'{"query":"q","documents":["a", "b", "c","d"]}'
+    assert merge_parts(parts) == b'{"query":"q","documents":["a", "b", "c","d"]}'
     results = [
         {"index": at, "relevance_score": score} for at, score in ((2, 0.9), (3, 0.8), (0, 0.7), (1, 0.6))
     ]
@@ -264,29 +277,29 @@ def test_ranked_items_go_to_their_own_in_the_order_of_all() -> None:
 
 def test_other_queries_are_never_merged() -> None:
     one, other = (part("rerank", {"query": query, "documents": ["a"]}) for query in "qr")
-    assert one.key != other.key
-    assert part("rerank", {"query": "q", "documents": ["a"], "top_n": 1}).key != one.key
+    assert one.merge_key != other.merge_key
+    assert part("rerank", {"query": "q", "documents": ["a"], "top_n": 1}).merge_key != one.merge_key
 
 
 @pytest.mark.parametrize("wanted", [None, 0])
 def test_no_count_of_ranked_items_means_all(wanted: int | None) -> None:
     one = part("rerank", {"query": "q", "documents": ["a", "b", "c"], "top_n": wanted})
-    assert one.top == 0
-    pieces = cut(one, 2)
-    bodies = [model("rerank", merge([piece])) for piece in pieces]
-    joined = join(one, pieces, bodies)
+    assert one.top_count == 0
+    pieces = cut_part(one, 2)
+    bodies = [model("rerank", merge_parts([piece])) for piece in pieces]
+    joined = join_answers(one, pieces, bodies)
     assert joined == model("rerank", one.payload)
 
 
 def test_ranked_answers_are_joined_by_rank() -> None:
     one = part("rerank", {"query": "q", "documents": list("abcd"), "top_n": 3})
-    pieces = cut(one, 2)
-    assert merge(pieces[:1]) == b'{"query":"q","top_n":3,"documents":["a","b"]}'
+    pieces = cut_part(one, 2)
+    assert merge_parts(pieces[:1]) == b'{"query":"q","top_n":3,"documents":["a","b"]}'
     bodies = [
         text_of({"id": at, "results": [{"index": index, "relevance_score": score} for index, score in ranks]})
         for at, ranks in enumerate([[(1, 0.9), (0, 0.2)], [(0, 0.9), (1, 0.3)]])
     ]
-    joined = join(one, pieces, bodies)
+    joined = join_answers(one, pieces, bodies)
     assert isinstance(joined, bytes)
     assert [(item["index"], item["relevance_score"]) for item in json.loads(joined)["results"]] == [
         (1, 0.9),
@@ -297,9 +310,9 @@ def test_ranked_answers_are_joined_by_rank() -> None:
 
 def test_answers_that_are_in_no_order_of_rank_are_joined_by_index() -> None:
     one = part("tei_rerank", {"query": "q", "texts": list("abcd")})
-    pieces = cut(one, 2)
+    pieces = cut_part(one, 2)
     bodies = [b'[{"index":0,"score":0.1},{"index":1,"score":0.5}]'] * 2
-    joined = join(one, pieces, bodies)
+    joined = join_answers(one, pieces, bodies)
     assert isinstance(joined, bytes)
     assert [item["index"] for item in json.loads(joined)] == [0, 1, 2, 3]
 
@@ -308,20 +321,20 @@ def test_answers_that_are_in_no_order_of_rank_are_joined_by_index() -> None:
 def test_ranks_that_are_no_numbers_are_not_joined(score: Any) -> None:
     one = part("tei_rerank", {"query": "q", "texts": list("ab")})
     bodies = [text_of([{"index": 0, "score": each}]) for each in (0.5, score)]
-    assert isinstance(join(one, cut(one, 1), bodies), Unfit)
+    assert isinstance(join_answers(one, cut_part(one, 1), bodies), Unfit)
 
 
 def test_a_piece_whose_answer_fits_not_spoils_the_whole() -> None:
     one = part("embeddings", {"input": list("abc")})
-    pieces = cut(one, 2)
-    good = [model("embeddings", merge([piece])) for piece in pieces]
-    assert isinstance(join(one, pieces, [good[1], good[0]]), Unfit)
-    assert isinstance(join(one, pieces, [good[0], b'{"error":"x"}']), Unfit)
+    pieces = cut_part(one, 2)
+    good = [model("embeddings", merge_parts([piece])) for piece in pieces]
+    assert isinstance(join_answers(one, pieces, [good[1], good[0]]), Unfit)
+    assert isinstance(join_answers(one, pieces, [good[0], b'{"error":"x"}']), Unfit)
     ranked = part("rerank", {"query": "q", "documents": list("abc"), "top_n": 2})
-    pieces = cut(ranked, 2)
-    bodies = [model("rerank", merge([piece])) for piece in pieces]
-    assert isinstance(join(ranked, pieces, bodies), bytes)
-    assert isinstance(join(ranked, pieces, [bodies[1], bodies[1]]), Unfit)
+    pieces = cut_part(ranked, 2)
+    bodies = [model("rerank", merge_parts([piece])) for piece in pieces]
+    assert isinstance(join_answers(ranked, pieces, bodies), bytes)
+    assert isinstance(join_answers(ranked, pieces, [bodies[1], bodies[1]]), Unfit)
 
 
 def test_usage_of_pieces_is_summed_up() -> None:
@@ -331,37 +344,40 @@ def test_usage_of_pieces_is_summed_up() -> None:
         {"n": 3, "d": {"c": 5, "e": 1}, "x": 4, "f": 0.5},
     ]
     bodies = [text_of({"data": [{"index": 0, "embedding": [1]}], "usage": usage}) for usage in usages]
-    joined = join(one, cut(one, 1), bodies)
+    joined = join_answers(one, cut_part(one, 1), bodies)
     assert isinstance(joined, bytes)
     assert json.loads(joined)["usage"] == {"n": 4, "d": {"c": 7, "e": 1}, "x": 4, "f": 0.5}
 
 
 def test_a_list_is_cut_by_items_and_by_tokens() -> None:
     one = part("embeddings", {"input": ["x" * 40, "y" * 40, "z" * 4, "x" * 400, "z"]})
-    assert [piece.size for piece in cut(one, 2)] == [2, 2, 1]
-    assert [piece.size for piece in cut(one, 100, 23)] == [2, 1, 1, 1]
-    assert [piece.size for piece in cut(one, 100, 24)] == [3, 1, 1]
-    assert [piece.size for piece in cut(one, 0)] == [1] * 5
-    assert cut(one, 5) == [one]
+    assert [piece.size for piece in cut_part(one, 2)] == [2, 2, 1]
+    assert [piece.size for piece in cut_part(one, 100, 23)] == [2, 1, 1, 1]
+    assert [piece.size for piece in cut_part(one, 100, 24)] == [3, 1, 1]
+    assert [piece.size for piece in cut_part(one, 0)] == [1] * 5
+    assert cut_part(one, 5) == [one]
     ids = part("embeddings", {"input": [[1, 2], [3, 4], [5]]})
-    assert [(piece.size, piece.tokens) for piece in cut(ids, 9, 4)] == [(2, 4), (1, 1)]
+    assert [(piece.size, piece.tokens) for piece in cut_part(ids, 9, 4)] == [(2, 4), (1, 1)]
     lone = part("embeddings", {"input": "x" * 400})
-    assert cut(lone, 1, 5) == [lone]
+    assert cut_part(lone, 1, 5) == [lone]
 
 
 def test_pairs_of_a_score_are_merged_though_their_texts_differ() -> None:
     one, other = (part("score", {"model": "m", "text_1": [f"q{at}"], "text_2": [f"d{at}"]}) for at in (1, 2))
-    assert merge([one, other]) == b'{"model":"m","text_2":["d1","d2"],"text_1":["q1","q2"]}'
+    assert merge_parts([one, other]) == b'{"model":"m","text_2":["d1","d2"],"text_1":["q1","q2"]}'
     same = part("score", {"model": "m", "text_1": "q", "text_2": ["d"]})
-    assert part("score", {"model": "m", "text_2": ["d"]}).key not in (one.key, same.key)
-    assert same.key not in (one.key, part("score", {"model": "m", "text_1": "r", "text_2": ["d"]}).key)
+    assert part("score", {"model": "m", "text_2": ["d"]}).merge_key not in (one.merge_key, same.merge_key)
+    assert same.merge_key not in (
+        one.merge_key,
+        part("score", {"model": "m", "text_1": "r", "text_2": ["d"]}).merge_key,
+    )
     for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
         assert part("score", dict(zip(names, (["a", "b"], ["c", "d"]), strict=True))).size == 2
 
 
 def test_a_lone_text_to_classify_is_answered_without_a_list() -> None:
     parts = [part("predict", {"inputs": value}) for value in ("a", ["b", "c"], [["d"]])]
-    assert merge(parts) == b'{"inputs":[["a"],["b", "c"],["d"]]}'
+    assert merge_parts(parts) == b'{"inputs":[["a"],["b", "c"],["d"]]}'
     assert answers(parts, b"[[1],[2],[3]]") == [b"[1]", b"[2]", b"[[3]]"]
 
 
@@ -386,7 +402,7 @@ def test_a_lone_text_to_classify_is_answered_without_a_list() -> None:
     ],
 )
 def test_paths_have_the_shapes_that_servers_give_them(path: str, name: str | None) -> None:
-    found = shape_at(path)
+    found = find_shape(path)
     assert (found and found.name) == name
 
 

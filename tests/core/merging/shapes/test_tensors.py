@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.merging.shapes import SHAPES, Unfit, cut, join, merge, read, split
+from dispatcher.core.merging.shapes import (
+    SHAPES,
+    Unfit,
+    cut_part,
+    join_answers,
+    merge_parts,
+    parse_part,
+    split_answer,
+)
 from tests.listcalls import model, part, text_of
 
 
@@ -18,7 +26,7 @@ def body(size: int = 1, data: Any = None, **more: Any) -> dict[str, Any]:
 
 
 def why(asked: Any) -> str:
-    found = read(SHAPES["kserve"], asked if isinstance(asked, bytes) else text_of(asked))
+    found = parse_part(SHAPES["kserve"], asked if isinstance(asked, bytes) else text_of(asked))
     assert isinstance(found, Unfit), found
     return found.why
 
@@ -68,7 +76,7 @@ def test_parameters_that_are_off_are_no_obstacle() -> None:
 
 def test_rows_go_behind_each_other_and_the_shape_counts_them() -> None:
     parts = [part("kserve", body(size, id=str(size), outputs=[{"name": "y"}])) for size in (1, 2)]
-    assert merge(parts) == (
+    assert merge_parts(parts) == (
         b'{"outputs":[{"name":"y"}],'
         b'"inputs":[{"datatype":"FP32","name":"x","shape":[3,2],"data":[0, 1,0, 1, 2, 3]}]}'
     )
@@ -78,7 +86,7 @@ def test_each_answer_has_the_id_of_its_request() -> None:
     parts = [part("kserve", body(size, **({"id": "a"} if size == 1 else {}))) for size in (1, 2)]
     output = {"name": "y", "shape": [3, 1], "datatype": "FP32", "data": [1.0, 2.50, 3]}
     answer = {"model_name": "m", "id": "of the call", "outputs": [output]}
-    found = split(parts, text_of(answer).replace(b"2.5", b"2.50"))
+    found = split_answer(parts, text_of(answer).replace(b"2.5", b"2.50"))
     assert found == [
         b'{"model_name":"m","id":"a","outputs":[{"name":"y","shape":[1,1],"datatype":"FP32","data":[1.0]}]}',
         (
@@ -102,24 +110,26 @@ def test_each_answer_has_the_id_of_its_request() -> None:
     ],
 )
 def test_what_differs_beside_the_rows_is_never_merged(one: Any, other: Any) -> None:
-    assert part("kserve", one).key != part("kserve", other).key
+    assert part("kserve", one).merge_key != part("kserve", other).merge_key
 
 
 def test_ids_are_no_difference() -> None:
     assert (
-        part("kserve", body(id="a")).key == part("kserve", body(3, id="b")).key == part("kserve", body()).key
+        part("kserve", body(id="a")).merge_key
+        == part("kserve", body(3, id="b")).merge_key
+        == part("kserve", body()).merge_key
     )
 
 
 def test_a_piece_has_the_id_of_its_whole() -> None:
     one = part("kserve", body(3, id="a"))
-    pieces = cut(one, 2)
+    pieces = cut_part(one, 2)
     assert [piece.size for piece in pieces] == [2, 1]
-    assert merge(pieces[1:]) == (
+    assert merge_parts(pieces[1:]) == (
         b'{"id":"a","inputs":[{"datatype":"FP32","name":"x","shape":[1,2],"data":[ 4, 5]}]}'
     )
-    bodies = [model("kserve", merge([piece])) for piece in pieces]
-    joined = join(one, pieces, bodies)
+    bodies = [model("kserve", merge_parts([piece])) for piece in pieces]
+    joined = join_answers(one, pieces, bodies)
     assert isinstance(joined, bytes)
     assert json.loads(joined) == json.loads(model("kserve", one.payload))
 
@@ -142,7 +152,7 @@ GOOD = {"name": "y", "shape": [3, 1], "datatype": "FP32", "data": [1, 2, 3]}
 )
 def test_outputs_that_fit_not_are_not_split(outputs: Any, reason: str) -> None:
     parts = [part("kserve", body(size)) for size in (1, 2)]
-    found = split(parts, text_of({"outputs": outputs}))
+    found = split_answer(parts, text_of({"outputs": outputs}))
     assert isinstance(found, Unfit)
     assert reason in found.why
 
@@ -153,15 +163,17 @@ def test_answers_with_different_outputs_are_not_joined() -> None:
         text_of({"outputs": [{**GOOD, "shape": [1, 1], "data": [1], **each}]})
         for each in ({}, {"name": "z"}, {"datatype": "INT8"}, {"shape": [1]}, {"data": [[1]]})
     ]
-    assert isinstance(join(one, cut(one, 1), [bodies[0], bodies[0]]), bytes)
-    assert all(isinstance(join(one, cut(one, 1), [bodies[0], other]), Unfit) for other in bodies[1:])
+    assert isinstance(join_answers(one, cut_part(one, 1), [bodies[0], bodies[0]]), bytes)
+    assert all(
+        isinstance(join_answers(one, cut_part(one, 1), [bodies[0], other]), Unfit) for other in bodies[1:]
+    )
 
 
 def test_commas_and_brackets_in_texts_part_nothing() -> None:
     data = ['a,"b', "]", "[", "{c,d}"]
     tensor = {"name": "x", "shape": [2, 2], "datatype": "BYTES", "data": data}
     one = part("kserve", {"inputs": [tensor]})
-    pieces = cut(one, 1)
-    rows = [json.loads(merge([piece]))["inputs"][0] for piece in pieces]
+    pieces = cut_part(one, 1)
+    rows = [json.loads(merge_parts([piece]))["inputs"][0] for piece in pieces]
     assert [row["data"] for row in rows] == [data[:2], data[2:]]
     assert [row["shape"] for row in rows] == [[1, 2], [1, 2]]
