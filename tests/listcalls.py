@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from dispatcher.core.merging.shapes import SHAPES, Part, Shape, parse_part
-from dispatcher.lab.standin.listmodels import parse_call as asked
+from dispatcher.lab.standin.list_models import parse_call as asked
 
 PATHS = {
     "embeddings": "/v1/embeddings",

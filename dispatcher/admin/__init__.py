@@ -2,4 +2,4 @@
 
 from dispatcher.admin.server import AdminLimits, AdminServer, AdminViews
 
-__all__ = ["AdminServer", "AdminLimits", "AdminViews"]
+__all__ = ["AdminLimits", "AdminServer", "AdminViews"]

@@ -12,8 +12,8 @@ from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.limit.realtime_impact import RealtimeImpact
 from dispatcher.core.limit.reserve_check import explain_small_reserve
 from dispatcher.core.models.rollover import ModelFamily
-from dispatcher.dispatch.merging.merging import RequestMerger
-from dispatcher.dispatch.models.model_requests import ModelRouter
+from dispatcher.dispatch.merging.merger import RequestMerger
+from dispatcher.dispatch.models.model_router import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView
 from dispatcher.dispatch.sequences.turns import TurnChecker
 from dispatcher.ports import ModelRegistryState, QueueCounts

@@ -12,7 +12,7 @@ from dispatcher.check.finding import Finding, Findings, Probe, make_known_probe
 from dispatcher.settings import SecretUrl, Settings
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.survey import ServerFacts, ServerReport
+    from dispatcher.queue.redis.server_report import ServerFacts, ServerReport
 
 
 def list_queue_addresses(settings: Settings) -> set[Address]:
@@ -61,7 +61,7 @@ def _build_survey_probe(where: str, url: str, settings: Settings) -> Probe:
     from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.keys import QueueNameError, QueueNames
     from dispatcher.queue.redis.connect import QueueUrlError
-    from dispatcher.queue.redis.survey import inspect_server
+    from dispatcher.queue.redis.server_report import inspect_server
 
     queue = settings.queue
 
@@ -92,7 +92,7 @@ def _report_survey(where: str, name: str, surveyed_queue: ServerReport) -> Itera
 
 
 def _find_server_problems(where: str, server: ServerFacts) -> Iterator[Finding]:
-    from dispatcher.queue.redis.survey import MIN_VERSIONS
+    from dispatcher.queue.redis.server_report import MIN_VERSIONS
 
     if server.is_too_old:
         least = ".".join(map(str, MIN_VERSIONS[server.name]))

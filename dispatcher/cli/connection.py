@@ -324,7 +324,7 @@ def run_with_admin(target: QueueTarget, action: Callable[[RedisQueueAdmin], Awai
 async def suggest_other_queues(admin: RedisQueueAdmin) -> None:
     """Print which other queues exist if the default queue does not exist."""
     from dispatcher.ports import QueueUnavailableError
-    from dispatcher.queue.redis.survey import MAX_SCANNED_KEYS, find_other_queues
+    from dispatcher.queue.redis.server_report import MAX_SCANNED_KEYS, find_other_queues
 
     try:
         survey = await find_other_queues(admin)

@@ -132,7 +132,7 @@ async def copy_requests(
         for state in _STATES:
             async for page in iterate_pages(
                 lambda after: source.list_requests(state, _PAGE_SIZE, after, full_members=True)
-            ):  # noqa: B023
+            ):
                 added += await destination.restore_requests(target.names.queue, page.requests)
                 before = counts.total()
                 counts[state] += len(page.requests)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dispatcher.core.duration import parse_duration
-from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import (
     BUNDLED,
     Recording,
@@ -55,11 +55,14 @@ def choose_traffic(
         if source.trace is not None or source.prometheus:
             raise TraceError("--steps stands in place of a trace: give one of them")
         return _start_at(
-            ChosenTraffic(shapes.make_step_trace(shapes.parse_steps(steps), slots=slots, seed=seed)), begin_s
+            ChosenTraffic(
+                made_up_traffic.make_step_trace(made_up_traffic.parse_steps(steps), slots=slots, seed=seed)
+            ),
+            begin_s,
         )
     if source.trace is not None and source.prometheus:
         raise TraceError("--trace and --prometheus: give one of them")
-    made_up = shapes.TRACE_MAKERS.get(str(source.trace))
+    made_up = made_up_traffic.TRACE_MAKERS.get(str(source.trace))
     if made_up is not None:
         return _start_at(ChosenTraffic(made_up(seed)), begin_s)
     recording = _fetch_recording(source) if source.prometheus else read_recording(source.trace or BUNDLED)
@@ -83,7 +86,7 @@ def choose_traffic(
 
 
 def _start_at(chosen: ChosenTraffic, begin_s: float) -> ChosenTraffic:
-    return replace(chosen, traffic=shapes.cut_start(chosen.traffic, begin_s)) if begin_s else chosen
+    return replace(chosen, traffic=made_up_traffic.cut_start(chosen.traffic, begin_s)) if begin_s else chosen
 
 
 def _fetch_recording(source: RecordingSource) -> Recording:

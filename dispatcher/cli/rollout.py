@@ -67,7 +67,7 @@ def label(
     elif version is not None:
         print_lines(f"{family}: {name} is {version}")
     elif has_changed:
-        say(f"{family}: {name} is what the settings print_lines")
+        print_lines(f"{family}: {name} is what the settings print_lines")
     else:
         print_error(f"{family}: no verb has set the label {name}", fg=None)
     if not has_changed:

@@ -32,7 +32,7 @@ from dispatcher.lab.simulation.sweep import (
     parse_target,
 )
 from dispatcher.lab.simulation.world import BatchProfile
-from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.model import BATCH_SPREAD, BATCH_TOKENS
 from dispatcher.lab.standin.trace import TraceError
 
@@ -302,7 +302,9 @@ def simulate(
         chosen = realtime_traffic.choose_traffic(
             where, steps, slots=slots, seed=seed, is_whole=whole or seconds is not None, begin_s=begin
         )
-        played = shapes.add_echoes(shapes.overlay_copies(chosen.traffic, copies), echoes, seed=seed)
+        played = made_up_traffic.add_echoes(
+            made_up_traffic.overlay_copies(chosen.traffic, copies), echoes, seed=seed
+        )
     except TraceError as error:
         raise exit_error(str(error), 2) from error
     played_s = _choose_length(seconds, played.seconds)

@@ -31,9 +31,9 @@ from dispatcher.dispatch.in_flight import Attempt, InFlightLease, InFlightTable
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.maintenance import Maintenance
 from dispatcher.dispatch.merging.merged_calls import FollowUp
-from dispatcher.dispatch.merging.merging import RequestMerger
-from dispatcher.dispatch.models.model_requests import ModelRouter
-from dispatcher.dispatch.models.warming import WarmUpRunner
+from dispatcher.dispatch.merging.merger import RequestMerger
+from dispatcher.dispatch.models.model_router import ModelRouter
+from dispatcher.dispatch.models.warm_up import WarmUpRunner
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.queue_access import QueueAccess, loop_time
 from dispatcher.dispatch.sequences.turns import TurnChecker

@@ -9,7 +9,7 @@ from dispatcher.core.gateway.recent_attempts import RecentAttempts
 from dispatcher.core.health import Assessment, Health, HealthFacts, HealthRecord
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.dispatch.in_flight import InFlightTable
-from dispatcher.dispatch.models.model_requests import ModelRouter
+from dispatcher.dispatch.models.model_router import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView, loop_time
 from dispatcher.telemetry.events import Event, emit
 

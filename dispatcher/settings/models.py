@@ -20,7 +20,7 @@ from pydantic import (
 
 from dispatcher.core.models.version_policy import VersionPolicy
 from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
-from dispatcher.settings.expression import pattern_fault
+from dispatcher.settings.pattern_check import pattern_fault
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, ValueNotation, setting_error
 from dispatcher.settings.yaml_source import suggest_nearest

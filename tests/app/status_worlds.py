@@ -6,7 +6,7 @@ from dispatcher.app.status_builder import build_status
 from dispatcher.core.gateway.recent_attempts import RecentAttempts
 from dispatcher.core.health import HealthRecord
 from dispatcher.core.limit.limiter import Limiter
-from dispatcher.dispatch.models.model_requests import ModelRouter
+from dispatcher.dispatch.models.model_router import ModelRouter
 from dispatcher.dispatch.queue_access import QueueView
 from dispatcher.settings import Settings
 from dispatcher.signals.kubernetes.capacity import Endpoints

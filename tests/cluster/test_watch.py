@@ -11,8 +11,8 @@ import pytest
 
 from dispatcher.signals.kubernetes.api import Api
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
-from dispatcher.signals.kubernetes.digests import parse_pod, parse_rewrite
 from dispatcher.signals.kubernetes.mirror import SILENCE_S, Mirror, Resource
+from dispatcher.signals.kubernetes.objects import parse_pod, parse_rewrite
 from tests.cluster.control_plane import ControlPlane, Object
 from tests.support import wait_until
 

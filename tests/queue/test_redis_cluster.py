@@ -33,7 +33,7 @@ from dispatcher.ports import (
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from dispatcher.queue.redis.survey import inspect_server
+from dispatcher.queue.redis.server_report import inspect_server
 from dispatcher.telemetry.metrics import Metrics
 from tests.client.answering import Answering
 from tests.queue.known import assert_drained

@@ -32,9 +32,9 @@ from dispatcher.ports import (
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.permissions import list_required_permissions
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
-from dispatcher.queue.redis.rights import list_required_permissions
-from dispatcher.queue.redis.survey import inspect_server
+from dispatcher.queue.redis.server_report import inspect_server
 from dispatcher.telemetry.events import Event, divert_events
 from tests.batchfiles import line
 from tests.paths import ROOT

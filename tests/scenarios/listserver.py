@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dispatcher.lab.standin.listmodels import parse_call
+from dispatcher.lab.standin.list_models import parse_call
 from tests.support import running
 
 DIMS = 8

@@ -19,7 +19,7 @@ from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.metrics import Detector
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.world import BatchProfile
-from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
 from tests.scenarios.processes import Stage
 from tests.support import wait_until_sync
@@ -42,7 +42,7 @@ def simulated(setting: dict[str, Any]) -> tuple[float, float]:
     rates, waits = [], []
     for seed in SEEDS:
         earlier_s = seed / len(SEEDS) * setting.get("scrape_s", 1.0)
-        trace = shapes.cut_start(load_trace(BUNDLED, slots=SLOTS), FROM_S - earlier_s)
+        trace = made_up_traffic.cut_start(load_trace(BUNDLED, slots=SLOTS), FROM_S - earlier_s)
         warm_s = WARM_S + earlier_s
         first, whole = (
             run_scenario(

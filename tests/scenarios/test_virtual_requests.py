@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dispatcher.core.gateway.outcome import Failed, Outcome, Overloaded, RetryPolicy
 from dispatcher.core.limit.budget import Policy, Reason
 from dispatcher.core.requests.request import Request
-from dispatcher.lab.simulation.fleet import Replica
+from dispatcher.lab.simulation.dispatcher_policy import Replica
 from dispatcher.telemetry.events import Event
 from tests.scenarios.virtual_stage import TOKEN, Metrics, Stage, Try, perform, scenario
 

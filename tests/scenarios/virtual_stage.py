@@ -26,7 +26,7 @@ from dispatcher.core.requests.units import compute_units
 from dispatcher.dispatch import Journal, Options
 from dispatcher.lab.memory_queue import MemoryStore
 from dispatcher.lab.simulation import virtual_loop
-from dispatcher.lab.simulation.fleet import EPOCH, Replica
+from dispatcher.lab.simulation.dispatcher_policy import EPOCH, Replica
 from dispatcher.lab.simulation.metrics import Exporter, Signals
 from dispatcher.lab.simulation.transport import SimulatedGateway, SimulatedTransport
 from dispatcher.lab.simulation.world import Job, World

@@ -435,9 +435,7 @@ class ApiServer:
             self._marks.add(marks)
         try:
             if seen < self._oldest:
-                expired = _status_object(
-                    410, "Expired", f"too old resource version: {seen} ({self._oldest})"
-                )
+                expired = _status_object(410, "Expired", f"too old resource version: {seen} ({self._oldest})")
                 await _send(stream, "ERROR", expired)
                 return stream
             if self.faults.deaf:

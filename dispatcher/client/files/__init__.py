@@ -16,7 +16,7 @@ missing lines.
 from __future__ import annotations
 
 from dispatcher.client.files.database import JournalError
-from dispatcher.client.files.intake import BadInputError, InputError
+from dispatcher.client.files.input_check import BadInputError, InputError
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.progress import FileProgress, progress_facts, progress_line, summarize_run
 from dispatcher.client.files.run import run_file
@@ -34,7 +34,7 @@ __all__ = [
     "SinkError",
     "TemplateError",
     "progress_facts",
+    "progress_line",
     "run_file",
     "summarize_run",
-    "progress_line",
 ]

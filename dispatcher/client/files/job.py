@@ -13,7 +13,14 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
-from dispatcher.client.files.intake import InputError, InputFile, InputFindings, check_input, spool_stream
+from dispatcher.client.files.input_check import (
+    InputError,
+    InputFile,
+    InputFindings,
+    check_input,
+    spool_stream,
+)
+from dispatcher.client.files.job_names import JobNames
 from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, SendLine
 from dispatcher.client.files.lines import (
     EXPIRED_CODE,
@@ -22,7 +29,6 @@ from dispatcher.client.files.lines import (
     build_answer_line,
     build_error_line,
 )
-from dispatcher.client.files.naming import JobNames
 from dispatcher.client.files.options import (
     FileOptions,
     FilePaths,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from dispatcher.client.files.database import JournalError
-from dispatcher.client.files.intake import InputError, LineReader
+from dispatcher.client.files.input_check import InputError, LineReader
 from dispatcher.client.files.journal import FaultyLine
 from dispatcher.client.files.lines import LineRules
 from dispatcher.client.files.template import Template

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from dispatcher.client.errors import QueueUnreachableError
 from dispatcher.client.files.job import PAGE_LINES, FileJob
 from dispatcher.client.files.journal import Chunk
+from dispatcher.client.files.line_queue import LineQueue
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
-from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
 from dispatcher.client.item import seconds_until
 from dispatcher.core.requests.result import PoppedResult

@@ -33,20 +33,20 @@ class Entry:
     """One accepted request, until its result."""
 
     __slots__ = (
-        "failed_attempts",
-        "missing_model",
         "cancel_key",
         "deaths",
         "deliveries",
+        "failed_attempts",
         "id",
-        "waits_for_turn",
         "last_attempt",
-        "member",
-        "move_count",
         "location",
+        "member",
+        "missing_model",
+        "move_count",
         "refusals",
         "score",
         "units",
+        "waits_for_turn",
     )
 
     def __init__(self, member: bytes, score: float) -> None:

@@ -17,7 +17,7 @@ from math import inf
 from dispatcher.core.limit.budget import Reason, round_down
 from dispatcher.core.limit.utilization import UtilizationMeter
 from dispatcher.lab.simulation import policies, virtual_loop
-from dispatcher.lab.simulation.fleet import DispatcherPolicy
+from dispatcher.lab.simulation.dispatcher_policy import DispatcherPolicy
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.transport import JobEnd, SimulatedTransport
 from dispatcher.lab.simulation.world import Job, PoolState, World, make_realtime_jobs

@@ -40,7 +40,7 @@ def encode_chunk(data: bytes) -> bytes:
 class Exchange:
     """One HTTP exchange: a request and the methods to answer it."""
 
-    __slots__ = ("_connection", "body", "headers", "method", "on_disconnect", "is_open", "target")
+    __slots__ = ("_connection", "body", "headers", "is_open", "method", "on_disconnect", "target")
 
     def __init__(self, connection: _Connection, method: str, target: str, headers: Mapping[str, str]) -> None:
         self._connection = connection

@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from dispatcher.lab.standin.http import Exchange, Server
-from dispatcher.lab.standin.listmodels import BadCallError, ListCall, parse_call
+from dispatcher.lab.standin.list_models import BadCallError, ListCall, parse_call
 
 
 class ListConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -32,16 +32,16 @@ from msgspec import Meta
 
 from dispatcher.lab.standin.gateway import Fault, Gateway, LogEntry
 from dispatcher.lab.standin.http import Exchange, Server
+from dispatcher.lab.standin.made_up_traffic import parse_steps
+from dispatcher.lab.standin.model_server_page import Engine
 from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
 from dispatcher.lab.standin.prefixes import PrefixServers
 from dispatcher.lab.standin.replies import Answer
-from dispatcher.lab.standin.serverports import ServerPorts
+from dispatcher.lab.standin.server_ports import ServerPorts
 from dispatcher.lab.standin.serving import Adapter, ModelServers, Roll, parse_models
-from dispatcher.lab.standin.shapes import parse_steps
 from dispatcher.lab.standin.trace import TraceError, load_trace
 from dispatcher.lab.standin.traffic import RealtimeTraffic
-from dispatcher.lab.standin.vllm import Engine
 
 __all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "Roll", "main"]
 

@@ -54,8 +54,8 @@ class Job:
 
     __slots__ = (
         "arrived_at",
-        "is_batch",
         "finished_at",
+        "is_batch",
         "on_finish",
         "seconds",
         "started_at",

@@ -11,7 +11,7 @@ import msgspec
 
 from dispatcher.core.requests.headers import DROP_REASON, SESSION_TOKEN
 from dispatcher.lab.standin.http import Exchange, encode_chunk
-from dispatcher.lab.standin.listmodels import BadCallError, parse_call
+from dispatcher.lab.standin.list_models import BadCallError, parse_call
 
 _DIMS = 8
 """Length of a vector."""

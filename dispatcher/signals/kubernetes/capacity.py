@@ -21,7 +21,8 @@ from dispatcher.settings import EppSettings, PoolSettings
 from dispatcher.signals.kubernetes import api as kubernetes_api
 from dispatcher.signals.kubernetes.api import Api, ApiError, ClusterProblem
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
-from dispatcher.signals.kubernetes.digests import (
+from dispatcher.signals.kubernetes.mirror import HOLD_S, Mirror, Resource, format_role_rule
+from dispatcher.signals.kubernetes.objects import (
     InferencePool,
     list_endpoint_addresses,
     parse_old_pool,
@@ -30,7 +31,6 @@ from dispatcher.signals.kubernetes.digests import (
     parse_slice,
     select_picker_addresses,
 )
-from dispatcher.signals.kubernetes.mirror import HOLD_S, Mirror, Resource, format_role_rule
 from dispatcher.telemetry.events import Event, divert_events, emit
 
 _GROUP = "inference.networking.k8s.io"

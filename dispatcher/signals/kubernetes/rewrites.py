@@ -17,8 +17,8 @@ from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
 from dispatcher.settings import PoolSettings
 from dispatcher.signals.kubernetes.api import Api, ClusterProblem
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
-from dispatcher.signals.kubernetes.digests import ModelRewrite, parse_rewrite
 from dispatcher.signals.kubernetes.mirror import Mirror, Resource
+from dispatcher.signals.kubernetes.objects import ModelRewrite, parse_rewrite
 from dispatcher.telemetry.events import Event, emit
 
 GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")

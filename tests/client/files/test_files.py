@@ -31,7 +31,7 @@ from dispatcher.client.files import (
     run_file,
 )
 from dispatcher.client.files.job import FileJob
-from dispatcher.client.files.outbound import LineQueue
+from dispatcher.client.files.line_queue import LineQueue
 from dispatcher.client.files.run import FileRun
 from dispatcher.core.requests.request import Request, parse_member
 from dispatcher.core.requests.result import ErrorCode, encode_failure

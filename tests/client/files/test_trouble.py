@@ -21,7 +21,7 @@ from dispatcher.client import BatchError
 from dispatcher.client.files import FileOptions, FilePaths, InputError, JournalError, SinkError
 from dispatcher.client.files import run as running
 from dispatcher.client.files.job import FileJob
-from dispatcher.client.files.outbound import LineQueue
+from dispatcher.client.files.line_queue import LineQueue
 from dispatcher.client.files.run import FileRun
 from dispatcher.ports import Submission
 from dispatcher.queue.redis import producer

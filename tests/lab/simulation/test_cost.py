@@ -7,7 +7,7 @@ import pstats
 
 from dispatcher.lab.simulation.experiment import PolicyName, run_scenario
 from dispatcher.lab.simulation.scenario import TIME_STEP_S, Scenario
-from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
 CALLS_MOST = 646
@@ -21,7 +21,7 @@ GRAINED_MOST = 209
 
 
 def calls_per_request(step_s: float, grain: int = 1) -> float:
-    traffic = shapes.overlay_copies(load_trace(BUNDLED, slots=400), 8)
+    traffic = made_up_traffic.overlay_copies(load_trace(BUNDLED, slots=400), 8)
     profile = cProfile.Profile()
     with profile:
         run = run_scenario(

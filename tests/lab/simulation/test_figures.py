@@ -20,7 +20,7 @@ from dispatcher.lab.simulation.metrics import Detector, Signals
 from dispatcher.lab.simulation.report import Comparison, Row, compare_policies
 from dispatcher.lab.simulation.scenario import Order, Scenario
 from dispatcher.lab.simulation.world import BatchProfile
-from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, RealtimeRequest, Trace, load_trace
 
 AGES = [(1.0, 0.05), (5.0, 1.0), (15.0, 5.0)]
@@ -107,7 +107,9 @@ def test_late_averages_cost_nothing_where_the_picker_shows_what_it_sent(
 def wait(**setting: Any) -> float:
     """Of realtime, mean; without batch work nobody waits in this trace."""
     run = run_scenario(
-        Scenario(**{"seconds": 150.0} | setting), shapes.cut_start(trace(), 500.0), PolicyName.DISPATCHER
+        Scenario(**{"seconds": 150.0} | setting),
+        made_up_traffic.cut_start(trace(), 500.0),
+        PolicyName.DISPATCHER,
     )
     return statistics.fmean(run.waits)
 
@@ -232,7 +234,7 @@ def test_bursts_of_realtime_that_overflow_the_queue_teach_nothing(
 ) -> None:
     """The pool has what it is configured for: a refusal in a burst is no reason to hold back after it."""
     setting = Scenario(scrape_s=age[0], lag_s=age[1], queue_limit=8, detector=Detector.CONCURRENCY)
-    row = compare_policies(setting, shapes.make_burst_trace(seed), [PolicyName.DISPATCHER]).rows[0]
+    row = compare_policies(setting, made_up_traffic.make_burst_trace(seed), [PolicyName.DISPATCHER]).rows[0]
     assert row.realtime_refused > 100, "the world must refuse for this to show anything"
     assert row.utilization is not None
     assert row.utilization >= harvest

@@ -12,7 +12,7 @@ from dispatcher.lab.simulation.experiment import PolicyName, Run, run_scenario
 from dispatcher.lab.simulation.report import percentile
 from dispatcher.lab.simulation.scenario import TIME_STEP_S, Scenario
 from dispatcher.lab.simulation.world import Arrival, BatchProfile, Job, World
-from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.model import compute_slowdown
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
@@ -21,7 +21,7 @@ SECONDS = 900.0
 
 @cache
 def run(name: PolicyName, slots: int, copies: int, step_s: float, grain: int = 1, pods: int = 1) -> Run:
-    traffic = shapes.overlay_copies(load_trace(BUNDLED, slots=slots), copies)
+    traffic = made_up_traffic.overlay_copies(load_trace(BUNDLED, slots=slots), copies)
     setting = Scenario(slots=slots, seconds=SECONDS, time_step_s=step_s, requests_per_job=grain, pods=pods)
     return run_scenario(setting, traffic, name)
 

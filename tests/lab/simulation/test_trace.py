@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.lab.simulation.world import World, make_realtime_jobs
-from dispatcher.lab.standin import shapes
+from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.model import compute_work_s
 from dispatcher.lab.standin.trace import (
     BUNDLED,
@@ -148,17 +148,17 @@ def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_copies_even_bursts_out_and_echoes_do_not() -> None:
-    one = shapes.make_burst_trace(0)
+    one = made_up_traffic.make_burst_trace(0)
     worst = {
         name: _worst(trace)
         for name, trace in (
             ("one", one),
-            ("copies", shapes.overlay_copies(one, 4)),
-            ("echoes", shapes.add_echoes(one, 4)),
+            ("copies", made_up_traffic.overlay_copies(one, 4)),
+            ("echoes", made_up_traffic.add_echoes(one, 4)),
         )
     }
     assert worst["one"] < worst["copies"] < 0.75 * worst["echoes"]
-    for many in (shapes.overlay_copies(one, 4), shapes.add_echoes(one, 4)):
+    for many in (made_up_traffic.overlay_copies(one, 4), made_up_traffic.add_echoes(one, 4)):
         assert len(many.arrivals) == 4 * len(one.arrivals)
         assert [a.arrives_at for a in many.arrivals] == sorted(a.arrives_at for a in many.arrivals)
 
@@ -169,17 +169,17 @@ def _worst(trace: Trace) -> int:
 
 
 def test_steps_hold_each_level_from_its_time_on() -> None:
-    trace = shapes.make_step_trace([(0.0, 0), (10.0, 40), (30.0, 20)], slots=64)
+    trace = made_up_traffic.make_step_trace([(0.0, 0), (10.0, 40), (30.0, 20)], slots=64)
     # Those that start at one moment find a pool that fills: the first of them run a little faster.
     assert running_at(trace, 64, [5.0, 11.0, 29.0, 31.0, 100.0]) == pytest.approx([0, 40, 40, 20, 20], abs=4)
 
 
 def test_trace_that_begins_later_is_the_rest_of_it() -> None:
-    rest = shapes.cut_start(load_trace(BUNDLED, slots=64), 600.0)
+    rest = made_up_traffic.cut_start(load_trace(BUNDLED, slots=64), 600.0)
     assert rest.seconds == pytest.approx(300, abs=1)
     assert 0 <= rest.arrivals[0].arrives_at < 5
     with pytest.raises(TraceError, match="nothing from"):
-        shapes.cut_start(rest, 300.0)
+        made_up_traffic.cut_start(rest, 300.0)
 
 
 GRAFANA = """\

@@ -14,7 +14,7 @@ import pytest
 from dispatcher.settings import Settings, parse_settings
 from dispatcher.signals.kubernetes.capacity import Endpoints
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER
-from dispatcher.signals.kubernetes.digests import ModelRewrite, RewriteRule, parse_rewrite
+from dispatcher.signals.kubernetes.objects import ModelRewrite, RewriteRule, parse_rewrite
 from dispatcher.signals.kubernetes.rewrites import ModelAliases, RewriteWatch, merge_rewrites
 from dispatcher.signals.models.watch import ModelWatch
 from dispatcher.telemetry.events import Event, divert_events

@@ -26,13 +26,13 @@ __all__ = [
     "Unfit",
     "cut_part",
     "find_difference",
+    "find_shape",
     "join_answers",
     "merge_parts",
-    "parse_part",
-    "find_shape",
-    "split_answer",
     "parse_item_cap",
+    "parse_part",
     "parse_token_cap",
+    "split_answer",
 ]
 
 _BODY_ERRORS = (NotUnderstoodError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dispatcher.core.models.rollover import ModelFamily
     from dispatcher.core.models.warmup import WarmupCall
     from dispatcher.dispatch.in_flight import InFlightTable
-    from dispatcher.dispatch.models.versions import VersionRouter
+    from dispatcher.dispatch.models.version_router import VersionRouter
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.queue_access import QueueAccess
     from dispatcher.ports import AttemptResult, ClaimResult, Gateway, ModelServers

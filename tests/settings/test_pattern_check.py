@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.settings.expression import MAX_PATTERN_CHARS, pattern_fault
+from dispatcher.settings.pattern_check import MAX_PATTERN_CHARS, pattern_fault
 
 USUAL = [
     r"qwen-v(?P<version>\d+)",

@@ -11,8 +11,8 @@ from typing import Any
 from dispatcher.ports import QueueCounts, QueueUnavailableError
 from dispatcher.queue.keys import QueueNames, parse_queue_name
 from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.permissions import find_missing_permissions
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
-from dispatcher.queue.redis.rights import find_missing_permissions
 from dispatcher.queue.redis.scripts import ScriptRunner
 
 MIN_VERSIONS = {"Redis": (6, 2), "Valkey": (8, 0)}

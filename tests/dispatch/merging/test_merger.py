@@ -21,7 +21,7 @@ from dispatcher.core.requests.request import encode_member
 from dispatcher.core.requests.result import ErrorCode, PoppedResult, decode_result
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.in_flight import InFlightLease
-from dispatcher.dispatch.merging.merging import RequestMerger
+from dispatcher.dispatch.merging.merger import RequestMerger
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
 from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
 from dispatcher.ports import Submission

@@ -32,7 +32,7 @@ from dispatcher.core.models.availability import (
 from dispatcher.core.models.names import parse_model, quote_model, says_no_model
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.dispatch import completions
-from dispatcher.dispatch.models.versions import VersionRouter
+from dispatcher.dispatch.models.version_router import VersionRouter
 from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.telemetry.events import Event, emit
 

@@ -28,7 +28,7 @@ from dispatcher.core.models.versions import FamilyTerms
 from dispatcher.core.models.warmup import WarmupRequest
 from dispatcher.core.requests.request import Request
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.dispatch.models.warming import (
+from dispatcher.dispatch.models.warm_up import (
     CHECK_INTERVAL_S,
     ERROR_RETRY_S,
     MAX_PARALLEL_WARM_UPS,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from dispatcher.client.files.naming import JobNames
+from dispatcher.client.files.job_names import JobNames
 from dispatcher.client.outage import Outage
 from dispatcher.core.requests.result import PoppedResult, decode_result
 from dispatcher.core.requests.submission import QueueUnavailableError, Submission

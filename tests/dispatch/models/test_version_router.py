@@ -21,7 +21,12 @@ from dispatcher.core.models.versions import FamilyTerms, PinScope, Transition
 from dispatcher.core.requests.request import Request
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Options
-from dispatcher.dispatch.models.versions import MAX_LOGGED_CHANGES, PIN_CACHE_S, VersionRouter, build_pin_key
+from dispatcher.dispatch.models.version_router import (
+    MAX_LOGGED_CHANGES,
+    PIN_CACHE_S,
+    VersionRouter,
+    build_pin_key,
+)
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.ports import AttemptResult, ModelRegistryState, Permit, QueueUnavailableError, Release
 from dispatcher.settings import Settings

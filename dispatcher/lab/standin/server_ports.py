@@ -21,11 +21,11 @@ from typing import Any
 
 from dispatcher.lab.standin.gateway import Gateway
 from dispatcher.lab.standin.http import Exchange, Server
+from dispatcher.lab.standin.model_server_page import Engine
+from dispatcher.lab.standin.model_server_page import render_page as server_page
 from dispatcher.lab.standin.picker import Picker
 from dispatcher.lab.standin.pool import Pool
 from dispatcher.lab.standin.serving import ModelServers
-from dispatcher.lab.standin.vllm import Engine
-from dispatcher.lab.standin.vllm import render_page as server_page
 
 
 class ServerPorts:

@@ -14,7 +14,7 @@ from dispatcher.core.models.availability import DENIAL_S, ModelState, ModelTerms
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.core.sequences.turns import Turn
 from dispatcher.dispatch import Options
-from dispatcher.dispatch.models.model_requests import (
+from dispatcher.dispatch.models.model_router import (
     CHECK_INTERVAL_S,
     OTHER_SERVER_RETRY_S,
     UNWATCHED_INTERVAL_S,
