@@ -10,6 +10,7 @@ PYTEST := $(BIN)/pytest
 UNIT := tests/core tests/dispatch tests/settings tests/batched
 # What is compiled is kept: without, every process of the tests compiles all of it anew.
 unexport PYTHONDONTWRITEBYTECODE
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo simulate test unit coverage check format generate docs picture worlds tools image bench chaos \

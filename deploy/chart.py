@@ -278,9 +278,10 @@ helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set 
 helm test qwen-batch --logs
 ```
 
-One release per pool; any number of them in a namespace. [The install guide](../../../docs/how-to/install.md) leads
-through it. Version {version}; Kubernetes {kube}. Wrong values are refused before anything is sent to the
-cluster, by a schema that is made of the same models as the program's own validation.
+One release per pool; any number of them in a namespace. See
+[the install guide](../../../docs/how-to/install.md). Version {version}; Kubernetes {kube}. Wrong values are
+refused before anything is sent to the cluster, by a schema that is made of the same models as the program's
+own validation.
 
 ## Values
 

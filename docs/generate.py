@@ -230,10 +230,11 @@ the law by the name that /status has for it (`reason`, `limit`, `in_flight`, `si
 `f_epp`, `reserve`, `budget`, `headroom`, `max_sys`, `reading_age_s`) and the sentence, `explanation`. A term
 that is not known is absent. What an open gate is short of (`full`, `open`, `idle`) may change
 with each completion: of that there is one line in ten seconds; a gate that opened and closed ten times in
-ten seconds is told by the second. `untold` counts the changes since the line before that
+ten seconds is told by the second. `unlogged_changes` counts the changes since the line before that
 have none.
 
-**Of each request** only at `log.level: debug` (a reload changes it): `sent`, `try` and `ended`, with
+**Of each request** only at `log.level: debug` (a reload changes it): `attempt-started`, `attempt` and
+`lease-ended`, with
 `request`, `attempt` and, where it is [traced](traces.md), `trace`. Whatever else is told from within a
 request's try has these too.
 
@@ -261,12 +262,12 @@ _REFERENCE = """# The Python client: reference
 
 `from dispatcher.client import …`. [python.md](python.md) leads through it.
 """
-_INNER = {"arrived", "item", "number", "waiters"}
+_INNER = {"received_result", "item", "keep_number", "waiters"}
 """Fields of handles and results that are the client's own."""
 
 
 _NO_KINDS = ("Exception", "Generic[T, R]")
-_OF_CORE = ("sequences/turns.py", "requests/named_stream.py")
+_OF_CORE = ("errors.py", "sequences/turns.py", "requests/named_stream.py")
 """Modules of the core with classes that the client offers."""
 _OF_FILES = ("FileOptions", "FileProgress", "InputError", "BadInputError", "JournalError", "SinkError")
 """What `run_file` takes, returns and raises: of `dispatcher.client.files`."""

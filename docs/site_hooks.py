@@ -1,7 +1,7 @@
 """Hooks of the documentation site.
 
-Links from a page to files of the repository outside of docs/ work on the page in the repository. The site has no
-address for them, so the hook replaces such a link by its text.
+Links to files of the repository outside of docs/ work where the page is read in the repository. The site has
+no address for them, so the hook replaces such a link by its text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def link(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
-        outside = target.startswith("..") or target.startswith("examples")
+        outside = target.startswith(("..", "examples"))
         return match[1] if outside and "://" not in match[2] else match[0]
 
     return re.sub(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(?:#[^)]*)?\)", link, markdown)

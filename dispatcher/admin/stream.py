@@ -52,7 +52,7 @@ SAMPLE_COLUMNS = (
     "max_sys",
     "realtime",
     "waiting",
-    "ours",
+    "batch",
     "reserve",
     "limit",
     "configured_max_sys",
@@ -266,7 +266,7 @@ class LiveFeed:
         samples = [kept for at, kept in self._samples if at > after]
         codes = sorted({code for kept in samples for code in kept.get("results", ())})
         return {
-            "whole": not is_resumed,
+            "complete": not is_resumed,
             "seconds": MAX_SAMPLES * SAMPLE_S,
             "samples": {name: [kept[name] for kept in samples] for name in ("at", *SAMPLE_COLUMNS)},
             "results": {code: [kept.get("results", {}).get(code, 0) for kept in samples] for code in codes},
@@ -300,7 +300,7 @@ def extract_measures(status: Json) -> dict[str, Any]:
     sample["reason"] = status.get("reason")
     # Without counts of the queue, the requests in flight of other replicas are not known.
     counted = _parse_number(status.get("leased")) is not None
-    sample["max_sys"], sample["ours"] = (
+    sample["max_sys"], sample["batch"] = (
         _round_number(max_sys),
         _round_number(_parse_number(status.get("in_flight")) if counted else None),
     )
@@ -337,7 +337,7 @@ def group_dead(newest: Sequence[DeadRequest]) -> Json:
     shown = [
         {"count": len(group), "newest": _describe_dead(group[0])} for group in frequent[:MAX_DEAD_GROUPS]
     ]
-    return {"read": len(newest), "reasons": len(groups), "groups": shown}
+    return {"read_count": len(newest), "reasons": len(groups), "groups": shown}
 
 
 def _describe_dead(dead: DeadRequest) -> Json:
@@ -351,7 +351,7 @@ def _describe_dead(dead: DeadRequest) -> Json:
         "attempts": dead.failed_attempts,
         "refusals": dead.refusals,
         "deliveries": dead.deliveries,
-        "todo": ["show", "requeue", "purge"] if id_ is not None else ["show", "purge"],
+        "commands": ["show", "requeue", "purge"] if id_ is not None else ["show", "purge"],
     }
 
 

@@ -161,7 +161,7 @@ class Service:
                 tasks.create_task(self.poller.run(), name="signals"),
                 tasks.create_task(self._run_watch(), name="capacity"),
                 tasks.create_task(self.model_watch.run(), name="models"),
-                tasks.create_task(self.loop_lag.watch_loop(), name="pace"),
+                tasks.create_task(self.loop_lag.watch_loop(), name="loop-lag"),
             ]
             try:
                 await self.dispatcher.run()

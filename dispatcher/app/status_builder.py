@@ -68,7 +68,7 @@ def build_status(
         *(f"Kubernetes: {each}." for each in (*endpoints.problems, *endpoints.notices)),
         *_explain_sequences(counts, settings),
         *_explain_call_counting(limiter, now),
-        *(f"Beware: {each}." for each in (loop_problem, reserve_problem) if each),
+        *(f"Warning: {each}." for each in (loop_problem, reserve_problem) if each),
     ]
     queue_status = _build_queue(queue, counts, now)
     return Status(
@@ -137,7 +137,8 @@ def _explain_sequences(counts: QueueCounts | None, settings: Settings) -> list[s
     sequence_counts, parts = counts.sequences, []
     if sequence_counts.waiting:
         parts.append(
-            f"{sequence_counts.waiting} {'request waits' if sequence_counts.waiting == 1 else 'requests wait'} for a turn"
+            f"{sequence_counts.waiting} "
+            f"{'request waits' if sequence_counts.waiting == 1 else 'requests wait'} for a turn"
         )
     if sequence_counts.held:
         entry = "sequence is held" if sequence_counts.held == 1 else "sequences are held"
@@ -146,7 +147,9 @@ def _explain_sequences(counts: QueueCounts | None, settings: Settings) -> list[s
         )
     if sequence_counts.parked:
         max_active = settings.sequences.max_active
-        parts.append(f"{sequence_counts.parked} not begun, for sequences.max_active ({max_active}) are alive")
+        parts.append(
+            f"{sequence_counts.parked} have not begun, because sequences.max_active ({max_active}) are active"
+        )
     return [f"Sequences: {', '.join(parts)}."] if parts else []
 
 
@@ -207,8 +210,8 @@ def _explain_learned_capacity(budget: show.BudgetStatus, settings: Settings) -> 
     each = budget.per_endpoint
     if each is None:
         name = "signals.prometheus.queries.capacity" if settings.budget.max_sys is None else "budget.max_sys"
-        return [f"{learned:.3g} fitted where {name} says {configured:g}: lower it."]
-    fitted = f"{each * learned / configured:.3g} an endpoint fitted where"
+        return [f"{learned:.3g} requests fit where {name} says {configured:g}: lower it."]
+    fitted = f"{each * learned / configured:.3g} requests per endpoint fit where"
     match budget.per_endpoint_source:
         case "setting":
             return [f"{fitted} budget.per_endpoint says {each:g}: lower it."]
@@ -229,12 +232,14 @@ def _build_budget(
     reserve_problem: str | None,
 ) -> show.BudgetStatus:
     budget = allowance.budget
-    max_sys, max_sys_by = _find_max_sys(budget, limiter, settings, poll, endpoints)
+    max_sys, max_sys_source = _find_max_sys(budget, limiter, settings, poll, endpoints)
     is_usable = budget is not None and budget.fault is None
-    per_endpoint, per_endpoint_from = (poll.per_endpoint, poll.per_endpoint_from) if poll else (None, None)
-    if per_endpoint is None and max_sys_by in ("setting", "learned") and settings.budget.max_sys is None:
+    per_endpoint, per_endpoint_source = (
+        (poll.per_endpoint, poll.per_endpoint_source) if poll else (None, None)
+    )
+    if per_endpoint is None and max_sys_source in ("setting", "learned") and settings.budget.max_sys is None:
         # The newest poll failed: the capacity and its source are those of the reading before.
-        per_endpoint, per_endpoint_from = settings.budget.per_endpoint, "setting"
+        per_endpoint, per_endpoint_source = settings.budget.per_endpoint, "setting"
     return show.BudgetStatus(
         reserve=settings.limit_policy().reserve,
         signal=str(allowance.signal) if allowance.signal else None,
@@ -243,13 +248,13 @@ def _build_budget(
         budget=budget.d if budget and is_usable else None,
         headroom=budget.headroom if budget and is_usable else None,
         max_sys=max_sys,
-        max_sys_source=max_sys_by,
-        max_sys_confirmed=limiter.capacity_estimate.confirmations if max_sys_by == "learned" else 0,
+        max_sys_source=max_sys_source,
+        max_sys_confirmed=limiter.capacity_estimate.confirmations if max_sys_source == "learned" else 0,
         configured_max_sys=budget.configured_max_sys
         if budget and budget.is_capacity_known and max_sys is not None
         else None,
         per_endpoint=per_endpoint,
-        per_endpoint_source=per_endpoint_from,
+        per_endpoint_source=per_endpoint_source,
         picker_max_concurrency=poll.picker_k if poll else None,
         reserve_problem=reserve_problem,
         terms=[_build_terms(each) for each in limiter.budgets],
@@ -295,7 +300,7 @@ def _find_max_sys(
         return budget.max_sys, "query"
     if settings.budget.per_endpoint is not None:
         return budget.max_sys, "setting"
-    return budget.max_sys, "server" if poll and poll.per_endpoint_from == "server" else "picker"
+    return budget.max_sys, "server" if poll and poll.per_endpoint_source == "server" else "picker"
 
 
 def _build_signals(
@@ -390,7 +395,7 @@ def _build_models(model_router: ModelRouter, now: float, *, has_counts: bool) ->
                 "state": str(model.state),
                 "serving": model.serving_count,
                 "endpoints": model.endpoint_count,
-                "unread": model.unread_count,
+                "unread_count": model.unread_count,
                 "waiting": waiting_count if has_counts else None,
                 "since_s": round(now - model.state_since, 1),
                 "named": model.is_named,
@@ -438,7 +443,7 @@ def _build_versions(family: ModelFamily, registry: ModelRegistryState, now: floa
             "since_s": round(now - each.state_since, 1),
             "serving": len(each.endpoints),
             "warm": len(each.warm_endpoints) if family.terms.has_warm_up else None,
-            "wanted": each.is_desired,
+            "desired": each.is_desired,
             "drained": each.is_drained,
             "drained_by": next(
                 (registry.drained_models[name] for name in each.aliases if name in registry.drained_models),

@@ -19,8 +19,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from dispatcher.batched.calls import BatchRun, Raised, collect_results, wrap_error
-from dispatcher.batched.errors import ClosedError
 from dispatcher.batched.waiting import CallerQueue, CallTerms, Waiter, deliver_outcomes
+from dispatcher.core.errors import ClosedError
 from dispatcher.core.merging.grouping import WaitingItem
 
 T = TypeVar("T")

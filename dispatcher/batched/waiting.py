@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar, cast
 
 from dispatcher.batched.calls import Raised
-from dispatcher.batched.errors import ClosedError, TooManyPendingError
+from dispatcher.core.errors import ClosedError, TooManyPendingError
 from dispatcher.core.merging.grouping import GroupingRule, GroupReady, WaitingItem, group_requests
 
 T = TypeVar("T")

@@ -43,7 +43,7 @@ from dispatcher.batched.calls import (
     is_exception,
     wrap_error,
 )
-from dispatcher.batched.errors import BatchError, WorkerCrashedError
+from dispatcher.core.errors import BatchError, WorkerCrashedError
 
 END_TIMEOUT_S = 5.0
 """Time that a process may take to end once its pipe is closed. After that it is terminated, and later
@@ -57,8 +57,8 @@ me = process.current_process()
 me._inheriting = True
 spawn.prepare(loads(pipe.recv_bytes()))
 del me._inheriting
-from dispatcher.batched.worker_process import serve
-serve(pipe)
+from dispatcher.batched.worker_process import serve_batches
+serve_batches(pipe)
 """
 """Program of the worker process. `prepare` sets the path, so it runs before any import of this package, and
 imports the program. During that import the program must not start a worker, which would import the program

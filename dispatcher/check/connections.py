@@ -24,7 +24,7 @@ from typing import TypeVar
 from dispatcher.check import gateway, queue, serving, signals
 from dispatcher.check.addresses import CONNECT_S, Address, explain_all_unreachable, list_addresses
 from dispatcher.check.finding import Finding, Findings, Probe, SlowFinding, make_known_probe
-from dispatcher.ports.network_errors import describe_error
+from dispatcher.core.network_errors import describe_error
 from dispatcher.settings import Settings
 from dispatcher.telemetry.loop_lag import LoopLagWatch
 

@@ -19,7 +19,7 @@ from dispatcher.check.finding import Finding, Findings, Level, Probe, SlowFindin
 from dispatcher.check.plain_http import RawResponse, send_get
 from dispatcher.core.gateway.outcome import Failed, classify_answer
 from dispatcher.core.gateway.unverified_gateway import UnverifiedGateway
-from dispatcher.ports.network_errors import describe_error
+from dispatcher.core.network_errors import describe_error
 from dispatcher.settings import Settings
 from dispatcher.settings.watched_files import TokenFileError, read_token
 

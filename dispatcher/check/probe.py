@@ -207,7 +207,7 @@ class _ProbeDriver:
             confirmations=learned.confirmations,
             endpoints=None if poll.per_endpoint is None else configured / poll.per_endpoint,
             per_endpoint=poll.per_endpoint,
-            per_endpoint_from=poll.per_endpoint_from,
+            per_endpoint_source=poll.per_endpoint_source,
             is_capacity_known=reading.is_capacity_known,
         )
 

@@ -83,7 +83,7 @@ def _report_survey(where: str, name: str, surveyed_queue: ServerReport) -> Itera
         yield from _find_server_problems(where, server)
     if not surveyed_queue.can_subscribe:
         what = "this user may not hear of new work: it is noticed within queue.poll_s"
-        yield Finding("warning", where, what, "docs/security.md")
+        yield Finding("warning", where, what, "docs/explanation/security.md")
     what = f"{counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, {counts.dead} dead"
     yield Finding("ok", "queue.name", f"{name}: {what}")
     if surveyed_queue.paused is not None:

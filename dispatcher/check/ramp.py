@@ -45,7 +45,7 @@ class PoolSample:
     endpoints: float | None = None
     per_endpoint: float | None = None
     """Requests per endpoint that the reading was made with."""
-    per_endpoint_from: PerEndpointFrom | None = None
+    per_endpoint_source: PerEndpointFrom | None = None
     is_capacity_known: bool = False
 
 
@@ -131,7 +131,7 @@ class Ramp:
     def _find_named_capacity(self, sample: PoolSample) -> str | None:
         """Return a sentence that says where the capacity is shown. `None` if it is not shown anywhere."""
         suggested, self._suggested = self._suggested, None
-        match sample.per_endpoint_from:
+        match sample.per_endpoint_source:
             case "picker":
                 return f"the endpoint picker counts with {sample.per_endpoint:g} requests per endpoint"
             case "server":
@@ -144,7 +144,7 @@ class Ramp:
                     return None
                 return f"the endpoint picker's pages suggest {sample.per_endpoint:g} requests per endpoint"
             case None if sample.is_capacity_known:
-                return "a query in the settings tells the capacity"
+                return "a query in the settings gives the capacity"
             case _:
                 return None
 
@@ -156,7 +156,8 @@ class Ramp:
         others = max(0.0, present - sample.max_probe_requests)
         runs = present if sample.running is None else sample.running
         if others > QUIET_MAX_REQUESTS and others > QUIET_SHARE * runs:
-            return f"{_format_requests(others)} in the pool {'is' if round(others) == 1 else 'are'} not the probe's"
+            verb = "is" if round(others) == 1 else "are"
+            return f"{_format_requests(others)} in the pool {verb} not the probe's"
         return None
 
     def _record_running(self, sample: PoolSample) -> None:
@@ -195,7 +196,8 @@ class Ramp:
         return Finding(level, WHERE, what, hint)
 
     def _summarize_result(self) -> tuple[Level, str, str]:
-        at_least = f"at least {_format_requests(round_down(self._max_ran))} ran at once with nobody waiting"
+        max_ran = _format_requests(round_down(self._max_ran))
+        at_least = f"at least {max_ran} ran at once with no request waiting"
         match self.end:
             case ProbeEnd.CEILING:
                 return "ok", self._describe_measurement(), ""
@@ -209,7 +211,7 @@ class Ramp:
                 what = f"this is not a quiet hour: {self._detail}; {self._describe_sent()}"
                 return "warning", what, "an hour with less traffic"
             case ProbeEnd.UNCOUNTED:
-                what = "the signals do not count requests, so nobody can tell whether this is a quiet hour"
+                what = "the signals do not count requests, so it is not known whether this is a quiet hour"
                 return "warning", f"{what}; {self._describe_sent()}", "signals.use"
             case ProbeEnd.CLOSED | ProbeEnd.FAILED:
                 return "failed", f"the probe stopped: {self._detail}; {self._describe_sent()}", ""
@@ -218,12 +220,13 @@ class Ramp:
 
     def _describe_measurement(self) -> str:
         count = round_down(self._ceiling or 0.0)
+        ran = _format_requests(count)
         endpoints = round(self._endpoints or 0.0)
         if endpoints < 1 or count < endpoints:
-            return f"the pool ran {_format_requests(count)} at once while others waited: set budget.max_sys to {count}"
+            return f"the pool ran {ran} at once while others waited: set budget.max_sys to {count}"
         on = f"{endpoints} endpoint{'' if endpoints == 1 else 's'}"
         return (
-            f"the pool ran {_format_requests(count)} at once on {on} while others waited: "
+            f"the pool ran {ran} at once on {on} while others waited: "
             f"set budget.per_endpoint to {count // endpoints}"
         )
 
@@ -236,7 +239,7 @@ class Ramp:
         if self.sent_count == 0:
             why = f": {self._detail}" if self._detail else ""
             return f"the time was over before the pool could be judged{why}; {_NOTHING_SENT}"
-        return f"the time was over before anybody had to wait: {at_least}"
+        return f"the time was over before any request had to wait: {at_least}"
 
     def _describe_sent(self) -> str:
         return "nothing more was sent" if self.sent_count else _NOTHING_SENT

@@ -60,7 +60,7 @@ def _report_per_endpoint(
 
     One sample gives only a hint. A running dispatcher confirms it with further samples.
     """
-    each, source = poll_readings.per_endpoint, poll_readings.per_endpoint_from
+    each, source = poll_readings.per_endpoint, poll_readings.per_endpoint_source
     name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
     # A page without requests in flight fits every number.
     fits = {

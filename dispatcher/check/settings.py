@@ -23,7 +23,8 @@ def find_doubts(settings: Settings) -> Iterator[Finding]:
     """Report settings that are valid but probably not intended, or that cannot work on this machine."""
     for where in key_paths(Settings):
         if where.endswith(".insecure_skip_verify") and attrgetter(where)(settings):
-            yield Finding("warning", where, "anybody on the way can read and answer")
+            what = "certificates are not verified: anybody on the network path can read and answer"
+            yield Finding("warning", where, what)
     if not settings.gateway.objective and settings.signals.watches_pool:
         what = "none named: batch requests compete with everything of priority 0"
         yield Finding("warning", "gateway.objective", what)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
 from dispatcher.check.plain_http import RawResponse, send_get
-from dispatcher.ports.network_errors import describe_error
+from dispatcher.core.network_errors import describe_error
 from dispatcher.settings import AdminSettings
 from dispatcher.settings.watched_files import TokenFileError, read_token
 
@@ -39,6 +40,34 @@ class AdminAddress:
         return f"admin.port {self.port} of this machine" if self.host in _LOOPBACK else host_and_port
 
 
+class StatusProblemKind(StrEnum):
+    """Kind of reason why the state of a dispatcher is not known."""
+
+    NO_ADDRESS = "no-address"
+    """No option and no configuration says where to ask."""
+    BAD_TOKEN_FILE = "bad-token-file"  # noqa: S105 - a kind, no token
+    """`admin.token_file` cannot be read, or holds no token."""
+    UNAUTHORIZED = "unauthorized"
+    """The dispatcher wants a token, and got none or another one."""
+    NOT_LISTENING = "not-listening"
+    """The connection was refused."""
+    UNREACHABLE = "unreachable"
+    """The connection failed in another way, or the answer took too long."""
+    NOT_A_DISPATCHER = "not-a-dispatcher"
+    """Another program answers at the address."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusProblem:
+    """Reason why the state of a dispatcher is not known: the kind for code, the message for people."""
+
+    kind: StatusProblemKind
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
 def parse_admin_address(admin: AdminSettings | None, url: str = "") -> AdminAddress | None:
     """Return the admin address from a URL or, if there is none, from the settings.
 
@@ -62,15 +91,18 @@ def parse_admin_address(admin: AdminSettings | None, url: str = "") -> AdminAddr
     )
 
 
-async def fetch_status(address: AdminAddress) -> tuple[dict[str, Any] | None, str | None]:
+async def fetch_status(address: AdminAddress) -> tuple[dict[str, Any] | None, StatusProblem | None]:
     """Return the /status of the dispatcher, or `None` and the reason why it is not known."""
     answer = await _fetch_page(address, "/status")
-    if isinstance(answer, str):
+    if isinstance(answer, StatusProblem):
         return None, answer
     if answer.status == 401:
-        wrong_token = "another token than admin.token_file has"
-        requirement = wrong_token if address.token_file else "a token; admin.token_file names none"
-        return None, f"{address} wants {requirement}"
+        requirement = (
+            "another token than admin.token_file has"
+            if address.token_file
+            else "a token; admin.token_file names none"
+        )
+        return None, StatusProblem(StatusProblemKind.UNAUTHORIZED, f"{address} wants {requirement}")
     try:
         status = json.loads(answer.body) if answer.status == 200 else None
     except ValueError:
@@ -78,40 +110,40 @@ async def fetch_status(address: AdminAddress) -> tuple[dict[str, Any] | None, st
     # Another program on that port may answer JSON, too; every dispatcher sends an explanation.
     if isinstance(status, dict) and "explanation" in status:
         return status, None
-    return None, _format_not_a_dispatcher(address)
+    return None, _make_not_a_dispatcher(address)
 
 
 async def find_readiness_problem(address: AdminAddress) -> str | None:
     """Return why the dispatcher is not ready or does not answer. `None` if it is ready."""
     answer = await _fetch_page(address, "/readyz")
-    if isinstance(answer, str):
-        return answer
+    if isinstance(answer, StatusProblem):
+        return str(answer)
     if answer.status == 503:
         return answer.body.decode(errors="replace").strip() or "it is not ready"
-    return None if answer.status == 200 else _format_not_a_dispatcher(address)
+    return None if answer.status == 200 else str(_make_not_a_dispatcher(address))
 
 
-def _format_not_a_dispatcher(address: AdminAddress) -> str:
-    return f"what answers on {address} is no dispatcher"
+def _make_not_a_dispatcher(address: AdminAddress) -> StatusProblem:
+    return StatusProblem(StatusProblemKind.NOT_A_DISPATCHER, f"what answers on {address} is no dispatcher")
 
 
-async def _fetch_page(address: AdminAddress, path: str) -> RawResponse | str:
-    """Return the answer of the admin port, or a sentence that says why there is none."""
+async def _fetch_page(address: AdminAddress, path: str) -> RawResponse | StatusProblem:
+    """Return the answer of the admin port, or the reason why there is none."""
     token = ""
     if address.token_file:
         try:
             token = read_token(address.token_file)
         except TokenFileError as error:
-            return f"admin.token_file: {error}"
+            return StatusProblem(StatusProblemKind.BAD_TOKEN_FILE, f"admin.token_file: {error}")
     try:
         async with asyncio.timeout(TIMEOUT_S):
             return await _send_request(address, path, token)
     except ConnectionRefusedError:
-        return f"nobody on {address}"
+        return StatusProblem(StatusProblemKind.NOT_LISTENING, f"nothing listens on {address}")
     except (ConnectionResetError, ValueError):  # something listens there, but does not speak HTTP
-        return _format_not_a_dispatcher(address)
+        return _make_not_a_dispatcher(address)
     except OSError as error:
-        return f"{address}: {describe_error(error)}"
+        return StatusProblem(StatusProblemKind.UNREACHABLE, f"{address}: {describe_error(error)}")
 
 
 async def _send_request(address: AdminAddress, path: str, token: str) -> RawResponse:

@@ -64,6 +64,6 @@ def draw_pool(
 def format_legend(*, realtime: float, waiting: float, batch: float, reserve: float, capacity: float) -> str:
     """Return the legend of `draw_pool`: each character with its meaning and its amount."""
     free = max(0.0, capacity - reserve - realtime - waiting - batch)
-    parts = [(REALTIME, "realtime", realtime), (WAITING, "waiting", waiting), (BATCH, "ours", batch)]
+    parts = [(REALTIME, "realtime", realtime), (WAITING, "waiting", waiting), (BATCH, "batch", batch)]
     parts += [(FREE, "free", free), (RESERVE, "reserve", reserve)]
     return "  ".join(f"{glyph} {name} {amount:.3g}" for glyph, name, amount in parts)

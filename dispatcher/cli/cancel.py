@@ -34,7 +34,7 @@ EXAMPLES = {
     ]
 }
 _CANCELLED = "cancelled"
-_NOT_FOUND = "neither in line nor running: it has ended, or the id is of another queue"
+_NOT_FOUND = "neither in the queue nor running: it has ended, or the id is of another queue"
 
 
 def cancel(

@@ -58,7 +58,8 @@ PoolName = Annotated[
     typer.Option(
         "--pool",
         metavar="NAME",
-        help=f"Pool of the queue. Default: ${POOL_NAME}, or the pool of the configuration, or else `default`.",
+        help=f"Pool of the queue. Default: ${POOL_NAME}, or the pool of the configuration, or else "
+        "`default`.",
         show_default=False,
     ),
 ]
@@ -189,7 +190,8 @@ def find_config_path(given: Path | None, environ: Mapping[str, str] = os.environ
     if any(name.startswith(ENV_PREFIX) for name in environ):
         return None
     raise exit_error(
-        f"no configuration: there is no {' and no '.join(map(str, list_default_paths(environ)))}. Give --config FILE or "
+        f"no configuration: there is no {' and no '.join(map(str, list_default_paths(environ)))}. Give "
+        "--config FILE or "
         f"--queue-url URL, set ${CONFIG}, or write one: batch-dispatcher init",
         2,
     )

@@ -230,7 +230,8 @@ def requeue(
         print_lines(f"{requeued_count} of {asked_count} are pending again; a second result may come for each")
         if redirected:
             print_lines(
-                f"the clients of {redirected} have ended: `batch-dispatcher result ID` finds what comes of them"
+                f"the clients of {redirected} have ended: `batch-dispatcher result ID` finds what comes "
+                "of them"
             )
     if not json_output:
         refused_count = len(selected) - requeued_count
@@ -314,7 +315,7 @@ def _dead_as_json(dead_request: DeadRequest) -> dict[str, Any]:
         "reason": dead_request.reason,
         "died_at": datetime.fromtimestamp(dead_request.died_at, UTC).isoformat(timespec="seconds"),
         "deliveries": dead_request.deliveries,
-        "attempts": dead_request.failed_attempts,
+        "failed_attempts": dead_request.failed_attempts,
         "refusals": dead_request.refusals,
     }
 

@@ -107,7 +107,8 @@ class Measurements:
         return (
             Check(
                 result_count == self.submitted_count and not self.duplicate_count,
-                f"{result_count} of {self.submitted_count} requests have a result, {self.duplicate_count} have two, "
+                f"{result_count} of {self.submitted_count} requests have a result, "
+                f"{self.duplicate_count} have two, "
                 f"though the dispatcher was killed",
             ),
             Check(
@@ -116,7 +117,8 @@ class Measurements:
             ),
             Check(
                 self.peak_in_flight <= SLOTS * (1 - RESERVE) + 1,
-                f"at most {self.peak_in_flight} batch requests at the gateway, in a pool of {SLOTS} less {RESERVE:.0%}",
+                f"at most {self.peak_in_flight} batch requests at the gateway, in a pool of {SLOTS} less "
+                f"{RESERVE:.0%}",
             ),
             Check(
                 utilization[1] > utilization[0],
@@ -124,7 +126,8 @@ class Measurements:
             ),
             Check(
                 p99_waits_s[1] <= p99_waits_s[0] + 1.0,
-                f"realtime waited {p99_waits_s[1] * 1000:.0f} ms for a slot (p99), alone {p99_waits_s[0] * 1000:.0f} ms: "
+                f"realtime waited {p99_waits_s[1] * 1000:.0f} ms for a slot (p99), alone "
+                f"{p99_waits_s[0] * 1000:.0f} ms: "
                 f"1 s more may be; a fuller pool answers slower: median {p50_times_s[1]:.2f} s, alone "
                 f"{p50_times_s[0]:.2f} s",
             ),

@@ -56,9 +56,9 @@ def describe(
             print_lines(*([""] if number else []), *lines)
     if not description["requests"] and not description["results"]:
         if not json_output:
-            searched = f"{description['looked_at']:,} requests looked at"
-            if not description["looked_at_all"]:
-                searched += ", and there are more: --all looks at all"
+            searched = f"{description['searched']:,} requests searched"
+            if not description["searched_all"]:
+                searched += ", and there are more: --all searches all"
             print_error(
                 f"{request_id}: not in {target.names.queue} ({searched}), and "
                 "no result under its id; one that went to a list of its producer's is not looked for"
@@ -70,7 +70,7 @@ async def _describe_request(
     target: QueueTarget, admin: RedisQueueAdmin, request_id: str, max_searched: float
 ) -> dict[str, Any]:
     encoded_results = await find_results(admin, request_id)
-    found_requests, looked_at = await find_by_id(admin, request_id, max_searched)
+    found_requests, searched = await find_by_id(admin, request_id, max_searched)
     alive_requests = exclude_dead(found_requests)
     if not alive_requests:  # the request may have ended after the results were read: read them again
         encoded_results = await find_results(admin, request_id, encoded_results)
@@ -111,7 +111,7 @@ async def _describe_request(
         "queue": target.names.queue,
         "requests": requests,
         "results": [result_as_json(result) for result in results],
-        "looked_at": looked_at,
-        "looked_at_all": bool(found_requests) or looked_at < max_searched,
+        "searched": searched,
+        "searched_all": bool(found_requests) or searched < max_searched,
         "lines": lines,
     }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dispatcher.cli.admin_client import fetch_status, parse_admin_address
 from dispatcher.core.duration import format_duration, format_time_until
 from dispatcher.core.requests.found_request import (
+    NOT_SENT_PREFIX,
     QUEUED_LOCATIONS,
     FoundRequest,
     LookupPage,
@@ -36,8 +37,6 @@ MAX_SEARCHED = 200_000
 MAX_RESULTS_SEARCHED = 20_000
 """Largest number of results of the shared list that are searched for one id."""
 _PAGE_SIZE = 500
-_NOT_SENT_PREFIX = "not sent, for "
-"""Beginning of the reason that a dispatcher records for a request that waits for its model."""
 _BLOCKED_SEQUENCES = {
     SequenceStatus.HELD: "held until an operator releases or aborts it",
     SequenceStatus.PARKED: "parked: it begins when one of the sequences.max_active that are alive has ended",
@@ -197,7 +196,7 @@ def request_as_json(
     return {
         "id": parsed.id,
         "state": str(found_request.location),
-        "place": None if ahead is None else ahead + 1,
+        "queue_position": None if ahead is None else ahead + 1,
         "entry": found_request.entry or None,
         # Beyond 64 bits many JSON readers lose digits or fail.
         "score": found_request.score if abs(found_request.score) < 2**63 else str(found_request.score),
@@ -205,7 +204,7 @@ def request_as_json(
         "deadline": None if request is None else request.deadline,
         "created": (request.created or None) if request else None,
         "deliveries": found_request.deliveries,
-        "attempts": found_request.attempts,
+        "failed_attempts": found_request.attempts,
         "refusals": found_request.refusals,
         "deaths": found_request.deaths,
         "owner": found_request.owner or None,
@@ -213,12 +212,12 @@ def request_as_json(
         "leased_until": found_request.at if found_request.location is RequestLocation.LEASED else None,
         "died_at": found_request.at if found_request.location is RequestLocation.DEAD else None,
         "reason": (found_request.reason or None) if found_request.location is RequestLocation.DEAD else None,
-        "last_try": last_attempt_outcome(found_request) or None,
+        "last_attempt": last_attempt_outcome(found_request) or None,
         "endpoint": (request.endpoint or None) if request else None,
-        "results": parsed.results or None,
+        "result_list": parsed.results or None,
         "labels": dict(request.labels) if request else {},
         "sequence": None if parsed.sequence is None else parsed.sequence.id,
-        "awaits": found_request.missing_model or None,
+        "missing_model": found_request.missing_model or None,
         "cancellable": bool(parsed.token) and found_request.location is not RequestLocation.DEAD,
         "being_cancelled": is_being_cancelled,
         "bytes": count_member_bytes(found_request),
@@ -306,12 +305,15 @@ def describe_progress(found_request: FoundRequest) -> str:
     if (last := last_attempt_outcome(found_request)) and (
         earlier_attempts or found_request.location is not RequestLocation.WAITING_FOR_MODEL
     ):
-        earlier_attempts += f", the last: {last}" if earlier_attempts else f", the last try: {last}"
+        earlier_attempts += f", the last: {last}" if earlier_attempts else f", the last attempt: {last}"
     match found_request.location:
         case RequestLocation.LEASED:
             return f"a dispatcher has sent it, the answer is not there yet{earlier_attempts}"
         case RequestLocation.DELAYED:
-            return f"its next try, due {format_time_until(found_request.at or 0.0, time.time())}{earlier_attempts}"
+            return (
+                "its next attempt, due "
+                f"{format_time_until(found_request.at or 0.0, time.time())}{earlier_attempts}"
+            )
         case RequestLocation.WAITING_FOR_MODEL:
             return f"{_explain_missing_model(found_request)}{earlier_attempts}"
         case _:
@@ -324,7 +326,7 @@ def _explain_missing_model(found_request: FoundRequest) -> str:
     This is the reason that a dispatcher recorded, or else that the model is not served.
     """
     last_outcome = last_attempt_outcome(found_request)
-    because = last_outcome.removeprefix(_NOT_SENT_PREFIX)
+    because = last_outcome.removeprefix(NOT_SENT_PREFIX)
     return f"its model {found_request.missing_model!r} is not served" if because == last_outcome else because
 
 
@@ -347,9 +349,15 @@ async def describe_turn(admin: RedisQueueAdmin, found_request: FoundRequest, par
         )
     if sequence.next_entry is not None:
         ids = await admin.read_request_ids([sequence.next_entry])
-        return f"{sentence}, behind {ids.get(sequence.next_entry, f'entry {sequence.next_entry}')}, which has it now"
+        return (
+            f"{sentence}, behind {ids.get(sequence.next_entry, f'entry {sequence.next_entry}')}, which "
+            "has it now"
+        )
     if sequence.gap_since is not None:
-        return f"{sentence}; index {sequence.expected_index} is missing for {format_duration(time.time() - sequence.gap_since)}"
+        return (
+            f"{sentence}; index {sequence.expected_index} is missing for "
+            f"{format_duration(time.time() - sequence.gap_since)}"
+        )
     return sentence
 
 
@@ -375,11 +383,14 @@ def explain_wait(
         lease_end = format_time_until(found_request.at or now, now)
         return f"it is with {found_request.owner}, whose lease runs out {lease_end} unless it is renewed"
     if found_request.location is RequestLocation.DELAYED:
-        return f"it waits for its next try, which is due {format_time_until(found_request.at or now, now)}; the gate: {gate}"
+        return (
+            "it waits for its next attempt, which is due "
+            f"{format_time_until(found_request.at or now, now)}; the gate: {gate}"
+        )
     if turn:
         return f"it waits for {turn}; the gate: {gate}"
     if found_request.location is RequestLocation.WAITING_FOR_MODEL:
-        return f"it waits, for {_explain_missing_model(found_request)}; the gate: {gate}"
+        return f"it waits, because {_explain_missing_model(found_request)}; the gate: {gate}"
     position = format_ahead(ahead)
     # A suspect runs apart from other suspects, because it may be what ended the dispatchers.
     suspect_note = (
@@ -391,7 +402,7 @@ def explain_wait(
 
 
 def format_ahead(ahead: int | None) -> str:
-    return "it is next in line" if not ahead else f"{ahead:,} {'go' if ahead > 1 else 'goes'} before it"
+    return "it is next in the queue" if not ahead else f"{ahead:,} {'go' if ahead > 1 else 'goes'} before it"
 
 
 def format_time(unix_s: float) -> str:
@@ -457,11 +468,11 @@ def list_details(
     now = time.time()
     rows = [("state", str(found_request.location))]
     if found_request.location in QUEUED_LOCATIONS and ahead is not None:
-        rows.append(("place in line", f"{ahead + 1:,}"))
+        rows.append(("queue position", f"{ahead + 1:,}"))
     if found_request.entry:
         rows.append(("entry", str(found_request.entry)))
-    rows.append(("tries", format_attempts(found_request)))
-    rows += [("last try", last)] if (last := last_attempt_outcome(found_request)) else []
+    rows.append(("attempts", format_attempts(found_request)))
+    rows += [("last attempt", last)] if (last := last_attempt_outcome(found_request)) else []
     if isinstance(parsed, Request):
         rows.append(
             ("deadline", f"{format_time(parsed.deadline)}, {format_time_until(parsed.deadline, now)}")

@@ -309,7 +309,7 @@ def format_config(answers: Answers, *, has_password: bool = False) -> str:
     if not has_password:
         queue = f"  url: {_format_scalar(answers.queue)}" if answers.queue else "  # url: redis://redis:6379"
     return f"""\
-# The batch dispatcher's configuration. Every setting: docs/configuration.md.
+# The batch dispatcher's configuration. Every setting: docs/reference/configuration.md.
 # Check it: batch-dispatcher check. Watch it before you trust it: batch-dispatcher run --observe.
 
 {_format_pool(answers)}
@@ -364,7 +364,8 @@ signals:
         case "prometheus":
             return f"""\
 signals:
-  # How full the pool is, by the endpoint picker's series. Without a picker: docs/signals.md, own queries.
+  # How full the pool is, by the endpoint picker's series.
+  # Without a picker: docs/explanation/signals.md, own queries.
   source: prometheus
   prometheus:
     url: {_format_scalar(answers.prometheus)}

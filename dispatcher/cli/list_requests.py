@@ -138,7 +138,7 @@ def list(  # noqa: A001 - the verb's name
     if rows:
         print_lines(
             *format_table(
-                ["ID", "STATE", "DEADLINE", "TRIES", "NOTE"], [_format_row(now, *row) for row in rows]
+                ["ID", "STATE", "DEADLINE", "ATTEMPTS", "NOTE"], [_format_row(now, *row) for row in rows]
             )
         )
     else:
@@ -229,7 +229,7 @@ def peek(max_count: MaxCount = 10, *, where: QueueOptions, json_output: Json = F
     print_lines(f"{total:,} wait; the gate: {gate}")
     if rows:
         lines = [[str(position), *_format_next_row(now, *row)] for position, row in enumerate(rows, start=1)]
-        print_lines(*format_table(["PLACE", "ID", "PRIORITY", "DEADLINE", "NOTE"], lines))
+        print_lines(*format_table(["POSITION", "ID", "PRIORITY", "DEADLINE", "NOTE"], lines))
 
 
 def _format_next_row(

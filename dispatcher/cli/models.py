@@ -131,7 +131,7 @@ def _read_models(where: DispatcherOptions) -> tuple[ModelRows, bool]:
 
 def _make_unwatched_row(name: str, waiting: int, marks: ModelRegistryState) -> Mapping[str, Any]:
     """Return the row of a model of which only the queue knows."""
-    unknown = dict.fromkeys(("serving", "endpoints", "unread", "since_s", "named", "denied", "policy"))
+    unknown = dict.fromkeys(("serving", "endpoints", "unread_count", "since_s", "named", "denied", "policy"))
     drained = marks.drained_models.get(name)
     labels = {
         label: {"version": version, "by": marks.label_origins.get((family, label))}
@@ -204,7 +204,7 @@ def _format_endpoints(model: Mapping[str, Any]) -> str:
 def _list_details(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("state", f"{model['state']}: {model['sentence']}")]
     if model["serving"] is not None:
-        unread = f", {model['unread']} cannot be read" if model["unread"] else ""
+        unread = f", {model['unread_count']} cannot be read" if model["unread_count"] else ""
         rows.append(("endpoints", f"{_format_endpoints(model)} serve it{unread}"))
         rows.append(("since", f"{format_duration(model['since_s'])}"))
         rows.append(("named", "in the settings" if model["named"] else "no: it was served before"))

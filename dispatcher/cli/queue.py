@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -76,8 +77,8 @@ def copy(
         )
     counts, added, leased = outcome
     if json_output:
-        read_counts = {str(state): counts[state] for state in _STATES}
-        print_json({"queue": names.queue, "copied": added, "read": read_counts, "left_leased": leased})
+        found_counts = {str(state): counts[state] for state in _STATES}
+        print_json({"queue": names.queue, "copied": added, "found": found_counts, "left_leased": leased})
         return
     read = ", ".join(f"{counts[state]:,} {state}" for state in _STATES if counts[state]) or "nothing"
     print_lines(f"{names.queue}: read {read}; {added:,} of them were new at {_hide_password(to)}")
@@ -95,7 +96,8 @@ def _resolve_source(source: str, config: Config, queue_name: str, pool: str) -> 
     url = running_url(location.data_dir) if location.data_dir else None
     if url is None:
         raise exit_error(
-            f"no dispatcher is running on {location.data_dir}: an embedded queue is only there while one runs; "
+            f"no dispatcher is running on {location.data_dir}: an embedded queue is only there while one "
+            "runs; "
             "start it, and pause it"
         )
     return url, location.names
@@ -130,9 +132,8 @@ async def copy_requests(
         # Without the secret, clients could not go on with the sequences that they began.
         await destination.copy_sequence_secret(source)
         for state in _STATES:
-            async for page in iterate_pages(
-                lambda after: source.list_requests(state, _PAGE_SIZE, after, full_members=True)
-            ):
+            list_page = partial(source.list_requests, state, _PAGE_SIZE, full_members=True)
+            async for page in iterate_pages(list_page):
                 added += await destination.restore_requests(target.names.queue, page.requests)
                 before = counts.total()
                 counts[state] += len(page.requests)

@@ -79,7 +79,8 @@ def choose_traffic(
         )
     cut = recording.cut_busiest(WINDOW_S)
     note = (
-        f"{recording.name} is {_format_duration(recording.seconds)} long: its busiest {_format_duration(WINDOW_S)} are "
+        f"{recording.name} is {_format_duration(recording.seconds)} long: its busiest "
+        f"{_format_duration(WINDOW_S)} are "
         f"played, {_format_duration(cut.starts_s)} after its beginning (--all plays the whole)"
     )
     return ChosenTraffic(cut.make_trace(slots=slots, seed=seed), [note], warnings)
@@ -106,7 +107,8 @@ def _fetch_recording(source: RecordingSource) -> Recording:
     if not series:
         query_text = " nor ".join(queries)
         raise TraceError(
-            f"--prometheus {_hide_credentials(source.prometheus)}: there is nothing in the last {source.last} for "
+            f"--prometheus {_hide_credentials(source.prometheus)}: there is nothing in the last "
+            f"{source.last} for "
             f"{query_text}; --query names what counts the running requests of your pool"
         )
     return parse_recording("what Prometheus recorded", series)

@@ -73,7 +73,8 @@ def record(
     if not requests:
         path_note = f" to {', '.join(sorted(paths))}" if paths else ""
         raise exit_error(
-            f"{target.names.queue}: none of {searched:,} requests is for {model}{path_note}; nothing is written"
+            f"{target.names.queue}: none of {searched:,} requests is for {model}{path_note}; nothing is "
+            "written"
         )
     text = b"".join(map(encode_line, requests))
     if to_stdout:
@@ -84,7 +85,7 @@ def record(
     call_count = sum(warm_up_request.repeat for warm_up_request in requests)
     if json_output:
         counts = {"written": str(output), "model": model, "requests": len(requests), "calls": call_count}
-        print_json({**counts, "bytes": len(text), "of_model": sample.offered_count, "looked_at": searched})
+        print_json({**counts, "bytes": len(text), "of_model": sample.offered_count, "searched": searched})
         return
     destination = "" if to_stdout else f"{output}: "
     sources = f"of {sample.offered_count:,} for {model} among {searched:,}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dispatcher.cli.admin_client import StatusProblemKind
 from dispatcher.core.duration import format_time_until
 from dispatcher.telemetry.status import CAPACITY_SOURCES
 
@@ -89,7 +90,8 @@ def format_explanation(overview: dict[str, Any]) -> str:
         pending, leased, delayed, dead = (overview[name] for name in COUNT_NAMES)
         why = " (`batch-dispatcher dead list` says why)" if dead else ""
         sentences.append(
-            f"{_format_count(pending, 'request waits', 'requests wait')}, {_format_count(leased, 'is held', 'are held')}, "
+            f"{_format_count(pending, 'request waits', 'requests wait')}, "
+            f"{_format_count(leased, 'is held', 'are held')}, "
             f"{_format_count(delayed, 'waits for a retry', 'wait for a retry')}, "
             f"{_format_count(dead, 'is dead', 'are dead')}{why}."
         )
@@ -113,7 +115,7 @@ def format_health(overview: dict[str, Any]) -> list[str]:
     status = overview["dispatcher"]
     if not status or not status.get("health"):
         return []
-    since_s, look_at = status["health_since_s"], status["health_look_at"]
+    since_s, look_at = status["health_since_s"], status["health_hint"]
     since = "" if since_s is None else f" for {format_duration(since_s)}"
     state = str(status["health"]).capitalize()
     return [f"{state}{since}: {status['health_sentence']}{f' Look at: {look_at}.' if look_at else ''}"]
@@ -130,8 +132,7 @@ def _is_foreign(overview: dict[str, Any]) -> bool:
 
 def _format_no_answer(overview: dict[str, Any]) -> str:
     sentence = f"No dispatcher answers ({overview['dispatcher_problem']})"
-    # The sentence comes from admin_client.py: the connection was refused.
-    is_not_listening = "nobody on" in overview["dispatcher_problem"]
+    is_not_listening = overview["dispatcher_problem_kind"] == StatusProblemKind.NOT_LISTENING
     return f"{sentence}: start one with `batch-dispatcher run`" if is_not_listening else sentence
 
 
@@ -149,7 +150,7 @@ def _format_capacity(status: dict[str, Any]) -> str:
     Empty if neither is known, or if the dispatcher is of an older version.
     """
     source, ready, unsure_s = (
-        status.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s")
+        status.get(name) for name in ("max_sys_source", "watch_endpoints", "watch_stale_s")
     )
     parts = (
         [f"the capacity is {status['max_sys']:.5g} by {_format_capacity_source(status)}"]
@@ -174,7 +175,7 @@ def _format_capacity(status: dict[str, Any]) -> str:
 
 
 def _format_capacity_source(status: dict[str, Any]) -> str:
-    source, per_endpoint = status["max_sys_by"], status.get("per_endpoint")
+    source, per_endpoint = status["max_sys_source"], status.get("per_endpoint")
     if source == "setting":
         return (
             CAPACITY_SOURCES[source]
@@ -190,20 +191,24 @@ def _format_per_endpoint(status: dict[str, Any]) -> str:
     It says if the endpoint picker uses another number.
     """
     per_endpoint, source, picker_value = (
-        status.get(name) for name in ("per_endpoint", "per_endpoint_from", "picker_max_concurrency")
+        status.get(name) for name in ("per_endpoint", "per_endpoint_source", "picker_max_concurrency")
     )
     match source:
         case "setting" if picker_value is not None and picker_value != per_endpoint:
-            return f"budget.per_endpoint is {per_endpoint:g}, the endpoint picker counts with {picker_value}: one of them is wrong."
+            return (
+                f"budget.per_endpoint is {per_endpoint:g}, the endpoint picker counts with "
+                f"{picker_value}: one of them is wrong."
+            )
         case "picker":
             return f"An endpoint is taken to run {per_endpoint:g} requests, as the endpoint picker counts."
         case "suggestion":
             return f"The picker's page suggests {per_endpoint:g} requests per endpoint; not proven yet."
         case "server":
             return f"An endpoint is taken to run {per_endpoint:g} requests, as the model servers' pages say."
-        case "search" if status["max_sys_by"] == "search":
+        case "search" if status["max_sys_source"] == "search":
             return (
-                f"Nobody names the capacity: the search started at {per_endpoint:g} requests per endpoint, and the "
+                f"Nobody names the capacity: the search started at {per_endpoint:g} requests per "
+                "endpoint, and the "
                 "estimate grows while requests run and nobody waits. Set budget.per_endpoint, or measure it "
                 "with `batch-dispatcher check --probe`."
             )
@@ -228,12 +233,12 @@ def _format_problems(status: dict[str, Any]) -> list[str]:
     failing_s = status.get("signals_failing_s")
     for_s = "" if failing_s is None else f" for {failing_s:.0f} s now"
     problems += [(f"The signals cannot be read{for_s}", status.get("signals_problem"))]
-    problems += [("Marks of models in the queue count for nothing", status.get("model_marks_problem"))]
+    problems += [("Marks of models in the queue count for nothing", status.get("model_registry_problem"))]
     problems += [("The Kubernetes watch has a problem", each) for each in status.get("watch_problems") or ()]
     problems += [
-        (f"Batching has ended for {_format_model_and_path(each)}", each["why_off"])
+        (f"Batching has ended for {_format_model_and_path(each)}", each["off_reason"])
         for each in status.get("batching") or ()
-        if each["why_off"]
+        if each["off_reason"]
     ][:MAX_MODELS]
     # The explanation may contain a problem already; do not repeat it.
     return [f"{what}: {why}" for what, why in problems if why and why not in status["explanation"]]
@@ -283,19 +288,22 @@ def _format_deadlines(status: dict[str, Any]) -> str:
 def _format_realtime_impact(status: dict[str, Any]) -> str:
     """Return the latencies of realtime requests, with the share of the capacity that batch work used."""
     values = [
-        f"{words} {status[f'{name}_p50_s'] * 1000:.0f} ms median, {status[f'{name}_p95_s'] * 1000:.0f} ms 95 %"
+        f"{words} {status[f'{name}_p50_s'] * 1000:.0f} ms median, {status[f'{name}_p95_s'] * 1000:.0f} "
+        "ms 95 %"
         for words, name in (("first token", "ttft"), ("each further token", "tpot"))
         if status.get(f"{name}_p50_s") is not None and status.get(f"{name}_p95_s") is not None
     ]
     if not values:
-        return f"Price to realtime: not known: {why}" if (why := status.get("price_why_not")) else ""
-    whose = {"realtime": "realtime alone", "all": "all requests, ours among them"}[status["price_of"]]
+        return f"Impact on realtime: not known: {why}" if (why := status.get("impact_problem")) else ""
+    whose = {"realtime": "realtime alone", "all": "all requests, batch requests included"}[
+        status["impact_scope"]
+    ]
     share = (
         ""
         if status["batch_share"] is None
         else f", while batch held {status['batch_share']:.0%} of the capacity"
     )
-    return f"Price to realtime, last 5 minutes: {'; '.join(values)}; of {whose}{share}."
+    return f"Impact on realtime, last 5 minutes: {'; '.join(values)}; of {whose}{share}."
 
 
 def _format_batching(status: dict[str, Any]) -> list[str]:
@@ -303,7 +311,7 @@ def _format_batching(status: dict[str, Any]) -> list[str]:
 
     Models for which merging was switched off are listed with the problems instead.
     """
-    merged = [each for each in status.get("batching") or () if not each["why_off"]]
+    merged = [each for each in status.get("batching") or () if not each["off_reason"]]
     lines = [
         f"Batching of {_format_model_and_path(each)}: {each['sentence']}." for each in merged[:MAX_MODELS]
     ]

@@ -213,7 +213,7 @@ async def describe_wait(target: QueueTarget, admin: RedisQueueAdmin, request_id:
     if no_dispatcher := await explain_no_dispatcher(admin):
         return no_dispatcher
     if found_request is None:
-        return "not in line" if is_certain else "in line, behind many of the same deadline"
+        return "not in the queue" if is_certain else "in the queue, behind many of the same deadline"
     ahead = await admin.count_ahead(found_request)
     return f"{found_request.location}" + ("" if ahead is None else f", {format_ahead(ahead)}")
 

@@ -67,7 +67,7 @@ def label(
     elif version is not None:
         print_lines(f"{family}: {name} is {version}")
     elif has_changed:
-        print_lines(f"{family}: {name} is what the settings print_lines")
+        print_lines(f"{family}: {name} is what the settings say")
     else:
         print_error(f"{family}: no verb has set the label {name}", fg=None)
     if not has_changed:
@@ -283,8 +283,10 @@ class _ReportedModels:
             ] or [other_version["name"] for other_version in other_versions[:1]]
             if successors:
                 return (
-                    f"the label {label} of {model_row['name']} stands for {full_name}: without it requests go to "
-                    f"{_format_names(successors)}, unless its transition is resource; to choose where, set the label "
+                    f"the label {label} of {model_row['name']} stands for {full_name}: without it "
+                    "requests go to "
+                    f"{_format_names(successors)}, unless its transition is resource; to choose where, "
+                    "set the label "
                     f"first: batch-dispatcher models label {model_row['name']} {label} VERSION"
                 )
         return ""
@@ -307,7 +309,7 @@ def _fetch_models(where: DispatcherOptions) -> _ReportedModels:
         return _ReportedModels(
             target, None, f"the one that answers works on another queue, {status['queue']}"
         )
-    return _ReportedModels(target, status, problem or "")
+    return _ReportedModels(target, status, str(problem) if problem else "")
 
 
 def _confirm_drain(question: str, *, can_ask: bool) -> None:

@@ -84,7 +84,11 @@ def show(sequence_id: SequenceId, where: QueueOptions, json_output: Json = False
             {"index": at, "entry": entry, "id": ids.get(entry)} for at, entry in sequence.waiting_requests
         ]
         print_json(
-            {**_sequence_as_json(sequence), "head_id": ids.get(sequence.next_entry or 0), "line": waiting}
+            {
+                **_sequence_as_json(sequence),
+                "current_id": ids.get(sequence.next_entry or 0),
+                "waiting_requests": waiting,
+            }
         )
         return
     print_lines(
@@ -214,14 +218,14 @@ def _sequence_as_json(sequence: SequenceSnapshot) -> dict[str, Any]:
     return {
         "id": sequence.id,
         "status": str(sequence.status),
-        "next": sequence.expected_index,
-        "head": sequence.next_entry,
+        "next_index": sequence.expected_index,
+        "current_entry": sequence.next_entry,
         "waiting": sequence.waiting_count,
-        "lives": sequence.run_count,
+        "runs": sequence.run_count,
         "done": sequence.ended_count,
         "failed": sequence.failed_count,
         "began_at": sequence.began_at,
-        "touched_at": sequence.last_active_at,
+        "last_active_at": sequence.last_active_at,
         "gap_since": sequence.gap_since,
         "sticky": sequence.has_token,
         "carry_bytes": sequence.conversation_bytes,
@@ -247,7 +251,7 @@ def _format_note(sequence: SequenceSnapshot, now: float) -> str:
         return f"index {sequence.expected_index} is missing for {format_duration(now - sequence.gap_since)}"
     if sequence.status is SequenceStatus.PARKED:
         return "begins when another sequence has ended"
-    return "one is at work or in line" if sequence.next_entry is not None else ""
+    return "one is running or in the queue" if sequence.next_entry is not None else ""
 
 
 def _list_details(sequence: SequenceSnapshot, ids: dict[int, str], now: float) -> list[tuple[str, str]]:

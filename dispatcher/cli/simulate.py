@@ -115,7 +115,7 @@ def simulate(
     ] = None,
     policy: Annotated[
         str, typer.Option(help=f"all, or some of {', '.join(PolicyName)}; separated by commas.")
-    ] = "law,none",
+    ] = "dispatcher,none",
     seconds: Annotated[
         float | None,
         typer.Option(
@@ -129,7 +129,8 @@ def simulate(
         typer.Option(
             min=0.0,
             help="Time step in seconds: batch requests end together at each step, which is faster to play. "
-            f"0: one by one. Default: 0, or {TIME_STEP_S:g} if more than {MAX_EXACT_S / 60:g} minutes are played.",
+            f"0: one by one. Default: 0, or {TIME_STEP_S:g} if more than {MAX_EXACT_S / 60:g} minutes "
+            "are played.",
             show_default=False,
         ),
     ] = None,
@@ -138,7 +139,8 @@ def simulate(
         typer.Option(
             min=1,
             help="Number of equal batch requests that are played as one with their total weight, which is "
-            f"faster. Default: 1, or a pod's slots / {MIN_JOBS_PER_POD} if more than {MAX_EXACT_S / 60:g} minutes are "
+            f"faster. Default: 1, or a pod's slots / {MIN_JOBS_PER_POD} if more than "
+            f"{MAX_EXACT_S / 60:g} minutes are "
             "played.",
             show_default=False,
         ),
@@ -165,7 +167,7 @@ def simulate(
         float | None,
         typer.Option(min=0.001, help="Duration of a batch request in an empty pool, instead of tokens."),
     ] = None,
-    travel: Annotated[
+    transit_time: Annotated[
         float | None,
         typer.Option(
             min=0.0, help="Transit time of requests and answers, in seconds. Default: 0.002 and 0.003."
@@ -317,7 +319,7 @@ def simulate(
         ],
         picker_slots=picker_slots,
         batch=BatchProfile(batch_tokens, batch_spread, batch_seconds),
-        transit_s=travel,
+        transit_s=transit_time,
         scrape_s=scrape,
         lag_s=lag,
         jitter=jitter,

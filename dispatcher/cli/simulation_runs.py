@@ -112,12 +112,12 @@ def run_sweep(
         while 0 in runs and len(rows) < len(cases) and len(rows) + 1 in runs:
             rows.append(report.build_row(runs[len(rows) + 1], None, runs[0]))
             table.print_row(labels[len(rows) - 1], rows[-1])
-    law = [(value, row) for (value, name), row in zip(cases, rows, strict=True) if name is names[0]]
-    answer = choose_value(swept.option, law, bounds) if bounds else None
+    compared = [(value, row) for (value, name), row in zip(cases, rows, strict=True) if name is names[0]]
+    answer = choose_value(swept.option, compared, bounds) if bounds else None
     if as_json:
         summary: dict[str, Any] = {
             "trace": traffic.name,
-            "setting": report.encode_fields(setting),
+            "scenario": report.encode_fields(setting),
             "sweep": swept.option,
         }
         summary["rows"] = [
@@ -248,7 +248,10 @@ class _ProgressLine:
         ):
             return
         share = sum(cost * each for cost, each in zip(self.costs, done_shares, strict=True)) / sum(self.costs)
-        text = f"simulating: {sum(each >= 1 for each in done_shares)} of {len(done_shares)} runs done, {share:.0%}"
+        text = (
+            f"simulating: {sum(each >= 1 for each in done_shares)} of {len(done_shares)} runs done, "
+            f"{share:.0%}"
+        )
         if share > 0.02:  # before that, the estimate of the remaining time is too rough
             minutes, seconds = divmod(round(elapsed_s * (1 - share) / share), 60)
             text += f", about {minutes}:{seconds:02} left"

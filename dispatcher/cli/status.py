@@ -17,6 +17,8 @@ import typer
 from dispatcher.cli import render
 from dispatcher.cli.admin_client import (
     AdminAddress,
+    StatusProblem,
+    StatusProblemKind,
     fetch_status,
     find_readiness_problem,
     parse_admin_address,
@@ -133,23 +135,26 @@ async def fetch_overview(
 
     `suggests_queues`: print the names of other queues if the default queue does not exist.
     """
-    unknown_address = None, "neither --config nor --admin-url says where to ask"
+    no_address = StatusProblem(
+        StatusProblemKind.NO_ADDRESS, "neither --config nor --admin-url says where to ask"
+    )
     # At once, so that one that does not answer does not delay the other.
     queue, (dispatcher, problem) = await asyncio.gather(
         _fetch_queue(location, suggests_queues=suggests_queues),
-        fetch_status(address) if address else _return_value(unknown_address),
+        fetch_status(address) if address else _return_value((None, no_address)),
     )
     return {
         "queue": location.names.queue if location.names else None,
         **queue,
         "dispatcher": dispatcher,
-        "dispatcher_problem": problem,
+        "dispatcher_problem": str(problem) if problem else None,
+        "dispatcher_problem_kind": problem.kind if problem else None,
         "config_problems": [str(each) for each in location.problems],
     }
 
 
 # gather() needs a coroutine, even if there is no dispatcher to ask.
-async def _return_value(value: tuple[None, str]) -> tuple[None, str]:
+async def _return_value(value: tuple[None, StatusProblem]) -> tuple[None, StatusProblem]:
     return value
 
 
@@ -259,7 +264,7 @@ async def _find_readiness_problem(location: QueueLocation, address: AdminAddress
         return readiness_problem
     dispatcher_status, problem = await fetch_status(address)
     if dispatcher_status is None:
-        return problem
+        return str(problem)
     # Another dispatcher may listen on that port.
     if location.names and dispatcher_status["queue"] != location.names.queue:
         return f"the dispatcher that answers works on another queue, {dispatcher_status['queue']}"

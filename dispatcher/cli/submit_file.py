@@ -221,7 +221,7 @@ async def _watch_gate(target: QueueTarget, display: FileProgressDisplay) -> None
         return
     while True:
         status, why = await fetch_status(address)
-        display.gate = format_gate(status) if status else (why or "")
+        display.gate = format_gate(status) if status else str(why or "")
         await asyncio.sleep(GATE_INTERVAL_S)
 
 

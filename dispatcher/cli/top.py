@@ -62,12 +62,12 @@ def _format_pool(status: dict[str, Any], width: int) -> list[str]:
     amounts = {
         "realtime": realtime,
         "waiting": status.get("realtime_waiting") or 0.0,
-        "ours": float(status.get("in_flight") or 0),
+        "batch": float(status.get("in_flight") or 0),
         "reserve": capacity * (share or 0.0),
         "capacity": capacity,
     }
     return [
         bar.draw_pool(**amounts, width=max(BAR_MIN_WIDTH, width)),
         bar.format_legend(**amounts),
-        f"capacity {capacity:.4g}; limit of ours {status.get('limit')}",
+        f"capacity {capacity:.4g}; batch limit {status.get('limit')}",
     ]

@@ -12,13 +12,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.batched.errors import (
-    BatchError,
-    ClosedError,
-    TooManyPendingError,
-    WorkerCrashedError,
-    WrongLengthError,
-)
 from dispatcher.client.batch import BatchClient
 from dispatcher.client.errors import NameInUseError, NoResultError, QueueUnreachableError, SequenceBusyError
 from dispatcher.client.item import Handle, Item
@@ -37,6 +30,13 @@ from dispatcher.client.result import (
     TokenUsage,
 )
 from dispatcher.client.sequence import OpenSequence
+from dispatcher.core.errors import (
+    BatchError,
+    ClosedError,
+    TooManyPendingError,
+    WorkerCrashedError,
+    WrongLengthError,
+)
 from dispatcher.core.requests.named_stream import StreamRequest, StreamState, StreamStatus
 from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceStatus, Turn
 

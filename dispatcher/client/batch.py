@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
-from dispatcher.batched.errors import TooManyPendingError
 from dispatcher.client.blocking import BlockingBatchClient
 from dispatcher.client.errors import NoResultError, QueueUnreachableError
 from dispatcher.client.item import Body, Deadline, Handle, Item, TokenGenerator, build_submission, to_item
@@ -22,6 +21,7 @@ from dispatcher.client.sequence import CarryOption, OnErrorOption, OpenSequence,
 from dispatcher.client.sequence_calls import SequenceCalls
 from dispatcher.client.stream import Items, stream_results
 from dispatcher.client.submitter import MAX_SUBMISSIONS_PER_CALL, Submitter
+from dispatcher.core.errors import TooManyPendingError
 from dispatcher.core.requests.named_stream import StreamStatus
 from dispatcher.core.requests.submission import QueueUnavailableError, Submission
 from dispatcher.core.sequences.turns import SequenceSnapshot, Turn
@@ -497,7 +497,8 @@ class BatchClient:
     async def _wait_for_result(self, handle: Handle, timeout: float | None) -> Result:
         if handle.received_result is None and handle.results != self.box.result_list:
             raise ValueError(
-                f"{handle.id}: its result goes to {handle.results or self._names.result_list}, not to this client"
+                f"{handle.id}: its result goes to {handle.results or self._names.result_list}, "
+                "not to this client"
             )
         result = handle.received_result or await self._mailbox.wait_for_result(handle, timeout)
         item, handle.item = handle.item, None  # the hook runs once, even if the result is requested again

@@ -5,7 +5,7 @@ All are subclasses of BatchError. A wrong argument raises ValueError or TypeErro
 
 from __future__ import annotations
 
-from dispatcher.batched.errors import BatchError
+from dispatcher.core.errors import BatchError
 from dispatcher.core.requests.submission import QueueUnavailableError
 
 

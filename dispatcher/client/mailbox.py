@@ -2,8 +2,9 @@
 
     result list --collect--> keep --given back--> deleted
 
-One script (lua/collect.lua) moves results from the list into a hash, the keep. A result is given back, and
-deleted from the keep, once its caller has it. So no result is lost if the program or a connection dies.
+One script (lua/collect_results.lua) moves results from the list into a hash, the keep. A result is given
+back, and deleted from the keep, once its caller has it. So no result is lost if the program or a connection
+dies.
 
 Clients with the same name share a result list and a keep. Only one of them reads at a time. It is the one
 whose owner id is in `<list>:owner`.
@@ -22,11 +23,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from weakref import WeakValueDictionary
 
-from dispatcher.batched.errors import BatchError
 from dispatcher.client.errors import NameInUseError, NoResultError, QueueUnreachableError
 from dispatcher.client.item import Handle
 from dispatcher.client.outage import Outage, unreachable_error
 from dispatcher.client.result import Result, result_from_popped
+from dispatcher.core.errors import BatchError
 from dispatcher.core.requests.result import PoppedResult, decode_result
 from dispatcher.core.requests.submission import QueueUnavailableError
 from dispatcher.queue.keys import QueueNames

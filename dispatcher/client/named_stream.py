@@ -2,8 +2,9 @@
 
     not submitted --enlist--> pending --answered--> kept --consume--> consumed
 
-One script submits an item and records its id (lua/enlist.lua). Another script deletes its result and records
-the item as consumed (lua/consume.lua). So each item is in exactly one of these states if the program crashes.
+One script submits an item and records its id (lua/submit_to_stream.lua). Another script deletes its result
+and records the item as consumed (lua/consume_result.lua). So each item is in exactly one of these states if
+the program crashes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from dispatcher.batched.errors import BatchError
 from dispatcher.client.errors import NameInUseError, NoResultError, QueueUnreachableError
 from dispatcher.client.item import Body, Handle, Item, encode_body, to_item
 from dispatcher.client.mailbox import Mailbox, check_name, make_owner_id
 from dispatcher.client.result import HookError, Result, result_from_error
 from dispatcher.client.stream import Items, stream_results
+from dispatcher.core.errors import BatchError
 from dispatcher.core.requests.named_stream import StreamStatus
 from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.redis import producer, streams
@@ -220,11 +221,11 @@ class NamedStream:
         requests: dict[str, streams.StreamRecord] = {}
         after = ""
         while True:
-            page = await self._call(
+            page: streams.StreamPage = await self._call(
                 lambda after=after: streams.read_stream_page(self._backend, self._name, after)
             )
             requests |= {each.id: each for each in page.requests}
-            if not (after := page.after):
+            if not (after := page.next_cursor):
                 return list(requests.values())
 
     async def _select_unknown(

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.batched.errors import BatchError
 from dispatcher.client.errors import NoResultError
+from dispatcher.core.errors import BatchError
 from dispatcher.core.requests.answer_text import extract_answer_text
 from dispatcher.core.requests.result import ErrorCode, PoppedResult
 from dispatcher.core.requests.usage import parse_token_usage

@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any, Literal
 
-from dispatcher.batched.errors import ClosedError
 from dispatcher.client.errors import NoResultError, QueueUnreachableError, SequenceBusyError
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import HookError, Result, result_from_error
+from dispatcher.core.errors import ClosedError
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.turns import (
     MAX_SEQUENCE_ID_BYTES,

@@ -80,7 +80,7 @@ class Cause(StrEnum):
     ROOM = ("room", "`batch-dispatcher explain`, and the traffic that is not batch work")
     MODELS = ("models", "`batch-dispatcher models list`")
     SEQUENCES = ("sequences", "`batch-dispatcher sequences list`")
-    RETRIES = ("retries", "`batch-dispatcher list`, which says what the last tries came to")
+    RETRIES = ("retries", "`batch-dispatcher list`, which shows how the last attempts ended")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def _check_unanswered(facts: HealthFacts, queue: QueueCounts) -> Assessment | No
     if not facts.has_only_failures or facts.now - attempts.first_ended_at < MIN_FAILING_S:
         return None
     refused = f", and it refused {attempts.refused_count}" if attempts.refused_count else ""
-    sentence = f"Every try fails. {facts.failure_summary}{refused}; {_format_waiting(queue)}."
+    sentence = f"Every attempt fails. {facts.failure_summary}{refused}; {_format_waiting(queue)}."
     return Assessment(Health.FAILING, Cause.FAILURES, sentence)
 
 
@@ -247,7 +247,8 @@ def _check_slow_answers(facts: HealthFacts, queue: QueueCounts) -> Assessment | 
     if facts.now - facts.answered_at < max(SLOW_ANSWER_S, 10 * facts.median_duration_s):
         return None
     sentence = (
-        f"No answer has come for more than {max(SLOW_ANSWER_S, 10 * facts.median_duration_s):.0f} s, where requests usually "
+        f"No answer has come for more than {max(SLOW_ANSWER_S, 10 * facts.median_duration_s):.0f} s, "
+        "where requests usually "
         f"take {facts.median_duration_s:.2g} s: {_format_in_flight(facts.running_count)}."
     )
     return Assessment(Health.DEGRADED, Cause.SLOW, sentence)
@@ -283,7 +284,10 @@ def _check_not_claimable(facts: HealthFacts, queue: QueueCounts) -> Assessment |
     if queue.sequences.waiting:
         why = f"{_format_requests(queue.sequences.waiting, 'waits', 'wait')} for a turn in a sequence"
         return Assessment(Health.WAITING, Cause.SEQUENCES, f"{why}.")
-    why = f"{_format_requests(queue.delayed, 'waits', 'wait')} for the next try after a failure or a refusal"
+    why = (
+        f"{_format_requests(queue.delayed, 'waits', 'wait')} for the next attempt after a failure or a "
+        "refusal"
+    )
     return Assessment(Health.WAITING, Cause.RETRIES, f"{why}.")
 
 

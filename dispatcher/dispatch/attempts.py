@@ -119,7 +119,7 @@ class AttemptRunner:
         deadlines = [(entry.request.deadline, entry) for entry in attempt.leases if entry.request is not None]
         for deadline, entry in deadlines:
             if deadline <= unix_now and len(attempt.leases) > 1 and entry.attempt is attempt:
-                self._in_flight.stop_waiting(entry, "late")
+                self._in_flight.stop_waiting(entry, "deadline")
         remaining = [deadline for deadline, entry in deadlines if entry.attempt is attempt]
         if len(remaining) > 1 and (soonest := min(remaining)) < attempt.request.deadline:
             wait_s = max(0.0, soonest - unix_now)
@@ -202,7 +202,7 @@ class AttemptRunner:
         try:
             return self.merger.handle_answer(attempt, judged)
         except Exception as error:
-            emit(Event.INTERNAL_ERROR, where="batching", error=repr(error))
+            emit(Event.INTERNAL_ERROR, where="merging", error=repr(error))
             # Without this, the leases would stay in the table until the process ends.
             failure = judged.copy_with(outcome=Failed(f"the dispatcher failed: {error!r}"))
             return FollowUp([(entry, failure) for entry in attempt.leases])
@@ -250,7 +250,7 @@ class AttemptRunner:
         returned."""
         if entry.stop_reason == "cancelled" and entry.request is not None:
             self._complete(completions.build_cancellation(entry.lease, entry.request))
-        elif entry.stop_reason == "late" and entry.request is not None:
+        elif entry.stop_reason == "deadline" and entry.request is not None:
             self._complete(completions.build_deadline_error(entry.lease, entry.request))
         elif entry.stop_reason == "lost":
             self._remove_lease(entry.lease.token)

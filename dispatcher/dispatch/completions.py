@@ -63,7 +63,7 @@ def build_error(
 def build_turn_rejection(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
     """Settle a request that its sequence rejected. The sequence does not know the request, and no turn
     ends."""
-    return build_error(lease, request, code, message).copy_with(turn=None)
+    return build_error(lease, request, code, message).copy_with(turn_end=None)
 
 
 def build_remaining_error(remaining: RemainingRequest) -> Settlement:
@@ -195,7 +195,8 @@ def _build_dead_letter(lease: Lease, request: Request, decision: MoveToDeadLette
         version=request.version,
     )
     failure = f"{decision.code}: {decision.message}"
-    return DeadLetter(_build_settlement(lease, request, result, decision.code, failure), decision.message)
+    settlement = _build_settlement(lease, request, result, decision.code, failure)
+    return DeadLetter(settlement, decision.message, decision.is_failed_attempt)
 
 
 def _build_settlement(lease: Lease, request: Request, result: bytes, code: str, failure: str) -> Settlement:

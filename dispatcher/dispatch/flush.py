@@ -90,7 +90,8 @@ class CompletionFlusher:
             )
         if dead_letters:
             self._handle_statuses(
-                dead_letters, await access.call_queue("bury", access.queue.move_to_dead_letters(dead_letters))
+                dead_letters,
+                await access.call_queue("dead-letter", access.queue.move_to_dead_letters(dead_letters)),
             )
         return claimed_turns
 

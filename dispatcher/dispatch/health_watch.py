@@ -42,7 +42,7 @@ class HealthWatch:
                     health=str(newest.health),
                     cause=str(newest.cause),
                     why=newest.sentence,
-                    look_at=newest.cause.hint,
+                    hint=newest.cause.hint,
                 )
             await asyncio.sleep(CHECK_INTERVAL_S)
 

@@ -15,7 +15,7 @@ from dispatcher.core.sequences.decisions import TurnGranted
 from dispatcher.ports import AnswerMemory, Lease
 from dispatcher.telemetry.tracing import DeliveryTrace
 
-StopReason = Literal["cancelled", "lost", "late", "drain"]
+StopReason = Literal["cancelled", "lost", "deadline", "drain"]
 
 
 @dataclass(slots=True, eq=False)

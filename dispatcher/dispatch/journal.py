@@ -25,7 +25,7 @@ from dispatcher.telemetry.events import Event, bind_event_fields, emit, is_debug
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.tracing import DeliveryTrace, Tracing
 
-_STEP_NAMES = {Settlement: "settle", Release: "release", DeadLetter: "bury"}
+_STEP_NAMES = {Settlement: "settle", Release: "release", DeadLetter: "dead-letter"}
 """Names of the queue steps that end a lease."""
 _SAFE_WORDS = re.compile(r"[^:'\"]*(?:: [A-Za-z]+(?![A-Za-z\[]))?")
 """Part of a failure text that is safe to show: words of the dispatcher and the name of an error. The rest may
@@ -157,7 +157,7 @@ class Journal:
             self._trace_and_log_completion(entry, entry.request, completion, status, at)
         if isinstance(completion, Release):
             if completion.is_failed_attempt or completion.is_refusal:
-                metrics.count(series.RETRIES, "attempt" if completion.is_failed_attempt else "refusal")
+                metrics.count(series.RETRIES, "failed-attempt" if completion.is_failed_attempt else "refusal")
             return
         settlement = completion.settlement if isinstance(completion, DeadLetter) else completion
         # No result was written, so there is none to count.

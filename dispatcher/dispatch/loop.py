@@ -143,8 +143,8 @@ class Dispatcher:
             # Before the first count, see `reclaim_from_ended_owners`.
             await self._maintenance.reclaim_from_ended_owners()
             background_tasks = self._maintenance.start_tasks(tasks)
-            background_tasks.append(tasks.create_task(self._run_turns(), name="turns"))
-            background_tasks.append(tasks.create_task(self.model_router.run_checks(), name="recall"))
+            background_tasks.append(tasks.create_task(self._run_turns(), name="loop-turns"))
+            background_tasks.append(tasks.create_task(self.model_router.run_checks(), name="model-requests"))
             background_tasks.append(tasks.create_task(self.warm_ups.run(), name="warm-up"))
             background_tasks.append(tasks.create_task(self.health.run(), name="health"))
             self.wake_up()

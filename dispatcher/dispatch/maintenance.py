@@ -149,7 +149,7 @@ class Maintenance:
         age_s = min((at - reading.closed_at for reading in self._limiter.newest_readings), default=None)
         fields = build_gate_fields(allowance, in_flight=self._limiter.in_flight, reading_age_s=age_s)
         if unlogged_count:
-            fields["untold"] = unlogged_count
+            fields["unlogged_changes"] = unlogged_count
         emit(Event.GATE, **fields)
 
     async def _update_forecast(self) -> None:
@@ -158,13 +158,13 @@ class Maintenance:
         while True:
             rate, service_s = served.rate_per_s, served.service_s
             try:
-                line = await self._access.call_queue("line", self._queue.take_snapshot(rate, service_s))
+                line = await self._access.call_queue("snapshot", self._queue.take_snapshot(rate, service_s))
                 if line is not None:
                     self._access.view.forecast = compute_forecast(line, rate, service_s)
                     served.record_snapshot(line)
             except Exception as error:  # an internal error in a display must stop nothing
                 self._access.view.forecast = None
-                emit(Event.INTERNAL_ERROR, where="outlook", error=repr(error))
+                emit(Event.INTERNAL_ERROR, where="forecast", error=repr(error))
             await asyncio.sleep(FORECAST_INTERVAL_S)
 
     async def _renew_leases(self) -> None:
@@ -233,7 +233,7 @@ class Maintenance:
         """Send changed settings of sequences to the queue, so that waiting requests follow them without a new
         request."""
         asked_at = self._access.clock()
-        reply = await self._access.call_queue("line_up", self._queue.claim_turns([], terms))
+        reply = await self._access.call_queue("claim-turns", self._queue.claim_turns([], terms))
         if reply is not None:
             self._shared_terms = terms
             self._access.record_sign_of_life(asked_at)
@@ -254,7 +254,8 @@ class Maintenance:
     async def _expire_overdue(self) -> None:
         for _ in range(MAX_EXPIRE_BATCHES):
             found = (
-                await self._access.call_queue("expired", self._queue.find_overdue(EXPIRE_BATCH_SIZE)) or ()
+                await self._access.call_queue("find-overdue", self._queue.find_overdue(EXPIRE_BATCH_SIZE))
+                or ()
             )
             unix_now = self._queue.unix_now()
             parsed = [(overdue, parse_member(overdue.member)) for overdue in found]
@@ -265,7 +266,8 @@ class Maintenance:
             ]
             if expired:
                 self._journal.record_expired(
-                    await self._access.call_queue("expire", self._queue.settle_unleased(expired)) or 0
+                    await self._access.call_queue("settle-unleased", self._queue.settle_unleased(expired))
+                    or 0
                 )
                 # The end of a request may make the next one of its sequence claimable.
                 if any(settlement.turn_end is not None for _, settlement in expired):
@@ -279,7 +281,7 @@ class Maintenance:
         for _ in range(MAX_EXPIRE_BATCHES):
             found = (
                 await self._access.call_queue(
-                    "unserved", self._queue.find_remaining_requests(EXPIRE_BATCH_SIZE)
+                    "find-remaining", self._queue.find_remaining_requests(EXPIRE_BATCH_SIZE)
                 )
                 or ()
             )
@@ -291,7 +293,7 @@ class Maintenance:
             ended_count = 0
             for code, items in by_code.items():
                 answered_count = (
-                    await self._access.call_queue("expire", self._queue.settle_unleased(items)) or 0
+                    await self._access.call_queue("settle-unleased", self._queue.settle_unleased(items)) or 0
                 )
                 self._journal.record_remaining(code, answered_count)
                 ended_count += answered_count
@@ -317,7 +319,7 @@ class Maintenance:
 
     async def _listen_for_work(self) -> None:
         while True:
-            if await self._access.call_queue("work", self._wait_for_work()):
+            if await self._access.call_queue("wait-for-work", self._wait_for_work()):
                 self._access.signal_work()
                 shared = self._access.view.shared
                 if shared is not None and shared.is_paused:

@@ -39,11 +39,11 @@ GATE_REST_S = (0.5, 10.0)
 """Shortest and longest time for which a refused call of GATED_CALLS keeps the gate closed. It doubles each
 time in a row."""
 READ_CALLS = frozenset(
-    {"counts", "line", "expired", "unserved", "work", "awaited"}
-    | {"marks", "warming", "warmed", "unwarmed", "pin"}
+    {"counts", "snapshot", "find-overdue", "find-remaining", "wait-for-work", "count-waiting"}
+    | {"registry", "take-lock", "mark-warm", "release-lock", "pin"}
 )
 """Calls that only read, or whose failure does not affect requests. They never keep the gate closed."""
-GATED_CALLS = frozenset({"claim", "probe", "expire", "line_up"})
+GATED_CALLS = frozenset({"claim", "probe", "settle-unleased", "claim-turns"})
 """Calls that are not made while the gate is closed, or not again for the same requests. Their own success
 cannot open the gate, so a time limit must."""
 
@@ -153,7 +153,7 @@ class QueueAccess:
             return str(error)
         if self.view.problem is None:
             emit(Event.INTERNAL_ERROR, where="queue", error=repr(error))
-        return f"what the queue answered was not understood: {error!r}"
+        return f"the reply of the queue could not be understood: {error!r}"
 
     def _report_failure(self) -> None:
         if self.view.problem is None:
@@ -308,7 +308,10 @@ def explain_empty_claim(claim_result: ClaimResult, permit: Permit) -> str:
         - lease_counts.live_units
     )
     if free_units > 1:  # one unit may be reserved for the probe of another owner
-        return f"the next in line weighs more than the {free_units} units that are free, and goes when all it needs is"
+        return (
+            f"the next request needs more than the {free_units} units that are free, "
+            "and is sent when there is room for it"
+        )
     return ""
 
 

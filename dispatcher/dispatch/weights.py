@@ -101,7 +101,7 @@ class UnitAllocator:
         asked_at = self._access.clock()
         lease_units = [(entry.lease, units) for entry, units in changes]
         reply = await self._access.call_queue(
-            "weigh", self._access.queue.set_lease_units(lease_units, permit)
+            "set-units", self._access.queue.set_lease_units(lease_units, permit)
         )
         without_room = set()
         if reply is None:

@@ -1,6 +1,6 @@
 """Send one attempt of a request over HTTP and translate the answer into an Outcome.
 
-`docs/forwarding.md` lists what is sent, what is rejected, and which answer leads to which outcome.
+`docs/reference/forwarding.md` lists what is sent, what is rejected, and which answer leads to which outcome.
 """
 
 from dispatcher.forward.direct import DirectServers

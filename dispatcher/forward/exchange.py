@@ -23,10 +23,10 @@ from dispatcher.core.gateway.outcome import (
     classify_cut_answer,
 )
 from dispatcher.core.gateway.server_overload import MAX_INSPECTED_BYTES
+from dispatcher.core.network_errors import describe_error_with_address
 from dispatcher.core.requests.headers import QUEUE_DURATION
 from dispatcher.forward.transport import AttemptProgress, PreparedRequest, Transport
 from dispatcher.forward.unpack import decode_content
-from dispatcher.ports.network_errors import describe_error_with_address
 
 NETWORK_ERRORS = (aiohttp.ClientError, OSError)
 """Exceptions that a failing network or server can cause."""

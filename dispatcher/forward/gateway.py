@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
 from dispatcher.core.gateway.outcome import Delivered, Failed, Refused, TooLate, Unreachable
+from dispatcher.core.network_errors import describe_error
 from dispatcher.core.requests.headers import INFERENCE_TTL
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.routing import Route
@@ -29,7 +30,6 @@ from dispatcher.forward.transport import (
     current_attempt,
 )
 from dispatcher.ports import AttemptResult
-from dispatcher.ports.network_errors import describe_error
 from dispatcher.settings import GatewaySettings, TlsSettings
 from dispatcher.settings.small_files import BackgroundRead
 from dispatcher.settings.watched_files import file_fingerprint, read_token_blocking

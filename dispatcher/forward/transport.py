@@ -114,7 +114,7 @@ class AttemptProgress:
             raise _UnsentError
 
 
-current_attempt: ContextVar[AttemptProgress] = ContextVar("try")
+current_attempt: ContextVar[AttemptProgress] = ContextVar("attempt")
 
 
 class _ResponseProtocol(ResponseHandler):

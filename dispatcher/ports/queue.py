@@ -251,6 +251,8 @@ class DeadLetter:
     """Error result for the consumer. Its `result` is empty, and none is written, if no id could be read."""
     reason: str
     """Sentence for the operator."""
+    is_failed_attempt: bool = False
+    """True if the last attempt counts as a failed one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,22 +39,22 @@ POOL_KEYS = {
     "LEASES": ("leases", "zset"),
     "CONTROL": ("control", "hash"),
     "OWNERS": ("owners", "hash"),
-    "BEATS": ("beats", "zset"),
+    "HEARTBEATS": ("heartbeats", "zset"),
     "PAUSED": ("paused", "string"),
 }
 SEQUENCE_KEYS = {
     "SEQUENCED": ("sequenced", "zset"),
     "SEQUENCES": ("sequences", "hash"),
-    "CARRIED": ("sequences:carried", "hash"),
-    "TURNS": ("sequences:turns", "zset"),
+    "CONVERSATIONS": ("sequences:conversations", "hash"),
+    "RUN_QUEUES": ("sequences:turns", "zset"),
     "PARKED": ("sequences:parked", "zset"),
-    "OVER": ("sequences:over", "zset"),
-    "LOOKS": ("sequences:looks", "zset"),
+    "CLOSED_RUNS": ("sequences:closed-runs", "zset"),
+    "SEQUENCE_CHECKS": ("sequences:checks", "zset"),
 }
 WAITING_FOR_MODEL_KEYS = {
-    "ABSENT": ("absent", "zset"),
-    "ABSENT_ORDER": ("absent:order", "zset"),
-    "ABSENT_COUNTS": ("absent:counts", "zset"),
+    "WAITING_FOR_MODEL": ("waiting-for-model", "zset"),
+    "WAITING_FOR_MODEL_ORDER": ("waiting-for-model:order", "zset"),
+    "WAITING_FOR_MODEL_COUNTS": ("waiting-for-model:counts", "zset"),
 }
 """Name of each lasting key in the scripts, with its suffix (empty for the queue itself) and its type.
 
@@ -62,19 +62,19 @@ A queue has its own keys except for the pool keys, which all queues of its pool 
 and of requests that wait for a model come last: scripts check their types only if there is such a request.
 """
 MODEL_REGISTRY_KEYS = {
-    "WARM": ("models:warm", "zset"),
-    "WARMING": ("models:warming", "zset"),
-    "USED": ("models:used", "zset"),
+    "WARM_MARKERS": ("models:warm", "zset"),
+    "WARM_UP_LOCKS": ("models:warm-up-locks", "zset"),
+    "MODELS_IN_USE": ("models:in-use", "zset"),
     "LABELS": ("models:labels", "zset"),
     "DRAINS": ("models:drains", "zset"),
     "PINS": ("models:pins", "hash"),
-    "PINS_ASKED": ("models:pins:asked", "zset"),
+    "PINS_LAST_USED": ("models:pins:last-used", "zset"),
 }
 """Keys of the model registry of a pool. They are separate from all other keys, and only the scripts of the
 registry get them."""
 SCRIPT_KEYS = {**QUEUE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **WAITING_FOR_MODEL_KEYS}
 """Keys in the order in which all scripts but those of the model registry get them."""
-SECRET_SUFFIX = "sequences:secret"
+SECRET_SUFFIX = "sequences:secret"  # noqa: S105 - the suffix of a key
 _SUFFIXES = (
     *(suffix for suffix, _ in (*SCRIPT_KEYS.values(), *MODEL_REGISTRY_KEYS.values()) if suffix),
     SECRET_SUFFIX,
@@ -223,7 +223,8 @@ class QueueNames:
         """Return the result list of one request, so that the result can be found by the id of the request."""
         # A digest, because an id may have any length and any characters.
         text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
-        return f"{CLIENT_LISTS.removesuffix('*')}{{{extract_hash_tag(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
+        digest = hashlib.sha256(text).hexdigest()[:32]
+        return f"{CLIENT_LISTS.removesuffix('*')}{{{extract_hash_tag(self.queue)}}}:id:{digest}"
 
     def stream_keys(self, name: str) -> tuple[str, str]:
         """Return the keys with the requests of a named stream: those that are pending, and the consumed ones

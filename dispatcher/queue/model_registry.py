@@ -37,7 +37,7 @@ def check_names(**names: str) -> None:
 
 def make_limit_error(what: str) -> CallRefusedError:
     """Return the error for one label or drain too many."""
-    return CallRefusedError(f"there are {MAX_LABELS_OR_DRAINS} {what} already: take some back first")
+    return CallRefusedError(f"there are {MAX_LABELS_OR_DRAINS} {what} already: remove some first")
 
 
 def clean_who(who: str) -> str:
@@ -54,4 +54,4 @@ def describe_decision(who: str, why: str, at: float) -> str:
     since = (
         f" since {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if 0 <= at <= _LATEST_DATE_S else ""
     )
-    return f"by {clean_who(who) or 'somebody'}{since}{f': {clean_why(why)}' if why else ''}"
+    return f"by {clean_who(who) or 'an unknown user'}{since}{f': {clean_why(why)}' if why else ''}"

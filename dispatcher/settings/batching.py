@@ -28,7 +28,8 @@ class BatchRuleSettings(Section):
     )
     shape: ShapeName | None = Field(
         None,
-        description="Which list of the body is merged, and how the answer is split (docs/batching.md). If "
+        description="Which list of the body is merged, and how the answer is split "
+        "(docs/how-to/batching.md). If "
         "null, the usual shape for the first path.",
     )
     max_size: int = Field(32, ge=1, le=4096, description="Largest number of items in a merged call.")
@@ -117,7 +118,7 @@ class BatchRuleSettings(Section):
 class BatchingSettings(Section):
     """Merging of many small requests into one call to the model server.
 
-    Producers still submit single requests, and each gets its own answer (docs/batching.md).
+    Producers still submit single requests, and each gets its own answer (docs/how-to/batching.md).
     """
 
     mode: Literal["off", "auto", "on"] = Field(

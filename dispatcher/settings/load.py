@@ -84,7 +84,7 @@ def load_client_settings(
     root, problems = _build_tree(text, environ, name, directory)
     if any(not problem.where for problem in problems):
         return None, whole
-    given = {part: node.plain() for part, node in root.value.items()}
+    given = {part: node.to_plain() for part, node in root.value.items()}
     try:  # validate these sections alone, because the whole configuration is not valid
         pool = PoolSettings.model_validate(given.get("pool"))
         queue = QueueSettings.model_validate(given.get("queue"))

@@ -1,6 +1,7 @@
 """All settings with their meaning, unit, default and allowed values.
 
-docs/configuration.md is generated from the descriptions. Settings are frozen: a reload makes a new object.
+docs/reference/configuration.md is generated from the descriptions. Settings are frozen: a reload makes a new
+object.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class GatewaySettings(Section):
     allowed_headers: Annotated[tuple[Text, ...] | None, Field(strict=False)] = Field(
         None,
         description="Patterns of the request headers that are passed on; `*` matches any characters. Some "
-        "headers are never passed on. If null, further headers are left out (docs/forwarding.md), which can "
+        "headers are never passed on. If null, further headers are left out "
+        "(docs/reference/forwarding.md), which can "
         "be allowed by naming them here. `[]` passes on no headers.",
     )
     objective: HeaderValue = Field(

@@ -33,7 +33,7 @@ VERSION_GROUP = "version"
 """Group of the pattern that matches the label of a version."""
 
 _VERSION_KEYS = ("policy", "labels", "transition", "pin", "weights")
-_ALWAYS_SHOWN = ("name", "absent")
+_ALWAYS_SHOWN = ("name", "when_not_served")
 
 
 def check_model_name(name: str) -> str:

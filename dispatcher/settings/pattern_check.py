@@ -55,7 +55,8 @@ def pattern_fault(pattern: str) -> str | None:
         return str(refused)
     if check.open_count > MAX_OPEN_PLACES:
         return (
-            f"leaves open where {check.open_count} of its repeats and choices end, {MAX_OPEN_PLACES} at most: let "
+            f"leaves open where {check.open_count} of its repeats and choices end, {MAX_OPEN_PLACES} at "
+            "most: let "
             "each be followed by what it cannot match itself, as - ends [^-]+"
         )
     return None
@@ -155,7 +156,8 @@ class _PatternCheck:
             return
         if self._repeat_depth:
             raise _UnsafePatternError(
-                f"has {description} inside a repeat, as (a+)+ has, which can take exponential time: let each part "
+                f"has {description} inside a repeat, as (a+)+ has, which can take exponential time: let "
+                "each part "
                 "end where the next begins, as in (?:[.][0-9]+)*"
             )
         self.open_count += 1

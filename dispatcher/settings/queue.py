@@ -35,7 +35,7 @@ class QueueSettings(Section):
     fsync: Literal["everysec", "always"] = Field(
         "always",
         description="When the embedded Valkey flushes its file to the disk. With `always`, nothing that was "
-        "acknowledged is lost, at a cost of about a millisecond per step (docs/operations.md). With "
+        "acknowledged is lost, at a cost of about a millisecond per step (docs/how-to/operations.md). With "
         "`everysec`, a crash of the machine, or a kill of Valkey alone while the disk is slow, loses the "
         "last one or two seconds: accepted requests are lost without notice, and delivered results may come "
         "again.",

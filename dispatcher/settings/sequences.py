@@ -14,7 +14,7 @@ from dispatcher.settings.values import Text, check_own_header, setting_error
 
 
 class SequenceSettings(Section):
-    """Requests that belong together, such as the turns of a conversation (docs/queue-contract.md).
+    """Requests that belong together, such as the turns of a conversation (docs/reference/queue-contract.md).
 
     Use the same settings for all dispatchers of a queue.
     """

@@ -77,9 +77,9 @@ class Node:
 
     def to_plain(self) -> Any:
         if isinstance(self.value, dict):
-            return {key: node.plain() for key, node in self.value.items()}
+            return {key: node.to_plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
-            return [node.plain() for node in self.value]
+            return [node.to_plain() for node in self.value]
         return self.value
 
 

@@ -19,7 +19,7 @@ class StillRunningError(Exception):
     """The previous call has not returned. `running_s` is the time since it was started."""
 
     def __init__(self, running_s: float) -> None:
-        super().__init__(f"the call before has been hanging for {running_s:.0f} s")
+        super().__init__(f"the previous call has been hanging for {running_s:.0f} s")
         self.running_s = running_s
 
 

@@ -93,7 +93,7 @@ class SourcePoll(Poll):
     """Description of the EPP's saturation detector."""
     per_endpoint: float | None = None
     """Requests per endpoint from which the capacity was computed. `None` if it was not computed this way."""
-    per_endpoint_from: PerEndpointFrom | None = None
+    per_endpoint_source: PerEndpointFrom | None = None
     picker_k: int | None = None
     """The picker's maxConcurrency. `None` if its pages do not show it."""
     realtime_impact: RealtimeImpact = field(default_factory=RealtimeImpact)
@@ -434,10 +434,10 @@ class Poller:
             )
         self._log_unreadable(poll_readings)
         self._compare_picker_with_setting()
-        searching = poll_readings.per_endpoint_from == "search"
+        searching = poll_readings.per_endpoint_source == "search"
         if searching and not self._is_searching:
             emit(Event.CAPACITY_SEARCH, per_endpoint=poll_readings.per_endpoint)
-        self._is_searching = searching or (self._is_searching and poll_readings.per_endpoint_from is None)
+        self._is_searching = searching or (self._is_searching and poll_readings.per_endpoint_source is None)
         good_s = self._signals.max_age_for(name)
         self._on_poll(
             SourcePoll(
@@ -450,7 +450,7 @@ class Poller:
                 failing_since=self._failing_since,
                 detector=poll_readings.detector,
                 per_endpoint=poll_readings.per_endpoint,
-                per_endpoint_from=poll_readings.per_endpoint_from,
+                per_endpoint_source=poll_readings.per_endpoint_source,
                 picker_k=self._count.k,
                 realtime_impact=self._realtime_impact,
             )

@@ -1,6 +1,6 @@
 """Derive readings from the views of one poll: which signals count, of what capacity, and with which load.
 
-docs/signals.md explains the rules and their reasons for operators.
+docs/explanation/signals.md explains the rules and their reasons for operators.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PollReadings:
     """Description of the picker's saturation detector."""
     per_endpoint: float | None = None
     """Requests per endpoint from which the capacity was computed. `None` if it was not computed this way."""
-    per_endpoint_from: PerEndpointFrom | None = None
+    per_endpoint_source: PerEndpointFrom | None = None
 
 
 def select_active(views: Sequence[PoolView]) -> Sequence[PoolView]:
@@ -133,7 +133,7 @@ def derive_readings(
             f"the pool's pods; a picker that has just started shows none for {FLUSH_S:g} s",
         )
         return PollReadings(signals, (), (gone,), detector)
-    per_endpoint, per_endpoint_from = _choose_per_endpoint(views, policy, facts.count)
+    per_endpoint, per_endpoint_source = _choose_per_endpoint(views, policy, facts.count)
     capacity = _compute_capacity(views, ready, policy.max_sys, per_endpoint)
     # If the capacity is that of the endpoints on the page, endpoints that the page lacks are missing in the
     # capacity already, and must not count as full as well.
@@ -156,7 +156,7 @@ def derive_readings(
     unique = tuple(dict.fromkeys(unread))  # a capacity that cannot be read is the same reason for each signal
     if not counted:
         return PollReadings(signals, tuple(readings), unique, detector)
-    return PollReadings(signals, tuple(readings), unique, detector, per_endpoint, per_endpoint_from)
+    return PollReadings(signals, tuple(readings), unique, detector, per_endpoint, per_endpoint_source)
 
 
 def _choose_per_endpoint(
@@ -398,7 +398,8 @@ def _compute_requests(
     ]
     hint = "an EPP older than GIE 1.5 shows its running requests once the first has passed"
     if any(each.saturation is not None for each in views):
-        hint = "signals.use: saturation does without the count (docs/signals.md says at what price); " + hint
+        cost = "docs/explanation/signals.md says what that costs"
+        hint = f"signals.use: saturation does without the count ({cost}); {hint}"
     return ReadFailure(Reason.UNREADABLE, f"{', '.join(missing)} not there", hint, Signal.REQUESTS)
 
 

@@ -1,8 +1,8 @@
 """Catalogue of all series of /metrics: name, labels with all their values, description.
 
-docs/metrics.md is generated from this module. The dashboard, the alerts and the runbook are tested against
-it. Names and label values are declared here and are not derived from names in the code, so that a refactoring
-cannot rename a series by accident.
+docs/reference/metrics.md is generated from this module. The dashboard, the alerts and the runbook are tested
+against it. Names and label values are declared here and are not derived from names in the code, so that a
+refactoring cannot rename a series by accident.
 """
 
 from __future__ import annotations
@@ -154,11 +154,11 @@ OUTCOMES: Mapping[type[Outcome], str] = {
     Evicted: "evicted",
     Failed: "failed",
     Unreachable: "unreachable",
-    TooLarge: "toolarge",
+    TooLarge: "too-large",
     Refused: "refused",
     TooLate: "expired",
     Unsent: "unsent",
-    ModelNotServed: "nomodel",
+    ModelNotServed: "no-model",
 }
 STATUS_CLASSES = ("none", "2xx", "3xx", "4xx", "5xx")
 """Classes of HTTP statuses. `none` if no complete answer arrived."""
@@ -173,12 +173,12 @@ DROP_REASONS = (
 COMPLETION_KINDS: Mapping[type[Settlement | Release | DeadLetter], str] = {
     Settlement: "settlement",
     Release: "release",
-    DeadLetter: "burial",
+    DeadLetter: "dead-letter",
 }
 QUEUE_ANSWERS = tuple(str(answer) for answer in SettleStatus)
 RESULT_CODES = ("2xx", "4xx", *(str(code) for code in ErrorCode))
 """Class of the answer that the gateway gave, or the error code of the result."""
-RETRY_KINDS = ("attempt", "refusal")
+RETRY_KINDS = ("failed-attempt", "refusal")
 POLL_RESULTS = (
     "ok",
     *map(str, (Reason.UNREADABLE, Reason.STALE, Reason.NO_ENDPOINTS, Reason.IMPLAUSIBLE)),
@@ -187,7 +187,7 @@ WORK_STATES = tuple(str(work) for work in WorkState)
 QUANTILES = ("0.5", "0.95")
 DEPENDENCIES = ("queue", "gateway", "signals")
 MERGED_CALL_RESULTS = ("split", "halved", "unsplittable", "failed")
-MERGE_CHECK_RESULTS = ("same", "differs", "unsure")
+MERGE_CHECK_RESULTS = ("same", "differs", "inconclusive")
 
 # Up to half an hour, since long generations take minutes, and up to a day for waiting requests.
 _LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -274,10 +274,10 @@ CONFIGURED_MAX_SYS = _add_gauge(
     "Capacity by configuration, picker or watch; more than max_sys if fewer requests were seen to fit",
 )
 MAX_SYS_SOURCE = _add_state_gauge(
-    "max_sys_by",
+    "max_sys_source",
     lambda s: s.budget.max_sys_source,
     "1 for the source of max_sys, 0 for the others",
-    by=tuple(CAPACITY_SOURCES),
+    source=tuple(CAPACITY_SOURCES),
 )
 PER_ENDPOINT = _add_gauge(
     "per_endpoint",
@@ -290,7 +290,7 @@ PICKER_MAX_CONCURRENCY = _add_gauge(
     "maxConcurrency of the endpoint picker; absent if its metrics do not show it",
 )
 
-# ── harvest ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── utilization ────────────────────────────────────────────────────────────────────────────────────────────
 
 USED_SECONDS = _add_counter(
     "used_request_seconds",
@@ -321,14 +321,14 @@ SIGNALS_FAILING = _add_gauge(
 SOURCE = _add_state_gauge(
     "source", lambda s: s.signals.source, "1 for the source of the samples, 0 for the others", source=SOURCES
 )
-POLLS = _add_counter("reads", "Polls of the signals, by result", source=SOURCES, result=POLL_RESULTS)
+POLLS = _add_counter("polls", "Polls of the signals, by result", source=SOURCES, result=POLL_RESULTS)
 WATCH_ENDPOINTS = _add_gauge(
     "watch_endpoints",
     lambda s: s.watch.watch_endpoints,
     "Ready endpoints, from the Kubernetes watch; absent while unknown",
 )
 WATCH_STALE = _add_gauge(
-    "watch_unsure_seconds",
+    "watch_stale_seconds",
     lambda s: s.watch.watch_stale_s,
     "Time since the last answer of the Kubernetes API; absent while the watch is up to date",
 )
@@ -376,7 +376,7 @@ RESULTS = _add_counter(
     "results", "Results written, by class of the HTTP status or by error code", code=RESULT_CODES
 )
 ATTEMPTS = _add_counter(
-    "tries",
+    "attempts",
     "Attempts, by outcome and by class of the HTTP status of the gateway",
     outcome=tuple(OUTCOMES.values()),
     status=STATUS_CLASSES,
@@ -387,12 +387,12 @@ REFUSALS = _add_counter(
 RETRIES = _add_counter(
     "retries",
     "Requests returned for another attempt, by what the last attempt counted as",
-    counted=RETRY_KINDS,
+    counted_as=RETRY_KINDS,
 )
 LEASES_ENDED = _add_counter(
     "leases_ended",
     "Leases that this process completed, by kind of completion and by answer of the queue",
-    how=tuple(COMPLETION_KINDS.values()),
+    completion=tuple(COMPLETION_KINDS.values()),
     answer=QUEUE_ANSWERS,
 )
 LEASES_RECLAIMED = _add_counter(
@@ -408,7 +408,7 @@ WAIT_SECONDS = _add_histogram(
     _WAIT_BUCKETS_S,
 )
 ATTEMPT_SECONDS = _add_histogram(
-    "try_seconds", "Time from sending a request to its outcome", _LATENCY_BUCKETS_S
+    "attempt_seconds", "Time from sending a request to its outcome", _LATENCY_BUCKETS_S
 )
 PICKER_WAIT_SECONDS = _add_histogram(
     "picker_wait_seconds",
@@ -426,7 +426,7 @@ REQUEST_SECONDS = _add_histogram(
     _WAIT_BUCKETS_S,
 )
 
-# ── requests that travel together ───────────────────────────────────────────────────────────────────────────
+# ── merged calls ────────────────────────────────────────────────────────────────────────────────────────────
 
 MERGED_CALLS = _add_counter("merged_calls", "Merged calls, by result", result=MERGED_CALL_RESULTS)
 MERGED_REQUESTS = _add_counter("merged_requests", "Requests that were answered by merged calls")
@@ -454,7 +454,7 @@ MERGE_GAIN = _add_table_gauge(
 )
 MERGE_OFF = _add_table_gauge(
     "merge_off",
-    lambda s: s.batching.get_by_path_and_model(lambda each: float(each["why_off"] is not None)),
+    lambda s: s.batching.get_by_path_and_model(lambda each: float(each["off_reason"] is not None)),
     "1 if merging was turned off because answers differed from those of single calls",
     "path",
     "model",
@@ -484,12 +484,14 @@ SEQUENCES_WAITING = _add_gauge(
     "Requests that wait for their turn in a sequence",
 )
 SEQUENCE_TURNS = _add_counter(
-    "sequence_turns", "Decisions about claimed requests of sequences", verdict=("goes", "waits", "barred")
+    "sequence_turns",
+    "Decisions about claimed requests of sequences",
+    decision=("granted", "waits", "rejected"),
 )
 SEQUENCE_SERVERS = _add_counter(
     "sequence_servers",
     "Answers to requests with a session token, by the server that answered",
-    server=("same", "other", "lost"),
+    server=("same", "other", "none"),
 )
 
 # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -509,7 +511,7 @@ MODEL_WAITING = _add_table_gauge(
 MODEL_REQUESTS = _add_counter(
     "model_requests",
     "Decisions about claimed requests that name a model; `denied`: the model server rejected the model",
-    verdict=("goes", "waits", "unknown", "denied"),
+    decision=("served", "waits", "unknown", "denied"),
 )
 VERSION_ENDPOINTS = _add_table_gauge(
     "model_version_endpoints",
@@ -535,10 +537,10 @@ VERSION_SHARE = _add_table_gauge(
 WARM_UPS = _add_counter(
     "warm_ups",
     "Warm-ups of a version on an endpoint, by result; `retry`: the warm-up will be repeated",
-    result=("warm", "errors", "again"),
+    result=("warm", "errors", "retry"),
 )
 
-# ── the price that realtime pays ────────────────────────────────────────────────────────────────────────────
+# ── impact on realtime ──────────────────────────────────────────────────────────────────────────────────────
 
 TTFT = _add_gauge(
     "realtime_ttft_seconds",

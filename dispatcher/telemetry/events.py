@@ -55,7 +55,7 @@ class Event(Enum):
         logging.INFO,
         "The API server asks to wait (429); the last known state is used meanwhile",
     )
-    KUBERNETES_RECOVERED = ("kubernetes-fine", logging.INFO, "The Kubernetes watch is complete again")
+    KUBERNETES_RECOVERED = ("kubernetes-recovered", logging.INFO, "The Kubernetes watch is complete again")
 
     DEAD_DROPPED = (
         "dead-dropped",
@@ -63,16 +63,16 @@ class Event(Enum):
         "The dead-letter set exceeded queue.dead_max; its oldest requests were dropped",
     )
     RESULT_LIST_UNREACHABLE = (
-        "result-list-away",
+        "result-list-unreachable",
         logging.WARNING,
         "The Redis Cluster node of a result list is unreachable; its results wait",
     )
     WAKE_UPS_UNAVAILABLE = (
-        "wake-ups-gone",
+        "wake-ups-unavailable",
         logging.WARNING,
         "The wake-up subscription is lost; new requests are found by polling",
     )
-    WAKE_UPS_AVAILABLE = ("wake-ups-back", logging.INFO, "The wake-up subscription works again")
+    WAKE_UPS_AVAILABLE = ("wake-ups-available", logging.INFO, "The wake-up subscription works again")
 
     STARTED = (
         "started",
@@ -82,7 +82,7 @@ class Event(Enum):
     DRAINING = ("draining", logging.INFO, "The process was asked to stop; it claims nothing more")
     STOPPED = ("stopped", logging.INFO, "The process has stopped; all leases were completed or released")
     LEASES_LEFT_BEHIND = (
-        "left-behind",
+        "leases-left-behind",
         logging.ERROR,
         "The process has stopped with leases that it could neither complete nor release",
     )
@@ -102,7 +102,7 @@ class Event(Enum):
         "The dispatcher is degraded, failing or unknown: `cause`, `why`, and where to look first",
     )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
-    QUEUE_REACHABLE = ("queue-back", logging.INFO, "Redis can be reached again")
+    QUEUE_REACHABLE = ("queue-reachable", logging.INFO, "Redis can be reached again")
     MODEL = (
         "model",
         logging.INFO,
@@ -125,12 +125,12 @@ class Event(Enum):
         "A lease of this process expired; its request was aborted here and runs elsewhere",
     )
     EVENT_LOOP_SLOW = (
-        "slow",
+        "event-loop-slow",
         logging.WARNING,
         "The event loop is late because the process gets too little CPU: how late, and the CPU limit",
     )
     LEASES_RECLAIMED = (
-        "taken-back",
+        "leases-reclaimed",
         logging.WARNING,
         "Leases of dispatchers that ended, were silent or late were reclaimed; their requests run again",
     )
@@ -166,7 +166,7 @@ class Event(Enum):
         "Sequences continued without requests that never came: how many were skipped",
     )
     INTERNAL_ERROR = (
-        "surprise",
+        "internal-error",
         logging.ERROR,
         "A defect of the dispatcher was caught; an attempt failed or a value is not shown",
     )
@@ -175,19 +175,19 @@ class Event(Enum):
         logging.WARNING,
         "Spans cannot be sent to tracing.endpoint and are lost: why",
     )
-    TRACES_RECOVERED = ("traces-fine", logging.INFO, "Spans are sent again: how many were lost")
+    TRACES_RECOVERED = ("traces-recovered", logging.INFO, "Spans are sent again: how many were lost")
 
     # Events of single requests, at level debug only.
-    ATTEMPT_STARTED = ("sent", logging.DEBUG, "An attempt has started")
-    ATTEMPT = ("try", logging.DEBUG, "An attempt has ended: outcome, status, duration")
+    ATTEMPT_STARTED = ("attempt-started", logging.DEBUG, "An attempt has started")
+    ATTEMPT = ("attempt", logging.DEBUG, "An attempt has ended: outcome, status, duration")
     LEASE_ENDED = (
-        "ended",
+        "lease-ended",
         logging.DEBUG,
         "A lease was settled, released or dead-lettered, with the answer of the queue",
     )
 
     LIBRARY_WARNING = (
-        "library",
+        "library-warning",
         logging.WARNING,
         "A library logged a warning or an error: `logger` names it",
     )

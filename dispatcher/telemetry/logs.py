@@ -167,7 +167,7 @@ class _LibraryLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = " ".join(record.getMessage().split())[:_MAX_MESSAGE_CHARS]
-            fields: dict[str, Any] = {"logger": record.name, "said": message}
+            fields: dict[str, Any] = {"logger": record.name, "message": message}
             if record.exc_info:
                 fields |= {
                     "error": repr(record.exc_info[1])[:_MAX_MESSAGE_CHARS],

@@ -160,7 +160,8 @@ class SpanSender:
 
         try:
             spans = [_build_span(span, self._resource) for span in batch]
-            _library_messages.clear()  # messages about malformed tracestates of producers are not export errors
+            # Messages about malformed tracestates of producers are not export errors
+            _library_messages.clear()
             done = self._exporter.export(spans)
         except Exception as error:  # exporters raise on malformed responses, too
             return _remove_secrets(repr(error))

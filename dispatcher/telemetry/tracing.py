@@ -221,7 +221,7 @@ def trace_submission(queue: str, request_id: str, metadata: Mapping[str, str]) -
     }
     tracer = trace.get_tracer("batch-dispatcher", __version__)
     with tracer.start_as_current_span(
-        f"send {queue}", content_type=trace.SpanKind.PRODUCER, attributes=attributes
+        f"send {queue}", kind=trace.SpanKind.PRODUCER, attributes=attributes
     ) as span:
         context = span.get_span_context()
         if context.is_valid:

@@ -47,13 +47,13 @@ def sentence(reason: str, in_flight: int, limit: int, f_sys: float, f_epp: float
             return f"Nothing is sent: {reason}."
 
 
-class Told:
+class StaticStatus:
     """A Status that is its own JSON."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self._told = told
 
-    def json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return dict(self._told)
 
 
@@ -67,7 +67,7 @@ def healthy(told: Mapping[str, Any], *, closed: bool) -> dict[str, Any]:
         if closed
         else f"{told['in_flight']} requests are in flight, {waits}.",
         "health_since_s": 75.0,
-        "health_look_at": Cause.ROOM.hint if closed else "",
+        "health_hint": Cause.ROOM.hint if closed else "",
         "done_in_s": round(told["pending"] / 4.4, 1),
     }
 
@@ -75,9 +75,9 @@ def healthy(told: Mapping[str, Any], *, closed: bool) -> dict[str, Any]:
 FAILING: dict[str, Any] = {
     "health": "failing",
     "health_cause": "failures",
-    "health_sentence": "Every try fails. Of the last 20 tries 20 failed: 500 (20); 893 requests wait.",
+    "health_sentence": "Every attempt fails. Of the last 20 attempts 20 failed: 500 (20); 893 requests wait.",
     "health_since_s": 95.0,
-    "health_look_at": Cause.FAILURES.hint,
+    "health_hint": Cause.FAILURES.hint,
     "done_in_s": None,
 }
 
@@ -103,7 +103,7 @@ def status(reason: str = "open", **more: Any) -> dict[str, Any]:
         "budget": 0.29,
         "headroom": 13,
         "max_sys": SIZE,
-        "max_sys_by": "picker",
+        "max_sys_source": "picker",
         "configured_max_sys": SIZE,
         "reading_age_s": 0.4,
         "source": "epp",
@@ -147,7 +147,7 @@ class Stage:
         self.views = AdminViews(
             lambda: None,
             lambda: None,
-            lambda: Told(self.told),  # type: ignore[arg-type, return-value]
+            lambda: StaticStatus(self.told),  # type: ignore[arg-type, return-value]
             lambda *_: (b"# EOF\n", "text/plain"),
             settings=lambda: settings_as_json(self.settings),
             results=lambda: self.results,
@@ -206,16 +206,16 @@ def merged(model: str = "bge-m3", **more: Any) -> dict[str, Any]:
         "shape": "embeddings",
         "mode": "auto",
         "size": 32,
-        "takes": None,
+        "server_max_items": None,
         "gain": 6.18,
-        "checked": 3,
-        "why_off": None,
+        "checked_calls": 3,
+        "off_reason": None,
         "sentence": "up to 32 items a call, 6.18 times the items of single calls for the same units",
     } | more
 
 
-DIFFERS = "a merged call was answered otherwise than single ones: item 0: cosine 0.4210"
-ENDED = {"size": 1, "gain": None, "why_off": DIFFERS, "sentence": f"each request goes alone: {DIFFERS}"}
+DIFFERS = "the answer to a merged call differs from the answers to single calls: item 0: cosine 0.4210"
+ENDED = {"size": 1, "gain": None, "off_reason": DIFFERS, "sentence": f"each request is sent alone: {DIFFERS}"}
 
 
 def dead_request(
@@ -237,34 +237,34 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
         realtime = min(46.0, max(2.0, wave + rush))
         waits = max(0.0, wave + rush - 44)
         reason, fits = "full", float(SIZE)
-        ours = max(0.0, SIZE * 0.95 - realtime - waits)
+        batch = max(0.0, SIZE * 0.95 - realtime - waits)
         if second < 40:
-            reason, ours = "open", ours * second / 40
+            reason, batch = "open", batch * second / 40
         if rush > 14:
-            reason, ours = "no-room", max(0.0, 14 - (second - 512) / 3) if second < 555 else 0.0
+            reason, batch = "no-room", max(0.0, 14 - (second - 512) / 3) if second < 555 else 0.0
         if 300 <= second < 312:
-            reason, ours = "backpressure", ours * 0.6
+            reason, batch = "backpressure", batch * 0.6
         if 312 <= second < 400:
             fits = SIZE * (0.6 + (second - 312) / 220)
-            ours = min(ours, max(0.0, fits * 0.95 - realtime - waits))
+            batch = min(batch, max(0.0, fits * 0.95 - realtime - waits))
         if 700 <= second < 745:
-            reason, ours = "stale", max(0.0, ours - (second - 700))
+            reason, batch = "stale", max(0.0, batch - (second - 700))
         if 640 <= second < 655 or 745 <= second < 760:
-            reason, ours = (
+            reason, batch = (
                 "open",
-                ours * (second % 100 - 38) / 16 if second < 700 else ours * (second - 744) / 16,
+                batch * (second % 100 - 38) / 16 if second < 700 else batch * (second - 744) / 16,
             )
         if second > 885:
             if last == "no-room":
-                reason, ours = "no-room", max(4.0, ours - 2 * (second - 885))
-                realtime = min(44.0, SIZE - ours)
+                reason, batch = "no-room", max(4.0, batch - 2 * (second - 885))
+                realtime = min(44.0, SIZE - batch)
                 waits = (second - 885) / 4
             elif last == "open":
-                reason, ours = "open", max(0.0, ours - 6)
+                reason, batch = "open", max(0.0, batch - 6)
         closed = reason in ("no-room", "backpressure", "stale")
         limit = 0 if closed else max(0, math.floor(fits * 0.95 - realtime - waits))
         pending = 1284 + round(220 * math.cos(second / 210)) - second // 3 + (80 if closed else 0)
-        done = 0.0 if closed else ours / 4.2
+        done = 0.0 if closed else batch / 4.2
         stage.results["2xx"] = stage.results.get("2xx", 0.0) + done
         stage.results["4xx"] = stage.results.get("4xx", 0.0) + (
             0.4 if second % 190 < 12 and not closed else 0
@@ -274,13 +274,13 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
         )
         stage.second(
             reason,
-            in_flight=round(ours),
-            running=round(ours),
-            f_sys=(realtime + round(ours)) / fits,
+            in_flight=round(batch),
+            running=round(batch),
+            f_sys=(realtime + round(batch)) / fits,
             f_epp=waits / fits,
             limit=limit,
             max_sys=fits,
-            max_sys_by="learned" if fits < SIZE else "picker",
+            max_sys_source="learned" if fits < SIZE else "picker",
             reading_age_s=0.02,
             pending=pending,
             delayed=3 + (5 if 300 < second < 420 else 0),
@@ -294,15 +294,15 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
             ttft_p95_s=0.61,
             tpot_p50_s=0.0213,
             tpot_p95_s=0.0344,
-            price_of="realtime",
-            price_requests=2140,
-            price_source="epp",
-            price_why_not=None,
+            impact_scope="realtime",
+            impact_requests=2140,
+            impact_source="epp",
+            impact_problem=None,
             replica_count=2,
             batch_share=0.37,
             replicas=[
-                {"owner": "dispatcher-0-4fe1", "leases": round(ours / 2), "silent_s": 0.2},
-                {"owner": "dispatcher-1-90ac", "leases": round(ours) - round(ours / 2), "silent_s": 0.7},
+                {"owner": "dispatcher-0-4fe1", "leases": round(batch / 2), "silent_s": 0.2},
+                {"owner": "dispatcher-1-90ac", "leases": round(batch) - round(batch / 2), "silent_s": 0.7},
             ],
         )
         happened = {

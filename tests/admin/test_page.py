@@ -83,10 +83,10 @@ async def test_bar_has_the_numbers_of_the_status(page: Page) -> None:
         assert parts == {
             "Realtime": "12",
             "Waiting in the picker": "5",
-            "Ours": "8",
+            "Batch": "8",
             "Free": "13",
             "Reserve": "2",
-            "Limit on ours": "21",
+            "Batch limit": "21",
             "Configured capacity": "80",
         }
         widths = await page.ask(
@@ -113,7 +113,12 @@ async def test_what_is_merged_has_a_card_where_there_is_something_of_the_kind(pa
     stage = Stage(told=status("open"))
     async with shown(stage, page):
         assert await page.ask("document.querySelector('#batching-card').hidden")
-        batching = [merged(), merged("", takes=8), merged("e5", **ENDED), merged("<b>odd</b>", gain=None)]
+        batching = [
+            merged(),
+            merged("", server_max_items=8),
+            merged("e5", **ENDED),
+            merged("<b>odd</b>", gain=None),
+        ]
         counts = {"split": 2000, "halved": 3, "unsplittable": 1, "failed": 0}
         stage.told |= {
             "batching": batching,
@@ -136,7 +141,7 @@ async def test_what_is_merged_has_a_card_where_there_is_something_of_the_kind(pa
         )
         assert rows[2][3] == "8"
         assert rows[1][4] == "6.18 ×"
-        notice = f"Batching has ended for e5 at /v1/embeddings: {ENDED['why_off']}"
+        notice = f"Batching has ended for e5 at /v1/embeddings: {ENDED['off_reason']}"
         assert await says(page, "#notices", notice)
         stage.told |= {"batching": [merged(f"m-{n}", **ENDED) for n in range(60)]}
         await soon(lambda: says(page, "#batching", "m-19"), what="many of them")
@@ -156,7 +161,7 @@ async def queue_facts(page: Page) -> dict[str, tuple[str, str]]:
 
 def seen(name: str, state: str, **more: Any) -> dict[str, Any]:
     """A model as /status tells of it."""
-    told = {"serving": 2, "endpoints": 4, "unread": 0, "waiting": 0, "since_s": 90.0, "named": True}
+    told = {"serving": 2, "endpoints": 4, "unread_count": 0, "waiting": 0, "since_s": 90.0, "named": True}
     return {"name": name, "state": state, **told, "denied": False, "sentence": "it is served", **more}
 
 
@@ -192,7 +197,7 @@ def version(name: str, state: str, **more: Any) -> dict[str, Any]:
         "name": name,
         "state": state,
         **told,
-        "wanted": True,
+        "desired": True,
         "drained": False,
         "drained_by": None,
         **more,
@@ -207,7 +212,7 @@ ROLLOUT = [
         versions=[
             version("qwen-v3", "cold", warm=1),
             version("qwen-v2", "open", warm=2, share=0.95, labels=["old", "stable"]),
-            version("qwen-<b>v1</b>", "spare", drained=True, drained_by="by ada since noon: it leaks"),
+            version("qwen-<b>v1</b>", "retiring", drained=True, drained_by="by ada since noon: it leaks"),
             version("qwen-v0", "gone", serving=0),
         ],
         labels={
@@ -239,7 +244,7 @@ async def test_versions_stand_below_their_model(page: Page) -> None:
             == "95 % of the requests; warm at 2 of 2; labelled old, stable (by <b>ada</b> since noon)"
         )
         assert rows[3][5] == "drained by ada since noon: it leaks"
-        stage.told |= {"model_marks_problem": "a list"}
+        stage.told |= {"model_registry_problem": "a list"}
         problem = "Labels and drains of models in the queue cannot be read and are ignored: a list"
         await soon(lambda: says(page, "#notices", problem), what="the notice")
         await quiet(page)
@@ -361,7 +366,7 @@ async def test_hostile_text_stays_text(page: Page) -> None:
             evil,
             explanation=evil,
             health_sentence=evil,
-            health_look_at=f"`{evil}`",
+            health_hint=f"`{evil}`",
             dead=1,
             pool=evil,
             config_problem=evil,

@@ -14,7 +14,7 @@ from tests.admin.stage import FAILING, Stage, configured, dead_request, merged, 
 from tests.browser import Page
 
 UNREAD: dict[str, Any] = {"reason": "unreadable", "open": False, "limit": 0} | dict.fromkeys(
-    ("f_sys", "f_epp", "max_sys", "max_sys_by", "configured_max_sys", "realtime", "realtime_waiting")
+    ("f_sys", "f_epp", "max_sys", "max_sys_source", "configured_max_sys", "realtime", "realtime_waiting")
 )
 """Fields of a status without readings of the pool."""
 NO_COUNTS: dict[str, Any] = dict.fromkeys(("pending", "leased", "delayed", "dead", "at_risk"))
@@ -161,7 +161,7 @@ async def test_nothing_on_the_page_moves_by_itself(page: Page) -> None:
         await page.ask("void (window.ran = 0, addEventListener('transitionrun', () => ran++))")
         assert await page.ask("document.getAnimations().length") == 0
         stage.second("full", in_flight=3, realtime=9.0)
-        await soon(lambda: says(page, "#parts", "Ours3"), what="the bar to change")
+        await soon(lambda: says(page, "#parts", "Batch3"), what="the bar to change")
         await drawn(page)
         assert await page.ask("[ran, document.getAnimations().length]") == [0, 0]
 
@@ -190,8 +190,15 @@ def a_large_pool() -> Stage:
     """A thousand models of which many do not run, fifty endpoints that cannot be read, many rules."""
     names = [f"team-{n}/a-model-with-a-long-name-{n:04}" for n in range(1000)]
     why = "it is served by none of 50 endpoints, and 50 requests name it; " * 3
-    seen = {"state": "absent", "serving": 0, "endpoints": 50, "unread": 50, "waiting": 50, "named": True}
-    version = {"label": "1", "state": "open", "since_s": 9.0, "serving": 2, "warm": None, "wanted": True}
+    seen = {
+        "state": "absent",
+        "serving": 0,
+        "endpoints": 50,
+        "unread_count": 50,
+        "waiting": 50,
+        "named": True,
+    }
+    version = {"label": "1", "state": "open", "since_s": 9.0, "serving": 2, "warm": None, "desired": True}
     version |= {"drained": False, "drained_by": None, "share": 0.1, "labels": []}
     models = [
         {"name": name, **seen, "since_s": 90.0, "denied": False, "sentence": why, "labels": {}}
@@ -210,7 +217,7 @@ def a_large_pool() -> Stage:
     stage.told |= {"batching": [merged(name) for name in names[:256]], "replica_count": 500}
     stage.told |= {"replicas": [{"owner": f"d-{n}", "leases": 1, "silent_s": 0.1} for n in range(100)]}
     stage.told |= {"config_problem": why, "queue_problem": why, "gateway_problem": why}
-    stage.told |= {"signals_problem": why * 20, "explanation": why * 20, "model_marks_problem": why}
+    stage.told |= {"signals_problem": why * 20, "explanation": why * 20, "model_registry_problem": why}
     return stage
 
 

@@ -165,7 +165,7 @@ async def test_feed_goes_on_where_a_reader_left_it(http: aiohttp.ClientSession) 
         stage.second("stale")
         async with http.get(f"{url}/events", headers={"Last-Event-ID": reader.last_id}) as answer:
             missed = await Reader(answer).until("history")
-    assert (missed["whole"], missed["samples"]["reason"], missed["events"]) == (False, ["stale"], [])
+    assert (missed["complete"], missed["samples"]["reason"], missed["events"]) == (False, ["stale"], [])
 
 
 async def test_restarted_process_is_noticed_and_tells_everything(http: aiohttp.ClientSession) -> None:
@@ -181,7 +181,7 @@ async def test_restarted_process_is_noticed_and_tells_everything(http: aiohttp.C
         http.get(f"{url}/events", headers={"Last-Event-ID": reader.last_id}) as answer,
     ):
         told = await Reader(answer).until("history")
-    assert (told["whole"], told["samples"]["reason"]) == (True, ["starting"])
+    assert (told["complete"], told["samples"]["reason"]) == (True, ["starting"])
 
 
 async def test_reload_is_told_with_its_secrets_masked(http: aiohttp.ClientSession) -> None:

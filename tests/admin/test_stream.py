@@ -64,7 +64,7 @@ async def test_reader_is_told_all_it_needs_when_it_connects() -> None:
     found = await taken(joined(stage))
     assert [kind for kind, _, _ in found] == ["history", "status", "settings", "dead"]
     told = {kind: data for kind, _, data in found}
-    assert told["history"]["whole"]
+    assert told["history"]["complete"]
     assert told["history"]["samples"]["at"] == [NOW + 1]
     assert set(told["history"]["samples"]) == {"at", *SAMPLE_COLUMNS}
     [event] = told["history"]["events"]
@@ -100,12 +100,12 @@ async def test_reader_that_comes_back_gets_what_it_missed_and_no_more() -> None:
     stage.second("stale")
     stage.feed.record_event(Event.GATE, {"reason": "stale"})
     id_, missed = await history(stage, last_id)
-    assert not missed["whole"]
+    assert not missed["complete"]
     assert missed["samples"]["reason"] == ["stale"]
     assert [event["event"] for event in missed["events"]] == ["gate"]
     assert id_ != last_id
     _, nothing = await history(stage, id_)
-    assert (nothing["whole"], nothing["samples"]["at"], nothing["events"]) == (False, [], [])
+    assert (nothing["complete"], nothing["samples"]["at"], nothing["events"]) == (False, [], [])
 
 
 async def test_reader_of_another_process_or_with_an_id_that_is_none_gets_everything() -> None:
@@ -127,7 +127,7 @@ async def test_reader_of_another_process_or_with_an_id_that_is_none_gets_everyth
         f"{process}-²",
     ):
         _, found = await history(stage, last_id)
-        assert (found["whole"], len(found["samples"]["at"])) == (True, 2), last_id
+        assert (found["complete"], len(found["samples"]["at"])) == (True, 2), last_id
 
 
 async def test_what_is_kept_is_bounded() -> None:
@@ -213,32 +213,32 @@ async def test_dead_are_read_when_somebody_looks_and_again_when_their_number_cha
 
         async def told(count: int) -> bool:
             seen.extend(data for kind, _, data in await taken(stream) if kind == "dead")
-            return bool(seen) and seen[-1] is not None and seen[-1]["read"] == count
+            return bool(seen) and seen[-1] is not None and seen[-1]["read_count"] == count
 
         await wait_until(lambda: told(1))
         assert seen[0] is None, "they are not read yet"
         [group] = seen[-1]["groups"]
         one = group["newest"]
         assert (one["entry"], one["id"], one["reason"]) == (7, "job-7", "8 tries failed")
-        assert one["todo"] == ["show", "requeue", "purge"]
+        assert one["commands"] == ["show", "requeue", "purge"]
         assert "secret" not in json.dumps(seen), "no payload"
         stage.dead.append(dead_request(9, "not JSON", readable=False))
         stage.second(dead=2)
         await wait_until(lambda: told(2))
         newest = [group["newest"] for group in seen[-1]["groups"]]
         assert [one["entry"] for one in newest] == [9, 7]
-        assert (newest[0]["id"], newest[0]["todo"]) == (None, ["show", "purge"])
+        assert (newest[0]["id"], newest[0]["commands"]) == (None, ["show", "purge"])
         assert stage.asked_for_dead == 2
 
 
 def test_dead_requests_are_grouped_by_their_reason_the_most_frequent_first() -> None:
     newest = [dead_request(n, "RETRIES_EXHAUSTED: 500" if n % 3 else f"reason {n}") for n in range(60, 0, -1)]
     grouped = group_dead(newest)
-    assert (grouped["read"], grouped["reasons"], len(grouped["groups"])) == (60, 21, MAX_DEAD_GROUPS)
+    assert (grouped["read_count"], grouped["reasons"], len(grouped["groups"])) == (60, 21, MAX_DEAD_GROUPS)
     first = grouped["groups"][0]
     assert (first["count"], first["newest"]["entry"]) == (40, 59)
     assert [group["newest"]["entry"] for group in grouped["groups"][1:3]] == [60, 57], "the newest of equals"
-    assert group_dead([]) == {"read": 0, "reasons": 0, "groups": []}
+    assert group_dead([]) == {"read_count": 0, "reasons": 0, "groups": []}
 
 
 async def test_queue_that_is_away_costs_the_list_of_the_dead_and_nothing_else() -> None:
@@ -314,7 +314,10 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
         await wait_until(told)
     finally:
         beats.cancel()
-    assert sorted(heard) == ["surprise: the dead for the live page", "surprise: the live page's feed"]
+    assert sorted(heard) == [
+        "internal-error: the dead for the live page",
+        "internal-error: the live page's feed",
+    ]
 
 
 def test_measures_of_what_is_not_known_are_none() -> None:
@@ -332,8 +335,8 @@ def test_measures_of_what_is_not_known_are_none() -> None:
     assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "configured_max_sys")] == [
         None
     ] * 5
-    assert extract_measures(status(in_flight=14))["ours"] == 14
-    assert extract_measures(status(in_flight=14, leased=None))["ours"] is None, (
+    assert extract_measures(status(in_flight=14))["batch"] == 14
+    assert extract_measures(status(in_flight=14, leased=None))["batch"] is None, (
         "others may have ended meanwhile"
     )
 
@@ -377,4 +380,4 @@ async def test_an_id_that_was_never_given_gets_everything_however_long_it_is() -
     stage.second()
     process = (await history(stage))[0].partition("-")[0]
     for number in ("", "-1", "2", "9" * 5000):
-        assert (await history(stage, f"{process}-{number}"))[1]["whole"], number[:9]
+        assert (await history(stage, f"{process}-{number}"))[1]["complete"], number[:9]

@@ -98,7 +98,7 @@ def test_what_became_of_warm_ups_is_counted() -> None:
         bench.service.dispatcher.warm_ups.result_counts["errors"] = 2
         bench.service.get_status()
         counted = [
-            bench.service.metrics.get_value(series.WARM_UPS, name) for name in ("warm", "errors", "again")
+            bench.service.metrics.get_value(series.WARM_UPS, name) for name in ("warm", "errors", "retry")
         ]
         assert counted == [0, 2, 0]
 

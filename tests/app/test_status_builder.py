@@ -79,7 +79,7 @@ def test_requests_of_ours_that_wait_in_the_picker_are_not_shown_as_realtime() ->
 
 
 def test_realtime_is_of_the_signal_that_counts_requests() -> None:
-    score = read(0.9, signal=Signal.SATURATION, exact=False)
+    score = read(0.9, signal=Signal.SATURATION, is_request_count=False)
     assert load_of(score, read(34 / 64), sent=0.0) == (4.0, 0.0)
     counted = replace(score, running=32.0, waiting=1.0, has_exact_counts=False)
     assert load_of(counted, sent=0.0) == (3.0, 0.0)
@@ -126,7 +126,7 @@ def test_long_requests_with_little_reserve_are_told_where_people_look() -> None:
     told = status(48.0)
     assert told.budget.reserve_problem is not None
     assert told.queue.service_s == 48.0
-    assert f"Beware: {told.budget.reserve_problem}." in told.gate.explanation
+    assert f"Warning: {told.budget.reserve_problem}." in told.gate.explanation
 
 
 @pytest.mark.parametrize("prober", [None, "dispatcher-7"])
@@ -147,7 +147,7 @@ def test_who_tries_whether_the_gateway_is_back_is_told(prober: str | None) -> No
 )
 def test_nobody_is_warned_who_need_not_be(other: Status) -> None:
     assert other.budget.reserve_problem is None
-    assert "Beware" not in other.gate.explanation
+    assert "Warning" not in other.gate.explanation
 
 
 def in_turn(**counted: int) -> str:
@@ -165,7 +165,8 @@ def test_what_sequences_keep_back_is_explained() -> None:
     held = "1 sequence is held until an operator decides (`sequences list --status held`)"
     assert in_turn(active=1, held=1) == f"Sequences: {held}."
     assert in_turn(active=2, held=1, parked=4, waiting=7) == (
-        f"Sequences: 7 requests wait for a turn, {held}, 4 not begun, for sequences.max_active (2) are alive."
+        f"Sequences: 7 requests wait for a turn, {held}, 4 have not begun, because sequences.max_active "
+        "(2) are active."
     )
 
 
@@ -207,7 +208,7 @@ def test_no_end_is_promised_while_everything_fails() -> None:
 def test_gateway_that_fails_what_it_gets_is_told_though_the_gate_is_open() -> None:
     told = tried().gate
     assert told.open
-    assert told.attempts_problem == "Of the last 4 tries 4 failed: 500 (4), the newest 2 s ago"
+    assert told.attempts_problem == "Of the last 4 attempts 4 failed: 500 (4), the newest 2 s ago"
     assert f" {told.attempts_problem}." in told.explanation
 
 

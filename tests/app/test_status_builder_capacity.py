@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dispatcher.core.limit.budget import Policy, Reading, Signal
-from dispatcher.core.limit.limiter import Limiter
+from dispatcher.core.limit.limiter import NO_ROOM_BY_REALTIME, Limiter
 from dispatcher.settings import Settings
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.status import Status
@@ -31,7 +31,7 @@ def polled(per_endpoint: float, source: Any) -> SourcePoll:
         source="epp",
         signals=(Signal.REQUESTS,),
         per_endpoint=per_endpoint,
-        per_endpoint_from=source,
+        per_endpoint_source=source,
     )
 
 
@@ -41,19 +41,22 @@ def polled(per_endpoint: float, source: Any) -> SourcePoll:
         (
             {"per_endpoint": 500},
             polled(500, "setting"),
-            "35 an endpoint fitted where budget.per_endpoint says 500: lower it.",
+            "35 requests per endpoint fit where budget.per_endpoint says 500: lower it.",
         ),
         (
             {},
             polled(250, "picker"),
-            "17.5 an endpoint fitted where the endpoint picker counts with 250: lower its maxConcurrency.",
+            (
+                "17.5 requests per endpoint fit where the endpoint picker counts with 250: "
+                "lower its maxConcurrency."
+            ),
         ),
         (
             {},
             polled(250, "server"),
-            "17.5 an endpoint fitted where the model servers' own pages say 250.",
+            "17.5 requests per endpoint fit where the model servers' own pages say 250.",
         ),
-        ({"max_sys": 500}, None, "35 fitted where budget.max_sys says 500: lower it."),
+        ({"max_sys": 500}, None, "35 requests fit where budget.max_sys says 500: lower it."),
     ],
 )
 def test_what_fitted_is_told_with_what_to_do(
@@ -63,4 +66,5 @@ def test_what_fitted_is_told_with_what_to_do(
     assert shown.gate.explanation.endswith(sentence)
     assert (shown.budget.max_sys, shown.budget.configured_max_sys) == (35, 500)
     assert shown.budget.max_sys_source == "learned"
-    assert "realtime" not in shown.gate.explanation
+    # The reason of the closed gate names realtime; no other sentence does.
+    assert "realtime" not in shown.gate.explanation.replace(NO_ROOM_BY_REALTIME, "")

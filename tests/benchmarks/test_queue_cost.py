@@ -88,7 +88,7 @@ async def test_claim_costs_the_same_with_a_million_pending(own_server: Server) -
         made = {}
         for names in depths:
             (made[names],) = await stack.enter_async_context(
-                queues(own_server.url, "a", names=names, try_s=20)
+                queues(own_server.url, "a", names=names, attempt_timeout_s=20)
             )
 
         async def cost(names: QueueNames) -> float:
@@ -121,7 +121,7 @@ async def test_the_outlook_takes_the_same_few_steps_with_a_hundred_thousand_pend
     counted: dict[QueueNames, int] = {}
     for names, depth in {SHALLOW: 1_000, DEEP: 100_000}.items():
         due_in_time(own_server, depth, names)
-        async with queues(own_server.url, "a", list_names=names, attempt_timeout_s=20) as (queue,):
+        async with queues(own_server.url, "a", names=names, attempt_timeout_s=20) as (queue,):
             await queue.take_snapshot()
             with own_server.client() as client:
                 client.config_resetstat()

@@ -1,8 +1,9 @@
 """Who knows what every request was promised, and judges by what lies in the lists at the end.
 
-Callers submit, and keep book of what was acknowledged. `judge` compares the book with the result lists; it
-asks nobody else. What a server may forget when it dies (docs/reference/queue-contract.md, "What Redis itself may lose")
-is told apart by time: what was neither submitted nor answered in a `Gap` may not be missing.
+Callers submit requests, and record what was acknowledged. `judge` compares the record with the result lists
+and uses no other source. What a server may forget when it dies (docs/reference/queue-contract.md, "What Redis
+itself may lose") is recognized by time: a request that was neither submitted nor answered in a `Gap` must not
+be missing.
 """
 
 from __future__ import annotations

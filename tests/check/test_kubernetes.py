@@ -114,7 +114,7 @@ async def test_of_a_right_to_list_alone_every_rule_at_once(server: ApiServer) ->
 
 
 async def test_of_no_rights_with_the_older_api(server: ApiServer) -> None:
-    server.faults.rules, server.faults.find_remaining_requests = [], {POOLS}
+    server.faults.rules, server.faults.not_served = [], {POOLS}
     server.put(OLD_POOLS, old_pool())
     server.put(PODS, pod("p0"))
     server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))

@@ -31,17 +31,18 @@ def sample(at: float, **more: Any) -> PoolSample:
         "present": 0.0,
         "running": 0.0,
         "waiting": 0.0,
-        "ours": 0,
+        "max_probe_requests": 0,
         "endpoints": 2.0,
         "per_endpoint": 8.0,
-        "per_endpoint_from": "search",
+        "per_endpoint_source": "search",
     }
     return PoolSample(sampled_at=at, **plain | more)
 
 
 def ours(at: float, count: int, **more: Any) -> PoolSample:
     """A reading of a pool in which `count` requests run, all of them the probe's."""
-    return sample(at, **{"present": float(count), "running": float(count), "ours": count} | more)
+    counts = {"present": float(count), "running": float(count), "max_probe_requests": count}
+    return sample(at, **counts | more)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_requests_of_the_probe_may_wait(ramp: Ramp) -> None:
 def test_ceiling_is_reported_once_it_has_lasted(ramp: Ramp) -> None:
     for at in range(READINGS):
         assert ramp.end is None
-        ramp.observe_sample(ours(7.0 + at, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
+        ramp.observe_sample(ours(7.0 + at, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmations=1))
     assert (ramp.end, ramp.may_send) == (ProbeEnd.CEILING, False)
     found = ramp.build_finding()
     assert found.level == "ok"
@@ -120,19 +121,21 @@ def test_ceiling_is_reported_once_it_has_lasted(ramp: Ramp) -> None:
 
 def test_ceiling_that_moves_has_to_last_anew(ramp: Ramp) -> None:
     for at, ceiling in enumerate((20.0, 20.0, 30.0, 30.0)):
-        ramp.observe_sample(ours(7.0 + at, 38, running=ceiling, waiting=5.0, ceiling=ceiling, confirmed=1))
+        ramp.observe_sample(
+            ours(7.0 + at, 38, running=ceiling, waiting=5.0, ceiling=ceiling, confirmations=1)
+        )
     assert ramp.end is None
-    ramp.observe_sample(ours(11.0, 38, running=30.0, waiting=5.0, ceiling=30.0, confirmed=1))
+    ramp.observe_sample(ours(11.0, 38, running=30.0, waiting=5.0, ceiling=30.0, confirmations=1))
     assert ramp.end is ProbeEnd.CEILING
 
 
 def test_ceiling_that_the_limiter_confirmed_is_reported_at_once(ramp: Ramp) -> None:
-    ramp.observe_sample(ours(7.0, 33, ceiling=32.0, confirmed=2))
+    ramp.observe_sample(ours(7.0, 33, ceiling=32.0, confirmations=2))
     assert ramp.end is ProbeEnd.CEILING
 
 
 def test_pool_that_runs_less_than_one_request_per_endpoint_has_its_total_reported(ramp: Ramp) -> None:
-    ramp.observe_sample(ours(7.0, 3, running=1.0, waiting=2.0, ceiling=1.0, confirmed=2))
+    ramp.observe_sample(ours(7.0, 3, running=1.0, waiting=2.0, ceiling=1.0, confirmations=2))
     assert ramp.build_finding().what.endswith("set budget.max_sys to 1")
 
 
@@ -142,7 +145,7 @@ def test_reaching_the_bound_reports_how_many_ran_at_least(ramp: Ramp) -> None:
         ramp.observe_sample(ours(7.0 + at, MOST))
     assert ramp.end is ProbeEnd.BOUND
     assert ramp.build_finding().what == (
-        "at least 100 requests ran at once with nobody waiting (the bound of --probe-most was reached)"
+        "at least 100 requests ran at once with no request waiting (the bound of --probe-most was reached)"
     )
 
 
@@ -153,11 +156,11 @@ def test_requests_count_as_running_only_if_two_readings_in_a_row_show_them(ramp:
     ramp.stop(ProbeEnd.TIME)
     found = ramp.build_finding()
     assert (found.level, found.hint) == ("warning", "--probe-seconds")
-    assert "at least 30 requests ran at once with nobody waiting" in found.what
+    assert "at least 30 requests ran at once with no request waiting" in found.what
 
 
 def test_a_ceiling_that_was_not_confirmed_in_time_is_not_recommended(ramp: Ramp) -> None:
-    ramp.observe_sample(ours(7.0, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
+    ramp.observe_sample(ours(7.0, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmations=1))
     ramp.stop(ProbeEnd.TIME)
     found = ramp.build_finding()
     assert found.level == "warning"
@@ -176,9 +179,12 @@ def test_time_that_is_over_before_any_request_says_why() -> None:
 @pytest.mark.parametrize(
     ("named", "words"),
     [
-        ({"per_endpoint_from": "picker", "per_endpoint": 16.0}, "the endpoint picker counts with 16"),
-        ({"per_endpoint_from": "server", "per_endpoint": 16.0}, "the model servers' own pages name 16"),
-        ({"per_endpoint_from": None, "capacity_known": True}, "a query in the settings tells the capacity"),
+        ({"per_endpoint_source": "picker", "per_endpoint": 16.0}, "the endpoint picker counts with 16"),
+        ({"per_endpoint_source": "server", "per_endpoint": 16.0}, "the model servers' own pages name 16"),
+        (
+            {"per_endpoint_source": None, "is_capacity_known": True},
+            "a query in the settings gives the capacity",
+        ),
     ],
 )
 def test_capacity_that_somebody_names_is_not_measured(named: dict[str, Any], words: str) -> None:
@@ -191,11 +197,11 @@ def test_capacity_that_somebody_names_is_not_measured(named: dict[str, Any], wor
 
 
 def test_number_that_the_pickers_pages_suggest_counts_once_it_has_lasted(ramp: Ramp) -> None:
-    ramp.observe_sample(ours(7.0, 20, per_endpoint_from="suggestion", per_endpoint=100.0))
-    ramp.observe_sample(ours(8.0, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
-    ramp.observe_sample(ours(7.5 + SUGGESTION_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    ramp.observe_sample(ours(7.0, 20, per_endpoint_source="suggestion", per_endpoint=100.0))
+    ramp.observe_sample(ours(8.0, 20, per_endpoint_source="suggestion", per_endpoint=16.0))
+    ramp.observe_sample(ours(7.5 + SUGGESTION_S, 20, per_endpoint_source="suggestion", per_endpoint=16.0))
     assert ramp.may_send
-    ramp.observe_sample(ours(8.0 + SUGGESTION_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    ramp.observe_sample(ours(8.0 + SUGGESTION_S, 20, per_endpoint_source="suggestion", per_endpoint=16.0))
     found = ramp.build_finding()
     assert found.level == "ok"
     assert found.what.startswith("the endpoint picker's pages suggest 16 requests per endpoint")

@@ -37,7 +37,7 @@ def test_as_it_looks() -> None:
 
 
 def test_a_pool_is_shown_in_its_order_with_what_the_reserve_still_keeps_at_the_end() -> None:
-    whole = {"realtime": 2.0, "waiting": 1.0, "ours": 3.0, "reserve": 2.0, "capacity": 10.0}
+    whole = {"realtime": 2.0, "waiting": 1.0, "batch": 3.0, "reserve": 2.0, "capacity": 10.0}
     assert draw_pool(**whole, width=10) == "██▓▒▒▒··░░"
     assert draw_pool(**{**whole, "realtime": 6.0}, width=10) == "██████▓▒▒▒", "the reserve is used up"
-    assert format_legend(**whole) == "█ realtime 2  ▓ waiting 1  ▒ ours 3  · free 2  ░ reserve 2"
+    assert format_legend(**whole) == "█ realtime 2  ▓ waiting 1  ▒ batch 3  · free 2  ░ reserve 2"

@@ -30,8 +30,8 @@ async def pair(tmp_path: Path) -> AsyncIterator[tuple[OwnerAndDesk, OwnerAndDesk
     """The queue that is copied, and the one that it is copied to."""
     with server(ENGINES[-1], tmp_path / "source") as near, server(ENGINES[-1], tmp_path / "target") as far:
         async with (
-            queues(near.url, "owner", list_names=NAMES) as (source,),
-            queues(far.url, "owner", list_names=NAMES) as (target,),
+            queues(near.url, "owner", names=NAMES) as (source,),
+            queues(far.url, "owner", names=NAMES) as (target,),
         ):
             yield source, target, far
 

@@ -77,7 +77,7 @@ MODEL = {
     "state",
     "serving",
     "endpoints",
-    "unread",
+    "unread_count",
     "since_s",
     "named",
     "denied",
@@ -86,7 +86,8 @@ MODEL = {
     *("drained_by", "policy", "labels", "versions"),
 }
 REQUEST = {
-    *("id", "state", "place", "entry", "score", "priority", "deadline", "created", "deliveries", "attempts"),
+    *("id", "state", "queue_position", "entry", "score", "priority", "deadline", "created", "deliveries"),
+    "failed_attempts",
     *(
         "refusals",
         "deaths",
@@ -95,22 +96,33 @@ REQUEST = {
         "leased_until",
         "died_at",
         "reason",
-        "last_try",
-        "awaits",
+        "last_attempt",
+        "missing_model",
         "endpoint",
-        "results",
+        "result_list",
     ),
     *("labels", "sequence", "cancellable", "being_cancelled", "bytes", "problem"),
 }
 RESULT = {"id", "status_code", "error_code", "error_message", "payload", "payload_note", "model_version"}
-DEAD = {"entry", "id", "reason", "died_at", "deliveries", "attempts", "refusals"}
+DEAD = {"entry", "id", "reason", "died_at", "deliveries", "failed_attempts", "refusals"}
 SEQUENCE = {
-    *("id", "status", "next", "head", "waiting", "lives", "done", "failed", "began_at", "touched_at"),
+    *(
+        "id",
+        "status",
+        "next_index",
+        "current_entry",
+        "waiting",
+        "runs",
+        "done",
+        "failed",
+        "began_at",
+        "last_active_at",
+    ),
     *("gap_since", "sticky", "carry_bytes", "cause"),
 }
 STATUS = {
     *("queue", "pending", "leased", "delayed", "dead", "paused", "queue_problem", "dispatcher"),
-    *("dispatcher_problem", "config_problems"),
+    *("dispatcher_problem", "dispatcher_problem_kind", "config_problems"),
 }
 ROWS = {
     "run": Row(
@@ -159,7 +171,7 @@ ROWS = {
         empty=1,
         wrong=((),),
         fields={
-            "": {"id", "queue", "requests", "results", "looked_at", "looked_at_all"},
+            "": {"id", "queue", "requests", "results", "searched", "searched_all"},
             "requests": {*REQUEST, "why"},
         },
         tells_gate=True,
@@ -218,7 +230,10 @@ ROWS = {
         happy=("chat-7",),
         empty=1,
         wrong=((), ("a", "b")),
-        fields={"": {*SEQUENCE, "head_id", "line"}, "line": {"index", "entry", "id"}},
+        fields={
+            "": {*SEQUENCE, "current_id", "waiting_requests"},
+            "waiting_requests": {"index", "entry", "id"},
+        },
     ),
     "sequences release": Row(happy=("chat-7",), empty=1, wrong=((),), fields={"": {"id", "released"}}),
     "sequences abort": Row(
@@ -257,21 +272,21 @@ ROWS = {
         happy=("--model", "qwen", "--output", "{folder}/warmup.jsonl"),
         empty=1,
         wrong=((), ("--model", "qwen", "--most", "0"), ("--model", "qwen", "--output", "-", "--json")),
-        fields={"": {"written", "model", "requests", "calls", "bytes", "of_model", "looked_at"}},
+        fields={"": {"written", "model", "requests", "calls", "bytes", "of_model", "searched"}},
     ),
     "queue copy": Row(
         happy=("--from", "{url}", "--to", "{other}", "--live", "--pool", POOL),
         wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
         fields={
-            "": {"queue", "copied", "read", "left_leased"},
-            "read": {"pending", "returned", "suspect", "sequenced", "awaiting", "delayed", "dead"},
+            "": {"queue", "copied", "found", "left_leased"},
+            "found": {"pending", "returned", "suspect", "sequenced", "waiting-for-model", "delayed", "dead"},
         },
         asks=False,
     ),
     "simulate": Row(
-        happy=("--trace", "idle", "--seconds", "30", "--slots", "4", "--policy", "law"),
+        happy=("--trace", "idle", "--seconds", "30", "--slots", "4", "--policy", "dispatcher"),
         wrong=(("--policy", "nonsense"), ("--trace", "{folder}/none.csv"), ("--sweep", "reserve=")),
-        fields={"": {"trace", "setting", "rows", "warnings"}},
+        fields={"": {"trace", "scenario", "rows", "warnings"}},
         asks=False,
         table=True,
     ),
@@ -365,7 +380,7 @@ async def furnish(place: Place) -> None:
         pending, consumed = NAMES.stream_keys("nightly")
         client.hset(pending, "row-1", f"token {LATER} digest")
         client.hset(consumed, "row-2", "digest")
-    async with queues(place.server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(place.server.url, "owner", names=NAMES) as (queue,):
         await furnish_sequence(queue)
         await queue.submit([Submission(encode_member("early", b'{"model": "qwen"}', LATER), LATER)])
         (early,) = (await claim(queue, 1)).leases
@@ -441,7 +456,7 @@ async def test_json_has_its_fields_also_while_no_dispatcher_runs(name: str, plac
     assert found.code == 0, found
     has_fields(row, json.loads(found.out.splitlines()[0] if row.by_line else found.out))
     if row.tells_gate:
-        assert "nobody on admin.port 1 of this machine" in found.out
+        assert "nothing listens on admin.port 1 of this machine" in found.out
 
 
 def has_fields(row: Row, value: Any) -> None:
@@ -466,7 +481,7 @@ async def test_while_no_dispatcher_runs_it_does_the_same(name: str, place: Place
     await furnish(place)
     found = await place.say(name, ROWS[name].happy, running=False)
     assert found.code == 0, found
-    assert ("nobody on admin.port 1" in found.out) is ROWS[name].tells_gate
+    assert ("nothing listens on admin.port 1" in found.out) is ROWS[name].tells_gate
 
 
 @pytest.mark.parametrize("name", ASKING)

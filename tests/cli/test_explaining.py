@@ -148,7 +148,8 @@ async def test_a_refused_reload_and_another_dispatchers_queue_are_told(
 )
 def test_where_some_are_dead_it_says_who_says_why(dead: int, told: str) -> None:
     counts = {"pending": 0, "leased": 0, "delayed": 5, "dead": dead, "paused": None}
-    shown = {"queue": "q", "queue_problem": None, "dispatcher": None, "dispatcher_problem": "nobody"}
+    shown = {"queue": "q", "queue_problem": None, "dispatcher": None}
+    shown |= {"dispatcher_problem": "it answers late", "dispatcher_problem_kind": "unreachable"}
     assert render.format_explanation(counts | shown).endswith(f"5 wait for a retry, {told}")
 
 
@@ -157,12 +158,17 @@ async def test_what_is_merged_of_each_model_or_why_not_is_told_in_a_line(
 ) -> None:
     queue = int(queue_server.url.rsplit(":", 1)[1].split("/")[0])
     path = "/v1/embeddings"
-    ended = "a merged call was answered otherwise than single ones: item 0: cosine 0.4210"
+    ended = "the answer to a merged call differs from the answers to single calls: item 0: cosine 0.4210"
     told: list[dict[str, Any]] = [
-        {"path": path, "model": "bge-m3", "sentence": "up to 16 items a call", "why_off": None},
-        {"path": path, "model": "e5", "sentence": f"each request goes alone: {ended}", "why_off": ended},
-        {"path": "/v1/models/a:predict", "model": "", "sentence": "whether it pays", "why_off": None},
-        *({"path": path, "model": f"m-{n}", "sentence": "s", "why_off": None} for n in range(20)),
+        {"path": path, "model": "bge-m3", "sentence": "up to 16 items a call", "off_reason": None},
+        {
+            "path": path,
+            "model": "e5",
+            "sentence": f"each request is sent alone: {ended}",
+            "off_reason": ended,
+        },
+        {"path": "/v1/models/a:predict", "model": "", "sentence": "whether it pays", "off_reason": None},
+        *({"path": path, "model": f"m-{n}", "sentence": "s", "off_reason": None} for n in range(20)),
     ]
     async with dispatcher(gate(merged=told)) as port:
         config = configured(queue, port)
@@ -184,7 +190,7 @@ async def test_marks_of_models_that_cannot_be_read_are_told_in_a_sentence(
 ) -> None:
     queue = int(queue_server.url.rsplit(":", 1)[1].split("/")[0])
     problem = "batch:{qwen}:models:labels holds a list, not a zset"
-    async with dispatcher(gate() | {"model_marks_problem": problem}) as port:
+    async with dispatcher(gate() | {"model_registry_problem": problem}) as port:
         told = await verb("status", "--config", configured(queue, port))
     assert f"Marks of models in the queue count for nothing: {problem}" in told.stdout.splitlines()
 
@@ -195,8 +201,10 @@ async def test_with_no_dispatcher_it_says_where_it_asked_and_what_to_do(
     queue, port = int(queue_server.url.rsplit(":", 1)[1].split("/")[0]), free_port()
     told = await verb("status", "--config", configured(queue, port))
     assert told.returncode == 0
-    said = f"No dispatcher answers (nobody on admin.port {port} of this machine): start one with"
+    said = f"No dispatcher answers (nothing listens on admin.port {port} of this machine): start one with"
     assert said in told.stdout
+    as_json = json.loads((await verb("status", "--json", "--config", configured(queue, port))).stdout)
+    assert as_json["dispatcher_problem_kind"] == "not-listening"
 
 
 async def test_wait_is_quiet_until_a_dispatcher_is_ready(configured: Callable[..., Path]) -> None:
@@ -209,7 +217,7 @@ async def test_wait_says_in_the_end_what_was_missing(configured: Callable[..., P
     began = time.monotonic()
     told = await verb("status", "--wait", "300ms", "--config", configured(free_port(), free_port()))
     assert (told.returncode, told.stdout) == (1, "")
-    assert "not ready after 0.3 s: nobody on admin.port" in told.stderr
+    assert "not ready after 0.3 s: nothing listens on admin.port" in told.stderr
     assert time.monotonic() - began < 30
     async with dispatcher(gate(), ["queue: not asked yet"] * 100) as port:
         told = await verb("status", "--wait", "0.3", "--config", configured(free_port(), port))

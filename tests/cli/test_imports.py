@@ -27,15 +27,15 @@ from tests.support import free_port, wait_until
 CHECK = """
 import asyncio, os, sys
 from pathlib import Path
-from dispatcher.check.connections import ask, prepare, reach
-from dispatcher.settings import load
+from dispatcher.check.connections import build_probes, find_unreachable, run_probes
+from dispatcher.settings import load_settings
 
-settings = load(Path(sys.argv[1]), os.environ)
+settings = load_settings(Path(sys.argv[1]), os.environ)
 
 async def main():
-    probes = prepare(settings, await reach(settings))
+    probes = build_probes(settings, await find_unreachable(settings))
     sys.addaudithook(lambda event, args: event == "import" and print("import", args[0]))
-    await ask(probes, print)
+    await run_probes(probes, print)
 
 asyncio.run(main())
 """

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.cli import demo_run
+from dispatcher.cli.admin_client import StatusProblemKind
 from dispatcher.cli.live_screen import fit_page
 from dispatcher.cli.terminal import wrap_lines
 from dispatcher.cli.top import format_page
@@ -56,10 +57,11 @@ def shown(**gate: Any) -> dict[str, Any]:
     }
     told |= {"max_sys": 64.0, "reserve": 0.125, "in_flight": 16, "limit": 16, "pending": 120}
     told |= {"realtime": 24.0, "realtime_waiting": 0.0}
-    told |= {"service_rate": 2.0, "max_sys_by": None, "earliest_deadline_s": None}
+    told |= {"service_rate": 2.0, "max_sys_source": None, "earliest_deadline_s": None}
     counts = {"pending": 120, "leased": 16, "delayed": 0, "dead": 0}
     asked = {"queue": "q", **counts, "paused": None, "queue_problem": None}
-    return {**asked, "dispatcher": told | gate, "dispatcher_problem": None}
+    answered = {"dispatcher_problem": None, "dispatcher_problem_kind": None}
+    return {**asked, "dispatcher": told | gate, **answered}
 
 
 def test_top_shows_who_has_the_pool_how_fast_it_goes_and_when_it_is_done() -> None:
@@ -69,8 +71,8 @@ def test_top_shows_who_has_the_pool_how_fast_it_goes_and_when_it_is_done() -> No
     assert "full: It is full." in seen
     drawn = next(row for row in seen if row.startswith("█"))
     assert (len(drawn), drawn.count("█"), drawn.count("▒")) == (65, 24, 17)
-    assert "█ realtime 24  ▓ waiting 0  ▒ ours 16  · free 16  ░ reserve 8" in seen
-    assert "capacity 64; limit of ours 16" in seen
+    assert "█ realtime 24  ▓ waiting 0  ▒ batch 16  · free 16  ░ reserve 8" in seen
+    assert "capacity 64; batch limit 16" in seen
     assert "q: pending 120  leased 16  delayed 0  dead 0" in seen
     assert "Rate: 2 requests per second; what waits takes 60 s at that." in seen
 
@@ -79,8 +81,11 @@ def test_top_shows_what_is_known_where_something_does_not_answer() -> None:
     for missing in ("max_sys", "realtime"):
         unread = format_page(shown(**{missing: None}), 65, "12:00:00")
         assert "The pool's capacity is not known." in unread
-    alone = {**shown(), "dispatcher": None, "dispatcher_problem": "nobody on admin.port 1"}
-    assert any(row.startswith("No dispatcher answers (nobody on") for row in format_page(alone, 65, "x"))
+    alone = {**shown(), "dispatcher": None, "dispatcher_problem": "the reason"}
+    for kind in StatusProblemKind:
+        page = format_page(alone | {"dispatcher_problem_kind": kind}, 65, "x")
+        hint = ": start one with `batch-dispatcher run`" if kind is StatusProblemKind.NOT_LISTENING else ""
+        assert f"No dispatcher answers (the reason){hint}." in page
     away = {**shown(), "queue_problem": "Redis cannot be reached: h: refused", "pending": None}
     assert "Redis cannot be reached: h: refused" in format_page(away, 65, "12:00:00")
 
@@ -110,7 +115,7 @@ class Terminal:
             if select.select([self._end], [], [], 0.2)[0]:
                 self.told += os.read(self._end, 65536).decode(errors="replace")
 
-    def resize_connection_pool(self, columns: int, lines: int) -> None:
+    def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def type(self, keys: str) -> None:
@@ -120,7 +125,7 @@ class Terminal:
         modes: list[Any] = termios.tcgetattr(self._end)
         return bool(modes[3] & termios.ECHO)
 
-    def record_completion(self) -> int:
+    def wait_for_exit(self) -> int:
         while select.select([self._end], [], [], 30)[0]:
             try:
                 if not (read := os.read(self._end, 65536)):
@@ -160,22 +165,22 @@ def test_a_live_view_follows_the_terminals_size_and_leaves_it_as_it_was(
         f"admin: {{port: {admin}}}\n"
     )
     with in_terminal(*verb, "--config", config) as terminal:
-        terminal.resize_connection_pool(80, 24)
+        terminal.resize(80, 24)
         terminal.until("No dispatcher answers")
         terminal.until("connection refused")
         assert not terminal.echoes()
         terminal.told = ""
-        terminal.resize_connection_pool(44, 10)
+        terminal.resize(44, 10)
         # Narrower than the row: it is broken between words.
         terminal.until("\x1b[H")
-        terminal.until("start one with")
+        terminal.until("`batch-dispatcher run`")
         rows_of = [re.sub(r"\x1b\[\??\w+", "", row) for row in terminal.told.split("\r\n")]
         assert any(row.startswith("  ") for row in rows_of)
         if ending == "SIGTERM":
             os.kill(terminal.pid, signal.SIGTERM)
         else:
             terminal.type(ending)
-        assert terminal.record_completion() == 0
+        assert terminal.wait_for_exit() == 0
     assert terminal.told.endswith("\x1b[?25h\x1b[?1049l"), "the screen of before, with its cursor"
 
 

@@ -22,6 +22,7 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app, render
+from dispatcher.cli.admin_client import AdminAddress, StatusProblemKind, fetch_status
 from dispatcher.core.health import Cause, Health
 from dispatcher.core.requests.request import encode_member
 from dispatcher.ports import DeadLetter, Permit, Settlement, Submission
@@ -214,7 +215,7 @@ async def test_status_shows_what_the_runbook_looks_for(configured: Ask) -> None:
         "Rate: 2.5 requests per second; what waits takes 3 s at that.",
         "Deadlines: the earliest in 61 s; 3 at risk while 2.5 requests end per second.",
         (
-            "Price to realtime, last 5 minutes: first token 300 ms median, 390 ms 95 %; each further token "
+            "Impact on realtime, last 5 minutes: first token 300 ms median, 390 ms 95 %; each further token "
             "16 ms median, 29 ms 95 %; of realtime alone, while batch held 24% of the capacity."
         ),
         "Replica one (this one): 1 in flight, last heard of 0.1 s ago",
@@ -232,7 +233,7 @@ async def test_check_tells_what_a_running_dispatcher_knows_of_the_reserve(config
 async def test_an_older_dispatcher_that_tells_less_is_shown_all_the_same(configured: Ask) -> None:
     known = {"pool", "queue", "reason", "explanation", "reading_age_s", "source"}
     less = {name: value for name, value in dispatchers().items() if name in known}
-    async with told(json.dumps({**less, "max_sys_by": None})) as port:
+    async with told(json.dumps({**less, "max_sys_source": None})) as port:
         found = await asyncio.to_thread(configured, "status", port)
     assert (found.returncode, found.stdout.splitlines()[1:]) == (0, ["full: 18 in flight."])
 
@@ -250,27 +251,49 @@ async def test_why_no_dispatcher_answers_is_said(
                 refusing,
                 str(token),
                 f"admin.port {refusing} of this machine wants another token than admin.token_file has",
+                StatusProblemKind.UNAUTHORIZED,
             ),
             (
                 refusing,
                 None,
                 f"admin.port {refusing} of this machine wants a token; admin.token_file names none",
+                StatusProblemKind.UNAUTHORIZED,
             ),
             (
                 refusing,
                 str(tmp_path / "no"),
                 f"admin.token_file: {tmp_path / 'no'} cannot be read: No such file",
+                StatusProblemKind.BAD_TOKEN_FILE,
             ),
-            (refusing, str(lines), f"admin.token_file: {lines} holds no bearer token"),
-            (other, None, f"what answers on admin.port {other} of this machine is no dispatcher"),
-            (redis, None, f"what answers on admin.port {redis} of this machine is no dispatcher"),
-            (1, None, "nobody on admin.port 1 of this machine"),
+            (
+                refusing,
+                str(lines),
+                f"admin.token_file: {lines} holds no bearer token",
+                StatusProblemKind.BAD_TOKEN_FILE,
+            ),
+            (
+                other,
+                None,
+                f"what answers on admin.port {other} of this machine is no dispatcher",
+                StatusProblemKind.NOT_A_DISPATCHER,
+            ),
+            (
+                redis,
+                None,
+                f"what answers on admin.port {redis} of this machine is no dispatcher",
+                StatusProblemKind.NOT_A_DISPATCHER,
+            ),
+            (1, None, "nothing listens on admin.port 1 of this machine", StatusProblemKind.NOT_LISTENING),
         ]
         for verb in ("status", "explain"):
-            for port, file, why in asked:
+            for port, file, why, _ in asked:
                 found = await asyncio.to_thread(configured, verb, port, file)
                 assert found.returncode == 0, found.stderr
                 assert f"No dispatcher answers ({why}" in found.stdout
+        for port, file, why, kind in asked:
+            status, problem = await fetch_status(AdminAddress("127.0.0.1", port, file or ""))
+            assert (status, problem and problem.kind) == (None, kind)
+            assert str(problem).startswith(why)
 
 
 def test_pause_is_by_a_number_where_the_uid_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +301,7 @@ def test_pause_is_by_a_number_where_the_uid_has_no_name(monkeypatch: pytest.Monk
     for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
-    assert import_module("dispatcher.cli.pause")._user() == str(os.getuid())
+    assert import_module("dispatcher.cli.pause")._get_user_name() == str(os.getuid())
 
 
 async def test_pause_says_who_and_why_until_resume(queue_server: Server) -> None:
@@ -299,7 +322,7 @@ async def test_cancel_sets_the_marker_of_an_active_request_only(queue_server: Se
     missing = verb(queue_server, "cancel", "nobody")
     assert (missing.returncode, missing.stderr.strip()) == (
         1,
-        "nobody: neither in line nor running: it has ended, or the id is of another queue",
+        "nobody: neither in the queue nor running: it has ended, or the id is of another queue",
     )
 
 

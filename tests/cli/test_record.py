@@ -36,7 +36,7 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def queue(queue_server: Server) -> AsyncIterator[OwnerAndDesk]:
     with queue_server.client() as client:
         client.flushall()
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (made,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (made,):
         yield made
 
 
@@ -133,7 +133,7 @@ async def test_only_these_paths_and_so_many(
     done = await recorded(queue_server, tmp_path / "a", "--path", EMBEDDINGS, "-n", "5", "--json")
     told = json.loads(done.stdout)
     assert len(read(tmp_path / "a")) == told["requests"] == told["calls"] == 5
-    assert (told["of_model"], told["looked_at"], told["model"]) == (20, 21, "qwen")
+    assert (told["of_model"], told["searched"], told["model"]) == (20, 21, "qwen")
     assert told["bytes"] == (tmp_path / "a").stat().st_size
     none = await recorded(queue_server, tmp_path / "b", "--path", "/v1/rerank")
     assert none.exit_code == 1
@@ -178,10 +178,10 @@ async def test_no_file_is_overwritten_and_none_is_left_half(
 async def test_a_long_queue_is_read_as_far_as_that_helps(
     queue_server: Server, queue: OwnerAndDesk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "LOOKED_MOST", 50)
+    monkeypatch.setattr(record, "MAX_SEARCHED", 50)
     await put(queue, *(("", body(f"{number}")) for number in range(400)))
     done = await recorded(queue_server, tmp_path / "a", "--json")
-    assert 50 <= json.loads(done.stdout)["looked_at"] < 400
+    assert 50 <= json.loads(done.stdout)["searched"] < 400
 
 
 async def test_long_bodies_are_whole(queue_server: Server, queue: OwnerAndDesk, tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ async def one_in_each_place(queue: OwnerAndDesk) -> None:
 
 
 async def test_describe_says_where_a_request_lies_and_why_it_is_not_sent(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner-7", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner-7", names=NAMES) as (queue,):
         await one_in_each_place(queue)
         await queue.pause("ann", "upgrade")
     said = {
@@ -114,11 +114,11 @@ async def test_describe_says_where_a_request_lies_and_why_it_is_not_sent(queue_s
     assert "no answer: 500" in said["dead"]
     assert re.search(r"due in (10|9\.\d) min", said["delayed"])
     assert "it is with owner-7" in said["running"]
-    assert re.search(r"place in line +3\n", said["third"])
+    assert re.search(r"queue position +3\n", said["third"])
     assert "2 go before it; the gate: paused by ann: upgrade" in said["third"]
     (shown,) = (await told(queue_server, "describe", "third"))["requests"]
-    assert (shown["state"], shown["place"], shown["cancellable"]) == ("pending", 3, True)
-    assert (await told(queue_server, "describe", "nobody", "--all"))["looked_at_all"]
+    assert (shown["state"], shown["queue_position"], shown["cancellable"]) == ("pending", 3, True)
+    assert (await told(queue_server, "describe", "nobody", "--all"))["searched_all"]
     missing = await verb(queue_server, "describe", "nobody")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "nobody: not in batch:{default}:requests" in missing.stderr
@@ -132,7 +132,7 @@ async def test_describe_tells_a_request_of_any_producer_and_one_that_cannot_be_r
         client.zadd(NAMES.queue, {member: 5, '{"data": {"id": "odd", "payload": {}}}': 6})
     assert "no: it carries no token" in (await verb(queue_server, "describe", "theirs")).stdout
     (odd,) = (await told(queue_server, "describe", "odd"))["requests"]
-    assert (odd["place"], odd["deadline"]) == (2, None)
+    assert (odd["queue_position"], odd["deadline"]) == (2, None)
     assert "data: Object missing required field" in odd["problem"]
 
 
@@ -144,7 +144,7 @@ async def test_two_requests_of_one_id_are_both_described(queue_server: Server) -
 
 
 async def test_a_result_is_found_by_its_id_until_it_is_taken(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "own", results=NAMES.result_list_for_id("own"))
         await submitted(queue, "shared")
         waiting = await verb(queue_server, "result", "own")
@@ -166,7 +166,7 @@ async def test_a_result_is_found_by_its_id_until_it_is_taken(queue_server: Serve
 
 
 async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "slow", results=NAMES.result_list_for_id("slow"))
         late = await verb(queue_server, "result", "slow", "--wait", "50ms")
         assert (late.returncode, late.stderr.strip()) == (1, "slow: no result within 0.1 s")
@@ -184,7 +184,7 @@ async def failed_and_requeued(queue: OwnerAndDesk, name: str, *, token: str) -> 
     (lease,) = await taken(queue)
     result = encode_failure(name, ErrorCode.RETRIES_EXHAUSTED, "no answer", token=token)
     await queue.move_to_dead_letters([DeadLetter(Settlement(lease, result, own, name, token), "no answer")])
-    assert await queue.dead_requeue([lease.entry_id], LATER + 60) == 1
+    assert await queue.requeue_dead([lease.entry_id], LATER + 60) == 1
     return result
 
 
@@ -211,7 +211,7 @@ async def test_who_waits_for_a_request_that_was_accepted_anew_gets_its_next_resu
     queue_server: Server, tmp_path: Path, token: str, same: bool
 ) -> None:
     """The one of before stays, and is shown as such to who does not wait."""
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         before = await failed_and_requeued(queue, "r-1", token=token)
         shown = await verb(queue_server, "result", "r-1")
         assert shown.returncode == 1
@@ -245,7 +245,7 @@ async def test_who_waits_for_a_request_that_was_accepted_anew_gets_its_next_resu
 async def test_who_waits_for_a_next_result_that_somebody_else_takes_is_told(
     queue_server: Server, tmp_path: Path
 ) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await failed_and_requeued(queue, "r-1", token="t")
 
         async def end() -> None:
@@ -264,14 +264,14 @@ async def test_result_with_the_time_before_the_id_is_told_the_order(queue_server
 
 
 async def test_states_of_an_id_that_is_there_twice_are_named_once(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "twice")
         await submitted(queue, "first", "twice")
         assert "it is pending: " in (await verb(queue_server, "result", "twice")).stderr
 
 
 async def test_an_empty_list_says_whether_anybody_works_on_the_queue(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         said = await verb(queue_server, "list")
         none, nobody = said.stderr.splitlines()
         assert (said.returncode, none) == (0, f"{NAMES.queue}: none")
@@ -283,7 +283,7 @@ async def test_an_empty_list_says_whether_anybody_works_on_the_queue(queue_serve
 
 
 async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "mine", "other", job="a")
         for asked in (("mine",), ("--label", "job=a")):
             said = await verb(queue_server, "cancel", *asked)
@@ -299,7 +299,7 @@ async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) 
 async def test_a_request_that_is_being_cancelled_is_shown_as_such_until_it_is_answered(
     queue_server: Server,
 ) -> None:
-    async with queues(queue_server.url, "owner-7", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner-7", names=NAMES) as (queue,):
         await submitted(queue, "running", "waiting", "other")
         with queue_server.client() as client:
             client.set("request-cancel:other", "the-token-of-another")
@@ -319,7 +319,8 @@ async def test_a_request_that_is_being_cancelled_is_shown_as_such_until_it_is_an
         said = (await verb(queue_server, "describe", "waiting")).stdout
         assert re.search(r"^  being cancelled +yes$", said, re.MULTILINE)
         assert (
-            "it is being cancelled, and answered CANCELLED when it is claimed; it is next in line; the gate: "
+            "it is being cancelled, and answered CANCELLED when it is claimed; it is next in the queue; "
+            "the gate: "
         ) in said
         said = (await verb(queue_server, "describe", "running")).stdout
         assert "it is being cancelled; it is with owner-7, whose lease runs out" in said
@@ -332,7 +333,7 @@ async def test_a_request_that_is_being_cancelled_is_shown_as_such_until_it_is_an
 
 async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server) -> None:
     asked = "submit", "{}", "--id", "mine", "--json"
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, *asked))
         leases: Sequence[Lease] = ()
         for _ in range(600):
@@ -348,7 +349,7 @@ async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server
 
 
 async def test_result_that_goes_to_another_list_is_pointed_to(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "mine", results="batch-results:mine")
         assert "results --list batch-results:mine" in (await verb(queue_server, "result", "mine")).stderr
         await ended(queue, *await taken(queue))
@@ -359,7 +360,7 @@ async def test_result_that_goes_to_another_list_is_pointed_to(queue_server: Serv
 
 
 async def test_list_shows_what_lies_where_in_the_order_of_the_line(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await one_in_each_place(queue)
         first = (await taken(queue, 1))[0]
         await queue.release([Release(first)])
@@ -374,21 +375,21 @@ async def test_list_shows_what_lies_where_in_the_order_of_the_line(queue_server:
         "dead": ["dead"],
     }
     lines = (await verb(queue_server, "list")).stdout.splitlines()
-    assert lines[0].split() == ["ID", "STATE", "DEADLINE", "TRIES", "NOTE"]
+    assert lines[0].split() == ["ID", "STATE", "DEADLINE", "ATTEMPTS", "NOTE"]
     assert [line.split()[0] for line in lines[1:]] == ["running", "first", "second", "third", "delayed"]
     some = await verb(queue_server, "list", "--state", "pending", "--most", "2")
     assert (len(some.stdout.splitlines()), some.stderr.strip()) == (3, "2 of 3; --most shows more")
 
 
 async def test_peek_shows_what_comes_next_and_what_holds_it_back(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "a", "b", "c")
         await queue.pause("ann", "upgrade")
     lines = (await verb(queue_server, "peek", "-n", "2")).stdout.splitlines()
     assert lines[0] == "3 wait; the gate: paused by ann: upgrade"
     assert [line.split()[:2] for line in lines[2:]] == [["1", "a"], ["2", "b"]]
     found = await told(queue_server, "peek")
-    assert (found["pending"], [each["place"] for each in found["next"]]) == (3, [1, 2, 3])
+    assert (found["pending"], [each["queue_position"] for each in found["next"]]) == (3, [1, 2, 3])
 
 
 async def test_cancel_takes_ids_or_all_with_a_label_whoever_submitted_them(queue_server: Server) -> None:
@@ -396,7 +397,7 @@ async def test_cancel_takes_ids_or_all_with_a_label_whoever_submitted_them(queue
     mute = encode_member("mute", b"{}", LATER, labels={"job": "b"})
     with queue_server.client() as client:
         client.zadd(NAMES.queue, {theirs: 1, mute: 2})
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "ours", job="a")
         await submitted(queue, "other", job="other")
         assert (await verb(queue_server, "cancel", "theirs")).stdout == "theirs is being cancelled\n"
@@ -410,7 +411,7 @@ async def test_cancel_takes_ids_or_all_with_a_label_whoever_submitted_them(queue
     assert (await told(queue_server, "cancel", "nobody")) == {
         "cancelled": [],
         "not_cancelled": {
-            "nobody": "neither in line nor running: it has ended, or the id is of another queue"
+            "nobody": "neither in the queue nor running: it has ended, or the id is of another queue"
         },
     }
 
@@ -428,7 +429,7 @@ async def test_results_are_shown_and_taken_the_oldest_first(queue_server: Server
 
 
 async def test_the_dead_are_chosen_by_id_reason_and_age(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "a", "b", "c")
         for lease, reason in zip(
             await taken(queue), ("CUDA out of memory", "status 500", "status 500"), strict=True
@@ -459,7 +460,7 @@ async def test_the_dead_are_chosen_by_id_reason_and_age(queue_server: Server) ->
 
 
 async def test_a_number_is_that_of_a_dead_request_and_only_else_an_id(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "first")
         (first,) = await taken(queue)
         await submitted(queue, str(first.entry_id), "77777")
@@ -496,7 +497,7 @@ async def test_a_dead_request_is_told_with_as_many_tries_as_its_reason_says(
 ) -> None:
     """The last try is one of them; what merely looks like such a reason is none."""
     policy = RetryPolicy(max_attempts=tries)
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "r-1")
         (lease,) = await taken(queue)
         for _ in range(tries - 1):
@@ -514,17 +515,19 @@ async def test_a_dead_request_is_told_with_as_many_tries_as_its_reason_says(
             rand=0.5,
         )
         assert isinstance(verdict, MoveToDeadLetters)
-        await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), verdict.message)])
+        await queue.move_to_dead_letters(
+            [DeadLetter(Settlement(lease, b"", ""), verdict.message, verdict.is_failed_attempt)]
+        )
         await submitted(queue, "waits")
         (lease,) = await taken(queue)
         await queue.release(
             [Release(lease, is_failed_attempt=True, last_attempt=verdict.message.replace(str(tries), "9"))]
         )
-        (page,) = await queue.dead_newest(9)
-    assert page.attempts == tries
+        (page,) = await queue.list_newest_dead(9)
+    assert page.failed_attempts == tries
     assert f"after {tries} attempt" in page.reason
-    assert (await told(queue_server, "dead", "show", "r-1"))["attempts"] == tries
-    assert (await told(queue_server, "describe", "r-1"))["requests"][0]["attempts"] == tries
+    assert (await told(queue_server, "dead", "show", "r-1"))["failed_attempts"] == tries
+    assert (await told(queue_server, "describe", "r-1"))["requests"][0]["failed_attempts"] == tries
     assert f" {tries} failed\n" in (await verb(queue_server, "describe", "r-1")).stdout
     assert f" {tries} failed " in (await verb(queue_server, "list", "--state", "dead")).stdout
     assert " 1 failed\n" in (await verb(queue_server, "describe", "waits")).stdout
@@ -548,14 +551,14 @@ async def buried(queue: OwnerAndDesk, *ids: str) -> None:
 async def test_those_of_the_named_that_are_not_there_are_named(
     queue_server: Server, act: tuple[str, ...], done: str
 ) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await buried(queue, "a", "b")
     said = await verb(queue_server, "dead", *act, "a", "z", "y")
     assert said == Said(1, done, f"{NAMES.queue}: not among the dead: y, z\n")
 
 
 async def test_what_is_left_is_said_where_none_is_forgotten(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await buried(queue, "a", "b")
     for named, words in (
         (["--reason", "CUDA"], "no dead request fits"),
@@ -574,7 +577,7 @@ async def test_all_of_none_is_no_failure(queue_server: Server) -> None:
 
 
 async def test_a_request_that_cannot_be_read_stays_dead_and_is_counted(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await queue.submit([Submission(b"{", float(LATER), "", "", LATER)])
         (lease,) = await taken(queue)
         await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "unreadable")])
@@ -588,7 +591,7 @@ async def test_what_is_gone_when_the_question_is_answered_is_not_called_forgotte
 ) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "dispatcher", "dead", "purge", "--all", "--queue-url", queue_server.url]
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await buried(queue, "a", "b")
         process = await asyncio.create_subprocess_exec(
             *command, stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
@@ -598,8 +601,8 @@ async def test_what_is_gone_when_the_question_is_answered_is_not_called_forgotte
             assert process.stderr is not None
             asked = await asyncio.wait_for(process.stderr.readuntil(b"[y/N]:"), STARTS_S)
             assert asked.startswith(f"Forget 2 dead requests of {NAMES.queue} for good?".encode())
-            (first, _) = await queue.dead_list(2)
-            assert await queue.dead_purge([first.entry]) == 1
+            (first, _) = await queue.list_dead(2)
+            assert await queue.purge_dead([first.entry_id]) == 1
             os.write(ours, b"y\n")
             out, err = await process.communicate()
         finally:
@@ -624,7 +627,7 @@ async def test_a_key_that_is_no_list_holds_no_results(queue_server: Server) -> N
 
 
 async def test_what_a_client_left_dead_is_answered_where_its_id_finds_it(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "left", results="batch-results:0123456789abcdef")
         (lease,) = await taken(queue)
         await queue.move_to_dead_letters([DeadLetter(Settlement(lease, b"", ""), "it broke")])
@@ -642,7 +645,7 @@ async def test_a_paused_queue_is_copied_once_however_often_it_is_asked(
         return Said(found.exit_code, found.stdout, found.stderr)
 
     with server(ENGINES[-1], tmp_path) as far:
-        async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+        async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
             await one_in_each_place(queue)
             refused = await copied(far)
             assert (refused.returncode, "is not paused there" in refused.stderr) == (1, True)
@@ -653,10 +656,10 @@ async def test_a_paused_queue_is_copied_once_however_often_it_is_asked(
                 "batch:{default}:requests: read 1 dead, 1 delayed, 3 pending; 5 of them were new",
             )
             assert done.stderr == "1 are leased and were left: copy again when they have ended\n"
-        async with queues(far.url, "owner", list_names=NAMES) as (queue,):
+        async with queues(far.url, "owner", names=NAMES) as (queue,):
             await ended(queue, *await taken(queue, 1))
             told = json.loads((await copied(far, "--json")).stdout)
-            assert (told["copied"], told["left_leased"], told["read"]["pending"]) == (0, 1, 3)
+            assert (told["copied"], told["left_leased"], told["found"]["pending"]) == (0, 1, 3)
             counts = await queue.count_requests()
             assert (counts.pending, counts.delayed, counts.dead) == (2, 1, 1)
         assert (await verb(far, "describe", "third")).returncode == 0
@@ -689,7 +692,7 @@ async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupt
     assert submitting.returncode == 130
     *_, last = said.read_text().splitlines()
     assert last == "mine is still queued: batch-dispatcher result mine --wait, or cancel mine"
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await ended(queue, *await taken(queue))
     assert (await verb(queue_server, "result", "mine")).stdout == '{"text": "hello"}\n'
 
@@ -718,7 +721,7 @@ async def test_what_the_dispatcher_says_is_told_where_one_answers(
     application = web.Application()
     application.router.add_get("/status", status)
     async with (
-        queues(queue_server.url, "owner", list_names=NAMES) as (queue,),
+        queues(queue_server.url, "owner", names=NAMES) as (queue,),
         TestServer(application) as answering,
     ):
         await submitted(queue, "r-1", results=NAMES.result_list_for_id("r-1"))
@@ -732,7 +735,7 @@ async def test_what_the_dispatcher_says_is_told_where_one_answers(
         found = await ask("peek", port=port)
         assert "the gate: gateway-unreachable, nothing is sent: it refuses." in found.stdout
         found = await ask("describe", "r-1", port=1)
-        assert "no dispatcher answers: nobody on admin.port 1" in found.stdout
+        assert "no dispatcher answers: nothing listens on admin.port 1" in found.stdout
         elsewhere = await ask("submit", "{}", "--endpoint", "/v2/x", port=1)
         assert (elsewhere.returncode, "gateway.allowed_paths" in elsewhere.stderr) == (2, True)
 
@@ -740,7 +743,7 @@ async def test_what_the_dispatcher_says_is_told_where_one_answers(
 async def test_submit_takes_no_result_without_its_token(queue_server: Server) -> None:
     with queue_server.client() as client:
         client.lpush(NAMES.result_list_for_id("mine"), encode_answer("mine", 200, b"forged"))
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, "submit", "{}", "--id", "mine"))
         leases = await wait_until(lambda: taken(queue, 1), STARTS_S)
         await ended(queue, *leases)
@@ -758,7 +761,7 @@ async def test_the_lines_of_a_file_are_cancelled_by_its_label(queue_server: Serv
     (tmp_path / "in.jsonl").write_text("".join(line.format(number) for number in range(5)))
     paths = "--file", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")
     url = "--queue-url", queue_server.url
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "other", job="other")
         with warm("dispatcher", "submit", *paths, "--label", "job=nightly", *url) as submitting:
 
@@ -797,7 +800,7 @@ async def test_a_url_alone_that_finds_nothing_says_which_queues_are_there(queue_
         assert (found.returncode, said in found.stderr) == (0, True), found
     for named in (("--pool", "other"), ("--queue", "batch:{default}:requests")):
         assert "others are" not in (await verb(queue_server, "list", *named)).stderr
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "a")
     assert (await verb(queue_server, "list")).stderr == ""
 
@@ -810,44 +813,50 @@ async def test_who_waits_is_told_that_no_dispatcher_works_on_the_queue_and_what_
     async def waited() -> str:
         return (await verb(queue_server, "result", "r-1", "--wait", "2.1s")).stderr.splitlines()[0]
 
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "r-1", results=NAMES.result_list_for_id("r-1"))
         assert await waited() == (
             "waiting: no dispatcher works on batch:{default}:requests, none ever has: "
             "is the pool's name right, does one run (without --observe)?"
         )
         await queue.sweep()
-        assert await waited() == "waiting: pending, it is next in line"
+        assert await waited() == "waiting: pending, it is next in the queue"
         (lease,) = await taken(queue, 1)
         assert await waited() == "waiting: a dispatcher has sent it, the answer is not there yet"
         await queue.release(
             [Release(lease, 60.0, is_failed_attempt=True, last_attempt="the gateway answered 503")]
         )
-        assert (await waited()).startswith("waiting: its next try, due in ")
+        assert (await waited()).startswith("waiting: its next attempt, due in ")
         assert (await waited()).endswith("after 1 failed, the last: the gateway answered 503")
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
-        assert (shown["reason"], shown["last_try"]) == (None, "the gateway answered 503")
+        assert (shown["reason"], shown["last_attempt"]) == (None, "the gateway answered 503")
         described = (await verb(queue_server, "describe", "r-1")).stdout
-        assert re.search(r"^ *last try +the gateway answered 503$", described, re.MULTILINE)
+        assert re.search(r"^ *last attempt +the gateway answered 503$", described, re.MULTILINE)
 
 
 async def test_what_waits_for_its_model_is_told_with_the_model(queue_server: Server) -> None:
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "r-1")
         (lease,) = await taken(queue, 1)
         drained = "its model 'qwen' is drained by ann"
-        why = f"not sent, for {drained}"
+        why = f"not sent, because {drained}"
         await queue.release([Release(lease, is_undelivered=True, last_attempt=why, missing_model="qwen")])
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
-        assert (shown["state"], shown["awaits"], shown["last_try"]) == ("awaiting", "qwen", why)
-        assert shown["why"].startswith(f"it waits, for {drained}; the gate: "), "it is served, and held back"
+        assert (shown["state"], shown["missing_model"], shown["last_attempt"]) == (
+            "waiting-for-model",
+            "qwen",
+            why,
+        )
+        assert shown["why"].startswith(f"it waits, because {drained}; the gate: "), (
+            "it is served, and held back"
+        )
         waited = await verb(queue_server, "result", "r-1", "--wait", "2100ms")
         assert waited.stderr.splitlines()[0] == f"waiting: {drained}"
         listed = (await verb(queue_server, "list", "--state", "pending")).stdout
-        assert "awaiting" in listed
+        assert "waiting-for-model" in listed
         assert "waits for its model 'qwen'" in listed
         assert "r-1" not in (await verb(queue_server, "peek")).stdout, "nobody claims it"
         assert "cancelled" in (await verb(queue_server, "cancel", "r-1")).stdout
         assert (await queue.sweep()).cancelled_count == 1
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
-        assert (shown["state"], shown["awaits"]) == ("returned", None)
+        assert (shown["state"], shown["missing_model"]) == ("returned", None)

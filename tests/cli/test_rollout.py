@@ -29,13 +29,13 @@ LATER = 4_000_000_000
 
 def version(name: str, state: str = "open", **more: Any) -> dict[str, Any]:
     """As /status has it."""
-    told = {"label": name.rpartition("-v")[2], "since_s": 90.0, "serving": 2, "warm": None, "wanted": True}
+    told = {"label": name.rpartition("-v")[2], "since_s": 90.0, "serving": 2, "warm": None, "desired": True}
     rest: dict[str, Any] = {"drained": False, "drained_by": None, "share": 0.0, "labels": []}
     return {"name": name, "state": state, **told, **rest, **more}
 
 
 def model(name: str, *versions: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    told = {"state": "ready", "serving": 2, "endpoints": 2, "unread": 0, "waiting": 0, "since_s": 90.0}
+    told = {"state": "ready", "serving": 2, "endpoints": 2, "unread_count": 0, "waiting": 0, "since_s": 90.0}
     rest: dict[str, Any] = {
         "named": True,
         "denied": False,
@@ -52,7 +52,7 @@ QWEN = model(
     "qwen",
     version("qwen-v3", "cold", warm=1, label="3", serving=2),
     version("qwen-v2", share=1.0, warm=2, labels=["stable"]),
-    version("qwen-v1", "spare", drained=True, drained_by="by bob since noon: it leaks"),
+    version("qwen-v1", "retiring", drained=True, drained_by="by bob since noon: it leaks"),
     version("qwen-v0", "gone", serving=0),
     policy=BY_LABEL,
     labels={"stable": {"version": "2", "by": "by ada since noon"}, "old": {"version": "1", "by": None}},
@@ -60,7 +60,10 @@ QWEN = model(
 
 
 UNWATCHED = "it takes effect once they are watched (settings: models)"
-NOBODY = "no dispatcher tells of it (nobody on admin.port 1 of this machine): it takes effect when one runs"
+NOBODY = (
+    "no dispatcher tells of it (nothing listens on admin.port 1 of this machine): it takes effect when "
+    "one runs"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def world(queue_server: Server, tmp_path: Path) -> AsyncIterator[World]:
     with queue_server.client() as client:
         client.flushall()
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (queue,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         made = World(queue_server, queue, tmp_path)
 
         async def status(_: web.Request) -> web.Response:
@@ -252,7 +255,8 @@ async def test_short_form_is_understood_with_its_model(world: World) -> None:
     assert "3 may mean qwen-a-v3, qwen-b-v3" in (await world.verb("drain", "3", "--model", "qwen")).err
     world.answers = False
     assert (
-        "no versions of qwen are known (nobody on" in (await world.verb("drain", "3", "--model", "qwen")).err
+        "no versions of qwen are known (nothing listens on"
+        in (await world.verb("drain", "3", "--model", "qwen")).err
     )
     assert await world.refresh_warm_markers() == ModelRegistryState()
 
@@ -369,7 +373,7 @@ async def test_list_has_versions_below_their_model(world: World) -> None:
             "90 s",
             "100.0% of the requests; warm at 2 of 2; labelled stable (by ada since noon)",
         ],
-        ["qwen-v1", "spare", "2", "90 s", "drained by bob since noon: it leaks"],
+        ["qwen-v1", "retiring", "2", "90 s", "drained by bob since noon: it leaks"],
     ]
     assert "qwen-v0" not in said.out, "it is gone"
     waiting = await world.verb("list", "--waiting")
@@ -410,8 +414,8 @@ async def test_without_a_dispatcher_the_queue_tells_what_verbs_have_said(world: 
     await world.queue.submit([Submission(member, LATER)])
     (lease,) = (await claim(world.queue, 1)).leases
     await world.queue.release([Release(lease, is_undelivered=True, missing_model="qwen")])
-    await world.queue.drain("llama-v1", "ada", "it leaks")
-    await world.queue.label("mistral", "stable", "2", "bob")
+    await world.queue.drain_version("llama-v1", "ada", "it leaks")
+    await world.queue.set_label("mistral", "stable", "2", "bob")
     rows = json.loads((await world.verb("list", "--json")).out)
     assert [(each["name"], each["state"], each["waiting"]) for each in rows] == [
         ("qwen", "unknown", 1),

@@ -42,7 +42,7 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def queue(queue_server: Server) -> AsyncIterator[OwnerAndDesk]:
     with queue_server.client() as client:
         client.flushall()
-    async with queues(queue_server.url, "owner", list_names=NAMES) as (made,):
+    async with queues(queue_server.url, "owner", names=NAMES) as (made,):
         yield made
 
 

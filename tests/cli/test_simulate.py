@@ -35,9 +35,9 @@ def test_every_policy_has_a_row_and_the_columns_are_explained() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     names = [line.split()[0] for line in lines[1:8]]
-    assert names == ["all-knowing", "law", "point", "cap", "literal", "multiplier", "none"]
-    assert "harvest" in lines[0]
-    assert "harvest: batch tokens relative to" in done.stdout
+    assert names == ["all-knowing", "dispatcher", "point", "cap", "literal", "multiplier", "none"]
+    assert "utilization" in lines[0]
+    assert "utilization: batch tokens relative to" in done.stdout
     assert "\x1b" not in done.stdout, "no colours where there is no terminal"
     assert done.stderr == ""
 
@@ -47,7 +47,7 @@ def test_table_speaks_of_users_and_ends_with_a_sentence() -> None:
     assert done.returncode == 0, done.stderr
     header, law, none, *_, last = done.stdout.splitlines()
     assert header.split()[:4] == ["policy", "tokens/s", "users'", "p50"]
-    assert (law.split()[0], none.split()[0]) == ("law", "none")
+    assert (law.split()[0], none.split()[0]) == ("dispatcher", "none")
     told = re.fullmatch(
         r"batch gets ([\d,]+) tokens/s; your users' p99 becomes ([\d.]+) × what it is, and for a slot it "
         r"waits ([\d.]+) s longer",
@@ -65,9 +65,13 @@ def test_sweep_has_the_rows_of_single_runs_and_target_picks_among_them() -> None
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert [row["reserve"] for row in answer["rows"]] == [0.0, 0.1, 0.3]
-    alone = json.loads(simulate(*arguments, "--policy", "law", "--reserve", "0.1").stdout)["rows"][0]
+    alone = json.loads(simulate(*arguments, "--policy", "dispatcher", "--reserve", "0.1").stdout)["rows"][0]
     swept = answer["rows"][1]
-    own = {"harvest", "over_less_all_knowing", "reserve"}  # the all-knowing one is not played beside each
+    own = {
+        "utilization",
+        "overshoot_less_all_knowing",
+        "reserve",
+    }  # the all-knowing one is not played beside each
     assert {k: v for k, v in swept.items() if k not in own} == {
         k: v for k, v in alone.items() if k not in own
     }
@@ -97,12 +101,12 @@ def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) ->
     assert "59 min long: its busiest 15 min are played, 30 min after its beginning" in done.stderr
     assert "up to 18 requests running at once, and --slots is 16" in done.stderr
     played = json.loads(done.stdout)
-    assert played["setting"]["seconds"] == 900
+    assert played["scenario"]["seconds"] == 900
     assert "1800 s" in played["trace"]
-    assert (played["setting"]["step_s"], played["setting"]["grain"]) == (0.0, 1)
+    assert (played["scenario"]["time_step_s"], played["scenario"]["requests_per_job"]) == (0.0, 1)
     whole = simulate("--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all")
-    setting = json.loads(whole.stdout)["setting"]
-    assert (setting["seconds"], setting["step_s"], setting["grain"]) == (59 * 60, 0.2, 4)
+    setting = json.loads(whole.stdout)["scenario"]
+    assert (setting["seconds"], setting["time_step_s"], setting["requests_per_job"]) == (59 * 60, 0.2, 4)
     assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "and nothing else"
     assert "with 4 batch requests going as one (--engine-step 0 --grain 1: " in whole.stderr
     assert whole.stderr.count("\n") == 1
@@ -110,8 +114,8 @@ def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) ->
         "--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all", "--engine-step", "0",
         "--grain", "1",
     )  # fmt: skip
-    setting = json.loads(exact.stdout)["setting"]
-    assert (setting["step_s"], setting["grain"]) == (0.0, 1)
+    setting = json.loads(exact.stdout)["scenario"]
+    assert (setting["time_step_s"], setting["requests_per_job"]) == (0.0, 1)
     assert exact.stderr == ""
 
 
@@ -134,7 +138,7 @@ async def test_running_requests_are_read_from_prometheus(tmp_path: Path) -> None
         )
         nothing = await asyncio.to_thread(simulate, "--prometheus", url, "--query", "sum(other)")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["setting"]["seconds"] == 165
+    assert json.loads(done.stdout)["scenario"]["seconds"] == 165
     first, second, _ = asked
     assert (first["query"], second["query"]) == (
         "sum(vllm:num_requests_running)", "sum(sglang:num_running_reqs)",
@@ -169,7 +173,7 @@ def test_ctrl_c_ends_all_processes() -> None:
 
 def test_killed_command_leaves_no_process_behind() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--slots", "512", "--copies", "8", "--policy", "law"],
+        [*COMMAND, "--slots", "512", "--copies", "8", "--policy", "dispatcher"],
         stdout=subprocess.DEVNULL,
         env=ENVIRON,
     )
@@ -195,18 +199,35 @@ def _runs(pid: int) -> bool:
 
 
 def test_json_holds_every_figure_and_repeats_to_the_byte() -> None:
-    arguments = ("--seconds", "60", "--policy", "law,none", "--queue-limit", "8", "--json", "--seed", "3")
+    arguments = (
+        "--seconds",
+        "60",
+        "--policy",
+        "dispatcher,none",
+        "--queue-limit",
+        "8",
+        "--json",
+        "--seed",
+        "3",
+    )
     first, second = simulate(*arguments), simulate(*arguments)
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout
     answer = json.loads(first.stdout)
-    assert [row["policy"] for row in answer["rows"]] == ["law", "none"]
+    assert [row["policy"] for row in answer["rows"]] == ["dispatcher", "none"]
     law, none = answer["rows"]
-    assert 0.8 < law["harvest"] < 1.05
-    assert none["harvest"] == 0
+    assert 0.8 < law["utilization"] < 1.05
+    assert none["utilization"] == 0
     assert none["latency_p50_ratio"] == 1.0
-    assert answer["setting"]["queue_limit"] == 8
-    for figure in ("over_mean", "over_worst", "wait_p50_s", "wait_p99_s", "refused", "refused_per_1000"):
+    assert answer["scenario"]["queue_limit"] == 8
+    for figure in (
+        "overshoot_mean",
+        "overshoot_worst",
+        "wait_p50_s",
+        "wait_p99_s",
+        "refused",
+        "refused_per_1000",
+    ):
         assert isinstance(law[figure], int | float)
     for figure in ("wait_mean_s", "wait_p99_s", "realtime_refused"):
         less = f"{figure.removesuffix('_s')}_less_none" + "_s" * figure.endswith("_s")
@@ -216,11 +237,11 @@ def test_json_holds_every_figure_and_repeats_to_the_byte() -> None:
 
 
 def test_realtime_that_lacks_slots_itself_is_told() -> None:
-    done = simulate("--seconds", "60", "--slots", "16", "--policy", "law")
+    done = simulate("--seconds", "60", "--slots", "16", "--policy", "dispatcher")
     assert done.returncode == 0
     assert "realtime alone needs more than 16 slots" in done.stderr
-    assert "realtime alone" not in simulate("--seconds", "60", "--policy", "law").stderr
-    told = simulate("--seconds", "60", "--slots", "16", "--policy", "law", "--json")
+    assert "realtime alone" not in simulate("--seconds", "60", "--policy", "dispatcher").stderr
+    told = simulate("--seconds", "60", "--slots", "16", "--policy", "dispatcher", "--json")
     assert "realtime alone needs more than 16 slots" in json.loads(told.stderr)["warning"]
 
 
@@ -228,29 +249,43 @@ def test_azure_trace_gives_what_the_bundled_cut_gives(tmp_path: Path) -> None:
     original = tmp_path / BUNDLED.name
     lines = [line for line in BUNDLED.read_text().splitlines() if not line.startswith("#")]
     original.write_text("\n".join(["seconds,context_tokens,generated_tokens", *lines[1:]]))
-    arguments = ("--seconds", "60", "--policy", "law", "--json")
+    arguments = ("--seconds", "60", "--policy", "dispatcher", "--json")
     assert simulate("--trace", original, *arguments).stdout == simulate(*arguments).stdout
 
 
 def test_running_requests_of_a_monitoring_system_serve_as_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "pool.csv"
     trace.write_text("time,running\n" + "".join(f"{15 * i},{10 + 10 * (i % 3)}\n" for i in range(9)))
-    done = simulate("--trace", trace, "--slots", "40", "--policy", "law,cap", "--json")
+    done = simulate("--trace", trace, "--slots", "40", "--policy", "dispatcher,cap", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["policy"]: row for row in json.loads(done.stdout)["rows"]}
-    assert rows["law"]["harvest"] > 0.9
-    assert rows["cap"]["harvest"] < rows["law"]["harvest"]
+    assert rows["dispatcher"]["utilization"] > 0.9
+    assert rows["cap"]["utilization"] < rows["dispatcher"]["utilization"]
 
 
 def test_timeline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     done = simulate(
-        "--seconds", "60", "--policy", "law,none", "--plot", tmp_path / "out.png", "--metrics-gap", "20:40"
+        "--seconds",
+        "60",
+        "--policy",
+        "dispatcher,none",
+        "--plot",
+        tmp_path / "out.png",
+        "--metrics-gap",
+        "20:40",
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     again = simulate(
-        "--seconds", "60", "--policy", "law,none", "--plot", tmp_path / "again.png", "--metrics-gap", "20:40"
+        "--seconds",
+        "60",
+        "--policy",
+        "dispatcher,none",
+        "--plot",
+        tmp_path / "again.png",
+        "--metrics-gap",
+        "20:40",
     )
     assert again.returncode == 0
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "out.png").read_bytes()
@@ -282,7 +317,7 @@ def test_timelines_name_policies_as_the_table_does_and_share_one_scale(tmp_path:
 def test_sweep_is_drawn_with_what_each_value_brings_and_costs(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     picture = tmp_path / "out.svg"
-    wanted = ("--seconds", "60", "--sweep", "reserve=.05,.3,.4", "--policy", "law,cap", "--json")
+    wanted = ("--seconds", "60", "--sweep", "reserve=.05,.3,.4", "--policy", "dispatcher,cap", "--json")
     done = simulate(*wanted, "--plot", picture)
     assert done.returncode == 0, done.stderr
     added = [row["latency_p95_less_none_s"] for row in json.loads(done.stdout)["rows"][::2]]
@@ -292,8 +327,8 @@ def test_sweep_is_drawn_with_what_each_value_brings_and_costs(tmp_path: Path) ->
     for text in ("0.05", "0.3", "0.4", "reserve"):
         assert texts.count(text) >= 2, f"{text} is below both panels"
     assert {"batch work, tokens/s", "added to realtime's latency, 95th percentile, s"} <= set(texts)
-    assert [text for text in texts if text.startswith(("law: ", "cap: "))] == [
-        "law: this dispatcher",
+    assert [text for text in texts if text.startswith(("dispatcher: ", "cap: "))] == [
+        "dispatcher: this dispatcher",
         "cap: H as a cap on its own requests",
     ]
 
@@ -325,7 +360,7 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--prometheus", "http://127.0.0.1:9", "--last", "soon"], "--last soon: give 1m to 31d"),
         (["--prometheus", "http://127.0.0.1:9", "--trace", "idle"], "give one of them"),
         (["--prometheus", "http://u:secret@127.0.0.1:9"], "--prometheus http://…@127.0.0.1:9: "),
-        (["--policy", "best"], "--policy best: no such policy; there are all, all-knowing, law"),
+        (["--policy", "best"], "--policy best: no such policy; there are all, all-knowing, dispatcher"),
         (["--outage", "30"], "two numbers with a colon"),
         (["--outage", "30:20"], "ends before it starts"),
         (["--outage", "10:20", "--outage", "15:30"], "overlap"),
@@ -360,7 +395,7 @@ def test_bad_trace_exits_2_and_names_the_line(tmp_path: Path) -> None:
 
 def test_pressure_score_alone_is_warned_of() -> None:
     done = simulate(
-        "--seconds", "30", "--policy", "law", "--detector", "utilization", "--signals", "saturation"
+        "--seconds", "30", "--policy", "dispatcher", "--detector", "utilization", "--signals", "saturation"
     )
     assert done.returncode == 0
     assert "pressure score" in done.stderr
@@ -372,7 +407,7 @@ def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Pa
     trace.write_text("time,running\n0,200\n150,400\n")
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "--trace", str(trace), "--slots", "600", "--policy", "law"],
+        [*COMMAND, "--trace", str(trace), "--slots", "600", "--policy", "dispatcher"],
         stdin=subprocess.DEVNULL, stdout=follower, stderr=follower, env=ENVIRON | {"COLUMNS": "80"},
     )  # fmt: skip
     os.close(follower)

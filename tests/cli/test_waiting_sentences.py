@@ -20,7 +20,7 @@ def test_an_hour_of_refused_credentials_is_told_in_three_lines() -> None:
             case 1:
                 sentence = "a dispatcher has sent it, the answer is not there yet"
             case rest:
-                sentence = f"its next try, due in {20 - rest}.5 s, the last try: {REFUSED}"
+                sentence = f"its next attempt, due in {20 - rest}.5 s, the last attempt: {REFUSED}"
         if sentences.is_new(sentence, float(second)):
             printed.append(sentence)
     assert len(printed) == 3

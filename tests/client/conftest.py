@@ -45,7 +45,7 @@ def one_redis(_redis: Server) -> Server:
 @pytest.fixture
 async def answering(one_redis: Server) -> AsyncIterator[Answering]:
     """Who answers on that Redis."""
-    async with queues(one_redis.url, "a", list_names=NAMES) as (queue,):
+    async with queues(one_redis.url, "a", names=NAMES) as (queue,):
         yield Answering(queue)
 
 

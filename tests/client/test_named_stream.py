@@ -296,7 +296,7 @@ async def test_a_long_list_comes_in_pages(one_redis: Server, raw: redis.Redis) -
     raw.hset(CONSUMED, mapping={f"r-{n}": "0" * 16 for n in range(5000)})
     found, after = [], ""
     while True:
-        page = await status(one_redis, consumed=True, after=after, most=500)
+        page = await status(one_redis, consumed=True, after=after, limit=500)
         assert len(page.requests) < 1000
         found += [each.id for each in page.requests]
         if not (after := page.after):

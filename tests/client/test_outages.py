@@ -26,7 +26,7 @@ def lasting(tmp_path: Path) -> Iterator[Server]:
 
 async def test_who_waits_while_redis_is_gone_has_the_answer_when_it_is_back(lasting: Server) -> None:
     async with (
-        queues(lasting.url, "a", list_names=NAMES) as (queue,),
+        queues(lasting.url, "a", names=NAMES) as (queue,),
         BatchClient(lasting.url, pool=POOL) as client,
     ):
         answering = Answering(queue)
@@ -51,7 +51,7 @@ async def test_a_queue_that_no_dispatcher_works_on_is_told_once(
     """A slip in the pool's name makes such a queue, and whoever submits to it would wait in silence."""
     async with (
         BatchClient(one_redis.url, pool="slipped") as client,
-        queues(one_redis.url, "a", list_names=client._backend.names) as (queue,),
+        queues(one_redis.url, "a", names=client._backend.names) as (queue,),
     ):
         for _ in range(2):
             await client._mailbox._check_for_dispatcher()
@@ -66,7 +66,7 @@ async def test_a_queue_that_no_dispatcher_works_on_is_told_once(
 async def test_a_submission_whose_reply_is_lost_is_made_once(one_redis: Server) -> None:
     """The dispatcher has taken and answered it before the client asks again, long after the usual minute."""
     async with (
-        queues(one_redis.url, "a", list_names=NAMES) as (queue,),
+        queues(one_redis.url, "a", names=NAMES) as (queue,),
         relay(one_redis) as way,
         BatchClient(way.url, pool=POOL) as client,
     ):
@@ -89,7 +89,7 @@ async def test_a_submission_whose_reply_is_lost_is_made_once(one_redis: Server) 
 
 async def test_results_whose_way_to_the_client_was_cut_come_again(one_redis: Server) -> None:
     async with (
-        queues(one_redis.url, "a", list_names=NAMES) as (queue,),
+        queues(one_redis.url, "a", names=NAMES) as (queue,),
         relay(one_redis) as way,
         BatchClient(way.url, pool=POOL) as client,
     ):

@@ -47,7 +47,7 @@ async def raw(one_redis: Server) -> AsyncIterator[redis.asyncio.Redis]:
 
 
 async def test_a_request_is_answered_on_every_engine(any_redis: Server) -> None:
-    async with queues(any_redis.url, "a", list_names=NAMES) as (queue,), Answering(queue).always():
+    async with queues(any_redis.url, "a", names=NAMES) as (queue,), Answering(queue).always():
         async with BatchClient(any_redis.url, pool=POOL) as client:
             result = await client.submit({"prompt": "hi"}, deadline="10m", priority=3)
         assert (result.ok, result.status, result.json()) == (True, 200, {"prompt": "hi"})

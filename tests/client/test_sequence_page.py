@@ -1,4 +1,4 @@
-"""docs/how-to/sequences.md: its blocks of Python run, as they stand there, against a dispatcher that knows turns."""
+"""The Python blocks of docs/how-to/sequences.md run unchanged against a dispatcher with sequences."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ async def test_a_block_runs(one_redis: Server, block: str, sent: dict[str, int])
     names: dict[str, Any] = {"asyncio": asyncio}
     exec(f"async def block(client):\n{textwrap.indent(block, '    ')}", names)
     async with (
-        queues(one_redis.url, "a", list_names=NAMES) as (queue,),
+        queues(one_redis.url, "a", names=NAMES) as (queue,),
         TurnTaking(queue).always(completion) as taking,
         BatchClient(one_redis.url, pool=POOL) as client,
     ):
         await asyncio.wait_for(names["block"](client), 20)
         assert {name: len(bodies) for name, bodies in taking.served.items()} == sent
-        assert not (await queue.sequences(100)).found, "each has ended"
+        assert not (await queue.list_sequences(100)).sequences, "each has ended"

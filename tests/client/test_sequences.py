@@ -40,7 +40,7 @@ from tests.support import wait_until
 
 @pytest.fixture
 async def queue(one_redis: Server) -> AsyncIterator[OwnerAndDesk]:
-    async with queues(one_redis.url, "a", list_names=NAMES) as (made,):
+    async with queues(one_redis.url, "a", names=NAMES) as (made,):
         yield made
 
 

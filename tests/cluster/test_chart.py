@@ -395,7 +395,7 @@ class Beside:
 
         wait_until_sync(fits, FOLLOWED_S, what=f"{name} is {'' if served else 'not '}served", every_s=0.05)
 
-    def run_batch(self, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
+    def run_command(self, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
         """Another command with the same file; a pod that mounts no token has none here."""
         return subprocess.run(
             [sys.executable, "-m", "dispatcher", *arguments, "--config", str(self.config)],
@@ -427,7 +427,7 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
             "admin": {"port": admin},
             "signals": {"interval_s": 0.2, "epp": {"port": picker}},
             "budget": {"per_endpoint": 4},
-            "models": [{"name": "qwen"}, {"name": "chat", "absent": "fail"}],
+            "models": [{"name": "qwen"}, {"name": "chat", "when_not_served": "fail"}],
             "serving": {"interval_s": 0.5},
         },
     )
@@ -485,8 +485,8 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
 
     # Without a picker nothing is sent; with one, requests are answered.
     cluster.start("picker", PICKER, app="qwen-epp")
-    beside.wait_for(max_sys=12, max_sys_by="watch", watch_problems=[])
-    answered = beside.run_batch(
+    beside.wait_for(max_sys=12, max_sys_source="watch", watch_problems=[])
+    answered = beside.run_command(
         "submit", '{"model": "qwen", "prompt": "hi", "max_tokens": 1}', "--deadline", "30"
     )
     assert answered.returncode == 0, answered.stderr
@@ -517,7 +517,7 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
         elif plane.get(f"{rewrites}/chat"):
             plane.ask("DELETE", f"{rewrites}/chat")
         beside.wait_for_model("chat", served=served)
-        answered = beside.run_batch("submit", chat, "--deadline", "30")
+        answered = beside.run_command("submit", chat, "--deadline", "30")
         assert (answered.returncode == 0) is served, answered.stderr + answered.stdout
         assert ("MODEL_NOT_FOUND" in answered.stdout + answered.stderr) is not served
 
@@ -528,7 +528,7 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
     cluster.end("other-picker", grace_s=0)
     beside.wait_for(max_sys=20, signals_problem=None)
 
-    checked = beside.run_batch("check")
+    checked = beside.run_command("check")
     assert PICKER in checked.stdout + checked.stderr
 
     judge(plane, namespace)
@@ -546,7 +546,7 @@ def test_an_upgrade_reaches_what_runs_and_the_hooks_answer_is_helm_s(
         at = words.index("--config")
         del words[at : at + 2]
         token = any(each["mountPath"].endswith("/serviceaccount") for each in container["volumeMounts"])
-        status = beside.run_batch(*words, token=token).returncode
+        status = beside.run_command(*words, token=token).returncode
         ran.append((words[0], token, status))
         return status
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dispatcher.core.requests.found_request import RequestLocation
 from dispatcher.core.requests.oversize import cut_member
 from dispatcher.core.requests.request import Rejection, parse_member
 from dispatcher.core.requests.result import decode_result
@@ -52,8 +53,25 @@ async def test_buried_request_is_dead_with_its_reason_and_its_result_is_written(
     assert dead.reason == "8 tries failed: 500"
     assert dead.died_at == pytest.approx(owner.unix_now(), abs=30)
     assert (dead.deliveries, dead.failed_attempts, dead.refusals, dead.deaths_as_suspect) == (2, 1, 1, 0)
+    [found] = (await world.desk.list_requests(RequestLocation.DEAD, 10)).requests
+    assert found.attempts == 1
     counts = await owner.count_requests()
     assert (counts.pending, counts.leased, counts.delayed, counts.dead) == (0, 0, 0, 1)
+
+
+async def test_dead_letter_after_a_failed_attempt_counts_the_attempt(world: World) -> None:
+    await world.zadd(NOW + 5, member("r-1"))
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.release([Release(lease, is_failed_attempt=True)])
+    [lease] = await claim(owner)
+    await owner.move_to_dead_letters(
+        [DeadLetter(answer(lease), "the gateway answered 500", is_failed_attempt=True)]
+    )
+    [dead] = await world.desk.list_dead(10)
+    assert dead.failed_attempts == 2
+    [found] = (await world.desk.list_requests(RequestLocation.DEAD, 10)).requests
+    assert found.attempts == 2
 
 
 async def test_request_without_a_readable_id_dies_without_a_result(world: World) -> None:

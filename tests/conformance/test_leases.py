@@ -192,10 +192,10 @@ async def test_release_counts_what_it_says(world: World) -> None:
         return lease.deliveries, lease.failed_attempts, lease.refusals
 
     assert await after() == (2, 0, 0)
-    assert await after(undelivered=True) == (2, 0, 0)
-    assert await after(attempt=True) == (3, 1, 0)
-    assert await after(refusal=True) == (4, 1, 1)
-    assert await after(attempt=True, refusal=True, undelivered=True) == (4, 2, 2)
+    assert await after(is_undelivered=True) == (2, 0, 0)
+    assert await after(is_failed_attempt=True) == (3, 1, 0)
+    assert await after(is_refusal=True) == (4, 1, 1)
+    assert await after(is_failed_attempt=True, is_refusal=True, is_undelivered=True) == (4, 2, 2)
 
 
 async def test_what_the_last_try_came_to_stays_with_the_request_until_another_one_counts(

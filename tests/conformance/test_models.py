@@ -314,7 +314,7 @@ async def test_the_deadline_of_a_head_that_waits_lets_the_next_one_go(world: Wor
     await queue.claim_turns(turns, terms)
     await queue.release([Release(turns[0][0], is_undelivered=True, missing_model="a")])
     (late,) = await queue.find_overdue(9)
-    ended = answer(_nobodys(), b"late", turn=TurnEnd(Turn("s"), has_failed=True))
+    ended = answer(_nobodys(), b"late", turn_end=TurnEnd(Turn("s"), has_failed=True))
     assert await queue.settle_unleased([(late, ended)]) == 1
     assert [one.entry_id for one in await claim(queue)] == [turns[1][0].entry_id]
     assert await queue.count_waiting_by_model() == {}

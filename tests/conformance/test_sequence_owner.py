@@ -29,9 +29,12 @@ from tests.conformance.worlds import NOW, RESULTS, World, answer, claim
 SECRET, OTHER = "a secret of 128 bits", "another secret, guessed"
 DENIED = TurnRejected(ErrorCode.SEQUENCE_DENIED, "its sequence belongs to another producer")
 CANCELLED = TurnRejected(ErrorCode.CANCELLED, "the sequence was cancelled")
-UNDATED = replace(CANCELLED, why=f"{CANCELLED.why}, and no data.created says that the request came later")
+UNDATED = replace(
+    CANCELLED,
+    why=f"{CANCELLED.why}, and the request has no data.created that proves that it came later",
+)
 CARRY = b'[{"role":"user","content":"in confidence"}]'
-LEFT: dict[str, Any] = {"token": "server-1", "carry": CARRY}
+LEFT: dict[str, Any] = {"sticky_token": "server-1", "conversation": CARRY}
 """State that a turn leaves to the next one."""
 
 
@@ -89,7 +92,7 @@ async def test_a_sequence_of_another_producer_is_refused_without_a_word_of_it(
 async def test_others_learn_nothing_of_a_sequence_that_is_over_and_do_not_keep_it_alive(world: World) -> None:
     queue = world.owner()
     await put(world, asked("mine-0", secret=SECRET, on_error="abort"))
-    await done(queue, await goes(queue), failed=True, cause="in confidence")
+    await done(queue, await goes(queue), has_failed=True, cause="in confidence")
     await world.age_sequences(TERMS.max_idle_s - 1)
     for name, reset in (("theirs", False), ("reset", True)):
         await put(world, asked(name, secret=OTHER, reset=reset))
@@ -108,7 +111,7 @@ async def test_a_request_of_another_producer_that_ends_before_its_turn_leaves_no
     await put(world, asked("theirs", index=1, on_error="abort", secret=OTHER))
     (lease,) = await claim(queue)
     end = TurnEnd(turn_of(lease), has_failed=True, cause="cancelled")
-    assert await queue.settle([answer(lease).copy_with(turn=end)]) == [SettleStatus.DONE]
+    assert await queue.settle([answer(lease).copy_with(turn_end=end)]) == [SettleStatus.DONE]
     assert await seen(world) == before
 
 
@@ -179,7 +182,7 @@ async def test_what_was_submitted_before_a_cancel_is_cancelled_and_what_comes_la
     assert await world.desk.cancel_sequence("s") is bool(claimed)
     ended = dict.fromkeys(running, "CANCELLED")  # by its token
     for lease in running.values():
-        await done(queue, lease, failed=True, cause="CANCELLED: cancelled")
+        await done(queue, lease, has_failed=True, cause="CANCELLED: cancelled")
     ended |= await serve_unserved(queue)
     left, said = await take(queue)
     ended |= {name: one.code for name, one in said.items() if isinstance(one, TurnRejected)}
@@ -198,7 +201,7 @@ async def test_a_request_that_ends_after_a_cancel_and_before_its_turn_leaves_no_
     await world.desk.cancel_sequence("s")
     for lease in await claim(queue):
         end = TurnEnd(turn_of(lease), has_failed=True, cause="CANCELLED: cancelled")
-        await queue.settle([answer(lease).copy_with(turn=end)])
+        await queue.settle([answer(lease).copy_with(turn_end=end)])
     assert await world.desk.get_sequence("s") is None
     await put(world, asked("later", index=0, created=NOW + 3000))
     assert (await take(queue))[1] == {"later": TurnGranted(0, "", b"", is_first=True)}

@@ -144,11 +144,13 @@ async def handed(
 ) -> SettleAndClaimResult:
     """These end, by an owner that takes what comes next."""
     ends = [
-        answer(one, msgspec.json.encode({"id": name_of(one)})).copy_with(turn=TurnEnd(turn_of(one), **left))
+        answer(one, msgspec.json.encode({"id": name_of(one)})).copy_with(
+            turn_end=TurnEnd(turn_of(one), **left)
+        )
         for one in leases
     ]
     told = await queue.settle_and_claim_next(
-        ends, nonce or f"handing-{leases[0].token}", permit(limit).copy_with(apart=apart)
+        ends, nonce or f"handing-{leases[0].token}", permit(limit).copy_with(unleased_units=apart)
     )
     assert told.statuses == [SettleStatus.DONE] * len(leases)
     return told
@@ -159,7 +161,7 @@ async def test_who_ends_one_is_handed_the_next(world: World) -> None:
     await put(world, "r", 0, 1, 2)
     lease = await goes(queue)
     for number in (1, 2):
-        told = await handed(queue, [lease], token="server-3", carry=b"so far")
+        told = await handed(queue, [lease], sticky_token="server-3", conversation=b"so far")
         assert told.claim_result is not None
         (lease,) = told.claim_result.leases
         assert name_of(lease) == f"r-{number}"
@@ -239,7 +241,7 @@ async def test_a_burial_between_them_is_waited_for_as_any_end(world: World) -> N
     """What an end bars goes to nobody: a sequence that is over hands nothing over."""
     queue = world.owner()
     await put(world, "r", {"index": 0, "on_error": "abort"}, 1)
-    told = await handed(queue, [await goes(queue)], failed=True, cause="it broke")
+    told = await handed(queue, [await goes(queue)], has_failed=True, cause="it broke")
     assert told.claim_result is not None
     assert list(told.claim_result.leases) == []
     assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}
@@ -257,7 +259,7 @@ async def test_who_goes_stays_the_one_until_it_has_ended(world: World, how: str)
     first, second = world.owner("owner-1"), world.owner("owner-2")
     await put(world, "r", 0, 1, 2)
     lease = await goes(first)
-    await done(first, lease, token="server-3", carry=b"so far")
+    await done(first, lease, sticky_token="server-3", conversation=b"so far")
     lease = await goes(first)
     if how == "release":
         await first.release([Release(lease, is_failed_attempt=True)])
@@ -302,7 +304,12 @@ async def test_what_the_next_is_built_on_is_kept_until_it_is_told_otherwise(worl
     queue = world.owner()
     await put(world, "r", 0, 1, 2, 3)
     said = []
-    for left in ({"token": "a", "carry": b"\x00\xff" * 300}, {}, {"token": "", "carry": b""}, {}):
+    for left in (
+        {"sticky_token": "a", "conversation": b"\x00\xff" * 300},
+        {},
+        {"sticky_token": "", "conversation": b""},
+        {},
+    ):
         leases = await claim(queue)
         verdict = next(one for one in await lined_up(queue, leases) if isinstance(one, TurnGranted))
         said.append((verdict.sticky_token, verdict.conversation, verdict.is_first))
@@ -411,7 +418,7 @@ async def test_what_passes_its_deadline_in_line_lets_the_next_go(world: World) -
 async def test_a_sequence_ends_with_its_last_and_begins_anew(world: World) -> None:
     queue = world.owner()
     await put(world, "r", 0, {"index": 1, "last": True}, 5)
-    await done(queue, await goes(queue), token="a")
+    await done(queue, await goes(queue), sticky_token="a")
     await done(queue, await goes(queue))
     left, said = await take(queue)
     assert said == {"r-2": TurnGranted(5, "", b"", True)}, "what waits behind it begins the next life"
@@ -454,7 +461,7 @@ async def test_a_reset_begins_anew_behind_all_that_came_before(world: World) -> 
         order.append(name_of(leases[at]))
         fresh.append(verdict.is_first)
         assert (verdict.sticky_token == "") == verdict.is_first, "nothing is carried over"
-        await done(queue, leases[at], token="x")
+        await done(queue, leases[at], sticky_token="x")
     assert order == [f"r-{at}" for at in range(6)]
     assert fresh == [True, False] * 3
 
@@ -474,7 +481,7 @@ async def test_a_gap_before_a_reset_is_not_waited_for(world: World) -> None:
 async def test_a_sequence_ends_by_idle_to_the_second(world: World) -> None:
     queue = world.owner()
     await put(world, "r", 0)
-    await done(queue, await goes(queue), token="a")
+    await done(queue, await goes(queue), sticky_token="a")
     await queue.sweep()
     await world.age_sequences(990)
     await queue.sweep()
@@ -500,7 +507,7 @@ async def test_a_sequence_ends_by_age_with_what_runs(world: World) -> None:
     await put(world, "r", 0, 1, 2)
     lease = await goes(queue)
     await world.age_sequences(4990)
-    await done(queue, lease, token="a")
+    await done(queue, lease, sticky_token="a")
     lease = await goes(queue)
     (said,) = await lined_up(queue, [lease])
     assert isinstance(said, TurnGranted)
@@ -508,7 +515,7 @@ async def test_a_sequence_ends_by_age_with_what_runs(world: World) -> None:
     await world.age_sequences(20)
     await queue.sweep()
     assert (await seen(world)).next_entry == lease.entry_id
-    await done(queue, lease, token="b")
+    await done(queue, lease, sticky_token="b")
     _, said_of = await take(queue)
     assert said_of == {"r-2": TurnGranted(2, "", b"", True)}, "a new life"
 
@@ -607,7 +614,7 @@ async def test_a_burial_ends_a_turn_as_well(world: World) -> None:
     await put(world, "r", {"index": 0, "on_error": "continue"}, 1)
     lease = await goes(queue)
     end = TurnEnd(turn_of(lease), has_failed=True, cause="why")
-    await queue.move_to_dead_letters([DeadLetter(answer(lease).copy_with(turn=end), "why")])
+    await queue.move_to_dead_letters([DeadLetter(answer(lease).copy_with(turn_end=end), "why")])
     assert name_of(await goes(queue)) == "r-1"
     (dead,) = await world.desk.list_dead(9)
     await world.desk.requeue_dead([dead.entry_id], LATER)
@@ -817,7 +824,7 @@ async def test_what_an_operator_gave_up_leaves_nothing_to_the_life_behind_it(wor
     await put(world, "r", {"index": 0, "on_error": "continue"}, {"reset": True}, {"index": 1})
     lease = await goes(queue)
     assert await world.desk.abort_sequence("s", "no use")
-    await done(queue, lease, failed=True, cause="it broke", token="old", carry=b"old")
+    await done(queue, lease, has_failed=True, cause="it broke", sticky_token="old", conversation=b"old")
     left, said = await take(queue)
     assert said == {"r-1": TurnGranted(0, "", b"", True)}
     await done(queue, left["r-1"])
@@ -846,7 +853,7 @@ async def test_a_last_one_that_passed_in_line_ends_its_life_all_the_same(world: 
     leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
     await lined_up(queue, leases)
     await late(queue, "old-0")
-    await done(queue, leases[0], token="a")
+    await done(queue, leases[0], sticky_token="a")
     _, said = await take(queue)
     assert said == {"then-0": TurnGranted(2, "", b"", True)}, "a new life"
 
@@ -859,8 +866,8 @@ async def test_a_gap_before_what_has_passed_ends_in_its_time(world: World, faile
     await put(world, "old", {"index": 2, "last": not failed}, deadline=NOW - 100)
     leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
     await lined_up(queue, leases)
-    await late(queue, "old-0", failed=failed, cause="it broke")
-    await done(queue, leases[0], token="a")
+    await late(queue, "old-0", has_failed=failed, cause="it broke")
+    await done(queue, leases[0], sticky_token="a")
     for more_s in (0, 31, 459):  # the second: when its head would have been looked at
         await world.age_sequences(more_s)
         await queue.sweep()
@@ -887,7 +894,7 @@ async def test_what_time_ends_at_once_ends_alike_in_whatever_order(world: World,
     assert await take(queue, terms) == ({}, {"old-0": TurnWaits()})
     if order == "first":
         await done(queue, running)
-    await late(queue, "old-0", failed=True, cause="it broke")
+    await late(queue, "old-0", has_failed=True, cause="it broke")
     if order == "second":
         await done(queue, running)
     assert (await seen(world, "second")).status is SequenceStatus.PARKED
@@ -1019,7 +1026,7 @@ class History:
         failed = self.dice.random() < 0.2
         result = b'{"id":"%s"}' % name_of(lease).encode()
         end = TurnEnd(turn_of(lease), has_failed=failed, cause="why")
-        settlement = answer(lease, result).copy_with(turn=end)
+        settlement = answer(lease, result).copy_with(turn_end=end)
         if self.dice.random() < 0.5:
             told = await queue.settle_and_claim_next([settlement], f"handing-{lease.token}", permit())
             (said,) = told.statuses
@@ -1067,7 +1074,7 @@ class History:
 async def test_a_reset_takes_what_is_claimed_behind_it_and_nothing_that_was_claimed_before(
     world: World,
 ) -> None:
-    """What docs/reference/queue-contract.md says of who does not wait: nobody is lost, nor runs beside another."""
+    """docs/reference/queue-contract.md: a request that does not wait is not lost, nor runs beside another."""
     queue = world.owner()
     await put(world, "old", 0)
     first = await goes(queue)

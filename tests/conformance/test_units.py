@@ -50,11 +50,11 @@ async def test_a_lighter_one_makes_room(world: World) -> None:
 async def test_units_that_no_lease_counts_leave_less_to_claim_and_to_weigh(world: World) -> None:
     await fill(world, 9)
     one, other = world.owner("one"), world.owner("other")
-    leases = (await one.claim(9, "n", permit(8).copy_with(apart=3))).leases
+    leases = (await one.claim(9, "n", permit(8).copy_with(unleased_units=3))).leases
     assert len(leases) == 5
-    weighed = await one.set_lease_units([(leases[0], 2)], permit(8).copy_with(apart=3))
+    weighed = await one.set_lease_units([(leases[0], 2)], permit(8).copy_with(unleased_units=3))
     assert list(weighed.fits) == [False]
-    assert len((await other.claim(9, "n", permit(8).copy_with(apart=4))).leases) == 0
+    assert len((await other.claim(9, "n", permit(8).copy_with(unleased_units=4))).leases) == 0
     told = await other.claim(9, "m", permit(8))
     assert (told.lease_counts.live_units, len(told.leases)) == (8, 3), "each says for itself what it knows of"
 
@@ -65,8 +65,10 @@ async def test_what_is_heavier_than_what_other_units_leave_keeps_its_place(world
     (heavy,) = await claim(queue, limit=8, most=1)
     assert await weigh(queue, (heavy, 6), limit=8) == [True]
     await queue.release([Release(heavy)])
-    assert (await queue.claim(2, "n", permit(8).copy_with(apart=3))).leases == []
-    assert entries((await queue.claim(1, "m", permit(8).copy_with(apart=2))).leases) == [heavy.entry_id]
+    assert (await queue.claim(2, "n", permit(8).copy_with(unleased_units=3))).leases == []
+    assert entries((await queue.claim(1, "m", permit(8).copy_with(unleased_units=2))).leases) == [
+        heavy.entry_id
+    ]
 
 
 async def test_a_heavier_one_fits_into_what_lighter_ones_before_it_leave(world: World) -> None:

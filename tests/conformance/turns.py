@@ -57,11 +57,11 @@ async def goes(queue: Queue, terms: SequenceTerms = TERMS) -> Lease:
 async def done(queue: Queue, lease: Lease, **left: Any) -> None:
     end = TurnEnd(turn_of(lease), **left)
     result = msgspec.json.encode({"id": name_of(lease), "code": "failed" if end.has_failed else "done"})
-    assert await queue.settle([answer(lease, result).copy_with(turn=end)]) == [SettleStatus.DONE]
+    assert await queue.settle([answer(lease, result).copy_with(turn_end=end)]) == [SettleStatus.DONE]
 
 
 async def fail(queue: Queue, lease: Lease) -> None:
-    await done(queue, lease, failed=True, cause=f"{name_of(lease)}: it broke")
+    await done(queue, lease, has_failed=True, cause=f"{name_of(lease)}: it broke")
 
 
 async def serve_unserved(queue: Queue) -> dict[str, str]:

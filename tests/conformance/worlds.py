@@ -297,7 +297,7 @@ class MemoryWorld(World):
 
 
 class RedisWorld(World):
-    """The real scripts on an empty server of their own, with no more rights than docs/explanation/security.md gives."""
+    """The real scripts on an empty server, with the permissions of docs/explanation/security.md only."""
 
     def __init__(self, server: Server, queue: str = QUEUE) -> None:
         self._server = server
@@ -375,10 +375,10 @@ class RedisWorld(World):
         await self._raw.zadd(key, gone, xx=True)
 
     async def fall_silent(self, *owners: str) -> None:
-        beats, control = f"{self.names.queue_prefix}:beats", f"{self.names.queue_prefix}:control"
+        beats, control = f"{self.names.queue_prefix}:heartbeats", f"{self.names.queue_prefix}:control"
         now = await self._time()
         await self._raw.zadd(beats, dict.fromkeys(owners, now), xx=True)
-        for field in ("tick", "beats_tick"):
+        for field in ("tick", "heartbeats_tick"):
             if await self._raw.hexists(control, field):
                 await self._raw.hset(control, field, f"{now:.6f}")
 
@@ -387,28 +387,32 @@ class RedisWorld(World):
         return float(seconds + micros / 1e6)
 
     async def beating(self) -> set[str]:
-        return {owner.decode() for owner in await self._raw.zrange(f"{self.names.queue_prefix}:beats", 0, -1)}
+        return {
+            owner.decode() for owner in await self._raw.zrange(f"{self.names.queue_prefix}:heartbeats", 0, -1)
+        }
 
     async def skip_sweeps(self, seconds: float) -> None:
         key = f"{self.names.queue_prefix}:control"
-        for field in ("tick", "quiet_until", "beats_tick", "beats_quiet_until"):
+        for field in ("tick", "quiet_until", "heartbeats_tick", "heartbeats_quiet_until"):
             if (at := await self._raw.hget(key, field)) is not None:
                 await self._raw.hset(key, field, f"{float(at) - seconds:.6f}")
 
     async def be_away(self, seconds: float) -> None:
         await self.skip_sweeps(seconds)
-        key = f"{self.names.queue_prefix}:beats"
+        key = f"{self.names.queue_prefix}:heartbeats"
         for owner in await self._raw.zrange(key, 0, -1):
             await self._raw.zincrby(key, -seconds, owner)
 
     async def step_back(self, seconds: float) -> None:
-        ticks = ("tick", "quiet_until", "beats_tick", "beats_quiet_until")
-        await self._move(seconds, ("leases", "beats"), ("read_at", "overload_at", "overload_until", *ticks))
+        ticks = ("tick", "quiet_until", "heartbeats_tick", "heartbeats_quiet_until")
+        await self._move(
+            seconds, ("leases", "heartbeats"), ("read_at", "overload_at", "overload_until", *ticks)
+        )
         await self.step_line_back(seconds)
 
     async def step_line_back(self, seconds: float) -> None:
         await self._move(seconds, (), (f"tick:{self.names.queue}",))
-        for key in (f"{self.names.queue_prefix}:delayed", f"{self.names.queue_prefix}:sequences:looks"):
+        for key in (f"{self.names.queue_prefix}:delayed", f"{self.names.queue_prefix}:sequences:checks"):
             for name in await self._raw.zrange(key, 0, -1):
                 await self._raw.zincrby(key, seconds, name)
 

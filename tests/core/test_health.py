@@ -36,14 +36,14 @@ def facts(reason: Reason = Reason.OPEN, counts: QueueCounts | None = BUSY, **mor
     return HealthFacts(now=NOW, reason=reason, counts=counts, counted_at=NOW - 1.0, **more)
 
 
-def tries(
+def attempts(
     *, failed: int = 0, refused: int = 0, for_s: float = 300.0, newest_s: float = 1.0
 ) -> UnansweredAttempts:
     return UnansweredAttempts(NOW - for_s, NOW - newest_s, failed_count=failed, refused_count=refused)
 
 
-ALL_REFUSED = tries(refused=40)
-ALL_FAILED = tries(failed=40)
+ALL_REFUSED = attempts(refused=40)
+ALL_FAILED = attempts(failed=40)
 
 CASES = [
     (facts(), "working", "none", "8 requests are in flight, 40 requests wait."),
@@ -53,16 +53,16 @@ CASES = [
         facts(Reason.IDLE, LATER),
         "waiting",
         "retries",
-        "100 requests wait for the next try after a failure or a refusal.",
+        "100 requests wait for the next attempt after a failure or a refusal.",
     ),
     (
-        facts(Reason.IDLE, LATER, unanswered=ALL_REFUSED),
+        facts(Reason.IDLE, LATER, unanswered_attempts=ALL_REFUSED),
         "failing",
         "refusals",
         "The gateway refuses every request as overloaded, 0 requests wait and 100 wait for a retry.",
     ),
     (
-        facts(Reason.BACKPRESSURE, LATER, unanswered=tries(refused=40, for_s=30.0)),
+        facts(Reason.BACKPRESSURE, LATER, unanswered_attempts=attempts(refused=40, for_s=30.0)),
         "waiting",
         "refusals",
         "The gateway refuses every request as overloaded, 0 requests wait and 100 wait for a retry.",
@@ -71,23 +71,23 @@ CASES = [
         facts(
             Reason.FULL,
             BUSY,
-            running=8,
-            unanswered=ALL_FAILED,
-            all_failed=True,
-            failures="Of the last 20 tries 20 failed: 500 (20)",
+            running_count=8,
+            unanswered_attempts=ALL_FAILED,
+            has_only_failures=True,
+            failure_summary="Of the last 20 attempts 20 failed: 500 (20)",
         ),
         "failing",
         "failures",
-        "Every try fails. Of the last 20 tries 20 failed: 500 (20); 40 requests wait.",
+        "Every attempt fails. Of the last 20 attempts 20 failed: 500 (20); 40 requests wait.",
     ),
     (
-        facts(Reason.FULL, failures="Of the last 20 tries 10 failed: 500 (10)"),
+        facts(Reason.FULL, failure_summary="Of the last 20 attempts 10 failed: 500 (10)"),
         "degraded",
         "failures",
-        "Of the last 20 tries 10 failed: 500 (10); 40 requests wait.",
+        "Of the last 20 attempts 10 failed: 500 (10); 40 requests wait.",
     ),
     (
-        facts(rejections="Of the last 20 answers 20 rejected their request: 404 (20)"),
+        facts(rejection_summary="Of the last 20 answers 20 rejected their request: 404 (20)"),
         "degraded",
         "rejections",
         "Of the last 20 answers 20 rejected their request: 404 (20); 40 requests wait.",
@@ -100,7 +100,7 @@ CASES = [
     ),
     (facts(counts=None), "unknown", "starting", "The requests in the queue are not counted yet."),
     (
-        facts(Reason.STARTING, WORK, because="no reading yet of saturation"),
+        facts(Reason.STARTING, WORK, reason_detail="no reading yet of saturation"),
         "unknown",
         "starting",
         "The dispatcher is starting: no reading yet of saturation.",
@@ -112,13 +112,13 @@ CASES = [
         "The signals cannot be read: connection refused. Nothing more is sent, 40 requests wait.",
     ),
     (
-        facts(Reason.UNREADABLE, WORK, because="HTTP 503", signals_problem="HTTP 503"),
+        facts(Reason.UNREADABLE, WORK, reason_detail="HTTP 503", signals_problem="HTTP 503"),
         "failing",
         "signals",
         "The signals cannot be read: HTTP 503. Nothing more is sent, 40 requests wait.",
     ),
     (
-        facts(Reason.STALE, EMPTY, because="the newest sample of saturation is 40.0 s old"),
+        facts(Reason.STALE, EMPTY, reason_detail="the newest sample of saturation is 40.0 s old"),
         "degraded",
         "signals",
         (
@@ -133,7 +133,7 @@ CASES = [
         "The pool has no ready endpoint. Nothing more is sent, 40 requests wait.",
     ),
     (
-        facts(Reason.GATEWAY_UNREACHABLE, LATER, because="401: set gateway.token_file"),
+        facts(Reason.GATEWAY_UNREACHABLE, LATER, reason_detail="401: set gateway.token_file"),
         "failing",
         "gateway",
         (
@@ -142,19 +142,19 @@ CASES = [
         ),
     ),
     (
-        facts(Reason.PAUSED, WORK, because="by an operator"),
+        facts(Reason.PAUSED, WORK, reason_detail="by an operator"),
         "waiting",
         "paused",
         "The queue is paused by an operator, 40 requests wait.",
     ),
     (
-        facts(Reason.DRAINING, BUSY, running=1),
+        facts(Reason.DRAINING, BUSY, running_count=1),
         "waiting",
         "draining",
         "The dispatcher is shutting down, 1 request is in flight.",
     ),
     (
-        facts(observing=True),
+        facts(is_observing=True),
         "waiting",
         "observing",
         "This dispatcher only observes and sends nothing, 40 requests wait.",
@@ -166,7 +166,7 @@ CASES = [
         "The signals cannot be read: HTTP 503. The gate closes soon.",
     ),
     (
-        facts(running=8, answered_at=NOW - SLOW_ANSWER_S - 1, usual_s=0.5),
+        facts(running_count=8, answered_at=NOW - SLOW_ANSWER_S - 1, median_duration_s=0.5),
         "degraded",
         "slow",
         "No answer has come for more than 60 s, where requests usually take 0.5 s: 8 requests are in flight.",
@@ -184,14 +184,16 @@ CASES = [
         "The gateway refused a request as overloaded, 40 requests wait.",
     ),
     (
-        facts(Reason.OPEN, WORK, because="a newer reading leaves a limit of 3"),
+        facts(Reason.OPEN, WORK, reason_detail="a newer reading leaves a limit of 3"),
         "waiting",
         "room",
         "The queue gives no request: a newer reading leaves a limit of 3.",
     ),
     (
         facts(
-            Reason.IDLE, QueueCounts(5, 0, 0, 0, waiting_for_model=5), models_why="no endpoint serves llama"
+            Reason.IDLE,
+            QueueCounts(5, 0, 0, 0, waiting_for_model=5),
+            model_problem="no endpoint serves llama",
         ),
         "waiting",
         "models",
@@ -228,53 +230,68 @@ def test_counts_that_are_too_old_are_not_believed() -> None:
 
 
 def test_few_refusals_while_requests_run_are_no_fault() -> None:
-    for unanswered in (tries(refused=1), tries(refused=40, for_s=MIN_FAILING_S - 1)):
-        assert assess_health(facts(running=8, unanswered=unanswered)).health is Health.WORKING
-    long = facts(running=8, unanswered=ALL_REFUSED, mean_s=600.0)
+    for unanswered in (attempts(refused=1), attempts(refused=40, for_s=MIN_FAILING_S - 1)):
+        assert assess_health(facts(running_count=8, unanswered_attempts=unanswered)).health is Health.WORKING
+    long = facts(running_count=8, unanswered_attempts=ALL_REFUSED, mean_duration_s=600.0)
     assert assess_health(long).health is Health.WORKING, "the requests that fill the pool take as long"
 
 
 def test_failures_of_long_ago_say_nothing_of_now() -> None:
-    old = tries(refused=MIN_FAILURES, newest_s=RECENT_S + 1)
-    assert assess_health(facts(unanswered=old)).health is Health.WORKING, "other replicas have sent the rest"
+    old = attempts(refused=MIN_FAILURES, newest_s=RECENT_S + 1)
+    assert assess_health(facts(unanswered_attempts=old)).health is Health.WORKING, (
+        "other replicas have sent the rest"
+    )
 
 
 def test_some_failures_in_a_row_are_not_all() -> None:
-    seen = facts(unanswered=tries(failed=MIN_FAILURES), failures="Of the last 20 tries 9 failed: 500 (9)")
+    seen = facts(
+        unanswered_attempts=attempts(failed=MIN_FAILURES),
+        failure_summary="Of the last 20 attempts 9 failed: 500 (9)",
+    )
     assert assess_health(seen).health is Health.DEGRADED
-    burst = tries(failed=40, for_s=MIN_FAILING_S - 1)
-    seen = facts(unanswered=burst, all_failed=True, failures="Of the last 20 tries 20 failed: 500 (20)")
+    burst = attempts(failed=40, for_s=MIN_FAILING_S - 1)
+    seen = facts(
+        unanswered_attempts=burst,
+        has_only_failures=True,
+        failure_summary="Of the last 20 attempts 20 failed: 500 (20)",
+    )
     assert assess_health(seen).health is Health.DEGRADED, "these may all be retries"
 
 
 def test_slow_answers_are_measured_by_what_is_usual() -> None:
-    assert assess_health(facts(running=8, answered_at=NOW - 300, usual_s=60.0)).health is Health.WORKING
-    assert assess_health(facts(running=8, answered_at=NOW - 601, usual_s=60.0)).cause is Cause.SLOW
+    assert (
+        assess_health(facts(running_count=8, answered_at=NOW - 300, median_duration_s=60.0)).health
+        is Health.WORKING
+    )
+    assert (
+        assess_health(facts(running_count=8, answered_at=NOW - 601, median_duration_s=60.0)).cause
+        is Cause.SLOW
+    )
 
 
 counts = st.none() | st.builds(
     QueueCounts,
     *[st.integers(0, 10)] * 4,
-    awaiting=st.integers(0, 3),
+    waiting_for_model=st.integers(0, 3),
     sequences=st.builds(SequenceCounts, waiting=st.integers(0, 3)),
 )
 situations = st.builds(
     HealthFacts,
     now=st.just(NOW),
     reason=st.sampled_from(Reason),
-    because=st.sampled_from(["", "why"]),
-    observing=st.booleans(),
+    reason_detail=st.sampled_from(["", "why"]),
+    is_observing=st.booleans(),
     queue_problem=st.sampled_from([None, "away"]),
     signals_problem=st.sampled_from([None, "away"]),
     counts=counts,
     counted_at=st.none() | st.floats(NOW - 30, NOW),
-    running=st.integers(0, 3),
-    unanswered=st.none() | st.builds(tries, failed=st.integers(0, 9), refused=st.integers(0, 9)),
-    all_failed=st.booleans(),
-    failures=st.sampled_from([None, "3 failed"]),
-    rejections=st.sampled_from([None, "3 rejected"]),
+    running_count=st.integers(0, 3),
+    unanswered_attempts=st.none() | st.builds(attempts, failed=st.integers(0, 9), refused=st.integers(0, 9)),
+    has_only_failures=st.booleans(),
+    failure_summary=st.sampled_from([None, "3 failed"]),
+    rejection_summary=st.sampled_from([None, "3 rejected"]),
     answered_at=st.none() | st.floats(0, NOW),
-    usual_s=st.floats(0, 100),
+    median_duration_s=st.floats(0, 100),
 )
 
 

@@ -192,4 +192,4 @@ def test_helm_test_says_that_no_dispatcher_answers(tmp_path: Path) -> None:
         done = kubelet.run_batch(test, tmp_path)
     assert done.returncode == 1
     (last,) = (line for line in done.stderr.splitlines() if line.startswith("no result for "))
-    assert re.search(r"within 1[01] s: no dispatcher answers: nobody on", last)
+    assert re.search(r"within 1[01] s: no dispatcher answers: nothing listens on", last)

@@ -129,10 +129,10 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
                       "on_error": "hold", "gap_s": 5, "after_end": "refuse", "header": "x-sticky",
                       "session_id_header": "x-id", "carry": "messages", "max_carry_bytes": 4096},
         "serving": {"observe": "endpoints", "urls": ["http://a:8000", "http://b:8000/models"],
-                    "interval_s": 0.5, "absent": "fail", "token_file": "/more/models", "tls": tls,
+                    "interval_s": 0.5, "when_not_served": "fail", "token_file": "/more/models", "tls": tls,
                     "subset_header": "x-subset", "warmup": {"by": "gateway", "timeout_s": 1.5}},
         "models": [
-            {"name": "Qwen/Qwen3-32B", "absent": "fail"},
+            {"name": "Qwen/Qwen3-32B", "when_not_served": "fail"},
             {"name": "adapter", "match": "adapter-v(?P<version>[0-9]+)", "policy": {"specific": ["2", "v3"]},
              "labels": {"stable": "2"}, "transition": "resource", "pin": "job",
              "weights": {"v3": 0.05, "2": 0},

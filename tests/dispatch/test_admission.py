@@ -70,14 +70,16 @@ def test_first_objection_decides() -> None:
         assert code_of(apply_rules(both, RULES)) == earlier
 
 
-@pytest.mark.parametrize("doubt", [{"cancelled": None}, {"may_send": False}, {"ours": False}])
+@pytest.mark.parametrize("doubt", [{"is_cancelled": None}, {"can_send": False}, {"is_lease_valid": False}])
 def test_what_is_not_sure_is_given_back_untouched(doubt: dict[str, Any]) -> None:
     ending = apply_rules(case(**doubt), RULES)
     assert ending == Release(LEASE, delay_s=0.0, is_undelivered=True)
 
 
 def test_tenant_at_rest_holds_its_request_for_so_long() -> None:
-    assert apply_rules(case(rest_s=lambda: 3.0), RULES) == Release(LEASE, delay_s=3.0, is_undelivered=True)
+    assert apply_rules(case(get_rest_s=lambda: 3.0), RULES) == Release(
+        LEASE, delay_s=3.0, is_undelivered=True
+    )
 
 
 @pytest.mark.parametrize("code", OBJECTIONS)
@@ -85,7 +87,7 @@ def test_who_does_not_go_is_not_counted_as_gone_for_its_tenant(code: str) -> Non
     def asked() -> float:
         raise AssertionError("asked whether it goes, though it does not")
 
-    assert apply_rules(OBJECTIONS[code](case(rest_s=asked)), RULES) is not None
+    assert apply_rules(OBJECTIONS[code](case(get_rest_s=asked)), RULES) is not None
 
 
 def test_member_is_parsed_or_its_lease_ends() -> None:

@@ -87,7 +87,7 @@ def test_what_is_not_over_is_given_back_and_counted_as_what_it_was(
 
 
 def test_what_is_counted_so_far_decides_how_long_it_waits() -> None:
-    again = after_try(Failed("reset"), attempts=1)
+    again = after_try(Failed("reset"), failed_attempts=1)
     assert isinstance(again, Release)
     assert again.delay_s == 4.0
     refused = after_try(Overloaded(429, "", is_out_of_capacity=True), refusals=2)
@@ -96,8 +96,9 @@ def test_what_is_counted_so_far_decides_how_long_it_waits() -> None:
 
 
 def test_last_attempt_buries_it_with_the_last_answer() -> None:
-    ending = after_try(Failed("the gateway answered 500", 500, b"broken"), attempts=2)
+    ending = after_try(Failed("the gateway answered 500", 500, b"broken"), failed_attempts=2)
     assert isinstance(ending, DeadLetter)
+    assert ending.is_failed_attempt
     assert ending.reason == "no answer after 3 attempts, the last: the gateway answered 500"
     assert ending.settlement.result_class == ErrorCode.RETRIES_EXHAUSTED
     told = decode_result(ending.settlement.result)
@@ -114,22 +115,30 @@ def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
     ("outcome", "before", "told"),
     [
         (None, {}, ""),
-        (None, {"last_try": "gone", "attempts": 1}, " after 1 attempt; the last try: gone"),
-        (None, {"last_try": "429", "refusals": 2}, " after 2 refusals; the last try: 429"),
-        (None, {"last_try": "no model"}, "; the last try: no model"),
-        (Failed("reset"), {}, " after 1 attempt; the last try: reset"),
+        (None, {"last_attempt": "gone", "failed_attempts": 1}, " after 1 attempt; the last attempt: gone"),
+        (None, {"last_attempt": "429", "refusals": 2}, " after 2 refusals; the last attempt: 429"),
+        (None, {"last_attempt": "no model"}, "; the last attempt: no model"),
+        (Failed("reset"), {}, " after 1 attempt; the last attempt: reset"),
         (
             Failed("reset"),
-            {"last_try": "429", "attempts": 1, "refusals": 1},
-            " after 2 attempts and 1 refusal; the last try: reset",
+            {"last_attempt": "429", "failed_attempts": 1, "refusals": 1},
+            " after 2 attempts and 1 refusal; the last attempt: reset",
         ),
         (
             Overloaded(429, "", is_out_of_capacity=True),
-            {"attempts": 1},
-            " after 1 attempt and 1 refusal; the last try: the gateway refused it for now: 429",
+            {"failed_attempts": 1},
+            " after 1 attempt and 1 refusal; the last attempt: the gateway refused it for now: 429",
         ),
-        (Unreachable("gone"), {"last_try": "503", "attempts": 2}, " after 2 attempts; the last try: gone"),
-        (TooLate(), {"last_try": "503", "attempts": 2}, " after 2 attempts; the last try: 503"),
+        (
+            Unreachable("gone"),
+            {"last_attempt": "503", "failed_attempts": 2},
+            " after 2 attempts; the last attempt: gone",
+        ),
+        (
+            TooLate(),
+            {"last_attempt": "503", "failed_attempts": 2},
+            " after 2 attempts; the last attempt: 503",
+        ),
     ],
 )
 def test_who_is_too_late_is_told_what_the_tries_came_to(
@@ -151,7 +160,7 @@ def test_what_expires_without_a_lease_says_the_same() -> None:
     over = UnleasedRequest("d:7:3", b"{}", "503", failed_attempts=2, refusals=1)
     told = decode_result(completions.build_overdue_error(over, REQUEST).result)
     assert told.error_code == ErrorCode.DEADLINE_EXCEEDED
-    assert told.error_message == "deadline exceeded after 2 attempts and 1 refusal; the last try: 503"
+    assert told.error_message == "deadline exceeded after 2 attempts and 1 refusal; the last attempt: 503"
 
 
 def test_member_without_an_id_is_dead_and_nobody_is_told() -> None:
@@ -204,7 +213,9 @@ def test_the_result_of_what_was_sent_says_as_which_version(
     outcome: Outcome, attempts: int, version: str | None
 ) -> None:
     sent = replace(REQUEST, version="m-v2")
-    ending = completions.build_completion(lease(7, attempts=attempts), sent, outcome, 0.0, POLICY, rand=0.5)
+    ending = completions.build_completion(
+        lease(7, failed_attempts=attempts), sent, outcome, 0.0, POLICY, rand=0.5
+    )
     settlement = ending.settlement if isinstance(ending, DeadLetter) else ending
     assert isinstance(settlement, Settlement)
     assert decode_result(settlement.result).model_version == version

@@ -22,17 +22,17 @@ class Calls:
     def __init__(self, scene: Scene) -> None:
         self.queue = scene.queue
         self.handed: list[int] = []
-        self.settled = self.record_claim = self.lined_up = 0
+        self.settled = self.claimed = self.turn_claims = 0
         self.lose = 0
-        self._hand_over, self._settle = self.queue.settle_and_claim_next, self.queue.settle
-        self._claim, self._line_up = self.queue.claim, self.queue.claim_turns
-        for name in ("hand_over", "settle", "claim", "line_up"):
+        self._settle_and_claim_next, self._settle = self.queue.settle_and_claim_next, self.queue.settle
+        self._claim, self._claim_turns = self.queue.claim, self.queue.claim_turns
+        for name in ("settle_and_claim_next", "settle", "claim", "claim_turns"):
             setattr(self.queue, name, getattr(self, name))
 
     async def settle_and_claim_next(
         self, ends: Sequence[Settlement], nonce: str, permit: Permit
     ) -> SettleAndClaimResult:
-        told = await self._hand_over(ends, nonce, permit)
+        told = await self._settle_and_claim_next(ends, nonce, permit)
         if self.lose:
             self.lose -= 1
             raise QueueUnavailableError("Redis did not answer in time")
@@ -46,12 +46,12 @@ class Calls:
 
     async def claim(self, *args: Any, **how: Any) -> Any:
         claimed = await self._claim(*args, **how)
-        self.record_claim += len(claimed.leases)
+        self.claimed += len(claimed.leases)
         return claimed
 
     async def claim_turns(self, *args: Any) -> Any:
-        self.lined_up += 1
-        return await self._line_up(*args)
+        self.turn_claims += 1
+        return await self._claim_turns(*args)
 
 
 def test_turns_are_neither_claimed_nor_asked_for_again() -> None:
@@ -61,14 +61,14 @@ def test_turns_are_neither_claimed_nor_asked_for_again() -> None:
         calls = Calls(scene)
         await submit(scene, turns("a", 8))
         await asyncio.sleep(0.05)
-        claimed, lined_up = calls.record_claim, calls.lined_up
+        claimed, turn_claims = calls.claimed, calls.turn_claims
         await asyncio.sleep(0.7)
         assert len(gateway.sent) == 8
         assert calls.handed == [1] * 7
-        assert (calls.record_claim, calls.lined_up) == (claimed, lined_up)
+        assert (calls.claimed, calls.turn_claims) == (claimed, turn_claims)
         await asyncio.sleep(1)
         assert gateway.sent == [f"a-{n}" for n in range(8)]
-        assert scene.dispatcher.turn_checker.turn_counts["goes"] == 8
+        assert scene.dispatcher.turn_checker.turn_counts["granted"] == 8
 
     perform(scene_of, gateway)
 

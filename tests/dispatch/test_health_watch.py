@@ -34,7 +34,7 @@ async def test_changes_are_logged_as_what_they_are(stage: Stage) -> None:
     ]
     failing = [fields for event, fields in stage.events if event is Event.UNHEALTHY]
     assert failing[-1]["why"].startswith("The signals cannot be read: ")
-    assert "batch-dispatcher check" in failing[-1]["look_at"]
+    assert "batch-dispatcher check" in failing[-1]["hint"]
 
 
 @scenario()
@@ -44,7 +44,7 @@ async def test_health_is_known_while_the_queue_hangs(stage: Stage) -> None:
     (replica,) = stage.alive
     replica.dispatcher.view.counted_at = stage.now - 1
     for task in asyncio.all_tasks():
-        if task.get_name() == "watch":
+        if task.get_name() == "count_queue":
             task.cancel()
     await asyncio.sleep(30)
     assert replica.dispatcher.health.record.current.health is Health.UNKNOWN

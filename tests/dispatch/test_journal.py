@@ -124,7 +124,9 @@ def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> No
         bare = AttemptResult(Failed("503", 503, is_intermediary_error=True), 1.0, 4.5)
         told.journal.record_attempt(InFlightLease(lease(), request=request()), bare, Unreachable("503"))
         problem = told.journal.recent_attempts.describe_problem(5.5)
-        assert problem == "Of the last 5 tries 4 failed: 500 (2), no answer (1), 503 (1), the newest 1 s ago"
+        assert (
+            problem == "Of the last 5 attempts 4 failed: 500 (2), no answer (1), 503 (1), the newest 1 s ago"
+        )
 
     telling(check)
 
@@ -253,7 +255,7 @@ def test_log_at_debug_has_a_line_for_each_step_and_no_word_of_others() -> None:
         mine = request(payload=f'{{"prompt": "{secret}"}}'.encode())
 
         async def one_try() -> None:  # a task of its own, as each has: what it speaks of stays within
-            held = InFlightLease(lease(attempts=1, refusals=2), is_probe=True, request=mine)
+            held = InFlightLease(lease(failed_attempts=1, refusals=2), is_probe=True, request=mine)
             told.journal.record_sent(held, mine, UNIX_NOW)
             outcome = Failed(f"redirected (302) to '{secret}'; redirects are not followed", 302)
             told.journal.record_attempt(held, AttemptResult(outcome, 1.0, 3.5), outcome)
@@ -307,6 +309,12 @@ def test_nothing_that_is_told_raises() -> None:
         told.journal.record_expired(1)
         told.journal.record_lost(held)
         where = [fields["where"] for event, fields in told.events if event is Event.INTERNAL_ERROR]
-        assert where == [f"journal: {each}" for each in ("sent", "tried", "ended", "expired", "lost")]
+        assert where == [
+            "journal: record_sent",
+            "journal: record_attempt",
+            "journal: record_completion",
+            "journal: record_expired",
+            "journal: record_lost",
+        ]
 
     telling(check, broken=True)

@@ -155,7 +155,7 @@ def test_what_dead_owners_left_is_taken_over_before_anything_is_counted() -> Non
 
     async def scene_of(scene: Scene) -> None:
         order: list[str] = []
-        for what in ("sweep", "claim", "counts"):
+        for what in ("sweep", "claim", "count_requests"):
 
             def noted(what: str, carried_out: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
                 async def call(*args: Any, **how: Any) -> Any:
@@ -258,12 +258,12 @@ def test_each_way_to_end_is_one_call_for_all_that_end_so() -> None:
 
             setattr(scene.queue, what, call)
 
-        for what in ("settle", "release", "bury"):
+        for what in ("settle", "release", "move_to_dead_letters"):
             counted(what)
         scene.store.add_member(b"no member", 0.0)
         await scene.submit("r-1", "r-2", "r-3", "r-4")
         await asyncio.sleep(0.5)
-        assert calls[:3] == [("settle", 2), ("release", 2), ("bury", 1)]
+        assert calls[:3] == [("settle", 2), ("release", 2), ("move_to_dead_letters", 1)]
         assert len(await scene.store.list_dead(9)) == 1
 
     perform(scene_of, Mixed())
@@ -420,13 +420,13 @@ def test_probe_whose_reply_was_lost_is_repeated_under_its_name() -> None:
         await scene.submit("r-1")
         await asyncio.sleep(0.5)
         sent = len(scene.gateway.sent)
-        nonces = replies_lost(scene, "probe", 3)
+        nonces = replies_lost(scene, "claim_probe", 3)
         scene.gateway.takes_s = 10.0
         await asyncio.sleep(9)
         assert len(nonces) == 4
         assert len(set(nonces)) == 1
         assert len(scene.gateway.sent) == sent + 1
-        more = replies_lost(scene, "probe", 0)
+        more = replies_lost(scene, "claim_probe", 0)
         await asyncio.sleep(10)
         assert len({*nonces, *more}) == 2, "the next has another name"
 

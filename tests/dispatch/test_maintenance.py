@@ -412,7 +412,7 @@ def test_refusal_is_shared_though_no_reading_is_newer() -> None:
 
 
 def test_permit_says_all_that_the_limit_was_made_of() -> None:
-    allowance = open_limiter().get_allowance(START_S).copy_with(lost=4)
+    allowance = open_limiter().get_allowance(START_S).copy_with(lost_units=4)
     permit = build_permit(allowance, replace(OPTIONS, retry=RetryPolicy(max_s=17.0)))
     assert permit == Permit(limit=9, read_at=1.0, lost_units=4, retry_after_max_s=17.0)
 
@@ -528,7 +528,7 @@ def test_defect_in_the_outlook_ends_nothing() -> None:
         duties.queue.take_snapshot = nonsense  # type: ignore[method-assign, assignment]
         await asyncio.sleep(3 * FORECAST_INTERVAL_S)
         assert duties.access.view.forecast is None
-        assert {fields["where"] for fields in duties.told(Event.INTERNAL_ERROR)} == {"outlook"}
+        assert {fields["where"] for fields in duties.told(Event.INTERNAL_ERROR)} == {"forecast"}
         assert duties.access.view.problem is None
         del duties.queue.take_snapshot
         await asyncio.sleep(FORECAST_INTERVAL_S)

@@ -25,7 +25,7 @@ def test_nothing_is_claimed_again_and_again_while_markers_cannot_be_read() -> No
         scene.queue.away = ""
         await asyncio.sleep(1.5)
         assert sorted(scene.gateway.sent) == ["r-1", "r-2"]
-        assert scene.told() == ["queue-unreachable", "queue-back"]
+        assert scene.told() == ["queue-unreachable", "queue-reachable"]
         assert scene.dispatcher.view.problem is None
 
     perform(scene_of)
@@ -65,7 +65,7 @@ def test_queue_that_is_away_as_well_is_told_of_while_it_is() -> None:
         scene.queue.away = ""
         await asyncio.sleep(1.5)
         assert scene.gateway.sent == ["r-1"]
-        assert scene.told() == ["queue-unreachable", "queue-back"]
+        assert scene.told() == ["queue-unreachable", "queue-reachable"]
 
     perform(scene_of)
 

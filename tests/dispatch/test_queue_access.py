@@ -90,7 +90,7 @@ def test_outage_closes_the_gate_until_some_write_gets_through() -> None:
         assert not desk.closed()
         assert desk.access.has_work, "whatever came meanwhile is to be looked for"
         assert desk.access.wake.is_set()
-        assert desk.told() == ["queue-unreachable", "queue-back"]
+        assert desk.told() == ["queue-unreachable", "queue-reachable"]
 
     at_desk(check)
 
@@ -109,13 +109,13 @@ def test_that_a_queue_can_be_looked_at_does_not_show_that_it_can_be_written() ->
 @pytest.mark.parametrize("error", [AWAY, REFUSED])
 def test_look_that_fails_while_writes_get_through_closes_the_gate_once(error: Exception) -> None:
     async def check(desk: Desk) -> None:
-        await desk.fails("line", error)
+        await desk.fails("snapshot", error)
         assert desk.closed()
         await desk.works("claim")
-        await desk.fails("line")
+        await desk.fails("snapshot")
         assert not desk.closed()
-        await desk.works("line")
-        await desk.fails("line")
+        await desk.works("snapshot")
+        await desk.fails("snapshot")
         assert desk.closed(), "it had worked again"
 
     at_desk(check)
@@ -134,7 +134,7 @@ def test_call_that_is_refused_by_itself_keeps_the_gate_closed_until_it_gets_thro
     at_desk(check)
 
 
-@pytest.mark.parametrize("what", ["claim", "probe", "expire"])
+@pytest.mark.parametrize("what", ["claim", "probe", "settle-unleased"])
 def test_call_that_nobody_makes_through_a_closed_gate_is_tried_again_later_each_time(what: str) -> None:
     async def check(desk: Desk) -> None:
         for rest_s in (0.5, 1.0, 2.0, 4.0, 8.0, GATE_REST_S[1], GATE_REST_S[1]):
@@ -172,9 +172,9 @@ def test_answer_that_nobody_understands_is_an_outage_and_told_with_what_is_known
         for _ in range(3):
             await desk.fails("claim", TypeError("cannot unpack"))
         assert desk.closed()
-        problem = "what the queue answered was not understood: TypeError('cannot unpack')"
+        problem = "the reply of the queue could not be understood: TypeError('cannot unpack')"
         assert desk.access.view.problem == problem
-        assert desk.told() == ["surprise", "queue-unreachable"], "once, or a log would be full of it"
+        assert desk.told() == ["internal-error", "queue-unreachable"], "once, or a log would be full of it"
         assert desk.events[0][1] == {"where": "queue", "error": "TypeError('cannot unpack')"}
 
     at_desk(check)
@@ -230,7 +230,7 @@ def test_gate_stays_closed_until_the_very_markers_are_read_that_could_not_be() -
         await desk.access.retry_unread_markers()
         assert not desk.closed()
         assert not desk.access.markers_unreadable.is_set()
-        assert desk.told() == ["queue-unreachable", "queue-back"]
+        assert desk.told() == ["queue-unreachable", "queue-reachable"]
 
     at_desk(check)
 
@@ -261,9 +261,9 @@ def test_markers_that_could_not_be_read_while_others_were_are_not_forgotten() ->
 
 
 def told(*, live: int = 5, others: int = 3, lost: int = 0, **changes: Any) -> RenewResult:
-    terms: dict[str, Any] = {"limit": None, "read_at": 0.0, "overload": None, "prober": None}
+    terms: dict[str, Any] = {"limit": None, "read_at": 0.0, "overload": None, "probing_owner": None}
     return RenewResult(
-        (), LeaseCounts(2.0, live, others, 0, lost), SharedState(**(terms | {"paused": False} | changes))
+        (), LeaseCounts(2.0, live, others, 0, lost), SharedState(**(terms | {"is_paused": False} | changes))
     )
 
 
@@ -284,7 +284,7 @@ def test_counts_pause_and_the_limit_of_others_reach_the_limiter() -> None:
     async def check(desk: Desk) -> None:
         desk.access.update_from_reply(told(others=4))
         assert desk.limiter.other_owners_units == 4
-        desk.access.update_from_reply(told(paused=True))
+        desk.access.update_from_reply(told(is_paused=True))
         assert desk.limiter.get_allowance(2.0).reason is Reason.PAUSED
         assert desk.access.view.shared is not None
         assert desk.access.view.shared.is_paused
@@ -305,7 +305,7 @@ def test_refusal_that_another_saw_closes_the_gate_here_with_all_that_is_in_fligh
         overloaded = desk.limiter.record_refusal
 
         def heard(now: float, **terms: Any) -> None:
-            counted.append((terms["in_flight"], terms["heard"]))
+            counted.append((terms["in_flight"], terms["is_remote"]))
             overloaded(now, **terms)
 
         desk.limiter.record_refusal = heard  # type: ignore[method-assign]
@@ -337,7 +337,7 @@ def test_lease_is_ours_as_long_as_the_queue_has_heard_of_us_since_it_was_confirm
 # Why a claim got nothing.
 
 
-HEAVY = "the next in line weighs more than the {} units that are free, and goes when all it needs is"
+HEAVY = "the next request needs more than the {} units that are free, and is sent when there is room for it"
 
 
 def claimed(

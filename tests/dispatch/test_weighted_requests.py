@@ -158,11 +158,13 @@ def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
     class Away(MemoryQueue):
         times = 2
 
-        async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> LeaseUnitsResult:
+        async def set_lease_units(
+            self, lease_units: Sequence[tuple[Lease, int]], permit: Permit
+        ) -> LeaseUnitsResult:
             if self.times:
                 self.times -= 1
                 raise QueueUnavailableError("Redis did not answer in time")
-            return await super().set_lease_units(weights, permit)
+            return await super().set_lease_units(lease_units, permit)
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
@@ -210,7 +212,7 @@ def test_heavy_one_that_waits_for_room_is_what_the_sentence_names() -> None:
                 sentences.append(explain_allowance(dispatcher.get_allowance(), limiter.in_flight))
             dispatcher.drain(5)
         assert list(pool.beside) == ["a-light", "b-heavy"]
-        told = "1 in flight under a limit 38, and the queue gives no more: the next in line weighs more than "
+        told = "1 in flight under a limit 38, and the queue gives no more: the next request needs more than "
         assert any(told + "the 37 units that are free" in each for each in sentences)
         assert "weighs" not in sentences[-1], "its turn came"
 

@@ -13,7 +13,17 @@ from dispatcher.ports import CallRefusedError, QueueUnavailableError
 from dispatcher.telemetry.events import Event
 from tests.dispatch.scene import Scene, perform
 
-WRITES = ("claim", "probe", "renew", "share", "settle", "bury", "release", "sweep", "expire")
+WRITES = (
+    "claim",
+    "claim_probe",
+    "renew",
+    "share_state",
+    "settle",
+    "move_to_dead_letters",
+    "release",
+    "sweep",
+    "settle_unleased",
+)
 REFUSED_S = 60.0
 
 
@@ -44,7 +54,7 @@ def test_the_gate_stays_closed_as_long_as_writes_are_refused_and_it_is_told_once
         allow_writes(scene.queue)
         await asyncio.sleep(1.5)
         assert sorted(scene.gateway.sent) == ["a", "b"]
-        assert scene.told() == ["queue-unreachable", "queue-back"]
+        assert scene.told() == ["queue-unreachable", "queue-reachable"]
         assert scene.dispatcher.view.problem is None
 
     perform(scene_of)
@@ -53,7 +63,7 @@ def test_the_gate_stays_closed_as_long_as_writes_are_refused_and_it_is_told_once
 def test_results_that_find_no_place_keep_the_gate_closed_whatever_else_gets_through() -> None:
     async def scene_of(scene: Scene) -> None:
         async def refused(*_: Any) -> None:
-            raise CallRefusedError("batch:{pool}:results is no list")
+            raise CallRefusedError("batch:{pool}:results is not a list")
 
         settle, scene.queue.settle = scene.queue.settle, refused  # type: ignore[method-assign, assignment]
         await scene.submit("a")
@@ -65,12 +75,14 @@ def test_results_that_find_no_place_keep_the_gate_closed_whatever_else_gets_thro
         assert (scene.told(), scene.gateway.sent) == (["queue-unreachable"], ["a"])
         scene.queue.settle = settle  # type: ignore[method-assign]
         await asyncio.sleep(2.5)
-        assert (scene.told(), scene.gateway.sent) == (["queue-unreachable", "queue-back"], ["a", "b"])
+        assert (scene.told(), scene.gateway.sent) == (["queue-unreachable", "queue-reachable"], ["a", "b"])
 
     perform(scene_of)
 
 
-@pytest.mark.parametrize("name", [*WRITES, "counts", "line", "expired", "cancelled", "wait_for_work"])
+@pytest.mark.parametrize(
+    "name", [*WRITES, "count_requests", "take_snapshot", "find_overdue", "check_cancelled", "wait_for_work"]
+)
 def test_what_no_call_should_ever_raise_closes_the_gate_and_ends_nothing(name: str) -> None:
     """A reply of another shape than ours, or a defect: told once, with its traceback."""
 
@@ -81,7 +93,8 @@ def test_what_no_call_should_ever_raise_closes_the_gate_and_ends_nothing(name: s
         setattr(scene.queue, name, fails)
         await scene.submit("a")
         await asyncio.sleep(20)
-        called = name not in ("probe", "bury", "release", "expire")  # nothing here leads to these
+        # Nothing here leads to these
+        called = name not in ("claim_probe", "move_to_dead_letters", "release", "settle_unleased")
         surprises = [fields for event, fields in scene.events if event is Event.INTERNAL_ERROR]
         assert len(surprises) == scene.told().count("queue-unreachable") <= (10 if called else 0)
         assert bool(surprises) == called

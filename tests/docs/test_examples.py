@@ -110,7 +110,7 @@ def test_commands_do_what_their_page_says(tmp_path: Path) -> None:
         require_tool(tool)
     page = examples(DOCS / "how-to" / "commands.md")
     told = run("\n".join(page.values()), tmp_path, ports("6379"))
-    assert "place in line     2" in told
+    assert "queue position    2" in told
     assert "2 wait; the gate: no dispatcher works on" in told
     assert "2 are being cancelled" in told
     assert "Traceback" not in told
@@ -218,7 +218,7 @@ def test_changelog_has_each_version_by_kinds_of_change() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
     unreleased, *released = parts[1::2]
-    assert unreleased == "Unreleased"
+    assert re.fullmatch(r"\d+\.\d+\.\d+ \(unreleased\)", unreleased)
     assert [
         title for title in released if not re.fullmatch(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)", title)
     ] == []
@@ -226,7 +226,8 @@ def test_changelog_has_each_version_by_kinds_of_change() -> None:
     for body in parts[2::2]:
         before, *kinds = re.split(r"^### (.+)\n", body, flags=re.MULTILINE)
         assert "\n- " not in before
-        assert kinds[::2] == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds[::2]]
+        order = ("Renamed in this version", "Added", "Changed", "Fixed")
+        assert kinds[::2] == [kind for kind in order if kind in kinds[::2]]
         assert [
             kind for kind, lines in zip(kinds[::2], kinds[1::2], strict=True) if "\n- " not in lines
         ] == []

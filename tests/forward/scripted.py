@@ -26,7 +26,7 @@ Script = Callable[["Connection"], Awaitable[None]]
 class Received:
     """One request as it stood on the wire."""
 
-    take_snapshot: str
+    first_line: str
     headers: dict[str, str]
     body: bytes
 
@@ -66,12 +66,12 @@ class Connection:
         """RST instead of FIN."""
         self.writer.transport.abort()
 
-    async def find_ended_owners(self) -> None:
+    async def wait_until_closed(self) -> None:
         """Return when the client has closed its end."""
         with contextlib.suppress(ConnectionError):
             while await self.reader.read(65536):
                 pass
-        self.server.find_ended_owners.set()
+        self.server.client_closed.set()
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Server:
     listener: asyncio.Server | None = None
     received: list[Received] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
-    find_ended_owners: asyncio.Event = field(default_factory=asyncio.Event)
+    client_closed: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by a test whose script waits for it."""
 

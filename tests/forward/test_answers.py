@@ -93,7 +93,7 @@ async def test_a_stream_of_events_in_slow_pieces_is_kept_whole(gateway_to: MakeG
                 await connection.writer.drain()
                 await asyncio.sleep(0)
         connection.writer.write(b"0\r\n\r\n")
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script) as server:
         assert await outcome(gateway_to(server.url)) == Delivered(200, b"".join(events))
@@ -191,7 +191,7 @@ def chunked(total: int | None) -> Script:
                 sent += size
             connection.writer.write(b"0\r\n\r\n")
         finally:
-            await connection.find_ended_owners()
+            await connection.wait_until_closed()
 
     return script
 
@@ -245,11 +245,11 @@ async def test_an_answer_that_says_it_is_too_large_is_not_read(gateway_to: MakeG
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\nx")
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script) as server:
         assert await outcome(gateway_to(server.url)) == TooLarge(200, 33554432)
-        await wait_until(server.find_ended_owners.is_set, what="the connection to be closed")
+        await wait_until(server.client_closed.is_set, what="the connection to be closed")
 
 
 async def test_a_connection_is_kept_after_an_answer_and_not_after_one_left_unread(

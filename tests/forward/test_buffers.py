@@ -87,9 +87,7 @@ async def test_time_without_room_counts_for_the_deadline_and_not_as_a_slow_gatew
     gateway_to: MakeGateway, deadline_s: float, timeout_s: float, expected: type | None
 ) -> None:
     async with serving(always(body=b"x" * MB)) as server:
-        gateway = gateway_to(
-            server.url, max_response_bytes=MB, max_buffered_bytes=MB, effective_owner_timeout_s=timeout_s
-        )
+        gateway = gateway_to(server.url, max_response_bytes=MB, max_buffered_bytes=MB, timeout_s=timeout_s)
         first = await forward(gateway)
         waiting = asyncio.create_task(forward(gateway, within_s=deadline_s))
         await wait_until(lambda: len(server.received) == 2, what="the second")

@@ -78,7 +78,7 @@ async def test_a_call_goes_to_the_server_that_is_meant_with_its_credentials_and_
         )
         assert await servers.post("b:1", "/v1/embeddings") == Delivered(200, b'{"of":"b"}')
     (received,), (other,) = one.received, two.received
-    assert received.take_snapshot == "POST /servers/0/v1/completions HTTP/1.1"
+    assert received.first_line == "POST /servers/0/v1/completions HTTP/1.1"
     assert received.body == b'{"z":1, "a":9223372036854775807}'
     assert received.headers == {
         "host": f"127.0.0.1:{one.port}",
@@ -89,7 +89,7 @@ async def test_a_call_goes_to_the_server_that_is_meant_with_its_credentials_and_
         "content-length": str(len(received.body)),
         "user-agent": f"batch-dispatcher/{__version__}",
     }
-    assert other.take_snapshot == "POST /v1/embeddings HTTP/1.1"
+    assert other.first_line == "POST /v1/embeddings HTTP/1.1"
     assert "authorization" not in other.headers
 
 
@@ -156,12 +156,12 @@ async def test_an_answer_that_breaks_off_is_a_failure_that_tells_nothing_secret(
 async def test_it_ends_at_its_deadline_and_closes_the_connection(servers: Servers) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script) as server:
         servers.known = {"a:1": Access(server.url)}
         assert await servers.post(within_s=0.3) == TooLate()
-        await server.find_ended_owners.wait()
+        await server.client_closed.wait()
         assert await servers.post(within_s=0.0) == TooLate()
         assert len(server.connections) == 1, "nothing is sent that is too late already"
 
@@ -169,14 +169,14 @@ async def test_it_ends_at_its_deadline_and_closes_the_connection(servers: Server
 async def test_who_gives_up_closes_the_connection(servers: Servers) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script) as server:
         servers.known = {"a:1": Access(server.url)}
         call = asyncio.create_task(servers.post())
         await wait_until(lambda: server.received)
         call.cancel()
-        await server.find_ended_owners.wait()
+        await server.client_closed.wait()
 
 
 @pytest.mark.parametrize("path", ["", "v1/x", "//evil/v1/x", "/v1/../admin", "/v1/x?a=b", "/v1/x\r\nx: y"])
@@ -223,7 +223,7 @@ async def test_new_certificates_count_for_the_next_call_and_leave_the_running_on
         if connection.number == 0:
             await connection.server.go_on.wait()
         await connection.answer(str(connection.number).encode())
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script, theirs) as server:
         servers.known = {"a:1": Access(server.url, tls=ours)}
@@ -233,4 +233,4 @@ async def test_new_certificates_count_for_the_next_call_and_leave_the_running_on
         assert isinstance(await servers.post(), Unreachable)
         server.go_on.set()
         assert await first == Delivered(200, b"0")
-        await server.find_ended_owners.wait()
+        await server.client_closed.wait()

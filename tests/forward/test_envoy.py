@@ -20,7 +20,7 @@ async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway
     async def pool(connection: Connection) -> None:
         while True:
             received = await connection.receive()
-            match received.take_snapshot.split()[1]:
+            match received.first_line.split()[1]:
                 case "/v1/slow":
                     await connection.server.go_on.wait()
                 case "/v1/plain/reset":

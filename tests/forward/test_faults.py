@@ -168,7 +168,7 @@ async def test_a_gateway_that_hangs_and_takes_no_connection_is_unreachable(gatew
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(("127.0.0.1", server.port))
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     with socket.socket() as hole:
         hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -294,7 +294,7 @@ async def test_an_answer_to_nothing_spoils_no_later_request(gateway_to: MakeGate
         received = await connection.receive()
         own = received.headers["x-request-id"].encode()
         connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(own), own) * 2)
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script) as server:
         gateway = gateway_to(server.url)
@@ -304,13 +304,13 @@ async def test_an_answer_to_nothing_spoils_no_later_request(gateway_to: MakeGate
 
 async def silence(connection: Connection) -> None:
     await connection.receive()
-    await connection.find_ended_owners()
+    await connection.wait_until_closed()
 
 
 async def half_an_answer(connection: Connection) -> None:
     await connection.receive()
     connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhello")
-    await connection.find_ended_owners()
+    await connection.wait_until_closed()
 
 
 async def never_reading(connection: Connection) -> None:
@@ -318,7 +318,7 @@ async def never_reading(connection: Connection) -> None:
     connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await connection.server.go_on.wait()
     connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
-    await connection.find_ended_owners()
+    await connection.wait_until_closed()
 
 
 LARGE = b'{"a":"' + b"x" * (32 << 20) + b'"}'
@@ -343,7 +343,7 @@ async def test_cancelling_closes_the_connection_at_once(
             await task
         assert gateway.get_connected_at("one") is None
         server.go_on.set()
-        await wait_until(server.find_ended_owners.is_set, what="the server to see the connection closed")
+        await wait_until(server.client_closed.is_set, what="the server to see the connection closed")
 
 
 @pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
@@ -353,14 +353,14 @@ async def test_a_try_takes_no_longer_than_the_timeout(gateway_to: MakeGateway, s
         assert isinstance(forwarded.outcome, Failed)
         assert forwarded.outcome.why == "no answer within 0.3 s"
         assert 0.2 < forwarded.ended_at - forwarded.sent_at < 10
-        await wait_until(server.find_ended_owners.is_set)
+        await wait_until(server.client_closed.is_set)
 
 
 @pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
 async def test_a_try_ends_with_the_deadline(gateway_to: MakeGateway, script: Script) -> None:
     async with serving(script) as server:
         assert await outcome(gateway_to(server.url), within_s=0.3) == TooLate()
-        await wait_until(server.find_ended_owners.is_set)
+        await wait_until(server.client_closed.is_set)
 
 
 @pytest.mark.parametrize("within_s", [0.0, -1.0, float("-inf")])
@@ -401,7 +401,7 @@ async def test_resizing_closes_idle_connections_beyond_the_limit(gateway_to: Mak
         await connection.receive()
         await wait_until(lambda: len(server.received) >= 6)
         await connection.answer()
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
         closed.append(connection.number)
 
     async with serving(script) as server:

@@ -28,7 +28,7 @@ async def test_a_plain_request_goes_out_with_exactly_these_headers(gateway_to: M
     async with serving(always()) as server:
         assert await outcome(gateway_to(server.url)) == Delivered(200, b"{}")
     (received,) = server.received
-    assert received.take_snapshot == "POST /v1/completions HTTP/1.1"
+    assert received.first_line == "POST /v1/completions HTTP/1.1"
     assert received.body == b'{"prompt":"hi"}'
     assert received.headers == {
         "host": f"127.0.0.1:{server.port}",
@@ -87,7 +87,7 @@ async def test_objective_fairness_trace_and_the_operators_headers_are_added(gate
         )
         assert isinstance(await outcome(gateway, request), Delivered)
     (received,) = server.received
-    assert received.take_snapshot == "POST /base/v1/chat/completions HTTP/1.1"
+    assert received.first_line == "POST /base/v1/chat/completions HTTP/1.1"
     expected = {
         "host": "pool.example",
         "x-llm-d-inference-objective": "batch",
@@ -168,7 +168,7 @@ async def test_an_allowed_path_is_used(gateway_to: MakeGateway, endpoint: str) -
     async with serving(always()) as server:
         gateway = gateway_to(server.url, path="/default")
         assert isinstance(await outcome(gateway, a_request(endpoint=endpoint)), Delivered)
-    assert server.received[0].take_snapshot == f"POST {endpoint} HTTP/1.1"
+    assert server.received[0].first_line == f"POST {endpoint} HTTP/1.1"
 
 
 HOSTILE_PATHS = [
@@ -331,7 +331,7 @@ async def test_changed_options_hold_for_the_next_request_and_not_for_a_running_o
         gateway.reconfigure(options(server.url, max_response_bytes=10))
         assert isinstance(await outcome(gateway), Delivered)
         assert len(server.connections) == 2  # nothing about the connections changed: they were kept
-    assert server.received[1].take_snapshot == "POST /v1/new HTTP/1.1"
+    assert server.received[1].first_line == "POST /v1/new HTTP/1.1"
     assert server.received[1].headers["x-new"] == "1"
 
 

@@ -155,12 +155,12 @@ async def test_a_replaced_authority_is_read_again_and_running_requests_end_as_th
 
 async def test_a_handshake_that_hangs_is_cut_off(gateway_to: MakeGateway) -> None:
     async def script(connection: Connection) -> None:
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script) as server:
         found = await outcome(gateway_to(server.url.replace("http:", "https:")))
         assert isinstance(found, Unreachable)
-        await wait_until(server.find_ended_owners.is_set)
+        await wait_until(server.client_closed.is_set)
 
 
 async def test_a_connection_cut_within_tls_is_a_failure(
@@ -180,11 +180,11 @@ async def test_cancelling_closes_the_connection_over_tls_too(
 ) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
-        await connection.find_ended_owners()
+        await connection.wait_until_closed()
 
     async with serving(script, authority.server()) as server:
         gateway = gateway_to(server.url, tls={"ca_file": str(authority.file)})
         task = asyncio.create_task(outcome(gateway))
         await wait_until(lambda: server.received)
         task.cancel()
-        await wait_until(server.find_ended_owners.is_set, 3.0, what="the server to see the connection closed")
+        await wait_until(server.client_closed.is_set, 3.0, what="the server to see the connection closed")

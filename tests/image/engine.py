@@ -54,7 +54,7 @@ class Engine:
     def command(self, *arguments: str | Path) -> list[str]:
         return [*self._command, *(str(each) for each in arguments)]
 
-    def base_url(self, suite: str) -> str:
+    def build_base(self, suite: str) -> str:
         """A Debian from its packages, as bare as the published slim ones, by its digest; made once."""
         name = f"localhost/debian:{suite}-slim"
         if self.try_("image", "exists", name).returncode != 0:
@@ -91,7 +91,7 @@ class Engine:
         self._started.append(started)
         return started
 
-    def run_batch(
+    def run(
         self, image: str, *options: str | Path, network: str = "none", then: Sequence[str | Path] = ()
     ) -> str:
         """What a container printed that is locked down, once it has ended well."""

@@ -123,7 +123,7 @@ def test_a_package_without_a_pin_is_an_error() -> None:
 
 
 def test_a_pin_keeps_its_hashes() -> None:
-    assert re.fullmatch(r"redis==\S+ \\\n( {4}--hash=sha256:\w{64}( \\)?\n)+", KNOWN["redis"].text)
+    assert re.fullmatch(r"redis\[hiredis\]==\S+ \\\n( {4}--hash=sha256:\w{64}( \\)?\n)+", KNOWN["redis"].text)
     assert KNOWN["redis"].via == {"(pyproject.toml)"}
 
 

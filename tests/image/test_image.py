@@ -51,7 +51,7 @@ print(*(int(told[name], 16) for name in ("CapEff", "CapBnd", "NoNewPrivs", "Secc
 
 @pytest.fixture(scope="module")
 def base(engine: Engine) -> str:
-    return engine.base_url(SUITE)
+    return engine.build_base(SUITE)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ class TestBill:
 class TestRuns:
     @pytest.mark.parametrize("verb", VERBS)
     def test_every_verb_is_there(self, engine: Engine, image: str, verb: str) -> None:
-        assert f"Usage: batch-dispatcher {verb}" in engine.run_batch(image, then=[verb, "--help"])
+        assert f"Usage: batch-dispatcher {verb}" in engine.run(image, then=[verb, "--help"])
 
     def test_every_module_can_be_imported(self, engine: Engine, image: str) -> None:
         """What was left out as unused is; matplotlib is the extra that the image does not hold."""
@@ -218,23 +218,23 @@ class TestRuns:
             for path in sorted((ROOT / "dispatcher").rglob("*.py"))
             if path.name not in ("__main__.py", "plot.py", "supervise.py")
         ]
-        told = engine.run_batch(
+        told = engine.run(
             image, "--entrypoint", "python", then=["-c", f"import {', '.join(modules)}; print('all')"]
         )
         assert told == "all"
 
     def test_it_writes_to_tmp_and_nowhere_else(self, engine: Engine, image: str) -> None:
-        told = engine.run_batch(image, "--entrypoint", "python", then=["-c", WRITABLE])
+        told = engine.run(image, "--entrypoint", "python", then=["-c", WRITABLE])
         assert told == "65532 65532 /tmp\n0 0 1 2", "the second line: it was as locked down as said"
 
     def test_a_new_volume_for_the_queue_is_its_own(self, engine: Engine, image: str) -> None:
         code = "import os; os.mkdir('batch-dispatcher-data'); print(os.getcwd())"
         mount = ["--volume", "/data", "--entrypoint", "python"]
-        assert engine.run_batch(image, *mount, then=["-c", code]) == "/data"
+        assert engine.run(image, *mount, then=["-c", code]) == "/data"
 
     def test_the_certificates_of_the_system_are_known(self, engine: Engine, image: str) -> None:
         code = "import ssl; print(len(ssl.create_default_context().get_ca_certs()))"
-        assert int(engine.run_batch(image, "--entrypoint", "python", then=["-c", code])) > 100
+        assert int(engine.run(image, "--entrypoint", "python", then=["-c", code])) > 100
 
     def test_requests_are_answered_and_sigterm_drains(
         self, engine: Engine, image: str, pool: str, config: Path
@@ -275,7 +275,7 @@ class TestRuns:
             assert said.stdout is not None
             said.stdout.readline()
             (tmp_path / "kubeconfig").chmod(0o644)
-            told = engine.run_batch(
+            told = engine.run(
                 image,
                 *("--volume", f"{tmp_path}:/etc/batch-dispatcher/config:ro"),
                 *("--env", "KUBECONFIG=/etc/batch-dispatcher/config/kubeconfig"),

@@ -42,7 +42,7 @@ class Tools:
         path.write_text(RECORDS.format(fails=fails, log=self._log))
         path.chmod(0o755)
 
-    def run_batch(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, ROOT / "deploy" / "publish.py", *arguments],
             env={"PATH": str(self._bin)},
@@ -65,7 +65,7 @@ def tools(tmp_path: Path) -> Tools:
 def test_machine_without_a_tool_is_told_what_is_missing(tools: Tools) -> None:
     tools.put("docker", fails="'buildx version'")
     tools.put("buildah", fails="'info '")
-    done = tools.run_batch("registry.example")
+    done = tools.run("registry.example")
     assert done.returncode == 1
     assert done.stderr == (
         "no tool on this machine can build the image: `docker buildx version` fails, podman is not "
@@ -77,7 +77,7 @@ def test_docker_builds_and_pushes_every_platform_at_once(tools: Tools) -> None:
     for name in ("docker", "podman"):
         tools.put(name)
     platforms = f"linux/amd64,linux/{OTHER}"
-    done = tools.run_batch("registry.example/team/", "--tag", "7", "--base", BASE, "--platforms", platforms)
+    done = tools.run("registry.example/team/", "--tag", "7", "--base", BASE, "--platforms", platforms)
     assert done.returncode == 0, done.stderr
     build = tools.told()[-1]
     assert build[:3] == ["docker", "buildx", "build"]
@@ -91,7 +91,7 @@ def test_docker_builds_and_pushes_every_platform_at_once(tools: Tools) -> None:
 @pytest.mark.parametrize("tool", ["podman", "buildah"])
 def test_podman_and_buildah_push_a_list_of_platforms_and_look_up_the_base(tools: Tools, tool: str) -> None:
     tools.put(tool)
-    done = tools.run_batch("registry.example:5000", "--pip-conf", "/pip.conf")
+    done = tools.run("registry.example:5000", "--pip-conf", "/pip.conf")
     assert done.returncode == 0, done.stderr
     image = f"registry.example:5000/batch-dispatcher:{__version__}"
     pull, _, remove, build, push = tools.told()
@@ -107,7 +107,7 @@ def test_platform_that_needs_an_emulator_is_refused_before_the_build(tools: Tool
     tools.put("podman")
     if Path("/proc/sys/fs/binfmt_misc", {"arm64": "qemu-aarch64", "amd64": "qemu-x86_64"}[OTHER]).exists():
         pytest.skip("this machine has the emulator")
-    done = tools.run_batch("registry.example", "--base", BASE, "--platforms", f"linux/{OTHER}")
+    done = tools.run("registry.example", "--base", BASE, "--platforms", f"linux/{OTHER}")
     assert done.returncode == 1
     assert f"podman cannot build linux/{OTHER} on this machine" in done.stderr
     assert "install qemu-user-static" in done.stderr
@@ -116,7 +116,7 @@ def test_platform_that_needs_an_emulator_is_refused_before_the_build(tools: Tool
 
 def test_failing_build_pushes_nothing_and_says_which_command_failed(tools: Tools) -> None:
     tools.put("podman", fails="'build --manifest'")
-    done = tools.run_batch("registry.example", "--base", BASE)
+    done = tools.run("registry.example", "--base", BASE)
     assert done.returncode == 1
     assert "`podman build --manifest …` failed" in done.stderr
     assert all("push" not in command for command in tools.told())
@@ -125,7 +125,7 @@ def test_failing_build_pushes_nothing_and_says_which_command_failed(tools: Tools
 @pytest.mark.parametrize("name", ["REGISTRY", "https://registry.example", "registry.example/a:1", ""])
 def test_registry_is_named_by_host_and_path(tools: Tools, name: str) -> None:
     tools.put("podman")
-    done = tools.run_batch(name)
+    done = tools.run(name)
     assert done.returncode == 1
     assert f"REGISTRY={name}: name the host of a registry" in done.stderr
 
@@ -135,7 +135,7 @@ def test_registry_is_named_by_host_and_path(tools: Tools, name: str) -> None:
 @pytest.mark.parametrize("tool", ["podman", "buildah"])
 def test_image_is_in_the_registry_by_one_command(engine: Engine, tmp_path: Path, tool: str) -> None:
     """Pushed to a registry on loopback, twice: a second run starts from what the first has left."""
-    base, only = engine.base_url("trixie"), tmp_path / "bin"
+    base, only = engine.build_base("trixie"), tmp_path / "bin"
     only.mkdir()
     (only / tool).symlink_to(require_tool(tool))
     hidden = [each for each in ("docker", "podman", "buildah") if each != tool]

@@ -20,8 +20,8 @@ from dispatcher.telemetry.status import (
 )
 
 MERGED = {
-    "path": "/v1/embeddings", "model": "bge-m3", "shape": "embeddings", "mode": "auto", "size": 16, "takes": None,
-    "gain": 4.2, "checked": 3, "why_off": None, "sentence": "…",
+    "path": "/v1/embeddings", "model": "bge-m3", "shape": "embeddings", "mode": "auto", "size": 16, "server_max_items": None,
+    "gain": 4.2, "checked_calls": 3, "off_reason": None, "sentence": "…",
 }  # fmt: skip
 IDLE = Status(
     process=ProcessStatus("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
@@ -104,11 +104,11 @@ def rising(a_second: float, every_s: int = SCRAPE_S) -> str:
 
 
 WORK = {"pending": "50x4000"}
-DELIVERED = 'tries_total{outcome="delivered",status="2xx"}'
-REFUSED = 'tries_total{outcome="overloaded",status="4xx"}'
-FAILED = 'tries_total{outcome="failed",status="5xx"}'
-UNREACHABLE = 'tries_total{outcome="unreachable",status="none"}'
-BURIED = 'leases_ended_total{answer="done",how="burial"}'
+DELIVERED = 'attempts_total{outcome="delivered",status="2xx"}'
+REFUSED = 'attempts_total{outcome="overloaded",status="4xx"}'
+FAILED = 'attempts_total{outcome="failed",status="5xx"}'
+UNREACHABLE = 'attempts_total{outcome="unreachable",status="none"}'
+BURIED = 'leases_ended_total{answer="done",completion="dead-letter"}'
 CASES = [
     # Nothing is sent.
     Case("nothing of ours was ever seen", {}, {"BatchDispatcherDown": ""}, "6m", "4m", bare=True, pooled=False),
@@ -161,25 +161,25 @@ CASES = [
             ("BatchDispatcherNothingSucceeds", "BatchDispatcherDeadlineNear", "BatchDispatcherDeadlinesMissed"), "")),
     Case("the gateway restarts", {'reachable{part="gateway"}': "1x20 0x2 1x400"}, {}, "14m"),
     Case("signals unreadable for one", {
-        'reads_total{result="ok",source="epp"}': "0x4000", 'reads_total{result="unreadable",source="epp"}': rising(1),
+        'polls_total{result="ok",source="epp"}': "0x4000", 'polls_total{result="unreadable",source="epp"}': rising(1),
         **gate(unreadable=1)}, {"BatchDispatcherSignalsUnreadable": ""}, "9m", "3m", only=REPLICAS[:1]),
     Case("readings are implausible", gate(implausible=1), {"BatchDispatcherSignalsUnreadable": ""}, "9m"),
     Case("they flap between reasons", gate(unreadable=0.3, stale=0.3, idle=0.4),
          {"BatchDispatcherSignalsUnreadable": ""}, "9m"),
     Case("a fifth of the polls fail", {
-        'reads_total{result="ok",source="epp"}': rising(0.8),
-        'reads_total{result="unreadable",source="epp"}': rising(0.2)}, {}, "60m"),
+        'polls_total{result="ok",source="epp"}': rising(0.8),
+        'polls_total{result="unreadable",source="epp"}': rising(0.2)}, {}, "60m"),
     Case("no poll ends", {**gate(stale=1), "reading_age_seconds": "0+30x4000",
-         'reads_total{result="ok",source="epp"}': "0x4000"}, {"BatchDispatcherSignalsUnreadable": ""}, "6m", "3m"),
+         'polls_total{result="ok",source="epp"}': "0x4000"}, {"BatchDispatcherSignalsUnreadable": ""}, "6m", "3m"),
     Case("signals are gone, and work waits", {
         **until_fault(unreadable=1), "reading_age_seconds": "0x20 0+30x4000", "expired_total": "0x40 0+2x4000",
-        'reads_total{result="ok",source="epp"}': "0+30x20 600x4000",
-        'reads_total{result="unreadable",source="epp"}': "0x20 0+30x4000",
+        'polls_total{result="ok",source="epp"}': "0+30x20 600x4000",
+        'polls_total{result="unreadable",source="epp"}': "0x20 0+30x4000",
         'reachable{part="signals"}': "1x20 0x4000"},
         {"BatchDispatcherSignalsUnreadable": ""}, "25m", "11m", silenced=dict.fromkeys(
             ("BatchDispatcherDeadlineNear", "BatchDispatcherDeadlinesMissed"), "")),
     Case("signals were never read, and work waits", {**WORK, **gate(starting=1),
-        'reads_total{result="ok",source="epp"}': "0x4000", 'reads_total{result="unreadable",source="epp"}': rising(1)},
+        'polls_total{result="ok",source="epp"}': "0x4000", 'polls_total{result="unreadable",source="epp"}': rising(1)},
         {"BatchDispatcherSignalsUnreadable": ""}, "22m", silenced={"BatchDispatcherGateClosed": "reason=starting"}),
     Case("no endpoints, and work", {**WORK, **gate(no_endpoints=1)},
          {"BatchDispatcherGateClosed": "reason=no-endpoints"}, "22m", "14m"),
@@ -272,7 +272,7 @@ CASES = [
     Case("too little CPU, and leases run out", {"loop_lag_seconds": "9x4000", "leases_lost_total": "0x20 3x4000"},
          {"BatchDispatcherSlow": ""}, "12m", "4m", silenced={"BatchDispatcherLeasesLost": ""}),
     Case("late now and then", {"loop_lag_seconds": "0x9 0.9 0x9 0.9 0x9 0.9 0x400"}, {}, "20m"),
-    Case("a defect", {'events_total{event="surprise"}': "0x20 1x4000"}, {"BatchDispatcherDefect": ""}, "15m", "9m"),
+    Case("a defect", {'events_total{event="internal-error"}': "0x20 1x4000"}, {"BatchDispatcherDefect": ""}, "15m", "9m"),
     Case("merged calls that are answered wrongly", {OFF: "0x20 1x4000"}, {"BatchDispatcherMergingOff": ""}, "11m", "9m",
          only=REPLICAS[:1]),
     # It is set up wrong.

@@ -33,10 +33,10 @@ def healthy(every_s: int) -> dict[str, str]:
                 labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "pool")
                 name = sample.name.removeprefix("batch_dispatcher_") + (f"{{{labels}}}" if labels else "")
                 series[name] = f"{sample.value:g}x4000"
-    assert {'gate_seconds_total{reason="idle"}', 'reads_total{result="ok",source="epp"}'} <= series.keys()
+    assert {'gate_seconds_total{reason="idle"}', 'polls_total{result="ok",source="epp"}'} <= series.keys()
     return series | {
         'gate_seconds_total{reason="idle"}': rising(1, every_s),
-        'reads_total{result="ok",source="epp"}': rising(1, every_s),
+        'polls_total{result="ok",source="epp"}': rising(1, every_s),
         "up": "1x4000",
         "start": "-100x4000",
     }

@@ -34,7 +34,7 @@ ROWS = [
     "Models",
     "Sequences",
     "Batching",
-    "Harvest and price",
+    "Utilization and impact on realtime",
     "Replicas",
 ]
 FIRST_LINE = [

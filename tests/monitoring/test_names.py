@@ -92,10 +92,10 @@ def test_every_recording_rule_is_used() -> None:
         ('batch_dispatcher_gate{reason="ful"}', "has no reason='ful'"),
         ('batch_dispatcher_gate{reason=~"full|opn"}', "has no reason='opn'"),
         ('batch_dispatcher_gate{reason!="opn"}', "has no reason='opn'"),
-        ("sum by (pool, outcom) (batch_dispatcher_tries_total)", "grouped by outcom, which nothing has"),
+        ("sum by (pool, outcom) (batch_dispatcher_attempts_total)", "grouped by outcom, which nothing has"),
         ("batch_dispatcher_wait_seconds", "no series batch_dispatcher_wait_seconds"),
         ("pool:batch_dispatcher_gone:ratio", "no series pool:batch_dispatcher_gone:ratio"),
-        ('histogram_quantile(0.9, batch_dispatcher_try_seconds_bucket{lee="1"})', "has no label lee"),
+        ('histogram_quantile(0.9, batch_dispatcher_attempt_seconds_bucket{lee="1"})', "has no label lee"),
         ("up{pool='qwen'}", "up has no label pool"),
     ],
 )

@@ -49,7 +49,7 @@ NOT_HERE = {
     "batch_dispatcher_per_endpoint",  # max_sys is set
     "batch_dispatcher_signals_failing_seconds",  # they can be read
     "batch_dispatcher_watch_endpoints",  # no cluster
-    "batch_dispatcher_watch_unsure_seconds",
+    "batch_dispatcher_watch_stale_seconds",
 }
 """What a dispatcher beside the stand-in has no value for."""
 
@@ -69,7 +69,7 @@ ALL_KNOWN = replace(
         earliest_deadline_s=-5.0, at_risk=4, service_rate=0.5, replica_count=2,
     ),
     impact=ImpactStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
-    batching=BatchingStatus([MERGED, {**MERGED, "model": "other", "why_off": "it mixes things up"}], 3),
+    batching=BatchingStatus([MERGED, {**MERGED, "model": "other", "off_reason": "it mixes things up"}], 3),
     sequences=SequencesStatus({"active": 5, "parked": 1, "held": 1, "aborted": 1, "waiting": 9}),
     models=ModelsStatus([{"name": "qwen", "serving": 2, "waiting": 7, "versions": [
         {"name": "qwen-v2", "serving": 2, "warm": 1, "share": 1.0},
@@ -90,7 +90,7 @@ def test_every_expression_returns_what_it_should_of_a_working_dispatcher(
         world.control(realtime=6)
         stage.producer.submit(8000, b'{"prompt":"hi","max_tokens":8}', created=int(time.time()))
         prometheus.wait_for(
-            'rate(batch_dispatcher_tries_total{outcome="delivered"}[4s]) > 10'
+            'rate(batch_dispatcher_attempts_total{outcome="delivered"}[4s]) > 10'
             " and on () batch_dispatcher_pending > 0"
         )
         ours = {each.page_name + ("_count" if each.buckets else "") for each in CATALOGUE} - NOT_HERE
@@ -107,7 +107,7 @@ def test_every_expression_returns_what_it_should_of_a_working_dispatcher(
         seen, moved = seen_of_catalogue(prometheus), moved_of_catalogue(prometheus, "a")
         assert prometheus.rule_errors() == {}
         assert [alert["labels"] for alert in prometheus.alerts() if alert["state"] == "firing"] == []
-    assert (moved["batch_dispatcher_tries_total"], moved["batch_dispatcher_wait_seconds"]) == (True, True)
+    assert (moved["batch_dispatcher_attempts_total"], moved["batch_dispatcher_wait_seconds"]) == (True, True)
     assert (moved["batch_dispatcher_reserve"], moved["batch_dispatcher_config_generation"]) == (False, False)
     missing = {name for name, there in seen.items() if not there}
     assert missing <= NOT_HERE, missing
@@ -139,12 +139,12 @@ def test_every_expression_returns_something_where_all_is_known(tmp_path: Path) -
         ports = {name: stack.enter_context(exporter(partial(page, n))) for n, name in enumerate("ab")}
         prometheus = stack.enter_context(Prometheus(tmp_path, scrape_s=0.5))
         prometheus.scrape(ports)
-        prometheus.wait_for('count(rate(batch_dispatcher_tries_total{status="2xx"}[4s]) > 0) > 1')
+        prometheus.wait_for('count(rate(batch_dispatcher_attempts_total{status="2xx"}[4s]) > 0) > 1')
         for name in recorded():
             prometheus.wait_for(name)
         assert prometheus.findings(pool=POOL, namespace="batch", instance="a|b") == []
-        (harvest,) = [query for query in prometheus.panels() if query.where == "panel Harvest"]
-        (sample,) = prometheus.query(harvest.filled(__rate_interval="4s"))
+        (utilization,) = [query for query in prometheus.panels() if query.where == "panel Utilization"]
+        (sample,) = prometheus.query(utilization.filled(__rate_interval="4s"))
         assert sample.value == pytest.approx(2, rel=0.5), "two replicas used, each of the same that was free"
         assert prometheus.rule_errors() == {}
 

@@ -81,7 +81,7 @@ class QueueModel(Twins):
     def zadd(self, score: float, member: bytes) -> None:
         self.add_line(score, member)
 
-    @precondition(lambda self: self.store.line.entries)
+    @precondition(lambda self: self.store.queue.entries)
     @rule(data=st.data())
     def zadd_again(self, data: st.DataObject) -> None:
         """A member identical to one that was claimed before."""
@@ -121,12 +121,12 @@ class QueueModel(Twins):
 
     @rule(
         owner=owners,
-        most=st.integers(0, 6),
+        max_count=st.integers(0, 6),
         limit=limits,
         lag=lags,
         suspects=st.integers(0, 2),
         lose=lost,
-        units=st.sampled_from([0, 1, 1, 1, 2, 4]),
+        assumed_units=st.sampled_from([0, 1, 1, 1, 2, 4]),
     )
     def claim(
         self,
@@ -145,16 +145,16 @@ class QueueModel(Twins):
         real, twin = self.both(
             owner,
             lambda queue, _: queue.claim(
-                max_count, nonce, permit, lanes={Lane.SUSPECTS: suspects}, units=assumed_units
+                max_count, nonce, permit, max_per_lane={Lane.SUSPECTS: suspects}, assumed_units=assumed_units
             ),
             lose,
         )
         self.record_claim(owner, real, twin)
         if real.leases:
             assert len(real.leases) <= max_count
-            assert real.count.live <= limit
-            assert real.count.live <= real.shared.limit
-            assert not real.shared.paused
+            assert real.lease_counts.live_units <= limit
+            assert real.lease_counts.live_units <= real.shared.limit
+            assert not real.shared.is_paused
             order = [(lease.score, lease.member) for lease in real.leases]
             assert order == sorted(order)
 
@@ -167,11 +167,11 @@ class QueueModel(Twins):
         before = self.real_units()
         permit = self.permit(owner, 8)
         if probing:
-            real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
+            real, twin = self.both(owner, lambda queue, _: queue.claim_probe(nonce, permit), lose)
         else:
             real, twin = self.both(owner, lambda queue, _: queue.claim(5, nonce, permit), lose)
         self.record_claim(owner, real, twin)
-        assert real.count.live == before
+        assert real.lease_counts.live_units == before
 
     @rule(owner=owners, limit=limits, lose=lost)
     def claim_probe(self, owner: int, limit: int, lose: bool) -> None:
@@ -179,15 +179,15 @@ class QueueModel(Twins):
         permit = self.permit(owner, limit)
         nonce = f"n-{self.serial}"
         self.nonces[owner] = (nonce, True)
-        real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
+        real, twin = self.both(owner, lambda queue, _: queue.claim_probe(nonce, permit), lose)
         self.record_claim(owner, real, twin)
-        assert not real.leases or real.count.live <= limit
+        assert not real.leases or real.lease_counts.live_units <= limit
 
     def pick(self, owner: int, data: st.DataObject, most: int = 4) -> list[Held]:
         """Some leases the owner holds or thinks it holds, or ended ones, each once."""
         if not self.known[owner]:
             self.claim(owner, 4, data.draw(self.limits), 0, 2, False)
-        pool = self.known[owner] + self.record_completion[-2:]
+        pool = self.known[owner] + self.ended[-2:]
         if not pool:
             return []
         at = st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=most, unique=True)
@@ -195,7 +195,7 @@ class QueueModel(Twins):
 
     def drop(self, owner: int, held: Sequence[Held]) -> None:
         self.known[owner] = [one for one in self.known[owner] if one not in held]
-        self.record_completion += [one for one in held if one not in self.record_completion]
+        self.ended += [one for one in held if one not in self.ended]
 
     def end(self, held: Held, name: str, which: int, request: tuple[str, str]) -> Settlement:
         self.serial += which
@@ -217,7 +217,9 @@ class QueueModel(Twins):
         ]
         if bury:
             burials = [[DeadLetter(end, "why") for end in side] for side in ends]
-            real, twin = self.both(owner, lambda queue, which: queue.bury(burials[which]), lose)
+            real, twin = self.both(
+                owner, lambda queue, which: queue.move_to_dead_letters(burials[which]), lose
+            )
         else:
             real, twin = self.both(owner, lambda queue, which: queue.settle(ends[which]), lose)
         assert list(real) == list(twin)
@@ -234,17 +236,17 @@ class QueueModel(Twins):
         flags: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
             {
                 "delay_s": st.sampled_from([0.0, 1000.0]),
-                "attempt": st.booleans(),
-                "refusal": st.booleans(),
-                "undelivered": st.booleans(),
-                "last_try": st.sampled_from(["", "reset", "ä"]),
-                "awaits": st.sampled_from(["", "", "", "", "", *MODELS]),
+                "is_failed_attempt": st.booleans(),
+                "is_refusal": st.booleans(),
+                "is_undelivered": st.booleans(),
+                "last_attempt": st.sampled_from(["", "reset", "ä"]),
+                "missing_model": st.sampled_from(["", "", "", "", "", *MODELS]),
             }
         )
         chosen = self.pick(owner, data)
         said = [data.draw(flags) for _ in chosen]
         self.seen["delayed"] += sum(each["delay_s"] > 0 for each in said)
-        self.seen["awaiting"] += sum(each["awaits"] != "" for each in said)
+        self.seen["awaiting"] += sum(each["missing_model"] != "" for each in said)
         releases = [
             [Release((held.real, held.twin)[which], **each) for held, each in zip(chosen, said, strict=True)]
             for which in (0, 1)
@@ -297,10 +299,12 @@ class QueueModel(Twins):
     def return_waiting_for_models(self, owner: int, models: list[str], lose: bool) -> None:
         """Models are served. Without a reply to the first call the second one finds nothing left."""
         waited = self.store.queue.count_requests().waiting_for_model
-        real, twin = self.both(owner, lambda queue, _: queue.recall(models), lose)
-        assert real == twin or (lose and (real.moved, real.left) == (0, twin.left))
-        assert self.store.queue.count_requests().waiting_for_model == waited - twin.moved
-        self.seen["recalled"] += twin.moved
+        real, twin = self.both(owner, lambda queue, _: queue.return_waiting_for_models(models), lose)
+        assert real == twin or (
+            lose and (real.returned_count, real.remaining_count) == (0, twin.remaining_count)
+        )
+        assert self.store.queue.count_requests().waiting_for_model == waited - twin.returned_count
+        self.seen["recalled"] += twin.returned_count
 
     @rule(data=st.data(), owner=owners, limit=limits, lag=lags, lose=lost)
     def set_lease_units(self, data: st.DataObject, owner: int, limit: int, lag: int, lose: bool) -> None:
@@ -312,27 +316,27 @@ class QueueModel(Twins):
             for which in (0, 1)
         ]
         permit, before = self.permit(owner, limit, lag), self.real_units()
-        real, twin = self.both(owner, lambda queue, which: queue.weigh(sides[which], permit), lose)
+        real, twin = self.both(owner, lambda queue, which: queue.set_lease_units(sides[which], permit), lose)
         assert real.fits == twin.fits
         self.same_facts(owner, real, twin)
-        assert real.count.live <= max(before, limit)
+        assert real.lease_counts.live_units <= max(before, limit)
         self.seen["weighed"] += sum(real.fits)
         self.seen["too heavy"] += len(chosen) - sum(real.fits)
         self.drop(owner, [held for held, fits in zip(chosen, real.fits, strict=True) if not fits])
 
     @rule(owner=owners, lose=lost)
     def renew(self, owner: int, lose: bool) -> None:
-        mine = self.known[owner] + self.record_completion[-3:]
+        mine = self.known[owner] + self.ended[-3:]
         sides = [[held.real for held in mine], [held.twin for held in mine]]
         real, twin = self.both(owner, lambda queue, which: queue.renew(sides[which]), lose)
-        assert sorted(real.lost) == sorted(twin.lost)
+        assert sorted(real.lost_entry_ids) == sorted(twin.lost_entry_ids)
         self.same_facts(owner, real, twin)
-        self.drop(owner, [held for held in self.known[owner] if held.real.entry_id in real.lost])
+        self.drop(owner, [held for held in self.known[owner] if held.real.entry_id in real.lost_entry_ids])
 
     @rule(owner=owners, limit=limits, lag=lags, lose=lost)
     def share_state(self, owner: int, limit: int, lag: int, lose: bool) -> None:
         permit = self.permit(owner, limit, lag)
-        real, twin = self.both(owner, lambda queue, _: queue.share(permit, None), lose)
+        real, twin = self.both(owner, lambda queue, _: queue.share_state(permit, None), lose)
         self.same_facts(owner, real, twin)
 
     @rule(
@@ -350,7 +354,7 @@ class QueueModel(Twins):
         permit = self.permit(owner, limit, lag)
         at = self.when(owner, lag)
         told = Overload(at, at + lasts_s, capacity, in_flight)
-        real, twin = self.both(owner, lambda queue, _: queue.share(permit, told), lose)
+        real, twin = self.both(owner, lambda queue, _: queue.share_state(permit, told), lose)
         self.same_facts(owner, real, twin)
 
     @precondition(lambda self: any(self.known))
@@ -421,7 +425,7 @@ class QueueModel(Twins):
         self.store.pool.no_expiry_until -= LEASE_S / 3 + 1
         self._move_control("quiet_until", -LEASE_S / 3 - 1)
         self.store.pool.no_silence_until -= LEASE_S + 1
-        self._move_control("beats_quiet_until", -LEASE_S - 1)
+        self._move_control("heartbeats_quiet_until", -LEASE_S - 1)
 
     @rule(owner=owners, silent=st.sets(owners, min_size=1), passes=st.booleans())
     def owners_fall_silent(self, owner: int, silent: set[int], passes: bool) -> None:
@@ -432,7 +436,7 @@ class QueueModel(Twins):
         for name in (f"owner-{number}" for number in silent):
             if name in self.store.pool.heartbeats:
                 self.store.pool.heartbeats[name] = 0.0
-            self.bench.raw.zadd(f"{NAMES.queue_prefix}:beats", {name: 0.0}, xx=True)
+            self.bench.raw.zadd(f"{NAMES.queue_prefix}:heartbeats", {name: 0.0}, xx=True)
         before = self.store.pool.lost_units
         self.sweep(owner, False)
         self.seen["of silent owners"] += self.store.pool.lost_units - before
@@ -440,11 +444,11 @@ class QueueModel(Twins):
     @rule(owner=owners, gone=st.sets(owners, min_size=1))
     def owners_are_proven_gone(self, owner: int, gone: set[int]) -> None:
         """Whatever is known of them else; their successors have their names."""
-        self.knows.record_completion = {f"owner-{number}" for number in gone}
+        self.knows.ended = {f"owner-{number}" for number in gone}
         before = self.store.pool.lost_units
         self.sweep(owner, False)
         self.seen["of owners proven gone"] += self.store.pool.lost_units - before
-        self.knows.record_completion = set()
+        self.knows.ended = set()
         for number in gone - {owner}:
             self.crash(number)
 
@@ -459,17 +463,21 @@ class QueueModel(Twins):
         clock, prefix = self.store.pool.clock, NAMES.queue_prefix
         self.store.pool.clock = lambda: clock() - seconds
         self.store.pool.unix_origin += seconds
-        for key in ("leases", "delayed", "beats"):
+        for key in ("leases", "delayed", "heartbeats"):
             for name in self.bench.raw.zrange(f"{prefix}:{key}", 0, -1):
                 self.bench.raw.zincrby(f"{prefix}:{key}", seconds, name)
         shared = ("read_at", "overload_at", "overload_until")
         known = {field: self.bench.raw.hget(f"{prefix}:control", field) for field in shared}
-        for field in (*shared, "quiet_until", "beats_quiet_until", "probe_waits", *TICKS):
+        for field in (*shared, "quiet_until", "heartbeats_quiet_until", "probe_waits", *TICKS):
             self._move_control(field, seconds)
         permit, overload = self.store.pool.shared_permit, self.store.pool.overload
         self.renew(owner, False)
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
-        assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
+        assert (real.reclaimed_count, real.due_count, real.lost_units) == (
+            twin.reclaimed_count,
+            twin.due_count,
+            twin.lost_units,
+        )
         self.seen["steps back"] += 1
         # What was shared is of now. No moment here ever is: it goes back to its own.
         if permit is not None:
@@ -491,11 +499,15 @@ class QueueModel(Twins):
             self.bench.raw.hset(f"{NAMES.queue_prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
-        assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
-        assert real.revoked == twin.revoked
-        self.seen["revoked"] += real.revoked
-        self.seen["reclaimed"] += real.reclaimed
-        self.seen["due"] += real.due
+        assert (real.reclaimed_count, real.due_count, real.lost_units) == (
+            twin.reclaimed_count,
+            twin.due_count,
+            twin.lost_units,
+        )
+        assert real.cancelled_count == twin.cancelled_count
+        self.seen["revoked"] += real.cancelled_count
+        self.seen["reclaimed"] += real.reclaimed_count
+        self.seen["due"] += real.due_count
         assert (real.next_due_at is None) == (twin.next_due_at is None)
 
     @rule(owner=owners, probing=st.booleans())
@@ -514,25 +526,25 @@ class QueueModel(Twins):
 
         async def look(queue: Any, which: int) -> None:
             for _ in range(6):
-                for one in await queue.expired(20):
-                    found[which][one.place, one.member] = one
+                for one in await queue.find_overdue(20):
+                    found[which][one.location, one.member] = one
 
         self.both(owner, look)
         real, twin = (list(side.values()) for side in found)
         lying = {entry.location_token: entry for entry in self.store.queue.entries.values()}
         self.seen["expired awaiting"] += sum(
-            entry.missing_model != "" for one in twin if (entry := lying.get(one.place)) is not None
+            entry.missing_model != "" for one in twin if (entry := lying.get(one.location)) is not None
         )
         assert {one.member for one in real} == {one.member for one in twin}
         items = [[(one, Settlement(UNLEASED, b"gone", "")) for one in side] for side in (real, twin)]
-        done = self.both(owner, lambda queue, which: queue.expire(items[which]), lose)
+        done = self.both(owner, lambda queue, which: queue.settle_unleased(items[which]), lose)
         assert done[0] == done[1]
         self.written[NAMES.result_list, b"gone"] += done[0]
         self.finished += done[0]
         self.seen["expired"] += done[0]
-        assert self.both(owner, lambda queue, which: queue.expire(items[which])) == (0, 0)
+        assert self.both(owner, lambda queue, which: queue.settle_unleased(items[which])) == (0, 0)
 
-    @precondition(lambda self: self.store.line.dead)
+    @precondition(lambda self: self.store.queue.dead)
     @rule(data=st.data(), owner=owners, purge=st.booleans(), lose=lost)
     def decide_about_the_dead(self, data: st.DataObject, owner: int, purge: bool, lose: bool) -> None:
         entries = data.draw(st.lists(st.sampled_from([*self.store.queue.dead, 10**6]), unique=True))

@@ -98,7 +98,7 @@ class SequenceModel(Twins):
         self.serial += 1
         nonce, permit = f"n-{self.serial}", self.permit(owner, 100)
         real, twin = self.both(owner, lambda queue, _: queue.claim(most, nonce, permit))
-        assert real.waiting == twin.waiting
+        assert real.claimable_count == twin.claimable_count
         pairs = [Held(*both) for both in zip(real.leases, twin.leases, strict=True)]
         for held in pairs:
             alike(held.real, held.twin)
@@ -120,15 +120,15 @@ class SequenceModel(Twins):
 
         async def ask(queue: Any, which: int) -> Any:
             if lose and which:  # its reply is lost: what was barred is judged anew
-                await queue.line_up(turns[which], self.terms)
-            return await queue.line_up(turns[which], self.terms)
+                await queue.claim_turns(turns[which], self.terms)
+            return await queue.claim_turns(turns[which], self.terms)
 
         real, twin = self.both(owner, ask, lose)
         self.same_facts(owner, real, twin)
-        assert list(real.verdicts) == list(twin.verdicts)
-        counts, twins = self.both(owner, lambda queue, _: queue.counts())
+        assert list(real.decisions) == list(twin.decisions)
+        counts, twins = self.both(owner, lambda queue, _: queue.count_requests())
         assert counts.sequences == twins.sequences
-        for (held, turn), verdict in zip(mine, real.verdicts, strict=True):
+        for (held, turn), verdict in zip(mine, real.decisions, strict=True):
             entry = held.real.entry_id
             self.seen[type(verdict).__name__] += 1
             if isinstance(verdict, TurnWaits):
@@ -154,13 +154,13 @@ class SequenceModel(Twins):
         going = [held for held in self.known[owner] if held.real.entry_id in self.goes.values()]
         pool = data.draw(st.sampled_from([refused, going, going])) or [
             *self.known[owner],
-            *self.record_completion[-2:],
+            *self.ended[-2:],
         ]
         return data.draw(st.sampled_from(pool)) if pool else None
 
     def drop(self, owner: int, held: Held) -> None:
         self.known[owner] = [one for one in self.known[owner] if one is not held]
-        self.record_completion.append(held)
+        self.ended.append(held)
 
     ends = st.builds(
         lambda failed, token, carry: (failed, token, carry),
@@ -197,7 +197,7 @@ class SequenceModel(Twins):
         ends = [Settlement(lease, result, "", turn_end=left) for lease in (held.real, held.twin)]
         if bury:
             burials = [DeadLetter(one, "why") for one in ends]
-            real, twin = self.both(owner, lambda queue, at: queue.bury([burials[at]]), lose)
+            real, twin = self.both(owner, lambda queue, at: queue.move_to_dead_letters([burials[at]]), lose)
         else:
             real, twin = self.both(owner, lambda queue, at: queue.settle([ends[at]]), lose)
         assert list(real) == list(twin)
@@ -278,27 +278,32 @@ class SequenceModel(Twins):
                 side.append(Settlement(lease, b"%d" % lease.entry_id, "", turn_end=left))
         self.serial += 1
         nonce, permit = f"n-{self.serial}", self.permit(owner, limit)
-        real, twin = self.both(owner, lambda queue, at: queue.hand_over(sides[at], nonce, permit), lose)
-        assert list(real.answers) == list(twin.answers)
-        for held, answer in zip(ended, real.answers, strict=True):
+        real, twin = self.both(
+            owner, lambda queue, at: queue.settle_and_claim_next(sides[at], nonce, permit), lose
+        )
+        assert list(real.statuses) == list(twin.statuses)
+        for held, answer in zip(ended, real.statuses, strict=True):
             if answer == "done":
                 self.written[NAMES.result_list, b"%d" % held.real.entry_id] += 1
                 self.finished += 1
                 self.stopped(held.real.entry_id)
             self.drop(owner, held)
-        if real.claimed is None:  # the next claim tells
+        if real.claim_result is None:  # the next claim tells
             real, twin = self.both(owner, lambda queue, _: queue.claim(9, nonce, permit))
             self.same_facts(owner, real, twin)
             # What was handed over is in no order, so that what tells of it again is in none.
-            leases = (sorted(one.leases, key=lambda lease: lease.entry) for one in (real, twin))
+            leases = (sorted(one.leases, key=lambda lease: lease.entry_id) for one in (real, twin))
             pairs = [Held(*both) for both in zip(*leases, strict=True)]
             self.claim_turns(owner, pairs, False)
             self.seen["told again"] += len(pairs)
             return
-        self.same_facts(owner, real.claimed, twin.claimed)
-        assert real.claimed.waiting == twin.claimed.waiting
+        self.same_facts(owner, real.claim_result, twin.claim_result)
+        assert real.claim_result.claimable_count == twin.claim_result.claimable_count
         found, twins = (
-            sorted(zip(one.claimed.leases, one.goes, strict=True), key=lambda each: each[0].entry)
+            sorted(
+                zip(one.claim_result.leases, one.granted_turns, strict=True),
+                key=lambda each: each[0].entry_id,
+            )
             for one in (real, twin)
         )
         for (real_lease, goes), (twin_lease, twin_goes) in zip(found, twins, strict=True):
@@ -311,7 +316,7 @@ class SequenceModel(Twins):
             self.goes[turn.id] = held.real.entry_id
             self.known[owner].append(held)
             self.seen["handed over"] += 1
-        waits = real.claimed.waiting > 0
+        waits = real.claim_result.claimable_count > 0
         self.seen["not handed over"] += waits
 
     @rule(data=st.data(), owner=owners, delay_s=st.sampled_from([0.0, 1000.0]), lose=lost)
@@ -325,18 +330,22 @@ class SequenceModel(Twins):
 
     @rule(owner=owners, killed=owners)
     def owner_is_killed(self, owner: int, killed: int) -> None:
-        self.knows.record_completion = {f"owner-{killed}"} - {f"owner-{owner}"}
+        self.knows.ended = {f"owner-{killed}"} - {f"owner-{owner}"}
         self.sweep(owner)
-        self.knows.record_completion = set()
+        self.knows.ended = set()
         if killed != owner:
-            self.record_completion.extend(self.known[killed])
+            self.ended.extend(self.known[killed])
             self.known[killed] = []
 
     @rule(owner=owners)
     def sweep(self, owner: int) -> None:
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
-        assert (real.reclaimed, real.due, real.turns) == (twin.reclaimed, twin.due, twin.turns)
-        self.seen["turns by time"] += real.turns
+        assert (real.reclaimed_count, real.due_count, real.turn_count) == (
+            twin.reclaimed_count,
+            twin.due_count,
+            twin.turn_count,
+        )
+        self.seen["turns by time"] += real.turn_count
 
     @rule(owner=owners, seconds=st.sampled_from([600.0, 600.0, 600.0, 1100.0, 6000.0]))
     def time_passes(self, owner: int, seconds: float) -> None:
@@ -358,7 +367,7 @@ class SequenceModel(Twins):
 
         async def look(queue: Any, which: int) -> None:
             for _ in range(6):
-                for one in await queue.expired(20):
+                for one in await queue.find_overdue(20):
                     found[which][one.member] = one
 
         self.both(owner, look)
@@ -368,12 +377,12 @@ class SequenceModel(Twins):
 
     @rule(owner=owners, most=st.integers(1, 5), lose=lost)
     def serve_the_unserved(self, owner: int, most: int, lose: bool) -> None:
-        real, twin = self.both(owner, lambda queue, _: queue.unserved(most))
-        assert [(one.item.member, one.code, one.why) for one in real] == [
-            (one.item.member, one.code, one.why) for one in twin
+        real, twin = self.both(owner, lambda queue, _: queue.find_remaining_requests(most))
+        assert [(one.request.member, one.error_code, one.message) for one in real] == [
+            (one.request.member, one.error_code, one.message) for one in twin
         ]
         self.seen["unserved"] += len(real)
-        self.answer(owner, [[one.item for one in side] for side in (real, twin)], b"over", lose, True)
+        self.answer(owner, [[one.request for one in side] for side in (real, twin)], b"over", lose, True)
 
     def answer(
         self, owner: int, sides: Sequence[Sequence[Any]], why: bytes, lose: bool, failing: bool
@@ -385,7 +394,7 @@ class SequenceModel(Twins):
                 left = None if turn is None else TurnEnd(turn, has_failed=failing, cause="too late")
                 items[which].append((item, Settlement(UNLEASED, why, "", turn_end=left)))
         before = dict(self.goes)
-        real, twin = self.both(owner, lambda queue, at: queue.expire(items[at]), lose)
+        real, twin = self.both(owner, lambda queue, at: queue.settle_unleased(items[at]), lose)
         assert real == twin == len(items[0])
         for entry in before.values():
             if entry not in self.store.queue.entries:
@@ -432,7 +441,7 @@ class SequenceModel(Twins):
         assert real == twin
         self.seen[verb] += bool(real)
 
-    @precondition(lambda self: self.store.line.dead)
+    @precondition(lambda self: self.store.queue.dead)
     @rule(owner=owners)
     def purge(self, owner: int) -> None:
         dead = len(self.store.queue.dead)
@@ -448,7 +457,9 @@ class SequenceModel(Twins):
         loop = self.bench.loops[0]
 
         async def look(desk: Any) -> tuple[object, list[SequenceSnapshot | None]]:
-            return (await desk.counts()).news, [await desk.sequence(name) for name in ("a", "b", "ü")]
+            return (await desk.count_requests()).sequence_counters, [
+                await desk.get_sequence(name) for name in ("a", "b", "ü")
+            ]
 
         (news, real), (news_of_twin, twin) = (
             loop.run_until_complete(look(desk)) for desk in (self.real[0], self.store)
@@ -472,13 +483,13 @@ class SequenceModel(Twins):
         mine = self.store.queue
         assert waiting == {entry.id for entry in mine.entries.values() if entry.waits_for_turn}
         passed = sum(name.startswith(b"-") for name in line)
-        over = len(found["sequences:over"])
+        over = len(found["sequences:closed-runs"])
         assert over == len(mine.sequences.closed_runs)
         if not over:
             in_line = sum(one.item_count for one in mine.sequences.records.values())
             assert passed == in_line - len(waiting)
         assert {name.decode() for name in found["sequences"]} - {""} == set(mine.sequences.records)
-        carried = {name.decode() for name in found["sequences:carried"]}
+        carried = {name.decode() for name in found["sequences:conversations"]}
         assert carried == {name for name, one in mine.sequences.records.items() if one.conversation}
 
 

@@ -44,7 +44,7 @@ SIGHTS = st.builds(
         st.just(dict[str, str]()), SOME_WORDS.map(lambda words: dict.fromkeys(words, "by ada"))
     ),
     labels=LABELS,
-    steered=st.booleans(),
+    is_steered=st.booleans(),
 )
 POLICIES = st.builds(
     VersionPolicy,
@@ -62,7 +62,7 @@ TERMS = st.builds(
     transition=st.sampled_from(Transition),
     weights=WEIGHTS,
     labels=LABELS,
-    warms=st.booleans(),
+    has_warm_up=st.booleans(),
 )
 
 

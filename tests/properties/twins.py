@@ -50,12 +50,19 @@ NAMES = QueueNames("m:{m}:q", "m:{m}:results")
 MARKED = ("r-0", "r-1", "r-2")
 """Ids that may have markers."""
 SETS = (
-    *("returned", "suspects", "sequenced", "absent", "absent:order", "absent:counts"),
-    *("delayed", "delayed:order", "leases", "dead", "beats", "sequences:turns", "sequences:over"),
+    *(
+        "returned",
+        "suspects",
+        "sequenced",
+        "waiting-for-model",
+        "waiting-for-model:order",
+        "waiting-for-model:counts",
+    ),
+    *("delayed", "delayed:order", "leases", "dead", "heartbeats", "sequences:turns", "sequences:closed-runs"),
 )
-HASHES = ("members", "entries", "owners", "control", "sequences", "sequences:carried")
+HASHES = ("members", "entries", "owners", "control", "sequences", "sequences:conversations")
 """What is looked at after each step, by the ends of the names."""
-TICKS = ("tick", "beats_tick", f"tick:{NAMES.queue}")
+TICKS = ("tick", "heartbeats_tick", f"tick:{NAMES.queue}")
 UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
 BAND = 10**11
 
@@ -125,10 +132,10 @@ class Knows:
     """A prover that knows what a run tells it."""
 
     def __init__(self) -> None:
-        self.record_completion: set[str] = set()
+        self.ended: set[str] = set()
 
     def find_ended_owners(self, owners: Sequence[str]) -> Sequence[str]:
-        return [owner for owner in owners if owner in self.record_completion]
+        return [owner for owner in owners if owner in self.ended]
 
 
 @dataclass(frozen=True)
@@ -167,7 +174,7 @@ class Twins(RuleBasedStateMachine):
         for number, (loop, client) in enumerate(zip(self.bench.loops, self.bench.clients, strict=True)):
             client.lose_next = False
             name = f"owner-{number}"
-            presence: dict[str, Any] = {"owner_timeout_s": OWNER_TIMEOUT_S, "prover": self.knows}
+            presence: dict[str, Any] = {"owner_timeout_s": OWNER_TIMEOUT_S, "dead_owner_detector": self.knows}
             queue = OwnerAndDesk(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
             self.real.append(queue)
             self.twin.append(MemoryQueue(self.store, name, clock=loop.time, **presence))
@@ -175,7 +182,7 @@ class Twins(RuleBasedStateMachine):
                 loop.run_until_complete(queue.renew([]))
             loop.run_until_complete(self.twin[number].renew([]))
         self.known: list[list[Held]] = [[] for _ in range(OWNERS)]
-        self.record_completion: list[Held] = []
+        self.ended: list[Held] = []
         self.nonces: list[tuple[str, bool]] = [("", False)] * OWNERS
         self.written: Counter[tuple[str, bytes]] = Counter()
         self.accepted = self.finished = self.serial = 0
@@ -293,7 +300,7 @@ class Twins(RuleBasedStateMachine):
 
     def real_places(self, lie: dict[str, Any]) -> dict[int, tuple[str, bytes, float]]:
         """Where each claimed request lies in Redis; fails on one that lies in two places, or in none."""
-        waiting = (lie[end] for end in ("returned", "suspects", "sequenced", "absent"))
+        waiting = (lie[end] for end in ("returned", "suspects", "sequenced", "waiting-for-model"))
         returned = [seat for several in waiting for seat in several]
         order, members = lie["delayed:order"], lie["members"]
         found: list[tuple[int, str]] = []
@@ -314,13 +321,13 @@ class Twins(RuleBasedStateMachine):
     def what_waits_for_its_model_is_counted_and_ordered(self, found: dict[str, Any]) -> None:
         """What is kept by model is of exactly those that lie in the lane."""
         awaiting = {one.id: one for one in self.store.queue.entries.values() if one.missing_model}
-        assert {int(seat[-16:]) for seat, _ in found["absent"]} == set(awaiting)
-        order = [name.decode() for name, _ in found["absent:order"]]
+        assert {int(seat[-16:]) for seat, _ in found["waiting-for-model"]} == set(awaiting)
+        order = [name.decode() for name, _ in found["waiting-for-model:order"]]
         place = sorted(awaiting.values(), key=lambda one: (_part(one.missing_model), one.score, one.id))
         assert [(name[:-33], int(name[-16:])) for name in order] == [
             (_part(one.missing_model), one.id) for one in place
         ]
-        counts = {name.decode(): count for name, count in found["absent:counts"]}
+        counts = {name.decode(): count for name, count in found["waiting-for-model:counts"]}
         assert counts == Counter(one.missing_model for one in awaiting.values())
 
     def real_units(self) -> int:
@@ -331,13 +338,13 @@ class Twins(RuleBasedStateMachine):
     def units_are_counted_as_they_are_held(self, found: dict[str, Any]) -> None:
         by_owner = {key.decode(): int(n) for key, n in found["owners"].items()}
         assert by_owner == dict(self.store.pool.units_by_owner)
-        more = int(found["control"].get(b"more") or 0)
+        extra = int(found["control"].get(b"extra_units") or 0)
         leases = found["leases"]
         units = sum(units_of(name) for name, _ in leases)
-        assert len(leases) + more == units == self.store.pool.leased_units
+        assert len(leases) + extra == units == self.store.pool.leased_units
 
     def the_same_owners_are_presumed_alive(self, found: dict[str, Any]) -> None:
-        assert {owner.decode() for owner, _ in found["beats"]} == set(self.store.pool.heartbeats)
+        assert {owner.decode() for owner, _ in found["heartbeats"]} == set(self.store.pool.heartbeats)
 
     def each_result_is_there_exactly_once(self, found: dict[str, Any]) -> None:
         there: Counter[tuple[str, bytes]] = Counter()
@@ -361,13 +368,13 @@ class Twins(RuleBasedStateMachine):
         """The order is by score, then bytes."""
 
         async def told(desk: Any) -> tuple[Any, list[bytes]]:
-            return await desk.awaited(), list(await desk.peek(1000))
+            return await desk.count_waiting_by_model(), list(await desk.peek_next(1000))
 
         loop = self.bench.loops[0]
         counts, line = loop.run_until_complete(told(self.real[0]))
         assert line == sorted(line)
         assert (counts, line) == loop.run_until_complete(told(self.store))
-        assert counts == {name.decode(): count for name, count in found["absent:counts"]}
+        assert counts == {name.decode(): count for name, count in found["waiting-for-model:counts"]}
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

@@ -15,7 +15,7 @@ _TIMES = (1, 6, 7, 14)
 
 def age_redis(raw: Any, names: QueueNames, seconds: float) -> None:
     """`raw`: a blocking client."""
-    key, looks = f"{names.queue_prefix}:sequences", f"{names.queue_prefix}:sequences:looks"
+    key, looks = f"{names.queue_prefix}:sequences", f"{names.queue_prefix}:sequences:checks"
     for name, packed in raw.hgetall(key).items():
         if name != b"":
             values = _values(packed)
@@ -45,7 +45,7 @@ def age_memory(store: MemoryStore, seconds: float) -> None:
 def age_board_redis(raw: Any, names: QueueNames, seconds: float) -> None:
     """`raw`: a blocking client."""
     at = dict(zip(MODEL_REGISTRY_KEYS, names.model_registry_keys, strict=True))
-    for name in ("WARM", "WARMING", "USED", "PINS_ASKED"):
+    for name in ("WARM_MARKERS", "WARM_UP_LOCKS", "MODELS_IN_USE", "PINS_LAST_USED"):
         for member in raw.zrange(at[name], 0, -1):
             raw.zincrby(at[name], -seconds, member)
     for key, value in raw.hgetall(at["PINS"]).items():

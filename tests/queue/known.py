@@ -24,6 +24,6 @@ async def assert_only_known_keys(client: Any, names: QueueNames, *lists: str) ->
 async def assert_drained(client: Any, names: QueueNames, *lists: str) -> None:
     """Nothing of any request is left: every set is empty, and nothing but control data stays."""
     await assert_only_known_keys(client, names, *lists)
-    lasting = {f"{names.queue_prefix}:control", f"{names.queue_prefix}:beats", names.paused_key}
+    lasting = {f"{names.queue_prefix}:control", f"{names.queue_prefix}:heartbeats", names.paused_key}
     left = [key for key in names.script_keys if key not in lasting and await client.exists(key)]
     assert not left, f"left over: {left}"

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -99,8 +99,17 @@ def ids(members: Iterable[bytes]) -> list[str]:
     return [msgspec.json.decode(each)["data"]["id"] for each in members]
 
 
-class OwnerAndDesk(RedisQueue):
-    """An owner with a desk over the same connection: most tests of the queue submit what they claim."""
+if TYPE_CHECKING:
+
+    class _OwnerAndAdmin(RedisQueue, RedisQueueAdmin):
+        """Both interfaces for the type checker. At run time, the queue admin is a second object."""
+
+else:
+    _OwnerAndAdmin = RedisQueue
+
+
+class OwnerAndDesk(_OwnerAndAdmin):
+    """An owner with a queue admin over the same connection, because most tests submit what they claim."""
 
     def __init__(
         self, client: Any, names: QueueNames, owner: str, *, attempt_timeout_s: float = 3.0, **options: Any
@@ -108,9 +117,11 @@ class OwnerAndDesk(RedisQueue):
         super().__init__(client, names, owner, attempt_timeout_s=attempt_timeout_s, **options)
         self.desk = RedisQueueAdmin(client, names, attempt_timeout_s=attempt_timeout_s)
 
-    def __getattr__(self, name: str) -> Any:
-        """What an owner has not is the desk's: submit, cancel, pause …"""
-        return getattr(self.desk, name)
+    if not TYPE_CHECKING:  # with `__getattr__`, the type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a method of the queue admin that an owner does not have: submit, pause …"""
+            return getattr(self.desk, name)
 
 
 @asynccontextmanager

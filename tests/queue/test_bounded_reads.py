@@ -109,7 +109,7 @@ async def test_large_cancel_marker_is_compared_inside_the_server(
     admin.set(NAMES.cancel_key("y", "u"), "u")
     sent = Sent(admin)
     assert await queue.check_cancelled(asked) == [False] * 32 + [True]
-    assert await queue.being_cancelled(asked) == [False] * 32 + [True]
+    assert await queue.desk.check_cancelled(asked) == [False] * 32 + [True]
     assert sent.bytes < FEW_BYTES
 
 
@@ -149,7 +149,7 @@ async def test_large_token_under_an_id_cancels_nothing(queue: OwnerAndDesk, admi
     """`cancel` by id uses the token that a producer of llm-d has left under the id."""
     admin.set("request-active:x", LARGE)
     sent = Sent(admin)
-    assert not await queue.cancel("x")
+    assert not await queue.cancel_request("x")
     assert sent.bytes < FEW_BYTES
     assert admin.keys(f"{NAMES.queue_prefix}:cancel:*") == []
 
@@ -158,17 +158,17 @@ async def test_so_many_tokens_under_one_id_that_each_submission_would_be_slow_co
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
     admin.set(NAMES.active_key("x"), LARGE)
-    assert not await queue.cancel("x")
+    assert not await queue.cancel_request("x")
     sent = Sent(admin)
-    page = await queue.near("x")
-    assert (list(page.found), page.after) == ([], "")
+    page = await queue.find_by_id("x")
+    assert (list(page.requests), page.after) == ([], "")
     assert sent.bytes < FEW_BYTES
 
 
 async def test_large_reason_of_a_pause_is_cut(queue: OwnerAndDesk, admin: redis.Redis) -> None:
     admin.set(NAMES.paused_key, LARGE)
     sent = Sent(admin)
-    told = await queue.paused()
+    told = await queue.read_pause()
     assert told == ("", "x" * FEW_BYTES)
     assert sent.bytes < 2 * FEW_BYTES
 

@@ -38,26 +38,26 @@ EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, r
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
 FRAGMENTS = {
     "common",
-    "hand_over",
-    "keep",
-    "line",
-    "markers",
-    "models",
-    "room",
-    "streams",
-    "need",
-    "results",
-    "rights",
+    "claim_next",
+    "list_ttl",
+    "queue_order",
+    "cancel_markers",
+    "waiting_for_model",
+    "max_pending",
+    "named_streams",
+    "require_commands",
+    "write_results",
+    "owner_commands",
     "sequences",
     "time",
-    "versions",
+    "model_registry",
 }
 QWEN = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
 @pytest.fixture
 async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
-    async with queues(any_server.url, "a", list_names=QWEN) as (one,):
+    async with queues(any_server.url, "a", names=QWEN) as (one,):
         yield one
 
 
@@ -96,7 +96,11 @@ async def test_python_example_runs(any_server: Server, client: redis.asyncio.Red
         timeout=30,
         check=True,
     )
-    assert done.stdout.splitlines() == ["1 new", "True", "Counts(pending=1, leased=0, delayed=0, dead=0)"]
+    assert done.stdout.splitlines() == [
+        "1 new",
+        "True",
+        "QueueCounts(pending=1, leased=0, delayed=0, dead=0)",
+    ]
 
 
 def test_every_example_is_executed() -> None:
@@ -122,7 +126,7 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     }
 
     await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
-    assert await queue.cancel("r-7", "t")
+    assert await queue.cancel_request("r-7", "t")
     leases = (await claim(queue, 6)).leases
     await sequences_of_every_kind(queue)
     await queue.desk.get_or_create_sequence_secret()
@@ -142,8 +146,8 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     await queue.take_warm_up_lock("qwen-v2", "10.0.0.1:8000")
     await queue.refresh_warm_markers((), (), ["qwen-v1"])
     await queue.pin_versions([PinRequest("chat-7", "qwen-v1", (), 100)])
-    await queue.label("qwen", "stable", "1", "me")
-    await queue.drain("qwen-v0", "me")
+    await queue.set_label("qwen", "stable", "1", "me")
+    await queue.drain_version("qwen-v0", "me")
     seen = {key.decode(): cast("bytes", await client.type(key)).decode() async for key in client.scan_iter()}
     expected = {key: kind for key, kind in own.items() if key != QWEN.outbox_key}  # a Cluster's, tested there
     assert {key: kind for key, kind in seen.items() if key in own} == expected
@@ -160,28 +164,28 @@ async def sequences_of_every_kind(queue: OwnerAndDesk) -> None:
     a, b, c = Turn("a"), Turn("b"), Turn("c")
     await queue.claim_turns([(leases[0], a), (leases[1], b), (leases[2], b), (leases[3], b)], terms)
     end = TurnEnd(a, sticky_token="t", conversation=b"so far")
-    await queue.settle([answer(leases[0]).copy_with(turn=end)])
+    await queue.settle([answer(leases[0]).copy_with(turn_end=end)])
     await queue.abort_sequence("b", "why")
     (again,) = (await claim(queue, 1)).leases
     await queue.claim_turns([(leases[4], c), (again, Turn("d"))], terms)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_is_on_the_page_and_states_its_promise(script: Any) -> None:
+def test_every_script_is_on_the_page_and_states_its_guarantees(script: Any) -> None:
     if script.stem in FRAGMENTS:
         return
     assert f"`{script.stem}`" in PAGE.partition("## Steps")[2]
     head = re.match(r"(?:--[^\n]*\n)+", script.read_text(encoding="utf-8"))
     assert head is not None
-    for part in ("-- KEYS ", "-- Returns ", "-- Keeps: "):
+    for part in ("-- KEYS ", "-- Returns ", "-- Guarantees: "):
         assert part in head[0], f"{script.name}: its head lacks {part!r}"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script: Any) -> None:
+def test_shared_constants_are_defined_in_python_only(script: Any) -> None:
     locals_ = re.findall(r"^local ([A-Z_, ]+) =", script.read_text(encoding="utf-8"), re.MULTILINE)
     named = {name.strip() for names in locals_ for name in names.split(",")}
-    assert named & {*LUA_CONSTANTS, *SCRIPT_KEYS, *MODEL_REGISTRY_KEYS, "OWN", "TYPES"} == set()
+    assert named & {*LUA_CONSTANTS, *SCRIPT_KEYS, *MODEL_REGISTRY_KEYS, "KEY_COUNT", "KEY_TYPES"} == set()
 
 
 @pytest.mark.parametrize(

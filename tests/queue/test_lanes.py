@@ -32,7 +32,7 @@ async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndDes
 async def commands(queue: OwnerAndDesk, client: redis.asyncio.Redis, room: int) -> tuple[int, list[float]]:
     """How many commands one claim runs on the server, those of its script too, and the scores it leased."""
     await client.config_resetstat()
-    claimed = await claim(queue, 5, 5_000, lanes={Lane.SUSPECTS: room})
+    claimed = await claim(queue, 5, 5_000, max_per_lane={Lane.SUSPECTS: room})
     stats = await client.info("commandstats")
     return sum(told["calls"] for told in stats.values()), [lease.score for lease in claimed.leases]
 
@@ -45,7 +45,7 @@ async def test_a_claim_costs_the_same_whatever_it_passes_over(
     await queue.submit([submission(f"passed-{number:04}", 3_000_000_000) for number in range(PASSED)])
     for _ in range(2):  # their owner dies twice
         held = []
-        while leases := (await claim(queue, 256, 5_000, lanes={Lane.SUSPECTS: PASSED})).leases:
+        while leases := (await claim(queue, 256, 5_000, max_per_lane={Lane.SUSPECTS: PASSED})).leases:
             held += [lease.entry_id for lease in leases if lease.score < 4_000_000_000]
         names = {f"{entry}:a": 0 for entry in held}
         assert await client.zadd(f"{NAMES.queue_prefix}:leases", names, xx=True, ch=True) == PASSED
@@ -124,7 +124,7 @@ async def test_a_turn_costs_the_same_however_many_wait_behind_it(
 
     async def turn() -> tuple[int, int, int]:
         """Of the settlement of the one that goes, and of the claim and line-up of the next."""
-        ended = answer(head.pop()).copy_with(turn=TurnEnd(Turn("chat")))
+        ended = answer(head.pop()).copy_with(turn_end=TurnEnd(Turn("chat")))
         settlement = await count(client, queue.settle([ended]))
 
         async def take() -> None:

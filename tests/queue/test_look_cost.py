@@ -34,13 +34,13 @@ async def test_no_call_blocks_for_long_while_a_hundred_thousand_wait(
         await queue.submit([Submission(sought, float(DEADLINE), "sought", "t", DEADLINE)])
 
         await client.config_resetstat()
-        near = await queue.near("sought")
-        assert ([each.member for each in near.found], near.after) == ([sought], "")
-        assert near.looked_at == 1, "the one that bears the token, and no other of its deadline"
+        near = await queue.find_by_id("sought")
+        assert ([each.member for each in near.requests], near.after) == ([sought], "")
+        assert near.examined_count == 1, "the one that bears the token, and no other of its deadline"
 
         found, looked, after, words = 0, 0, "", [encode_spellings("sought")]
         while True:
-            page: LookupPage = await queue.search(words, after)
+            page: LookupPage = await queue.search_requests(words, after)
             assert page.examined_count <= PAGE * 2, (
                 "a cursor's page may be somewhat larger than was asked for"
             )
@@ -48,8 +48,8 @@ async def test_no_call_blocks_for_long_while_a_hundred_thousand_wait(
             if not after:
                 break
         assert (found, looked >= MANY) == (1, True)
-        last = await queue.lying(RequestLocation.PENDING, PAGE, str(MANY - 10))
-        assert (len(last.found), last.after) == (11, "")
+        last = await queue.list_requests(RequestLocation.PENDING, PAGE, str(MANY - 10))
+        assert (len(last.requests), last.after) == (11, "")
 
         told: Any = await client.info("commandstats")
         assert told["cmdstat_evalsha"]["usec_per_call"] < 20_000, told["cmdstat_evalsha"]
@@ -65,16 +65,16 @@ async def test_large_members_are_read_in_smaller_pages(
     async with queues(any_server.url, "a") as (queue,):
         after = ""
         while True:
-            page = await queue.search([], after)
-            seen |= {each.member for each in page.found}
+            page = await queue.search_requests([], after)
+            seen |= {each.member for each in page.requests}
             # One bucket of the server's own table, whatever it holds: seven in Valkey, and those that found
             # no room there. Its hash is another in each run; of 40 members 12 have been seen in one.
-            assert len(page.found) <= 20
+            assert len(page.requests) <= 20
             if not (after := page.after):
                 break
         assert seen == set(large)
-        page = await queue.lying(RequestLocation.PENDING, 99)
-        assert (len(page.found), page.after) == (2, "2")
+        page = await queue.list_requests(RequestLocation.PENDING, 99)
+        assert (len(page.requests), page.after) == (2, "2")
 
 
 @pytest.mark.parametrize("returned", [False, True])
@@ -91,9 +91,9 @@ async def test_request_of_our_client_is_found_among_many_of_one_deadline_by_its_
             (lease,) = (await claim(queue)).leases
             await queue.release([Release(lease, 0.0)])
         await client.zadd(queue.names.queue, made)
-        near = await queue.near("sought")
-        assert [(each.member, each.entry > 0) for each in near.found] == [(sought, returned)]
-        assert (near.after, near.looked_at) == ("", 1)
+        near = await queue.find_by_id("sought")
+        assert [(each.member, each.entry > 0) for each in near.requests] == [(sought, returned)]
+        assert (near.after, near.examined_count) == ("", 1)
 
 
 async def test_leased_request_is_found_before_all_of_its_deadline_are_read(
@@ -104,8 +104,8 @@ async def test_leased_request_is_found_before_all_of_its_deadline_are_read(
         await queue.submit([Submission(sought, float(DEADLINE), "sought", "t", DEADLINE)])
         await claim(queue)
         await client.zadd(queue.names.queue, {b"m%d" % at: DEADLINE for at in range(1000)})
-        near = await queue.near("sought")
-        assert ([each.member for each in near.found], near.after, near.looked_at) == ([sought], "", 1)
+        near = await queue.find_by_id("sought")
+        assert ([each.member for each in near.requests], near.after, near.examined_count) == ([sought], "", 1)
 
 
 async def test_token_that_stands_elsewhere_is_found_among_those_of_its_deadline(
@@ -116,8 +116,8 @@ async def test_token_that_stands_elsewhere_is_found_among_those_of_its_deadline(
     async with queues(any_server.url, "a") as (queue,):
         await queue.submit([Submission(sought, float(DEADLINE), "sought", "t", DEADLINE)])
         await client.zadd(queue.names.queue, {b"m%d" % at: DEADLINE for at in range(10)})
-        near = await queue.near("sought")
-        assert ([each.member for each in near.found], near.looked_at) == ([sought], 11)
+        near = await queue.find_by_id("sought")
+        assert ([each.member for each in near.requests], near.examined_count) == ([sought], 11)
 
 
 async def test_request_that_no_index_leads_to_is_sought_among_so_many_and_no_more(

@@ -37,21 +37,21 @@ async def say_all(queue: OwnerAndDesk) -> ModelRegistryState:
 async def test_a_pool_that_nobody_serves_leaves_nothing_but_what_operators_said(
     queue: OwnerAndDesk, client: redis.asyncio.Redis
 ) -> None:
-    await queue.label("qwen", "stable", "1", "ada")
-    await queue.drain("qwen-v2", "ada")
+    await queue.set_label("qwen", "stable", "1", "ada")
+    await queue.drain_version("qwen-v2", "ada")
     await say_all(queue)
     lives = {name: await client.ttl(key) for name, key in AT.items()}
     expected = {
-        "WARM": WARM_MARKER_S,
-        "WARMING": WARM_UP_LOCK_S,
-        "USED": MODEL_IN_USE_S,
+        "WARM_MARKERS": WARM_MARKER_S,
+        "WARM_UP_LOCKS": WARM_UP_LOCK_S,
+        "MODELS_IN_USE": MODEL_IN_USE_S,
         "PINS": 101,
-        "PINS_ASKED": 101,
+        "PINS_LAST_USED": 101,
     }
     assert dict.fromkeys(("LABELS", "DRAINS"), -1) == {name: left for name, left in lives.items() if left < 0}
     assert all(0 < lives[name] <= most + 1 for name, most in expected.items()), lives
-    await queue.label("qwen", "stable", None, "ada")
-    await queue.undrain("qwen-v2")
+    await queue.set_label("qwen", "stable", None, "ada")
+    await queue.undrain_version("qwen-v2")
     assert not await client.exists(AT["LABELS"], AT["DRAINS"])
 
 
@@ -59,10 +59,10 @@ async def test_two_pools_that_serve_the_same_names_know_nothing_of_each_other(
     queue: OwnerAndDesk, any_server: Server, client: redis.asyncio.Redis
 ) -> None:
     theirs = QueueNames("batch:{other}:requests", "batch:{other}:results")
-    await queue.label("qwen", "stable", "1", "ada")
-    await queue.drain("qwen-v2", "ada")
+    await queue.set_label("qwen", "stable", "1", "ada")
+    await queue.drain_version("qwen-v2", "ada")
     await say_all(queue)
-    async with queues(any_server.url, "a", list_names=theirs) as (other,):
+    async with queues(any_server.url, "a", names=theirs) as (other,):
         assert await other.refresh_warm_markers([PAIR], (), ()) == ModelRegistryState()
         assert await other.take_warm_up_lock("qwen-v2", PAIR[1])
         pinned = await other.pin_versions([PinRequest("chat-7", "qwen-v2", ["qwen-v1", "qwen-v2"], 100)])
@@ -77,7 +77,7 @@ async def test_pins_last_as_long_as_the_longest_of_them(
         await queue.pin_versions([PinRequest(f"for-{for_s}", "v1", (), for_s)])
         longest = min(max(for_s, 1000), MAX_PIN_S)
         assert longest - 5 < await client.ttl(AT["PINS"]) <= longest + 2
-        assert longest - 5 < await client.ttl(AT["PINS_ASKED"]) <= longest + 2
+        assert longest - 5 < await client.ttl(AT["PINS_LAST_USED"]) <= longest + 2
 
 
 async def test_no_more_pins_are_kept_than_may_be_and_what_is_over_goes(
@@ -86,7 +86,7 @@ async def test_no_more_pins_are_kept_than_may_be_and_what_is_over_goes(
     async def ask(*keys: str, most: int = 3, for_s: float = 100.0) -> set[str]:
         await pin_versions(queue.backend, [PinRequest(key, "v1", ["v1"], for_s) for key in keys], most)
         kept = {key.decode() for key in await client.hkeys(AT["PINS"])} - {""}
-        assert kept == {key.decode() for key in await client.zrange(AT["PINS_ASKED"], 0, -1)}
+        assert kept == {key.decode() for key in await client.zrange(AT["PINS_LAST_USED"], 0, -1)}
         return kept
 
     assert await ask("a") == {"a"}
@@ -107,10 +107,10 @@ async def test_pins_asked_for_before_the_clock_stepped_back_go_before_those_of_n
     await ask("a")
     await ask("b")
     for key in (b"a", b"b", b"foreign"):
-        await client.zadd(AT["PINS_ASKED"], {key: float("inf") if key == b"foreign" else 1e11})
+        await client.zadd(AT["PINS_LAST_USED"], {key: float("inf") if key == b"foreign" else 1e11})
     await ask("c")
     await ask("d")
-    assert await client.zrange(AT["PINS_ASKED"], 0, -1) == [b"c", b"d"]
+    assert await client.zrange(AT["PINS_LAST_USED"], 0, -1) == [b"c", b"d"]
     assert set(await client.hkeys(AT["PINS"])) == {b"", b"c", b"d"}
 
 
@@ -133,28 +133,28 @@ async def put(client: redis.asyncio.Redis, key: str, kind: str) -> None:
 async def test_a_foreign_key_is_left_alone_costs_what_it_stands_for_and_is_told_of(
     queue: OwnerAndDesk, client: redis.asyncio.Redis, name: str
 ) -> None:
-    await queue.label("qwen", "stable", "1", "ada")
-    await queue.drain("qwen-v2", "ada")
+    await queue.set_label("qwen", "stable", "1", "ada")
+    await queue.drain_version("qwen-v2", "ada")
     whole = await say_all(queue)
     await client.delete(AT[name])
     await put(client, AT[name], "list")
     for told in (await say_all(queue), await queue.read_model_registry()):
         kind = MODEL_REGISTRY_KEYS[name][1]
         assert told.problem == f"{AT[name]} holds a list, not a {kind}"
-        assert (told.warm_markers == whole.warm_markers) is (name != "WARM")
-        assert (told.models_in_use == whole.models_in_use) is (name != "USED")
+        assert (told.warm_markers == whole.warm_markers) is (name != "WARM_MARKERS")
+        assert (told.models_in_use == whole.models_in_use) is (name != "MODELS_IN_USE")
         assert (told.labels == whole.labels) is (name != "LABELS")
         assert (told.drained_models.keys() == whole.drained_models.keys()) is (name != "DRAINS")
-    assert await queue.take_warm_up_lock(*PAIR) is (name != "WARMING")
+    assert await queue.take_warm_up_lock(*PAIR) is (name != "WARM_UP_LOCKS")
     await queue.release_warm_up_lock(*PAIR)
     again = await queue.pin_versions([PinRequest("chat-7", "qwen-v2", ["qwen-v1"], 100)])
     assert again == ["qwen-v2" if name.startswith("PINS") else "qwen-v1"]
     if name == "LABELS":
         with pytest.raises(QueueUnavailableError, match="models:labels holds a list, not a zset"):
-            await queue.label("qwen", "stable", "2", "ada")
+            await queue.set_label("qwen", "stable", "2", "ada")
     if name == "DRAINS":
         with pytest.raises(QueueUnavailableError, match="models:drains holds a list, not a zset"):
-            await queue.undrain("qwen-v2")
+            await queue.undrain_version("qwen-v2")
     assert await client.lrange(AT[name], 0, -1) == [b"someone's"]
     await client.delete(AT[name])
     if name in ("LABELS", "DRAINS"):
@@ -194,12 +194,12 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("name", ["WARM", "WARMING", "USED", "LABELS", "DRAINS"])
+@pytest.mark.parametrize("name", ["WARM_MARKERS", "WARM_UP_LOCKS", "MODELS_IN_USE", "LABELS", "DRAINS"])
 async def test_what_others_write_among_it_counts_for_nothing(
     queue: OwnerAndDesk, client: redis.asyncio.Redis, name: str
 ) -> None:
-    await queue.label("qwen", "stable", "1", "ada")
-    await queue.drain("qwen-v2", "ada")
+    await queue.set_label("qwen", "stable", "1", "ada")
+    await queue.drain_version("qwen-v2", "ada")
     whole = await say_all(queue)
     await client.zadd(AT[name], dict.fromkeys(ODD, 1e300))
     told = await say_all(queue)
@@ -209,12 +209,12 @@ async def test_what_others_write_among_it_counts_for_nothing(
         whole.labels,
     )
     assert told.drained_models.keys() == whole.drained_models.keys()
-    assert f"{len(ODD)} cannot be read" in told.problem
+    assert f"{len(ODD)} entries of the model registry cannot be read" in told.problem
     assert told.problem.isprintable()
     assert len(told.problem) < 300
     assert await queue.take_warm_up_lock("qwen-v2", PAIR[1])
-    await queue.label("qwen", "stable", "2", "ada")
-    assert await queue.undrain("qwen-v2")
+    await queue.set_label("qwen", "stable", "2", "ada")
+    assert await queue.undrain_version("qwen-v2")
 
 
 @pytest.mark.parametrize("score", ["-inf", "-1", "1e18", "inf"])
@@ -223,7 +223,7 @@ async def test_a_drain_of_no_known_time_is_one(
 ) -> None:
     await client.zadd(AT["DRAINS"], {'["qwen-v1","ada","why"]': float(score)})
     assert (await queue.read_model_registry()).drained_models == {"qwen-v1": "by ada: why"}
-    assert await queue.undrain("qwen-v1")
+    assert await queue.undrain_version("qwen-v1")
 
 
 async def test_a_label_that_was_written_twice_means_what_was_said_last(
@@ -232,7 +232,7 @@ async def test_a_label_that_was_written_twice_means_what_was_said_last(
     twice = {'["qwen","stable","2","ada"]': 2, '["qwen","stable","1","bob"]': 1}
     await client.zadd(AT["LABELS"], twice)
     assert (await queue.read_model_registry()).labels == {("qwen", "stable"): "2"}
-    await queue.label("qwen", "stable", "3", "ada")
+    await queue.set_label("qwen", "stable", "3", "ada")
     assert await client.zcard(AT["LABELS"]) == 1
 
 
@@ -268,24 +268,24 @@ async def test_marks_of_more_than_any_pool_has_are_told_in_part(
     await queue.mark_warm(*PAIR)
     async with client.pipeline() as pipeline:
         for start in range(0, MAX_MARKERS + 10, 10_000):
-            pipeline.zadd(AT["WARM"], {f'["v{start + at}","e"]': 1e300 for at in range(10_000)})
+            pipeline.zadd(AT["WARM_MARKERS"], {f'["v{start + at}","e"]': 1e300 for at in range(10_000)})
         await pipeline.execute()
     assert len((await queue.read_model_registry()).warm_markers) == MAX_MARKERS
-    await client.delete(AT["WARM"])
+    await client.delete(AT["WARM_MARKERS"])
 
 
 async def test_a_full_server_lets_marks_be_refreshed_and_refuses_what_operators_say_whole(
     queue: OwnerAndDesk, client: redis.asyncio.Redis
 ) -> None:
-    await queue.label("qwen", "stable", "1", "ada")
+    await queue.set_label("qwen", "stable", "1", "ada")
     whole = await say_all(queue)
     await client.config_set("maxmemory", 1)
     try:
         assert await say_all(queue) == whole
         with pytest.raises(QueueUnavailableError, match="out of memory"):
-            await queue.label("qwen", "stable", "2", "ada")
+            await queue.set_label("qwen", "stable", "2", "ada")
         assert (await queue.read_model_registry()).labels == {("qwen", "stable"): "1"}
-        assert await queue.label("qwen", "stable", None, "ada")
+        assert await queue.set_label("qwen", "stable", None, "ada")
     finally:
         await client.config_set("maxmemory", 0)
 

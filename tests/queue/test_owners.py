@@ -20,17 +20,17 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 BE_AN_OWNER = """
 import sys
-from dispatcher.queue.owners import presence
-with presence() as present:
-    print(present.owner, flush=True)
+from dispatcher.queue.owners import register_owner
+with register_owner() as registered:
+    print(registered.owner, flush=True)
     sys.stdin.read()
 """
 HAVE_A_CHILD = """
 import subprocess, sys
-from dispatcher.queue.owners import presence
-with presence() as present:
+from dispatcher.queue.owners import register_owner
+with register_owner() as registered:
     child = subprocess.Popen(["sleep", "1000"])
-    print(present.owner, child.pid, flush=True)
+    print(registered.owner, child.pid, flush=True)
     sys.stdin.read()
 """
 

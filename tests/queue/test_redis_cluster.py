@@ -98,9 +98,11 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(
 ) -> None:
     (elsewhere,) = apart(cluster, 1)
     await queue.submit([submission(f"r-{number}", token="t") for number in range(4)])
-    assert await queue.cancel("r-3")
+    assert await queue.cancel_request("r-3")
     asked = [(f"r-{number}", "t") for number in range(4)]
-    assert await queue.check_cancelled(asked) == await queue.being_cancelled(asked) == [False] * 3 + [True]
+    assert (
+        await queue.check_cancelled(asked) == await queue.desk.check_cancelled(asked) == [False] * 3 + [True]
+    )
     line = await queue.take_snapshot(1.0, 1.0)
     assert (line.pending_count, line.settled_count, len(line.first_requests)) == (4, 0, 1)
     leases = (await claim(queue)).leases
@@ -128,7 +130,7 @@ async def test_default_list_in_another_slot(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
     names = QueueNames("batch:{pool}:requests", apart(cluster, 1)[0])
-    async with queues(cluster.url, "a", list_names=names) as (queue,):
+    async with queues(cluster.url, "a", names=names) as (queue,):
         await queue.submit([submission("r-1")])
         assert await queue.settle([answer(await claim_one(queue))]) == [SettleStatus.DONE]
         assert await client.llen(names.result_list) == 1
@@ -284,10 +286,10 @@ async def test_release_and_sweep_on_a_cluster(queue: OwnerAndDesk) -> None:
     async def due() -> bool:
         return (await queue.sweep()).due_count == 1
 
-    assert await queue.unserved_s() is None
+    assert await queue.get_sweep_age_s() is None
     await wait_until(due)
     assert (await claim_one(queue)).failed_attempts == 1
-    assert 0 <= (await queue.unserved_s() or 0.0) < 30
+    assert 0 <= (await queue.get_sweep_age_s() or 0.0) < 30
 
 
 async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> None:
@@ -298,14 +300,14 @@ async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> Non
     said = (await queue.claim_turns(turns, SequenceTerms())).decisions
     assert [type(one) for one in said] == [TurnWaits, TurnWaits, TurnGranted]
     await queue.settle(
-        [answer(leases[2]).copy_with(turn=TurnEnd(turns[2][1], has_failed=True, cause="it broke"))]
+        [answer(leases[2]).copy_with(turn_end=TurnEnd(turns[2][1], has_failed=True, cause="it broke"))]
     )
     unserved = await queue.find_remaining_requests(9)
     assert [(one.error_code, one.message) for one in unserved] == [("SEQUENCE_ABORTED", "it broke")] * 2
-    items = [(one.request, answer(leases[0]).copy_with(results="elsewhere")) for one in unserved]
+    items = [(one.request, answer(leases[0]).copy_with(result_list="elsewhere")) for one in unserved]
     assert await queue.settle_unleased(items) == 2
     assert (await queue.count_requests()).pending == 0
-    assert [one.id for one in (await queue.sequences(9)).found] == ["s"]
+    assert [one.id for one in (await queue.list_sequences(9)).sequences] == ["s"]
 
 
 async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_cluster(
@@ -315,7 +317,7 @@ async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_clu
     await queue.submit([submission("late", 1_700_000_000, token="t")])
     leases = (await claim(queue)).leases
     await queue.release([Release(lease, missing_model="m") for lease in leases])
-    assert await queue.cancel("r-2", "t")
+    assert await queue.cancel_request("r-2", "t")
     assert (await queue.sweep()).cancelled_count == 1
     (late,) = await queue.find_overdue(9)
     assert await queue.settle_unleased([(late, answer(leases[0]))]) == 1
@@ -327,14 +329,14 @@ async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_clu
 async def test_what_is_said_of_versions_is_shared_on_a_cluster(queue: OwnerAndDesk) -> None:
     assert await queue.take_warm_up_lock("qwen-v1", "10.0.0.1:8000")
     await queue.mark_warm("qwen-v1", "10.0.0.1:8000")
-    await queue.label("qwen", "stable", "1", "ada")
-    await queue.drain("qwen-v2", "ada")
+    await queue.set_label("qwen", "stable", "1", "ada")
+    await queue.drain_version("qwen-v2", "ada")
     assert await queue.pin_versions([PinRequest("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
     told = await queue.refresh_warm_markers([("qwen-v1", "10.0.0.1:8000")], (), ["qwen-v1"])
     assert told == await queue.read_model_registry()
     assert (set(told.warm_markers), set(told.models_in_use)) == ({("qwen-v1", "10.0.0.1:8000")}, {"qwen-v1"})
     assert (told.labels, set(told.drained_models)) == ({("qwen", "stable"): "1"}, {"qwen-v2"})
-    assert await queue.undrain("qwen-v2")
+    assert await queue.undrain_version("qwen-v2")
 
 
 class Counts(RedisQueue):

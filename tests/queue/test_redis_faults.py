@@ -226,7 +226,10 @@ async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not
         assert await queue.find_invalid_result_lists([]) == {}
         refused = await queue.find_invalid_result_lists(["a", "b", "a-string", NAMES.queue])
         assert set(refused) == {"a-string", NAMES.queue}
-    assert asked == [("unfit", [b"a", b"b", b"a-string"]), *[("unfit", [b"a-string"])] * 2]
+    assert asked == [
+        ("check_result_lists", [b"a", b"b", b"a-string"]),
+        *[("check_result_lists", [b"a-string"])] * 2,
+    ]
     await client.delete("a-string")
     assert await queue.find_invalid_result_lists(["a-string"]) == {}
 
@@ -243,7 +246,7 @@ async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(
     lease = await claim_one(queue)
     said = await queue.move_to_dead_letters([DeadLetter(answer(lease, "batch:{pool}:requests"), "no use")])
     assert said == [SettleStatus.BAD_LIST]
-    (dead,) = await queue.dead_list(10)
+    (dead,) = await queue.list_dead(10)
     assert dead.reason == "no use"
     assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.result_list, 0))
 
@@ -256,7 +259,7 @@ async def test_default_list_of_the_wrong_type_keeps_the_request(
     await queue.submit([submission("r-1"), submission("r-2")])
     own, other = (await claim(queue)).leases
     assert await queue.settle([answer(own), answer(other, "elsewhere")]) == [None, SettleStatus.DONE]
-    with pytest.raises(QueueUnavailableError, match="is no list"):
+    with pytest.raises(QueueUnavailableError, match="is not a list"):
         await queue.settle([answer(own)])
     assert (await queue.count_requests()).leased == 1
     assert await client.llen("elsewhere") == 1
@@ -401,7 +404,7 @@ async def test_password_database_and_restricted_user(tmp_path: Path) -> None:
         url = f"redis://batch:word@127.0.0.1:{running.port}/3"
         async with queues(url, "a") as (queue,):
             await queue.submit([submission("r-1", token="t"), submission("r-2")])
-            assert await queue.cancel("r-1")
+            assert await queue.cancel_request("r-1")
             leases = (await claim(queue)).leases
             said = await queue.settle([answer(leases[0], token="t"), answer(leases[1], "not-granted")])
             assert said == [SettleStatus.DONE, SettleStatus.BAD_LIST]
@@ -460,11 +463,11 @@ async def test_poison_disappears_nowhere_and_blocks_nobody(
         )
     assert seen == sorted([*poison, member_of(seen, "fine")])
     dead: list[DeadRequest] = []
-    while found := await queue.dead_list(100, dead[-1].entry_id if dead else 0):
+    while found := await queue.list_dead(100, dead[-1].entry_id if dead else 0):
         dead += found
     assert [one.member for one in dead] == seen
     assert await client.llen(NAMES.result_list) == 0
-    assert await queue.dead_purge() == len(seen)
+    assert await queue.purge_dead() == len(seen)
     await assert_drained(client, NAMES)
 
 
@@ -516,9 +519,9 @@ async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(
                 await queue.move_to_dead_letters(
                     [DeadLetter(answer(await claim_one(queue)), f"reason {number}")]
                 )
-        assert [dead.reason for dead in await queue.dead_list(10)] == ["reason 2", "reason 3", "reason 4"]
+        assert [dead.reason for dead in await queue.list_dead(10)] == ["reason 2", "reason 3", "reason 4"]
         assert told == [(Event.DEAD_DROPPED, 1)] * 2
-        assert await queue.dead_purge() == 3
+        assert await queue.purge_dead() == 3
     assert await client.llen(NAMES.result_list) == 5
     await client.delete(NAMES.result_list)
     await assert_drained(client, NAMES)

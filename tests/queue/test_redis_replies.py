@@ -173,7 +173,7 @@ async def bears(running: Server, names: QueueNames, odd: str, said: bytes, some:
     async with (
         some,
         relay(running) as way,
-        queues(way.url, "a", list_names=names, attempt_timeout_s=1.0) as (queue,),
+        queues(way.url, "a", names=names, attempt_timeout_s=1.0) as (queue,),
     ):
         gateway, heard = Answers(), list[Event]()
 
@@ -377,7 +377,7 @@ async def test_no_result_is_called_too_large_while_the_server_is_away(
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("foo=bar", "foo is no option"),
+        ("foo=bar", "foo is not an option"),
         ("socket_timeout=soon", "(?i)invalid value for '?socket_timeout"),
     ],
 )

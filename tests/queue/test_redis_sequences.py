@@ -33,7 +33,7 @@ async def next_turn(queue: OwnerAndDesk, secret: str) -> TurnDecision:
     (lease,) = (await claim(queue)).leases
     (verdict,) = (await queue.claim_turns([(lease, turn)], SequenceTerms())).decisions
     end = TurnEnd(turn, conversation=b"[]") if isinstance(verdict, TurnGranted) else None
-    await queue.settle([answer(lease).copy_with(turn=end)])
+    await queue.settle([answer(lease).copy_with(turn_end=end)])
     return verdict
 
 

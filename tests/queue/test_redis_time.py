@@ -33,7 +33,7 @@ from tests.support import wait_until
 
 CONTROL = f"{NAMES.queue_prefix}:control"
 LEASES = f"{NAMES.queue_prefix}:leases"
-BEATS = f"{NAMES.queue_prefix}:beats"
+HEARTBEATS = f"{NAMES.queue_prefix}:heartbeats"
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterato
 
 async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
     """As if the server's clock had jumped: what scripts kept moves the other way."""
-    for key in (LEASES, BEATS, f"{NAMES.queue_prefix}:delayed"):
+    for key in (LEASES, HEARTBEATS, f"{NAMES.queue_prefix}:delayed"):
         scores: Any = await client.zrange(key, 0, -1, withscores=True)
         for name, score in scores:
             await client.zadd(key, {name: score - by_s}, xx=True)
-    ticks = ("tick", f"tick:{NAMES.queue}", "quiet_until", "beats_tick", "beats_quiet_until")
+    ticks = ("tick", f"tick:{NAMES.queue}", "quiet_until", "heartbeats_tick", "heartbeats_quiet_until")
     for field in ("read_at", "overload_at", "overload_until", *ticks):
         if (at := await client.hget(CONTROL, field)) is not None:
             await client.hset(CONTROL, field, f"{float(at) - by_s:.6f}")
@@ -112,7 +112,7 @@ async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(
         await far.count_requests()
         assert far.backend.clock._offset is not None
         far.backend.clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
-        monkeypatch.setattr(far.backend.clock, "observe", lambda *_: None)
+        monkeypatch.setattr(far.backend.clock, "observe_reply", lambda *_: None)
         await near.submit([submission(f"r-{number}") for number in range(9)])
         now = asyncio.get_running_loop().time()
         newer_by_far = Permit(2, now + 5000 - 1, 0)
@@ -170,10 +170,10 @@ async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(
         await shift_server_clock(client, -3600)
         await queue.renew([mine])  # the first to speak since the jump, before any sweep
         assert (await queue.sweep()).reclaimed_count == 0
-        assert await ahead_s(client, BEATS, "dead") < 6
-        await client.zadd(BEATS, {"dead": 0}, xx=True)
+        assert await ahead_s(client, HEARTBEATS, "dead") < 6
+        await client.zadd(HEARTBEATS, {"dead": 0}, xx=True)
         assert (await queue.sweep()).reclaimed_count == 0
-        await client.hset(CONTROL, "beats_quiet_until", "0")
+        await client.hset(CONTROL, "heartbeats_quiet_until", "0")
         assert (await queue.sweep()).reclaimed_count == 1
 
 
@@ -199,8 +199,8 @@ async def test_silence_counts_unless_sweeps_were_silent_too(
         await queue.submit([submission("r-1")])
         await queue.sweep()
         await claim_one(dead)
-        await client.zadd(BEATS, {"dead": 0}, xx=True)
-        for tick in ("tick", "beats_tick"):
+        await client.zadd(HEARTBEATS, {"dead": 0}, xx=True)
+        for tick in ("tick", "heartbeats_tick"):
             await client.hset(CONTROL, tick, f"{time.time() - gap_s:.6f}")
         assert (await queue.sweep()).reclaimed_count == reclaimed
 
@@ -232,9 +232,9 @@ async def test_first_sweep_after_an_upgrade_waits_for_those_who_live(
         await queue.submit([submission("r-1")])
         await claim_one(living)
         await sweep_as_older_version(client)
-        await client.zadd(BEATS, {"living": 1}, xx=True)
+        await client.zadd(HEARTBEATS, {"living": 1}, xx=True)
         assert (await queue.sweep()).reclaimed_count == 0
-        until = await client.hget(CONTROL, "beats_quiet_until")
+        until = await client.hget(CONTROL, "heartbeats_quiet_until")
         assert until is not None
         assert 0 < float(until) - time.time() < 6
 
@@ -249,8 +249,8 @@ async def test_older_version_that_sweeps_first_after_a_jump_leaves_the_beats_to_
         await shift_server_clock(client, -3600)
         await sweep_as_older_version(client)
         assert (await queue.sweep()).reclaimed_count == 0
-        assert await ahead_s(client, BEATS, "dead") < 6
-        until = await client.hget(CONTROL, "beats_quiet_until")
+        assert await ahead_s(client, HEARTBEATS, "dead") < 6
+        until = await client.hget(CONTROL, "heartbeats_quiet_until")
         assert until is not None
         assert float(until) - time.time() < 6
 

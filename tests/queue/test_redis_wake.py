@@ -56,7 +56,7 @@ async def test_what_operators_do_wakes_too(
     await client.set("request-active:r-1", "t", ex=60)  # as llm-d's producers leave it
     waiting = await subscribed(hearing, client)
     if act == "cancel":
-        assert await hearing.cancel("r-1", "t")
+        assert await hearing.cancel_request("r-1", "t")
     elif act == "pause":
         await hearing.pause("me", "why")
     elif act == "resume":

@@ -181,7 +181,7 @@ class Dispatcher:
     def tries(self, outcome: str) -> float:
         """How many ended so, whatever the status."""
         return sum(
-            value for name, value in self.metrics().items() if name.startswith(f"tries_total{{{outcome},")
+            value for name, value in self.metrics().items() if name.startswith(f"attempts_total{{{outcome},")
         )
 
     def wait_for(self, timeout_s: float = 15.0, **wanted: Any) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Dispatcher:
 
     def complaints(self) -> list[str]:
         """What no run should ever show: defects of ours, tracebacks, an end that nobody asked for."""
-        found = [str(event) for event in self.events("surprise")]
+        found = [str(event) for event in self.events("internal-error")]
         for log in sorted(self.folder.glob("log.*")):
             text = log.read_text()
             if "Traceback" in text or "never retrieved" in text or "was never awaited" in text:

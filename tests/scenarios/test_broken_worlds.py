@@ -29,7 +29,18 @@ from tests.scenarios.virtual_stage import Metrics, Stage, perform
 
 SETTINGS = Settings.model_validate({"gateway": {"url": "http://gw"}})
 NO_MODEL = b'{"error":{"message":"The model `x` does not exist.","type":"NotFoundError","code":404}}'
-WRITES = ("claim", "probe", "renew", "share", "settle", "hand_over", "bury", "release", "sweep", "expire")
+WRITES = (
+    "claim",
+    "claim_probe",
+    "renew",
+    "share_state",
+    "settle",
+    "settle_and_claim_next",
+    "move_to_dead_letters",
+    "release",
+    "sweep",
+    "settle_unleased",
+)
 Break = Callable[[Stage], Awaitable[None]]
 
 
@@ -189,6 +200,7 @@ def said_by_all(stage: Stage, queue_problem: str | None) -> str:
         "queue_problem": queue_problem,
         "dispatcher": told,
         "dispatcher_problem": None,
+        "dispatcher_problem_kind": None,
     }
     first = render.format_status(shown)[0]
     assert (

@@ -223,14 +223,14 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
 
     cluster.do(lambda server: setattr(server, "tokens", set()))
     cluster.do(lambda server: server.cut())
-    prometheus.wait_for("batch_dispatcher_watch_failing == 1 and batch_dispatcher_watch_unsure_seconds > 0")
+    prometheus.wait_for("batch_dispatcher_watch_failing == 1 and batch_dispatcher_watch_stale_seconds > 0")
     today.look()
     cluster.do(lambda server: setattr(server, "tokens", {"t0"}))
     cluster.do(lambda server: server.put(PODS, pod("p2")))
     prometheus.wait_for("batch_dispatcher_watch_endpoints == 3")
     for name in ("p1", "p2"):
         cluster.do(lambda server, name=name: server.delete(PODS, name))  # type: ignore[misc]
-    prometheus.wait_for('batch_dispatcher_max_sys_by{by="watch"} == 1')
+    prometheus.wait_for('batch_dispatcher_max_sys_source{source="watch"} == 1')
     cluster.do(lambda server: server.put(PODS, pod("p1")))
     one.reconfigure(signals={"use": "requests"})
     prometheus.wait_for('batch_dispatcher_signal{signal="requests"} == 1')

@@ -41,13 +41,13 @@ def test_the_pickers_number_is_learned_and_compared(
     assert [each["signal"] for each in status["readings"]] == ["saturation"], "a count needs no second"
     assert status["detector"] == "counts requests, maxConcurrency 16"
     assert [event["picker"] for event in one.events("capacity-learned")] == [16]
-    assert status["max_sys_by"] == ("picker" if limit == 30 else "setting")
+    assert status["max_sys_source"] == ("picker" if limit == 30 else "setting")
     if limit == 30:
-        assert (status["per_endpoint"], status["per_endpoint_from"]) == (16, "picker")
+        assert (status["per_endpoint"], status["per_endpoint_source"]) == (16, "picker")
         assert "An endpoint is taken to run 16 requests, as the endpoint picker counts." in said(one)
         assert not one.events("capacity-differs")
     else:
-        assert (status["per_endpoint"], status["per_endpoint_from"]) == (8, "setting")
+        assert (status["per_endpoint"], status["per_endpoint_source"]) == (8, "setting")
         assert "The capacity is 16 by budget.per_endpoint, 8, × ready endpoints" in said(one)
         told = "budget.per_endpoint is 8, the endpoint picker counts with 16: one of them is wrong."
         assert told in said(one)
@@ -65,13 +65,13 @@ def test_the_pickers_number_is_learned_and_compared(
 def test_what_is_not_proven_is_said_as_check_says_it(stage: Stage) -> None:
     world = stage.world(slots=32, endpoints=2, seconds=3600)
     one = stage.dispatcher(merged(stage.settings(world, max_sys=None), {"signals": {"interval_s": 0.2}}))
-    status = one.wait_for(per_endpoint_from="search", max_sys=16, max_sys_by="search")
+    status = one.wait_for(per_endpoint_source="search", max_sys=16, max_sys_source="search")
     assert (status["per_endpoint"], status["configured_max_sys"]) == (8, None)
     assert [event["per_endpoint"] for event in one.events("capacity-search")] == [8]
     assert "The capacity is 16 by the search so far" in said(one)
     assert "Nobody names the capacity: the search started at 8 requests per endpoint" in said(one)
     stage.producer.submit(1)
-    assert one.wait_for(per_endpoint_from="suggestion")["per_endpoint"] == 16
+    assert one.wait_for(per_endpoint_source="suggestion")["per_endpoint"] == 16
     told = "the picker's page suggests 16 requests per endpoint; not proven yet"
     assert told in said(one).lower()
     checked = CliRunner().invoke(app, ["check", "--config", str(one.config)])

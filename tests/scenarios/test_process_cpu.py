@@ -39,11 +39,15 @@ def test_quarter_of_a_core_is_enough_to_start_keep_leases_and_drain(quarter: Thr
     assert stage.producer.answers() == {"200": LIMIT + 20}
     assert not stage.producer.twice()
     assert len(world.log()) == LIMIT + 20, "no lease ran out, so nothing was sent twice"
-    assert [one.events(name) for name in ("lease-lost", "queue-unreachable", "left-behind")] == [[], [], []]
+    assert [one.events(name) for name in ("lease-lost", "queue-unreachable", "leases-left-behind")] == [
+        [],
+        [],
+        [],
+    ]
 
 
 def slow(one: Dispatcher) -> bool:
-    return bool(one.events("slow"))
+    return bool(one.events("event-loop-slow"))
 
 
 @pytest.mark.serial
@@ -57,7 +61,7 @@ def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -
         limit.hold(one.child.pid)
         stage.producer.submit(10_000)
         wait_until_sync(lambda: slow(one), 60.0, what="the event", every_s=0.1)
-        [event] = one.events("slow")
+        [event] = one.events("event-loop-slow")
         assert event["level"] == "warning"
         assert event["behind_share"] >= 0.15 or event["longest_s"] >= 1
         assert "too little CPU" in event["why"]
@@ -70,6 +74,6 @@ def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -
         assert "too little CPU" in status["explanation"]
         assert status["loop_lag_s"] > 0
         assert one.metrics()["loop_lag_seconds"] > 0
-    assert len(one.events("slow")) == 1
+    assert len(one.events("event-loop-slow")) == 1
     one.send(signal.SIGTERM)
     assert one.child.wait(30) == 0

@@ -331,11 +331,11 @@ def test_a_gateway_that_fails_what_it_gets_is_told_until_it_works_again(stage: S
     ids = producer.submit(5, broken, prefix="broken", deadline_s=3000)
     producer.wait_for_all(ids, timeout_s=20)
     told = one.wait_for(open=True)
-    assert told["tries_problem"].startswith("Of the last 20 tries 20 failed: 500 (20), the newest ")
-    assert f"{told['tries_problem']}." in told["explanation"]
+    assert told["attempts_problem"].startswith("Of the last 20 attempts 20 failed: 500 (20), the newest ")
+    assert f"{told['attempts_problem']}." in told["explanation"]
     assert "secret" not in json.dumps(told)
     producer.wait_for_all(producer.submit(20, prefix="plain"), timeout_s=20)
-    after = one.wait_for(tries_problem=None)
+    after = one.wait_for(attempts_problem=None)
     assert "failed" not in after["explanation"]
 
 

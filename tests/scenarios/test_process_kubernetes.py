@@ -29,33 +29,35 @@ def dispatcher(stage: Stage, cluster: Cluster, *, find: bool = False, **budget: 
 
 def test_it_is_shown_whose_word_the_capacity_is(stage: Stage, cluster: Cluster) -> None:
     one = dispatcher(stage, cluster)
-    shown = one.wait_for(max_sys_by="watch", watch_endpoints=3)
+    shown = one.wait_for(max_sys_source="watch", watch_endpoints=3)
     assert shown["max_sys"] == 12
-    assert (shown["watch_unsure_s"], shown["watch_problems"]) == (None, [])
+    assert (shown["watch_stale_s"], shown["watch_problems"]) == (None, [])
     for number in range(3, POOL_SLOTS // PER_ENDPOINT):
         cluster.do(lambda server, number=number: server.put(PODS, pod(f"p{number}")))  # type: ignore[misc]
-    assert one.wait_for(max_sys_by="setting")["max_sys"] == POOL_SLOTS, "budget.per_endpoint times the ready"
+    assert one.wait_for(max_sys_source="setting")["max_sys"] == POOL_SLOTS, (
+        "budget.per_endpoint times the ready"
+    )
     metrics = one.metrics()
     assert metrics["watch_endpoints"] == POOL_SLOTS // PER_ENDPOINT
     assert metrics["watch_failing"] == 0
-    assert {name: value for name, value in metrics.items() if name.startswith("max_sys_by")} == {
-        "max_sys_by{watch}": 0,
-        "max_sys_by{picker}": 0,
-        "max_sys_by{server}": 0,
-        "max_sys_by{search}": 0,
-        "max_sys_by{setting}": 1,
-        "max_sys_by{query}": 0,
-        "max_sys_by{learned}": 0,
+    assert {name: value for name, value in metrics.items() if name.startswith("max_sys_source")} == {
+        "max_sys_source{watch}": 0,
+        "max_sys_source{picker}": 0,
+        "max_sys_source{server}": 0,
+        "max_sys_source{search}": 0,
+        "max_sys_source{setting}": 1,
+        "max_sys_source{query}": 0,
+        "max_sys_source{learned}": 0,
     }
     one.reconfigure(budget={"max_sys": 16})
-    assert one.wait_for(max_sys=16)["max_sys_by"] == "setting"
+    assert one.wait_for(max_sys=16)["max_sys_source"] == "setting"
 
 
 def test_the_watch_bounds_by_nothing_that_is_only_assumed(stage: Stage, cluster: Cluster) -> None:
     """The capacity is set, what an endpoint runs is not: only that there is none left bounds it."""
     one = dispatcher(stage, cluster, per_endpoint="auto", max_sys=100)
-    shown = one.wait_for(watch_endpoints=3, max_sys_by="setting")
-    assert (shown["max_sys"], shown["per_endpoint"], shown["per_endpoint_from"]) == (100, None, None)
+    shown = one.wait_for(watch_endpoints=3, max_sys_source="setting")
+    assert (shown["max_sys"], shown["per_endpoint"], shown["per_endpoint_source"]) == (100, None, None)
     for number in range(3):
         cluster.do(lambda server, number=number: server.delete(PODS, f"p{number}"))  # type: ignore[misc]
     assert one.wait_for(watch_endpoints=0, reason="no-endpoints")["max_sys"] == 0
@@ -63,31 +65,31 @@ def test_the_watch_bounds_by_nothing_that_is_only_assumed(stage: Stage, cluster:
 
 def test_a_watch_that_is_lost_is_shown_with_its_age(stage: Stage, cluster: Cluster) -> None:
     one = dispatcher(stage, cluster)
-    one.wait_for(max_sys_by="watch", watch_endpoints=3)
+    one.wait_for(max_sys_source="watch", watch_endpoints=3)
     cluster.do(lambda server: setattr(server, "tokens", set()))
     cluster.do(lambda server: server.cut())
     shown = wait_until_sync(lambda: (found := one.status())["watch_problems"] and found, 10)
     assert shown["watch_endpoints"] == 3
-    assert shown["max_sys_by"] == "watch"
-    assert 0 <= shown["watch_unsure_s"] < 60
+    assert shown["max_sys_source"] == "watch"
+    assert 0 <= shown["watch_stale_s"] < 60
     assert "Kubernetes: the Kubernetes API answered 401" in shown["explanation"]
     assert one.metrics()["watch_failing"] == 1
-    assert one.metrics()["watch_unsure_seconds"] >= shown["watch_unsure_s"]
+    assert one.metrics()["watch_stale_seconds"] >= shown["watch_stale_s"]
     cluster.do(lambda server: setattr(server, "tokens", {"t0"}))
-    assert "Kubernetes" not in one.wait_for(watch_problems=[], watch_unsure_s=None)["explanation"]
+    assert "Kubernetes" not in one.wait_for(watch_problems=[], watch_stale_s=None)["explanation"]
 
 
 def test_a_server_that_asks_to_wait_is_shown_as_that_and_not_as_a_problem(
     stage: Stage, cluster: Cluster
 ) -> None:
     one = dispatcher(stage, cluster)
-    one.wait_for(max_sys_by="watch", watch_endpoints=3)
+    one.wait_for(max_sys_source="watch", watch_endpoints=3)
     cluster.do(lambda server: setattr(server.faults, "busy_s", 5))
     cluster.do(lambda server: server.cut())
     says = "Kubernetes: the Kubernetes API server asks to wait 5 s"
     wait_until_sync(lambda: says in one.status()["explanation"], 10)
     shown = one.status()
-    assert (shown["max_sys_by"], shown["watch_problems"]) == ("watch", [])
+    assert (shown["max_sys_source"], shown["watch_problems"]) == ("watch", [])
     assert one.metrics()["watch_failing"] == 0
     assert [each["ready"] for each in one.events("kubernetes-throttled")] == [3]
     assert one.events("kubernetes-problem") == []
@@ -99,7 +101,7 @@ def test_a_pool_that_is_deleted_is_named(stage: Stage, cluster: Cluster) -> None
     cluster.do(lambda server: server.delete(POOLS, "qwen"))
     problem = "InferencePool default/qwen does not exist (look at: pool.name, pool.namespace)"
     shown = one.wait_for(reason="no-endpoints", watch_endpoints=0, watch_problems=[problem])
-    assert (shown["max_sys"], shown["max_sys_by"]) == (0, "watch")
+    assert (shown["max_sys"], shown["max_sys_source"]) == (0, "watch")
     assert problem in shown["explanation"]
     assert one.metrics()["watch_failing"] == 1
 
@@ -125,7 +127,7 @@ def test_a_picker_that_cannot_be_found_is_shown_with_what_mends_it(
 
 def test_status_and_explain_say_it_in_words(stage: Stage, cluster: Cluster) -> None:
     one = dispatcher(stage, cluster)
-    one.wait_for(max_sys_by="watch", watch_endpoints=3)
+    one.wait_for(max_sys_source="watch", watch_endpoints=3)
     port = one.events("started")[-1]["admin_port"]
     config = one.folder / "asked.yaml"
     config.write_text(one.config.read_text().replace("port: 0", f"port: {port}"))

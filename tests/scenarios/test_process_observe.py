@@ -41,10 +41,10 @@ def test_an_observer_beside_a_working_dispatcher_claims_nothing_and_shows_what_i
     assert metrics["max_sys"] == 32
     assert sum(value for name, value in metrics.items() if name.startswith("gate{")) == 1
     producer.wait_for_all(timeout_s=30)
-    counted = [n for n in observer.metrics() if n.startswith(("tries_total{", "leases_ended_total{"))]
+    counted = [n for n in observer.metrics() if n.startswith(("attempts_total{", "leases_ended_total{"))]
     assert counted
     assert not any(observer.metrics()[name] for name in counted)
-    assert worker.metrics()["tries_total{delivered,2xx}"] == 400
+    assert worker.metrics()["attempts_total{delivered,2xx}"] == 400
     assert before == {producer.names.queue.encode()}, "the observer alone had written nothing at all"
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
     assert observer.terminate() == 0

@@ -1,4 +1,5 @@
-"""A dispatcher with the rights of docs/explanation/security.md does all of its work, and survives the loss of one."""
+"""A dispatcher with the rights of docs/explanation/security.md does all of its work, and survives the loss
+of one."""
 
 from __future__ import annotations
 
@@ -43,6 +44,6 @@ def test_with_the_least_rights_each_request_has_one_result_though_a_right_is_tak
     assert producer.answers() == {"200": 150, "DEADLINE_EXCEEDED": 3}
     assert not producer.twice()
     assert not producer.unaccounted()
-    assert not one.events("wake-ups-gone")
+    assert not one.events("wake-ups-unavailable")
     assert [event["why"] for event in one.events("queue-unreachable")]
     assert one.terminate() == 0

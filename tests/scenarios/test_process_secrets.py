@@ -75,8 +75,12 @@ def test_neither_log_nor_traces_hold_a_payload_a_token_or_a_secret(stage: Stage,
         assert "must-not-show" not in told, told[max(0, told.index("must-not-show") - 200) :][:400]
 
     ids = set(stage.producer.submitted)
-    tries, ended = one.events("try"), one.events("ended")
-    assert {each["request"] for each in tries} == {each["request"] for each in one.events("sent")} == ids
+    tries, ended = one.events("attempt"), one.events("lease-ended")
+    assert (
+        {each["request"] for each in tries}
+        == {each["request"] for each in one.events("attempt-started")}
+        == ids
+    )
     assert {each["request"] for each in ended} >= ids
     assert {each["trace"] for each in tries} == {"a" * 32}
     assert {each["attempt"] for each in tries} == {1, 2}

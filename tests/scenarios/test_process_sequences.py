@@ -175,7 +175,7 @@ def test_turns_of_a_conversation_find_what_their_server_keeps(
     assert one.status()["sequence_servers"] == {
         "same": 3 * conversations - there,
         "other": there,
-        "lost": 0,
+        "none": 0,
     }
     assert stage.producer.answers() == {"200": 4 * conversations}
 
@@ -263,7 +263,7 @@ def test_changed_settings_of_sequences_hold_for_what_waits(stage: Stage) -> None
     producer.wait_for_all(["a-0"])
     put(producer, Turn("a", 2), Turn("b", 0))
     one.wait_for(sequences={"active": 1, "parked": 1, "held": 0, "aborted": 0, "waiting": 2})
-    assert "1 not begun, for sequences.max_active (1) are alive" in one.status()["explanation"]
+    assert "1 have not begun, because sequences.max_active (1) are active" in one.status()["explanation"]
 
     one.reconfigure(sequences=first | {"max_active": 2, "gap_s": 0.2, "max_waiting": 1000})
     producer.wait_for_all(["b-0"], timeout_s=10)

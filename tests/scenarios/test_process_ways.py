@@ -65,10 +65,12 @@ def test_a_fixed_limit_is_never_exceeded_and_gives_way_to_refusals(stage: Stage,
     world = stage.world(slots=SLOTS, queue_limit=0, seconds=0.3, flow_control=False)
     given = initialized(tmp_path, *flags_of("fixed", world, stage.server.url))
     one = stage.dispatcher({**given, "admin": {"port": 0}, "log": {"format": "json"}})
-    one.wait_for(source="fixed", max_sys=LIMIT, max_sys_by="setting")
+    one.wait_for(source="fixed", max_sys=LIMIT, max_sys_source="setting")
 
     stage.producer.submit(20 * SLOTS)
-    wait_until_sync(lambda: one.status()["max_sys_by"] == "learned", 30, what="refusals to teach a capacity")
+    wait_until_sync(
+        lambda: one.status()["max_sys_source"] == "learned", 30, what="refusals to teach a capacity"
+    )
     stage.producer.wait_for_all(timeout_s=120)
     assert stage.producer.answers() == {"200": 20 * SLOTS}
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT

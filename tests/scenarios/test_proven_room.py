@@ -61,7 +61,7 @@ def of_four(request: Request) -> int:
     return 4 if request.id.startswith("four") else 1
 
 
-@scenario(realtime=[(0.0, 1e6)] * 20, weigh=of_four)
+@scenario(realtime=[(0.0, 1e6)] * 20, weigh_request=of_four)
 async def test_calls_of_several_items_lift_no_limit_where_the_pool_counts_calls(stage: Stage) -> None:
     """Calls of four items are followed by single requests. The readings count each call once."""
     await stage.submit(400, "four")
@@ -75,7 +75,7 @@ async def test_calls_of_several_items_lift_no_limit_where_the_pool_counts_calls(
     assert most == ROOM
 
 
-@scenario(realtime=[(0.0, 1e6)] * 20, weigh=of_four)
+@scenario(realtime=[(0.0, 1e6)] * 20, weigh_request=of_four)
 async def test_realtime_is_shown_beside_calls_of_several_items(stage: Stage) -> None:
     await stage.submit(400, "four")
     await asyncio.sleep(20)

@@ -69,7 +69,7 @@ def test_running_requests_are_answered_once_after_its_return(
     wait_until_sync(lambda: one.claim_probe("/readyz")[0] == 200, 5, what="it to be ready again")
     assert [event["event"] for event in one.events() if event["event"].startswith("queue-")] == [
         "queue-unreachable",
-        "queue-back",
+        "queue-reachable",
     ]
 
 

@@ -74,7 +74,7 @@ def resumed_s(one: Dispatcher, world: World) -> float:
     wait_until_sync(lambda: again_at(world, held, killed_at), LEASE_S + 10, what="the first to run again")
     took_s = again_at(world, held, killed_at)[0] - up_at
     assert one.metrics()["reclaims_total"] >= len(held)
-    assert one.events("taken-back"), "it says so"
+    assert one.events("leases-reclaimed"), "it says so"
     print(f"the first of {len(held)} ran again {took_s:.2f} s after the start was over")
     return took_s
 

@@ -53,7 +53,7 @@ async def test_a_request_that_expires_between_tries_says_what_the_last_one_came_
     assert result.error_code == "DEADLINE_EXCEEDED"
     last = f"the gateway answered 50{len(stage.tries)}: it broke"
     tries = f"{len(stage.tries)} attempts"
-    assert result.error_message == f"deadline exceeded after {tries}; the last try: {last}"
+    assert result.error_message == f"deadline exceeded after {tries}; the last attempt: {last}"
 
 
 @scenario(retry=RetryPolicy(base_s=2.0, max_s=10.0, max_attempts=5))

@@ -82,7 +82,7 @@ class Setting:
     max_age_s: float = 10.0
     tenant_from: str = ""
     observe: bool = False
-    set_lease_units: Callable[[Request], int] = compute_units
+    weigh_request: Callable[[Request], int] = compute_units
     """Weight of a request in the limit. The pool and its metrics count each request once."""
 
     @property
@@ -206,7 +206,7 @@ class Stage:
             [Signal.SATURATION],
             self.setting.options,
             call_s=self.setting.call_s,
-            weigh=self.setting.set_lease_units,
+            weigh=self.setting.weigh_request,
             journal=Journal(Counters()) if self.setting.journal else None,
         )
         replica.limiter.set_loop_delay(self.setting.late_s)

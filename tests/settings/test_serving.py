@@ -89,7 +89,7 @@ def test_where_one_page_tells_no_server_none_is_taken() -> None:
 
 
 def test_a_model_waits_unless_it_is_told_otherwise() -> None:
-    found = settings("models:\n- name: Qwen/Qwen3-32B\n- {name: 'ein größeres', absent: fail}\n")
+    found = settings("models:\n- name: Qwen/Qwen3-32B\n- {name: 'ein größeres', when_not_served: fail}\n")
     assert [(each.name, each.when_not_served) for each in found.models] == [
         ("Qwen/Qwen3-32B", "wait"),
         ("ein größeres", "fail"),
@@ -97,15 +97,16 @@ def test_a_model_waits_unless_it_is_told_otherwise() -> None:
 
 
 def test_models_come_from_a_variable_as_json() -> None:
-    variable = {"BATCH_DISPATCHER__MODELS": '[{"name": "a"}, {"name": "b", "absent": "fail"}]'}
+    variable = {"BATCH_DISPATCHER__MODELS": '[{"name": "a"}, {"name": "b", "when_not_served": "fail"}]'}
     assert [each.name for each in settings("models: [{name: x}]", **variable).models] == ["a", "b"]
-    wrong = {"BATCH_DISPATCHER__MODELS": '[{"name": "a", "absence": "fail"}]'}
-    said = "environment: BATCH_DISPATCHER__MODELS[0].absence: unknown key (did you mean absent?)"
+    wrong = {"BATCH_DISPATCHER__MODELS": '[{"name": "a", "when_not_serve": "fail"}]'}
+    key = "environment: BATCH_DISPATCHER__MODELS[0].when_not_serve"
+    said = f"{key}: unknown key (did you mean when_not_served?)"
     assert refused("", **wrong) == said
 
 
 def test_as_many_models_as_are_allowed_can_be_written_down_and_read_back() -> None:
-    lines = "\n".join(f"- name: model-{number}\n  absent: fail" for number in range(MAX_MODELS))
+    lines = "\n".join(f"- name: model-{number}\n  when_not_served: fail" for number in range(MAX_MODELS))
     found = settings(f"models:\n{lines}\n")
     assert len(found.models) == MAX_MODELS
     shown = "\n".join(map(str, effective.render_lines(found)))
@@ -129,9 +130,12 @@ def test_a_name_may_be_as_long_as_a_server_lists_it() -> None:
         ("models: [{name: ''}]", "models[0].name: must not be empty"),
         ("models: [{name: ' a'}]", "models[0].name: must not be empty, nor have blanks at its ends"),
         ('models: [{name: "a\\nb"}]', "models[0].name: must not hold line breaks"),
-        ("models: [{absent: wait}]", "models[0].name: is required"),
+        ("models: [{when_not_served: wait}]", "models[0].name: is required"),
         ("models: [{name: 7}]", "models[0].name: a text is expected"),
-        ("models: [{name: a, absent: drop}]", "models[0].absent: must be one of wait, fail"),
+        (
+            "models: [{name: a, when_not_served: drop}]",
+            "models[0].when_not_served: must be one of wait, fail",
+        ),
         ("models: {name: a}", "models: a list is expected"),
         ("serving: {observe: endpoint}", "must be one of auto, off, gateway, endpoints (did you mean endp"),
         ("serving: {interval_s: 0}", "serving.interval_s: must be at least 0.1"),
@@ -151,12 +155,13 @@ def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
 
 def test_all_of_it_can_change_while_the_dispatcher_runs() -> None:
     old = settings("")
-    new = reload_settings(old, MINIMAL + "serving: {interval_s: 1, absent: fail}\nmodels: [{name: a}]\n", {})
+    changed = MINIMAL + "serving: {interval_s: 1, when_not_served: fail}\nmodels: [{name: a}]\n"
+    new = reload_settings(old, changed, {})
     assert isinstance(new, Settings)
     assert effective.describe_changes(old, new) == [
         "serving.interval_s: 5 → 1",
-        "serving.absent: wait → fail",
-        'models: [] → [{"name": "a", "absent": "wait"}]',
+        "serving.when_not_served: wait → fail",
+        'models: [] → [{"name": "a", "when_not_served": "wait"}]',
     ]
 
 

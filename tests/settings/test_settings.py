@@ -269,8 +269,8 @@ def test_variables_without_our_prefix_say_nothing(
 def test_settings_library_logs_no_secret_when_told_to_debug() -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.DEBUG)\n"
-        "from dispatcher.settings import Settings, parse\n"
-        f"assert isinstance(parse({SECRETS!r}, {{}}), Settings)\n"
+        "from dispatcher.settings import Settings, parse_settings\n"
+        f"assert isinstance(parse_settings({SECRETS!r}, {{}}), Settings)\n"
         "logging.debug('heard')"
     )
     done = subprocess.run(

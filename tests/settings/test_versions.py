@@ -100,7 +100,7 @@ def test_what_is_shown_reads_back_the_same_and_leaves_defaults_out() -> None:
     (bare,) = effective.settings_as_json(settings("models: [{name: a, warmup: b.jsonl}]"))["settings"][
         "models"
     ]
-    assert bare == {"name": "a", "absent": "wait", "warmup": "b.jsonl"}
+    assert bare == {"name": "a", "when_not_served": "wait", "warmup": "b.jsonl"}
 
 
 def test_the_file_of_a_warmup_lies_beside_the_configuration(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class Faults:
     """Collections that answer 403; with `list ` or `watch ` before it to that verb only."""
     rules: list[dict[str, list[str]]] | None = None
     """What a Role allows; None: all. As in a real server it is asked before anything else."""
-    find_remaining_requests: set[str] = field(default_factory=set)
+    not_served: set[str] = field(default_factory=set)
     """Collections whose API is not installed: 404, and not as a Status."""
     expired_as_status: bool = False
     """410 comes as the status of the answer, not as an event."""
@@ -315,7 +315,7 @@ class ApiServer:
         self._version += 1
         self._oldest = self._version
 
-    def forget_after_fork(self) -> None:
+    def drop_delivered_events(self) -> None:
         """Drop the events that every watch has had by now; nobody is told 410 for them."""
         for events in self._events.values():
             events.clear()
@@ -383,7 +383,7 @@ class ApiServer:
             return _status(
                 403, "Forbidden", f'{plural} is forbidden: {who} "{plural}" in the namespace "{namespace}"'
             )
-        if collection in self.faults.find_remaining_requests:
+        if collection in self.faults.not_served:
             return web.Response(status=404, text="404 page not found\n")
         if self.faults.busy_s is not None:
             answer = _status(429, "TooManyRequests", "too many requests, please try again later")

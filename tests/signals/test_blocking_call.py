@@ -64,7 +64,7 @@ def test_a_process_ends_while_a_call_hangs() -> None:
     """The interpreter joins an executor's threads at its end; this one it leaves behind."""
     script = """
 import asyncio, contextlib, time
-from dispatcher.signals.blocking import BlockingCalls
+from dispatcher.signals.blocking_call import BlockingCalls
 
 async def main():
     with contextlib.suppress(TimeoutError):

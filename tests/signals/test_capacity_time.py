@@ -219,7 +219,7 @@ class TestNewCredentials:
 
 async def served_by_the_older_api(on: Stage) -> None:
     """Have a pool of one pod in the older API alone, and two pods of the pool that the newer one gets."""
-    on.server.faults.find_remaining_requests = {POOLS}
+    on.server.faults.not_served = {POOLS}
     on.server.put(OLD_POOLS, old_pool())
     on.server.put(PODS, pod("p0"))
     on.server.put(PODS, pod("n0", app="newer"))
@@ -242,7 +242,7 @@ class TestTheOlderApi:
             async with stage(tmp_path, pods=0) as on:
                 await served_by_the_older_api(on)
                 await on.pause(100.0)
-                on.server.faults.find_remaining_requests = set()
+                on.server.faults.not_served = set()
                 on.server.put(POOLS, pool(app="newer"))
                 await on.ready(2, MAX_UNSERVED_PAUSE_S + 1.0)
                 await on.pause(1.0)
@@ -259,7 +259,7 @@ class TestTheOlderApi:
             async with stage(tmp_path, pods=0) as on:
                 await served_by_the_older_api(on)
                 await on.pause(1_000.0)
-                on.server.faults.find_remaining_requests = set()
+                on.server.faults.not_served = set()
                 on.server.put(POOLS, pool(app="newer"))
                 on.server.delete(OLD_POOLS, "qwen")
                 await on.ready(2, 1.0)

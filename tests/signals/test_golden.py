@@ -330,7 +330,7 @@ def test_of_several_detectors_the_one_that_counts_is_read_by_itself(other: float
     pages = [composite(each, other) for each in (*KNOWN, 140)]
     lessons = taught_by(pages)
     verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", lessons)
-    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (100, "picker")
+    assert (verdict.per_endpoint, verdict.per_endpoint_source) == (100, "picker")
     assert verdict.detector == "the maximum of requests, utilization"
     exact = {reading.signal: (reading.f_sys, reading.is_request_count) for reading in verdict.readings}
     # The maximum may stop being a count at any moment, so requests are counted beside it.
@@ -342,10 +342,10 @@ def test_of_several_detectors_nothing_is_proven_where_it_is_not_known_which_coun
     """The pages of the concurrency detector would prove its k while it is the larger one."""
     pages = [composite(each, 0.02, tokens=tokens) for each in (*KNOWN, 140)]
     verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
-    assert (verdict.per_endpoint_from, verdict.signals) == ("search", (SATURATION, REQUESTS))
+    assert (verdict.per_endpoint_source, verdict.signals) == ("search", (SATURATION, REQUESTS))
     pages = [composite(each, tokens, kind="tokens") for each in (*KNOWN, 140)]
     verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
-    assert (verdict.per_endpoint_from, verdict.signals) == ("search", (SATURATION, REQUESTS))
+    assert (verdict.per_endpoint_source, verdict.signals) == ("search", (SATURATION, REQUESTS))
 
 
 def test_maxima_of_several_pickers_have_requests_counted_beside_them() -> None:
@@ -357,18 +357,18 @@ def test_maxima_of_several_pickers_have_requests_counted_beside_them() -> None:
 
 
 def at_address(
-    requests: int, number: int, *, address: str = "a:9090", started: float | None = 1e9
+    requests: int, number: int, *, address: str = "a:9090", started_at: float | None = 1e9
 ) -> PoolView:
-    return filled(requests, closed_at=CLOSED_AT + 2 * number, address=address, started=started)
+    return filled(requests, closed_at=CLOSED_AT + 2 * number, address=address, started_at=started_at)
 
 
 @pytest.mark.parametrize(
     ("changed", "k"),
     [
         ({}, 100),
-        ({"started": 1e9 + 1}, 100),  # the clock was set
-        ({"started": None}, 100),
-        ({"started": 1e9 + 60}, None),
+        ({"started_at": 1e9 + 1}, 100),  # the clock was set
+        ({"started_at": None}, 100),
+        ({"started_at": 1e9 + 60}, None),
         ({"address": "b:9090"}, None),
     ],
 )
@@ -396,7 +396,7 @@ def test_a_picker_that_is_back_after_a_scrape_that_failed_is_the_same() -> None:
 @pytest.mark.parametrize(("policy", "max_sys"), [(Policy(), 32), (Policy(initial_per_endpoint=3), 12)])
 def test_a_capacity_that_nobody_names_is_searched_for(page: str, policy: Policy, max_sys: float) -> None:
     verdict = read(page, policy=policy)
-    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (policy.initial_per_endpoint, "search")
+    assert (verdict.per_endpoint, verdict.per_endpoint_source) == (policy.initial_per_endpoint, "search")
     assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(max_sys, False)}
 
 
@@ -404,7 +404,7 @@ def test_before_any_request_was_seen_the_capacity_is_not_known() -> None:
     """The first page with a request may show what an endpoint runs at once."""
     idle = filled(0, running=0.0, waiting=0.0)
     verdict = derive_readings([idle], "auto", Policy(), "epp")
-    assert verdict.per_endpoint_from == "search"
+    assert verdict.per_endpoint_source == "search"
     assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(32, False)}
 
 
@@ -421,7 +421,7 @@ def test_a_capacity_that_somebody_names_is_known(
     policy: Policy, learned: tuple[int, ...], said_by: str | None
 ) -> None:
     verdict = derive_readings([filled(140)], "both", policy, "epp", taught(*learned, 140))
-    assert verdict.per_endpoint_from == said_by
+    assert verdict.per_endpoint_source == said_by
     assert {(each.max_sys, each.is_capacity_known) for each in verdict.readings} == {(400, True)}
 
 
@@ -437,7 +437,7 @@ def test_a_k_above_the_picker_s_default_is_not_taken_for_the_capacity() -> None:
     assert lessons.count.k == 256
     verdict = derive_readings(pages[-1:], "auto", Policy(), "epp", lessons)
     (reading,) = verdict.readings
-    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (8, "search")
+    assert (verdict.per_endpoint, verdict.per_endpoint_source) == (8, "search")
     assert (reading.max_sys, reading.is_capacity_known) == (32, False)
     assert reading.is_request_count
     assert reading.f_sys * reading.max_sys == pytest.approx(140)
@@ -597,7 +597,7 @@ PAGE = PoolView(OPENED_AT, CLOSED_AT, running=12, waiting=2.5, ready=4, queued=0
         # Without its count of requests in flight the queues alone do not say what runs.
         ({"server_queued": 9, "in_flight": None}, (None, 0, True, (48, 10))),
         # A model server's own page shows both as of now.
-        ({"of_now": True, "in_flight": None}, (48, 10, True, None)),
+        ({"has_current_averages": True, "in_flight": None}, (48, 10, True, None)),
     ],
 )
 def test_running_requests_are_told_apart_from_waiting_ones(changes: dict[str, Any], counts: Counts) -> None:

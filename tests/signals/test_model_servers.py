@@ -138,7 +138,7 @@ async def test_deferred_requests_are_load_but_no_sign_of_a_full_server(
 async def test_a_capacity_that_no_page_shows_is_searched_for() -> None:
     verdict = derive_readings([await view_of(VLLM)], "auto", Policy(), "vllm")
     (reading,) = verdict.readings
-    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (8, "search")
+    assert (verdict.per_endpoint, verdict.per_endpoint_source) == (8, "search")
     assert (reading.max_sys, reading.is_capacity_known) == (8, False)
 
 
@@ -187,7 +187,7 @@ async def test_limits_that_all_servers_show_are_the_capacity() -> None:
     assert view.raw == {"servers": 2, "running": 26, "waiting": 3, "kv_cache_most": 0.41, "limit": 240}
     verdict = derive_readings([view], "auto", Policy(), "vllm")
     (reading,) = verdict.readings
-    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (120, "server")
+    assert (verdict.per_endpoint, verdict.per_endpoint_source) == (120, "server")
     assert (reading.max_sys, reading.is_capacity_known) == (240, True)
     assert reading.f_sys == pytest.approx((26 + 3) / 240)
 
@@ -201,7 +201,7 @@ async def test_a_setting_wins_over_the_limits_that_the_servers_show(
 ) -> None:
     verdict = derive_readings([await view_of(limited(128, 64), SGLANG_LIMITED)], "auto", policy, "vllm")
     (reading,) = verdict.readings
-    assert verdict.per_endpoint_from == source
+    assert verdict.per_endpoint_source == source
     assert (reading.max_sys, reading.is_capacity_known) == (max_sys, True)
 
 
@@ -212,7 +212,7 @@ async def test_limits_do_not_count_unless_every_server_shows_a_positive_number(o
     view = await view_of(limited(128), other)
     assert view.per_endpoint is None
     assert "limit" not in view.raw
-    assert derive_readings([view], "auto", Policy(), "vllm").per_endpoint_from == "search"
+    assert derive_readings([view], "auto", Policy(), "vllm").per_endpoint_source == "search"
 
 
 async def test_check_tells_that_the_servers_show_their_limit() -> None:

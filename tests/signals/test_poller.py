@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal
@@ -101,7 +101,7 @@ async def polling(
             await running
 
 
-def later(told: list[SourcePoll], want: Callable[[SourcePoll], bool]) -> Callable[[], Any]:
+def later(told: list[SourcePoll], want: Callable[[SourcePoll], bool]) -> Callable[[], Awaitable[SourcePoll]]:
     """Waits for a poll from now on that is as wanted."""
     start = len(told)
 
@@ -118,7 +118,7 @@ async def test_a_defect_in_reckoning_latencies_costs_no_poll() -> None:
     epp = Scripted("epp", latencies=ReplicaHistograms("", ttft={inf: "no number"}))  # type: ignore[dict-item]
     async with polling(epp) as (_, told):
         poll = await later(told, lambda poll: poll.realtime_impact.why_not != "not read yet")()
-        assert poll.price.why_not.startswith("the dispatcher failed")
+        assert poll.realtime_impact.why_not.startswith("the dispatcher failed")
         await later(told, lambda poll: bool(poll.readings))()
 
 
@@ -181,7 +181,7 @@ async def test_a_failure_names_its_reason_and_a_return_is_told() -> None:
     epp = Scripted("epp", FAILED)
     async with polling(epp) as (_, told):
         poll = await later(told, lambda poll: bool(poll.failures))()
-        assert (poll.readings, poll.unread) == ((), (FAILED,))
+        assert (poll.readings, poll.failures) == ((), (FAILED,))
         epp.answer = None
         await later(told, lambda poll: bool(poll.readings))()
 
@@ -191,9 +191,9 @@ async def test_an_old_sample_is_stale() -> None:
     async with polling(epp) as (_, told):
         poll = await later(told, lambda poll: bool(poll.failures))()
         assert poll.readings == ()
-        assert poll.unread[0].reason is Reason.STALE
-        assert re.fullmatch(r"the samples are 1\d\.\d s old, more than 10 s", poll.unread[0].why)
-        assert "signals.max_age_s" in poll.unread[0].hint
+        assert poll.failures[0].reason is Reason.STALE
+        assert re.fullmatch(r"the samples are 1\d\.\d s old, more than 10 s", poll.failures[0].why)
+        assert "signals.max_age_s" in poll.failures[0].hint
 
 
 async def test_a_hidden_replica_closes() -> None:
@@ -203,7 +203,7 @@ async def test_a_hidden_replica_closes() -> None:
         await wait_until(lambda: told)
         poller.update_from_watch(("10.0.0.1", "10.0.0.2"))
         poll = await later(told, lambda poll: bool(poll.failures))()
-        assert "1 of the endpoint picker's 2 replicas" in poll.unread[0].why
+        assert "1 of the endpoint picker's 2 replicas" in poll.failures[0].why
         assert epp.addresses[-1] == ("10.0.0.1", "10.0.0.2")
         poller.update_from_watch(("10.0.0.1",))
         await later(told, lambda poll: bool(poll.readings))()
@@ -274,7 +274,7 @@ async def test_a_picker_that_began_anew_is_not_judged_by_the_number_of_the_one_b
             )
 
     with capture_logs() as logs:
-        async with polling(epp, limit_policy=Policy(per_endpoint=16), max_age_s=1e9) as (_, told):
+        async with polling(epp, policy=Policy(per_endpoint=16), max_age_s=1e9) as (_, told):
 
             async def show(page: PoolView) -> SourcePoll:
                 epp.answer, count = (page,), len(told)
@@ -297,7 +297,7 @@ async def test_the_log_tells_changes_only() -> None:
     """A number that moves within a sentence is no change."""
     epp = Scripted("epp", FAILED)
     with capture_logs() as logs:
-        async with polling(epp, limit_policy=Policy(per_endpoint=100)) as (_, told):
+        async with polling(epp, policy=Policy(per_endpoint=100)) as (_, told):
             await wait_until(lambda: len(told) >= 5)
             epp.answer = replace(FAILED, why="broken 2.5")
             count = len(told)
@@ -333,7 +333,7 @@ async def test_prometheus_stands_in_without_closing_the_gate() -> None:
         await wait_until(lambda: len(told) >= 2)
         epp.answer = FAILED
         poll = await later(told, lambda poll: poll.source == "prometheus")()
-        assert {reading.good_s for reading in poll.readings} == {60}
+        assert {reading.max_age_s for reading in poll.readings} == {60}
         await wait_until(lambda: len(told) >= 8)
     assert all(not poll.failures for poll in told)
 
@@ -359,7 +359,7 @@ async def test_with_both_gone_both_are_named() -> None:
     epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus", replace(FAILED, why="gone too"))
     async with polling(epp, prometheus) as (_, told):
         poll = await later(told, lambda poll: len(poll.failures) == 2)()
-        assert [unread.why for unread in poll.unread] == ["epp: broken 1", "prometheus: gone too"]
+        assert [unread.why for unread in poll.failures] == ["epp: broken 1", "prometheus: gone too"]
         epp.answer = None  # the way back need not be a long one where nothing else is left
         epp.polls = 0
         await later(told, lambda poll: poll.source == "epp" and bool(poll.readings))()
@@ -519,13 +519,13 @@ async def test_one_failed_scrape_of_several_closes_nothing_and_two_do() -> None:
         read_at = told[-1].readings[0].closed_at
         epp.answer = FAILED
         first = await later(told, lambda poll: bool(poll.failures))()
-        limiter.apply_poll(first, first.at)
-        assert first.failing_since == first.at
+        limiter.apply_poll(first, first.completed_at)
+        assert first.failing_since == first.completed_at
         assert read_at + 2.2 * 0.5 < first.closes_at < read_at + 3 * 0.5
-        assert limiter.get_allowance(first.at).limit > 0
+        assert limiter.get_allowance(first.completed_at).limit > 0
         second = await later(told, lambda poll: bool(poll.failures))()
-        assert (second.failing_since, second.closes_at) == (first.at, first.closes_at)
-        limiter.apply_poll(second, second.at)
+        assert (second.failing_since, second.closes_at) == (first.completed_at, first.closes_at)
+        limiter.apply_poll(second, second.completed_at)
         closed = limiter.get_allowance(first.closes_at)
         assert (closed.limit, closed.reason) == (0, Reason.UNREADABLE)
         epp.answer = None
@@ -559,7 +559,7 @@ async def test_a_real_scrape_opens_the_limiter() -> None:
     """The table above proves nothing unless a good page does allow something."""
     policy = Policy(per_endpoint=100)
     limiter = Limiter(policy, (Signal.SATURATION, Signal.REQUESTS))
-    async with fake_epp() as epp, polling(epp_source(epp.url), limit_policy=policy) as (_, told):
+    async with fake_epp() as epp, polling(epp_source(epp.url), policy=policy) as (_, told):
         await wait_until(lambda: told)
     limiter.apply_poll(told[0], told[0].completed_at)
     # D = 1 − (0.4 + 12/400 + 0.05) = 0.52 of 400

@@ -153,7 +153,7 @@ class TestACollectionThatIsNotServed:
     def test_is_asked_for_a_few_times_and_then_seldom(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with rewrites(tmp_path) as (server, watch):
-                server.faults.find_remaining_requests = {REWRITES}
+                server.faults.not_served = {REWRITES}
                 await asyncio.sleep(220.0)
                 assert watch.is_settled
                 assert len(server.asked(REWRITES, watch=False)) <= 6
@@ -167,10 +167,10 @@ class TestACollectionThatIsNotServed:
     def test_is_seen_within_minutes_of_its_installation(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with rewrites(tmp_path) as (server, watch):
-                server.faults.find_remaining_requests = {REWRITES, OLD_REWRITES}
+                server.faults.not_served = {REWRITES, OLD_REWRITES}
                 await asyncio.sleep(MAX_UNSERVED_PAUSE_S + 1.0)
                 server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
-                server.faults.find_remaining_requests = {OLD_REWRITES}
+                server.faults.not_served = {OLD_REWRITES}
                 await asyncio.sleep(MAX_UNSERVED_PAUSE_S + 1.0)
                 assert watch.aliases.exact == {"chat": ("v1",)}
 
@@ -179,11 +179,11 @@ class TestACollectionThatIsNotServed:
     def test_is_asked_for_at_once_when_its_objects_may_have_moved_there(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with rewrites(tmp_path) as (server, watch):
-                server.faults.find_remaining_requests = {REWRITES}
+                server.faults.not_served = {REWRITES}
                 server.put(OLD_REWRITES, rewrite("a", (["chat"], ["v1"])))
                 await asyncio.sleep(MAX_UNSERVED_PAUSE_S)
                 server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
-                server.faults.find_remaining_requests = set()
+                server.faults.not_served = set()
                 server.delete(OLD_REWRITES, "a")
                 await asyncio.sleep(1.0)
                 assert watch.aliases.exact == {"chat": ("v1",)}

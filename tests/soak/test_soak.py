@@ -24,8 +24,8 @@ SIZES = (100, 1_000, 50_000)
 """Of payloads. The first rounds take one each, after which everything has grown to its working size."""
 SLOTS = 128
 RSS_MIB = 110
-"""As docs/explanation/benchmarks.md promises it, and as there twice what payloads in flight make beside that: the heap
-keeps for a while what those of an earlier round took."""
+"""As docs/explanation/benchmarks.md promises it, and as there twice what payloads in flight make beside
+that: the heap keeps for a while what those of an earlier round took."""
 
 
 def answered(producer: Producer, asked: int) -> bool:

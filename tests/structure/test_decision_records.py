@@ -10,7 +10,7 @@ import pytest
 
 from tests.paths import DOCS, ROOT
 
-RECORDS = sorted((DOCS / "decisions").glob("*.md"))
+RECORDS = sorted((DOCS / "decisions").glob("0*.md"))
 DECIDED = RECORDS[1:]
 SECTIONS = ["Context", "Decision", "Measured", "Consequences", "What would change it"]
 REPLACES = re.compile(r"(replaces|replaced by) \[(\d+)\]\((\d{4})-[a-z0-9-]+\.md\)")
@@ -62,3 +62,14 @@ def test_every_library_that_is_carried_has_its_row() -> None:
     names = {re.match(r"[\w-]+", each)[0] for each in wanted}  # type: ignore[index]
     (record,) = [record for record in RECORDS if "libraries" in record.name]
     assert set(re.findall(r"^\| `([\w-]+)` \|", record.read_text(), re.MULTILINE)) == names
+
+
+def test_index_lists_every_record() -> None:
+    index = (DOCS / "decisions" / "README.md").read_text()
+    assert [record.name for record in DECIDED if f"({record.name})" not in index] == []
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.stem)
+def test_lines_are_wrapped(record: Path) -> None:
+    lines = record.read_text().splitlines()
+    assert [line for line in lines if len(line) > 130 and not line.startswith("|")] == []

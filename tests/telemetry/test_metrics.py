@@ -168,7 +168,9 @@ def test_histogram_counts_into_the_first_bucket_that_holds_it() -> None:
     metrics = made()
     for seconds in (0.01, 0.011, 4000.0, -3.0, float("nan")):
         metrics.observe(series.ATTEMPT_SECONDS, seconds)
-    shown = {s.labels.get("le"): s.value for s in samples(metrics) if s.name == f"{PREFIX}try_seconds_bucket"}
+    shown = {
+        s.labels.get("le"): s.value for s in samples(metrics) if s.name == f"{PREFIX}attempt_seconds_bucket"
+    }
     assert shown["0.01"] == 3  # what is no time counts as none
     assert shown["0.025"] == 4
     assert shown["1800.0"] == 4
@@ -204,10 +206,10 @@ def test_label_values_are_no_names_of_the_code() -> None:
     """They are written down: to rename a class does not rename a series."""
     assert series.OUTCOMES[Delivered] == "delivered"
     assert set(series.OUTCOMES.values()) == {
-        "delivered", "overloaded", "evicted", "failed", "unreachable", "toolarge", "refused", "expired",
-        "unsent", "nomodel",
+        "delivered", "overloaded", "evicted", "failed", "unreachable", "too-large", "refused", "expired",
+        "unsent", "no-model",
     }  # fmt: skip
-    assert set(series.COMPLETION_KINDS.values()) == {"settlement", "release", "burial"}
+    assert set(series.COMPLETION_KINDS.values()) == {"settlement", "release", "dead-letter"}
     assert (
         set(series.QUEUE_ANSWERS)
         == {"done", "lost", "bad-list", "too-large"}

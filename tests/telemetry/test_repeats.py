@@ -47,9 +47,9 @@ def test_a_burst_that_goes_on_is_told_again_each_time() -> None:
 def test_errors_that_differ_are_all_told() -> None:
     repeats = RepeatFilter()
     assert all(
-        repeats.should_log(line("surprise", where=where, error="KeyError('a')"), 0.0) for where in "abc"
+        repeats.should_log(line("internal-error", where=where, error="KeyError('a')"), 0.0) for where in "abc"
     )
-    assert repeats.should_log(line("surprise", where="a", error="KeyError('b')"), 0.0)
+    assert repeats.should_log(line("internal-error", where="a", error="KeyError('b')"), 0.0)
     assert repeats.should_log(line("dead-dropped", where="a"), 0.0)
 
 
@@ -72,12 +72,20 @@ def test_what_says_that_something_changed_is_never_held_back() -> None:
         "started",
         "draining",
         "stopped",
-        "left-behind",
+        "leases-left-behind",
         "config-refused",
-        "queue-back",
+        "queue-reachable",
     } <= NEVER_SUPPRESSED
-    assert {"queue-unreachable", "signals-unreadable", "wake-ups-gone", "traces-lost"} <= NEVER_SUPPRESSED
-    assert not {"lease-lost", "surprise", "dead-dropped", "taken-back", "result-list-away"} & NEVER_SUPPRESSED
+    assert {
+        "queue-unreachable",
+        "signals-unreadable",
+        "wake-ups-unavailable",
+        "traces-lost",
+    } <= NEVER_SUPPRESSED
+    assert (
+        not {"lease-lost", "internal-error", "dead-dropped", "leases-reclaimed", "result-list-unreachable"}
+        & NEVER_SUPPRESSED
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.floats(0, 20)), max_size=200))
@@ -95,7 +103,7 @@ def test_every_line_is_told_or_counted(steps: list[tuple[str, int, float]]) -> N
 
 
 def test_libraries_may_log_from_any_thread() -> None:
-    counting, surprises = logs._RepeatProcessor(), []
+    counting, errors = logs._RepeatProcessor(), []
 
     def many(name: int) -> None:
         try:
@@ -103,7 +111,7 @@ def test_libraries_may_log_from_any_thread() -> None:
                 with suppress(DropEvent):
                     counting(None, "", {"event": f"{name} {number % 700}", "level": "warning"})
         except RuntimeError as error:
-            surprises.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=many, args=(name,)) for name in range(3)]
     before = sys.getswitchinterval()
@@ -115,24 +123,24 @@ def test_libraries_may_log_from_any_thread() -> None:
             each.join()
     finally:
         sys.setswitchinterval(before)
-    assert not surprises
+    assert not errors
 
 
 LOG = """
 import asyncio, sys
 from dispatcher.telemetry import logs
-from dispatcher.telemetry.events import Event, detailed, emit
+from dispatcher.telemetry.events import Event, emit, is_debug_enabled
 
-logs.configure("warning", "json")
+logs.configure_logging("warning", "json")
 emit(Event.STARTED, version="hidden at this level")
 for entry in range(50):
     emit(Event.LEASE_LOST, entry=entry)
     emit(Event.QUEUE_UNREACHABLE, why="gone")
-logs.configure("debug", "json")
+logs.configure_logging("debug", "json")
 emit(Event.STARTED, version="shown")
-assert detailed()
-logs.configure("info", "json")
-assert not detailed()
+assert is_debug_enabled()
+logs.configure_logging("info", "json")
+assert not is_debug_enabled()
 import logging, threading
 for _ in range(3):
     logging.getLogger("asyncio").error("Task %r was never\\nretrieved", 7, exc_info=KeyError("x"))
@@ -143,9 +151,9 @@ logging.getLogger("urllib3").info("not worth a line")
 try:
     {}["key"]
 except KeyError as error:
-    emit(Event.SURPRISE, where="here", error=repr(error))
-logs.finish()
-logs.finish()
+    emit(Event.INTERNAL_ERROR, where="here", error=repr(error))
+logs.log_remaining_repeats()
+logs.log_remaining_repeats()
 """
 
 
@@ -160,25 +168,25 @@ def test_log_of_a_process() -> None:
     assert [each.get("repeated") for each in lost] == [None, 49]
     assert [each["entry"] for each in lost] == [0, 49]
     assert all(each["level"] == "warning" and each["timestamp"] for each in lost)
-    said = [each for each in lines if each["event"] == "library"]
-    assert [(each["logger"], each["level"], each["said"]) for each in said] == [
+    warnings = [each for each in lines if each["event"] == "library-warning"]
+    assert [(each["logger"], each["level"], each["message"]) for each in warnings] == [
         ("asyncio", "error", "Task 7 was never retrieved"),
         ("urllib3", "warning", "from a thread"),
         ("asyncio", "error", "Task 7 was never retrieved"),
     ]
-    assert said[2]["repeated"] == 2
-    assert "KeyError: 'x'" in said[0]["exception"]
-    (surprise,) = (each for each in lines if each["event"] == "surprise")
-    assert surprise["exception"].startswith("Traceback")
+    assert warnings[2]["repeated"] == 2
+    assert "KeyError: 'x'" in warnings[0]["exception"]
+    (internal_error,) = (each for each in lines if each["event"] == "internal-error")
+    assert internal_error["exception"].startswith("Traceback")
 
 
 FULL = """
 from dispatcher.telemetry import logs
-from dispatcher.telemetry.events import Event, emit, heard_by
+from dispatcher.telemetry.events import Event, add_sink, emit
 
-logs.configure("info", "json")
+logs.configure_logging("info", "json")
 heard = []
-with heard_by(lambda event, _: heard.append(event)):
+with add_sink(lambda event, _: heard.append(event)):
     emit(Event.STARTED)
 print(heard)
 """
@@ -205,12 +213,12 @@ CONSOLE = r"""
 from dispatcher.telemetry import logs
 from dispatcher.telemetry.events import Event, emit
 
-logs.configure("info", "console")
+logs.configure_logging("info", "console")
 emit(Event.SIGNALS_UNREADABLE, why="it says \x1b]0;pwned\x07\nforged", hint="\x9b31m")
 try:
     raise ValueError("\x1b]0;pwned\x07")
 except ValueError as error:
-    emit(Event.SURPRISE, where="here", error=repr(error))
+    emit(Event.INTERNAL_ERROR, where="here", error=repr(error))
 """
 
 

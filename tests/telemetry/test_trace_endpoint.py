@@ -101,7 +101,7 @@ def test_what_an_endpoint_says_is_in_the_event() -> None:
 
 def test_why_spans_are_lost_holds_no_secret_of_the_endpoints_url() -> None:
     url = SecretUrl(f"http://user:hunter2@127.0.0.1:{free_port()}/v1/traces?key=hunter3&a=b")
-    with line_into(create_exporter(url), each_s=0.01) as (line, told):
+    with line_into(create_exporter(url), send_interval_s=0.01) as (line, told):
         line.add_span(a_span())
         wait_until_sync(lambda: losses(told), what="a loss to be told")
     assert "/v1/traces?" in told[0][1]["why"]
@@ -111,7 +111,7 @@ def test_why_spans_are_lost_holds_no_secret_of_the_endpoints_url() -> None:
 def test_an_endpoint_that_came_back_is_told_with_what_was_lost() -> None:
     with (
         endpoint("fails") as (exporter, collector),
-        line_into(exporter, each_s=0.01, pause_s=0.2) as (line, told),
+        line_into(exporter, send_interval_s=0.01, max_backoff_s=0.2) as (line, told),
     ):
         line.add_span(a_span(1))
         wait_until_sync(lambda: losses(told), what="a loss to be told")
@@ -126,7 +126,7 @@ def test_an_endpoint_that_came_back_is_told_with_what_was_lost() -> None:
 async def test_nothing_is_spent_on_spans_that_would_be_lost() -> None:
     with (
         endpoint("fails") as (exporter, collector),
-        line_into(exporter, each_s=0.5, pause_s=1.0) as (line, told),
+        line_into(exporter, send_interval_s=0.5, max_backoff_s=1.0) as (line, told),
     ):
         tracing = Tracing(
             line.add_span, queue="q", gateway="http://g", sample_ratio=1.0, can_accept=line.can_accept
@@ -151,7 +151,7 @@ def test_an_exporter_that_raises_stops_nothing() -> None:
         def export(self, spans: object) -> None:  # type: ignore[override]
             raise RuntimeError("no " + "x" * 1000)
 
-    with line_into(Broken(), each_s=0.01, pause_s=0.02) as (line, told):
+    with line_into(Broken(), send_interval_s=0.01, max_backoff_s=0.02) as (line, told):
         line.add_span(a_span())
         wait_until_sync(lambda: losses(told), what="a loss to be told")
         line.add_span(a_span())

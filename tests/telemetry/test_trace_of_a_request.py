@@ -203,7 +203,7 @@ async def test_a_failed_request_says_so_and_holds_nothing_of_what_it_carried() -
     assert [told(span).get("http.request.resend_count") for span in tries] == [None, 1, 2]
     assert {told(span)["error.type"] for span in tries} == {"500"}
     assert told(processes[-1])["error.type"] == ErrorCode.RETRIES_EXHAUSTED
-    assert len(named(spans, f"bury {QUEUE}")) == 1
+    assert len(named(spans, f"dead-letter {QUEUE}")) == 1
     text = " ".join(span.to_json() for span in spans)
     assert "secret" not in text
     assert "ppp" not in text, "what the gateway said is not ours to pass on"
@@ -313,8 +313,8 @@ async def test_a_defect_in_what_is_only_shown_costs_no_request_anything() -> Non
         async with serving(answers()) as gateway, dispatching(MemoryQueue(store, "a"), gateway, tracing):
             await wait_until(lambda: store.result_lists.get(store.default_result_list), what="a result")
     assert len(gateway.received) == 1
-    told = [each for each in heard if each.startswith("surprise")]
-    assert told == ["surprise journal: sent", "surprise journal: ended"]
+    told = [each for each in heard if each.startswith("internal-error")]
+    assert told == ["internal-error journal: record_sent", "internal-error journal: record_completion"]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ const MEANINGS = {
   "implausible": "the metrics cannot be true",
   "gateway-unreachable": "the gateway cannot be reached",
   "backpressure": "the gateway refused a request as overloaded",
-  "no-room": "requests that are not ours take everything but the reserve",
+  "no-room": "realtime requests take everything but the reserve",
   "saturated": "the pool is fuller than the reserve allows",
-  "full": "our work fills what there is",
+  "full": "batch requests fill the limit",
   "idle": "no request is ready to be sent",
-  "open": "there is room, and work for it"
+  "open": "there is room, and requests are sent"
 };
 const OPEN = [
   "saturated",
@@ -128,7 +128,7 @@ let status = null, settings = null, dead = null, totals = {}, samples = [], even
 
 const take = {
   history(told) {
-    if (told.whole) { samples = []; events = []; }
+    if (told.complete) { samples = []; events = []; }
     keep = told.seconds;
     told.samples.at.forEach((at, n) => {
       const one = { results: {} };
@@ -270,7 +270,7 @@ function showHealth() {
     : `No contact with the dispatcher for ${silent}${lostWhy && ` (${lostWhy})`}${status ? "; the last known state is not shown as current" : ""}.`;
   if (changed("sentence", sentence)) $("sentence").textContent = sentence;
   const rows = lost ? [] : [
-    status.health_look_at && ["Look at", ...withCode(status.health_look_at)],
+    status.health_hint && ["Look at", ...withCode(status.health_hint)],
     status.pending !== 0 && ["Done in", known(status.done_in_s) ? `about ${age(status.done_in_s)} at the present rate` : "unknown"],
   ].filter(Boolean);
   if (changed("lead", rows.map((row) => row.map((part) => part.textContent || part)))) {
@@ -326,7 +326,7 @@ function gate() {
     ...[["Queue", status.queue_problem], ["Gateway", status.gateway_problem], ["Signals", status.signals_problem]]
       .map(([part, problem]) => problem && !shown.includes(problem) && `${part}: ${problem}`),
     each(),
-    status.model_marks_problem && `Labels and drains of models in the queue cannot be read and are ignored: ${status.model_marks_problem}`,
+    status.model_registry_problem && `Labels and drains of models in the queue cannot be read and are ignored: ${status.model_registry_problem}`,
     ...ended(),
   ].filter(Boolean);
   const more = notices.length - NOTICES_MOST;
@@ -336,28 +336,28 @@ function gate() {
 }
 
 const partsOf = (one) => {
-  if (!known(one.max_sys) || !known(one.realtime) || !known(one.ours)) return null;
-  const used = one.realtime + one.waiting + one.ours, reserve = one.reserve || 0;
+  if (!known(one.max_sys) || !known(one.realtime) || !known(one.batch)) return null;
+  const used = one.realtime + one.waiting + one.batch, reserve = one.reserve || 0;
   const free = Math.max(0, one.max_sys - reserve - used);
   return { used, free, left: Math.max(0, Math.min(reserve, one.max_sys - used)), over: Math.max(0, used - one.max_sys) };
 };
 
 function whose() { // source of the capacity, in the words of `batch-dispatcher status`
-  const { max_sys_by: by, per_endpoint: each } = status;
+  const { max_sys_source: by, per_endpoint: each } = status;
   if (by === "setting") return known(each) ? `budget.per_endpoint, ${count(each)}, × ready endpoints` : BY.setting;
   return BY[by] || by;
 }
 function ended() {
-  const off = (status.batching || []).filter((one) => one.why_off);
-  const told = off.slice(0, 3).map((one) => `Batching has ended for ${one.model || "requests"} at ${one.path}: ${one.why_off}`);
+  const off = (status.batching || []).filter((one) => one.off_reason);
+  const told = off.slice(0, 3).map((one) => `Batching has ended for ${one.model || "requests"} at ${one.path}: ${one.off_reason}`);
   return off.length > 3 ? [...told, `Batching has ended for ${off.length - 3} more models`] : told;
 }
 function each() {
-  const { per_endpoint: runs, per_endpoint_from: from, picker_max_concurrency: k } = status;
+  const { per_endpoint: runs, per_endpoint_source: from, picker_max_concurrency: k } = status;
   if (from === "setting" && known(k) && k !== runs) return `budget.per_endpoint is ${count(runs)}, the endpoint picker counts with ${k}: one of them is wrong.`;
   if (from === "suggestion") return `The endpoint picker's metrics suggest ${count(runs)} requests per endpoint; readings have not confirmed it yet.`;
   if (from === "server") return `Each endpoint is assumed to run ${count(runs)} requests at once, as the model servers' metrics say.`;
-  if (status.max_sys_by === "search") return `No setting or metric names the capacity: the search started at ${count(runs)} requests per endpoint, and the estimate grows while requests run and none waits.`;
+  if (status.max_sys_source === "search") return `No setting or metric names the capacity: the search started at ${count(runs)} requests per endpoint, and the estimate grows while requests run and none waits.`;
   return "";
 }
 
@@ -370,11 +370,11 @@ function capacity(now) {
   ].join(", ");
   const rows = [
     ["realtime", "Realtime", now.realtime], ["waiting", "Waiting in the picker", now.waiting],
-    ["ours", "Ours", now.ours], ["free", "Free", parts && parts.free], ["reserve", "Reserve", now.reserve],
+    ["batch", "Batch", now.batch], ["free", "Free", parts && parts.free], ["reserve", "Reserve", now.reserve],
   ];
   const list = rows.map(([kind, name, value]) => [kind, name, known(value) ? count(value) : null,
     known(value) && now.max_sys ? share(value / now.max_sys) : ""]);
-  list.push(["limit", "Limit on ours", known(now.limit) ? count(now.limit) : null, ""]);
+  list.push(["limit", "Batch limit", known(now.limit) ? count(now.limit) : null, ""]);
   list.push(["configured", "Configured capacity", known(now.configured_max_sys) ? count(now.configured_max_sys) : null, ""]);
   if (changed("parts", list)) {
     $("parts").replaceChildren(...list.map(([kind, name, value, of]) => make("div", {},
@@ -394,7 +394,7 @@ function capacity(now) {
   if (bar.firstChild && bar.firstChild.tagName === "SPAN") bar.replaceChildren();
   const learned = known(now.configured_max_sys) && now.configured_max_sys > now.max_sys;
   const most = Math.max(learned ? now.configured_max_sys : now.max_sys, parts.used), at = (value) => `${(value / most) * 100}%`;
-  const pieces = [["realtime", now.realtime], ["waiting", now.waiting], ["ours", now.ours], ["free", parts.free], ["reserve", parts.left]];
+  const pieces = [["realtime", now.realtime], ["waiting", now.waiting], ["batch", now.batch], ["free", parts.free], ["reserve", parts.left]];
   while (bar.children.length < pieces.length) bar.append(make("i"));
   let left = 0;
   pieces.forEach(([kind, value], n) => {
@@ -418,7 +418,7 @@ function capacity(now) {
     mark.firstChild.textContent = `${name} ${count(value)}`;
   });
   bar.setAttribute("aria-label", `Of ${count(now.max_sys)} requests: realtime ${count(now.realtime)}, waiting in the picker `
-    + `${count(now.waiting)}, ours ${count(now.ours)}, free ${count(parts.free)}, reserve ${count(now.reserve || 0)}`
+    + `${count(now.waiting)}, batch ${count(now.batch)}, free ${count(parts.free)}, reserve ${count(now.reserve || 0)}`
     + (learned ? `; configured are ${count(now.configured_max_sys)}` : "") + (parts.over ? "; more than there is" : ""));
 }
 
@@ -544,7 +544,7 @@ function charts() {
 
 function drawLoad(all, one) {
   const base = (s) => s.realtime, middle = (s) => (known(s.realtime) ? s.realtime + s.waiting : null);
-  const top = (s) => (known(s.realtime) && known(s.ours) ? s.realtime + s.waiting + s.ours : null);
+  const top = (s) => (known(s.realtime) && known(s.batch) ? s.realtime + s.waiting + s.batch : null);
   const mayBe = (s) => (known(s.realtime) && known(s.limit) ? s.realtime + s.waiting + s.limit : null);
   load.begin(Math.max(1, ...samples.map((s) => Math.max(s.max_sys || 0, top(s) || 0))));
   const points = thinned(load.width);
@@ -555,22 +555,22 @@ function drawLoad(all, one) {
   load.area(points, (s) => s.max_sys - (s.reserve || 0), (s) => s.max_sys, { fill: "url(#hatch)" });
   load.area(points, () => 0, base, { fill: "var(--realtime)" });
   load.area(points, base, middle, { fill: "var(--waiting)" });
-  load.area(points, middle, top, { fill: "var(--ours)", opacity: 0.9 });
+  load.area(points, middle, top, { fill: "var(--batch)", opacity: 0.9 });
   load.line(points, (s) => s.max_sys, { stroke: "var(--ink)", "stroke-width": 2 }, true);
   load.line(points, mayBe, { stroke: "var(--limit)", "stroke-dasharray": "5 3", "stroke-width": 1.5 });
   const closed = {};
   for (const [reason, from, to] of all) closed[reason] = (closed[reason] || 0) + to - from;
   const spent = Object.entries(closed).sort((a, b) => b[1] - a[1]).map(([reason, s]) => [reason, span(Math.max(1, Math.round(s)))]);
-  load.end(`Load, last 15 minutes. Realtime ${range(samples.map((s) => s.realtime))}, ours ${range(samples.map((s) => s.ours))}, `
+  load.end(`Load, last 15 minutes. Realtime ${range(samples.map((s) => s.realtime))}, batch ${range(samples.map((s) => s.batch))}, `
     + `capacity ${range(samples.map((s) => s.max_sys))}. Gate: ${spent.map(([reason, s]) => `${reason} ${s}`).join(", ")}.`, one);
   legend("load-legend", [
-    ["p-realtime", "realtime"], ["p-waiting", "waiting in the picker"], ["p-ours", "ours"],
-    ["p-reserve", "reserve"], ["line", "capacity", "--ink"], ["line dash", "limit: ours may fill up to here", "--limit"]]);
+    ["p-realtime", "realtime"], ["p-waiting", "waiting in the picker"], ["p-batch", "batch"],
+    ["p-reserve", "reserve"], ["line", "capacity", "--ink"], ["line dash", "limit: batch requests may fill up to here", "--limit"]]);
   if (changed("reasons", spent)) {
     $("reasons").replaceChildren(...spent.map(([reason, s]) => make("li", { title: MEANINGS[reason] || "" },
       make("span", { class: "swatch reason", tone: tone(reason) }), make("span", {}, make("strong", {}, reason), ` ${s}`))));
   }
-  const words = (s) => `${clock(s.at)}: ${s.reason}, ${["realtime", "waiting", "ours", "limit"]
+  const words = (s) => `${clock(s.at)}: ${s.reason}, ${["realtime", "waiting", "batch", "limit"]
     .map((name) => `${name} ${known(s[name]) ? count(s[name]) : "unknown"}`).join(", ")}`;
   $("load-read").textContent = one ? words(one) : "last 15 minutes, in requests";
 }
@@ -656,10 +656,10 @@ function minuteTable() {
   };
   const body = [...rows].reverse().map(([at, list]) => [
     clock(at, false), [...new Set(list.map((one) => one.reason))].join(", "),
-    ...["realtime", "waiting", "ours", "limit", "max_sys", "pending", "delayed", "at_risk"].map((name) => mean(list, name)),
+    ...["realtime", "waiting", "batch", "limit", "max_sys", "pending", "delayed", "at_risk"].map((name) => mean(list, name)),
     count(list.reduce((a, one) => a + sum(one.results), 0) / list.length)]);
   if (changed("minutes", body)) {
-    table("minutes", ["Minute", "Gate", "#Realtime", "#In the picker", "#Ours", "#Limit", "#Capacity", "#Pending", "#Delayed", "#At risk", "#Results/s"], body);
+    table("minutes", ["Minute", "Gate", "#Realtime", "#In the picker", "#Batch", "#Limit", "#Capacity", "#Pending", "#Delayed", "#At risk", "#Results/s"], body);
   }
 }
 $("table-details").addEventListener("toggle", () => $("table-details").open && minuteTable());
@@ -694,10 +694,10 @@ function price() {
     ["Each further token, median", maybe(status.tpot_p50_s, span)], ["Each further token, 95 %", maybe(status.tpot_p95_s, span)],
     ["Batch share of the capacity", maybe(status.batch_share, share)], ["Reserve", maybe(status.reserve, share)],
   ]);
-  const of = { realtime: "realtime alone", all: "all requests, ours among them" }[status.price_of];
-  const measured = of && [`Over the last 5 minutes, of ${of}`, maybe(status.price_requests, (n) => `${count(n)} requests`),
-    status.price_source && `by ${status.price_source}`].filter(Boolean).join(", ");
-  $("price-note").textContent = [measured, status.price_why_not && `Unknown: ${status.price_why_not}`]
+  const of = { realtime: "realtime alone", all: "all requests, batch requests included" }[status.impact_scope];
+  const measured = of && [`Over the last 5 minutes, of ${of}`, maybe(status.impact_requests, (n) => `${count(n)} requests`),
+    status.impact_source && `by ${status.impact_source}`].filter(Boolean).join(", ");
+  $("price-note").textContent = [measured, status.impact_problem && `Unknown: ${status.impact_problem}`]
     .filter(Boolean).map((each) => `${each.replace(/\.$/, "")}.`).join(" ");
 }
 
@@ -741,10 +741,10 @@ function version(one, labels) {
 }
 
 function batching() {
-  const told = [...status.batching || []].sort((one, other) => !!other.why_off - !!one.why_off);
+  const told = [...status.batching || []].sort((one, other) => !!other.off_reason - !!one.off_reason);
   const rows = told.slice(0, ROWS_MOST).map((each) => [
-    each.path, each.model || "none", String(each.size), known(each.takes) ? String(each.takes) : "unknown",
-    known(each.gain) ? `${each.gain.toFixed(2)} ×` : "unknown", String(each.checked), each.sentence]);
+    each.path, each.model || "none", String(each.size), known(each.server_max_items) ? String(each.server_max_items) : "unknown",
+    known(each.gain) ? `${each.gain.toFixed(2)} ×` : "unknown", String(each.checked_calls), each.sentence]);
   const calls = Object.values(status.batching_calls || {}).reduce((sum, each) => sum + each, 0);
   const sum = `${whole.format(status.batching_requests || 0)} requests in ${whole.format(calls)} merged calls, `
     + `${whole.format(status.batching_waiting || 0)} wait to be merged`;
@@ -756,7 +756,7 @@ function batching() {
 }
 
 function showDead() {
-  const { read = 0, reasons = 0, groups = [] } = dead || {};
+  const { read_count: read = 0, reasons = 0, groups = [] } = dead || {};
   const sum = status.dead && read ? [plural(status.dead, "request", "requests"), read < status.dead && `the newest ${read} by reason`].filter(Boolean).join(", ") : "";
   if (!changed("dead", [dead, sum, status.dead])) return;
   $("dead-sum").textContent = sum;
@@ -765,9 +765,9 @@ function showDead() {
     : [reasons > groups.length && `And ${reasons - groups.length} more reasons: see \`batch-dispatcher dead list\`.`,
       "Each with a readable id has an error result; after `dead requeue` a second result comes. Add `--config FILE` to the commands."].filter(Boolean).join(" ");
   $("dead-note").replaceChildren(...withCode(note));
-  table("dead", ["#Requests", "Reason", "Newest", "#Tries", "Died", "Commands for the newest"], groups.map(({ count: number, newest: one }) => [
+  table("dead", ["#Requests", "Reason", "Newest", "#Attempts", "Died", "Commands for the newest"], groups.map(({ count: number, newest: one }) => [
     count(number), one.reason, one.id === null ? make("span", { class: "unknown" }, "unreadable") : one.id,
-    String(one.attempts + one.refusals), day(one.died_at), one.todo.map((verb) => make("code", {}, `batch-dispatcher dead ${verb} ${one.entry}`))]));
+    String(one.attempts + one.refusals), day(one.died_at), one.commands.map((verb) => make("code", {}, `batch-dispatcher dead ${verb} ${one.entry}`))]));
 }
 
 function replicas() {
@@ -778,7 +778,7 @@ function replicas() {
   $("replicas-sum").textContent = known(status.replica_count) ? count(status.replica_count) : "";
   $("replicas-note").textContent = !told.length ? "Others are unknown." : more > 0 ? `And ${more} more.` : "";
   if (changed("replicas", rows)) {
-    table("replicas", ["Owner", "#In flight", "#Last sign"], rows.map(([owner, leases, sign]) => [
+    table("replicas", ["Owner", "#In flight", "#Last heartbeat"], rows.map(([owner, leases, sign]) => [
       [make("span", { class: "mono" }, owner), owner === status.owner ? " (this one)" : ""], leases ?? "unknown", sign ?? "unknown"]));
   }
 }

@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import suppress
 from pathlib import Path
 
-from dispatcher.batched.errors import BatchError
+from dispatcher.core.errors import BatchError
 
 _CACHE_KIB = 16_384
 _OPEN_ATTEMPTS = 5

@@ -11,10 +11,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
 
-from dispatcher.batched.errors import BatchError
 from dispatcher.client.files.journal import FaultyLine, FileJournal, InputLine
 from dispatcher.client.files.lines import BadLine, BatchLine, LineFault, LineRules, group_key, parse_line
 from dispatcher.client.files.template import Template
+from dispatcher.core.errors import BatchError
 
 MAX_FAULTS = 10_000
 """Number of bad lines after which the check stops, unless bad lines are skipped."""

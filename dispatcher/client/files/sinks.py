@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from dispatcher.batched.errors import BatchError
+from dispatcher.core.errors import BatchError
 
 
 class SinkError(BatchError):

@@ -205,6 +205,8 @@ class MoveToDeadLetters:
     """One sentence for the consumer and the operator."""
     status: int | None = None
     body: bytes = b""
+    is_failed_attempt: bool = False
+    """True if the attempt before counts as a failed one."""
 
 
 Decision = Answered | Errored | Retry | MoveToDeadLetters
@@ -218,8 +220,9 @@ def make_deadline_error(last_attempt: str, failed_attempts: int, refusals: int) 
     attempt, if there was one."""
     counts = ((failed_attempts, "attempt"), (refusals, "refusal"))
     tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
-    why = (f" after {tries}" if tries else "") + (f"; the last try: {last_attempt}" if last_attempt else "")
-    return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{why}")
+    after = f" after {tries}" if tries else ""
+    last = f"; the last attempt: {last_attempt}" if last_attempt else ""
+    return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{after}{last}")
 
 
 def describe_outcome(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
@@ -271,7 +274,9 @@ def decide_after_attempt(
         case Failed() if failed_attempts + 1 >= policy.max_attempts:
             counted = f"{failed_attempts + 1} attempt{'s' if failed_attempts else ''}"
             message = f"no answer after {counted}, the last: {outcome.why}"
-            return MoveToDeadLetters(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
+            return MoveToDeadLetters(
+                ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body, is_failed_attempt=True
+            )
         case Failed():
             delay = max(
                 rand * _compute_backoff_s(failed_attempts, policy),
@@ -343,7 +348,7 @@ def classify_answer(
 
     `headers` have names in lower case, or are a case-insensitive mapping. `body` is decoded and complete; a
     stream of events is treated like any other body. `answered_by` names the server in messages. The table in
-    docs/forwarding.md lists all cases, and a test checks it.
+    docs/reference/forwarding.md lists all cases, and a test checks it.
     """
     reason = headers.get(DROP_REASON, "").strip()
     retry_after_s = parse_retry_after_header(headers, now_unix)

@@ -98,7 +98,7 @@ class RecentAttempts:
         kinds = [kind for _, kind, _ in recent if kind]
         if len(kinds) < max(MIN_FAILURES, MIN_FAILURE_SHARE * len(recent)):
             return None
-        return f"Of the last {len(recent)} tries {len(kinds)} failed: {_describe_most_frequent(kinds)}"
+        return f"Of the last {len(recent)} attempts {len(kinds)} failed: {_describe_most_frequent(kinds)}"
 
     def has_only_failures(self, now: float) -> bool:
         """Return whether no recent attempt was answered, and there were enough of them to say so."""

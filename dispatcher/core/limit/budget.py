@@ -55,12 +55,12 @@ class Reason(StrEnum):
     IMPLAUSIBLE = ("implausible", "the metrics cannot be true")
     GATEWAY_UNREACHABLE = ("gateway-unreachable", "the gateway cannot be reached")
     BACKPRESSURE = ("backpressure", "the gateway refused a request as overloaded")
-    NO_ROOM = ("no-room", "requests that are not ours take everything but the reserve")
+    NO_ROOM = ("no-room", "realtime requests take everything but the reserve")
     # Closed above this line (the limit is 0), open below.
     SATURATED = ("saturated", "the pool is fuller than the reserve allows")
-    FULL = ("full", "our work fills what there is")
+    FULL = ("full", "batch requests fill the limit")
     IDLE = ("idle", "no request is ready to be sent")
-    OPEN = ("open", "there is room, and work for it")
+    OPEN = ("open", "there is room, and requests are sent")
 
     rank: int
     """Position in the order of declaration."""

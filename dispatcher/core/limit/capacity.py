@@ -132,7 +132,7 @@ class PoolSnapshot:
 class CapacityEstimate:
     """The estimate and its components. All numbers of requests are shares of the configured capacity."""
 
-    split_into: float | None = None
+    share: float | None = None
     """The estimate. `None` if the capacity is known and nothing else was learned."""
     ceiling: float | None = None
     """Requests that ran while others waited. `None` if no request was seen waiting, or the ceiling was
@@ -233,7 +233,7 @@ class CapacityEstimate:
             fitted = FITTED_AT_REFUSAL * (
                 max(0, in_flight - refused_requests) + max(realtime_before or 0.0, snapshot.realtime_requests)
             )
-            share = 1.0 if self.split_into is None else self.split_into
+            share = 1.0 if self.share is None else self.share
             self._no_waiting_since = snapshot.sampled_at
             self._set_ceiling(
                 min(
@@ -241,7 +241,7 @@ class CapacityEstimate:
                     max(fitted / snapshot.configured_capacity, self._max_recent_running, backoff * share),
                 )
             )
-        elif self.split_into is not None:
+        elif self.share is not None:
             self._grow_estimate(snapshot, proven, witness, reserve)
 
     @property
@@ -262,9 +262,9 @@ class CapacityEstimate:
             ceiling = None if self.ceiling is None else self.ceiling * scale
             self._reset_estimate()
             if not snapshot.is_capacity_known:  # at the start, or when the capacity is no longer named
-                self.split_into = 1.0
+                self.share = 1.0
             elif ceiling is not None and ceiling < CAPACITY_REACHED:
-                self.split_into = self.ceiling = ceiling
+                self.share = self.ceiling = ceiling
             # The history is kept as shares, so it has to be rescaled to the new configured capacity.
             self._recent_running = deque((at, ran * scale) for at, ran in self._recent_running)
             self._backlogs.clear()
@@ -291,7 +291,7 @@ class CapacityEstimate:
     def _record_backlog(self, count: PoolCounts, snapshot: PoolSnapshot, *, was_refused: bool) -> bool:
         """Return whether enough requests wait to show what the pool runs at once. If they did so often
         enough, that number becomes the ceiling."""
-        is_sensitive = was_refused or self.split_into is not None or not snapshot.is_capacity_known
+        is_sensitive = was_refused or self.share is not None or not snapshot.is_capacity_known
         least, enough = (
             (SENSITIVE_BACKLOG_SHARE, SENSITIVE_BACKLOG_SHARE_SUM)
             if is_sensitive
@@ -326,8 +326,8 @@ class CapacityEstimate:
             self._set_ceiling(self.ceiling)
         # An exact count above the estimate is a fact even while requests wait, so the estimate follows it.
         ran = running / snapshot.configured_capacity
-        if count is not None and count.is_exact and self.split_into is not None and ran > self.split_into:
-            self.split_into = ran
+        if count is not None and count.is_exact and self.share is not None and ran > self.share:
+            self.share = ran
             self.ceiling = None if self.ceiling is None else ran
         return True
 
@@ -351,7 +351,7 @@ class CapacityEstimate:
             self.confirmations = 1
         elif self._is_probing:
             self.confirmations += 1
-        self.split_into = self.ceiling = share
+        self.share = self.ceiling = share
         self._is_probing, self._probe_successes, self._readings_above_ceiling = False, 0, 0
 
     def _grow_estimate(
@@ -363,7 +363,7 @@ class CapacityEstimate:
         contradict the ceiling in two readings in a row.
         """
         one = 1.0 / snapshot.configured_capacity
-        share = 1.0 if self.split_into is None else self.split_into
+        share = 1.0 if self.share is None else self.share
         if self.ceiling is not None:
             proof = self._compute_proven_share(snapshot, witness)
             if proof is not None:
@@ -412,10 +412,10 @@ class CapacityEstimate:
         self, snapshot: PoolSnapshot, proven: float | None, ceiling: float, reserve: float
     ) -> None:
         """Keep the ceiling, which nothing disproves, or start or continue a probe."""
-        if self._is_probing and self.split_into is not None:
+        if self._is_probing and self.share is not None:
             # Endpoints that came or went, or a changed reserve, may require more than the probe started with.
             share = max(
-                self.split_into,
+                self.share,
                 _compute_probe_share(ceiling, PROBE_STEP * 2.0**self._probe_successes, snapshot, reserve),
             )
             # If no reading can show what runs, the absence of waiting requests has to do as proof.
@@ -425,13 +425,13 @@ class CapacityEstimate:
             self._set_share(snapshot, _compute_probe_share(ceiling, PROBE_STEP, snapshot, reserve))
 
     def _set_share(self, snapshot: PoolSnapshot, share: float) -> None:
-        self.split_into = min(max(share, MIN_SHARE), max(1.0, MAX_IN_FLIGHT / snapshot.configured_capacity))
-        if snapshot.is_capacity_known and self.split_into >= 1.0:
+        self.share = min(max(share, MIN_SHARE), max(1.0, MAX_IN_FLIGHT / snapshot.configured_capacity))
+        if snapshot.is_capacity_known and self.share >= 1.0:
             self._reset_estimate()
 
     def _reset_estimate(self) -> None:
         """Discard everything that was learned."""
-        self.split_into = self.ceiling = None
+        self.share = self.ceiling = None
         self._is_probing, self._probe_successes, self._readings_above_ceiling, self.confirmations = (
             False,
             0,

@@ -156,7 +156,7 @@ class LimitTracker(Revisioned):
             reading = track.reading
             if reading is not None and counted_at < reading.closed_at <= now:
                 track.batch_load = self._bound_batch_load(reading, is_gateway_reachable)
-                track.update_limit(self.policy, self.capacity_estimate.split_into)
+                track.update_limit(self.policy, self.capacity_estimate.share)
         if not self.losses.record_counts(
             now, lost_units, orphaned_units
         ):  # the first count, or the queue was emptied
@@ -322,7 +322,7 @@ class LimitTracker(Revisioned):
 
     def _update_limits(self) -> None:
         for track in self.signal_limits.values():
-            track.update_limit(self.policy, self.capacity_estimate.split_into)
+            track.update_limit(self.policy, self.capacity_estimate.share)
 
     def _apply_reading(
         self, track: SignalLimit, reading: Reading, own_read_at: float, is_gateway_reachable: bool
@@ -349,7 +349,7 @@ class LimitTracker(Revisioned):
         ):
             track.batch_load, is_unseen = self._bound_batch_load(reading, is_gateway_reachable), False
         track.unseen_readings = track.unseen_readings + 1 if is_unseen else 0
-        track.update_limit(self.policy, self.capacity_estimate.split_into)
+        track.update_limit(self.policy, self.capacity_estimate.share)
 
     def _bound_batch_load(self, reading: Reading, is_gateway_reachable: bool) -> LoadBounds:
         """Return the bounds on batch requests in the reading. Without a gateway no request of this process is

@@ -37,8 +37,10 @@ from dispatcher.core.limit.gate import Gate, SignalFailure
 from dispatcher.core.limit.limit_tracking import LimitTracker
 from dispatcher.core.limit.poll import Poll
 
-NO_ROOM_BY_REALTIME = "requests that are not ours, or of a dispatcher that died, take all but the reserve"
-NO_ROOM_BY_ORPHANS = "what silent dispatchers left at the gateway fills max_in_flight"
+NO_ROOM_BY_REALTIME = (
+    "realtime requests, or requests of a dispatcher that died, take everything but the reserve"
+)
+NO_ROOM_BY_ORPHANS = "requests that silent dispatchers left at the gateway fill max_in_flight"
 
 
 class Limiter:

@@ -2,7 +2,7 @@
 
 Running requests are never stopped. When realtime traffic grows beyond the reserve, realtime requests wait
 until batch requests end. Requests that take seconds end all the time, requests that take minutes hardly ever,
-and the utilization does not show the difference (docs/simulator.md has figures and a picture).
+and the utilization does not show the difference (docs/how-to/simulator.md has figures and a picture).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def explain_small_reserve(
     ):
         return None
     return (
-        f"batch requests last {mean_duration_s:.0f} s on average and are not taken back when realtime grows: with a "
+        f"batch requests last {mean_duration_s:.0f} s on average and are not taken back when realtime "
+        "grows: with a "
         f"reserve of {reserve:g} it waits for them (budget.reserve: {SUFFICIENT_RESERVE:g} or more; "
         "`batch-dispatcher simulate --batch-tokens` shows what it comes to)"
     )

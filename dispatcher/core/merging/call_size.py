@@ -151,7 +151,7 @@ class CallSize:
     @property
     def summary(self) -> str:
         """Sentence for operators that says what is merged, or why nothing is."""
-        size, server_max_items, alone = self.best_size, self.server_max_items, "each request goes alone"
+        size, server_max_items, alone = self.best_size, self.server_max_items, "each request is sent alone"
         if self.off_reason or self.mode is MergeMode.OFF:
             return f"{alone}: {self.off_reason or 'batching is off'}"
         if self.allowed_size == 1:
@@ -159,7 +159,11 @@ class CallSize:
         if self.mode is MergeMode.AUTO and self.gain is None:
             return "whether merging pays is not measured yet"
         if size == 1:
-            why = "no other comes within max_delay_s" if self._is_trial_unfilled else "merging does not pay"
+            why = (
+                "no other request arrives within max_delay_s"
+                if self._is_trial_unfilled
+                else "merging does not pay"
+            )
             return f"{alone}: {why}"
         text = f"up to {size} items a call"
         if self.gain is not None:

@@ -31,7 +31,7 @@ class GroupTrigger(enum.StrEnum):
     FULL = "full"
     PREFERRED = "preferred"
     DUE = "due"
-    IDLE = "alone"
+    IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,10 +147,10 @@ class ModelFamily:
         if self.terms.transition is not Transition.RESOURCE or self.is_open(version):
             return ""
         if version in self._desired:
-            return f"waits: {_describe_names(self._blocking, 'drained')} first" if self._blocking else ""
+            return f"waits until {_describe_names(self._blocking, 'drained')}" if self._blocking else ""
         # Otherwise requests that name the old version could keep it in use, and the new one closed, for ever.
         opening = _join_names([_quote_name(name) for name in self._desired if name not in self._open])
-        return f"gives way to {opening}" if opening else ""
+        return f"waits for {opening}" if opening else ""
 
     def is_blocked_by(self, version: str) -> bool:
         """Return whether another version opens once nothing is in flight to this one."""

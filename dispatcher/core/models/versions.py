@@ -35,7 +35,7 @@ class VersionState(StrEnum):
     COLD = "cold"
     OPEN = "open"
     DRAINING = "draining"
-    RETIRING = "spare"
+    RETIRING = "retiring"
     GONE = "gone"
 
 

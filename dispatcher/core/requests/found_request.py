@@ -25,7 +25,7 @@ class RequestLocation(StrEnum):
     """The request was returned because its owners died. Only a few suspects run at once."""
     SEQUENCED = "sequenced"
     """The request waits for its turn in its sequence."""
-    WAITING_FOR_MODEL = "awaiting"
+    WAITING_FOR_MODEL = "waiting-for-model"
     """The request waits for its model, which is not served."""
     DELAYED = "delayed"
     LEASED = "leased"
@@ -46,6 +46,9 @@ QUEUED_LOCATIONS = (
     *(LOCATION_BY_LANE[lane] for lane in Lane),
 )
 """Locations of requests that wait in the queue. Claims take from these, except from closed lanes."""
+NOT_SENT_PREFIX = "not sent, because "
+"""Beginning of the outcome that a dispatcher records for a request that waits for its model and was not sent.
+The reason follows."""
 
 
 @dataclass(frozen=True, slots=True)

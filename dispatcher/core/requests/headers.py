@@ -1,7 +1,8 @@
 """Names and values of headers, and which of them operators and callers may set.
 
 Neither an operator (`gateway.headers`) nor a caller (`data.headers`) can set headers that belong to the
-connection. Callers are restricted further: docs/forwarding.md has the tables, and a test checks them.
+connection. Callers are restricted further: docs/reference/forwarding.md has the tables, and a test checks
+them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Lane(enum.Enum):
     SEQUENCED = "sequenced"
     """The request waits for its turn in its sequence. Closed: the end of the previous request moves it
     out."""
-    WAITING_FOR_MODEL = "absent"
+    WAITING_FOR_MODEL = "waiting-for-model"
     """The model of the request is not served. Closed: `Queue.return_waiting_for_models` moves it out once the
     model is served."""
 

@@ -1,8 +1,8 @@
 """Parse the queue's envelope: a member becomes a `Request`, or a `Rejection`.
 
-`docs/queue-contract.md` describes the format. Two rules shape this module. The payload is never decoded: it
-is sent with the bytes it came in. And parsing never raises, whatever a producer wrote, because a member that
-raises would stop all other requests of the queue.
+`docs/reference/queue-contract.md` describes the format. Two rules shape this module. The payload is never
+decoded: it is sent with the bytes it came in. And parsing never raises, whatever a producer wrote, because a
+member that raises would stop all other requests of the queue.
 
 A member with a duplicate of a known field is rejected: JSON parsers disagree about which one counts, and a
 request must not be cancelled under one id and answered under another. Inside `headers`, `metadata` and

@@ -3,8 +3,8 @@
 Producers control only the payload: they cannot choose another host, a path that is not allowed, or a header
 that belongs to the connection, carries credentials, or controls the gateway or the endpoint picker. A path
 that is not allowed rejects the request, because it was set on purpose. A header that is not allowed is
-dropped, because producers copy whole sets of headers. docs/forwarding.md has the tables, and a test checks
-them.
+dropped, because producers copy whole sets of headers. docs/reference/forwarding.md has the tables, and a
+test checks them.
 """
 
 from __future__ import annotations

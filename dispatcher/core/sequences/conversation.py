@@ -53,17 +53,21 @@ def build_payload(payload: bytes, conversation: bytes, max_bytes: int) -> bytes 
         # The strict parser: with a field given twice, server and dispatcher might read different messages.
         body_fields = parse_fields(check_utf8(payload))
         if body_fields.get("stream") == msgspec.Raw(b"true"):
-            return CannotContinue("an answer that is streamed cannot be carried on: leave out `stream`")
+            return CannotContinue(
+                "the conversation cannot continue with a streamed answer: leave out `stream`"
+            )
         if _MESSAGES in body_fields:
             return _insert_messages(payload, body_fields[_MESSAGES], conversation, max_bytes)
     except (NotUnderstoodError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return CannotContinue(f"its body cannot be carried on: {error}")
+        return CannotContinue(f"the conversation cannot continue with this body: {error}")
     if "input" not in body_fields:
-        return CannotContinue("its body has neither `messages` nor `input` to be carried on")
+        return CannotContinue("the conversation cannot continue: the body has neither `messages` nor `input`")
     if not conversation or _PREVIOUS in body_fields:
         return payload
     if conversation[:1] != b'"':
-        return CannotContinue("its sequence carries messages, and its body has `input`")
+        return CannotContinue(
+            "the conversation of the sequence consists of messages, and the body has `input`"
+        )
     # The body has `input`, so the inserted first field is followed by a comma.
     return b'{"%b":%b,%b' % (_PREVIOUS.encode(), conversation, payload[1:].lstrip())
 
@@ -99,7 +103,7 @@ def _extend_conversation(sent: bytes, answer: bytes, max_bytes: int) -> bytes | 
             return CannotContinue("the answer has no message that the next turn could be built on")
         conversation = _join_lists(bytes(body_fields[_MESSAGES]), b"[%b]" % message)
     except (NotUnderstoodError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return CannotContinue(f"the answer cannot be carried on: {error}")
+        return CannotContinue(f"the conversation cannot continue with this answer: {error}")
     if len(conversation) > max_bytes:
         return CannotContinue(_describe_too_long(len(conversation), max_bytes))
     return conversation
@@ -111,7 +115,9 @@ def _insert_messages(
     if bytes(own_messages)[:1] != b"[":
         return CannotContinue("`messages` is no list")
     if conversation and conversation[:1] != b"[":
-        return CannotContinue("its sequence carries a response's id, and its body has `messages`")
+        return CannotContinue(
+            "the conversation of the sequence is the id of a response, and the body has `messages`"
+        )
     # Raises if the list is malformed; the items are not needed.
     parse_items(own_messages)
     all_messages = _join_lists(conversation, bytes(own_messages)) if conversation else bytes(own_messages)

@@ -60,8 +60,8 @@ from dispatcher.core.sequences.runs import (
 from dispatcher.core.sequences.turns import MAX_RUNS, MAX_UNPARKED_PER_STEP, OnError, SequenceStatus, Turn
 
 _LAST, _CANCELLED = "its last request has ended", "the sequence was cancelled"
-_UNDATED = f"{_CANCELLED}, and no data.created says that the request came later"
-_IDLE, _AGE = "nothing of it ran or waited for max_idle_s", "it had run for max_age_s"
+_UNDATED = f"{_CANCELLED}, and the request has no data.created that proves that it came later"
+_IDLE, _AGE = "no request of it ran or waited for max_idle_s", "it had run for max_age_s"
 _OVER = (SequenceStatus.ABORTED, SequenceStatus.ENDED)
 _ABORT = SequenceStatus.ABORTED, ErrorCode.SEQUENCE_ABORTED
 _END = SequenceStatus.ENDED, ErrorCode.SEQUENCE_ENDED

@@ -58,8 +58,8 @@ class MergeTarget:
         about = {"path": self.path, "model": self.model}
         return {
             **about,
-            "most": size.server_max_items,
-            "most_tokens": None if size.server_max_tokens == inf else size.server_max_tokens,
+            "max_items": size.server_max_items,
+            "max_tokens": None if size.server_max_tokens == inf else size.server_max_tokens,
         }
 
     def build_status(self) -> dict[str, Any]:
@@ -71,10 +71,10 @@ class MergeTarget:
             "shape": self.rule.shape.name,
             "mode": str(size.mode),
             "size": size.best_size,
-            "takes": size.server_max_items,
+            "server_max_items": size.server_max_items,
             "gain": None if gain is None else round(gain, 3),
-            "checked": size.checked_calls,
-            "why_off": size.off_reason or None,
+            "checked_calls": size.checked_calls,
+            "off_reason": size.off_reason or None,
             "sentence": size.summary,
         }
 

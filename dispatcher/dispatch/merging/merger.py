@@ -71,7 +71,7 @@ class RequestMerger:
         """Number of merged calls by result."""
         self.merged_request_count = 0
         """Number of requests that were answered by merged calls."""
-        self.check_counts: dict[str, int] = dict.fromkeys(("same", "differs", "unsure"), 0)
+        self.check_counts: dict[str, int] = dict.fromkeys(("same", "differs", "inconclusive"), 0)
         """Number of single calls for parity checks, by result."""
         self._options = options
         self._random = rand
@@ -235,13 +235,13 @@ class RequestMerger:
         call.parity_check.members = [
             member for member in call.parity_check.members if member is not call.members[0]
         ]
-        return self._serialize_attempts(call, self._finish_check(call.parity_check, "unsure"))
+        return self._serialize_attempts(call, self._finish_check(call.parity_check, "inconclusive"))
 
     def handle_unsent(self, attempt: Attempt) -> FollowUp:
         """Handle a follow-up that could not start because the gate has closed."""
         call = self._remove_call(attempt.token)
         if call.parity_check is not None:
-            return self._serialize_attempts(call, self._finish_check(call.parity_check, "unsure"))
+            return self._serialize_attempts(call, self._finish_check(call.parity_check, "inconclusive"))
         if call.split_list is not None:
             # The answers so far are kept, so that the next attempt continues with the next piece.
             self._partial_answers.store_answers(call.members[0], call.split_list)
@@ -420,7 +420,7 @@ class RequestMerger:
         if not members:
             parity_check.members = [other for other in parity_check.members if other is not member]
         if not isinstance(result.outcome, Delivered):
-            return self._finish_check(parity_check, "unsure")
+            return self._finish_check(parity_check, "inconclusive")
         parity_check.single_answers[member.token] = result
         merged = parity_check.merged_answers[member.token].outcome
         assert isinstance(merged, Delivered)  # noqa: S101 -- only answers are checked
@@ -443,7 +443,9 @@ class RequestMerger:
                 target.size.record_match()
             return self._complete_members(parity_check.members, parity_check.merged_answers)
         self._disable_merging(
-            target, f"a merged call was answered otherwise than single ones: {parity_check.difference}"
+            target,
+            "the answer to a merged call differs from the answers to single calls: "
+            f"{parity_check.difference}",
         )
         checked = [member for member in parity_check.members if member.token in parity_check.single_answers]
         others = [

@@ -30,6 +30,7 @@ from dispatcher.core.models.availability import (
     WaitForModel,
 )
 from dispatcher.core.models.names import parse_model, quote_model, says_no_model
+from dispatcher.core.requests.found_request import NOT_SENT_PREFIX
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.dispatch import completions
 from dispatcher.dispatch.models.version_router import VersionRouter
@@ -58,7 +59,7 @@ class ModelRouter:
     """Routes the requests of one process by their model. `complete` takes completions."""
 
     def __init__(self, access: QueueAccess, options: Options, complete: Callable[[Completion], None]) -> None:
-        self.request_counts: dict[str, int] = dict.fromkeys(("goes", "waits", "unknown", "denied"), 0)
+        self.request_counts: dict[str, int] = dict.fromkeys(("served", "waits", "unknown", "denied"), 0)
         """Number of decisions about requests that name a model; `denied` are those by the server."""
         self.waiting_counts: Mapping[str, int] = {}
         """Number of requests that wait for each model, as of the last count."""
@@ -124,7 +125,7 @@ class ModelRouter:
         if self._pool_models is None:
             return None
         if entry.version:
-            self.request_counts["goes"] += 1
+            self.request_counts["served"] += 1
             return None
         match self._get_decision(self._pool_models, entry.model):
             case SendToModel() if self.versions.get_family(entry.model) is not None:
@@ -133,12 +134,12 @@ class ModelRouter:
             case WaitForModel(why):
                 self.request_counts["waits"] += 1
                 return completions.build_model_wait(
-                    entry.lease, request, entry.model, f"not sent, for its {why}"
+                    entry.lease, request, entry.model, f"{NOT_SENT_PREFIX}its {why}"
                 )
             case NoSuchModel(why):
                 self.request_counts["unknown"] += 1
                 return completions.build_error(entry.lease, request, ErrorCode.MODEL_NOT_FOUND, why)
-        self.request_counts["goes"] += bool(entry.model)
+        self.request_counts["served"] += bool(entry.model)
         self.versions.count_named_version(entry)
         return None
 
@@ -159,10 +160,12 @@ class ModelRouter:
         match self._get_decision(self._pool_models, model):
             case WaitForModel(why):
                 self.request_counts["denied"] += len(attempt.leases)
-                return ModelNotServed(f"not sent again, for its {why}", missing_model=model)
+                return ModelNotServed(f"not sent again, because its {why}", missing_model=model)
             case SendToModel() if version != model or self._pool_models.is_partly_served(model):
                 self.request_counts["denied"] += len(attempt.leases)
-                return ModelNotServed("it came to a server without its model", delay_s=OTHER_SERVER_RETRY_S)
+                return ModelNotServed(
+                    "the request reached a server that does not serve its model", delay_s=OTHER_SERVER_RETRY_S
+                )
         return outcome  # the model is not expected: the answer is final
 
     def _get_decision(self, pool: PoolModels, model: str) -> ModelDecision:
@@ -200,7 +203,9 @@ class ModelRouter:
 
     async def _count_waiting(self) -> bool:
         """Count the requests that wait for models. Return True if the queue answered."""
-        waiting_counts = await self._access.call_queue("awaited", self._access.queue.count_waiting_by_model())
+        waiting_counts = await self._access.call_queue(
+            "count-waiting", self._access.queue.count_waiting_by_model()
+        )
         if waiting_counts is None:
             return False
         self.waiting_counts = waiting_counts
@@ -212,7 +217,9 @@ class ModelRouter:
         access = self._access
         returnable = [model for model in self.waiting_counts if not self._must_wait(model)]
         while returnable:
-            reply = await access.call_queue("recall", access.queue.return_waiting_for_models(returnable))
+            reply = await access.call_queue(
+                "return-waiting", access.queue.return_waiting_for_models(returnable)
+            )
             if reply is None:
                 return
             if reply.returned_count:

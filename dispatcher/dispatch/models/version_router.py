@@ -235,7 +235,7 @@ class VersionRouter:
         self._warmed_since_exchange.clear()
         queue = self._access.queue
         registry = await self._access.call_queue(
-            "marks", queue.refresh_warm_markers(keep_warm, no_longer_warm, tuple(self._in_flight_counts))
+            "registry", queue.refresh_warm_markers(keep_warm, no_longer_warm, tuple(self._in_flight_counts))
         )
         if registry is None:
             return
@@ -252,7 +252,7 @@ class VersionRouter:
     async def read_registry(self) -> None:
         """Read the state of all owners without sharing. An observer leaves it to others to report what is
         gone."""
-        registry = await self._access.call_queue("marks", self._access.queue.read_model_registry())
+        registry = await self._access.call_queue("registry", self._access.queue.read_model_registry())
         if registry is None:
             return
         self._no_longer_warm.clear()
@@ -277,7 +277,7 @@ class VersionRouter:
             await self._access.queue.mark_warm(*pair)
             return True
 
-        is_reported = bool(await self._access.call_queue("warmed", report()))
+        is_reported = bool(await self._access.call_queue("mark-warm", report()))
         if is_reported:
             self._unreported_warm.discard(pair)
         return is_reported

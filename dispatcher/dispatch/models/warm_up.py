@@ -106,7 +106,7 @@ class WarmUpRunner:
     ) -> None:
         self._units = 0
         """Number of calls of this process that run or wait for room."""
-        self.result_counts: dict[str, int] = dict.fromkeys(("warm", "errors", "again"), 0)
+        self.result_counts: dict[str, int] = dict.fromkeys(("warm", "errors", "retry"), 0)
         """Number of warm-ups by result: all calls answered; some with errors; to be tried again."""
         self.options = options
         self._access = access
@@ -217,7 +217,9 @@ class WarmUpRunner:
         except asyncio.CancelledError:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOCK_RELEASE_TIMEOUT_S):
-                    await self._access.call_queue("unwarmed", queue.release_warm_up_lock(version, endpoint))
+                    await self._access.call_queue(
+                        "release-lock", queue.release_warm_up_lock(version, endpoint)
+                    )
             raise
         finally:
             del self._running[pair]
@@ -226,7 +228,7 @@ class WarmUpRunner:
         """Take or renew the lock."""
         asked_at = self._access.clock()
         lock_call = self._access.queue.take_warm_up_lock(warm_up.version, warm_up.endpoint)
-        is_taken = await self._access.call_queue("warming", lock_call)
+        is_taken = await self._access.call_queue("take-lock", lock_call)
         if is_taken is not None:
             warm_up.lock_held_until = asked_at + LOCK_TTL_S if is_taken else asked_at
         return bool(is_taken)
@@ -251,7 +253,7 @@ class WarmUpRunner:
             not is_finished or family_options is None or (errors and family_options.is_warmup_required)
         )
         if must_retry:
-            await self._access.call_queue("unwarmed", queue.release_warm_up_lock(version, endpoint))
+            await self._access.call_queue("release-lock", queue.release_warm_up_lock(version, endpoint))
             rest_s = (
                 min(ERROR_RETRY_S[1], ERROR_RETRY_S[0] * 2.0 ** min(failure_count, 10))
                 if is_finished
@@ -260,7 +262,7 @@ class WarmUpRunner:
             self._retry_after[pair] = loop_time() + rest_s, failure_count + bool(is_finished)
         else:
             await self._versions.mark_warm(version, endpoint)
-        self.result_counts["again" if must_retry else "errors" if errors else "warm"] += 1
+        self.result_counts["retry" if must_retry else "errors" if errors else "warm"] += 1
         if is_finished:
             emit(
                 Event.WARM_UP_FAILED if errors else Event.WARM_UP,
@@ -270,7 +272,7 @@ class WarmUpRunner:
                 spent_s=round(warm_up.spent_s, 3),
                 errors=len(errors),
                 why=errors[0] if errors else warm_up.staleness_note,
-                opens=not must_retry,
+                is_used=not must_retry,
             )
 
     async def _send_calls(self, family: ModelFamily, warm_up: WarmUp) -> bool:
@@ -409,7 +411,8 @@ def _describe_error(outcome: Outcome, version: str) -> str | None:
         case Delivered(status, body) if says_no_model(status, body, version):
             return None
         case Delivered(status, body) if status >= 300:
-            return f"{status}: {truncate_text(escape_unprintable(body.decode(errors='replace')), _MAX_WHY_CHARS)}"
+            text = escape_unprintable(body.decode(errors="replace"))
+            return f"{status}: {truncate_text(text, _MAX_WHY_CHARS)}"
         case Delivered() | TooLarge():
             return ""
         case Failed(why, status):

@@ -93,12 +93,12 @@ class TurnChecker:
         remove_lease: Callable[[str], object],
     ) -> None:
         self.options = options
-        self.turn_counts: dict[str, int] = dict.fromkeys(("goes", "waits", "barred"), 0)
+        self.turn_counts: dict[str, int] = dict.fromkeys(("granted", "waits", "rejected"), 0)
         """Number of decisions of the queue, by kind."""
-        self.server_counts: dict[str, int] = dict.fromkeys(("same", "other", "lost"), 0)
-        """Number of answers to requests with a sticky token, by server: the same, another one, or (`lost`)
+        self.server_counts: dict[str, int] = dict.fromkeys(("same", "other", "none"), 0)
+        """Number of answers to requests with a sticky token, by server: the same, another one, or (`none`)
         not named."""
-        self.conversation_counts: dict[str, int] = dict.fromkeys(("carried", "refused"), 0)
+        self.conversation_counts: dict[str, int] = dict.fromkeys(("continued", "refused"), 0)
         """Number of requests that were to be sent with their conversation."""
         self.parsed_requests = ParsedRequestCache()
         self._access = access
@@ -116,7 +116,7 @@ class TurnChecker:
         waiting_before = self.turn_counts["waits"]
         # Turns that came with a flush are granted already.
         unknown = [each for each in turns if each[0].granted_turn is None]
-        self.turn_counts["goes"] += len(turns) - len(unknown)
+        self.turn_counts["granted"] += len(turns) - len(unknown)
         removed = await self._claim_turns(unknown) if unknown else set()
         granted = []
         for entry, case in cases:
@@ -142,7 +142,7 @@ class TurnChecker:
         call = access.queue.claim_turns(
             [(entry.lease, turn) for entry, turn in turns], self.options.sequences.terms
         )
-        reply = await access.call_queue("line_up", call)
+        reply = await access.call_queue("claim-turns", call)
         if reply is None:
             for entry, _ in turns:
                 self._complete(completions.build_return(entry.lease))
@@ -153,7 +153,7 @@ class TurnChecker:
             match decision:
                 case TurnGranted():
                     entry.granted_turn = decision
-                    self.turn_counts["goes"] += 1
+                    self.turn_counts["granted"] += 1
                     continue
                 case TurnWaits():
                     self.turn_counts["waits"] += 1
@@ -162,7 +162,7 @@ class TurnChecker:
                     # The queue has ended the lease with its decision; there is nothing to report.
                     self._remove_lease(entry.lease.token)
                 case TurnRejected(code, why):
-                    self.turn_counts["barred"] += 1
+                    self.turn_counts["rejected"] += 1
                     if entry.request is not None:
                         self._complete(
                             completions.build_turn_rejection(entry.lease, entry.request, code, why)
@@ -187,7 +187,7 @@ class TurnChecker:
         payload = request.payload
         if self._carries_conversation(turn):
             body = build_payload(payload, granted.conversation, options.max_carry_bytes)
-            self.conversation_counts["refused" if isinstance(body, CannotContinue) else "carried"] += 1
+            self.conversation_counts["refused" if isinstance(body, CannotContinue) else "continued"] += 1
             if isinstance(body, CannotContinue):
                 return body
             payload = body
@@ -234,5 +234,5 @@ class TurnChecker:
         # on purpose.
         if session is None or session.token_header in session.headers:
             return None
-        self.server_counts["lost"] += 1
+        self.server_counts["none"] += 1
         return ""

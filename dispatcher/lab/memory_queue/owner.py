@@ -166,13 +166,13 @@ class MemoryQueue:
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[SettleStatus | None]:
         self._begin_step()
-        return results.settle(self._queue, [(each, None) for each in settlements])
+        return results.settle(self._queue, settlements)
 
     async def settle_and_claim_next(
         self, settlements: Sequence[Settlement], nonce: str, permit: Permit
     ) -> SettleAndClaimResult:
         caller, queue, ready_entries = self._begin_step(), self._queue, list[Entry]()
-        statuses = results.settle(queue, [(each, None) for each in settlements], ready_entries)
+        statuses = results.settle(queue, settlements, ready_entries)
         taken = steps.claim_next(queue, caller, nonce, self._permit_in_pool_time(permit), ready_entries)
         waiting = queue.waiting_count - queue.count_passed_over({}, taken)
         claimed = ClaimResult(
@@ -229,7 +229,7 @@ class MemoryQueue:
 
     async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         self._begin_step()
-        return results.settle(self._queue, [(each.settlement, each.reason) for each in dead_letters])
+        return results.settle(self._queue, dead_letters)
 
     async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         self._begin_step()

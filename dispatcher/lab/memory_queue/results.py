@@ -12,6 +12,7 @@ from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, Location
 from dispatcher.lab.memory_queue.state import QueueState
 from dispatcher.ports import (
     CallRefusedError,
+    DeadLetter,
     QueueUnavailableError,
     Settlement,
     SettleStatus,
@@ -20,18 +21,15 @@ from dispatcher.ports import (
 
 
 def settle(
-    queue: QueueState, ends: Sequence[tuple[Settlement, str | None]], ready_entries: list[Entry] | None = None
+    queue: QueueState, ends: Sequence[Settlement | DeadLetter], ready_entries: list[Entry] | None = None
 ) -> list[SettleStatus | None]:
-    """Settle leases, each with the reason for which its request is dead, or `None`. Requests whose turn has
-    come are added to `ready_entries`. A lease whose result cannot be written stays, and does not hold up the
-    others."""
+    """Settle leases. Requests whose turn has come are added to `ready_entries`. A lease whose result cannot
+    be written stays, and does not hold up the others."""
     statuses: list[SettleStatus | None] = []
     stuck, now = None, queue.pool.clock()
-    for settlement, why in ends:
+    for end in ends:
         try:
-            statuses.append(
-                _settle_lease(queue, settlement, why, now, [] if ready_entries is None else ready_entries)
-            )
+            statuses.append(_settle_lease(queue, end, now, [] if ready_entries is None else ready_entries))
         except QueueUnavailableError as error:
             stuck = error
             statuses.append(None)
@@ -41,9 +39,11 @@ def settle(
 
 
 def _settle_lease(
-    queue: QueueState, settlement: Settlement, dead_reason: str | None, now: float, ready_entries: list[Entry]
+    queue: QueueState, end: Settlement | DeadLetter, now: float, ready_entries: list[Entry]
 ) -> SettleStatus:
     pool = queue.pool
+    dead_letter = end if isinstance(end, DeadLetter) else None
+    settlement = end.settlement if isinstance(end, DeadLetter) else end
     grant = queue.find_lease(settlement.lease)
     if grant is None:
         return SettleStatus.LOST
@@ -51,11 +51,12 @@ def _settle_lease(
     pool.end_lease(grant)
     pool.settled_count += 1
     ready_entries += sequences.end_turn(queue, grant.entry, settlement.turn_end, now)
-    if dead_reason is None:
+    if dead_letter is None:
         queue.remove_entry(grant.entry)
     else:
         queue.move_entry(grant.entry, Location.DEAD)
-        queue.dead[grant.entry.id] = (grant.entry, dead_reason, pool.unix_now())
+        grant.entry.failed_attempts += dead_letter.is_failed_attempt
+        queue.dead[grant.entry.id] = (grant.entry, dead_letter.reason, pool.unix_now())
         # A dict keeps the order of insertion, so its first entry died first.
         while len(queue.dead) > queue.dead_max:
             queue.remove_entry(next(iter(queue.dead.values()))[0])
@@ -75,7 +76,7 @@ def _write_result(queue: QueueState, settlement: Settlement) -> SettleStatus:
         name, status = default, SettleStatus.BAD_LIST
     if result:
         if name in pool.invalid_lists:
-            raise CallRefusedError(f"{name} is no list: results have no place to go")
+            raise CallRefusedError(f"{name} is not a list: results cannot be delivered")
         pool.result_lists.setdefault(name, deque()).appendleft(result)
     request_id, token = settlement.request_id, settlement.request_token
     if request_id and token:

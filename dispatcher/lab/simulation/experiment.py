@@ -37,7 +37,7 @@ class PolicyName(StrEnum):
     """Names of the policies, best known first."""
 
     ALL_KNOWING = "all-knowing"
-    DISPATCHER = "law"
+    DISPATCHER = "dispatcher"
     POINT = "point"
     CAP = "cap"
     LITERAL = "literal"

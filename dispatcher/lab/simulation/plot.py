@@ -21,7 +21,7 @@ INSTALL = "pip install 'batch-dispatcher[plots]'"
 INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
 BATCH, REALTIME, LIMIT, CLOSED = "#7fc8a9", "#4f7cac", "#d9480f", "#c92a2a"
 TITLES = {
-    PolicyName.DISPATCHER: "law: this dispatcher",
+    PolicyName.DISPATCHER: "dispatcher: this dispatcher",
     PolicyName.ALL_KNOWING: "all-knowing: sees everything at once",
     PolicyName.POINT: "point: H added to what it had out",
     PolicyName.CAP: "cap: H as a cap on its own requests",
@@ -71,7 +71,7 @@ def draw_sweep(result: SweepResult, path: Path) -> None:
             (panels[0], [row.batch_tokens_per_s for row in rows]),
             (panels[1], [float("nan") if each is None else each for each in added]),
         ):
-            panel.plot(range(len(values)), figures, marker="o", color=colour, set_label=TITLES[name])
+            panel.plot(range(len(values)), figures, marker="o", color=colour, label=TITLES[name])
     titles = ("batch work, tokens/s", "added to realtime's latency, 95th percentile, s")
     for panel, title in zip(panels, titles, strict=True):
         panel.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
@@ -147,9 +147,9 @@ def _draw_panel(panel: Any, run: Run, row: Row, reserve: float, top: float) -> N
     slots = [moment.state.slots for moment in samples]
     batch = [moment.state.batch_running + moment.state.batch_waiting for moment in samples]
     total = _count_requests(run)
-    panel.fill_between(at, 0, batch, step="post", color=BATCH, linewidth=0, set_label="batch")
-    panel.fill_between(at, batch, total, step="post", color=REALTIME, linewidth=0, set_label="realtime")
-    panel.step(at, slots, where="post", color=INK, linewidth=1.3, set_label="capacity")
+    panel.fill_between(at, 0, batch, step="post", color=BATCH, linewidth=0, label="batch")
+    panel.fill_between(at, batch, total, step="post", color=REALTIME, linewidth=0, label="realtime")
+    panel.step(at, slots, where="post", color=INK, linewidth=1.3, label="capacity")
     room = [count * (1 - reserve) for count in slots]
     panel.step(
         at,
@@ -158,11 +158,11 @@ def _draw_panel(panel: Any, run: Run, row: Row, reserve: float, top: float) -> N
         color=INK,
         linewidth=0.9,
         linestyle=(0, (4, 3)),
-        set_label="capacity − reserve",
+        label="capacity − reserve",
     )
     if any(moment.limit is not None for moment in samples):
         limits = [float("nan") if m.limit is None else m.limit for m in samples]
-        panel.step(at, limits, where="post", color=LIMIT, linewidth=1.1, set_label="limit on batch")
+        panel.step(at, limits, where="post", color=LIMIT, linewidth=1.1, label="limit on batch")
     _shade_closed_periods(panel, samples, at[-1] - at[0])
     panel.set_xlim(at[0], at[-1])
     panel.set_ylim(0, top)
@@ -181,7 +181,7 @@ def _draw_panel(panel: Any, run: Run, row: Row, reserve: float, top: float) -> N
 def _format_figures(row: Row) -> str:
     parts = []
     if row.policy is not PolicyName.NONE and row.utilization is not None:
-        parts.append(f"harvest {row.utilization:.2f}")
+        parts.append(f"utilization {row.utilization:.2f}")
     parts.append(f"over {row.overshoot_mean:.1f}, worst {row.overshoot_worst:.0f}")
     if row.wait_p99_s is not None:
         parts.append(f"realtime wait p99 {row.wait_p99_s:.2f} s")
@@ -196,9 +196,7 @@ def _shade_closed_periods(panel: Any, samples: Sequence[TimelineSample], width_s
     """Shade the closed periods. Those that are wide enough get their reason as label."""
     labelled = False
     for reason, start, end in _find_closed_periods(samples):
-        panel.axvspan(
-            start, end, color=CLOSED, alpha=0.16, linewidth=0, set_label=None if labelled else "closed"
-        )
+        panel.axvspan(start, end, color=CLOSED, alpha=0.16, linewidth=0, label=None if labelled else "closed")
         labelled = True
         if end - start > 0.03 * width_s:
             panel.text(

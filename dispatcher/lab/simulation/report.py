@@ -75,7 +75,7 @@ class Comparison:
         seed."""
         return {
             "trace": self.trace,
-            "setting": encode_fields(self.scenario),
+            "scenario": encode_fields(self.scenario),
             "rows": [encode_fields(row) for row in self.rows],
             "warnings": [warning]
             if (warning := describe_shortage(self.scenario, self.without_batch))
@@ -89,7 +89,7 @@ def encode_fields(source: Scenario | Row) -> dict[str, Any]:
     if isinstance(source, Row):
         return encoded
     # The step that is used, not the one that was asked for.
-    encoded["step_s"] = _round_values(source.effective_time_step_s)
+    encoded["time_step_s"] = _round_values(source.effective_time_step_s)
     return {key: value for key, value in encoded.items() if value is not None}
 
 
@@ -104,7 +104,8 @@ def describe_shortage(scenario: Scenario, without_batch: Run) -> str:
         return ""
     return (
         f"realtime alone needs more than {scenario.real_slots} slots: without batch work {share:.0%} "
-        f"of its requests wait or are refused, and up to {without_batch.peak_requests} are there at once. Look at "
+        f"of its requests wait or are refused, and up to {without_batch.peak_requests} are there at "
+        "once. Look at "
         "what batch work adds (the columns `added`), or give the slots of the pool that was recorded"
     )
 
@@ -136,7 +137,7 @@ COLUMNS = (
 )
 """Columns for operators with realtime users. Those that fit the width of the terminal are shown."""
 DISPATCHER_COLUMNS = (
-    Column("harvest", lambda row: row.utilization, ".3f", width=7),
+    Column("utilization", lambda row: row.utilization, ".3f", width=7),
     Column("over", lambda row: row.overshoot_mean, ".2f", width=6),
     Column("worst", lambda row: row.overshoot_worst, ".0f", width=5),
 )
@@ -326,8 +327,8 @@ def format_legend(scenario: Scenario, trace: str, table: Table, *, reserve: bool
         "wait: of realtime requests for a slot, mean and 99th percentile; added: what batch work adds to it",
     ]
     shown = {column.heading for column in table.columns}
-    if "harvest" in shown:
-        lines.append("harvest: batch tokens relative to a dispatcher that knows everything at once")
+    if "utilization" in shown:
+        lines.append("utilization: batch tokens relative to a dispatcher that knows everything at once")
     if "worst" in shown:
         lines.append("over: requests in the system above (1 − reserve) × slots, mean; worst: the most")
     if "settled" in shown:

@@ -40,7 +40,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     match: str = ""
     """Text in the body or in the fairness header of the requests that are affected. Empty for all
     requests."""
-    split_into: float = 1.0
+    share: float = 1.0
     """Share of the requests that are affected (seeded)."""
     times: int | None = None
     """Number of requests that are affected, or `None` for any number."""
@@ -244,7 +244,7 @@ class Gateway:
             # `None` stands for any number of requests.
             and self._fault_left != 0
             and (not fault.match or fault.match in tenant or fault.match.encode() in exchange.body)
-            and (fault.split_into >= 1.0 or self._random.random() < fault.split_into)
+            and (fault.share >= 1.0 or self._random.random() < fault.share)
         ):
             if self._fault_left is not None:
                 self._fault_left -= 1

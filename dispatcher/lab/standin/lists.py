@@ -205,8 +205,8 @@ def build_too_many_error(words: str, count: int, max_items: int, *, native: bool
     """Return the answer with which a real server refuses a call with too many items."""
     tei = f"batch size {count} > maximum allowed batch size {max_items}"
     openai = (
-        f"Invalid 'input': array too long. Expected an array with maximum length {max_items}, but got an array "
-        f"with length {count} instead."
+        f"Invalid 'input': array too long. Expected an array with maximum length {max_items}, "
+        f"but got an array with length {count} instead."
     )
     listed = f"List should have at most {max_items} items after validation, not {count}"
     # Answers of the real servers, by which the dispatcher learns their limits.
@@ -236,7 +236,8 @@ def build_too_many_error(words: str, count: int, max_items: int, *, native: bool
         "cohere": (
             400,
             {
-                "message": f"invalid request: total number of texts must be at most {max_items} - received {count}"
+                "message": "invalid request: total number of texts must be at most "
+                f"{max_items} - received {count}"
             },
         ),
         "infinity": (422, {"detail": [{"type": "too_long", "loc": ["body", "input"], "msg": listed}]}),

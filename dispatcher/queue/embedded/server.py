@@ -240,7 +240,7 @@ async def _wait_until_ready(process: Process, socket: Path, data_dir: Path, star
         if reply is not None:  # -LOADING: the server reads its file, however long that takes
             give_up_at = time.monotonic() + start_s
         if time.monotonic() > give_up_at:
-            why = f"Valkey in {data_dir} gave no answer within {start_s:g} s"
+            why = f"Valkey in {data_dir} did not answer within {start_s:g} s"
             raise EmbeddedError(f"queue.data_dir: {why} (see {log})")
         await asyncio.sleep(_POLL_S)
 
@@ -262,7 +262,7 @@ def _read_last_log_line(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-40:]
     # Valkey marks warnings with a `#` after pid and time; advice about the kernel is among them.
     warnings = [line.partition(" # ")[2] for line in lines if " # " in line and "overcommit" not in line]
-    return (warnings or lines or ["it said nothing"])[-1]
+    return (warnings or lines or ["its log is empty"])[-1]
 
 
 def find_server() -> Path:

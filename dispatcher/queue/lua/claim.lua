@@ -1,5 +1,5 @@
 -- Lease the first requests of the queue to one owner.
--- KEYS   own…, the reply record of (owner, nonce)
+-- KEYS   common keys…, the reply record of (owner, nonce)
 -- ARGV   owner, owner_timeout_s, lease_s, max number of leases, max bytes, token base, reply_s, 1 for a probe or 0,
 --        limit, read_at, lost, retry_after_max_s, units of the limit that no lease counts, bytes of the largest
 --        member that is moved, units to assume for a request that was never leased, then the max number of leases of
@@ -12,7 +12,7 @@
 -- until its lease ends or its owner claims without probing. A probe that finds no room reserves the next unit that
 -- becomes free, because the owners that use up the limit would claim it as well. The reservation ends when the
 -- probing owner would count as dead.
-local REPLY = KEYS[OWN + 1]
+local REPLY = KEYS[KEY_COUNT + 1]
 local owner, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local max_count, max_bytes, token_base, reply_s = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7]
 local is_probe, max_member_bytes, assumed_units = ARGV[8] == '1', tonumber(ARGV[14]), tonumber(ARGV[15])

@@ -1,7 +1,7 @@
 -- Definitions that every script shares. KEYS begins with the keys of the queue and of its pool. Python puts these
--- locals in front of this text (scripts.py): the keys by name (PENDING …), their number (OWN), the number of the keys
--- that every script uses (OFTEN), the number of all keys before those of requests that wait for a model (OF_MODELS),
--- the expected TYPES, and the constants of constants.py.
+-- locals in front of this text (scripts.py): the keys by name (PENDING …), their number (KEY_COUNT), the number of
+-- the keys that every script uses (COMMON_KEY_COUNT), the number of all keys before those of requests that wait for a
+-- model (WAITING_FOR_MODEL_START), the expected KEY_TYPES, and the constants of constants.py.
 --
 -- An entry is a request that was claimed at least once. ENTRIES has its state by its id, as one packed array with
 -- these indexes:
@@ -25,7 +25,7 @@ local LANES = {
     return not waits_for_turn(state) and not state[MODEL_WAIT] and state[DEATHS] >= SUSPECT_DEATHS
   end},
   {set = SEQUENCED, letter = 'Q', contains = waits_for_turn, closed = true},
-  {set = ABSENT, letter = 'A', contains = function(state)
+  {set = WAITING_FOR_MODEL, letter = 'A', contains = function(state)
     return not waits_for_turn(state) and state[MODEL_WAIT]
   end, closed = true},
 }
@@ -49,12 +49,12 @@ end
 local function check_types(first, last)
   for number = first, last do
     local kind = call('TYPE', KEYS[number]).ok
-    if kind ~= 'none' and kind ~= TYPES[number] then
-      error({err = 'WRONGKEY ' .. KEYS[number] .. ' holds a ' .. kind .. ', not a ' .. TYPES[number]})
+    if kind ~= 'none' and kind ~= KEY_TYPES[number] then
+      error({err = 'WRONGKEY ' .. KEYS[number] .. ' holds a ' .. kind .. ', not a ' .. KEY_TYPES[number]})
     end
   end
 end
-check_types(1, OFTEN)
+check_types(1, COMMON_KEY_COUNT)
 
 local function parse_score(score)
   if score == 'inf' then return math.huge elseif score == '-inf' then return -math.huge end
@@ -69,7 +69,7 @@ local function begin_writes() call('HDEL', CONTROL, '') end
 -- Record that the owner is alive until `now + timeout_s`. With a timeout of 0, the owner sends no heartbeats, and
 -- only its leases run out.
 local function record_heartbeat(owner, now, timeout_s)
-  if timeout_s > 0 then call('ZADD', BEATS, format_float(now + timeout_s), owner) end
+  if timeout_s > 0 then call('ZADD', HEARTBEATS, format_float(now + timeout_s), owner) end
 end
 
 local function load_entry(id)
@@ -116,14 +116,14 @@ end
 -- The next sweep of its queue returns its request to the queue (sweep.lua).
 local function abandoned_lease_name(id, owner) return id .. '*0:' .. owner end
 
--- Return the units of all live leases of the pool. The field `more` has the units beyond one for each lease.
+-- Return the units of all live leases of the pool. The field `extra_units` has the units beyond one for each lease.
 local added_extra_units = 0
-local function count_live_units(shared) return call('ZCARD', LEASES) + (shared.more or 0) + added_extra_units end
+local function count_live_units(shared) return call('ZCARD', LEASES) + (shared.extra_units or 0) + added_extra_units end
 
 -- Add units to those that an owner holds (or subtract them). `extra` is their part beyond one for each lease.
 local function add_owner_units(owner, units, extra)
   if extra ~= 0 then
-    call('HINCRBY', CONTROL, 'more', extra)
+    call('HINCRBY', CONTROL, 'extra_units', extra)
     added_extra_units = added_extra_units + extra
   end
   if units == 0 then return end -- it may be a negative zero, which Redis does not accept as a number
@@ -165,7 +165,7 @@ end
 -- (core/requests/oversize.py), so that it is never moved as a whole.
 local function cut_member(member, largest)
   if #member <= largest then return member end
-  return string.sub(member, 1, HEAD_BYTES) .. '\0cut:' .. string.format('%.0f', #member)
+  return string.sub(member, 1, KEPT_BYTES) .. '\0cut:' .. string.format('%.0f', #member)
 end
 
 -- Delete all that is stored of these entries.
@@ -177,7 +177,8 @@ end
 
 local CONTROL_FIELDS = {
   'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity', 'overload_in_flight',
-  'probe', 'prober', 'lost', 'stray', 'tick', 'quiet_until', 'beats_tick', 'beats_quiet_until', 'probe_waits', 'more',
+  'probe', 'prober', 'lost', 'orphaned', 'tick', 'quiet_until', 'heartbeats_tick', 'heartbeats_quiet_until',
+  'probe_waits', 'extra_units',
 }
 local function load_control()
   local values = call('HMGET', CONTROL, unpack(CONTROL_FIELDS))
@@ -186,7 +187,7 @@ local function load_control()
     local value = values[number]
     if value then control[name] = (name == 'probe' or name == 'prober') and value or tonumber(value) end
   end
-  control.lost, control.stray = control.lost or 0, control.stray or 0
+  control.lost, control.orphaned = control.lost or 0, control.orphaned or 0
   return control
 end
 
@@ -195,12 +196,12 @@ end
 -- refusal would end for as long as the clock is behind. The limit algorithm learns nothing from the corrected
 -- refusal, because its capacity flag is cleared.
 local function correct_future_times(shared, now)
-  if shared.read_at and shared.read_at > now + AHEAD_S then
+  if shared.read_at and shared.read_at > now + CLOCK_STEP_S then
     begin_writes()
     shared.read_at = now
     call('HSET', CONTROL, 'read_at', format_float(now))
   end
-  if shared.overload_at and shared.overload_at > now + AHEAD_S then
+  if shared.overload_at and shared.overload_at > now + CLOCK_STEP_S then
     begin_writes()
     shared.overload_until = now + math.max(0, shared.overload_until - shared.overload_at)
     shared.overload_at, shared.overload_capacity = now, 0
@@ -213,7 +214,7 @@ end
 -- age is unknown: it counts as older than any other.
 local function effective_read_at(read_at, now)
   local time = tonumber(read_at)
-  return time > now + AHEAD_S and 0 or time
+  return time > now + CLOCK_STEP_S and 0 or time
 end
 
 -- Make the limit of this permit the shared limit, unless the shared reading is newer.
@@ -249,14 +250,14 @@ end
 -- out. Otherwise, a claim could pass the limit while requests of late owners still run.
 local function build_owner_reply(shared, now, owner, lease_s)
   local just_leased_units = 0
-  for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, format_float(now + lease_s - YOUNG_S), '+inf')) do
+  for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, format_float(now + lease_s - JUST_LEASED_S), '+inf')) do
     if string.match(name, ':(.*)$') ~= owner then
       just_leased_units = just_leased_units + (tonumber(string.match(name, '^%d+%*(%d+):')) or 1)
     end
   end
   return {
     format_float(now), count_live_units(shared), tonumber(call('HGET', OWNERS, owner) or 0), just_leased_units,
-    shared.lost, shared.stray,
+    shared.lost, shared.orphaned,
     shared.limit or false, format_float(shared.read_at or 0),
     shared.overload_at and format_float(shared.overload_at) or false, format_float(shared.overload_until or 0),
     shared.overload_capacity or 0, shared.overload_in_flight or 0,

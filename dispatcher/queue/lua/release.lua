@@ -1,11 +1,11 @@
 -- Return leased requests to the queue: to their place at once, or delayed, or to wait for their model.
--- KEYS   own…, reply record
+-- KEYS   common keys…, reply record
 -- ARGV   reply_s, then per request: id, token, delay_s, failed attempt, refusal, undelivered (0/1 each), outcome of
 --        the attempt (empty: the outcome of an earlier one stays), the model to wait for (empty: none; otherwise the
 --        delay is ignored), request id and token by which it can be cancelled there
 -- Returns {now, status per request (0: done, 1: lost)…}
 -- Guarantees: the request is in exactly one place, under its old score.
-local REPLY = KEYS[OWN + 1]
+local REPLY = KEYS[KEY_COUNT + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local now, probe = current_time(), call('HGET', CONTROL, 'probe')

@@ -1,5 +1,5 @@
 -- Extend leases, and exchange the shared state of the owners.
--- KEYS   own…
+-- KEYS   common keys…
 -- ARGV   owner, owner_timeout_s, lease_s, number of leases, (id, token)…, then nothing, or limit, read_at, lost,
 --        retry_after_max_s, then nothing, or of an overload: refused at, retry at, out of capacity (0/1), in flight
 -- Returns {owner reply, {ids of leases that are no longer the caller's}}
@@ -30,7 +30,7 @@ if ARGV[at] then
 end
 if ARGV[at + 4] then
   local refused_at, retry_at = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5])
-  if refused_at > now + AHEAD_S then refused_at, retry_at = now, now + retry_at - refused_at end
+  if refused_at > now + CLOCK_STEP_S then refused_at, retry_at = now, now + retry_at - refused_at end
   shared.overload_until = math.max(retry_at, shared.overload_until or retry_at)
   if not shared.overload_at or refused_at >= shared.overload_at then
     shared.overload_at = refused_at

@@ -3,12 +3,13 @@
 -- the next request is the one whose turn it is.
 --
 -- SEQUENCES   the record of each sequence by its id (packed, see `unpack_sequence`); under '', what all sequences share
--- TURNS       the queues of all runs, in the order of bytes. A waiting slot is '<run>:<index>:<entry>', 16 digits each.
---             An index whose request ended before its turn is '<run>:<index>:-<last><failed><on error>:<cause>'.
+-- RUN_QUEUES  the queues of all runs, in the order of bytes. A waiting slot is '<run>:<index>:<entry>', 16 digits
+--             each. An index whose request ended before its turn is '<run>:<index>:-<last><failed><on error>:<cause>'.
 -- SEQUENCED   the lane in which slots wait, by score
 -- PARKED      the ids of sequences that may not begin yet, by their lowest score
--- OVER        '<run>:<code>:<why>' by run: the remaining requests of a closed run, which are to be answered
--- LOOKS       the ids of sequences, by the time at which the sweep checks them
+-- CLOSED_RUNS  '<run>:<code>:<why>' by run: the remaining requests of a closed run, which are to be answered
+-- SEQUENCE_CHECKS
+--             the ids of sequences, by the time at which the sweep checks them
 --
 -- <prefix>:sequences:cancelled:<id>  the Unix time at which the sequence was cancelled, followed by ' dated' if the
 --             cancel does not cover requests without a time of submission; expires when no earlier request can be waiting
@@ -35,8 +36,8 @@ local function run_in_batches(command, key, args)
   for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
 end
 local function write_run_queues()
-  run_in_batches('ZADD', TURNS, names_to_add)
-  run_in_batches('ZREM', TURNS, names_to_remove)
+  run_in_batches('ZADD', RUN_QUEUES, names_to_add)
+  run_in_batches('ZREM', RUN_QUEUES, names_to_remove)
   names_to_add, names_to_remove, runs_with_changes = {}, {}, {}
 end
 
@@ -47,7 +48,7 @@ local function slot_prefix(number, index) return string.format('%016d:%016.0f:',
 -- known. A script that may write here calls this before its first write, because it checks the types of the keys.
 local function load_shared()
   if shared_state then return shared_state end
-  check_types(OFTEN + 1, OF_MODELS)
+  check_types(COMMON_KEY_COUNT + 1, WAITING_FOR_MODEL_START)
   shared_state = {
     last_run = 0, active = 0, held = 0, aborted = 0, ever_held = 0, ever_released = 0, ever_aborted = 0,
     ever_cancelled = 0, ever_idle = 0, ever_aged = 0, ever_gaps = 0, last_held = '', last_aborted = '',
@@ -132,7 +133,7 @@ local function find_cancel_reason(id, submitted_at)
   if not mark then return nil end
   if submitted_at > 0 then return submitted_at <= mark.cancelled_at and 'the sequence was cancelled' or nil end
   return mark.covers_undated
-    and 'the sequence was cancelled, and no data.created says that the request came later' or nil
+    and 'the sequence was cancelled, and the request has no data.created that proves that it came later' or nil
 end
 
 local function next_run_number()
@@ -164,12 +165,12 @@ end
 local function read_run_queue(number, at, max_count)
   if runs_with_changes[number] then write_run_queues() end
   local low = to_digits(number)
-  return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', at, max_count)
+  return call('ZRANGE', RUN_QUEUES, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', at, max_count)
 end
 local function find_at_index(number, index)
   if runs_with_changes[number] then write_run_queues() end
   local low = slot_prefix(number, index)
-  return call('ZRANGE', TURNS, '[' .. low, '(' .. string.sub(low, 1, -2) .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
+  return call('ZRANGE', RUN_QUEUES, '[' .. low, '(' .. string.sub(low, 1, -2) .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
 end
 local function slot_name(number, index, id) return slot_prefix(number, index) .. to_digits(id) end
 local function parse_entry(name) return tonumber(string.sub(name, 35)) end -- nil for an index that has passed
@@ -177,7 +178,7 @@ local function parse_entry(name) return tonumber(string.sub(name, 35)) end -- ni
 local function delete_run_queue(number)
   repeat
     local names = read_run_queue(number, 0, 500)
-    if #names > 0 then call('ZREM', TURNS, unpack(names)) end
+    if #names > 0 then call('ZREM', RUN_QUEUES, unpack(names)) end
   until #names < 500
 end
 
@@ -194,9 +195,9 @@ end
 
 local function save_conversation(sequence, bytes)
   if bytes == '' then
-    if sequence.conversation_bytes > 0 then call('HDEL', CARRIED, sequence.id) end
+    if sequence.conversation_bytes > 0 then call('HDEL', CONVERSATIONS, sequence.id) end
   else
-    call('HSET', CARRIED, sequence.id, bytes)
+    call('HSET', CONVERSATIONS, sequence.id, bytes)
   end
   sequence.conversation_bytes = #bytes
 end
@@ -220,13 +221,13 @@ local function delete_sequence(sequence)
   save_conversation(sequence, '')
   set_status(sequence, 'ended')
   call('HDEL', SEQUENCES, sequence.id)
-  call('ZREM', LOOKS, sequence.id)
+  call('ZREM', SEQUENCE_CHECKS, sequence.id)
   sequences_by_id[sequence.id], sequence.is_deleted = false, true
 end
 
 local function fail_remaining(run, code, why)
   if run[WAITING_COUNT] > 0 then
-    call('ZADD', OVER, run[RUN_NUMBER], to_digits(run[RUN_NUMBER]) .. ':' .. code .. ':' .. why)
+    call('ZADD', CLOSED_RUNS, run[RUN_NUMBER], to_digits(run[RUN_NUMBER]) .. ':' .. code .. ':' .. why)
   elseif run[PASSED_COUNT] > 0 then
     delete_run_queue(run[RUN_NUMBER])
   end
@@ -346,7 +347,7 @@ end
 local function mark_changed(sequence) changed_sequences[#changed_sequences + 1] = sequence end
 
 local function unpark_sequences(now)
-  for _ = 1, UNPARK_MOST do
+  for _ = 1, MAX_UNPARKED_PER_STEP do
     local id = has_capacity() and not none_parked_left and call('ZRANGE', PARKED, 0, 0)[1]
     if not id then
       none_parked_left = none_parked_left or id == nil
@@ -398,9 +399,9 @@ do
 
 -- Return the time at which the passing of time may change the sequence.
 local function compute_check_at(sequence, now)
-  if sequence.next_entry then return now + LOOK_S end
+  if sequence.next_entry then return now + CHECK_INTERVAL_S end
   local terms = load_shared()
-  local due = now + math.max(terms.max_idle_s, LOOK_S)
+  local due = now + math.max(terms.max_idle_s, CHECK_INTERVAL_S)
   if count_slots(sequence) == 0 then due = sequence.last_active_at + terms.max_idle_s end
   if sequence.gap_since then due = math.min(due, sequence.gap_since + terms.gap_s) end
   if sequence.status == 'open' and sequence.began_at then due = math.min(due, sequence.began_at + terms.max_age_s) end
@@ -426,7 +427,7 @@ function write_sequences(now)
     end
   end
   run_in_batches('HSET', SEQUENCES, packed)
-  run_in_batches('ZADD', LOOKS, checks)
+  run_in_batches('ZADD', SEQUENCE_CHECKS, checks)
   if shared_state then save_shared() end
 end
 end
@@ -471,14 +472,14 @@ local function find_rejection(sequence, turn, now)
   else can_go = can_go and index == run[EXPECTED_INDEX] end
   if can_go then return nil end
   local waiting, passed = count_slots(sequence)
-  if waiting + passed >= max_count or (turn.reset and #sequence.runs >= LIVES_MOST) then
+  if waiting + passed >= max_count or (turn.reset and #sequence.runs >= MAX_RUNS) then
     return sequence_full(max_count)
   end
 end
 
 -- Return the granted turn: index, sticky token, 1 if it is the first of a run, conversation.
 local function granted_turn(sequence, state)
-  local conversation = sequence.conversation_bytes > 0 and call('HGET', CARRIED, sequence.id) or ''
+  local conversation = sequence.conversation_bytes > 0 and call('HGET', CONVERSATIONS, sequence.id) or ''
   return state[SLOT][SLOT_INDEX], sequence.sticky_token, sequence.ended_count == 0 and 1 or 0, conversation
 end
 
@@ -558,7 +559,7 @@ local function end_turn(id, state, turn_end, conversation, now)
   end
   if turn[SLOT_WAITS] ~= 1 then return end -- it was the next request of its run until the sweep gave it up
   write_run_queues()
-  call('ZREM', TURNS, slot_name(number, index, id))
+  call('ZREM', RUN_QUEUES, slot_name(number, index, id))
   for _, run in ipairs(sequence and sequence.runs or {}) do
     if run[RUN_NUMBER] == number then
       run[WAITING_COUNT] = run[WAITING_COUNT] - 1
@@ -572,10 +573,10 @@ local function end_turn(id, state, turn_end, conversation, now)
     local names, left = read_run_queue(number, 0, 100), false
     for _, name in ipairs(names) do
       left = left or parse_entry(name)
-      if not left then call('ZREM', TURNS, name) end
+      if not left then call('ZREM', RUN_QUEUES, name) end
     end
   until left or #names < 100
   if #read_run_queue(number, 0, 1) == 0 then
-    for _, name in ipairs(call('ZRANGEBYSCORE', OVER, number, number)) do call('ZREM', OVER, name) end
+    for _, name in ipairs(call('ZRANGEBYSCORE', CLOSED_RUNS, number, number)) do call('ZREM', CLOSED_RUNS, name) end
   end
 end

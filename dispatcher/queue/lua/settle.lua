@@ -1,14 +1,16 @@
 -- Write results and end their leases, or move the requests to the dead-letter set.
--- KEYS   own…, reply record, default list; with an offer also the reply record of a claim by its nonce (owner, nonce)
+-- KEYS   common keys…, reply record, default list; with an offer also the reply record of a claim by its nonce (owner,
+--        nonce)
 -- ARGV   reply_s, ttl_s, foreign (1: the markers of llm-d's producers can be reached from here), dead_max, an offer
 --        to claim the next requests of the sequences (packed, see claim_next.lua; or empty), then per request: id,
 --        token, delivery (0: no result, 1: push, 2: outbox), list, result, request id (empty: its markers stay) and
---        request token, dead-letter (0/1), reason, turn end (packed, see `end_turn`; or empty), conversation
+--        request token, dead-letter (0: no, 1: yes, 2: yes, and the last attempt counts as a failed one), reason, turn
+--        end (packed, see `end_turn`; or empty), conversation
 -- Returns {now, dead requests dropped for dead_max, what was claimed (false: no offer; in a repeated reply the number
 --         of leases, which a claim by the same nonce returns), status per request…}
 -- Guarantees: a result is written exactly when its lease ends, in this one step, and only by the holder of its token.
 -- In the same step, the next request of its sequence becomes claimable, or is claimed.
-local REPLY = KEYS[OWN + 1]
+local REPLY = KEYS[KEY_COUNT + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local reply_s, ttl_s, foreign, dead_max = ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1', tonumber(ARGV[4])
@@ -19,8 +21,9 @@ local items, live, seen, ids, tokens = {}, {}, {}, {}, {}
 for at = 6, #ARGV, 11 do
   local item = {
     id = tonumber(ARGV[at]), name = ARGV[at], delivery = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
-    result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6], dead_letter = ARGV[at + 7] == '1',
-    reason = ARGV[at + 8], turn_end = unpack_turn_end(ARGV[at + 9]), conversation = ARGV[at + 10], status = LOST,
+    result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6], dead_letter = ARGV[at + 7] ~= '0',
+    is_failed_attempt = ARGV[at + 7] == '2', reason = ARGV[at + 8],
+    turn_end = unpack_turn_end(ARGV[at + 9]), conversation = ARGV[at + 10], status = LOST,
   }
   items[#items + 1] = item
   ids[#ids + 1], tokens[#tokens + 1] = ARGV[at], ARGV[at + 1]
@@ -54,6 +57,7 @@ if #live > 0 then
       local state = item.state
       state[LOCATION], state[MOVES], state[REASON], state[DIED_AT] =
         'X', state[MOVES] + 1, item.reason, format_float(now)
+      if item.is_failed_attempt then state[ATTEMPTS] = state[ATTEMPTS] + 1 end
       save_entry(item.id, state)
       call('ZADD', DEAD, item.id, item.id)
       call('ZADD', DEAD_AGE, format_float(now), string.format('%016d', item.id))
@@ -65,7 +69,7 @@ if #live > 0 then
   delete_entries(finished)
   if offer and shared_state then
     claimed_next, record = claim_next(offer, shared, now)
-    if #record > 1 then call('SET', KEYS[OWN + 3], cmsgpack.pack(record), 'EX', reply_s) end
+    if #record > 1 then call('SET', KEYS[KEY_COUNT + 3], cmsgpack.pack(record), 'EX', reply_s) end
   elseif shared_state then
     write_sequences(now)
   end

@@ -2,7 +2,7 @@
 -- sweep is for this queue only: other leases in LEASES belong to the sweeps of their own queues. Silence and gaps are
 -- states of the pool. A lease of another queue that ran out lease_s ago is abandoned, because a sweep of its queue
 -- would have taken it back. It counts as lost and keeps its request, which the next sweep of its queue returns.
--- KEYS   own…
+-- KEYS   common keys…
 -- ARGV   owner, owner_timeout_s, lease_s, max number of each kind, foreign (as in settle), queue.max_pending (0: no
 --        limit), then owners that are proven to have ended…
 -- Returns {now, reclaimed leases, due requests, time of the next due request or false, 1 if there is more to do,
@@ -17,7 +17,7 @@
 local owner, timeout_s, lease_s, max_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, shared = current_time(), load_control()
 load_shared()
-local any_waits_for_model = call('TYPE', ABSENT).ok ~= 'none'
+local any_waits_for_model = call('TYPE', WAITING_FOR_MODEL).ok ~= 'none'
 if any_waits_for_model then waiting_models.check_types() end
 begin_writes()
 correct_future_times(shared, now)
@@ -46,18 +46,19 @@ elseif shared.tick and now - shared.tick > lease_s / 3 then
   stay_quiet('quiet_until', lease_s / 3)
 end
 -- The heartbeats have a tick of their own, because owners of versions without heartbeats move the other tick.
-local beats_tick = shared.beats_tick
-if beats_tick and now < beats_tick - 1 then
-  shift_scores(BEATS, now - beats_tick, '-inf')
-  shift_fields({'beats_quiet_until'}, now - beats_tick)
-  stay_quiet('beats_quiet_until', timeout_s)
-elseif shared.tick and now - (beats_tick or 0) > (timeout_s > 0 and math.min(timeout_s / 2, GAP_S) or GAP_S) then
+local heartbeats_tick = shared.heartbeats_tick
+if heartbeats_tick and now < heartbeats_tick - 1 then
+  shift_scores(HEARTBEATS, now - heartbeats_tick, '-inf')
+  shift_fields({'heartbeats_quiet_until'}, now - heartbeats_tick)
+  stay_quiet('heartbeats_quiet_until', timeout_s)
+elseif shared.tick
+  and now - (heartbeats_tick or 0) > (timeout_s > 0 and math.min(timeout_s / 2, SWEEP_GAP_S) or SWEEP_GAP_S) then
   -- Other owners may be silent for longer than this one. The latest heartbeat tells how long, if it is from before
   -- the gap. If it is from after the gap, the result is too large; no owner_timeout_s is above lease_s, which bounds
   -- it.
-  local furthest = tonumber(call('ZRANGE', BEATS, -1, -1, 'WITHSCORES')[2] or 0)
-  local longest_s = math.min(furthest - (beats_tick or now), lease_s)
-  stay_quiet('beats_quiet_until', math.max(longest_s, timeout_s))
+  local furthest = tonumber(call('ZRANGE', HEARTBEATS, -1, -1, 'WITHSCORES')[2] or 0)
+  local longest_s = math.min(furthest - (heartbeats_tick or now), lease_s)
+  stay_quiet('heartbeats_quiet_until', math.max(longest_s, timeout_s))
 end
 -- Delayed requests have a tick of this queue, because the sweep of another queue may have been the first after a step
 -- of the clock.
@@ -65,9 +66,9 @@ local tick_field = 'tick:' .. PENDING
 local last_swept_at = tonumber(call('HGET', CONTROL, tick_field) or now)
 if now < last_swept_at - 1 then
   shift_scores(DELAYED, now - last_swept_at, '-inf')
-  shift_scores(LOOKS, now - last_swept_at, '-inf')
+  shift_scores(SEQUENCE_CHECKS, now - last_swept_at, '-inf')
 end
-call('HSET', CONTROL, 'tick', format_float(now), 'beats_tick', format_float(now), tick_field, format_float(now))
+call('HSET', CONTROL, 'tick', format_float(now), 'heartbeats_tick', format_float(now), tick_field, format_float(now))
 local max_pending_field = 'max_pending:' .. PENDING
 if ARGV[6] == '0' then call('HDEL', CONTROL, max_pending_field) else call('HSET', CONTROL, max_pending_field, ARGV[6]) end
 record_heartbeat(owner, now, timeout_s)
@@ -112,10 +113,10 @@ local gone, silent, any_owner_gone = {}, {}, false
 for number = 7, #ARGV do
   if ARGV[number] ~= owner then gone[ARGV[number]], any_owner_gone = true, true end
 end
-if now >= (shared.beats_quiet_until or 0) then
-  for _, owner in ipairs(call('ZRANGEBYSCORE', BEATS, '-inf', format_float(now), 'LIMIT', 0, max_count)) do
+if now >= (shared.heartbeats_quiet_until or 0) then
+  for _, owner in ipairs(call('ZRANGEBYSCORE', HEARTBEATS, '-inf', format_float(now), 'LIMIT', 0, max_count)) do
     if call('HEXISTS', OWNERS, owner) == 0 then
-      call('ZREM', BEATS, owner)
+      call('ZREM', HEARTBEATS, owner)
     elseif not gone[owner] then
       silent[owner], any_owner_gone = true, true
     end
@@ -144,7 +145,7 @@ if any_owner_gone then
       for owner in pairs(owners) do
         if not elsewhere[owner] then
           call('HDEL', OWNERS, owner)
-          call('ZREM', BEATS, owner)
+          call('ZREM', HEARTBEATS, owner)
         end
       end
     end
@@ -173,7 +174,7 @@ if now >= (shared.quiet_until or 0) and reclaimed < max_count then
 end
 if lost > 0 then
   shared.lost = call('HINCRBY', CONTROL, 'lost', lost)
-  if orphaned > 0 then call('HINCRBY', CONTROL, 'stray', orphaned) end
+  if orphaned > 0 then call('HINCRBY', CONTROL, 'orphaned', orphaned) end
 end
 
 -- Check a sequence whose check is due.
@@ -193,7 +194,7 @@ local function check_sequence(sequence, now)
       delete_sequence(sequence)
     else
       count_event('idle')
-      end_run(sequence, 'nothing of it ran or waited for max_idle_s', now)
+      end_run(sequence, 'no request of it ran or waited for max_idle_s', now)
     end
   else
     end_run_if_old(sequence, now)
@@ -205,10 +206,10 @@ end
 -- Check the sequences that are due, `max_count` at most, and return their number. The oldest run comes first, and no
 -- parked sequence begins before all were checked, so that the result does not depend on checks that came too early.
 local function sweep_sequences(now, max_count)
-  local ids, due = call('ZRANGEBYSCORE', LOOKS, '-inf', format_float(now), 'LIMIT', 0, max_count), {}
+  local ids, due = call('ZRANGEBYSCORE', SEQUENCE_CHECKS, '-inf', format_float(now), 'LIMIT', 0, max_count), {}
   for _, id in ipairs(ids) do
     local sequence = load_sequence(id)
-    if sequence then due[#due + 1] = sequence else call('ZREM', LOOKS, id) end
+    if sequence then due[#due + 1] = sequence else call('ZREM', SEQUENCE_CHECKS, id) end
   end
   table.sort(due, function(a, b) return a.runs[1][RUN_NUMBER] < b.runs[1][RUN_NUMBER] end)
   for _, sequence in ipairs(due) do
@@ -231,9 +232,10 @@ for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', format_float(now), 
   due_count = due_count + 1
 end
 local next_due = call('ZRANGE', DELAYED, 0, 0, 'WITHSCORES')[2]
-local checked_count = sweep_sequences(now, LOOKED_MOST)
-local more = (reclaimed == max_count or due_count == max_count or checked_count == LOOKED_MOST) and 1 or 0
-local cancelled_count = any_waits_for_model and waiting_models.return_cancelled(REVOKED_MOST, ARGV[5] == '1') or 0
+local checked_count = sweep_sequences(now, MAX_SEQUENCES_PER_SWEEP)
+local more = (reclaimed == max_count or due_count == max_count or checked_count == MAX_SEQUENCES_PER_SWEEP) and 1 or 0
+local cancelled_count =
+  any_waits_for_model and waiting_models.return_cancelled(MAX_CANCEL_CHECKS_PER_SWEEP, ARGV[5] == '1') or 0
 return {
   format_float(now), reclaimed, due_count, next_due or false, more, shared.lost, call('HKEYS', OWNERS), ready_count,
   cancelled_count,

@@ -34,7 +34,7 @@ async def check_cancelled(
         args: list[Argument] = [foreign]
         for _, (request_id, token) in batch:
             args += (request_id, token, int(len(token) <= MAX_TOKEN_BYTES))
-        flags = (await backend.run_script("cancelled", args)).value
+        flags = (await backend.run_script("check_cancelled", args)).value
         marked |= {pair for (pair, _), found in zip(batch, flags, strict=True) if found}
     return [pair in marked for pair in requests]
 

@@ -88,7 +88,10 @@ def _as_queue_url_error(url: str) -> Iterator[None]:
 def _describe_url_error(error: Exception, url: str) -> str:
     message = str(error)
     if (found := _UNKNOWN_OPTION.search(message)) is not None:
-        return f"{found[1]} is no option of a connection (known are those of redis-py, such as ssl_ca_certs)"
+        return (
+            f"{found[1]} is not an option of a connection (known options are those of redis-py, such as "
+            "ssl_ca_certs)"
+        )
     # An error that repeats any part of user and password is replaced by a general one.
     userinfo = url.partition("://")[2].rpartition("@")[0]
     parts = [part for part in re.split(r"[:/?#@\[\]]", userinfo) if part]

@@ -67,7 +67,7 @@ async def update_warm_up_lock(backend: Backend, action: str, owner: str, model: 
         _encode_prefix(model, endpoint),
         _encode_names(model, endpoint, owner),
     )
-    return bool((await _run_registry_script(backend, "warm", [action, *names])).value)
+    return bool((await _run_registry_script(backend, "warm_up_lock", [action, *names])).value)
 
 
 async def pin_versions(backend: Backend, pins: Sequence[PinRequest], max_pins: int) -> list[str]:
@@ -86,7 +86,7 @@ async def pin_versions(backend: Backend, pins: Sequence[PinRequest], max_pins: i
                 *versions,
             ]
         # The script returns the number of the version in the list that it got.
-        numbers = (await _run_registry_script(backend, "pin", args)).value
+        numbers = (await _run_registry_script(backend, "pin_versions", args)).value
         given += [
             (each.proposed_version, *each.allowed_versions)[number - 1]
             for each, number in zip(batch, numbers, strict=True)
@@ -120,7 +120,7 @@ async def undrain_version(backend: Backend, model: str) -> bool:
 
 
 async def _label_or_drain(backend: Backend, key_number: int, what: str, prefix: bytes, note: bytes) -> bool:
-    done = (await _run_registry_script(backend, "decide", [key_number, prefix, note])).value
+    done = (await _run_registry_script(backend, "label_or_drain", [key_number, prefix, note])).value
     if done < 0:  # the registry is full
         raise make_limit_error(what)
     return bool(done)
@@ -128,7 +128,7 @@ async def _label_or_drain(backend: Backend, key_number: int, what: str, prefix: 
 
 async def _run_refresh(backend: Backend, args: list[Argument]) -> ModelRegistryState:
     found, used, labels, drains, problems, warming = (
-        await _run_registry_script(backend, "marks", args)
+        await _run_registry_script(backend, "refresh_warm_markers", args)
     ).value
     unreadable: list[bytes] = []
     versions, label_origins, drained = {}, {}, {}
@@ -166,7 +166,7 @@ def _describe_problem(foreign: Sequence[bytes], unreadable: Sequence[bytes]) -> 
     if unreadable:
         first = truncate_text(escape_unprintable(unreadable[0].decode(errors="replace")), 60)
         descriptions.append(
-            f"of what is said of versions of models {len(unreadable)} cannot be read, the first: {first}"
+            f"{len(unreadable)} entries of the model registry cannot be read, the first: {first}"
         )
     return "; ".join(descriptions)
 

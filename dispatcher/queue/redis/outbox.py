@@ -92,7 +92,7 @@ class Outbox:
             marker = self._build_marker_key(default, b":for:" + name)
             if name == default or not await self._push_results(default, marker, pushes):
                 raise QueueUnavailableError(
-                    f"{self._names.result_list} is no list: results have no place to go"
+                    f"{self._names.result_list} is not a list: results cannot be delivered"
                 )
         elements = [element for _, _, element in results]
 
@@ -103,11 +103,12 @@ class Outbox:
         await self._scripts.call_with_retries(remove_elements)
 
     async def _push_results(self, name: bytes, marker: bytes, pushes: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Push results. Return False if the list can never take them: it is no list, or this user may not
+        """Push results. Return False if the list can never take them: it is not a list, or this user may not
         write to it."""
-        ttls = {"ttl_s": self._ttl_s, "marker_s": _MARKER_TTL_S}
         try:
-            return await script_calls.push_results(self._backend, name, marker, pushes, **ttls)
+            return await script_calls.push_results(
+                self._backend, name, marker, pushes, ttl_s=self._ttl_s, marker_ttl_s=_MARKER_TTL_S
+            )
         except PermissionDeniedError:
             if await self._has_access(name):
                 raise  # the marker or a command is forbidden, which the operator has to change
@@ -130,7 +131,9 @@ class Outbox:
 async def read_outbox(backend: Backend, after: str, max_count: int) -> Sequence[bytes]:
     """Return the next elements of the outbox: at most a megabyte, or one element if it is larger."""
     args: list[Argument] = [after, max_count, MAX_SCRIPT_BYTES]
-    found: Sequence[bytes] = (await backend.scripts.run("posted", [backend.names.outbox_key], args)).value
+    found: Sequence[bytes] = (
+        await backend.scripts.run("read_outbox", [backend.names.outbox_key], args)
+    ).value
     return found
 
 

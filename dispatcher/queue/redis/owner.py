@@ -1,5 +1,5 @@
-"""The queue in Redis or Valkey, as one dispatcher uses it. docs/queue-contract.md describes its keys and
-scripts.
+"""The queue in Redis or Valkey, as one dispatcher uses it. docs/reference/queue-contract.md describes its
+keys and scripts.
 
 Each method calls one script (script_calls.py), or one per megabyte. Times are translated here between the
 clock of the event loop and Redis TIME (backend.py). The scripts store Redis time only, so the clocks of the
@@ -299,7 +299,12 @@ class RedisQueue:
 
     async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         return await self._end_leases(
-            [ResultWrite(each.settlement, dead_reason=each.reason) for each in dead_letters]
+            [
+                ResultWrite(
+                    each.settlement, dead_reason=each.reason, is_failed_attempt=each.is_failed_attempt
+                )
+                for each in dead_letters
+            ]
         )
 
     async def _end_leases(

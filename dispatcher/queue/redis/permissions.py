@@ -1,7 +1,7 @@
 """Permissions that the user of `queue.url` needs, and the check which of them a server refuses.
 
-docs/security.md describes them for people. The scripts check their own permissions before they write
-(lua/require_commands.lua), so that nothing is left half done. Here all are checked at once, for
+docs/explanation/security.md describes them for people. The scripts check their own permissions before they
+write (lua/require_commands.lua), so that nothing is left half done. Here all are checked at once, for
 `batch-dispatcher check`.
 """
 

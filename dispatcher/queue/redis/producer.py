@@ -73,7 +73,7 @@ async def cancel_request(
         request_token,
         foreign_token,
     ]
-    active: int = (await backend.run_script("cancel", args)).value
+    active: int = (await backend.run_script("cancel_request", args)).value
     return active
 
 
@@ -154,7 +154,7 @@ async def collect_results(
         KEPT_TTL_S,
         *acknowledged,
     ]
-    reply = (await scripts.run("collect", [box.result_list, box.kept_key, box.owner_key], args)).value
+    reply = (await scripts.run("collect_results", [box.result_list, box.kept_key, box.owner_key], args)).value
     if len(reply) == 1:
         return CollectReply(holder=reply[0].decode(errors="replace"))
     _, other, last, *rest = reply

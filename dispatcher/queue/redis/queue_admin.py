@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -35,8 +33,6 @@ from dispatcher.queue.requeue import build_resubmission
 _BATCH_SIZE = 1000
 _MAX_PAUSE_BYTES = 65_536
 """Largest record of who paused the queue and why."""
-_ATTEMPTS_IN_REASON = re.compile(r"no answer after (\d{1,9}) attempts?, the last: ")
-"""Beginning of the reason of a dead request whose attempts are used up (core/gateway/outcome.py)."""
 
 
 class RedisQueueAdmin:
@@ -145,22 +141,18 @@ class RedisQueueAdmin:
         self, state: RequestLocation, max_count: int, after: str = "", *, full_members: bool = False
     ) -> LookupPage:
         """Return a page of the requests at a location, in their order."""
-        return _correct_attempts(
-            await search.list_requests(self.backend, state, max_count, after, full_members=full_members)
-        )
+        return await search.list_requests(self.backend, state, max_count, after, full_members=full_members)
 
     async def find_by_id(self, request_id: str, after: str = "") -> LookupPage:
         """Return a page of the requests that may have this id, as far as they are found at little cost."""
-        return _correct_attempts(await search.find_by_id(self.backend, request_id, after))
+        return await search.find_by_id(self.backend, request_id, after)
 
     async def search_requests(
         self, terms: SearchTerms, after: str = "", *, entries_only: bool = False, full_members: bool = False
     ) -> LookupPage:
         """Return a page of a scan over all requests, or over those that were claimed at least once."""
-        return _correct_attempts(
-            await search.search_requests(
-                self.backend, terms, after, entries_only=entries_only, full_members=full_members
-            )
+        return await search.search_requests(
+            self.backend, terms, after, entries_only=entries_only, full_members=full_members
         )
 
     async def count_ahead(self, request: FoundRequest) -> int | None:
@@ -307,20 +299,12 @@ class RedisQueueAdmin:
     async def list_dead(self, max_count: int, after: int = 0) -> Sequence[DeadRequest]:
         """Return the dead requests with an entry above `after`, by entry: at most 1 MB of members, but at
         least one."""
-        found = await script_calls.list_dead_after(self.backend, after, max_count)
-        return [
-            replace(one, failed_attempts=_count_all_attempts(one.failed_attempts, one.reason))
-            for one in found
-        ]
+        return await script_calls.list_dead_after(self.backend, after, max_count)
 
     async def list_newest_dead(self, max_count: int) -> Sequence[DeadRequest]:
         """Return the dead requests with the highest entries, highest first: at most 1 MB of members, but at
         least one."""
-        found = await script_calls.list_newest_dead(self.backend, max_count)
-        return [
-            replace(one, failed_attempts=_count_all_attempts(one.failed_attempts, one.reason))
-            for one in found
-        ]
+        return await script_calls.list_newest_dead(self.backend, max_count)
 
     async def requeue_dead(self, entry_ids: Sequence[int], deadline: int) -> int:
         """Submit dead requests again with this deadline (in the member and in the score). Their priority
@@ -349,21 +333,3 @@ class RedisQueueAdmin:
         for at in range(0, len(entry_ids), _BATCH_SIZE):
             purged_count += await script_calls.purge_dead(self.backend, entry_ids[at : at + _BATCH_SIZE])
         return purged_count
-
-
-def _count_all_attempts(counted_attempts: int, reason: str) -> int:
-    """Return the number of all failed attempts of a dead request. The queue counts an attempt when it
-    is released for another one. The last attempt, after which the request died, is counted in the
-    reason only."""
-    match = _ATTEMPTS_IN_REASON.match(reason)
-    return counted_attempts if match is None else max(counted_attempts, int(match[1]))
-
-
-def _correct_attempts(page: LookupPage) -> LookupPage:
-    found = [
-        replace(one, attempts=_count_all_attempts(one.attempts, one.reason))
-        if one.location is RequestLocation.DEAD
-        else one
-        for one in page.requests
-    ]
-    return replace(page, requests=found)

@@ -70,7 +70,7 @@ class ResultWriter:
         if statuses and statuses.count(UNWRITABLE) == len(statuses):
             name = self._backend.names.result_list
             raise failure or CallRefusedError(
-                f"{name} is no list that this user may push to: results have no place to go"
+                f"{name} is not a list that this user may push to: results cannot be delivered"
             )
         return statuses
 

@@ -68,7 +68,7 @@ class OwnerTerms:
     """These values as arguments of a script."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", (self.owner, self.timeout_s, self.lease_s))
+        object.__setattr__(self, "script_args", (self.owner, self.timeout_s, self.lease_s))
 
 
 # Leases.
@@ -120,7 +120,7 @@ async def claim(
 
 async def cut_member(backend: Backend, lease: Lease) -> bytes | None:
     """Cut the member of a lease. Return what is left of it, or `None` if the lease has ended."""
-    left: bytes | None = (await backend.run_script("shorten", [lease.entry_id, lease.token])).value
+    left: bytes | None = (await backend.run_script("cut_member", [lease.entry_id, lease.token])).value
     return left
 
 
@@ -151,7 +151,7 @@ async def set_lease_units(
     args: list[Argument] = [*owner_terms.script_args, *_encode_permit(backend, permit)]
     for lease, units in lease_units:
         args += (lease.entry_id, lease.token, max(0, units))
-    reply = await backend.run_script("weigh", args)
+    reply = await backend.run_script("set_lease_units", args)
     facts, fits = reply.value
     return LeaseUnitsResult([bool(each) for each in fits], *decode_owner_reply(backend, reply, facts))
 
@@ -226,6 +226,8 @@ class ResultWrite:
     settlement: Settlement
     dead_reason: str | None = None
     """Reason for which the request goes to the dead-letter set. `None` if it does not."""
+    is_failed_attempt: bool = False
+    """True if the last attempt of a dead request counts as a failed one."""
     unleased: UnleasedRequest | None = None
     """Location of the request if it is not leased."""
     replacement_status: int = DONE
@@ -278,7 +280,7 @@ async def settle(
     for write in writes:
         lease, why = write.settlement.lease, write.dead_reason
         args += (lease.entry_id, lease.token, *_encode_result(backend, write.settlement))
-        args += (0, "") if why is None else (1, why)
+        args += (0, "") if why is None else (2 if write.is_failed_attempt else 1, why)
         args += encode_turn_end(backend, write.settlement.turn_end)
     size = sum(write.size_bytes for write in writes)
     reply = await backend.run_script("settle", args, keys, size_bytes=size)
@@ -302,7 +304,7 @@ async def settle_unleased(backend: Backend, writes: Sequence[ResultWrite], *, tt
             args += encode_turn_end(backend, write.settlement.turn_end)
     size = sum(write.size_bytes for write in writes)
     statuses: Sequence[int] = (
-        await backend.run_script("expire", args, _results_keys(backend), size_bytes=size)
+        await backend.run_script("settle_unleased", args, _results_keys(backend), size_bytes=size)
     ).value
     return statuses
 
@@ -360,7 +362,7 @@ async def find_overdue(
     """Run one call of a search. `large_member_bytes` is the size of the first member if it is to be returned
     alone."""
     args = [*position, max_count, large_member_bytes or MAX_SCRIPT_BYTES, max_member_bytes]
-    reply = await backend.run_script("overdue", args, size_bytes=large_member_bytes)
+    reply = await backend.run_script("find_overdue", args, size_bytes=large_member_bytes)
     until, next_range, next_offset, *rows = reply.value
     size = rows[0][2] if rows and isinstance(rows[0][2], int) else 0
     return OverdueReply(until, next_range, next_offset, rows, size)
@@ -368,7 +370,7 @@ async def find_overdue(
 
 async def check_result_lists(backend: Backend, lists: Sequence[bytes]) -> list[bool]:
     """Return for each list whether it takes no results. A Cluster finds the node by the key of the queue."""
-    flags = (await backend.scripts.run("unfit", [backend.names.queue], lists)).value
+    flags = (await backend.scripts.run("check_result_lists", [backend.names.queue], lists)).value
     return [bool(no) for no in flags]
 
 
@@ -388,20 +390,22 @@ async def push_results(
     type."""
     parts = [part for result in results for part in result]
     size = sum(map(len, parts))
-    reply = await backend.scripts.run("push", [name, marker], [ttl_s, marker_ttl_s, *parts], size_bytes=size)
+    reply = await backend.scripts.run(
+        "push_results", [name, marker], [ttl_s, marker_ttl_s, *parts], size_bytes=size
+    )
     return bool(reply.value)
 
 
 async def delete_marker(backend: Backend, marker: bytes, token: bytes) -> None:
     """Delete a marker of llm-d's producers."""
-    await backend.scripts.run("forget", [marker], [token])
+    await backend.scripts.run("delete_marker", [marker], [token])
 
 
 # Looking.
 
 
 async def count_requests(backend: Backend) -> QueueCounts:
-    reply = await backend.run_script("counts", [])
+    reply = await backend.run_script("count_requests", [])
     now, pending, leased, delayed, dead, units, *of_sequences, awaiting = reply.value
     backend.observe_clock(reply, now)
     news = decode_sequence_counters(of_sequences[0])
@@ -421,13 +425,13 @@ async def take_snapshot(
         _HEAD_BYTES,
         MAX_REPLICAS_LISTED,
     ]
-    reply = await backend.run_script("outlook", args)
+    reply = await backend.run_script("take_snapshot", args)
     backend.observe_clock(reply, reply.value[0])
     return decode_queue_snapshot(reply.value)
 
 
 async def peek_next(backend: Backend, max_count: int) -> list[tuple[float, bytes]]:
-    found = (await backend.run_script("peek", [max_count, MAX_SCRIPT_BYTES])).value
+    found = (await backend.run_script("peek_next", [max_count, MAX_SCRIPT_BYTES])).value
     return [(float(found[at]), found[at + 1]) for at in range(0, len(found), 2)]
 
 
@@ -435,7 +439,7 @@ async def check_permissions(scripts: ScriptRunner, calls: Sequence[Sequence[str]
     """Return for each call whether this user may make it. Empty if the server cannot be asked."""
     flat = [word for call in calls for word in (str(len(call)), *call)]
     # By EVAL, because EVALSHA is among the permissions in question.
-    text, _ = build_source("permits")
+    text, _ = build_source("check_permissions")
     flags = await scripts.call_with_retries(lambda: scripts.client.execute_command("EVAL", text, 0, *flat))
     return [bool(granted) for granted in flags]
 
@@ -452,13 +456,13 @@ async def list_newest_dead(backend: Backend, max_count: int) -> list[DeadRequest
 
 
 async def _list_dead(backend: Backend, how: str, after: int, max_count: int) -> list[DeadRequest]:
-    found = (await backend.run_script("dead", [how, after, max_count, MAX_SCRIPT_BYTES])).value
+    found = (await backend.run_script("dead_requests", [how, after, max_count, MAX_SCRIPT_BYTES])).value
     return [decode_dead_request(*found[at : at + 9]) for at in range(0, len(found), 9)]
 
 
 async def purge_dead(backend: Backend, entry_ids: Sequence[int]) -> int:
     """Delete dead requests. Return how many there were."""
-    purged_count: int = (await backend.run_script("dead", ["purge", *entry_ids])).value
+    purged_count: int = (await backend.run_script("dead_requests", ["purge", *entry_ids])).value
     return purged_count
 
 
@@ -470,7 +474,7 @@ async def requeue_dead(backend: Backend, entry_id: int, resubmission: Submission
         backend.names.wake_channel,
         *build_active_marker(resubmission),
     ]
-    done: int = (await backend.run_script("requeue", args)).value
+    done: int = (await backend.run_script("requeue_dead", args)).value
     return done
 
 

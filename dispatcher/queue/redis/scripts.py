@@ -22,9 +22,9 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.sentinel import MasterNotFoundError
 
+from dispatcher.core.network_errors import describe_error
 from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.submission import CallRefusedError, QueueFullError, QueueUnavailableError
-from dispatcher.ports.network_errors import describe_error
 from dispatcher.queue import constants
 from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, SCRIPT_KEYS, SEQUENCE_KEYS, WAITING_FOR_MODEL_KEYS
 
@@ -35,41 +35,56 @@ T = TypeVar("T")
 MAX_SCRIPT_BYTES = 2**20
 MAX_SCRIPT_ITEMS = 256
 """Largest number of items that one script gets."""
-_ADMIN_FRAGMENTS = ("need", "time", "common")
-_OWNER_FRAGMENTS = ("need", "rights", "time", "common")
-_MODEL_REGISTRY_FRAGMENTS = ("need", "time", "versions")
+_ADMIN_FRAGMENTS = ("require_commands", "time", "common")
+_OWNER_FRAGMENTS = ("require_commands", "owner_commands", "time", "common")
+_MODEL_REGISTRY_FRAGMENTS = ("require_commands", "time", "model_registry")
 _FRAGMENTS = {
-    "claim": (*_OWNER_FRAGMENTS, "line"),
-    "settle": (*_OWNER_FRAGMENTS, "line", "markers", "keep", "results", "sequences", "hand_over"),
-    "expire": (*_OWNER_FRAGMENTS, "markers", "keep", "results", "sequences", "models"),
-    "release": (*_OWNER_FRAGMENTS, "models"),
-    "recall": (*_OWNER_FRAGMENTS, "models"),
+    "claim": (*_OWNER_FRAGMENTS, "queue_order"),
+    "settle": (
+        *_OWNER_FRAGMENTS,
+        "queue_order",
+        "cancel_markers",
+        "list_ttl",
+        "write_results",
+        "sequences",
+        "claim_next",
+    ),
+    "settle_unleased": (
+        *_OWNER_FRAGMENTS,
+        "cancel_markers",
+        "list_ttl",
+        "write_results",
+        "sequences",
+        "waiting_for_model",
+    ),
+    "release": (*_OWNER_FRAGMENTS, "waiting_for_model"),
+    "return_waiting_for_models": (*_OWNER_FRAGMENTS, "waiting_for_model"),
     "renew": _OWNER_FRAGMENTS,
-    "weigh": _OWNER_FRAGMENTS,
-    "sweep": (*_OWNER_FRAGMENTS, "markers", "sequences", "models"),
-    "line_up": (*_OWNER_FRAGMENTS, "sequences"),
-    "sequence": (*_ADMIN_FRAGMENTS, "sequences"),
-    "submit": (*_ADMIN_FRAGMENTS, "markers", "room"),
-    "enlist": (*_ADMIN_FRAGMENTS, "markers", "room", "streams"),
-    "stream": (*_ADMIN_FRAGMENTS, "markers", "streams"),
-    "consume": ("need", "streams"),
-    "requeue": (*_ADMIN_FRAGMENTS, "markers"),
-    "cancel": (*_ADMIN_FRAGMENTS, "markers"),
-    "cancelled": (*_ADMIN_FRAGMENTS, "markers"),
-    "peek": (*_ADMIN_FRAGMENTS, "line"),
-    "look": (*_ADMIN_FRAGMENTS, "markers"),
-    "ahead": _ADMIN_FRAGMENTS,
-    "restore": (*_ADMIN_FRAGMENTS, "markers"),
-    "marks": _MODEL_REGISTRY_FRAGMENTS,
-    "warm": _MODEL_REGISTRY_FRAGMENTS,
-    "pin": _MODEL_REGISTRY_FRAGMENTS,
-    "decide": _MODEL_REGISTRY_FRAGMENTS,
-    "collect": ("need",),
-    "push": ("need", "keep"),
-    "forget": (),
-    "posted": (),
-    "permits": (),
-    "unfit": (),
+    "set_lease_units": _OWNER_FRAGMENTS,
+    "sweep": (*_OWNER_FRAGMENTS, "cancel_markers", "sequences", "waiting_for_model"),
+    "claim_turns": (*_OWNER_FRAGMENTS, "sequences"),
+    "sequence_admin": (*_ADMIN_FRAGMENTS, "sequences"),
+    "submit": (*_ADMIN_FRAGMENTS, "cancel_markers", "max_pending"),
+    "submit_to_stream": (*_ADMIN_FRAGMENTS, "cancel_markers", "max_pending", "named_streams"),
+    "read_stream": (*_ADMIN_FRAGMENTS, "cancel_markers", "named_streams"),
+    "consume_result": ("require_commands", "named_streams"),
+    "requeue_dead": (*_ADMIN_FRAGMENTS, "cancel_markers"),
+    "cancel_request": (*_ADMIN_FRAGMENTS, "cancel_markers"),
+    "check_cancelled": (*_ADMIN_FRAGMENTS, "cancel_markers"),
+    "peek_next": (*_ADMIN_FRAGMENTS, "queue_order"),
+    "find_requests": (*_ADMIN_FRAGMENTS, "cancel_markers"),
+    "count_ahead": _ADMIN_FRAGMENTS,
+    "restore_requests": (*_ADMIN_FRAGMENTS, "cancel_markers"),
+    "refresh_warm_markers": _MODEL_REGISTRY_FRAGMENTS,
+    "warm_up_lock": _MODEL_REGISTRY_FRAGMENTS,
+    "pin_versions": _MODEL_REGISTRY_FRAGMENTS,
+    "label_or_drain": _MODEL_REGISTRY_FRAGMENTS,
+    "collect_results": ("require_commands",),
+    "push_results": ("require_commands", "list_ttl"),
+    "delete_marker": (),
+    "read_outbox": (),
+    "check_permissions": (),
+    "check_result_lists": (),
 }
 _CAPITAL_NAMES = re.compile(r"\b[A-Z][A-Z_]+\b")
 _COMMENT = re.compile(r"--.*")
@@ -87,7 +102,8 @@ _ERROR_MEANINGS = {
     "TRYAGAIN": "is moving the slot to another node",
     "NOAUTH": "wants a password",
     "WRONGPASS": "does not accept this user and password",
-    "NOPERM": "does not permit this user what the queue needs (docs/security.md, `batch-dispatcher check`)",
+    "NOPERM": "does not permit this user what the queue needs (docs/explanation/security.md, "
+    "`batch-dispatcher check`)",
     "BUSY": "is busy with a script that does not end",
     "QUEUEFULL": "has a queue that takes no more requests now",
     "STREAMFULL": "has a stream that takes no more requests",
@@ -134,11 +150,13 @@ def _build_prelude(text: str, all_keys: Mapping[str, tuple[str, str]]) -> str:
     keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(all_keys, 1) if name in named]
     types = ", ".join(f"'{kind}'" for _, kind in all_keys.values())
     numbers = [f"local {name} = {value}" for name, value in constants.LUA_CONSTANTS.items() if name in named]
-    of_models = len(SCRIPT_KEYS) - len(WAITING_FOR_MODEL_KEYS)
+    waiting_for_model_start = len(SCRIPT_KEYS) - len(WAITING_FOR_MODEL_KEYS)
     counts = [
-        f"local OWN, OF_MODELS, OFTEN = {len(SCRIPT_KEYS)}, {of_models}, {of_models - len(SEQUENCE_KEYS)}"
+        f"local KEY_COUNT = {len(SCRIPT_KEYS)}",
+        f"local WAITING_FOR_MODEL_START = {waiting_for_model_start}",
+        f"local COMMON_KEY_COUNT = {waiting_for_model_start - len(SEQUENCE_KEYS)}",
+        f"local KEY_TYPES = {{{types}}}",
     ]
-    counts += [f"local TYPES = {{{types}}}"]
     return "\n".join([*keys, *numbers, *counts, ""])
 
 
@@ -154,7 +172,8 @@ def build_source(name: str) -> tuple[str, str]:
     *below, script = (_LUA[part] for part in parts)
     text = "\n".join([*below, f"return (function()\n{script}\nend)()"])
     if "time" in parts:
-        text = f"{_build_prelude(text, MODEL_REGISTRY_KEYS if 'versions' in parts else SCRIPT_KEYS)}\n{text}"
+        keys = MODEL_REGISTRY_KEYS if "model_registry" in parts else SCRIPT_KEYS
+        text = f"{_build_prelude(text, keys)}\n{text}"
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -290,7 +309,7 @@ def _translate_error(error: Exception) -> QueueUnavailableError:
             return QueueUnavailableError(f"Redis {_ERROR_MEANINGS[code]}: {message}")
     if isinstance(error, errors.ResponseError):
         return UnexpectedReplyError(
-            f"Redis refused a call in a way that was not foreseen: {truncate_text(message, _MAX_REPLY_CHARS)}"
+            f"Redis rejected a call with an unexpected error: {truncate_text(message, _MAX_REPLY_CHARS)}"
         )
     if isinstance(error, MasterNotFoundError):  # after " : " come internals of the client
         why = message.partition(" : ")[0]
@@ -304,7 +323,7 @@ def _translate_error(error: Exception) -> QueueUnavailableError:
             f"Redis cannot be reached: {f'{place[1]}: ' if place else ''}{describe_error(error)}"
         )
     return UnexpectedReplyError(
-        f"the answer of Redis was not understood: {truncate_text(repr(error), _MAX_REPLY_CHARS)}"
+        f"the reply of Redis could not be understood: {truncate_text(repr(error), _MAX_REPLY_CHARS)}"
     )
 
 

@@ -105,7 +105,9 @@ async def count_ahead(backend: Backend, request: FoundRequest) -> int | None:
     if request.location not in QUEUED_LOCATIONS:
         return None
     name: Argument = request.member if request.location is RequestLocation.PENDING else request.entry
-    count: int | None = (await backend.run_script("ahead", [_LOCATION_NAMES[request.location], name])).value
+    count: int | None = (
+        await backend.run_script("count_ahead", [_LOCATION_NAMES[request.location], name])
+    ).value
     return count
 
 
@@ -122,7 +124,9 @@ async def restore_requests(backend: Backend, queue: str, requests: Sequence[Foun
         )
         args += (f"{each.at or 0.0:.6f}", each.reason, *_build_marker(each))
     size = sum(len(each.member) for each in requests)
-    reply = await backend.run_script("restore", args, [backend.names.reply_key("copied")], size_bytes=size)
+    reply = await backend.run_script(
+        "restore_requests", args, [backend.names.reply_key("copied")], size_bytes=size
+    )
     added: int = reply.value
     return added
 
@@ -201,7 +205,9 @@ async def _run_find_requests(
     flat: list[Argument] = []
     for word in terms:
         flat += (len(word), *word)
-    next_range, offset, looked, size, again, rows = (await backend.run_script("look", [*args, *flat])).value
+    next_range, offset, looked, size, again, rows = (
+        await backend.run_script("find_requests", [*args, *flat])
+    ).value
     return next_range, offset, looked, size, again, rows
 
 

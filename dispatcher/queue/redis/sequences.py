@@ -91,7 +91,7 @@ async def claim_turns(
         for lease, turn in turns
     ]
     args: list[Argument] = [owner, lease_s, _pack_terms(terms), _pack(rows)]
-    reply = await backend.run_script("line_up", args)
+    reply = await backend.run_script("claim_turns", args)
     facts, verdicts = reply.value
     return ClaimTurnsResult(
         [_decode_decision(*told) for told in verdicts], *decode_owner_reply(backend, reply, facts)
@@ -162,7 +162,9 @@ async def find_remaining_requests(
     backend: Backend, max_count: int, max_member_bytes: int
 ) -> list[RemainingRow]:
     found = (
-        await backend.run_script("unserved", [max(1, max_count), MAX_SCRIPT_BYTES, max_member_bytes])
+        await backend.run_script(
+            "find_remaining_requests", [max(1, max_count), MAX_SCRIPT_BYTES, max_member_bytes]
+        )
     ).value
     rows = (found[at : at + 4] for at in range(0, len(found), 4))
     return [
@@ -195,14 +197,14 @@ async def list_sequences(
 ) -> SequencePage:
     args: list[Argument] = ["list", after or "0", max(1, min(max_count, _MAX_PAGE))]
     cursor, rows = (
-        await backend.run_script("sequence", [*args, "" if status is None else status.value])
+        await backend.run_script("sequence_admin", [*args, "" if status is None else status.value])
     ).value
     then = cursor.decode()
     return SequencePage([_decode_sequence(*row) for row in rows], "" if then == "0" else then)
 
 
 async def get_sequence(backend: Backend, sequence_id: str) -> SequenceSnapshot | None:
-    row = (await backend.run_script("sequence", ["show", _replace_surrogates(sequence_id)])).value
+    row = (await backend.run_script("sequence_admin", ["show", _replace_surrogates(sequence_id)])).value
     return None if row is None else _decode_sequence(*row)
 
 
@@ -215,14 +217,14 @@ async def abort_sequence(backend: Backend, sequence_id: str, why: str) -> bool:
         clean_reason(why),
         _pack_terms(SequenceTerms()),
     ]
-    return bool((await backend.run_script("sequence", args)).value)
+    return bool((await backend.run_script("sequence_admin", args)).value)
 
 
 async def run_sequence_command(
     backend: Backend, verb: str, sequence_id: str, *arguments: str | float
 ) -> int | None:
     result: int | None = (
-        await backend.run_script("sequence", [verb, _replace_surrogates(sequence_id), *arguments])
+        await backend.run_script("sequence_admin", [verb, _replace_surrogates(sequence_id), *arguments])
     ).value
     return result
 

@@ -61,7 +61,9 @@ async def inspect_server(url: str, names: QueueNames) -> ServerReport:
         missing_permissions = await find_missing_permissions(scripts, names)
         if missing_permissions.acl_rules:
             denied = ", ".join(missing_permissions.acl_rules)
-            raise QueueUnavailableError(f"Redis does not permit this user: {denied} (docs/security.md)")
+            raise QueueUnavailableError(
+                f"Redis does not permit this user: {denied} (docs/explanation/security.md)"
+            )
         # The minimum, because other work of this process may delay single replies.
         answer_s = min([await _measure_ping(scripts) for _ in range(3)])
         return ServerReport(

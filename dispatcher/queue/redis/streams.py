@@ -60,7 +60,7 @@ async def submit_to_stream(
         args += (each.deadline, digest)
     size = sum(len(each.member) for each, _ in requests)
     added: int = (
-        await backend.run_script("enlist", args, backend.names.stream_keys(name), size_bytes=size)
+        await backend.run_script("submit_to_stream", args, backend.names.stream_keys(name), size_bytes=size)
     ).value
     return added
 
@@ -83,7 +83,7 @@ async def consume_result(backend: Backend, name: str, client_id: str, request_id
     box = get_stream_box(backend, name)
     keys = [*backend.names.stream_keys(name), box.kept_key, box.owner_key]
     holder: bytes = (
-        await backend.scripts.run("consume", keys, [client_id, KEPT_TTL_S, request_id, number])
+        await backend.scripts.run("consume_result", keys, [client_id, KEPT_TTL_S, request_id, number])
     ).value
     return holder.decode(errors="replace")
 
@@ -108,7 +108,7 @@ async def read_stream_page(
     box = get_stream_box(backend, name)
     keys = [*backend.names.stream_keys(name), box.result_list, box.kept_key]
     args: list[Argument] = ["consumed" if consumed else "pending", after or "0", max_count]
-    reply = (await backend.run_script("stream", args, keys)).value
+    reply = (await backend.run_script("read_stream", args, keys)).value
     unconsumed, done, kept, cursor, *found = reply
     requests = []
     for at in range(0, len(found), 3):

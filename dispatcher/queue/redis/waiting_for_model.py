@@ -26,10 +26,10 @@ def encode_model_wait(release: Release) -> tuple[Argument, Argument, Argument]:
 async def return_waiting_for_models(
     backend: Backend, models: Sequence[str], max_count: int
 ) -> ReturnedRequests:
-    moved, left = (await backend.run_script("recall", [max_count, *models])).value
+    moved, left = (await backend.run_script("return_waiting_for_models", [max_count, *models])).value
     return ReturnedRequests(moved, left)
 
 
 async def count_waiting_by_model(backend: Backend) -> dict[str, int]:
-    found = (await backend.run_script("awaited", [])).value
+    found = (await backend.run_script("count_waiting_by_model", [])).value
     return {found[at].decode(): int(found[at + 1]) for at in range(0, len(found), 2)}

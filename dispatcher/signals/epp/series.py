@@ -1,7 +1,7 @@
 """Turn the EPP's series of one replica into a view: names, labels, and how samples are combined.
 
 The direct scrape and Prometheus both use this module, so that the same rules decide what a value means.
-`readings` combines the views of all replicas. docs/signals.md has the rules for operators.
+`readings` combines the views of all replicas. docs/explanation/signals.md has the rules for operators.
 """
 
 from __future__ import annotations

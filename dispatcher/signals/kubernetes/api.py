@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from dispatcher import USER_AGENT
-from dispatcher.ports.network_errors import describe_error, describe_error_with_address
+from dispatcher.core.network_errors import describe_error, describe_error_with_address
 from dispatcher.settings.watched_files import file_fingerprint
 from dispatcher.signals.kubernetes.cluster import ClusterAccess
 

@@ -394,7 +394,7 @@ class CapacityWatch:
                 emit(Event.KUBERNETES_PROBLEM, problem=problem.what, hint=problem.hint, ready=endpoints.ready)
         if endpoints.notices and not before.notices:
             notice = endpoints.notices[0]
-            emit(Event.KUBERNETES_THROTTLED, what=notice.what, hint=notice.hint, ready=endpoints.ready)
+            emit(Event.KUBERNETES_THROTTLED, problem=notice.what, hint=notice.hint, ready=endpoints.ready)
         wrong_before, wrong = before.problems or before.notices, endpoints.problems or endpoints.notices
         if wrong_before and not wrong:
             emit(Event.KUBERNETES_RECOVERED, ready=endpoints.ready)

@@ -22,8 +22,8 @@ import msgspec
 
 from dispatcher import USER_AGENT
 from dispatcher.core.models.availability import Listing
+from dispatcher.core.network_errors import describe_error, is_connection_refused
 from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
-from dispatcher.ports.network_errors import describe_error, is_connection_refused
 from dispatcher.signals.exposition import PageParser, Sample
 
 LIST_MAX_BYTES = 8 * 1024 * 1024

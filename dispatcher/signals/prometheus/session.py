@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dispatcher.ports.network_errors import describe_error
+from dispatcher.core.network_errors import describe_error
 from dispatcher.settings.watched_files import TokenFileError, read_token
 from dispatcher.signals.prometheus.instant_query import QueryError, parse_document
 
@@ -40,7 +40,7 @@ def connect_client(address: PrometheusAddress, session: QuerySession) -> Any:
     return PrometheusConnect(
         url=address.url.rstrip("/"),
         headers=build_headers(address),
-        sticky_token=session,
+        session=session,
         retry=Retry(0, read=False),
     )
 

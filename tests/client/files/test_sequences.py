@@ -26,7 +26,7 @@ from tests.queue.servers import Server
 
 @pytest.fixture
 async def queue(one_redis: Server) -> AsyncIterator[OwnerAndDesk]:
-    async with queues(one_redis.url, "a", list_names=NAMES) as (made,):
+    async with queues(one_redis.url, "a", names=NAMES) as (made,):
         yield made
 
 
@@ -62,8 +62,8 @@ async def test_the_order_of_the_file_is_that_of_each_sequence(
     for at in range(3):
         assert questions(taking)[f"chat-{at}"] == [f"{at}-{n}" for n in range(at, 30, 3)]
         assert taking.indexes[f"chat-{at}"] == [*range(10)]
-    page = await taking.queue.sequences(100)
-    assert not page.found, "each has ended with its last line"
+    page = await taking.queue.list_sequences(100)
+    assert not page.sequences, "each has ended with its last line"
 
 
 async def test_a_long_one_is_sent_as_it_goes(
@@ -94,8 +94,8 @@ async def test_indexes_of_the_file_count_and_end_nothing(
     async with taking.always():
         await run(one_redis, paths)
     assert questions(taking)["s"] == [f"c-{n}" for n in (4, 3, 2, 1, 0)]
-    seen = await taking.queue.sequence("s")
-    assert (seen and seen.next) == 5
+    seen = await taking.queue.get_sequence("s")
+    assert (seen and seen.expected_index) == 5
 
 
 async def test_what_failed_ends_the_lines_behind_it(
@@ -226,7 +226,7 @@ async def test_what_found_no_room_in_its_sequence_is_sent_again(
     one_redis: Server, queue: OwnerAndDesk, paths: FilePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An operator lets fewer wait than are sent at a time."""
-    monkeypatch.setattr(running, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(running, "LOST_CHECK_INTERVAL_S", 0.2)
     taking = TurnTaking(queue, SequenceTerms(max_waiting=3))
     write(source(paths), *[turn(f"c-{n}", "s") for n in range(12)])
     async with taking.always():

@@ -50,7 +50,7 @@ async def test_what_is_on_its_way_is_not_taken_to_be_lost(
     reached, there = asyncio.Event(), asyncio.Event()
 
     class Late(LineQueue):
-        async def submit(self, chunk: int, submissions: Sequence[Submission]) -> None:
+        async def submit_chunk(self, chunk: int, submissions: Sequence[Submission]) -> None:
             if chunk == 1:
                 reached.set()
                 await there.wait()
@@ -73,7 +73,7 @@ async def test_what_is_on_its_way_is_not_taken_to_be_lost(
 async def test_what_redis_has_lost_is_missed_although_others_push_into_the_list(
     one_redis: Server, answering: Answering, paths: FilePaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(running, "LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr(running, "LOST_CHECK_INTERVAL_S", 0.5)
     write(source(paths), *requests(3))
     task = asyncio.create_task(run(one_redis, paths))
     await until(lambda: bool(left(one_redis)))

@@ -232,6 +232,7 @@ def test_the_last_failure_is_dead_with_the_last_answer() -> None:
         "no answer after 8 attempts, the last: the gateway answered 502",
         502,
         b"bad",
+        is_failed_attempt=True,
     )
     one = RetryPolicy(max_attempts=1)
     decision = decide_after_attempt(
@@ -262,7 +263,7 @@ def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float)
     assert ended.code is ErrorCode.DEADLINE_EXCEEDED
     counted = {Failed: " after 1 attempt", Overloaded: " after 1 refusal"}.get(type(outcome), "")
     assert isinstance(outcome, Failed | Overloaded | Unreachable)
-    assert ended.message == f"deadline exceeded{counted}; the last try: {describe_outcome(outcome)}"
+    assert ended.message == f"deadline exceeded{counted}; the last attempt: {describe_outcome(outcome)}"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_what_was_not_sent_goes_back_to_its_place_and_counts_nothing() -> None:
 
 @pytest.mark.parametrize(("status", "body"), [(401, b"who"), (404, b""), (503, b"loading")])
 def test_who_failed_to_answer_is_named(status: int, body: bytes) -> None:
-    for who, more in (("the gateway", {}), ("10.0.0.1:8000", {"who": "10.0.0.1:8000"})):
+    for who, more in (("the gateway", {}), ("10.0.0.1:8000", {"answered_by": "10.0.0.1:8000"})):
         outcome = classify_answer(status, {}, body, 0.0, **more)
         assert isinstance(outcome, Failed)
         assert outcome.why.startswith(f"{who} answered {status}")

@@ -63,7 +63,7 @@ def failed(outcome: Outcome) -> bool:
 
 def test_gateway_that_fails_everything_is_named_with_how() -> None:
     recent = after([*[BROKEN] * 18, *[AWAY] * 2])
-    told = "Of the last 20 tries 20 failed: 500 (18), connection reset (2), the newest 4 s ago"
+    told = "Of the last 20 attempts 20 failed: 500 (18), connection reset (2), the newest 4 s ago"
     assert recent.describe_problem(104.0) == told
 
 
@@ -109,7 +109,7 @@ def test_answers_are_no_failures(status: int) -> None:
 def test_what_says_nothing_of_the_gateway_hides_no_failure_and_is_none(other: Outcome) -> None:
     assert after([other] * KEPT_ATTEMPTS).describe_problem(100.0) is None
     recent = after([*[BROKEN] * MIN_FAILURES, *[other] * KEPT_ATTEMPTS])
-    assert "Of the last 3 tries 3 failed" in str(recent.describe_problem(100.0))
+    assert "Of the last 3 attempts 3 failed" in str(recent.describe_problem(100.0))
 
 
 @pytest.mark.parametrize("one_in", [5, 10, 100, 1000])
@@ -132,7 +132,7 @@ def test_told_is_where_a_good_part_of_the_last_failed(tries: list[Outcome]) -> N
         sum(counted) >= MIN_FAILURES and sum(counted) >= MIN_FAILURE_SHARE * len(counted)
     )
     if told is not None:
-        assert told.startswith(f"Of the last {len(counted)} tries {sum(counted)} failed: ")
+        assert told.startswith(f"Of the last {len(counted)} attempts {sum(counted)} failed: ")
 
 
 @given(st.lists(failures, min_size=MIN_FAILURES, max_size=2 * KEPT_ATTEMPTS))
@@ -165,4 +165,6 @@ def test_it_lapses_when_none_was_made_for_some_minutes(tries: list[Outcome], lat
 def test_more_kinds_than_are_named_are_counted_together() -> None:
     statuses = [500, 500, 500, 502, 502, 503, 504, 501]
     told = after(Failed("no", status) for status in statuses).describe_problem(100.0)
-    assert told == "Of the last 8 tries 8 failed: 500 (3), 502 (2), 503 (1), others (2), the newest 0 s ago"
+    assert told == (
+        "Of the last 8 attempts 8 failed: 500 (3), 502 (2), 503 (1), others (2), the newest 0 s ago"
+    )

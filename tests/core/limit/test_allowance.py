@@ -17,11 +17,11 @@ def allowance(reason: Reason, limit: int = 17, **changes: object) -> Allowance:
     terms: dict[str, object] = {
         "limit": limit,
         "reason": reason,
-        "because": "",
+        "detail": "",
         "signal": Signal.SATURATION,
         "budget": BUDGET,
         "read_at": 0.0,
-        "lost": 0,
+        "lost_units": 0,
         "next_check_at": None,
     }
     return Allowance(**(terms | changes))  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_open_states_say_what_is_sent_and_why_not_more(reason: Reason, in_flight
 
 
 def test_claim_that_got_nothing_is_told() -> None:
-    open_ = allowance(Reason.OPEN, because="the gateway asked a dispatcher to wait another 9.0 s")
+    open_ = allowance(Reason.OPEN, detail="the gateway asked a dispatcher to wait another 9.0 s")
     sentence = (
         "5 in flight under a limit 17, and the queue gives no more: the gateway asked a dispatcher to wait"
     )
@@ -49,7 +49,7 @@ def test_claim_that_got_nothing_is_told() -> None:
 
 
 def test_closed_state_says_why_nothing_is_sent() -> None:
-    closed = allowance(Reason.NO_ROOM, limit=0, because="others take all but the reserve")
+    closed = allowance(Reason.NO_ROOM, limit=0, detail="others take all but the reserve")
     assert (
         explain_allowance(closed, 3) == f"Nothing is sent: no-room, others take all but the reserve{TERMS}."
     )
@@ -57,13 +57,13 @@ def test_closed_state_says_why_nothing_is_sent() -> None:
 
 @pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.STALE])
 def test_reading_that_no_longer_counts_is_not_told_as_if_it_were_current(reason: Reason) -> None:
-    told = explain_allowance(allowance(reason, limit=0, because="HTTP 503"), 0)
+    told = explain_allowance(allowance(reason, limit=0, detail="HTTP 503"), 0)
     assert told == f"Nothing is sent: {reason}, HTTP 503."
 
 
 @pytest.mark.parametrize("budget", [None, FAULTY])
 def test_terms_that_are_not_known_are_left_out(budget: object) -> None:
-    closed = allowance(Reason.STALE, limit=0, because="the newest sample is old", budget=budget)
+    closed = allowance(Reason.STALE, limit=0, detail="the newest sample is old", budget=budget)
     assert explain_allowance(closed, 0) == "Nothing is sent: stale, the newest sample is old."
 
 

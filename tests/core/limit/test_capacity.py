@@ -37,7 +37,7 @@ class Pool:
     @property
     def estimate(self) -> float:
         """The capacity in requests."""
-        return self.configured * (1.0 if self.capacity.split_into is None else self.capacity.split_into)
+        return self.configured * (1.0 if self.capacity.share is None else self.capacity.share)
 
     def sees(
         self,
@@ -74,7 +74,7 @@ class Pool:
             mean_duration_s=took_s,
         )
         self.capacity.learn_from_snapshot(sight, reserve=RESERVE, backoff=BETA)
-        return None if self.capacity.split_into is None else self.estimate
+        return None if self.capacity.share is None else self.estimate
 
     def learned(self, running: float) -> Pool:
         self.sees(running, running)
@@ -151,7 +151,7 @@ def test_counts_of_different_moments_show_a_crowd_only_while_they_are_steady() -
     for _ in range(4):
         moving.sees(20, 30, surely=15, steady=False)
         steady.sees(20, 30, surely=15)
-    assert moving.capacity.split_into is None
+    assert moving.capacity.share is None
     assert steady.estimate == pytest.approx(20)
 
 
@@ -504,4 +504,4 @@ def test_probe_goes_on_when_the_pool_shrinks_meanwhile() -> None:
     for _ in range(30):
         running = math.floor(pool.estimate * (1 - RESERVE) + 1e-6)
         pool.sees(running, realtime=0)
-    assert pool.capacity.split_into is None
+    assert pool.capacity.share is None

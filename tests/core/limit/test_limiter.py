@@ -404,8 +404,22 @@ def test_first_count_after_a_sample_lets_it_prove_room_beyond_our_own() -> None:
 # Overload.
 
 
-def overload(pool: Limiter, at: float, until: float = 0.0, **changes: object) -> None:
-    pool.record_refusal(at, **({"until": until, "capacity": False, "in_flight": 10} | changes))  # type: ignore[arg-type]
+def overload(
+    pool: Limiter,
+    at: float,
+    *,
+    retry_at: float = 0.0,
+    is_out_of_capacity: bool = False,
+    is_remote: bool = False,
+    in_flight: int = 10,
+) -> None:
+    pool.record_refusal(
+        at,
+        retry_at=retry_at,
+        is_out_of_capacity=is_out_of_capacity,
+        in_flight=in_flight,
+        is_remote=is_remote,
+    )
 
 
 def test_nothing_is_allowed_after_a_refusal_until_a_reading_taken_after_it() -> None:
@@ -418,45 +432,45 @@ def test_nothing_is_allowed_after_a_refusal_until_a_reading_taken_after_it() -> 
 
 def test_retry_after_is_waited_for_and_cut_to_the_longest() -> None:
     pool = open_pool(Policy(retry_after_max_s=5))
-    overload(pool, T0 + 1, until=T0 + 4)
+    overload(pool, T0 + 1, retry_at=T0 + 4)
     waiting = pool.read(T0 + 2)
     assert (waiting.reason, waiting.next_check_at) == (Reason.BACKPRESSURE, T0 + 4)
     assert waiting.detail == "asked to wait another 2.0 s"
     assert pool.get_allowance(T0 + 4).limit == 17
-    overload(pool, T0 + 5, until=T0 + 500)
+    overload(pool, T0 + 5, retry_at=T0 + 500)
     assert pool.read(T0 + 9.9).reason is Reason.BACKPRESSURE
     assert pool.get_allowance(T0 + 10).limit == 17
 
 
 def test_newer_refusal_does_not_shorten_the_wait() -> None:
     pool = open_pool()
-    overload(pool, T0 + 1, until=T0 + 8)
-    overload(pool, T0 + 2, until=T0 + 3)
+    overload(pool, T0 + 1, retry_at=T0 + 8)
+    overload(pool, T0 + 2, retry_at=T0 + 3)
     assert pool.read(T0 + 4).next_check_at == T0 + 8
 
 
 def test_refusal_told_late_still_makes_us_wait() -> None:
     pool = open_pool()
     overload(pool, T0 + 2)
-    overload(pool, T0 + 1.99, until=T0 + 8)
+    overload(pool, T0 + 1.99, retry_at=T0 + 8)
     assert pool.read(T0 + 3).reason is Reason.BACKPRESSURE
     assert pool.get_allowance(T0 + 8).limit == 17
 
 
 def test_refusal_heard_from_another_replica_closes_here() -> None:
     pool = open_pool()
-    overload(pool, T0 + 1, heard=True)
+    overload(pool, T0 + 1, is_remote=True)
     assert pool.get_allowance(T0 + 1).reason is Reason.BACKPRESSURE
 
 
 def test_same_refusal_heard_again_with_another_idea_of_its_time_does_not_close_again() -> None:
     pool = open_pool()
-    overload(pool, T0 + 1, until=T0 + 1.5, heard=True)
+    overload(pool, T0 + 1, retry_at=T0 + 1.5, is_remote=True)
     assert pool.read(T0 + 1.6).limit == 17
     for apart_s in (-REMOTE_CLOCK_ERROR_S, 0.0, 0.9 * REMOTE_CLOCK_ERROR_S):
-        overload(pool, T0 + 1 + apart_s, until=T0 + 1.5 + apart_s, heard=True)
+        overload(pool, T0 + 1 + apart_s, retry_at=T0 + 1.5 + apart_s, is_remote=True)
         assert pool.get_allowance(T0 + 1.7).limit == 17
-    overload(pool, T0 + 1 + REMOTE_CLOCK_ERROR_S, until=T0 + 1.5 + REMOTE_CLOCK_ERROR_S, heard=True)
+    overload(pool, T0 + 1 + REMOTE_CLOCK_ERROR_S, retry_at=T0 + 1.5 + REMOTE_CLOCK_ERROR_S, is_remote=True)
     assert pool.get_allowance(T0 + 1.51 + REMOTE_CLOCK_ERROR_S).limit == 17
 
 
@@ -464,7 +478,7 @@ def test_longer_wait_that_another_replica_was_told_holds_here() -> None:
     """The queue tells the newest refusal, ours, with the longest wait of all."""
     pool = open_pool()
     overload(pool, T0 + 2)
-    overload(pool, T0 + 2, until=T0 + 8, heard=True)
+    overload(pool, T0 + 2, retry_at=T0 + 8, is_remote=True)
     assert pool.read(T0 + 3).next_check_at == T0 + 8
 
 
@@ -496,7 +510,7 @@ def test_crowd_in_two_readings_says_that_what_runs_is_all_that_fits() -> None:
 
 def test_refusal_for_lack_of_capacity_is_judged_by_the_next_reading() -> None:
     pool = open_pool()
-    overload(pool, T0 + 1, capacity=True, in_flight=10)
+    overload(pool, T0 + 1, is_out_of_capacity=True)
     assert fits(pool, T0 + 1) == 50
     pool.read(T0 + 2)
     assert fits(pool, T0 + 3) == pytest.approx(0.9 * (10 - 1 + 30))
@@ -506,9 +520,9 @@ def test_refusal_that_the_next_reading_explains_teaches_nothing() -> None:
     """Realtime filled the whole pool between two readings."""
     pool = Pool(signals=(REQUESTS,))
     sample(pool, T0, running=30)
-    overload(pool, T0 + 1, capacity=True, in_flight=10)
+    overload(pool, T0 + 1, is_out_of_capacity=True)
     assert sample(pool, T0 + 2, running=50, waiting=8) == 50
-    overload(pool, T0 + 3, capacity=True, in_flight=10)
+    overload(pool, T0 + 3, is_out_of_capacity=True)
     assert sample(pool, T0 + 4, running=25) == 50, "what ran a moment ago fits still"
 
 
@@ -535,7 +549,7 @@ def test_several_signals_of_one_sample_teach_once() -> None:
 @pytest.mark.parametrize(("f_sys", "max_sys"), [(math.nan, 50), (0.5, math.nan), (0.5, math.inf), (0.5, 0)])
 def test_reading_that_is_not_acted_upon_teaches_nothing(f_sys: float, max_sys: float) -> None:
     pool = open_pool()
-    overload(pool, T0 + 1, capacity=True, in_flight=10)
+    overload(pool, T0 + 1, is_out_of_capacity=True)
     pool.add_reading(Reading(SATURATION, T0 + 3, T0 + 3, f_sys, 0, max_sys, running=9, waiting=9), T0 + 3)
     assert pool.get_allowance(T0 + 4).reason.is_closed
     pool.read(T0 + 5)
@@ -544,7 +558,7 @@ def test_reading_that_is_not_acted_upon_teaches_nothing(f_sys: float, max_sys: f
 
 def test_reading_taken_before_the_refusal_does_not_judge_it() -> None:
     pool = open_pool()
-    overload(pool, T0 + 1, capacity=True, in_flight=10)
+    overload(pool, T0 + 1, is_out_of_capacity=True)
     pool.read(T0 + 1.5, window_s=1)
     assert fits(pool, T0 + 1.6) == 50
 
@@ -619,7 +633,7 @@ def test_without_a_gateway_nothing_that_was_sent_is_missed_in_a_reading() -> Non
 def test_no_probe_while_refused_or_without_room() -> None:
     pool = open_pool()
     pool.record_connection_failure(T0 + 1, "refused")
-    overload(pool, T0 + 1, until=T0 + 3)
+    overload(pool, T0 + 1, retry_at=T0 + 3)
     assert not pool.get_allowance(T0 + 2).probe_limit
     assert pool.read(T0 + 3).probe_limit
     assert not pool.read(T0 + 4, load=50).probe_limit

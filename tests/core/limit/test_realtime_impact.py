@@ -38,7 +38,7 @@ def shown(
     replica: str = "a",
     **rest: Any,
 ) -> ReplicaHistograms:
-    return ReplicaHistograms(replica, ttft, tpot, **{"name": "series", **rest})
+    return ReplicaHistograms(replica, ttft, tpot, **{"series_name": "series", **rest})
 
 
 class TestQuantile:
@@ -147,7 +147,7 @@ class TestGrowth:
         growth = HistogramGrowth()
         growth.add_histograms(0, [ReplicaHistograms("a", why_not="there is no such series")])
         assert growth.compute_impact(None, "epp").why_not == "there is no such series"
-        growth.add_histograms(15, [shown(cumulative([0.15]), of="realtime")])
+        growth.add_histograms(15, [shown(cumulative([0.15]), scope="realtime")])
         assert (
             growth.compute_impact(None, "epp").request_count,
             growth.compute_impact(None, "epp").scope,
@@ -164,10 +164,10 @@ class TestGrowth:
     def test_realtime_alone_is_said_only_where_every_replica_says_it(self) -> None:
         growth = HistogramGrowth()
         for at in (0, 15):
-            growth.add_histograms(at, [shown(cumulative([0.15] * at), of="realtime")])
+            growth.add_histograms(at, [shown(cumulative([0.15] * at), scope="realtime")])
         assert growth.compute_impact(None, "epp").scope == "realtime"
         growth.add_histograms(
-            30, [shown(cumulative([0.15] * 99), of="realtime"), shown(cumulative([]), replica="b")]
+            30, [shown(cumulative([0.15] * 99), scope="realtime"), shown(cumulative([]), replica="b")]
         )
         assert growth.compute_impact(None, "epp").scope == "all"
 

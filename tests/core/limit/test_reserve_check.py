@@ -8,7 +8,13 @@ import pytest
 
 from dispatcher.core.limit.reserve_check import explain_small_reserve
 
-LONG: dict[str, Any] = {"mean_s": 48.0, "reserve": 0.05, "ours": 40, "everybody": 60, "max_sys": 64}
+LONG: dict[str, Any] = {
+    "mean_duration_s": 48.0,
+    "reserve": 0.05,
+    "batch_requests": 40,
+    "all_requests": 60,
+    "max_sys": 64,
+}
 
 
 def test_long_requests_with_little_reserve_are_told_with_the_setting_that_mends_it() -> None:
@@ -21,12 +27,12 @@ def test_long_requests_with_little_reserve_are_told_with_the_setting_that_mends_
 @pytest.mark.parametrize(
     "otherwise",
     [
-        {"mean_s": 4.0},
-        {"mean_s": 0.0},
-        {"mean_s": float("nan")},
+        {"mean_duration_s": 4.0},
+        {"mean_duration_s": 0.0},
+        {"mean_duration_s": float("nan")},
         {"reserve": 0.2},
-        {"ours": 8, "everybody": 28},
-        {"ours": 60},
+        {"batch_requests": 8, "all_requests": 28},
+        {"batch_requests": 60},
         {"max_sys": 0.0},
     ],
     ids=["short", "not known", "no number", "reserve enough", "few of ours", "nobody else", "no pool"],

@@ -37,9 +37,9 @@ observations = st.builds(
     Observation,
     at=st.floats(0, 1e6),
     reason=st.sampled_from(Reason),
-    used=st.integers(0, 1000),
-    free=st.none() | st.floats(0, 1000),
-    waiting=st.booleans(),
+    used_units=st.integers(0, 1000),
+    free_units=st.none() | st.floats(0, 1000),
+    is_work_waiting=st.booleans(),
 )
 
 

@@ -543,18 +543,18 @@ def test_the_first_calls_are_checked_whole_and_then_one_item_now_and_then(every:
 @pytest.mark.parametrize(
     ("size", "sentence"),
     [
-        (CallSize(MergeMode.OFF, 8), "each request goes alone: batching is off"),
+        (CallSize(MergeMode.OFF, 8), "each request is sent alone: batching is off"),
         (
             CallSize(MergeMode.ON, 8, off_reason="it mixes them up"),
-            "each request goes alone: it mixes them up",
+            "each request is sent alone: it mixes them up",
         ),
-        (CallSize(MergeMode.ON, 1), "each request goes alone: the rule says so"),
-        (CallSize(MergeMode.AUTO, 8, server_max_items=1), "each request goes alone: the server takes one"),
+        (CallSize(MergeMode.ON, 1), "each request is sent alone: the rule says so"),
+        (CallSize(MergeMode.AUTO, 8, server_max_items=1), "each request is sent alone: the server takes one"),
         (CallSize(MergeMode.AUTO, 8), "whether merging pays is not measured yet"),
-        (CallSize(MergeMode.AUTO, 8, gain=1.0), "each request goes alone: merging does not pay"),
+        (CallSize(MergeMode.AUTO, 8, gain=1.0), "each request is sent alone: merging does not pay"),
         (
             CallSize(MergeMode.AUTO, 8, gain=1.0, _is_trial_unfilled=True),
-            "each request goes alone: no other comes within max_delay_s",
+            "each request is sent alone: no other request arrives within max_delay_s",
         ),
         (
             CallSize(MergeMode.AUTO, 8, gain=4.5678, checked_calls=3, _best_size=4),
@@ -577,7 +577,7 @@ def test_where_a_delay_is_too_short_for_a_slow_server_it_is_said_and_a_longer_on
     slow = serial(0.1, 0.001)
     short = PoolLine(CallSize(MergeMode.AUTO, 32), slow, 64, stretches=False).run_batch(3000)
     assert short.size.best_size == 1
-    assert short.size.summary.endswith("no other comes within max_delay_s")
+    assert short.size.summary.endswith("no other request arrives within max_delay_s")
     long = PoolLine(CallSize(MergeMode.AUTO, 32), slow, 64, max_delay_s=0.2, stretches=False).run_batch(
         10_000
     )

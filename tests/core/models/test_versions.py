@@ -98,7 +98,7 @@ def short(name: str) -> str:
 
 
 def test_availability_the_old_one_serves_until_the_new_one_is_warm() -> None:
-    pool = Rollout(warms=True)
+    pool = Rollout(has_warm_up=True)
     assert pool.look("v1", v1="a*") == "v1 cold, v1 open"
     assert pool.look("v1", v1="a*", v2="b") == "v2 cold"
     assert (pool.open, pool.cold) == (["v1"], ["v2 b"])
@@ -106,33 +106,33 @@ def test_availability_the_old_one_serves_until_the_new_one_is_warm() -> None:
     assert pool.look("v1", v1="a*", v2="b*") == "v2 open, v1 draining"
     assert (pool.open, pool.cold) == (["v2"], [])
     assert pool.family.describe_state() == "'qwen-v2' is open; 'qwen-v1' is draining"
-    assert pool.look("v2", v1="a*", v2="b*") == "v1 spare"
+    assert pool.look("v2", v1="a*", v2="b*") == "v1 retiring"
     assert pool.look("v2", v2="b*") == "v1 gone"
 
 
 def test_resource_the_old_one_is_drained_before_the_new_one_is_warmed() -> None:
-    pool = Rollout(warms=True, transition=RESOURCE)
+    pool = Rollout(has_warm_up=True, transition=RESOURCE)
     pool.look("v1", v1="a*")
     assert pool.look("v1", v1="a*", v2="b") == "v1 draining, v2 cold"
     assert (pool.open, pool.cold) == ([], [])
     assert pool.family.explain_closed() == "'qwen-v1' is drained first"
-    assert pool.look(v1="a*", v2="b") == "v1 spare"
+    assert pool.look(v1="a*", v2="b") == "v1 retiring"
     assert (pool.open, pool.cold) == ([], ["v2 b"])
     assert pool.family.explain_closed() == "'qwen-v2' is being warmed up"
     assert pool.look("v2", v1="a*", v2="b*") == "v2 open"
 
 
 def test_resource_who_names_a_version_itself_stands_in_nobody_s_way() -> None:
-    pool = Rollout(warms=True, transition=RESOURCE)
+    pool = Rollout(has_warm_up=True, transition=RESOURCE)
     way = pool.family.explain_wait
     pool.look("v1", v1="a*")
     assert way("qwen-v1") == ""
     pool.look("v1", v1="a*", v2="b")
-    assert way("qwen-v1") == "gives way to 'qwen-v2'"
-    assert way("qwen-v2") == "waits: 'qwen-v1' is drained first"
+    assert way("qwen-v1") == "waits for 'qwen-v2'"
+    assert way("qwen-v2") == "waits until 'qwen-v1' is drained"
     assert pool.family.is_blocked_by("qwen-v1")
     pool.look(v1="a*", v2="b")
-    assert way("qwen-v1") == "gives way to 'qwen-v2'", "its warm-up is not to wait for more"
+    assert way("qwen-v1") == "waits for 'qwen-v2'", "its warm-up is not to wait for more"
     assert way("qwen-v2") == "", "who names it gets it, warm or not"
     assert not pool.family.is_blocked_by("qwen-v1")
     pool.look("v1", v1="a*", v2="b*")
@@ -155,7 +155,7 @@ def test_resource_a_wanted_one_that_drained_opens_again_beside_its_own_work() ->
     pool.look(v1="a")
     pool.look("v1", v1="a", v2="b")
     pool.reconfigure(VersionPolicy(specific=("1",)), transition=RESOURCE)
-    assert pool.look("v1", v1="a", v2="b") == "v2 spare, v1 open"
+    assert pool.look("v1", v1="a", v2="b") == "v2 retiring, v1 open"
 
 
 def test_a_jump_tells_each_state_between() -> None:
@@ -165,7 +165,7 @@ def test_a_jump_tells_each_state_between() -> None:
     assert pool.look() == "v1 gone"
     assert pool.look(v1="loading") == "v1 loading"
     assert pool.look(v1="a") == "v1 cold, v1 open"
-    assert pool.look(v1="a", drained="1") == "v1 draining, v1 spare"
+    assert pool.look(v1="a", drained="1") == "v1 draining, v1 retiring"
 
 
 def test_the_shortest_way_between_states() -> None:
@@ -179,12 +179,12 @@ def test_the_shortest_way_between_states() -> None:
 
 def test_a_policy_flips_in_the_middle_of_availability() -> None:
     """Back before the new one was warm: nothing closes, and the new one is not warmed any more."""
-    pool = Rollout(warms=True)
+    pool = Rollout(has_warm_up=True)
     pool.look("v1", v1="a*")
     pool.look("v1", v1="a*", v2="b")
-    pool.reconfigure(VersionPolicy(specific=("v1",)), warms=True)
+    pool.reconfigure(VersionPolicy(specific=("v1",)), has_warm_up=True)
     assert (pool.open, pool.cold) == (["v1"], ["v2 b"]), "not before the next look"
-    assert pool.look("v1", v1="a*", v2="b") == "v2 spare"
+    assert pool.look("v1", v1="a*", v2="b") == "v2 retiring"
     assert (pool.open, pool.cold) == (["v1"], [])
 
 
@@ -202,18 +202,18 @@ def test_a_policy_flips_in_the_middle_of_resource() -> None:
     pool.look("v1", v1="a")
     pool.look("v1", v1="a", v2="b")
     pool.reconfigure(VersionPolicy(specific=("v3",)), transition=RESOURCE)
-    assert pool.look("v1", v1="a", v2="b", v3="c") == "v2 spare, v3 cold"
+    assert pool.look("v1", v1="a", v2="b", v3="c") == "v2 retiring, v3 cold"
     assert pool.family.explain_closed() == "'qwen-v1' is drained first"
-    assert pool.look(v1="a", v2="b", v3="c") == "v1 spare, v3 open"
+    assert pool.look(v1="a", v2="b", v3="c") == "v1 retiring, v3 open"
 
 
 @pytest.mark.parametrize("before", Transition)
 def test_the_transition_itself_flips(before: Transition) -> None:
     after = Transition.AVAILABILITY if before is RESOURCE else RESOURCE
-    pool = Rollout(warms=True, transition=before)
+    pool = Rollout(has_warm_up=True, transition=before)
     pool.look("v1", v1="a*")
     pool.look("v1", v1="a*", v2="b")
-    pool.reconfigure(warms=True, transition=after)
+    pool.reconfigure(has_warm_up=True, transition=after)
     pool.look("v1", v1="a*", v2="b")
     assert pool.open == (["v1"] if after is Transition.AVAILABILITY else [])
 
@@ -227,11 +227,11 @@ def test_an_endpoint_that_flaps() -> None:
     pool.look(v1="a", v2="b")
     for _ in range(5):
         assert pool.look(v1="a") == "v1 cold, v1 open, v2 draining, v2 gone"
-        assert pool.look(v1="a", v2="b") == "v2 cold, v2 open, v1 draining, v1 spare"
+        assert pool.look(v1="a", v2="b") == "v2 cold, v2 open, v1 draining, v1 retiring"
 
 
 def test_an_endpoint_that_flaps_is_cold_each_time() -> None:
-    pool = Rollout(warms=True)
+    pool = Rollout(has_warm_up=True)
     pool.look(v1="a*", v2="b*")
     assert pool.look(v1="a*") == "v1 cold, v1 open, v2 draining, v2 gone"
     assert pool.look(v1="a*", v2="b") == "v2 cold"
@@ -239,8 +239,8 @@ def test_an_endpoint_that_flaps_is_cold_each_time() -> None:
 
 
 def test_first_look_with_everything_cold() -> None:
-    pool = Rollout(warms=True)
-    assert pool.look(v1="a b", v2="c d") == "v2 cold, v1 spare"
+    pool = Rollout(has_warm_up=True)
+    assert pool.look(v1="a b", v2="c d") == "v2 cold, v1 retiring"
     assert (pool.open, pool.cold) == ([], ["v2 c", "v2 d"])
     assert pool.family.choose_version("k") is None
     assert pool.family.explain_closed() == pool.family.describe_state() == "'qwen-v2' is being warmed up"
@@ -250,19 +250,19 @@ def test_first_look_with_everything_cold() -> None:
 
 
 def test_without_a_wanted_one_that_is_warm_the_newest_that_is_opens() -> None:
-    pool = Rollout(warms=True)
-    assert pool.look(v1="a*", v2="b*", v3="c") == "v2 cold, v2 open, v3 cold, v1 spare"
+    pool = Rollout(has_warm_up=True)
+    assert pool.look(v1="a*", v2="b*", v3="c") == "v2 cold, v2 open, v3 cold, v1 retiring"
 
 
 def test_what_is_open_and_not_wanted_is_warmed_last() -> None:
-    pool = Rollout(warms=True)
+    pool = Rollout(has_warm_up=True)
     pool.look(v1="a*")
     pool.look(v1="a* b", v2="c")
     assert pool.cold == ["v2 c", "v1 b"]
 
 
 def test_where_requests_cannot_be_confined_all_endpoints_are_warmed_first() -> None:
-    pool = Rollout(warms=True)
+    pool = Rollout(has_warm_up=True)
     pool.steered = False
     pool.look(v1="a* b")
     assert (pool.open, pool.cold) == ([], ["v1 b"])
@@ -281,7 +281,7 @@ def test_where_requests_cannot_be_confined_all_endpoints_are_warmed_first() -> N
 @pytest.mark.parametrize("transition", Transition)
 def test_an_open_version_that_is_warm_nowhere_any_more(transition: Transition) -> None:
     """Its server was restarted, or nobody refreshed the marks: work would pay for what is cold there."""
-    pool = Rollout(warms=True, transition=transition)
+    pool = Rollout(has_warm_up=True, transition=transition)
     pool.look(v1="a*")
     pool.look("v1", v1="a")
     assert (pool.open, pool.state("v1"), pool.cold) == ([], "draining", ["v1 a"])
@@ -293,10 +293,10 @@ def test_an_open_version_that_is_warm_nowhere_any_more(transition: Transition) -
 @pytest.mark.parametrize("transition", Transition)
 def test_restart_in_the_middle_of_a_transition(transition: Transition) -> None:
     """Another process goes on where this one was, by what the queue and the endpoints say."""
-    old = Rollout(warms=True, transition=transition)
+    old = Rollout(has_warm_up=True, transition=transition)
     old.look("v1", v1="a*")
     old.look("v1", v1="a*", v2="b")
-    new = Rollout(warms=True, transition=transition)
+    new = Rollout(has_warm_up=True, transition=transition)
     new.look("v1", v1="a*", v2="b")
     assert (new.open, new.cold, new.family.describe_state()) == (
         old.open,
@@ -347,7 +347,7 @@ def test_rollback_by_label() -> None:
     assert pool.look("v2", v1="a", v2="b") == "v1 cold, v1 open, v2 draining"
     assert [each.labels for each in pool.family.make_snapshots()] == [(), ("stable",)]
     pool.labels.clear()
-    assert pool.look(v1="a", v2="b") == "v2 open, v1 draining, v1 spare"
+    assert pool.look(v1="a", v2="b") == "v2 open, v1 draining, v1 retiring"
     pool.reconfigure(VersionPolicy(label="stable"), labels={"stable": "1"})
     pool.look(v1="a", v2="b")
     assert pool.open == ["v1"]
@@ -364,7 +364,7 @@ def test_the_next_newest_takes_over_from_one_that_is_drained() -> None:
 def test_what_is_drained_by_an_operator_is_not_opened_for_want_of_others(transition: Transition) -> None:
     pool = Rollout(transition=transition)
     pool.look(v1="a")
-    assert pool.look(v1="a", drained="qwen-v1") == "v1 draining, v1 spare"
+    assert pool.look(v1="a", drained="qwen-v1") == "v1 draining, v1 retiring"
     assert pool.family.explain_closed() == "'qwen-v1' is drained by ada"
     assert pool.look(v1="a") == "v1 cold, v1 open"
 
@@ -418,7 +418,7 @@ def test_who_has_drained_what_and_who_has_set_a_label_is_told() -> None:
 )
 def test_why_a_request_waits(policy: VersionPolicy, said: dict[str, str], why: str) -> None:
     for transition in Transition:
-        pool = Rollout(policy, labels={"next": "5"}, transition=transition, warms=True)
+        pool = Rollout(policy, labels={"next": "5"}, transition=transition, has_warm_up=True)
         pool.look(**said)
         assert pool.family.explain_closed() == pool.family.describe_state() == why
         assert pool.family.choose_version("key") is None
@@ -474,7 +474,7 @@ def test_pinned_work_stays_while_its_version_drains() -> None:
     assert pool.family.choose_version("any") == "qwen-v2"
     assert pool.family.can_keep("qwen-v1")
     pool.look(v1="a", v2="b")
-    assert pool.state("v1") == "spare"
+    assert pool.state("v1") == "retiring"
     assert pool.family.can_keep("qwen-v1"), "a job may pause"
     assert pool.family.list_keepable() == ["qwen-v2", "qwen-v1"]
     pool.look("v1", v1="", v2="b")
@@ -585,7 +585,7 @@ def test_the_gone_that_went_first_are_forgotten_first() -> None:
 
 
 def test_people_see_when_it_came_to_its_state() -> None:
-    pool = Rollout(warms=True)
+    pool = Rollout(has_warm_up=True)
     pool.look(v1="a* b")
     pool.look("v1", v1="a* b")
     (seen,) = pool.family.make_snapshots()

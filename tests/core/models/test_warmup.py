@@ -218,7 +218,7 @@ def test_the_plan_is_bounded() -> None:
     found = calls(*[embedding(str(number)) for number in range(100)], rules=[rule(preferred_sizes=sizes)])
     assert sum(call.items > 1 for call in found) == MAX_MERGED_CALLS
     assert sum(call.items == 1 for call in found) == 100
-    assert [call.items for call in calls(embedding("x" * 100), rules=[rule()], most_bytes=1000)] == [1]
+    assert [call.items for call in calls(embedding("x" * 100), rules=[rule()], max_bytes=1000)] == [1]
 
 
 def test_what_cannot_name_the_version_is_left_out() -> None:

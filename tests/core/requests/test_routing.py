@@ -1,4 +1,7 @@
-"""Where a request may go and what goes with it, decided without a connection: see docs/reference/forwarding.md."""
+"""Routing of requests and the headers they are sent with, decided without a connection.
+
+See docs/reference/forwarding.md.
+"""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def test_responses_go_on_by_the_id_of_the_answer() -> None:
         (b'{"messages":[],"stream":true}', b"", "stream"),
         (b'{"messages":[],"messages":[]}', b"", "twice"),
         (b'{"messages":{}}', b"", "no list"),
-        (b'{"messages":[]}', b'"resp_1"', "response's id"),
-        (b'{"input":"x"}', b"[]", "carries messages"),
+        (b'{"messages":[]}', b'"resp_1"', "is the id of a response"),
+        (b'{"input":"x"}', b"[]", "consists of messages"),
         (b'{"messages":["%b"]}' % (b"x" * 100), b"", "104 bytes, and sequences.max_carry_bytes is 50"),
     ],
 )
@@ -126,7 +126,7 @@ def test_what_cannot_be_carried_on_says_why(body: bytes, carried: bytes, why: st
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (b"data: {}", "cannot be carried on"),
+        (b"data: {}", "cannot continue with this answer"),
         (b'{"choices":[]}', "no message"),
         (b'{"choices":[{"text":"x"}]}', "no message"),
         (answer_of('{"content":"%s"}' % ("x" * 100)), "sequences.max_carry_bytes is 50"),

@@ -204,7 +204,7 @@ def test_an_operator_gives_up_what_runs_and_a_reset_goes_behind_it() -> None:
     assert type(world.claim_turns(world.come("s", reset=True))) is TurnWaits
     assert not world.claimable, "what runs has not ended"
     assert isinstance(world.claim_turns(1), TurnGranted), "it may try again"
-    world.end(1, failed=True, token="old")
+    world.end(1, failed=True, sticky_token="old")
     assert world.claimable == {3}
     assert world.claim_turns(3) == TurnGranted(0, "", b"", True)
     assert [entry for entry, _, _ in world.rules.iterate_remaining()] == [2]

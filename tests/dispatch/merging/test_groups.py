@@ -60,10 +60,10 @@ def test_company_is_waited_for_as_long_as_the_rule_says() -> None:
 
 def test_where_calls_are_slow_it_is_waited_for_longer_but_not_by_one_whose_deadline_is_near() -> None:
     class Slow(CallSize):
-        def delay_s(self, rule_s: float) -> float:
+        def compute_delay_s(self, rule_s: float) -> float:
             return 3 * rule_s
 
-        def most(self, now: float) -> int:
+        def choose_max_items(self, now: float) -> int:
             return 4
 
     kept = served_by()
@@ -179,8 +179,8 @@ def test_a_call_says_how_large_it_might_have_been_and_is_counted_as_sent() -> No
     went: list[int] = []
 
     class Counted(CallSize):
-        def goes(self, size: int) -> None:
-            went.append(size)
+        def record_send(self, max_items: int) -> None:
+            went.append(max_items)
 
     served = served_by()
     served.size = Counted(MergeMode.ON, 4)

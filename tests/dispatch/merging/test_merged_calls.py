@@ -114,16 +114,16 @@ def test_what_is_told_of_a_model() -> None:
         "shape": "embeddings",
         "mode": "on",
         "size": 3,
-        "takes": 3,
+        "server_max_items": 3,
         "gain": None,
-        "checked": 0,
-        "why_off": None,
+        "checked_calls": 0,
+        "off_reason": None,
         "sentence": "up to 3 items a call; the server takes 3; its first answers are being compared",
     }
     served.size.gain = 2.34567
     served.size.turn_off("it mixes them up")
     told = served.build_status()
-    assert (told["size"], told["gain"], told["why_off"]) == (1, 2.346, "it mixes them up")
+    assert (told["size"], told["gain"], told["off_reason"]) == (1, 2.346, "it mixes them up")
 
 
 @pytest.mark.parametrize(("max_items", "unit", "units"), [(None, False, 10), (4, False, 4), (4, True, 1)])

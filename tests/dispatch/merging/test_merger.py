@@ -168,7 +168,7 @@ def test_the_first_merged_calls_are_compared_with_single_ones_before_they_are_be
     scene = perform(scene_of, Embedder())
     all_their_own(scene, texts)
     assert sorted(map(len, scene.server.calls)) == [*[1] * 32, 32]
-    assert scene.batching.check_counts == {"same": 32, "differs": 0, "unsure": 0}
+    assert scene.batching.check_counts == {"same": 32, "differs": 0, "inconclusive": 0}
 
 
 def test_a_server_that_answers_merged_calls_wrongly_is_found_out_and_nobody_gets_such_an_answer() -> None:
@@ -181,7 +181,9 @@ def test_a_server_that_answers_merged_calls_wrongly_is_found_out_and_nobody_gets
     scene = perform(scene_of, Embedder(mixes_up=True))
     all_their_own(scene, texts)
     (served,) = scene.batching.targets
-    assert served.size.off_reason.startswith("a merged call was answered otherwise than single ones")
+    assert served.size.off_reason.startswith(
+        "the answer to a merged call differs from the answers to single calls"
+    )
     assert [fields["model"] for event, fields in scene.events if event is Event.BATCHING_OFF] == ["m"]
     assert sum(len(call) > 1 for call in scene.server.calls) <= 200 / 32 + 1
 
@@ -243,7 +245,7 @@ def test_a_call_that_is_too_large_teaches_what_the_server_takes() -> None:
     assert served.size.off_reason == ""
     too_large = [call for call in scene.server.calls if len(call) > 8]
     assert len(too_large) <= 3, "those that were under way when it was learned, and their halves"
-    assert [fields["most"] for event, fields in scene.events if event is Event.BATCHING_LIMIT] == [8]
+    assert [fields["max_items"] for event, fields in scene.events if event is Event.BATCHING_LIMIT] == [8]
 
 
 def test_one_that_crashes_the_server_costs_the_others_one_attempt_and_then_goes_alone() -> None:

@@ -88,7 +88,7 @@ def test_request_waits_for_its_model_beside_others_and_goes_once_it_is_there() -
         assert len(gateway.sent) == 32
         assert {each["status_code"] for each in (await results(scene)).values()} == {200}
         assert scene.dispatcher.model_router.request_counts == {
-            "goes": 32,
+            "served": 32,
             "waits": 30,
             "unknown": 0,
             "denied": 0,

@@ -108,7 +108,7 @@ def test_request_goes_to_the_newest_version_and_only_its_model_is_changed() -> N
         assert found["r1"]["model_version"] == "qwen-v10"
         assert "model_version" not in found["r2"]
         assert states(scene, "qwen-v10") == ["cold", "open"]
-        assert states(scene, "qwen-v9") == ["spare"]
+        assert states(scene, "qwen-v9") == ["retiring"]
 
     perform(scene_of, gateway, options())
 
@@ -127,7 +127,7 @@ def test_new_version_takes_over_and_the_old_one_is_drained() -> None:
         assert gateway.sent_as == {"r1": "qwen-v1", "r2": "qwen-v1", "r3": "qwen-v2"}
         assert states(scene, "qwen-v1") == ["cold", "open", "draining"]
         await asyncio.sleep(30)
-        assert states(scene, "qwen-v1") == ["cold", "open", "draining", "spare"]
+        assert states(scene, "qwen-v1") == ["cold", "open", "draining", "retiring"]
         told(scene, a="qwen-v2")
         assert states(scene, "qwen-v1")[-1] == "gone"
         assert {each["status_code"] for each in (await results(scene)).values()} == {200}
@@ -193,9 +193,9 @@ def test_request_that_names_a_version_itself_is_waited_for_where_resources_are_k
         assert gateway.sent_as == {"o1": "qwen-v1"}
         waits = {name: why for name, _, why in scene.dispatcher.model_router.list_held_back()}
         assert "'qwen-v1' is drained first" in waits["qwen"]
-        assert waits["qwen-v2"] == "model 'qwen-v2' waits: 'qwen-v1' is drained first"
+        assert waits["qwen-v2"] == "model 'qwen-v2' waits until 'qwen-v1' is drained"
         assert scene.dispatcher.model_router.describe_model("qwen-v2").endswith(
-            "; waits: 'qwen-v1' is drained first"
+            "; waits until 'qwen-v1' is drained"
         )
         await asyncio.sleep(25)
         assert gateway.sent_as == {"o1": "qwen-v1", "r1": "qwen-v2", "n1": "qwen-v2"}
@@ -218,7 +218,7 @@ def test_who_names_the_old_version_for_ever_does_not_keep_the_new_one_closed() -
             await asyncio.sleep(3)
             if number == 4:
                 waits = {name: why for name, _, why in scene.dispatcher.model_router.list_held_back()}
-                assert waits["qwen-v1"] == "model 'qwen-v1' gives way to 'qwen-v2'"
+                assert waits["qwen-v1"] == "model 'qwen-v1' waits for 'qwen-v2'"
                 assert list(gateway.sent_as) == ["o0", "o1", "o2", "o3"]
         await asyncio.sleep(20)
         assert (gateway.sent_as["r1"], states(scene, "qwen-v2")) == ("qwen-v2", ["cold", "open"])
@@ -396,7 +396,9 @@ def test_pin_holds_for_another_owner_too_and_while_the_queue_is_away_nothing_goe
         )
         other = type(scene.queue)(scene.store, "b")
         first = scene.dispatcher.model_router.versions
-        assert await other.pin_versions([replace(_asked(first, key), version="qwen-v1")]) == ["qwen-v1"]
+        assert await other.pin_versions([replace(_asked(first, key), proposed_version="qwen-v1")]) == [
+            "qwen-v1"
+        ]
         await submit(scene, "a1", labels={"job": "a"})
         await asyncio.sleep(1)
         assert gateway.sent_as == {"a1": "qwen-v1"}
@@ -534,7 +536,7 @@ def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
         assert "'qwen-v1' is drained by bob since " in explained(scene)
         assert "UTC: it leaks; 'qwen-v2' is drained by ada since " in explained(scene)
 
-    perform(warming, Servers(), options(warms=True))
+    perform(warming, Servers(), options(has_warm_up=True))
     perform(draining, gateway, options(transition=Transition.RESOURCE))
 
 
@@ -718,7 +720,7 @@ def test_who_only_observes_hears_what_others_share_and_says_nothing() -> None:
         await asyncio.sleep(EACH_S + 1)
         before = dict(said.warm_until)
         (model,) = told_of(scene).models
-        assert [(each["state"], each["warm"]) for each in model["versions"]] == [("open", 1), ("spare", 0)]
+        assert [(each["state"], each["warm"]) for each in model["versions"]] == [("open", 1), ("retiring", 0)]
         assert model["waiting"] == 1
         await scene.store.drain_version("qwen-v2", "ada", "bad")
         told(scene, b="qwen-v2")
@@ -730,7 +732,7 @@ def test_who_only_observes_hears_what_others_share_and_says_nothing() -> None:
         assert (version["warm"], version["drained"]) == (1, True), "that it was gone is for others to say"
         assert (said.warm_until, said.lock_until, said.in_use_until, said.pins) == (before, {}, {}, {})
 
-    perform(scene_of, Servers(), options(observe=True, warms=True, pin=PinScope.JOB))
+    perform(scene_of, Servers(), options(observe=True, has_warm_up=True, pin=PinScope.JOB))
 
 
 def test_without_versions_nothing_is_kept_or_changed() -> None:

@@ -152,11 +152,11 @@ def test_each_endpoint_is_warm_before_work_comes() -> None:
             assert [each[1:] for each in pool.calls if each[0] == endpoint] == expected
         assert len(pool.work) == 20
         assert states(scene, "qwen-v1") == ["cold", "open"]
-        assert [(each["endpoint"], each["calls"], each["opens"]) for each in warmed(scene)] == [
+        assert [(each["endpoint"], each["calls"], each["is_used"]) for each in warmed(scene)] == [
             ("a", 4, True),
             ("b", 4, True),
         ]
-        assert scene.dispatcher.warm_ups.result_counts == {"warm": 2, "errors": 0, "again": 0}
+        assert scene.dispatcher.warm_ups.result_counts == {"warm": 2, "errors": 0, "retry": 0}
         assert pool.max_limit <= LIMIT
 
     play(scene_of, pool, options())
@@ -243,7 +243,7 @@ def test_errors_open_it_all_the_same_unless_the_warm_up_is_required() -> None:
         assert states(scene, "qwen-v1") == ["cold", "open"]
         assert len(pool.work) == 1
         (event,) = warmed(scene)
-        assert (event["errors"], event["opens"]) == (4, True)
+        assert (event["errors"], event["is_used"]) == (4, True)
         assert event["why"] == "500: the server answered 500"
 
     play(scene_of, pool, options())
@@ -273,7 +273,7 @@ def test_required_warm_up_is_tried_again_until_it_is_answered() -> None:
             await asyncio.sleep(EACH_S)
             told(scene, a="qwen-v1")
         assert pool.work == [("qwen-v1", "")]
-        assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "again": 3}
+        assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 3}
 
     play(scene_of, pool, options(required=True))
 
@@ -527,7 +527,7 @@ def test_surprise_in_a_warm_up_ends_nothing_else() -> None:
         await began(scene)
         assert pool.work == [("qwen-v1", "")]
         (event,) = warmed(scene)
-        assert (event["opens"], event["why"]) == (
+        assert (event["is_used"], event["why"]) == (
             True,
             "the dispatcher failed: ValueError('what is a?')",
         )
@@ -663,8 +663,8 @@ def test_owner_that_hung_until_another_took_over_begins_nothing_more(notices: bo
         await asyncio.sleep(60)
         assert len(hung.calls) == (1 if notices else 2)
         assert len(pool.calls) == 4
-        assert hung.dispatcher.warm_ups.result_counts == {"warm": 0, "errors": 0, "again": 1}
-        assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "again": 0}
+        assert hung.dispatcher.warm_ups.result_counts == {"warm": 0, "errors": 0, "retry": 1}
+        assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 0}
         assert set((await scene.store.read_model_registry()).warm_markers) == {("qwen-v1", "a")}
         assert hung.board.lock_until == {}
         await hung.record_completion()
@@ -709,7 +709,7 @@ def test_owner_whose_right_lapsed_and_nobody_took_it_goes_on_with_it_anew() -> N
         assert not await scene.queue.take_warm_up_lock("qwen-v1", "a")
         await asyncio.sleep(12)
         assert len(hung.calls) == 4
-        assert hung.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "again": 0}
+        assert hung.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 0}
         await hung.record_completion()
 
     given = options()

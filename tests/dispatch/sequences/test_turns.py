@@ -182,7 +182,7 @@ def test_refused_by_a_sequence_that_is_full_ends_with_its_code_and_passes_nobody
         full = {name for name, each in told.items() if each.get("error_code") == "SEQUENCE_FULL"}
         assert len(full) == 3
         assert gateway.sent == [f"a-{n}" for n in range(6) if f"a-{n}" not in full]
-        assert scene.dispatcher.turn_checker.turn_counts["barred"] == 3
+        assert scene.dispatcher.turn_checker.turn_counts["rejected"] == 3
 
     perform(scene_of, gateway, options(terms=SequenceTerms(max_waiting=2, gap_s=0.2)))
 
@@ -254,7 +254,7 @@ def test_token_of_the_first_answer_goes_out_with_the_next_ones() -> None:
         await asyncio.sleep(2)
         assert session(gateway.requests[-2])["x-session-token"] == "pod-1"
         assert session(gateway.requests[-1])["x-session-token"] == "pod-2"
-        assert scene.dispatcher.turn_checker.server_counts == {"same": 3, "other": 1, "lost": 0}
+        assert scene.dispatcher.turn_checker.server_counts == {"same": 3, "other": 1, "none": 0}
         await submit(scene, [("a-5", Turn("a", reset=True))])
         await asyncio.sleep(2)
         assert session(gateway.requests[-1]) == {"x-session-id": "a"}
@@ -396,7 +396,8 @@ def test_other_terms_hold_from_the_next_claim_on() -> None:
     async def scene_of(scene: Scene) -> None:
         await submit(scene, [("a-0", Turn("a", 0))], says("x"))
         await asyncio.sleep(1)
-        new = options(carry=CarryMode.MESSAGES, header="", id_header="x-chat", terms=SequenceTerms(gap_s=0.5))
+        terms = SequenceTerms(gap_s=0.5)
+        new = options(carry=CarryMode.MESSAGES, token_header="", id_header="x-chat", terms=terms)
         scene.dispatcher.reconfigure(new)
         await submit(scene, [("a-2", Turn("a", 2))], says("y"))
         await asyncio.sleep(5)

@@ -43,7 +43,7 @@ def main() -> None:
         text = text.replace(block, rerun(block))
     DOCUMENT.write_text(text)
     plot = DOCUMENT.with_suffix(".png")
-    table(f"batch-dispatcher simulate --policy law,all-knowing,cap,literal,multiplier --plot {plot}")
+    table(f"batch-dispatcher simulate --policy dispatcher,all-knowing,cap,literal,multiplier --plot {plot}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What realtime pays for long batch requests, by length and reserve: the picture in docs/how-to/simulator.md.
 
-python -m tests.lab.simulation.price price.json  run what is not in the file yet, draw docs/images/long-requests.png
+python -m tests.lab.simulation.price price.json
+
+The command runs what is not in the file yet and draws docs/images/long-requests.png.
 """
 
 from __future__ import annotations

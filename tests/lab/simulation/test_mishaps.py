@@ -96,7 +96,7 @@ def test_all_knowing_fills_an_idle_pool_to_the_reserve_and_no_further() -> None:
 
 def exporter(**changes: Any) -> Exporter:
     return Exporter(
-        **{"use": Signals.SATURATION, "policy": Policy(per_endpoint=16), "picker_per_pod": 16, **changes}
+        **{"signals": Signals.SATURATION, "policy": Policy(per_endpoint=16), "picker_per_pod": 16, **changes}
     )
 
 
@@ -132,7 +132,7 @@ def test_utilization_detector_reads_near_zero_with_every_slot_taken() -> None:
 
 
 def test_flushed_averages_are_of_the_last_flush_and_say_their_window() -> None:
-    averages = exporter(use=Signals.REQUESTS, detector=Detector.NONE, flush_s=5.0, shows_running=False)
+    averages = exporter(signals=Signals.REQUESTS, detector=Detector.NONE, flush_s=5.0, shows_running=False)
     averages.flush_averages(state(16, 4, at=5.0))
     reading = only(averages.scrape_pages(state(60, 0, at=9.0)))
     assert (reading.opened_at, reading.closed_at) == (4.0, 9.0)
@@ -140,7 +140,7 @@ def test_flushed_averages_are_of_the_last_flush_and_say_their_window() -> None:
 
 
 def test_what_the_picker_counts_itself_is_of_now_whatever_the_averages_say() -> None:
-    averages = exporter(use=Signals.REQUESTS, detector=Detector.NONE, flush_s=5.0)
+    averages = exporter(signals=Signals.REQUESTS, detector=Detector.NONE, flush_s=5.0)
     averages.flush_averages(state(16, 4, at=5.0))
     reading = only(averages.scrape_pages(state(60, 0, at=9.0)))
     assert (reading.opened_at, reading.closed_at) == (9.0, 9.0)
@@ -159,24 +159,24 @@ def test_wrong_configuration_shows_in_the_capacity() -> None:
 
 def test_auto_follows_what_the_pages_teach() -> None:
     """Both signals until the saturation is proven to be a count; without flow control there is but one."""
-    auto = exporter(use=Signals.AUTO)
+    auto = exporter(signals=Signals.AUTO)
     assert auto.scrape_pages(state(8, 0, at=0.0)).signals == (Signal.SATURATION, Signal.REQUESTS)
     for number, running in enumerate((8, 16, 24, 40, 48, 56)):
         auto.scrape_pages(state(running, 0, at=2.0 * number))
     assert auto.scrape_pages(state(32, 0, at=12.0)).signals == (Signal.SATURATION,)
-    assert exporter(use=Signals.AUTO, detector=Detector.NONE).scrape_pages(state(8, 0)).signals == (
+    assert exporter(signals=Signals.AUTO, detector=Detector.NONE).scrape_pages(state(8, 0)).signals == (
         Signal.REQUESTS,
     )
 
 
 def test_without_flow_control_whoever_waits_does_so_in_the_pods() -> None:
     """Also where the pods let realtime go first, so that in the world they wait apart."""
-    reading = only(exporter(use=Signals.AUTO, detector=Detector.NONE).scrape_pages(state(64, 16)))
+    reading = only(exporter(signals=Signals.AUTO, detector=Detector.NONE).scrape_pages(state(64, 16)))
     assert (reading.f_sys, reading.f_epp) == (80 / 64, 0)
 
 
 def test_replicas_of_the_picker_share_the_requests() -> None:
-    shared = exporter(use=Signals.BOTH, pickers=2)
+    shared = exporter(signals=Signals.BOTH, pickers=2)
     first, second = (shared.build_view(state(33, 5, inside=2), number) for number in range(2))
     assert (first.in_flight, second.in_flight) == (18, 17)
     assert (first.queued, second.queued) == (2, 1)

@@ -1,4 +1,4 @@
-"""The worlds in which the law is judged: each is a command, and docs/explanation/worlds.md has its figures."""
+"""Each world of docs/explanation/worlds.md is one command, and its figures are those of the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.lab.simulation.worlds import COLUMNS, DOCUMENT, SEEDS, WORLDS, Figure
 VERB = typer.Typer()
 VERB.command()(simulate)
 SIMULATE = get_command(VERB)
-ROUGHLY = {"harvest": 0.02, "closed": 15.0, "refused_per_1000": 5.0}
+ROUGHLY = {"utilization": 0.02, "closed": 15.0, "refused_per_1000": 5.0}
 """A mathematics library that rounds otherwise moves single requests, and what follows from them."""
 
 
@@ -44,7 +44,7 @@ def test_names_are_of_one_world_each() -> None:
 
 def test_table_shows_what_was_beside_what_is() -> None:
     now: dict[str, Figures] = {WORLDS[0].name: dict.fromkeys((field for field, _ in COLUMNS.values()), 1.0)}
-    then = {WORLDS[0].name: {**now[WORLDS[0].name], "harvest": 0.5}}
+    then = {WORLDS[0].name: {**now[WORLDS[0].name], "utilization": 0.5}}
     assert "| 0.500 → 1.000 |" in page(now, SEEDS, then)
     assert "→" not in page(now, SEEDS)
 

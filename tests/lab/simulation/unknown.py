@@ -93,9 +93,13 @@ class Pool:
 
     def play(self, *, capacity_set: bool, seed: int = 0) -> Run:
         setting = Scenario(
-            slots=self.slots, pods=self.pods, seconds=self.seconds, seed=seed, has_capacity_setting=capacity_set,
+            slots=self.slots,
+            pods=self.pods,
+            seconds=self.seconds,
+            seed=seed,
+            has_capacity_setting=capacity_set,
             **self.setting,
-        )  # fmt: skip
+        )
         trace = (
             bursts(self.slots, self.seconds, seed)
             if self.level is None

@@ -1,7 +1,7 @@
 """The worlds in which the control law is judged: each is one command, and all together a table.
 
 python -m tests.lab.simulation.worlds now.json    run all, write figures as they come
-python -m tests.lab.simulation.worlds now.json --write    write docs/explanation/worlds.md of what is in the file
+python -m tests.lab.simulation.worlds now.json --write  write docs/explanation/worlds.md from the file
 python -m tests.lab.simulation.worlds now.json --before then.json  compare with another commit
 python -m tests.lab.simulation.worlds now.json --only bursts --seeds 0,1   run those whose name has this in it
 
@@ -43,7 +43,7 @@ class World:
 
     @property
     def command(self) -> str:
-        return f"batch-dispatcher simulate --policy law {self.options}".rstrip()
+        return f"batch-dispatcher simulate --policy dispatcher {self.options}".rstrip()
 
 
 def at_each_age(name: str, options: str = "") -> list[World]:
@@ -102,12 +102,12 @@ CHAPTERS: Mapping[str, Sequence[World]] = {
     "Requests that travel": [
         World(
             f"an idle pool of {slots} slots, {travel * 1000:.0f} ms",
-            f"--trace idle --seconds 300 --slots {slots} --travel {travel} {COUNTED} --flush 0",
+            f"--trace idle --seconds 300 --slots {slots} --transit-time {travel} {COUNTED} --flush 0",
         )
         for slots in (64, 512)
         for travel in (0.02, 0.03, 0.05)
     ]
-    + [World(f"chat, {travel * 1000:.0f} ms", f"--travel {travel}") for travel in (0.05, 0.2)],
+    + [World(f"chat, {travel * 1000:.0f} ms", f"--transit-time {travel}") for travel in (0.05, 0.2)],
     "Clocks, scrapes and pickers": [
         World("the queue's clock steps back 600 s", f"--queue-limit 8 {COUNTED} --clock-step 300:-600"),
         World("the queue's clock steps ahead 600 s", f"--queue-limit 8 {COUNTED} --clock-step 300:600"),
@@ -147,8 +147,8 @@ how long the gate was. What moves here from one commit to the next is what a cha
 """
 
 COLUMNS = {
-    "harvest": ("harvest", ".3f"),
-    "over": ("over_mean", ".2f"),
+    "utilization": ("utilization", ".3f"),
+    "over": ("overshoot_mean", ".2f"),
     "wait, s": ("wait_mean_less_none_s", "+.3f"),
     "p99, s": ("wait_p99_less_none_s", "+.2f"),
     "realtime 429": ("realtime_refused_less_none", "+,.0f"),

@@ -256,7 +256,9 @@ class TestPage:
     async def test_the_utilization_detector_is_a_pressure_score(
         self, http: aiohttp.ClientSession, post: Post
     ) -> None:
-        async with live(slots=2, detector="utilization", kv_at_full=0.08, seconds=30, look_s=0.1) as world:
+        async with live(
+            slots=2, detector="utilization", kv_at_full=0.08, seconds=30, metrics_refresh_s=0.1
+        ) as world:
             await self._fill(world, post, 2)
 
             async def saturation_is(expected: float) -> None:
@@ -482,7 +484,7 @@ class TestFaults:
             assert (await post(world, "a", headers=tenant)).status == 429
             assert (await post(world, "b", {"prompt": "noisy neighbour"})).status == 429
             assert (await post(world, "c")).status == 200
-            await world.apply_control(Control(gateway=Fault(answer=busy, split_into=0.5)))
+            await world.apply_control(Control(gateway=Fault(answer=busy, share=0.5)))
             statuses = [(await post(world, f"d{n}")).status for n in range(100)]
             assert 20 <= statuses.count(429) <= 80  # 50 ± 6 standard deviations
 

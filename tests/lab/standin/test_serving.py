@@ -13,11 +13,11 @@ import pytest
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.models.availability import Listing
+from dispatcher.core.network_errors import is_connection_refused
 from dispatcher.core.requests.request import Request
 from dispatcher.forward import DirectServers, HttpGateway
 from dispatcher.lab.standin.live import Adapter, Answer, Config, Control, Fault, LiveWorld, Roll
 from dispatcher.lab.standin.serving import parse_models
-from dispatcher.ports.network_errors import is_connection_refused
 from dispatcher.settings import Settings, parse_settings
 from dispatcher.signals.exposition import PageParser
 from dispatcher.signals.kubernetes.cluster import NO_CLUSTER

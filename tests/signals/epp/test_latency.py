@@ -179,7 +179,7 @@ class TestPolled:
     async def test_a_price_that_is_too_old_says_so_and_not_that_it_was_never_read(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("dispatcher.signals.poller.PRICE_MAX_AGE_S", 0.2)
+        monkeypatch.setattr("dispatcher.signals.poller.IMPACT_MAX_AGE_S", 0.2)
         async with fake_epp() as epp:
             epp.page = golden(NEWEST)
             async with priced(epp) as told:

@@ -230,7 +230,7 @@ async def test_a_pool_that_is_not_there_has_none_either(server: ApiServer) -> No
 
 class TestOlderApi:
     async def test_the_older_version_serves_where_the_newer_is_not(self, server: ApiServer) -> None:
-        server.faults.find_remaining_requests = {POOLS}
+        server.faults.not_served = {POOLS}
         server.put(OLD_POOLS, old_pool())
         server.put(PODS, pod("p0"))
         server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))
@@ -259,11 +259,11 @@ class TestOlderApi:
             await seen.ready(0)
 
     async def test_without_any_crd_it_says_what_to_install(self, server: ApiServer) -> None:
-        server.faults.find_remaining_requests = {POOLS, OLD_POOLS}
+        server.faults.not_served = {POOLS, OLD_POOLS}
         async with watching(server) as seen:
             assert "inferencepools.inference.networking.k8s.io" in await seen.problem("install the CRDs")
             assert seen.now.ready is None
-            server.faults.find_remaining_requests = set()
+            server.faults.not_served = set()
             populate(server, 1)
             await seen.ready(1)
             await wait_until(lambda: not seen.now.problems)
@@ -279,7 +279,7 @@ class TestRights:
         self, server: ApiServer
     ) -> None:
         """Where the pool is of the older version this right is missing: to install CRDs would not help."""
-        server.faults.find_remaining_requests, server.faults.forbidden = {POOLS}, {OLD_POOLS}
+        server.faults.not_served, server.faults.forbidden = {POOLS}, {OLD_POOLS}
         server.put(OLD_POOLS, old_pool())
         server.put(PODS, pod("p0"))
         async with watching(server) as seen:
@@ -290,7 +290,7 @@ class TestRights:
             await seen.ready(1)
 
     async def test_only_the_newer_is_refused_and_the_older_not_served(self, server: ApiServer) -> None:
-        server.faults.find_remaining_requests, server.faults.forbidden = {OLD_POOLS}, {POOLS}
+        server.faults.not_served, server.faults.forbidden = {OLD_POOLS}, {POOLS}
         async with watching(server) as seen:
             told = await seen.problem("not allowed to list inferencepools", self.RULE.format(self.NEW))
             assert "or, if the cluster serves no InferencePools, install the CRDs" in told
@@ -318,7 +318,7 @@ class TestRights:
         server.faults.forbidden = {OLD_POOLS}
         async with watching(server) as seen:
             await seen.ready(2)
-            server.faults.find_remaining_requests = {POOLS}
+            server.faults.not_served = {POOLS}
             server.delete(POOLS, "qwen")
             server.cut()
             await seen.problem("not allowed", self.RULE.format(self.OLD))
@@ -357,7 +357,7 @@ class TestLeastRole:
                 if older:
                     server.delete(POOLS, "qwen")
                     server.put(OLD_POOLS, old_pool())
-                server.faults.rules, server.faults.find_remaining_requests = rules, unserved
+                server.faults.rules, server.faults.not_served = rules, unserved
                 async with watching(server) as seen:
                     await wait_until(lambda: seen.fine(2, "10.0.0.1"))
                 assert not server.refused(403)
@@ -698,7 +698,7 @@ async def test_memory_stays_flat_over_thousands_of_events(server: ApiServer, fur
                     await seen.ready(31)
                     server.delete(PODS, "mark")
                     await seen.ready(30)
-                    server.forget_after_fork()
+                    server.drop_delivered_events()
                     told[0] += len(seen.history)
                     seen.history.clear()
 

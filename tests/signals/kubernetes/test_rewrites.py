@@ -111,14 +111,14 @@ async def test_both_groups_are_followed(server: ApiServer) -> None:
 
 
 async def test_a_cluster_that_does_not_know_them_has_none(server: ApiServer) -> None:
-    server.faults.find_remaining_requests = {REWRITES, OLD_REWRITES}
+    server.faults.not_served = {REWRITES, OLD_REWRITES}
     told: list[Event] = []
     with divert_events(lambda event, fields: told.append(event)):
         async with watching(server) as watch:
             await wait_until(lambda: watch.is_settled)
             assert (watch.aliases, watch.problems, told) == (ModelAliases(), (), [])
             server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
-            server.faults.find_remaining_requests = set()
+            server.faults.not_served = set()
             await wait_until(lambda: watch.aliases.exact)
 
 

@@ -155,8 +155,8 @@ async def test_a_server_is_asked_without_ado_and_its_list_told() -> None:
     ("status", "more", "said"),
     [
         (401, {}, "HTTP 401: serving.token_file is needed"),
-        (403, {"with_token": True}, "HTTP 403: serving.token_file is refused"),
-        (401, {"token": "gateway.token_file"}, "HTTP 401: gateway.token_file is needed"),
+        (403, {"has_token": True}, "HTTP 403: serving.token_file is refused"),
+        (401, {"token_setting": "gateway.token_file"}, "HTTP 401: gateway.token_file is needed"),
         (404, {}, "HTTP 404: there is no list of models"),
         (500, {}, "HTTP 500"),
         (503, {}, "HTTP 503"),

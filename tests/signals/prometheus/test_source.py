@@ -521,8 +521,8 @@ def test_a_process_ends_while_prometheus_hangs() -> None:
     """No thread of the library may hold up the shutdown, wherever it hangs."""
     script = """
 import asyncio, socket
-from dispatcher.signals.prometheus import PrometheusSource
-from dispatcher.signals.session import PrometheusAddress
+from dispatcher.signals.prometheus.source import PrometheusSource
+from dispatcher.signals.prometheus.session import PrometheusAddress
 
 async def main():
     server = socket.create_server(("127.0.0.1", 0))

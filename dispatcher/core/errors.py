@@ -1,0 +1,30 @@
+"""Errors that the client and functions made by `batched` have in common, and their base `BatchError`."""
+
+from __future__ import annotations
+
+
+class BatchError(Exception):
+    """Base class of every error that `dispatcher.client` and `dispatcher.batched` raise.
+
+    Wrong arguments raise `ValueError` or `TypeError` instead.
+    """
+
+
+class ClosedError(BatchError):
+    """The batched function was closed, or the sequence was left or has had its last request."""
+
+
+class TooManyPendingError(BatchError):
+    """The number of unanswered requests has reached its bound.
+
+    The bound is `max_pending` of a client and `max_queue` of a batched function. The error is raised only
+    where the caller asked for it; otherwise the call waits.
+    """
+
+
+class WrongLengthError(BatchError):
+    """A batched function did not return exactly one result for each item."""
+
+
+class WorkerCrashedError(BatchError):
+    """The worker process of a batched class ended while it held this item, or could not start."""

@@ -1,0 +1,49 @@
+-- Find unleased requests with a deadline between two times, as far as their scores contain one.
+-- KEYS   common keys…
+-- ARGV   after (exclusive, or -inf), until (inclusive; empty: now), range to begin with, offset in it, max count, max
+--        bytes, bytes of the largest member that is moved
+-- Returns {until, next range (-1: at the end), next offset, {range, location, member, last attempt, attempts,
+--         refusals}…}. If the first member has more than `bytes`, its length is returned in its place, because it
+--         needs a call of its own. Members above the largest are skipped.
+-- Guarantees: only reads. The ranges are the priorities of each set that has unleased requests.
+require_commands('ZCOUNT')
+local SETS, LETTERS = {unpack(WAITING_SETS)}, {unpack(WAITING_LETTERS)}
+SETS[#SETS + 1], LETTERS[#LETTERS + 1] = DELAYED_ORDER, 'D'
+local after, until_at = ARGV[1], tonumber(ARGV[2]) or current_time()
+local range, offset, max_count, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local max_member_bytes = tonumber(ARGV[7])
+local rows, count, size = {}, 0, 0
+
+while range < PRIORITIES * #SETS do
+  local key, letter = SETS[range % #SETS + 1], LETTERS[range % #SETS + 1]
+  local base = math.floor(range / #SETS) * PRIORITY_STEP
+  local low = after ~= '-inf' and '(' .. format_float(base + tonumber(after)) or base > 0 and format_float(base) or '-inf'
+  -- Read by rank, because Redis walks to an offset of ZRANGEBYSCORE step by step.
+  local start = 0
+  if after ~= '-inf' then start = call('ZCOUNT', key, '-inf', string.sub(low, 2))
+  elseif base > 0 then start = call('ZCOUNT', key, '-inf', '(' .. low) end
+  local total = call('ZCOUNT', key, low, format_float(base + until_at))
+  while offset < total do
+    if count >= max_count then return {format_float(until_at), range, offset, unpack(rows)} end
+    local name = call('ZRANGE', key, start + offset, start + offset)[1]
+    local location, member_bytes, last_attempt, attempts, refusals = 'P', #name, '', 0, 0
+    if letter ~= 'P' then
+      local id = tonumber(string.sub(name, -16))
+      local state = load_entry(id)
+      location, last_attempt = letter .. ':' .. id .. ':' .. state[MOVES], state[REASON] or ''
+      attempts, refusals = state[ATTEMPTS], state[REFUSALS]
+      member_bytes = call('HSTRLEN', MEMBERS, id)
+      name = member_bytes <= max_bytes and call('HGET', MEMBERS, id)
+    end
+    if member_bytes <= max_member_bytes then
+      size = size + member_bytes
+      if count > 0 and size > max_bytes then return {format_float(until_at), range, offset, unpack(rows)} end
+      if size > max_bytes then return {format_float(until_at), range, offset, {range, location, member_bytes}} end
+      rows[#rows + 1] = {range, location, name, last_attempt, attempts, refusals}
+      count = count + 1
+    end
+    offset = offset + 1
+  end
+  range, offset = range + 1, 0
+end
+return {format_float(until_at), -1, 0, unpack(rows)}

@@ -1,0 +1,31 @@
+-- Find the remaining requests of closed runs of sequences, which are to be answered.
+-- KEYS   common keys…
+-- ARGV   max count, max bytes, bytes of the largest member that is returned whole
+-- Returns {location, member, code, why…}. If the first member has more than `bytes`, its length is returned in its
+--         place, because it needs a call of its own.
+-- Guarantees: only reads. The requests stay in their lane until settle_unleased.lua removes them.
+local max_count, max_bytes, max_member_bytes = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local rows, count, size = {}, 0, 0
+for _, closed_run in ipairs(call('ZRANGE', CLOSED_RUNS, 0, max_count - 1)) do
+  local number, code, message = string.match(closed_run, '^(%d+):([A-Z_]+):(.*)$')
+  local at = 0
+  repeat
+    local names = call('ZRANGE', RUN_QUEUES, '[' .. number .. ':', '(' .. number .. ';', 'BYLEX', 'LIMIT', at, max_count)
+    for _, name in ipairs(names) do
+      local id = tonumber(string.sub(name, 35))
+      local state = id and load_entry(id)
+      if state and state[LOCATION] == 'Q' then
+        local member_bytes = call('HSTRLEN', MEMBERS, id)
+        size = size + math.min(member_bytes, max_member_bytes)
+        if count > 0 and size > max_bytes then return rows end
+        local member = member_bytes
+        if member_bytes <= max_bytes then member = cut_member(call('HGET', MEMBERS, id), max_member_bytes) end
+        for _, value in ipairs({'Q:' .. id .. ':' .. state[MOVES], member, code, message}) do rows[#rows + 1] = value end
+        count = count + 1
+        if count == max_count or size > max_bytes then return rows end
+      end
+    end
+    at = at + max_count
+  until #names < max_count
+end
+return rows

@@ -1,0 +1,36 @@
+-- Return requests that wait for these models to the queue, lowest score first.
+-- KEYS   common keys…
+-- ARGV   max count, then models…
+-- Returns {number of returned requests, number of requests that still wait for one of these models}
+-- Guarantees: each request goes to its old place in the queue. Requests that wait for other models are not read.
+local max_count, best_by_model, models_asked, returned, remaining = tonumber(ARGV[1]), {}, {}, 0, 0
+waiting_models.check_types()
+
+-- Return score and entry of the first request that waits for the model, or nil.
+local function find_best(model)
+  local prefix = waiting_models.name_prefix(model)
+  local low, high = '[' .. prefix .. ':', '(' .. prefix .. ';'
+  local name = call('ZRANGE', WAITING_FOR_MODEL_ORDER, low, high, 'BYLEX', 'LIMIT', 0, 1)[1]
+  return name and string.sub(name, #prefix + 2)
+end
+
+for at = 2, #ARGV do
+  models_asked[#models_asked + 1] = ARGV[at]
+  best_by_model[ARGV[at]] = max_count > 0 and find_best(ARGV[at]) or nil
+end
+if next(best_by_model) then begin_writes() end
+while returned < max_count do
+  local best
+  for model, name in pairs(best_by_model) do
+    if not best or name < best_by_model[best] then best = model end
+  end
+  if not best then break end
+  local id = tonumber(string.sub(best_by_model[best], -16))
+  waiting_models.return_entry(id, load_entry(id))
+  returned = returned + 1
+  best_by_model[best] = find_best(best)
+end
+for _, model in ipairs(models_asked) do
+  remaining = remaining + tonumber(call('ZSCORE', WAITING_FOR_MODEL_COUNTS, model) or 0)
+end
+return {returned, remaining}

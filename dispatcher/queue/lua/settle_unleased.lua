@@ -1,0 +1,67 @@
+-- Write the results of unleased requests and remove the requests: those past their deadline, and the remaining
+-- requests of closed runs of sequences.
+-- KEYS   common keys…, reply record, default list
+-- ARGV   reply_s, ttl_s, foreign (as in settle), then per request: location, member, delivery, list, result, request
+--        id, request token, turn end, conversation (as in settle)
+-- Returns {status per request (DONE, LOST if the request has moved, BAD_LIST, UNWRITABLE)…}
+-- Guarantees: a result is written exactly when its request is removed, and only if the request is still where it was
+-- found.
+local REPLY = KEYS[KEY_COUNT + 1]
+local recorded = call('GET', REPLY)
+if recorded then return cmsgpack.unpack(recorded) end
+local ttl_s, foreign, now = tonumber(ARGV[2]), ARGV[3] == '1', current_time()
+local SETS = {D = DELAYED_ORDER}
+for number, letter in ipairs(WAITING_LETTERS) do SETS[letter] = WAITING_SETS[number] end
+local items, live, seen = {}, {}, {}
+for at = 4, #ARGV, 9 do
+  local item = {
+    location = ARGV[at], member = ARGV[at + 1], delivery = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
+    result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6],
+    turn_end = unpack_turn_end(ARGV[at + 7]), conversation = ARGV[at + 8], status = LOST,
+  }
+  items[#items + 1] = item
+  local is_there
+  if item.location == 'P' then
+    is_there = call('ZSCORE', PENDING, item.member)
+  else
+    local letter, id, moves = string.match(item.location, '^(%a):(%d+):(%d+)$')
+    local state = load_entry(tonumber(id))
+    is_there = state and state[LOCATION] == letter and state[MOVES] == tonumber(moves)
+    item.id, item.state = tonumber(id), state
+  end
+  local name = item.location == 'P' and item.member or item.location
+  if is_there and not seen[name] then
+    seen[name] = true
+    live[#live + 1] = item
+    if item.turn_end or item.state and item.state[SLOT] then load_shared() end
+    if item.state and item.state[MODEL_WAIT] then waiting_models.check_types() end
+  end
+end
+
+if #live > 0 then
+  begin_writes()
+  write_results(live, ttl_s, now)
+  for _, item in ipairs(live) do
+    if item.status == DONE then
+      if item.state and item.state[SLOT] then -- the end of an earlier item may have made it the next request
+        return_ready_entries()
+        item.state = load_entry(item.id)
+      end
+      if item.state then
+        call('ZREM', SETS[item.state[LOCATION]], ordered_name(item.id, item.state))
+        if item.state[LOCATION] == 'D' then call('ZREM', DELAYED, string.format('%016d', item.id)) end
+        if item.state[MODEL_WAIT] then waiting_models.remove_entry(item.id, item.state) end
+        delete_entries({item.id})
+      else
+        call('ZREM', PENDING, item.member)
+      end
+      end_turn(item.id, item.state, item.turn_end, item.conversation, now)
+      delete_markers(item, foreign, now)
+    end
+  end
+  if shared_state then write_sequences(now) end
+end
+local statuses = {}
+for number, item in ipairs(items) do statuses[number] = item.status end
+if #live > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', ARGV[1]) end
+return statuses
