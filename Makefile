@@ -7,14 +7,14 @@ BIN := $(VENV)/bin
 # More than half of the tests' time is waiting, for servers to start and leases to end: three processes a core.
 JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 )))
 PYTEST := $(BIN)/pytest
-UNIT := tests/core tests/dispatch tests/settings tests/batched
+UNIT := tests/core tests/dispatch tests/settings
 # What is compiled is kept: without, every process of the tests compiles all of it anew.
 unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo simulate test unit coverage check format generate docs picture worlds tools image bench chaos \
-	fuzz soak image-test cluster-test audit constraints clean
+	fuzz soak image-test cluster-programs cluster-test audit constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,7 +52,7 @@ test: setup ## Run every test but the long forms
 	exit $$status
 
 unit: setup ## Run the fast tests of the core and of the dispatch loop, in under a minute
-	$(PYTEST) -n $(JOBS) -q -m "not serial and not long" $(UNIT)
+	$(PYTEST) -n $(JOBS) -q -m "not serial and not long and not first" $(UNIT)
 
 # Its own tests and laws alone count: what other tests happen to run through is not held by them. The queue's model
 # is a law of the scripts, not of the core.
@@ -135,7 +135,11 @@ soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 image-test: setup ## Build the image and run it as a locked-down pod would (as root; podman, runc, debootstrap)
 	$(call long,tests/image,long,2400)
 
-cluster-test: setup tools ## Install the chart on a real Kubernetes control plane (etcd; builds it)
+# The first prerequisite, because the others build for minutes.
+cluster-programs:
+	@$(MAKE) --no-print-directory -f tests/cluster/cluster.mk programs
+
+cluster-test: cluster-programs setup tools ## Install the chart on a real Kubernetes control plane (etcd; builds it)
 	@$(MAKE) --no-print-directory -f tests/cluster/cluster.mk PYTHON_BIN=$(CURDIR)/$(BIN)
 
 # Of what is pinned, not of what is installed: those that users get. Needs an advisory source to be reached.

@@ -29,8 +29,7 @@ class BatchRuleSettings(Section):
     shape: ShapeName | None = Field(
         None,
         description="Which list of the body is merged, and how the answer is split "
-        "(docs/how-to/batching.md). If "
-        "null, the usual shape for the first path.",
+        "(docs/how-to/batching.md). If null, the usual shape for the first path.",
     )
     max_size: int = Field(32, ge=1, le=4096, description="Largest number of items in a merged call.")
     preferred_sizes: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(

@@ -19,7 +19,7 @@ PROGRAM = """
 import asyncio, json, resource, sys, time
 from pathlib import Path
 from dispatcher.client.files import FileOptions, FilePaths, run_file
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import QueueNames
 
 url, folder, lines = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 began = time.monotonic()
@@ -32,7 +32,7 @@ def show(progress):
         found["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(found), flush=True)
 
-names = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+names = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 paths = FilePaths(folder / "in.jsonl", folder / "out.jsonl")
 asyncio.run(run_file(url, names, paths, FileOptions(max_pending=lines), on_progress=show))
 """

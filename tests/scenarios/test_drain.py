@@ -111,11 +111,11 @@ def test_sigterm_where_redis_never_was_ends_at_once(stage: Stage) -> None:
 ENDED_BY_ITS_FIRST_LINE = """
 import os, signal
 from dispatcher.cli import main
-from dispatcher.telemetry.events import Event, heard_by
+from dispatcher.telemetry.events import Event, add_sink
 def hear(event, fields):
     if event is Event.STARTED:
         os.kill(os.getpid(), signal.SIGTERM)
-with heard_by(hear):
+with add_sink(hear):
     main()
 """
 

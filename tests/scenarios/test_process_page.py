@@ -73,12 +73,20 @@ async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage, 
         await wait_until(lambda: _has(page, STATE, "No contact"), 60, what="the page to notice that it hangs")
         one.send(signal.SIGCONT)
         await wait_until(lambda: _has(page, "document.body.dataset.link", "live"), 60, what="the page")
-        await wait_until(lambda: asyncio.to_thread(lambda: one.status()["open"]), 20, what="a new reading")
+        # The page gets one sample per second. The newest may be from before the stop or before a new reading.
+        resumed_at = time.time()
+        await wait_until(lambda: _shows_current_reason(page, resumed_at + 1.0), 20, what="a new reading")
         began = time.monotonic()
         assert await asyncio.to_thread(one.terminate) == 0
         assert time.monotonic() - began < 5, "an open page holds nothing up"
         await wait_until(lambda: _has(page, STATE, "No contact"))
-        assert await page.ask("samples.at(-1).reason") in ("draining", "idle", "full", "saturated", "open")
+        assert await _shows_current_reason(page, resumed_at + 1.0)
+
+
+async def _shows_current_reason(page: Page, after: float) -> bool:
+    """Return True if the newest sample of the page is from after this time, and the pool was read then."""
+    newest = await page.ask("samples.at(-1)")
+    return newest["at"] > after and newest["reason"] in ("draining", "idle", "full", "saturated", "open")
 
 
 async def _has(page: Page, script: str, text: str) -> bool:

@@ -74,7 +74,7 @@ async def test_failed_tries_back_off_and_end_dead(stage: Stage) -> None:
     assert (result.id, result.error_code, result.status_code) == (name, "RETRIES_EXHAUSTED", 500)
     assert "it broke" in result.payload
     (dead,) = await stage.store.list_dead(10)
-    assert dead.failed_attempts == 4, "the fifth ended it"
+    assert dead.failed_attempts == 5, "the fifth ended it, and counts"
 
 
 @scenario()

@@ -42,8 +42,12 @@ def _settle_lease(
     queue: QueueState, end: Settlement | DeadLetter, now: float, ready_entries: list[Entry]
 ) -> SettleStatus:
     pool = queue.pool
-    dead_letter = end if isinstance(end, DeadLetter) else None
-    settlement = end.settlement if isinstance(end, DeadLetter) else end
+    dead_letter: DeadLetter | None = None
+    match end:
+        case DeadLetter():
+            dead_letter, settlement = end, end.settlement
+        case _:
+            settlement = end
     grant = queue.find_lease(settlement.lease)
     if grant is None:
         return SettleStatus.LOST

@@ -40,6 +40,7 @@ def too_long(items: int, most: int) -> Delivered:
 # What pays.
 
 
+@pytest.mark.first
 @settings(max_examples=25, deadline=None)
 @given(servers, limits, st.sampled_from(SIZES))
 @example(serial(0.005, 0.0001), 32, 32)

@@ -7,6 +7,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from dispatcher.core.gateway.outcome import Delivered, RetryPolicy
 from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
@@ -342,6 +344,7 @@ def test_what_is_seen_is_shown() -> None:
     perform(scene_of, Models("day"), WATCHED)
 
 
+@pytest.mark.first
 def test_adapter_is_loaded_after_two_hours_and_nobody_else_was_slower_for_it() -> None:
     """Requests for others take as long beside 500 that wait as without; one of the 500 has less time."""
 
