@@ -19,7 +19,7 @@ end
 function is_before(a, b)
   if a.score_value ~= b.score_value then return a.score_value < b.score_value end
   if a.tie_break ~= b.tie_break then return is_bytewise_before(a.tie_break, b.tie_break) end
-  -- Of two members with the same bytes, the one that was claimed before is first.
+  -- If two members have the same bytes, the one that was claimed before is first.
   return (a.id or math.huge) < (b.id or math.huge)
 end
 end
