@@ -97,8 +97,7 @@ def _resolve_source(source: str, config: Config, queue_name: str, pool: str) -> 
     if url is None:
         raise exit_error(
             f"no dispatcher is running on {location.data_dir}: an embedded queue is only there while one "
-            "runs; "
-            "start it, and pause it"
+            "runs; start it, and pause it"
         )
     return url, location.names
 

@@ -286,8 +286,7 @@ class _ReportedModels:
                     f"the label {label} of {model_row['name']} stands for {full_name}: without it "
                     "requests go to "
                     f"{_format_names(successors)}, unless its transition is resource; to choose where, "
-                    "set the label "
-                    f"first: batch-dispatcher models label {model_row['name']} {label} VERSION"
+                    f"set the label first: batch-dispatcher models label {model_row['name']} {label} VERSION"
                 )
         return ""
 

@@ -56,8 +56,7 @@ def pattern_fault(pattern: str) -> str | None:
     if check.open_count > MAX_OPEN_PLACES:
         return (
             f"leaves open where {check.open_count} of its repeats and choices end, {MAX_OPEN_PLACES} at "
-            "most: let "
-            "each be followed by what it cannot match itself, as - ends [^-]+"
+            "most: let each be followed by what it cannot match itself, as - ends [^-]+"
         )
     return None
 
@@ -157,8 +156,7 @@ class _PatternCheck:
         if self._repeat_depth:
             raise _UnsafePatternError(
                 f"has {description} inside a repeat, as (a+)+ has, which can take exponential time: let "
-                "each part "
-                "end where the next begins, as in (?:[.][0-9]+)*"
+                "each part end where the next begins, as in (?:[.][0-9]+)*"
             )
         self.open_count += 1
 
