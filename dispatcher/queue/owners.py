@@ -59,7 +59,7 @@ class OwnerRegistration:
         """Owners whose directory this process took over. `None` until they were looked up."""
 
     def __repr__(self) -> str:
-        return f"<Presence {self.owner}>"
+        return f"<OwnerRegistration {self.owner}>"
 
     def find_ended_owners(self, owners: Sequence[str]) -> Sequence[str]:
         # The first owners that are found in a locked directory are those from which it was taken over.
@@ -106,7 +106,7 @@ def _create_owner_id(scope: str) -> str:
 
 
 def _parse_scope(owner: str) -> str:
-    parts = owner.rsplit(":", 3)  # those of older versions end in <pid>:<random>
+    parts = owner.rsplit(":", 3)  # a program that is not this one may name its owner in any way
     return parts[2] if len(parts) == 4 and len(parts[2]) == 16 else NO_SCOPE
 
 

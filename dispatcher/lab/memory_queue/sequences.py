@@ -79,12 +79,7 @@ def get_granted_turn(queue: QueueState, entry: Entry) -> TurnGranted:
 
 def sweep_sequences(queue: QueueState) -> int:
     """End what time ends. Return the number of requests whose turn has come by that."""
-
-    def is_there(number: int) -> bool:
-        entry = queue.entries.get(number)
-        return entry is not None and entry.location is not Location.DEAD
-
-    queue.sequences.sweep_due(queue.pool.clock(), is_there)
+    queue.sequences.sweep_due(queue.pool.clock())
     return len(return_ready_entries(queue))
 
 

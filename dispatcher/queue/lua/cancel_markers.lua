@@ -3,6 +3,8 @@
 -- have a request with the same id.
 --   <prefix>:active:<id>          the tokens under the id, each with its deadline (MessagePack)
 --   <prefix>:cancel:<id>:<token>  the token; the request of that id that carries the token is to be cancelled
+-- Uses: common
+--
 -- The markers of llm-d's producers, request-active:<id> and request-cancel:<id>, hold one token for all queues.
 local MARKER_PREFIX = string.sub(RETURNED, 1, -1 - #'returned')
 local function active_key(id) return MARKER_PREFIX .. 'active:' .. id end
@@ -46,7 +48,7 @@ end
 -- Delete the markers of a finished request. `foreign`: also delete those of llm-d's producers, if this user may read
 -- them.
 local function delete_markers(item, foreign, now)
-  local id, token = item.request, item.request_token
+  local id, token = item.request_id, item.request_token
   if id == '' then return end
   for _, key in ipairs(foreign and {'request-active:' .. id, 'request-cancel:' .. id} or {}) do
     if marker_equals(key, token) then redis.pcall('DEL', key) end

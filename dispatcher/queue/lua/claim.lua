@@ -1,34 +1,27 @@
 -- Lease the first requests of the queue to one owner.
--- KEYS   common keys…, the reply record of (owner, nonce)
--- ARGV   owner, owner_timeout_s, lease_s, max number of leases, max bytes, token base, reply_s, 1 for a probe or 0,
---        limit, read_at, lost, retry_after_max_s, units of the limit that no lease counts, bytes of the largest
---        member that is moved, units to assume for a request that was never leased, then the max number of leases of
---        each lane…
--- Returns {owner reply, number of waiting requests, {id, token, member, score, deliveries, attempts, refusals,
---         deaths, units, last attempt, …}}. A member of more than `bytes` is returned alone and as its length,
---         because it needs a call and a timeout of its own.
+-- Uses: owner_commands, common, queue_order
+-- Keys: queue, REPLY
+-- Arguments: owner, owner_timeout_s: number, lease_s: number, max_count: number, max_bytes: number, token_base,
+--     reply_s, is_probe: flag, limit: number, read_at: number, lost_units: number, retry_after_max_s: number,
+--     unleased_units: number, max_member_bytes: number, assumed_units: number
+-- List room_by_lane: number
+-- REPLY is the key of the record of this claim, by owner and nonce. `unleased_units` are units of the limit that no
+-- lease counts, and `assumed_units` those of a request that was never leased. `room_by_lane` is the largest number of
+-- leases of each lane.
+-- Returns {owner reply, number of waiting requests, lease rows}. A member of more than `max_bytes` is returned alone
+--         and as its length, because it needs a call and a timeout of its own.
 -- Guarantees: the units of all leases, and those that no lease counts, never pass the limit because of a claim. A
 -- request is in exactly one place. The same nonce within reply_s claims nothing more. Only one probe runs at a time,
 -- until its lease ends or its owner claims without probing. A probe that finds no room reserves the next unit that
 -- becomes free, because the owners that use up the limit would claim it as well. The reservation ends when the
 -- probing owner would count as dead.
-local REPLY = KEYS[KEY_COUNT + 1]
-local owner, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local max_count, max_bytes, token_base, reply_s = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7]
-local is_probe, max_member_bytes, assumed_units = ARGV[8] == '1', tonumber(ARGV[14]), tonumber(ARGV[15])
-local room_by_lane = {}
-for lane = 1, #LANES do room_by_lane[lane] = tonumber(ARGV[15 + lane]) end
 local now, shared = current_time(), load_control()
 local lease_rows, recorded = {}, call('GET', REPLY)
 correct_future_times(shared, now)
 
 local function add_lease(id, state, member)
   if #member > max_bytes then member = #member end
-  local at = #lease_rows
-  lease_rows[at + 1], lease_rows[at + 2], lease_rows[at + 3], lease_rows[at + 4] =
-    id, state[TOKEN], member, state[SCORE]
-  lease_rows[at + 5], lease_rows[at + 6], lease_rows[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
-  lease_rows[at + 8], lease_rows[at + 9], lease_rows[at + 10] = state[DEATHS], get_units(state), state[REASON] or ''
+  add_lease_row(lease_rows, id, state, member)
   local lane = choose_lane(state)
   if lane then room_by_lane[lane] = room_by_lane[lane] - 1 end
 end
@@ -36,15 +29,15 @@ end
 -- Return the limit and the part of it that is free.
 local function get_limit_and_room()
   if is_probe and shared.probe then return 0, 0 end
-  local limit = share_and_get_limit(shared, now, ARGV[9], ARGV[10], ARGV[11], ARGV[12])
-  if not limit then return 0, 0 end
-  local free = limit - count_live_units(shared) - tonumber(ARGV[13])
-  if not is_probe then return limit, free - units_reserved_for_probe(shared, now, lease_s) end
+  local shared_limit = share_and_get_limit(shared, now, limit, read_at, lost_units, retry_after_max_s)
+  if not shared_limit then return 0, 0 end
+  local free = shared_limit - count_live_units(shared) - unleased_units
+  if not is_probe then return shared_limit, free - units_reserved_for_probe(shared, now, lease_s) end
   if free < 1 then
-    local waits_s = timeout_s > 0 and math.min(timeout_s, lease_s) or lease_s
+    local waits_s = owner_timeout_s > 0 and math.min(owner_timeout_s, lease_s) or lease_s
     call('HSET', CONTROL, 'probe_waits', format_float(now + waits_s))
   end
-  return limit, free
+  return shared_limit, free
 end
 
 if recorded then
@@ -56,14 +49,14 @@ if recorded then
   end
 else
   begin_writes()
-  record_heartbeat(owner, now, timeout_s)
+  record_heartbeat(owner, now, owner_timeout_s)
   -- An owner that claims has a reachable gateway, so other owners need not wait for the answer to its probe.
   if not is_probe and shared.prober == owner then
     shared.probe, shared.prober = nil, nil
     call('HDEL', CONTROL, 'probe', 'prober')
   end
-  local limit, free = get_limit_and_room()
-  local found, pending = select_first(max_count, max_bytes, room_by_lane, free, limit, assumed_units)
+  local shared_limit, free = get_limit_and_room()
+  local found, pending = select_first(max_count, max_bytes, room_by_lane, free, shared_limit, assumed_units)
   local record, members, states, leases, counted = {token_base}, {}, {}, {}, 0
   if pending > 0 then call('ZREMRANGEBYRANK', PENDING, 0, pending - 1) end
   local next_id, expires_at = (shared.next or 0) + 1, format_float(now + lease_s)
@@ -72,7 +65,7 @@ else
     if id then
       call('ZREM', candidate.source, candidate.name)
       state, member = candidate.state, call('HGET', MEMBERS, id)
-      if #member > max_member_bytes then -- stored by an older version, which had no limit
+      if #member > max_member_bytes then -- the limit was higher before, or another queue had the request
         member = cut_member(member, max_member_bytes)
         call('HSET', MEMBERS, id, member)
       end

@@ -1,9 +1,10 @@
 -- Claim the next requests of sequences in the step that settles the previous ones. Of the requests whose turn has
 -- come in this step, the owner leases those that the next claim would lease first. The rules are those of a claim:
 -- never above the limit of all owners, and never before a better request that may be claimed.
+-- Uses: sequences, queue_order
 --
--- `offer`: owner, lease_s, token base, max bytes, max bytes of a member that is moved, limit, read_at, lost,
---          retry_after_max_s, units of the limit that no lease counts
+-- An offer has .owner, .lease_s, .token_base, .max_bytes and .max_member_bytes, .limit, .read_at, .lost_units,
+-- .retry_after_max_s and .unleased_units as a claim, and .reply_key for the record of the claim by its nonce.
 
 local claim_next
 do
@@ -25,7 +26,7 @@ local function select_fitting(items, free, offer)
   for number, item in ipairs(items) do
     item.member = item.member or call('HGET', MEMBERS, item.id)
     free, size = free - get_units(item.state), size + #item.member
-    if free < 0 or size > offer[4] or #item.member > offer[5] then return found, true end
+    if free < 0 or size > offer.max_bytes or #item.member > offer.max_member_bytes then return found, true end
     found[number] = item
   end
   return found
@@ -34,9 +35,10 @@ end
 -- Select the ready entries that are leased at once. Sorting them costs more than all other work here, so they are
 -- only sorted if not all of them fit.
 local function select_ready(offer, shared, now)
-  local limit = #ready_entries > 0 and share_and_get_limit(shared, now, offer[6], offer[7], offer[8], offer[9])
-  local free = limit
-    and limit - count_live_units(shared) - offer[10] - units_reserved_for_probe(shared, now, offer[2]) or 0
+  local limit = #ready_entries > 0
+    and share_and_get_limit(shared, now, offer.limit, offer.read_at, offer.lost_units, offer.retry_after_max_s)
+  local free = limit and limit - count_live_units(shared) - offer.unleased_units
+    - units_reserved_for_probe(shared, now, offer.lease_s) or 0
   if free < 1 then return {} end
   local best, items = find_first_claimable(), {}
   for _, item in ipairs(ready_entries) do
@@ -53,25 +55,22 @@ local function select_ready(offer, shared, now)
   return (select_fitting(items, free, offer))
 end
 
--- Return {owner reply, number of waiting requests, {leases as in a claim}, {index, sticky token, 1 if it is the first
--- of a run, conversation}…}, and the record by which a repeated claim finds these leases.
+-- Return {owner reply, number of waiting requests, lease rows, a granted turn for each lease}, and the record by which
+-- a repeated claim finds these leases.
 function claim_next(offer, shared, now)
-  local owner, lease_s, token_base = offer[1], offer[2], offer[3]
+  local owner, lease_s, token_base = offer.owner, offer.lease_s, offer.token_base
   local found = select_ready(offer, shared, now)
   local lease_rows, turns, record, names, states, leases, counted = {}, {}, {token_base}, {}, {}, {}, 0
   local expires_at = format_float(now + lease_s)
   for number, item in ipairs(found) do
-    local id, state, at = item.id, item.state, #lease_rows
+    local id, state = item.id, item.state
     names[number], record[number + 1] = ordered_name(id, state), id
     state[LOCATION], state[DELIVERIES], state[MOVES] = 'L', state[DELIVERIES] + 1, state[MOVES] + 1
     state[TOKEN], state[OWNER] = token_base .. '-' .. id, owner
     counted = counted + get_units(state)
     states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
     leases[#leases + 1], leases[#leases + 2] = expires_at, lease_name(id, state)
-    lease_rows[at + 1], lease_rows[at + 2], lease_rows[at + 3], lease_rows[at + 4] =
-      id, state[TOKEN], item.member, state[SCORE]
-    lease_rows[at + 5], lease_rows[at + 6], lease_rows[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
-    lease_rows[at + 8], lease_rows[at + 9], lease_rows[at + 10] = state[DEATHS], get_units(state), state[REASON] or ''
+    add_lease_row(lease_rows, id, state, item.member)
     turns[number] = {granted_turn(load_sequence(state[SLOT][SLOT_SEQUENCE]), state)}
   end
   if #found > 0 then

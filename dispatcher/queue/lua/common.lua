@@ -1,7 +1,10 @@
--- Definitions that every script shares. KEYS begins with the keys of the queue and of its pool. Python puts these
--- locals in front of this text (scripts.py): the keys by name (PENDING …), their number (KEY_COUNT), the number of
--- the keys that every script uses (COMMON_KEY_COUNT), the number of all keys before those of requests that wait for a
--- model (WAITING_FOR_MODEL_START), the expected KEY_TYPES, and the constants of constants.py.
+-- Definitions that every script of a queue shares. KEYS begins with the keys of the queue and of its pool.
+-- Uses: time
+--
+-- Python puts these locals in front of this text (redis/lua_scripts.py): the keys by name (PENDING …), their number
+-- (KEY_COUNT), the number of the keys that every script uses (COMMON_KEY_COUNT), the number of all keys before those
+-- of requests that wait for a model (WAITING_FOR_MODEL_START), the expected KEY_TYPES, and the constants of
+-- constants.py.
 --
 -- An entry is a request that was claimed at least once. ENTRIES has its state by its id, as one packed array with
 -- these indexes:
@@ -84,6 +87,14 @@ local function load_leased(id, token)
   local state = load_entry(id)
   if state and state[LOCATION] == 'L' and state[TOKEN] == token then return state end
   return nil
+end
+
+-- Append a leased request to the rows of a reply, from which redis/replies.py makes a lease.
+local function add_lease_row(rows, id, state, member)
+  local at = #rows
+  rows[at + 1], rows[at + 2], rows[at + 3], rows[at + 4] = id, state[TOKEN], member, state[SCORE]
+  rows[at + 5], rows[at + 6], rows[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
+  rows[at + 8], rows[at + 9], rows[at + 10] = state[DEATHS], state[UNITS] or 1, state[REASON] or ''
 end
 
 local function ordered_name(id, state) return state[MEMBER_PREFIX] .. '\0' .. string.format('%016d', id) end
@@ -177,7 +188,7 @@ end
 
 local CONTROL_FIELDS = {
   'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity', 'overload_in_flight',
-  'probe', 'prober', 'lost', 'orphaned', 'tick', 'quiet_until', 'heartbeats_tick', 'heartbeats_quiet_until',
+  'probe', 'prober', 'lost', 'orphaned', 'tick', 'quiet_until', 'heartbeats_quiet_until',
   'probe_waits', 'extra_units',
 }
 local function load_control()
@@ -212,10 +223,7 @@ end
 
 -- Return the time of a reading that an owner sent. A time in the future is from before a step of the clock, so its
 -- age is unknown: it counts as older than any other.
-local function effective_read_at(read_at, now)
-  local time = tonumber(read_at)
-  return time > now + CLOCK_STEP_S and 0 or time
-end
+local function effective_read_at(read_at, now) return read_at > now + CLOCK_STEP_S and 0 or read_at end
 
 -- Make the limit of this permit the shared limit, unless the shared reading is newer.
 local function update_shared_limit(shared, limit, read_at, lost)
@@ -227,7 +235,7 @@ local function update_shared_limit(shared, limit, read_at, lost)
 end
 
 -- Return the time until which the gateway asked to wait, but at most `max_wait_s` after the refusal. Another owner
--- may have stored a longer wait, because it has another `retry.max_s` or an older version.
+-- may have stored a longer wait, because it has another `retry.max_s`.
 local function bounded_retry_at(shared, max_wait_s)
   return math.min(shared.overload_until, shared.overload_at + max_wait_s)
 end
@@ -236,9 +244,9 @@ end
 -- is paused, and while the newest refusal asks to wait or is not older than the reading.
 local function share_and_get_limit(shared, now, limit, read_at, lost, max_wait_s)
   if call('EXISTS', PAUSED) == 1 then return nil end
-  limit, read_at, lost = tonumber(limit), effective_read_at(read_at, now), tonumber(lost)
+  read_at = effective_read_at(read_at, now)
   update_shared_limit(shared, limit, read_at, lost)
-  if shared.overload_at and (now < bounded_retry_at(shared, tonumber(max_wait_s)) or read_at <= shared.overload_at) then
+  if shared.overload_at and (now < bounded_retry_at(shared, max_wait_s) or read_at <= shared.overload_at) then
     return nil
   end
   -- Units that were lost since a limit was computed may still run, so they lower it.

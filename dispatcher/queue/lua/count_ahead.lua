@@ -1,13 +1,15 @@
 -- Count the requests ahead of a request that waits in the queue.
--- KEYS   common keys…
--- ARGV   the name of its location, its member or its id
+-- Uses: require_commands, common
+-- Keys: queue
+-- Arguments: location, name
+-- `name` is the member of the request, or its id if it was claimed before.
 -- Returns the number, or false if the request is not there
 -- Guarantees: only reads. Requests with a lower score are ahead. Of those with an equal score, only the ones of the
 -- same set count.
 require_commands('ZCOUNT', 'ZRANK')
-local key, letter, name = nil, nil, ARGV[2]
+local key, letter
 for at, set in ipairs(WAITING_SETS) do
-  if WAITING_NAMES[at] == ARGV[1] then key, letter = set, WAITING_LETTERS[at] end
+  if WAITING_NAMES[at] == location then key, letter = set, WAITING_LETTERS[at] end
 end
 if key ~= PENDING then
   local state = load_entry(tonumber(name))

@@ -1,6 +1,6 @@
 -- Count the requests by location, at one moment. Leases are those of all queues of the pool.
--- KEYS   common keys…
--- ARGV   none
+-- Uses: require_commands, common
+-- Keys: queue
 -- Returns now, pending (with returned and lanes), leases, delayed, dead, units of the leases, what all sequences
 --         share (sequences.lua: SHARED_FIELDS), sequences that may not begin yet, requests that wait for their turn,
 --         requests that wait for their model

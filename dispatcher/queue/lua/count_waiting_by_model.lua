@@ -1,6 +1,6 @@
 -- Count the requests that wait for their model.
--- KEYS   common keys…
--- ARGV   none
+-- Uses: require_commands, common
+-- Keys: queue
 -- Returns {model, number of requests…}, of MAX_COUNTED_MODELS models at most; if there are more models, each call returns
 --         others
 -- Guarantees: only reads.

@@ -1,17 +1,18 @@
 -- Find unleased requests with a deadline between two times, as far as their scores contain one.
--- KEYS   common keys…
--- ARGV   after (exclusive, or -inf), until (inclusive; empty: now), range to begin with, offset in it, max count, max
---        bytes, bytes of the largest member that is moved
+-- Uses: require_commands, common
+-- Keys: queue
+-- Arguments: after, until_at: number, range: number, offset: number, max_count: number, max_bytes: number,
+--     max_member_bytes: number
+-- `after` is exclusive and may be -inf. `until_at` is inclusive; empty means now. The search begins in `range` at
+-- `offset`.
 -- Returns {until, next range (-1: at the end), next offset, {range, location, member, last attempt, attempts,
---         refusals}…}. If the first member has more than `bytes`, its length is returned in its place, because it
+--         refusals}…}. If the first member has more than `max_bytes`, its length is returned in its place, because it
 --         needs a call of its own. Members above the largest are skipped.
 -- Guarantees: only reads. The ranges are the priorities of each set that has unleased requests.
 require_commands('ZCOUNT')
 local SETS, LETTERS = {unpack(WAITING_SETS)}, {unpack(WAITING_LETTERS)}
 SETS[#SETS + 1], LETTERS[#LETTERS + 1] = DELAYED_ORDER, 'D'
-local after, until_at = ARGV[1], tonumber(ARGV[2]) or current_time()
-local range, offset, max_count, max_bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local max_member_bytes = tonumber(ARGV[7])
+until_at = until_at or current_time()
 local rows, count, size = {}, 0, 0
 
 while range < PRIORITIES * #SETS do

@@ -1,10 +1,10 @@
 -- Find the remaining requests of closed runs of sequences, which are to be answered.
--- KEYS   common keys…
--- ARGV   max count, max bytes, bytes of the largest member that is returned whole
--- Returns {location, member, code, why…}. If the first member has more than `bytes`, its length is returned in its
+-- Uses: require_commands, common
+-- Keys: queue
+-- Arguments: max_count: number, max_bytes: number, max_member_bytes: number
+-- Returns {location, member, code, why…}. If the first member has more than `max_bytes`, its length is returned in its
 --         place, because it needs a call of its own.
 -- Guarantees: only reads. The requests stay in their lane until settle_unleased.lua removes them.
-local max_count, max_bytes, max_member_bytes = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local rows, count, size = {}, 0, 0
 for _, closed_run in ipairs(call('ZRANGE', CLOSED_RUNS, 0, max_count - 1)) do
   local number, code, message = string.match(closed_run, '^(%d+):([A-Z_]+):(.*)$')

@@ -1,42 +1,38 @@
 -- Read requests where they are stored, a page at a time.
--- KEYS   common keys…
--- ARGV   mode, target, where to begin (two arguments), max count, max bytes, bytes of the largest member that is
---        returned whole, then for each search term the number of its spellings, and these: a member must contain one
---        spelling of each term
---   mode "rank":    one set in its order; the target is the name of the set; begin is 0 and a rank
+-- Uses: require_commands, common, cancel_markers
+-- Keys: queue
+-- Arguments: mode, target, range: number, offset, max_count: number, max_bytes: number, max_member_bytes: number
+-- List spellings: term: number, text
+-- A member matches if it contains a spelling of each search term; terms are numbered from 1 on. The page begins at
+-- `range` and `offset`.
+--   mode "rank":    one set in its order; the target is the name of the set; the offset is a rank
 --   mode "near":    the target is an id. First the requests with the tokens that are active under it, looked up by their
---                   deadlines; then all leases; then, until each token is found, all requests with these deadlines; begin
---                   is a range and a rank
---   mode "entries": all requests that were claimed at least once; begin is 0 and a cursor
---   mode "pending": all requests that were never claimed; begin is 0 and a cursor
+--                   deadlines; then all leases; then, until each token is found, all requests with these deadlines; the
+--                   offset is a rank
+--   mode "entries": all requests that were claimed at least once; the offset is a cursor
+--   mode "pending": all requests that were never claimed; the offset is a cursor
 -- Returns {next range (-1: at the end), next offset, number of examined requests, their bytes, 0 or 1 (1: the page is
 --         too large, ask for fewer requests), {name of the location, id or 0, score, member, deliveries, attempts,
 --         refusals, deaths, units, owner, time or false, reason, the model that it waits for or ''}…}
 -- Guarantees: only reads, and reads no more than `max_count` requests. A request that stays where it is all the while
 -- is found by "entries" and "pending".
 require_commands('ZCOUNT', 'ZSCAN', 'HSCAN')
-local mode, target, range, offset = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-local max_count, max_bytes, max_member_bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local SETS, NAMES, token_sets = {D = DELAYED, L = LEASES, X = DEAD}, {}, {}
 for at, set in ipairs(WAITING_SETS) do
   SETS[WAITING_NAMES[at]], NAMES[WAITING_LETTERS[at]] = set, WAITING_NAMES[at]
   token_sets[at] = {set, WAITING_LETTERS[at]}
 end
 token_sets[#token_sets + 1] = {DELAYED_ORDER, 'D'}
-local terms, at = {}, 8
-while ARGV[at] do
-  local count = tonumber(ARGV[at])
-  terms[#terms + 1] = {unpack(ARGV, at + 1, at + count)}
-  at = at + 1 + count
-end
+local term_count = #spellings > 0 and spellings[#spellings].term or 0
 
 local function matches_terms(member)
-  for _, spellings in ipairs(terms) do
-    local found = false
-    for _, spelling in ipairs(spellings) do found = found or string.find(member, spelling, 1, true) ~= nil end
-    if not found then return false end
+  local found_count = 0
+  for _, spelling in ipairs(spellings) do -- the spellings of a term follow each other
+    if spelling.term == found_count + 1 and string.find(member, spelling.text, 1, true) then
+      found_count = found_count + 1
+    end
   end
-  return true
+  return found_count == term_count
 end
 
 local rows, examined, examined_bytes, reply_bytes = {}, 0, 0, 0

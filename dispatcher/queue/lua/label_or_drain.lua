@@ -1,13 +1,13 @@
 -- Label or drain a version for an operator, or undo that.
--- KEYS   WARM_MARKERS…
--- ARGV   the number of the key (LABELS or DRAINS), the beginning of the names that this one replaces, and the name
---        (empty: only remove the previous one)
+-- Uses: require_commands, time, model_registry
+-- Keys: models
+-- Arguments: kind, prefix, name
+-- `kind` is labels or drains. `name` replaces the names that begin with `prefix`; an empty one only removes them.
 -- Returns 1; 0 if there was none to remove; -1 if there are MAX_LABELS_OR_DRAINS others
 -- Guarantees: there is at most one label or drain of each name, changed as a whole or not at all.
-local key_number, prefix, name = tonumber(ARGV[1]), ARGV[2], ARGV[3]
+local set, previous = kind == 'labels' and LABELS or DRAINS, {}
 require_commands('TYPE', 'TIME', 'ZADD', 'ZREM', 'ZCARD', 'ZSCORE', 'ZRANGE')
-if not is_own_key(key_number) then error({err = 'WRONGKEY ' .. problems[1]}) end
-local set, previous = KEYS[key_number], {}
+if not is_own_key(set) then error({err = 'WRONGKEY ' .. problems[1]}) end
 for _, entry in ipairs(call('ZRANGE', set, 0, -1)) do
   if starts_with(entry, prefix) and entry ~= name then previous[#previous + 1] = entry end
 end

@@ -1,4 +1,5 @@
 -- The limit for the number of waiting requests.
+-- Uses: common
 
 -- Raise QUEUEFULL if `new_count` more requests would exceed `queue.max_pending`, which each sweep of a dispatcher
 -- stores. Producers that call ZADD themselves are not limited.

@@ -1,5 +1,6 @@
 -- The model registry of a pool: what its owners and operators say about versions of models. No other script reads
 -- these keys, so they cost a claim nothing.
+-- Uses: require_commands, time
 --
 -- WARM_MARKERS     '["version","endpoint"]' by the time until which it holds
 -- WARM_UP_LOCKS    '["version","endpoint","owner"]' by the time until which it holds
@@ -11,12 +12,12 @@
 -- The JSON has no spaces, as Python writes it. A search for entries that begin with some names finds no longer name,
 -- because each name ends with its quote.
 
--- Return whether the key with that number has the expected type. A key of another program is left alone and reported.
+-- Return whether the key has the expected type. A key of another program is left alone and reported.
 local problems = {}
-local function is_own_key(number)
-  local kind = call('TYPE', KEYS[number]).ok
-  if kind == 'none' or kind == KEY_TYPES[number] then return true end
-  problems[#problems + 1] = KEYS[number] .. ' holds a ' .. kind .. ', not a ' .. KEY_TYPES[number]
+local function is_own_key(key)
+  local kind, expected = call('TYPE', key).ok, key == PINS and 'hash' or 'zset'
+  if kind == 'none' or kind == expected then return true end
+  problems[#problems + 1] = key .. ' holds a ' .. kind .. ', not a ' .. expected
   return false
 end
 

@@ -1,5 +1,6 @@
 -- The order of the queue: pending, returned and the lanes merged, lowest score first, equal scores by the bytes of
 -- the member.
+-- Uses: common
 
 local is_before -- compares two requests by their place in the queue
 do

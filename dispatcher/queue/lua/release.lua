@@ -1,25 +1,28 @@
 -- Return leased requests to the queue: to their place at once, or delayed, or to wait for their model.
--- KEYS   common keys…, reply record
--- ARGV   reply_s, then per request: id, token, delay_s, failed attempt, refusal, undelivered (0/1 each), outcome of
---        the attempt (empty: the outcome of an earlier one stays), the model to wait for (empty: none; otherwise the
---        delay is ignored), request id and token by which it can be cancelled there
+-- Uses: owner_commands, common, waiting_for_model
+-- Keys: queue, REPLY
+-- Arguments: reply_s
+-- List releases: entry_id: number, token, delay_s: number, failed_attempts: number, refusals: number,
+--     undelivered: number, last_attempt, missing_model, request_id, request_token
+-- `failed_attempts`, `refusals` and `undelivered` are 0 or 1. With an empty `last_attempt`, the outcome of an earlier
+-- attempt stays. A request that waits for its `missing_model` has no delay, and can be cancelled there by
+-- `request_id` and `request_token`.
 -- Returns {now, status per request (0: done, 1: lost)…}
 -- Guarantees: the request is in exactly one place, under its old score.
-local REPLY = KEYS[KEY_COUNT + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local now, probe = current_time(), call('HGET', CONTROL, 'probe')
 local statuses, ended, seen = {format_float(now)}, {}, {}
-for at = 9, #ARGV, 10 do
-  if ARGV[at] ~= '' then
+for _, item in ipairs(releases) do
+  if item.missing_model ~= '' then
     waiting_models.check_types()
     break
   end
 end
 begin_writes()
-for at = 2, #ARGV, 10 do
-  local item = {id = tonumber(ARGV[at]), at = at}
-  item.state = not seen[item.id] and load_leased(item.id, ARGV[at + 1])
+for _, item in ipairs(releases) do
+  item.id = item.entry_id
+  item.state = not seen[item.id] and load_leased(item.id, item.token)
   statuses[#statuses + 1] = item.state and 0 or 1
   if item.state then
     seen[item.id] = true
@@ -28,22 +31,21 @@ for at = 2, #ARGV, 10 do
 end
 end_leases(ended, probe)
 for _, item in ipairs(ended) do
-  local state, delay_s = item.state, tonumber(ARGV[item.at + 2])
-  state[ATTEMPTS] = state[ATTEMPTS] + tonumber(ARGV[item.at + 3])
-  state[REFUSALS] = state[REFUSALS] + tonumber(ARGV[item.at + 4])
-  state[DELIVERIES] = state[DELIVERIES] - tonumber(ARGV[item.at + 5])
-  if ARGV[item.at + 6] ~= '' then state[REASON] = ARGV[item.at + 6] end
-  local model = ARGV[item.at + 7]
-  if model ~= '' then
-    waiting_models.add_entry(item.id, state, model, ARGV[item.at + 8], ARGV[item.at + 9])
-  elseif delay_s > 0 then
+  local state = item.state
+  state[ATTEMPTS] = state[ATTEMPTS] + item.failed_attempts
+  state[REFUSALS] = state[REFUSALS] + item.refusals
+  state[DELIVERIES] = state[DELIVERIES] - item.undelivered
+  if item.last_attempt ~= '' then state[REASON] = item.last_attempt end
+  if item.missing_model ~= '' then
+    waiting_models.add_entry(item.id, state, item.missing_model, item.request_id, item.request_token)
+  elseif item.delay_s > 0 then
     state[LOCATION], state[MOVES] = 'D', state[MOVES] + 1
-    call('ZADD', DELAYED, format_float(now + delay_s), string.format('%016d', item.id))
+    call('ZADD', DELAYED, format_float(now + item.delay_s), string.format('%016d', item.id))
     call('ZADD', DELAYED_ORDER, state[SCORE], ordered_name(item.id, state))
     save_entry(item.id, state)
   else
     return_to_queue(item.id, state)
   end
 end
-if #ended > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', ARGV[1]) end
+if #ended > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', reply_s) end
 return statuses

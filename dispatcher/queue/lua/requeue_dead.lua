@@ -1,16 +1,16 @@
 -- Submit a dead request again.
--- KEYS   common keys…
--- ARGV   id, score, member (with its new deadline), channel, then, if it can be cancelled: request id, token,
---        deadline
+-- Uses: require_commands, common, cancel_markers
+-- Keys: queue
+-- Arguments: entry_id, score, member, channel, request_id, request_token, deadline: number
+-- `member` has its new deadline. `request_id` is empty if the request cannot be cancelled.
 -- Returns 1, or 0 if it is not among the dead requests
 -- Guarantees: it leaves the dead-letter set exactly when it enters the queue.
-local id = ARGV[1]
 require_commands('ZSCORE', 'ZADD', 'ZREM', 'HDEL', 'GETRANGE', 'SET', 'DEL')
-if not call('ZSCORE', DEAD, id) then return 0 end
-call('ZADD', PENDING, ARGV[2], ARGV[3])
-call('ZREM', DEAD, id)
-call('ZREM', DEAD_AGE, string.format('%016d', id))
-delete_entries({id})
-if ARGV[5] then mark_active(ARGV[5], ARGV[6], tonumber(ARGV[7]), current_time()) end
-redis.pcall('PUBLISH', ARGV[4], 'work')
+if not call('ZSCORE', DEAD, entry_id) then return 0 end
+call('ZADD', PENDING, score, member)
+call('ZREM', DEAD, entry_id)
+call('ZREM', DEAD_AGE, string.format('%016d', entry_id))
+delete_entries({entry_id})
+if request_id ~= '' then mark_active(request_id, request_token, deadline, current_time()) end
+redis.pcall('PUBLISH', channel, 'work')
 return 1

@@ -1,25 +1,27 @@
 -- Copy requests from another queue, each to the location that it had there.
--- KEYS   common keys…, the hash of the copied requests
--- ARGV   lifetime of that hash in seconds, channel, then per request: its name there, name of its location, score,
---        member, deliveries, attempts, refusals, deaths, units, time when it is due or died, why it is dead or the
---        outcome of its last attempt, request id (empty: it cannot be cancelled), token, deadline
+-- Uses: require_commands, common, cancel_markers
+-- Keys: queue, COPIED
+-- Arguments: copied_ttl_s, channel
+-- List requests: copy_id, location, score, member, deliveries: number, attempts: number, refusals: number,
+--     deaths: number, units: number, time, reason, request_id, request_token, deadline: number
+-- COPIED is the hash of the copied requests, by `copy_id`. `time` is when a request is due or died, and `reason` why it
+-- is dead or the outcome of its last attempt. `request_id` is empty if it cannot be cancelled.
 -- Returns the number of copied requests
 -- Guarantees: each request is copied once, however often it is passed, even if it has ended here since.
-local COPIED = KEYS[KEY_COUNT + 1]
 require_commands('HSET', 'EXPIRE', 'ZADD', 'SET', 'GETRANGE', 'DEL')
 local now, added_count, last_id = current_time(), 0, tonumber(call('HGET', CONTROL, 'next') or 0)
-for at = 3, #ARGV, 14 do
-  if call('HSET', COPIED, ARGV[at], '') == 1 then
-    local location, score, member = ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
-    local time, reason = ARGV[at + 9], ARGV[at + 10]
+for _, request in ipairs(requests) do
+  if call('HSET', COPIED, request.copy_id, '') == 1 then
+    local location, score, member = request.location, request.score, request.member
+    local time, reason = request.time, request.reason
     added_count = added_count + 1
     if location == 'P' then
       call('ZADD', PENDING, score, member)
     else
       last_id = last_id + 1
-      local state = {location, score, tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6]),
-                     tonumber(ARGV[at + 7]), 1, '', '', string.sub(member, 1, PREFIX_BYTES)}
-      set_units(state, tonumber(ARGV[at + 8]))
+      local state = {location, score, request.deliveries, request.attempts, request.refusals, request.deaths, 1, '', '',
+                     string.sub(member, 1, PREFIX_BYTES)}
+      set_units(state, request.units)
       if reason ~= '' then state[REASON] = reason end
       call('HSET', MEMBERS, last_id, member)
       call('HSET', CONTROL, 'next', last_id)
@@ -36,9 +38,9 @@ for at = 3, #ARGV, 14 do
         return_to_queue(last_id, state)
       end
     end
-    if ARGV[at + 11] ~= '' then mark_active(ARGV[at + 11], ARGV[at + 12], tonumber(ARGV[at + 13]), now) end
+    if request.request_id ~= '' then mark_active(request.request_id, request.request_token, request.deadline, now) end
   end
 end
-call('EXPIRE', COPIED, ARGV[1])
-redis.pcall('PUBLISH', ARGV[2], 'work')
+call('EXPIRE', COPIED, copied_ttl_s)
+redis.pcall('PUBLISH', channel, 'work')
 return added_count

@@ -1,9 +1,11 @@
 -- Return requests that wait for these models to the queue, lowest score first.
--- KEYS   common keys…
--- ARGV   max count, then models…
+-- Uses: owner_commands, common, waiting_for_model
+-- Keys: queue
+-- Arguments: max_count: number
+-- List models: text
 -- Returns {number of returned requests, number of requests that still wait for one of these models}
 -- Guarantees: each request goes to its old place in the queue. Requests that wait for other models are not read.
-local max_count, best_by_model, models_asked, returned, remaining = tonumber(ARGV[1]), {}, {}, 0, 0
+local best_by_model, returned, remaining = {}, 0, 0
 waiting_models.check_types()
 
 -- Return score and entry of the first request that waits for the model, or nil.
@@ -14,10 +16,7 @@ local function find_best(model)
   return name and string.sub(name, #prefix + 2)
 end
 
-for at = 2, #ARGV do
-  models_asked[#models_asked + 1] = ARGV[at]
-  best_by_model[ARGV[at]] = max_count > 0 and find_best(ARGV[at]) or nil
-end
+for _, model in ipairs(models) do best_by_model[model] = max_count > 0 and find_best(model) or nil end
 if next(best_by_model) then begin_writes() end
 while returned < max_count do
   local best
@@ -30,7 +29,7 @@ while returned < max_count do
   returned = returned + 1
   best_by_model[best] = find_best(best)
 end
-for _, model in ipairs(models_asked) do
+for _, model in ipairs(models) do
   remaining = remaining + tonumber(call('ZSCORE', WAITING_FOR_MODEL_COUNTS, model) or 0)
 end
 return {returned, remaining}

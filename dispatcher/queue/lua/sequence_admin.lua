@@ -1,11 +1,13 @@
 -- Show sequences, or change one.
--- KEYS   common keys…
--- ARGV   "list", cursor, max count, a status (empty: any)
---        "show", id
---        "release", id
---        "abort", id, why, default terms for a queue that has had no sequence yet (packed as for claim_turns)
---        "cancel", id, Unix time (empty: now), seconds for which earlier requests may wait to be claimed
---        "forget", id
+-- Uses: require_commands, common, sequences
+-- Keys: queue
+-- Arguments: command, id, cursor: text?, max_count: number?, status: text?, why: text?, default_terms: packed,
+--     cancelled_at: number?, keep_s: number?
+-- The command is one of these. Each has the id of a sequence, except for "list".
+--   "list":     `cursor`, `max_count`, `status` (empty: any)
+--   "show", "release", "forget"
+--   "abort":    `why`, and `default_terms` for a queue that has had no sequence yet (see `set_terms`)
+--   "cancel":   `cancelled_at` (Unix time; nil: now), and `keep_s` for which earlier requests may wait to be claimed
 -- Returns for "list" {cursor, {a `build_row`…}}; for "show" a row, or false; for "release" and "abort" 1, or 0 if
 --         there was nothing to do; for "cancel" the entry of the next request or 0, or false if the sequence had
 --         ended or is not known; for "forget" 1, 0 if a request of the sequence runs or waits, or false if the
@@ -13,7 +15,7 @@
 -- Guarantees: waiting requests are answered or stay in the sequence, and a running request goes on to its end. No
 -- request from before a cancel begins.
 require_commands('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE', 'GET', 'SET', 'TTL')
-local command, now = ARGV[1], current_time()
+local now = current_time()
 load_shared()
 
 local function build_row(sequence, max_count)
@@ -38,15 +40,15 @@ local function build_row(sequence, max_count)
 end
 
 if command == 'list' then
-  local page, rows = call('HSCAN', SEQUENCES, ARGV[2], 'COUNT', ARGV[3]), {}
+  local page, rows = call('HSCAN', SEQUENCES, cursor, 'COUNT', max_count), {}
   for at = 1, #page[2], 2 do
     local sequence = page[2][at] ~= '' and load_sequence(page[2][at])
-    if sequence and (ARGV[4] == '' or ARGV[4] == sequence.status) then rows[#rows + 1] = build_row(sequence, 0) end
+    if sequence and (status == '' or status == sequence.status) then rows[#rows + 1] = build_row(sequence, 0) end
   end
   return {page[1], rows}
 end
 
-local sequence = load_sequence(ARGV[2])
+local sequence = load_sequence(id)
 if command == 'show' then return sequence and build_row(sequence, MAX_WAITING_SHOWN) end
 if command == 'release' then
   if not sequence or sequence.status ~= 'held' then return 0 end
@@ -58,7 +60,7 @@ if command == 'release' then
   return 1
 end
 if command == 'forget' then
-  local key, mark = cancel_mark_key(ARGV[2]), get_cancel_mark(ARGV[2])
+  local key, mark = cancel_mark_key(id), get_cancel_mark(id)
   local covers_undated = mark and mark.covers_undated
   if sequence and (sequence.next_entry or count_slots(sequence) > 0) then return 0 end
   -- Requests without a time of submission may begin the forgotten sequence anew; dated ones stay cancelled.
@@ -72,7 +74,7 @@ if command == 'forget' then
   return 1
 end
 -- Add a sequence of which no request was claimed yet, so that it can end before it begins.
-local function add_unbegun(id)
+local function add_unbegun()
   local unbegun = add_sequence(id)
   begin_run(unbegun)
   unbegun.runs = {new_run(0)}
@@ -82,23 +84,20 @@ end
 if command == 'abort' then
   if sequence and ENDED_STATUSES[sequence.status] then return 0 end
   if not shared_state.max_idle_s then
-    local terms = cmsgpack.unpack(ARGV[4])
-    shared_state.max_idle_s, shared_state.max_age_s, shared_state.max_active = terms[1], terms[2], terms[3]
-    shared_state.max_waiting, shared_state.on_error, shared_state.gap_s, shared_state.refuses =
-      terms[4], terms[5], terms[6], terms[7]
+    set_terms(default_terms)
   end
-  sequence = sequence or add_unbegun(ARGV[2])
-  close_run(sequence, 'aborted', 'SEQUENCE_ABORTED', ARGV[3], now)
+  sequence = sequence or add_unbegun()
+  close_run(sequence, 'aborted', 'SEQUENCE_ABORTED', why, now)
   update_sequence(sequence, now)
   write_sequences(now)
   return 1
 end
-local key, previous_mark = cancel_mark_key(ARGV[2]), get_cancel_mark(ARGV[2])
-local at, kept_s = tonumber(ARGV[3]) or now, math.ceil(tonumber(ARGV[4]))
+local key, previous_mark = cancel_mark_key(id), get_cancel_mark(id)
+local at, kept_s = cancelled_at or now, math.ceil(keep_s)
 if previous_mark then at, kept_s = math.max(at, previous_mark.cancelled_at), math.max(kept_s, call('TTL', key)) end
 call('SET', key, string.format('%.17g', at), 'EX', math.max(1, kept_s))
 if not sequence and shared_state.refuses == 1 then
-  sequence = add_unbegun(ARGV[2])
+  sequence = add_unbegun()
   close_run(sequence, 'ended', 'SEQUENCE_ENDED', 'the sequence was cancelled', now)
   update_sequence(sequence, now)
   write_sequences(now)

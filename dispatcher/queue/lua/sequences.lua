@@ -1,6 +1,7 @@
 -- Sequences: requests with one sequence id run in order, one at a time. core/sequences/rules.py has the rules and
 -- explains the words: a run of a sequence lasts from its begin to its end; a slot is the place of a request in a run;
 -- the next request is the one whose turn it is.
+-- Uses: common
 --
 -- SEQUENCES   the record of each sequence by its id (packed, see `unpack_sequence`); under '', what all sequences share
 -- RUN_QUEUES  the queues of all runs, in the order of bytes. A waiting slot is '<run>:<index>:<entry>', 16 digits
@@ -62,6 +63,12 @@ local function load_shared()
   return shared_state
 end
 
+-- Store the terms of a dispatcher: .max_idle_s, .max_age_s, .max_active (-1: any number), .max_waiting, .on_error,
+-- .gap_s, and .refuses (1 if requests after the end are rejected, or 0).
+local function set_terms(terms)
+  for name, value in pairs(terms) do shared_state[name] = value end
+end
+
 local function save_shared()
   if not shared_state.max_idle_s then return end -- no dispatcher has sent terms yet, so nothing has changed
   local values = {}
@@ -113,7 +120,7 @@ local function cache_sequences(ids, packed_records)
   end
 end
 
--- The cancel marks of sequences by id; false for a sequence that was not cancelled.
+-- The cancel markers of sequences by id; false for a sequence that was not cancelled.
 local cancel_marks = {}
 local function cancel_mark_key(id)
   return string.sub(RETURNED, 1, -1 - #'returned') .. 'sequences:cancelled:' .. id
@@ -437,12 +444,12 @@ local function sequence_full(max_count)
 end
 
 -- Return the code and the message with which a turn is rejected, or nil. A turn has .id, .index (nil: after all
--- others), .last, .reset, .owner and .submitted_at.
+-- others), .last (0 or 1), .reset, .owner and .submitted_at (0: unknown).
 local function find_rejection(sequence, turn, now)
   local terms = load_shared()
   local max_count = terms.max_waiting
   -- This check comes first, so that another producer learns nothing but that the sequence is not its own. A sequence
-  -- that an older version wrote last has no owner; its next request sets the owner.
+  -- that an operator ended before it began has no owner; its first request sets the owner.
   if sequence and sequence.owner and sequence.owner ~= turn.owner then
     return 'SEQUENCE_DENIED', 'its sequence belongs to another producer'
   end
@@ -516,26 +523,20 @@ end
 -- passed.
 local function pass_index(turn_end, now)
   if not load_shared().gap_s then return end -- no dispatcher has sent terms, so this queue has no sequences
-  local turn = {
-    id = turn_end[1], index = turn_end[2] >= 0 and turn_end[2] or nil, reset = turn_end[4] == 1, owner = turn_end[10],
-    submitted_at = turn_end[11],
-  }
-  local failed, sequence = turn_end[6], load_sequence(turn_end[1])
-  local on_error = turn_end[5] ~= '' and turn_end[5] or shared_state.on_error
-  if not turn.index and (failed == 0 or on_error == 'continue') then return end
+  local failed, sequence = turn_end.failed, load_sequence(turn_end.id)
+  local on_error = turn_end.on_error ~= '' and turn_end.on_error or shared_state.on_error
+  if not turn_end.index and (failed == 0 or on_error == 'continue') then return end
   if (not sequence or ENDED_STATUSES[sequence.status]) and not has_capacity() then return end
-  if find_rejection(sequence, turn, now) then return end
+  if find_rejection(sequence, turn_end, now) then return end
   local index
-  sequence, index = join_run(sequence, turn, '+inf', now)
-  add_passed_index(sequence.runs[#sequence.runs], index, turn_end[3], failed, on_error, turn_end[7])
+  sequence, index = join_run(sequence, turn_end, '+inf', now)
+  add_passed_index(sequence.runs[#sequence.runs], index, turn_end.last, failed, on_error, turn_end.cause)
   update_sequence(sequence, now)
 end
 
-local function unpack_turn_end(packed) return packed ~= '' and cmsgpack.unpack(packed) or nil end
-
--- Handle the end of an entry. `turn_end` is nil, or a list of sequence id, index (-1: none), last, reset, on_error
--- ('': as the terms say), failed, cause, sticky token (nil: unchanged), 1 if `conversation` is to be stored, owner,
--- time of submission (0: unknown).
+-- Handle the end of an entry. `turn_end` is nil, or a turn (see `find_rejection`) with .on_error ('': as the terms
+-- say), .failed (0 or 1), .cause, .sticky_token (nil: unchanged), and .has_conversation, which is true if
+-- `conversation` is to be stored.
 local function end_turn(id, state, turn_end, conversation, now)
   local turn = state and state[SLOT]
   if not turn then
@@ -543,13 +544,13 @@ local function end_turn(id, state, turn_end, conversation, now)
     return
   end
   set_slot(state, false)
-  local failed, cause = turn_end and turn_end[6] or 0, turn_end and turn_end[7] or ''
+  local failed, cause = turn_end and turn_end.failed or 0, turn_end and turn_end.cause or ''
   local sequence, number, index = load_sequence(turn[SLOT_SEQUENCE]), turn[SLOT_RUN], turn[SLOT_INDEX]
   if sequence and sequence.next_entry == id then
     sequence.next_entry, sequence.last_active_at = false, now
     if sequence.status == 'open' and sequence.next_run == sequence.runs[1][RUN_NUMBER] then
-      if turn_end and turn_end[8] then sequence.sticky_token = turn_end[8] end
-      if turn_end and turn_end[9] == 1 then save_conversation(sequence, conversation) end
+      if turn_end and turn_end.sticky_token then sequence.sticky_token = turn_end.sticky_token end
+      if turn_end and turn_end.has_conversation then save_conversation(sequence, conversation) end
       sequence.ended_count, sequence.failed_count = sequence.ended_count + 1, sequence.failed_count + failed
       apply_end(sequence, sequence.next_is_last == 1, failed == 1 and sequence.next_on_error or 'continue', cause, now)
       end_run_if_old(sequence, now)

@@ -1,22 +1,24 @@
 -- Set the units of leases once their requests were parsed, and return requests to the queue for which there is no
 -- room.
--- KEYS   common keys…
--- ARGV   owner, owner_timeout_s, lease_s, limit, read_at, lost, retry_after_max_s, units of the limit that no lease
---        counts, then per lease: id, token, units
+-- Uses: owner_commands, common
+-- Keys: queue
+-- Arguments: owner, owner_timeout_s: number, lease_s: number, limit: number, read_at: number, lost_units: number,
+--     retry_after_max_s: number, unleased_units: number
+-- List leases: entry_id: number, token, units: number
+-- `unleased_units` are units of the limit that no lease counts.
 -- Returns {owner reply, {1 if the lease counts these units now, 0 if it is no longer the caller's…}}
 -- Guarantees: the units of all leases never pass the limit because of this call. A returned request was not
 -- delivered, keeps its place, and is claimed next when there is room for all of its units.
-local owner, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now, shared = current_time(), load_control()
 begin_writes()
 correct_future_times(shared, now)
-record_heartbeat(owner, now, timeout_s)
-local room = (share_and_get_limit(shared, now, ARGV[4], ARGV[5], ARGV[6], ARGV[7]) or 0)
-  - count_live_units(shared) - tonumber(ARGV[8])
+record_heartbeat(owner, now, owner_timeout_s)
+local room = (share_and_get_limit(shared, now, limit, read_at, lost_units, retry_after_max_s) or 0)
+  - count_live_units(shared) - unleased_units
 local fits, returned = {}, {}
-for at = 9, #ARGV, 3 do
-  local id, units = tonumber(ARGV[at]), tonumber(ARGV[at + 2])
-  local state = load_leased(id, ARGV[at + 1])
+for _, lease in ipairs(leases) do
+  local id, units = lease.entry_id, lease.units
+  local state = load_leased(id, lease.token)
   local name = state and lease_name(id, state)
   local until_ = name and call('ZSCORE', LEASES, name)
   if not until_ then state = nil end

@@ -1,25 +1,22 @@
 -- Write the results of unleased requests and remove the requests: those past their deadline, and the remaining
 -- requests of closed runs of sequences.
--- KEYS   common keys…, reply record, default list
--- ARGV   reply_s, ttl_s, foreign (as in settle), then per request: location, member, delivery, list, result, request
---        id, request token, turn end, conversation (as in settle)
+-- Uses: owner_commands, common, cancel_markers, write_results, sequences, waiting_for_model
+-- Keys: queue, REPLY, DEFAULT_LIST
+-- Arguments: reply_s, ttl_s: number, foreign: flag
+-- List items: delivery: number, list, result, request_id, request_token, turn_end: packed, conversation, location,
+--     member
+-- All but `location` and `member` is as in settle.lua.
 -- Returns {status per request (DONE, LOST if the request has moved, BAD_LIST, UNWRITABLE)…}
 -- Guarantees: a result is written exactly when its request is removed, and only if the request is still where it was
 -- found.
-local REPLY = KEYS[KEY_COUNT + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
-local ttl_s, foreign, now = tonumber(ARGV[2]), ARGV[3] == '1', current_time()
+local now = current_time()
 local SETS = {D = DELAYED_ORDER}
 for number, letter in ipairs(WAITING_LETTERS) do SETS[letter] = WAITING_SETS[number] end
-local items, live, seen = {}, {}, {}
-for at = 4, #ARGV, 9 do
-  local item = {
-    location = ARGV[at], member = ARGV[at + 1], delivery = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
-    result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6],
-    turn_end = unpack_turn_end(ARGV[at + 7]), conversation = ARGV[at + 8], status = LOST,
-  }
-  items[#items + 1] = item
+local live, seen = {}, {}
+for _, item in ipairs(items) do
+  item.status = LOST
   local is_there
   if item.location == 'P' then
     is_there = call('ZSCORE', PENDING, item.member)
@@ -63,5 +60,5 @@ if #live > 0 then
 end
 local statuses = {}
 for number, item in ipairs(items) do statuses[number] = item.status end
-if #live > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', ARGV[1]) end
+if #live > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', reply_s) end
 return statuses

@@ -2,9 +2,12 @@
 -- sweep is for this queue only: other leases in LEASES belong to the sweeps of their own queues. Silence and gaps are
 -- states of the pool. A lease of another queue that ran out lease_s ago is abandoned, because a sweep of its queue
 -- would have taken it back. It counts as lost and keeps its request, which the next sweep of its queue returns.
--- KEYS   common keys…
--- ARGV   owner, owner_timeout_s, lease_s, max number of each kind, foreign (as in settle), queue.max_pending (0: no
---        limit), then owners that are proven to have ended…
+-- Uses: owner_commands, common, cancel_markers, sequences, waiting_for_model
+-- Keys: queue
+-- Arguments: owner, owner_timeout_s: number, lease_s: number, max_count: number, foreign: flag, max_pending
+-- List ended_owners: text
+-- `max_count` is the largest number of leases, and of due requests. `foreign` is as in settle.lua. `max_pending` is the
+-- setting queue.max_pending, 0 for no limit. `ended_owners` are proven to have ended.
 -- Returns {now, reclaimed leases, due requests, time of the next due request or false, 1 if there is more to do,
 --         units lost so far, owners that hold leases, requests of sequences whose turn has come, cancelled requests
 --         that waited for their model}
@@ -14,7 +17,6 @@
 -- for lease_s/3; after one of more than owner_timeout_s/2 or 2 s, no owner counts as silent for as long as any owner
 -- may be silent. If the clock steps back, all times move back with it, except for those that `correct_future_times`
 -- sets.
-local owner, timeout_s, lease_s, max_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, shared = current_time(), load_control()
 load_shared()
 local any_waits_for_model = call('TYPE', WAITING_FOR_MODEL).ok ~= 'none'
@@ -38,27 +40,20 @@ local function stay_quiet(field, quiet_s)
   shared[field] = math.max(now + quiet_s, shared[field] or 0)
   call('HSET', CONTROL, field, format_float(shared[field]))
 end
-if shared.tick and now < shared.tick - 1 then
-  local delta = now - shared.tick
-  shift_scores(LEASES, delta, format_float(now + lease_s)) -- earlier scores may have been written since the step
-  shift_fields({'quiet_until'}, delta)
-elseif shared.tick and now - shared.tick > lease_s / 3 then
-  stay_quiet('quiet_until', lease_s / 3)
+local gap_s = shared.tick and now - shared.tick or 0
+if gap_s < -1 then
+  shift_scores(LEASES, gap_s, format_float(now + lease_s)) -- earlier scores may have been written since the step
+  shift_scores(HEARTBEATS, gap_s, '-inf')
+  shift_fields({'quiet_until', 'heartbeats_quiet_until'}, gap_s)
+  stay_quiet('heartbeats_quiet_until', owner_timeout_s)
 end
--- The heartbeats have a tick of their own, because owners of versions without heartbeats move the other tick.
-local heartbeats_tick = shared.heartbeats_tick
-if heartbeats_tick and now < heartbeats_tick - 1 then
-  shift_scores(HEARTBEATS, now - heartbeats_tick, '-inf')
-  shift_fields({'heartbeats_quiet_until'}, now - heartbeats_tick)
-  stay_quiet('heartbeats_quiet_until', timeout_s)
-elseif shared.tick
-  and now - (heartbeats_tick or 0) > (timeout_s > 0 and math.min(timeout_s / 2, SWEEP_GAP_S) or SWEEP_GAP_S) then
+if gap_s > lease_s / 3 then stay_quiet('quiet_until', lease_s / 3) end
+if gap_s > (owner_timeout_s > 0 and math.min(owner_timeout_s / 2, SWEEP_GAP_S) or SWEEP_GAP_S) then
   -- Other owners may be silent for longer than this one. The latest heartbeat tells how long, if it is from before
   -- the gap. If it is from after the gap, the result is too large; no owner_timeout_s is above lease_s, which bounds
   -- it.
   local furthest = tonumber(call('ZRANGE', HEARTBEATS, -1, -1, 'WITHSCORES')[2] or 0)
-  local longest_s = math.min(furthest - (heartbeats_tick or now), lease_s)
-  stay_quiet('heartbeats_quiet_until', math.max(longest_s, timeout_s))
+  stay_quiet('heartbeats_quiet_until', math.max(math.min(furthest - shared.tick, lease_s), owner_timeout_s))
 end
 -- Delayed requests have a tick of this queue, because the sweep of another queue may have been the first after a step
 -- of the clock.
@@ -68,10 +63,11 @@ if now < last_swept_at - 1 then
   shift_scores(DELAYED, now - last_swept_at, '-inf')
   shift_scores(SEQUENCE_CHECKS, now - last_swept_at, '-inf')
 end
-call('HSET', CONTROL, 'tick', format_float(now), 'heartbeats_tick', format_float(now), tick_field, format_float(now))
+call('HSET', CONTROL, 'tick', format_float(now), tick_field, format_float(now))
 local max_pending_field = 'max_pending:' .. PENDING
-if ARGV[6] == '0' then call('HDEL', CONTROL, max_pending_field) else call('HSET', CONTROL, max_pending_field, ARGV[6]) end
-record_heartbeat(owner, now, timeout_s)
+if max_pending == '0' then call('HDEL', CONTROL, max_pending_field)
+else call('HSET', CONTROL, max_pending_field, max_pending) end
+record_heartbeat(owner, now, owner_timeout_s)
 
 -- Return the lease of that name as an item of `end_leases`, or nil if its request belongs to another queue.
 local function find_own_lease(name)
@@ -110,8 +106,8 @@ end
 
 -- Find owners that have ended: those that are proven to, and silent ones. Silent owners without leases are forgotten.
 local gone, silent, any_owner_gone = {}, {}, false
-for number = 7, #ARGV do
-  if ARGV[number] ~= owner then gone[ARGV[number]], any_owner_gone = true, true end
+for _, ended_owner in ipairs(ended_owners) do
+  if ended_owner ~= owner then gone[ended_owner], any_owner_gone = true, true end
 end
 if now >= (shared.heartbeats_quiet_until or 0) then
   for _, owner in ipairs(call('ZRANGEBYSCORE', HEARTBEATS, '-inf', format_float(now), 'LIMIT', 0, max_count)) do
@@ -183,21 +179,15 @@ local function check_sequence(sequence, now)
   sequence.last_active_at = math.min(sequence.last_active_at, now)
   sequence.began_at, sequence.gap_since =
     sequence.began_at and math.min(sequence.began_at, now), sequence.gap_since and math.min(sequence.gap_since, now)
-  if sequence.next_entry then
-    local state = load_entry(sequence.next_entry)
-    -- An older version, which knows no sequences, may have ended the entry and left the sequence as it was.
-    if not state or state[LOCATION] == 'X' then
-      end_turn(sequence.next_entry, {[SLOT] = {0, sequence.id}}, nil, '', now)
-    end
-  elseif count_slots(sequence) == 0 and now >= sequence.last_active_at + load_shared().max_idle_s then
-    if ENDED_STATUSES[sequence.status] then
+  if not sequence.next_entry then
+    if count_slots(sequence) > 0 or now < sequence.last_active_at + load_shared().max_idle_s then
+      end_run_if_old(sequence, now)
+    elseif ENDED_STATUSES[sequence.status] then
       delete_sequence(sequence)
     else
       count_event('idle')
       end_run(sequence, 'no request of it ran or waited for max_idle_s', now)
     end
-  else
-    end_run_if_old(sequence, now)
   end
   advance_sequence(sequence, now)
   mark_changed(sequence)
@@ -212,10 +202,7 @@ local function sweep_sequences(now, max_count)
     if sequence then due[#due + 1] = sequence else call('ZREM', SEQUENCE_CHECKS, id) end
   end
   table.sort(due, function(a, b) return a.runs[1][RUN_NUMBER] < b.runs[1][RUN_NUMBER] end)
-  for _, sequence in ipairs(due) do
-    -- A sequence that ended while an earlier one was checked is no longer stored.
-    if not sequence.is_deleted then check_sequence(sequence, now) end
-  end
+  for _, sequence in ipairs(due) do check_sequence(sequence, now) end
   if call('ZCARD', PARKED) > 0 then
     for _ = 0, #due do unpark_sequences(now) end
   end
@@ -235,7 +222,7 @@ local next_due = call('ZRANGE', DELAYED, 0, 0, 'WITHSCORES')[2]
 local checked_count = sweep_sequences(now, MAX_SEQUENCES_PER_SWEEP)
 local more = (reclaimed == max_count or due_count == max_count or checked_count == MAX_SEQUENCES_PER_SWEEP) and 1 or 0
 local cancelled_count =
-  any_waits_for_model and waiting_models.return_cancelled(MAX_CANCEL_CHECKS_PER_SWEEP, ARGV[5] == '1') or 0
+  any_waits_for_model and waiting_models.return_cancelled(MAX_CANCEL_CHECKS_PER_SWEEP, foreign) or 0
 return {
   format_float(now), reclaimed, due_count, next_due or false, more, shared.lost, call('HKEYS', OWNERS), ready_count,
   cancelled_count,

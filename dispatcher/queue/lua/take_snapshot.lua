@@ -1,16 +1,16 @@
 -- Take a snapshot of the queue: how many requests wait by deadline, and which owners work on the pool. The spans are
 -- narrow where it decides which requests miss their deadlines.
--- KEYS   common keys…
--- ARGV   owner_timeout_s, rate, service_s (rate 0: not known), max number of spans to split, max bytes of a first
---        member, max number of owners
+-- Uses: require_commands, common
+-- Keys: queue
+-- Arguments: owner_timeout_s: number, rate: number, service_s: number, max_splits: number, head_bytes: number,
+--     max_owners: number
+-- A `rate` of 0 is not known. At most `max_splits` spans are split, and `head_bytes` is the largest first member.
 -- Returns {now, settled leases, live leases, {low, high, count…}, {deadline or -1, first member…}, number of owners,
 --         {owner, leases, seconds since its heartbeat or false…}}; the low of a span is -1 if its scores contain no
 --         deadline
 -- Guarantees: only reads. It counts by rank and reads no members but the first of each priority, so it takes time
 -- proportional to log n.
 require_commands('ZCOUNT')
-local timeout_s, rate, service_s = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
-local max_splits, head_bytes, max_owners = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local now = current_time()
 
 local sets, total = {}, 0
@@ -151,7 +151,7 @@ local heartbeats = call('ZRANGE', HEARTBEATS, -1000, -1, 'WITHSCORES')
 for at = #heartbeats - 1, 1, -2 do
   local owner, until_ = heartbeats[at], tonumber(heartbeats[at + 1])
   if now < until_ or leases[owner] then
-    add_owner(owner, leases[owner] or 0, format_float(math.max(0, now - until_ + timeout_s)))
+    add_owner(owner, leases[owner] or 0, format_float(math.max(0, now - until_ + owner_timeout_s)))
   end
 end
 for owner, count in pairs(leases) do

@@ -1,5 +1,6 @@
 -- Requests whose model is not served. They wait in a lane of their own (core/requests/lanes.py), at no cost to other
 -- requests.
+-- Uses: common, cancel_markers
 --
 -- WAITING_FOR_MODEL         the lane, by score, like every lane
 -- WAITING_FOR_MODEL_ORDER   the same entries by model, in the order of bytes: '<length of the name, 3 digits><model>:

@@ -1,13 +1,13 @@
 -- Write results to their lists. Used by settle and settle_unleased. The status of a result is one of:
 -- BAD_LIST: nothing was done; the caller writes INVALID_REQUEST to the default list instead.
 -- UNWRITABLE: the default list cannot be pushed to. The request stays as it is, because a result must not be lost.
+-- Uses: common, list_ttl
 
 -- The lists and tokens that a producer names are arguments and not KEYS: if this user had no permission for one of
--- the
--- KEYS, Redis would refuse the whole call, and one request would hold up all others for ever.
+-- the KEYS, Redis would refuse the whole call, and one request would hold up all others for ever. The scripts that use
+-- this file declare the key DEFAULT_LIST.
 local write_results
 do
-local DEFAULT_LIST = KEYS[KEY_COUNT + 2]
 
 local function push_results(list, results, ttl_s)
   local refusal = list == DEFAULT_LIST and UNWRITABLE or BAD_LIST

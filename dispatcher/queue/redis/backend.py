@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from redis.crc import key_slot
 
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.clock import ServerClock
-from dispatcher.queue.redis.scripts import Argument, Client, Reply, ScriptRunner
+from dispatcher.queue.redis.lua_scripts import NO_NAMES, Argument, load_script
+from dispatcher.queue.redis.scripts import Client, Reply, ScriptRunner
 
 
 class Backend:
@@ -25,7 +27,11 @@ class Backend:
         self.names = names
         self.scripts = ScriptRunner(client, attempt_timeout_s=attempt_timeout_s)
         self.clock = ServerClock()
-        self._keys = names.script_keys
+        self._key_groups: Mapping[str, Sequence[str]] = {
+            "queue": names.script_keys,
+            "models": names.model_registry_keys,
+            "": (),
+        }
         self._slot = key_slot(names.queue.encode())
 
     async def aclose(self) -> None:
@@ -34,11 +40,19 @@ class Backend:
             await self.scripts.client.aclose()
 
     async def run_script(
-        self, script: str, args: Sequence[Argument], keys: Sequence[Argument] = (), *, size_bytes: int = 0
+        self,
+        script_name: str,
+        arguments: Mapping[str, Any] = NO_NAMES,
+        *,
+        keys: Mapping[str, Argument] = NO_NAMES,
+        size_bytes: int = 0,
     ) -> Reply:
-        """Run a script on the queue's own keys, followed by `keys`. `size_bytes`: see
-        `ScriptRunner.call_with_retries`."""
-        return await self.scripts.run(script, [*self._keys, *keys], args, size_bytes=size_bytes)
+        """Run a script on the keys of the queue, or on those of the model registry, and on `keys`. See
+        `ScriptRunner.run`."""
+        group = self._key_groups[load_script(script_name).key_group]
+        return await self.scripts.run(
+            script_name, arguments, keys=keys, key_group=group, size_bytes=size_bytes
+        )
 
     def create_reply_key(self) -> str:
         """Return a new key for the reply to one call."""

@@ -9,14 +9,21 @@ from redis import exceptions as errors
 
 from dispatcher.queue.keys import FOREIGN_ACTIVE_PREFIX, FOREIGN_CANCEL_PREFIX, MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.lua_scripts import Row
 from dispatcher.queue.redis.script_calls import encode_key
-from dispatcher.queue.redis.scripts import Argument, ScriptRunner, split_batches
+from dispatcher.queue.redis.scripts import ScriptRunner, split_batches
 
 _MAX_REQUESTS_PER_CALL = 1000
 """Largest number of requests that one call asks about."""
 ForeignMarkers = Literal["", "must", "may"]
 """Mode in which a script treats the markers of llm-d's producers. lua/check_cancelled.lua explains the
 values."""
+
+
+class _RequestRow(Row):
+    id: bytes
+    token: bytes
+    may_have_marker: bool
 
 
 async def check_cancelled(
@@ -31,10 +38,11 @@ async def check_cancelled(
     for batch in split_batches(
         [*encoded.items()], lambda item: sum(map(len, item[1])), _MAX_REQUESTS_PER_CALL
     ):
-        args: list[Argument] = [foreign]
-        for _, (request_id, token) in batch:
-            args += (request_id, token, int(len(token) <= MAX_TOKEN_BYTES))
-        flags = (await backend.run_script("check_cancelled", args)).value
+        rows = [
+            _RequestRow(id=request_id, token=token, may_have_marker=len(token) <= MAX_TOKEN_BYTES)
+            for _, (request_id, token) in batch
+        ]
+        flags = (await backend.run_script("check_cancelled", {"foreign": foreign, "requests": rows})).value
         marked |= {pair for (pair, _), found in zip(batch, flags, strict=True) if found}
     return [pair in marked for pair in requests]
 

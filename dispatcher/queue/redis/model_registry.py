@@ -22,10 +22,10 @@ from dispatcher.queue.model_registry import (
     make_limit_error,
 )
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import Argument, Reply, split_batches
+from dispatcher.queue.redis.lua_scripts import Row as ScriptRow
+from dispatcher.queue.redis.replies import decode_model_registry
+from dispatcher.queue.redis.scripts import split_batches
 
-_LABELS_KEY, _DRAINS_KEY = 4, 5
-"""Numbers of these keys in `queue.keys.MODEL_REGISTRY_KEYS`."""
 _MAX_PIN_KEY_BYTES = 256
 """Length from which on the digest of a key is used for its pin."""
 Row = TypeVar("Row", bound=tuple[str, ...])
@@ -42,19 +42,16 @@ async def refresh_warm_markers(
     in_use = [_encode_names(owner, model) for model in dict.fromkeys(models_in_use) if are_valid_names(model)]
     return await _run_refresh(
         backend,
-        [
-            _encode_prefix(owner),
-            len(kept),
-            len(removed),
-            *(_encode_names(*pair) for pair in kept + removed),
-            *in_use,
-        ],
+        _encode_prefix(owner),
+        kept=[_encode_names(*pair) for pair in kept],
+        removed=[_encode_names(*pair) for pair in removed],
+        in_use=in_use,
     )
 
 
 async def read_model_registry(backend: Backend) -> ModelRegistryState:
     """Return the model registry. Only reads."""
-    return await _run_refresh(backend, ["", 0, 0])
+    return await _run_refresh(backend, b"")
 
 
 async def update_warm_up_lock(backend: Backend, action: str, owner: str, model: str, endpoint: str) -> bool:
@@ -62,31 +59,47 @@ async def update_warm_up_lock(backend: Backend, action: str, owner: str, model: 
     `warm` releases it and marks the model as warm. Return False if another owner has the lock."""
     if not are_valid_names(model, endpoint):
         return False
-    names = (
-        _encode_names(model, endpoint),
-        _encode_prefix(model, endpoint),
-        _encode_names(model, endpoint, owner),
+    reply = await backend.run_script(
+        "warm_up_lock",
+        {
+            "action": action,
+            "warm_name": _encode_names(model, endpoint),
+            "prefix": _encode_prefix(model, endpoint),
+            "own_name": _encode_names(model, endpoint, owner),
+        },
     )
-    return bool((await _run_registry_script(backend, "warm_up_lock", [action, *names])).value)
+    return bool(reply.value)
+
+
+class _PinRow(ScriptRow):
+    key: bytes
+    keep_s: float
+    version_count: int
 
 
 async def pin_versions(backend: Backend, pins: Sequence[PinRequest], max_pins: int) -> list[str]:
     given: list[str] = []
     for batch in split_batches(pins, lambda each: len(each.key) + sum(map(len, each.allowed_versions))):
-        args: list[Argument] = [max_pins]
-        for each in batch:
-            versions = [
-                version.encode(errors="surrogatepass")
-                for version in (each.proposed_version, *each.allowed_versions)
-            ]
-            args += [
-                _encode_pin_field(each.key),
-                max(0.0, min(each.keep_s, MAX_PIN_S)),
-                len(versions),
-                *versions,
-            ]
+        rows = [
+            _PinRow(
+                key=_encode_pin_field(each.key),
+                keep_s=max(0.0, min(each.keep_s, MAX_PIN_S)),
+                version_count=1 + len(each.allowed_versions),
+            )
+            for each in batch
+        ]
+        versions = [
+            version.encode(errors="surrogatepass")
+            for each in batch
+            for version in (each.proposed_version, *each.allowed_versions)
+        ]
+        reply = await backend.run_script(
+            "pin_versions",
+            {"max_pins": max_pins, "pins": rows, "versions": versions},
+            size_bytes=sum(map(len, versions)),
+        )
         # The script returns the number of the version in the list that it got.
-        numbers = (await _run_registry_script(backend, "pin_versions", args)).value
+        numbers = reply.value
         given += [
             (each.proposed_version, *each.allowed_versions)[number - 1]
             for each, number in zip(batch, numbers, strict=True)
@@ -98,14 +111,13 @@ async def set_label(backend: Backend, family: str, name: str, version: str | Non
     """Set a label, or remove it if `version` is `None`. Return False if there was none to remove."""
     check_names(family=family, label=name, version=family if version is None else version)
     note = b"" if version is None else _encode_names(family, name, version, clean_who(who))
-    return await _label_or_drain(backend, _LABELS_KEY, "labels", _encode_prefix(family, name), note)
+    return await _label_or_drain(backend, "labels", _encode_prefix(family, name), note)
 
 
 async def drain_version(backend: Backend, model: str, who: str, why: str) -> None:
     check_names(model=model)
     await _label_or_drain(
         backend,
-        _DRAINS_KEY,
         "drains",
         _encode_prefix(model),
         _encode_names(model, clean_who(who), clean_why(why)),
@@ -114,41 +126,49 @@ async def drain_version(backend: Backend, model: str, who: str, why: str) -> Non
 
 async def undrain_version(backend: Backend, model: str) -> bool:
     """Remove the drain of a version. Return False if it was not drained."""
-    return are_valid_names(model) and await _label_or_drain(
-        backend, _DRAINS_KEY, "drains", _encode_prefix(model), b""
-    )
+    return are_valid_names(model) and await _label_or_drain(backend, "drains", _encode_prefix(model), b"")
 
 
-async def _label_or_drain(backend: Backend, key_number: int, what: str, prefix: bytes, note: bytes) -> bool:
-    done = (await _run_registry_script(backend, "label_or_drain", [key_number, prefix, note])).value
+async def _label_or_drain(backend: Backend, kind: str, prefix: bytes, name: bytes) -> bool:
+    done = (await backend.run_script("label_or_drain", {"kind": kind, "prefix": prefix, "name": name})).value
     if done < 0:  # the registry is full
-        raise make_limit_error(what)
+        raise make_limit_error(kind)
     return bool(done)
 
 
-async def _run_refresh(backend: Backend, args: list[Argument]) -> ModelRegistryState:
-    found, used, labels, drains, problems, warming = (
-        await _run_registry_script(backend, "refresh_warm_markers", args)
-    ).value
+async def _run_refresh(
+    backend: Backend,
+    owner_prefix: bytes,
+    *,
+    kept: Sequence[bytes] = (),
+    removed: Sequence[bytes] = (),
+    in_use: Sequence[bytes] = (),
+) -> ModelRegistryState:
+    reply = await backend.run_script(
+        "refresh_warm_markers",
+        {"owner_prefix": owner_prefix, "kept": kept, "removed": removed, "in_use": in_use},
+        size_bytes=sum(map(len, (*kept, *removed, *in_use))),
+    )
+    registry = decode_model_registry(reply)
     unreadable: list[bytes] = []
     versions, label_origins, drained = {}, {}, {}
-    for entry, at in zip(labels[::2], labels[1::2], strict=True):
+    for entry, at in registry.labels:
         for family, name, version, who in _decode_rows(tuple[str, str, str, str], [entry], unreadable):
             versions[family, name], label_origins[family, name] = (
                 version,
-                describe_decision(who, "", float(at)),
+                describe_decision(who, "", at),
             )
-    for entry, at in zip(drains[::2], drains[1::2], strict=True):
+    for entry, at in registry.drains:
         for model, who, why in _decode_rows(tuple[str, str, str], [entry], unreadable):
-            drained[model] = describe_decision(who, why, float(at))
+            drained[model] = describe_decision(who, why, at)
     return ModelRegistryState(
-        frozenset(_decode_rows(tuple[str, str], found, unreadable)),
-        frozenset(model for _, model in _decode_rows(tuple[str, str], used, unreadable)),
+        frozenset(_decode_rows(tuple[str, str], registry.warm_markers, unreadable)),
+        frozenset(model for _, model in _decode_rows(tuple[str, str], registry.models_in_use, unreadable)),
         versions,
         label_origins=label_origins,
         drained_models=drained,
-        warm_up_locks=frozenset(_decode_rows(tuple[str, str, str], warming, unreadable)),
-        problem=_describe_problem(problems, unreadable),
+        warm_up_locks=frozenset(_decode_rows(tuple[str, str, str], registry.warm_up_locks, unreadable)),
+        problem=_describe_problem(registry.problems, unreadable),
     )
 
 
@@ -161,19 +181,14 @@ def _decode_rows(kind: type[Row], entries: Iterable[bytes], unreadable: list[byt
             unreadable.append(entry)
 
 
-def _describe_problem(foreign: Sequence[bytes], unreadable: Sequence[bytes]) -> str:
-    descriptions = [each.decode(errors="replace") for each in foreign]
+def _describe_problem(problems: Sequence[str], unreadable: Sequence[bytes]) -> str:
+    descriptions = list(problems)
     if unreadable:
         first = truncate_text(escape_unprintable(unreadable[0].decode(errors="replace")), 60)
         descriptions.append(
             f"{len(unreadable)} entries of the model registry cannot be read, the first: {first}"
         )
     return "; ".join(descriptions)
-
-
-async def _run_registry_script(backend: Backend, script: str, args: Sequence[Argument]) -> Reply:
-    size = sum(len(each) for each in args if isinstance(each, str | bytes))
-    return await backend.scripts.run(script, backend.names.model_registry_keys, args, size_bytes=size)
 
 
 def _encode_names(*names: str) -> bytes:

@@ -13,7 +13,7 @@ from dispatcher.core.requests.result import decode_result, encode_bad_list
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis import script_calls
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Argument, PermissionDeniedError
+from dispatcher.queue.redis.scripts import PermissionDeniedError
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
@@ -81,7 +81,7 @@ class Outbox:
             emit(Event.RESULT_LIST_UNREACHABLE, list=shown, waiting=len(results), why=str(error))
 
     async def _read_page(self, after: str) -> Sequence[bytes]:
-        return await read_outbox(self._backend, after, _MAX_ELEMENTS)
+        return await script_calls.read_outbox(self._backend, after, _MAX_ELEMENTS)
 
     async def _deliver_list(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         pushes = [(number, result) for number, result, _ in results]
@@ -126,15 +126,6 @@ class Outbox:
         # A name without a hash tag becomes the tag, so that the marker is in the slot of the list.
         tagged = name if key_slot(name + b":") == key_slot(name) else b"{" + name + b"}"
         return tagged + own
-
-
-async def read_outbox(backend: Backend, after: str, max_count: int) -> Sequence[bytes]:
-    """Return the next elements of the outbox: at most a megabyte, or one element if it is larger."""
-    args: list[Argument] = [after, max_count, MAX_SCRIPT_BYTES]
-    found: Sequence[bytes] = (
-        await backend.scripts.run("read_outbox", [backend.names.outbox_key], args)
-    ).value
-    return found
 
 
 def _parse_element(element: bytes) -> tuple[bytes, bytes, bytes]:

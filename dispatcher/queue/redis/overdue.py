@@ -27,10 +27,6 @@ class ScoreWalk:
     offset: int = 0
     has_ended: bool = False
 
-    @property
-    def position(self) -> tuple[str, str, int, int]:
-        return self.after, self.until, self.range_index, self.offset
-
     def advance_to(self, until: bytes, next_range: int, next_offset: int) -> None:
         self.until = until.decode()
         self.range_index, self.offset = next_range, next_offset

@@ -55,6 +55,7 @@ from dispatcher.queue.redis import cancel_markers, model_registry, script_calls,
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import REMAINING, OverdueSearch
+from dispatcher.queue.redis.replies import SettleReply
 from dispatcher.queue.redis.result_lists import ResultListChecker
 from dispatcher.queue.redis.result_writer import ResultWriter, WriteStep
 from dispatcher.queue.redis.script_calls import OwnerTerms, ResultWrite
@@ -282,7 +283,7 @@ class RedisQueue:
                 self.owner, self._owner_terms.lease_s, nonce, permit, self._max_member_bytes
             )
         ]
-        replies: list[script_calls.SettleReply] = []
+        settle_replies: list[SettleReply] = []
 
         async def settle_with_offer(writes: Sequence[ResultWrite]) -> Sequence[int]:
             """Settle some results. The first call makes the offer. If its reply is lost, a claim by the nonce
@@ -290,12 +291,13 @@ class RedisQueue:
             offer = offers.pop() if offers else None
             reply = await self._run_settle(writes, offer)
             if offer is not None:
-                replies.append(reply)
+                settle_replies.append(reply)
             return reply.statuses
 
         statuses = await self._end_leases([ResultWrite(each) for each in settlements], settle_with_offer)
-        claimed, goes = (replies[0].claim_result, replies[0].granted_turns) if replies else (None, ())
-        return SettleAndClaimResult(statuses, claimed, goes)
+        if not settle_replies:
+            return SettleAndClaimResult(statuses, None, ())
+        return SettleAndClaimResult(statuses, settle_replies[0].claim_result, settle_replies[0].granted_turns)
 
     async def move_to_dead_letters(self, dead_letters: Sequence[DeadLetter]) -> Sequence[SettleStatus | None]:
         return await self._end_leases(
@@ -320,9 +322,13 @@ class RedisQueue:
 
     async def _run_settle(
         self, writes: Sequence[ResultWrite], offer: sequences.NextClaimOffer | None = None
-    ) -> script_calls.SettleReply:
+    ) -> SettleReply:
         reply = await script_calls.settle(
-            self.backend, writes, ttl_s=self._result_ttl_s, dead_max=self._dead_max, offer=offer
+            self.backend,
+            writes,
+            ttl_s=self._result_ttl_s,
+            dead_max=self._dead_max,
+            offer=None if offer is None else offer.describe(self.backend),
         )
         if reply.dropped_dead_count:
             emit(Event.DEAD_DROPPED, count=reply.dropped_dead_count, dead_max=self._dead_max)
@@ -382,7 +388,7 @@ class RedisQueue:
         return [by_own or by_theirs for by_own, by_theirs in zip(own, foreign, strict=True)]
 
     async def sweep(self) -> SweepSummary:
-        reclaimed = due = turns = revoked = 0
+        reclaimed = due = turns = cancelled = 0
         ended_owners: Sequence[str] = ()
         while True:
             reply = await script_calls.sweep(
@@ -391,7 +397,7 @@ class RedisQueue:
             reclaimed += reply.reclaimed_count
             due += reply.due_count
             turns += reply.turn_count
-            revoked += reply.cancelled_count
+            cancelled += reply.cancelled_count
             # The first sweep reports the owners that hold leases. A second one names those that have ended.
             before, ended_owners = ended_owners, self._find_ended_owners(reply.lease_owners)
             # Owners that were named before and still hold leases hold those of other queues, unless the sweep
@@ -400,7 +406,7 @@ class RedisQueue:
                 break
         if self.backend.scripts.is_cluster:
             await self._outbox.deliver_pending()
-        return SweepSummary(reclaimed, due, reply.next_due_at, reply.lost_units, turns, revoked)
+        return SweepSummary(reclaimed, due, reply.next_due_at, reply.lost_units, turns, cancelled)
 
     def _find_ended_owners(self, lease_owners: Sequence[str]) -> Sequence[str]:
         """Return the owners that hold leases and are proven to have ended."""
@@ -419,16 +425,16 @@ class RedisQueue:
         # Both passes, because one of them may have found nothing.
         for _ in range(2):
             walk = overdue.next_walk()
-            position = walk.position
             reply = await script_calls.find_overdue(
-                self.backend, position, max_count, max_member_bytes=self._max_member_bytes
+                self.backend, walk, max_count, max_member_bytes=self._max_member_bytes
             )
             if size := reply.large_member_bytes:
+                same_position = replace(walk)
                 # Before the call, so that a member whose transfer fails does not stop the search.
                 walk.offset += 1
                 reply = await script_calls.find_overdue(
                     self.backend,
-                    position,
+                    same_position,
                     max_count,
                     max_member_bytes=self._max_member_bytes,
                     large_member_bytes=size,

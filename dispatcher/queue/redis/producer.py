@@ -16,7 +16,8 @@ from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
 from dispatcher.queue.keys import KEPT_SUFFIX, MAX_TOKEN_BYTES, OWNER_SUFFIX, QueueNames
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Argument, ScriptRunner, WrongKeyError
+from dispatcher.queue.redis.lua_scripts import Row
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, ScriptRunner, WrongKeyError
 
 MAX_COLLECTED = 1000
 _MAX_SCANNED = 100
@@ -25,6 +26,14 @@ NOT_SERVED_AFTER_S = 30.0
 seconds."""
 KEPT_TTL_S = 604_800
 """Seconds for which results are kept for a client if their list has no lifetime of its own."""
+
+
+class _SubmissionRow(Row):
+    score: str
+    member: bytes
+    id: str
+    token: str
+    deadline: int
 
 
 async def submit(
@@ -40,24 +49,40 @@ async def submit(
     `reply_key` is the key of the reply for `reply_ttl_s`, so that a repeated call with the same key submits
     nothing twice; empty for a new key. `obsolete_replies` are the keys of calls that will not be repeated.
     """
-    args: list[Argument] = [reply_ttl_s, backend.names.wake_channel, len(submissions)]
+    rows = []
     for each in submissions:
-        args += (repr(float(each.score)), each.member)
-    for each in submissions:
-        args += build_active_marker(each)
-    size = sum(len(each.member) for each in submissions)
-    keys = [reply_key or backend.create_reply_key(), *obsolete_replies]
-    added: int = (await backend.run_script("submit", args, keys, size_bytes=size)).value
+        request_id, token, deadline = build_active_marker(each)
+        rows.append(
+            _SubmissionRow(
+                score=repr(float(each.score)),
+                member=each.member,
+                id=request_id,
+                token=token,
+                deadline=deadline,
+            )
+        )
+    reply = await backend.run_script(
+        "submit",
+        {
+            "reply_s": reply_ttl_s,
+            "channel": backend.names.wake_channel,
+            "requests": rows,
+            "obsolete_replies": obsolete_replies,
+        },
+        keys={"REPLY": reply_key or backend.create_reply_key()},
+        size_bytes=sum(len(each.member) for each in submissions),
+    )
+    added: int = reply.value
     return added
 
 
-def build_active_marker(submission: Submission) -> tuple[str | int, ...]:
-    """Return the active marker of a submission (id, token, deadline), or nothing if it cannot be
+def build_active_marker(submission: Submission) -> tuple[str, str, int]:
+    """Return the active marker of a submission: id, token and deadline. They are empty if it cannot be
     cancelled."""
     if not (submission.request_id and submission.request_token and submission.deadline):
-        return ()
+        return "", "", 0
     if len(submission.request_token.encode(errors="surrogatepass")) > MAX_TOKEN_BYTES:
-        return ()
+        return "", "", 0
     return submission.request_id, submission.request_token, submission.deadline
 
 
@@ -66,15 +91,18 @@ async def cancel_request(
 ) -> int:
     """Mark requests as cancelled. Return how many. `foreign_token` is what a producer of llm-d has left under
     the id."""
-    args: list[Argument] = [
-        backend.names.wake_channel,
-        CANCEL_TTL_S,
-        request_id,
-        request_token,
-        foreign_token,
-    ]
-    active: int = (await backend.run_script("cancel_request", args)).value
-    return active
+    reply = await backend.run_script(
+        "cancel_request",
+        {
+            "channel": backend.names.wake_channel,
+            "ttl_s": CANCEL_TTL_S,
+            "request_id": request_id,
+            "request_token": request_token,
+            "foreign_token": foreign_token,
+        },
+    )
+    cancelled_count: int = reply.value
+    return cancelled_count
 
 
 async def get_or_create_sequence_secret(scripts: ScriptRunner, names: QueueNames) -> str:
@@ -145,21 +173,28 @@ async def collect_results(
 ) -> CollectReply:
     """Take new results, and delete the acknowledged ones. `client_id` is empty if no other client shares the
     list."""
-    args: list[Argument] = [
-        client_id,
-        owner_ttl_s,
-        last_seen,
-        MAX_COLLECTED,
-        MAX_SCRIPT_BYTES,
-        KEPT_TTL_S,
-        *acknowledged,
-    ]
-    reply = (await scripts.run("collect_results", [box.result_list, box.kept_key, box.owner_key], args)).value
+    reply = await scripts.run(
+        "collect_results",
+        {
+            "client_id": client_id,
+            "owner_ttl_s": owner_ttl_s,
+            "last_seen": last_seen,
+            "max_count": MAX_COLLECTED,
+            "max_bytes": MAX_SCRIPT_BYTES,
+            "kept_ttl_s": KEPT_TTL_S,
+            "acknowledged": acknowledged,
+        },
+        keys={"LIST": box.result_list, "KEPT": box.kept_key, "OWNER": box.owner_key},
+    )
+    return _decode_collect(reply.value)
+
+
+def _decode_collect(reply: Sequence[Any]) -> CollectReply:
     if len(reply) == 1:
         return CollectReply(holder=reply[0].decode(errors="replace"))
-    _, other, last, *rest = reply
+    _, has_been_reset, last, *rest = reply
     return CollectReply(
-        has_been_reset=bool(other),
+        has_been_reset=bool(has_been_reset),
         last_number=int(last),
         results=[(int(rest[at]), rest[at + 1]) for at in range(0, len(rest), 2)],
     )

@@ -47,7 +47,7 @@ class RedisQueueAdmin:
         self.backend = Backend(client, names, attempt_timeout_s=attempt_timeout_s)
 
     def __repr__(self) -> str:
-        return f"<RedisDesk {self.names.queue}>"
+        return f"<RedisQueueAdmin {self.names.queue}>"
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -221,8 +221,7 @@ class RedisQueueAdmin:
 
     async def release_sequence(self, sequence_id: str) -> bool:
         """Let a sequence that is held go on. Return False if it is not held."""
-        done = bool(await sequences.run_sequence_command(self.backend, "release", sequence_id))
-        return await self._wake_if_done(done=done)
+        return await self._wake_if_done(done=await sequences.release_sequence(self.backend, sequence_id))
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
         """Have the waiting and later requests of a sequence answered SEQUENCE_ABORTED. Return False if it was
@@ -238,9 +237,8 @@ class RedisQueueAdmin:
         Redis) and are claimed within `claimed_within_s` are answered CANCELLED, too. Return False if, as far
         as dispatchers know, the sequence has ended or is not there.
         """
-        until = "" if submitted_until is None else repr(submitted_until)
-        next_entry = await sequences.run_sequence_command(
-            self.backend, "cancel", sequence_id, until, claimed_within_s
+        next_entry = await sequences.cancel_sequence(
+            self.backend, sequence_id, submitted_until, claimed_within_s
         )
         if next_entry:  # a request of the sequence runs or waits for its retry: cancel it by its token
             scripts, key = self.backend.scripts, self.names.members_key
@@ -271,8 +269,8 @@ class RedisQueueAdmin:
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
         """Forget a sequence. Return False if a request of it runs or waits; `None` if it is not known."""
-        result = await sequences.run_sequence_command(self.backend, "forget", sequence_id)
-        return None if result is None else await self._wake_if_done(done=bool(result))
+        is_forgotten = await sequences.forget_sequence(self.backend, sequence_id)
+        return None if is_forgotten is None else await self._wake_if_done(done=is_forgotten)
 
     async def _wake_if_done(self, *, done: bool) -> bool:
         if done:

@@ -2,19 +2,16 @@
 bounded in time.
 
 All errors of Redis are translated here, and no others come out of here: unexpected replies and defects of the
-client library become a QueueUnavailableError with a sentence, too. The header of each Lua file says what the
-script guarantees.
+client library become a QueueUnavailableError with a sentence, too. The header of each Lua file declares its
+keys and arguments (lua_scripts.py), and says what the script guarantees.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from redis import exceptions as errors
@@ -25,69 +22,14 @@ from redis.asyncio.sentinel import MasterNotFoundError
 from dispatcher.core.network_errors import describe_error
 from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.submission import CallRefusedError, QueueFullError, QueueUnavailableError
-from dispatcher.queue import constants
-from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, SCRIPT_KEYS, SEQUENCE_KEYS, WAITING_FOR_MODEL_KEYS
+from dispatcher.queue.redis.lua_scripts import Argument, load_script
 
 Client = Redis | RedisCluster
-Argument = str | bytes | int | float
 T = TypeVar("T")
 
 MAX_SCRIPT_BYTES = 2**20
 MAX_SCRIPT_ITEMS = 256
 """Largest number of items that one script gets."""
-_ADMIN_FRAGMENTS = ("require_commands", "time", "common")
-_OWNER_FRAGMENTS = ("require_commands", "owner_commands", "time", "common")
-_MODEL_REGISTRY_FRAGMENTS = ("require_commands", "time", "model_registry")
-_FRAGMENTS = {
-    "claim": (*_OWNER_FRAGMENTS, "queue_order"),
-    "settle": (
-        *_OWNER_FRAGMENTS,
-        "queue_order",
-        "cancel_markers",
-        "list_ttl",
-        "write_results",
-        "sequences",
-        "claim_next",
-    ),
-    "settle_unleased": (
-        *_OWNER_FRAGMENTS,
-        "cancel_markers",
-        "list_ttl",
-        "write_results",
-        "sequences",
-        "waiting_for_model",
-    ),
-    "release": (*_OWNER_FRAGMENTS, "waiting_for_model"),
-    "return_waiting_for_models": (*_OWNER_FRAGMENTS, "waiting_for_model"),
-    "renew": _OWNER_FRAGMENTS,
-    "set_lease_units": _OWNER_FRAGMENTS,
-    "sweep": (*_OWNER_FRAGMENTS, "cancel_markers", "sequences", "waiting_for_model"),
-    "claim_turns": (*_OWNER_FRAGMENTS, "sequences"),
-    "sequence_admin": (*_ADMIN_FRAGMENTS, "sequences"),
-    "submit": (*_ADMIN_FRAGMENTS, "cancel_markers", "max_pending"),
-    "submit_to_stream": (*_ADMIN_FRAGMENTS, "cancel_markers", "max_pending", "named_streams"),
-    "read_stream": (*_ADMIN_FRAGMENTS, "cancel_markers", "named_streams"),
-    "consume_result": ("require_commands", "named_streams"),
-    "requeue_dead": (*_ADMIN_FRAGMENTS, "cancel_markers"),
-    "cancel_request": (*_ADMIN_FRAGMENTS, "cancel_markers"),
-    "check_cancelled": (*_ADMIN_FRAGMENTS, "cancel_markers"),
-    "peek_next": (*_ADMIN_FRAGMENTS, "queue_order"),
-    "find_requests": (*_ADMIN_FRAGMENTS, "cancel_markers"),
-    "count_ahead": _ADMIN_FRAGMENTS,
-    "restore_requests": (*_ADMIN_FRAGMENTS, "cancel_markers"),
-    "refresh_warm_markers": _MODEL_REGISTRY_FRAGMENTS,
-    "warm_up_lock": _MODEL_REGISTRY_FRAGMENTS,
-    "pin_versions": _MODEL_REGISTRY_FRAGMENTS,
-    "label_or_drain": _MODEL_REGISTRY_FRAGMENTS,
-    "collect_results": ("require_commands",),
-    "push_results": ("require_commands", "list_ttl"),
-    "delete_marker": (),
-    "read_outbox": (),
-    "check_permissions": (),
-    "check_result_lists": (),
-}
-_CAPITAL_NAMES = re.compile(r"\b[A-Z][A-Z_]+\b")
-_COMMENT = re.compile(r"--.*")
 _RETRY_PAUSES_S = (0.05, 0.2)
 """Pauses before the second and the third attempt. Callers handle longer outages themselves."""
 
@@ -131,50 +73,6 @@ _DENIED_IN_SCRIPT = re.compile(
 Valkey."""
 _SCRIPT_LOCATION = re.compile(r"^Error running script .*: (?=The user)| script: (?:[0-9a-f]+, )?on @.*$")
 """Location in a script, which is of no use to an operator."""
-
-
-_FOLDER = files("dispatcher.queue") / "lua"
-_LUA = {
-    file.name.removesuffix(".lua"): file.read_text(encoding="utf-8")
-    for file in _FOLDER.iterdir()
-    if file.name.endswith(".lua")
-}
-"""Text of all Lua files. They are read at import, because the process may lack file descriptors later, and
-the files may be replaced by those of another version."""
-
-
-def _build_prelude(text: str, all_keys: Mapping[str, tuple[str, str]]) -> str:
-    """Return the definitions that Python and a script share, as Lua locals: keys and constants. Only those
-    that the script uses, because a script may have 200 locals."""
-    named = set(_CAPITAL_NAMES.findall(_COMMENT.sub("", text)))
-    keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(all_keys, 1) if name in named]
-    types = ", ".join(f"'{kind}'" for _, kind in all_keys.values())
-    numbers = [f"local {name} = {value}" for name, value in constants.LUA_CONSTANTS.items() if name in named]
-    waiting_for_model_start = len(SCRIPT_KEYS) - len(WAITING_FOR_MODEL_KEYS)
-    counts = [
-        f"local KEY_COUNT = {len(SCRIPT_KEYS)}",
-        f"local WAITING_FOR_MODEL_START = {waiting_for_model_start}",
-        f"local COMMON_KEY_COUNT = {waiting_for_model_start - len(SEQUENCE_KEYS)}",
-        f"local KEY_TYPES = {{{types}}}",
-    ]
-    return "\n".join([*keys, *numbers, *counts, ""])
-
-
-@cache
-def build_source(name: str) -> tuple[str, str]:
-    """Return the text of a script with its fragments, and its SHA.
-
-    The script itself becomes a function after its fragments, so each of the two may have 200 locals. The text
-    is built on first use, because a client runs few of the scripts.
-    """
-    parts = (*_FRAGMENTS.get(name, _ADMIN_FRAGMENTS), name)
-    # The order of the parts matters: each uses the local functions of those before it.
-    *below, script = (_LUA[part] for part in parts)
-    text = "\n".join([*below, f"return (function()\n{script}\nend)()"])
-    if "time" in parts:
-        keys = MODEL_REGISTRY_KEYS if "model_registry" in parts else SCRIPT_KEYS
-        text = f"{_build_prelude(text, keys)}\n{text}"
-    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 class CallFailedError(QueueUnavailableError):
@@ -226,22 +124,33 @@ class ScriptRunner:
         self._attempt_timeout_s = attempt_timeout_s
 
     async def run(
-        self, name: str, keys: Sequence[Argument], args: Sequence[Argument], *, size_bytes: int = 0
+        self,
+        script_name: str,
+        arguments: Mapping[str, Any],
+        *,
+        keys: Mapping[str, Argument],
+        key_group: Sequence[Argument] = (),
+        size_bytes: int = 0,
     ) -> Reply:
-        """Run a script. It may run twice if a reply is lost, which every script supports. `size_bytes`: see
-        `call_with_retries`."""
-        text, sha = build_source(name)
-        parameters = (len(keys), *keys, *args)
+        """Run a script with the keys and arguments that its header declares. It may run twice if a reply is
+        lost, which every script supports.
+
+        `key_group`: the keys of the queue or of the model registry, if the script takes them.
+        `size_bytes`: see `call_with_retries`.
+        """
+        script = load_script(script_name)
+        all_keys = script.encode_keys(key_group, keys)
+        parameters = (len(all_keys), *all_keys, *script.encode_arguments(arguments))
 
         async def run_once() -> Reply:
             clock = asyncio.get_running_loop().time
             sent_at = clock()
             try:
-                value = await self.client.execute_command("EVALSHA", sha, *parameters)
+                value = await self.client.execute_command("EVALSHA", script.sha, *parameters)
             except errors.NoScriptError:
                 # The server was flushed, restarted or failed over. EVAL runs the script and loads it again.
                 sent_at = clock()
-                value = await self.client.execute_command("EVAL", text, *parameters)
+                value = await self.client.execute_command("EVAL", script.text, *parameters)
             return Reply(value, sent_at, clock())
 
         return await self.call_with_retries(run_once, size_bytes=size_bytes)

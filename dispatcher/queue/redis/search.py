@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from redis import exceptions as errors
 
 from dispatcher.core.requests.found_request import (
-    LOCATION_BY_LANE,
     QUEUED_LOCATIONS,
     FoundRequest,
     LookupPage,
@@ -16,24 +14,16 @@ from dispatcher.core.requests.found_request import (
     SearchTerms,
     encode_spellings,
 )
-from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.requests.request import Rejection, parse_member
 from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.lua_scripts import Argument, Row
 from dispatcher.queue.redis.producer import build_active_marker
-from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Argument
+from dispatcher.queue.redis.replies import LOCATIONS, FoundPage, decode_found_page
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES
 
-_LOCATIONS = {
-    "P": RequestLocation.PENDING,
-    "R": RequestLocation.RETURNED,
-    **{str(number): LOCATION_BY_LANE[lane] for number, lane in enumerate(Lane, start=1)},
-    "D": RequestLocation.DELAYED,
-    "L": RequestLocation.LEASED,
-    "X": RequestLocation.DEAD,
-}
-"""Locations by the names that the scripts use."""
-_LOCATION_NAMES = {place: name for name, place in _LOCATIONS.items()}
+_LOCATION_NAMES = {place: name for name, place in LOCATIONS.items()}
 _PAGE_SIZE = 512
 """Largest number of requests that one call reads."""
 _FIRST_PAGE_SIZE = 8
@@ -49,30 +39,30 @@ _MAX_RESULTS_PER_READ = 64
 async def list_requests(
     backend: Backend, state: RequestLocation, max_count: int, after: str, *, full_members: bool
 ) -> LookupPage:
-    largest = _NO_LIMIT if full_members else MAX_SCRIPT_BYTES
-    args = (
+    page = await _run_find_requests(
+        backend,
         "rank",
         _LOCATION_NAMES[state],
-        0,
-        after or 0,
-        max(1, min(max_count, _PAGE_SIZE)),
-        MAX_SCRIPT_BYTES,
-        largest,
+        offset=after or "0",
+        max_count=max(1, min(max_count, _PAGE_SIZE)),
+        full_members=full_members,
     )
-    next_range, rank, looked, _, _, rows = await _run_find_requests(backend, args)
-    return LookupPage(
-        [_decode_found_request(*row) for row in rows], rank.decode() if next_range >= 0 else "", looked
-    )
+    return LookupPage(page.requests, page.next_offset if page.next_range >= 0 else "", page.examined_count)
 
 
 async def find_by_id(backend: Backend, request_id: str, after: str) -> LookupPage:
     range_, _, offset = (after or "0:0").partition(":")
-    args = ("near", request_id, range_, offset, _PAGE_SIZE, MAX_SCRIPT_BYTES, MAX_SCRIPT_BYTES)
-    next_range, rank, looked, _, _, rows = await _run_find_requests(
-        backend, args, [encode_spellings(request_id)]
+    page = await _run_find_requests(
+        backend,
+        "near",
+        request_id,
+        range_index=range_,
+        offset=offset,
+        max_count=_PAGE_SIZE,
+        terms=[encode_spellings(request_id)],
     )
-    then = f"{next_range}:{rank.decode()}" if next_range >= 0 else ""
-    return LookupPage([_decode_found_request(*row) for row in rows], then, looked)
+    then = f"{page.next_range}:{page.next_offset}" if page.next_range >= 0 else ""
+    return LookupPage(page.requests, then, page.examined_count)
 
 
 async def search_requests(
@@ -81,65 +71,96 @@ async def search_requests(
     """Return a page of a scan. `after` is the part of the scan, the number of requests to read, and the
     cursor."""
     part, most, cursor = (after or f"0:{_FIRST_PAGE_SIZE}:0").split(":")
-    how, count = _WALK_PARTS[int(part)], int(most)
+    mode, count = _WALK_PARTS[int(part)], int(most)
     while True:
-        args = (how, "", 0, cursor, count, MAX_SCRIPT_BYTES, _NO_LIMIT if full_members else MAX_SCRIPT_BYTES)
-        ended, then, looked, size, is_too_large, rows = await _run_find_requests(backend, args, terms)
-        if not is_too_large:
+        page = await _run_find_requests(
+            backend, mode, offset=cursor, max_count=count, full_members=full_members, terms=terms
+        )
+        if not page.is_too_large:
             break
-        # The page has too many bytes for one reply. Ask for fewer requests from the same cursor.
+        # Ask for fewer requests from the same cursor.
         count = max(1, count // 8)
     # Adjust the next page, so that it has about a megabyte.
-    if size > 2 * MAX_SCRIPT_BYTES:
+    if page.examined_bytes > 2 * MAX_SCRIPT_BYTES:
         count = max(1, count // 4)
-    elif size < MAX_SCRIPT_BYTES // 2:
+    elif page.examined_bytes < MAX_SCRIPT_BYTES // 2:
         count = min(_PAGE_SIZE, count * 4)
-    found = [_decode_found_request(*row) for row in rows]
-    if ended >= 0:
-        return LookupPage(found, f"{part}:{count}:{then.decode()}", looked)
-    last = entries_only or int(part) == len(_WALK_PARTS) - 1
-    return LookupPage(found, "" if last else f"{int(part) + 1}:{_FIRST_PAGE_SIZE}:0", looked)
+    if page.next_range >= 0:
+        then = f"{part}:{count}:{page.next_offset}"
+    else:
+        is_last = entries_only or int(part) == len(_WALK_PARTS) - 1
+        then = "" if is_last else f"{int(part) + 1}:{_FIRST_PAGE_SIZE}:0"
+    return LookupPage(page.requests, then, page.examined_count)
 
 
 async def count_ahead(backend: Backend, request: FoundRequest) -> int | None:
     if request.location not in QUEUED_LOCATIONS:
         return None
     name: Argument = request.member if request.location is RequestLocation.PENDING else request.entry
-    count: int | None = (
-        await backend.run_script("count_ahead", [_LOCATION_NAMES[request.location], name])
-    ).value
+    reply = await backend.run_script(
+        "count_ahead", {"location": _LOCATION_NAMES[request.location], "name": name}
+    )
+    count: int | None = reply.value
     return count
 
 
+class _RestoredRow(Row):
+    copy_id: str
+    location: str
+    score: str
+    member: bytes
+    deliveries: int
+    attempts: int
+    refusals: int
+    deaths: int
+    units: int
+    time: str
+    reason: str
+    request_id: str
+    request_token: str
+    deadline: int
+
+
 async def restore_requests(backend: Backend, queue: str, requests: Sequence[FoundRequest]) -> int:
-    args: list[Argument] = [CANCEL_TTL_S, backend.names.wake_channel]
+    rows = []
     for each in requests:
-        counts = each.deliveries, each.attempts, each.refusals, each.deaths, each.units
-        args += (
-            each.make_copy_id(queue),
-            _LOCATION_NAMES[each.location],
-            repr(each.score),
-            each.member,
-            *counts,
+        request_id, token, deadline = _build_marker(each)
+        rows.append(
+            _RestoredRow(
+                copy_id=each.make_copy_id(queue),
+                location=_LOCATION_NAMES[each.location],
+                score=repr(each.score),
+                member=each.member,
+                deliveries=each.deliveries,
+                attempts=each.attempts,
+                refusals=each.refusals,
+                deaths=each.deaths,
+                units=each.units,
+                time=f"{each.at or 0.0:.6f}",
+                reason=each.reason,
+                request_id=request_id,
+                request_token=token,
+                deadline=deadline,
+            )
         )
-        args += (f"{each.at or 0.0:.6f}", each.reason, *_build_marker(each))
-    size = sum(len(each.member) for each in requests)
     reply = await backend.run_script(
-        "restore_requests", args, [backend.names.reply_key("copied")], size_bytes=size
+        "restore_requests",
+        {"copied_ttl_s": CANCEL_TTL_S, "channel": backend.names.wake_channel, "requests": rows},
+        keys={"COPIED": backend.names.reply_key("copied")},
+        size_bytes=sum(len(each.member) for each in requests),
     )
     added: int = reply.value
     return added
 
 
-def _build_marker(request: FoundRequest) -> tuple[str | int, ...]:
+def _build_marker(request: FoundRequest) -> tuple[str, str, int]:
     """Return the active marker of a found request, or an empty one if it cannot be cancelled."""
     parsed = parse_member(request.member)
     if isinstance(parsed, Rejection) or request.location is RequestLocation.DEAD:
         return "", "", 0
-    marker = build_active_marker(
+    return build_active_marker(
         Submission(request.member, request.score, parsed.id, parsed.token, parsed.deadline)
     )
-    return marker or ("", "", 0)
 
 
 async def is_list(backend: Backend, name: str) -> bool:
@@ -199,45 +220,35 @@ async def take_result(backend: Backend, name: str, result: bytes) -> bool:
     return bool(await scripts.call_with_retries(remove_result, size_bytes=len(result)))
 
 
+class _SpellingRow(Row):
+    term: int
+    text: bytes
+
+
 async def _run_find_requests(
-    backend: Backend, args: Sequence[Argument], terms: SearchTerms = ()
-) -> tuple[int, bytes, int, int, int, Sequence[Any]]:
-    flat: list[Argument] = []
-    for word in terms:
-        flat += (len(word), *word)
-    next_range, offset, looked, size, again, rows = (
-        await backend.run_script("find_requests", [*args, *flat])
-    ).value
-    return next_range, offset, looked, size, again, rows
-
-
-def _decode_found_request(
-    location: bytes,
-    entry_id: int,
-    score: bytes,
-    member: bytes,
-    deliveries: int,
-    failed_attempts: int,
-    refusals: int,
-    deaths: int,
-    units: int,
-    owner: bytes,
-    at: bytes | None,
-    reason: bytes,
-    missing_model: bytes,
-) -> FoundRequest:
-    return FoundRequest(
-        _LOCATIONS[location.decode()],
-        member,
-        float(score),
-        entry_id,
-        deliveries,
-        failed_attempts,
-        refusals,
-        deaths,
-        units,
-        owner.decode(errors="replace"),
-        None if at is None else float(at),
-        reason.decode(errors="replace"),
-        missing_model.decode(errors="replace"),
+    backend: Backend,
+    mode: str,
+    target: str = "",
+    *,
+    range_index: str = "0",
+    offset: str,
+    max_count: int,
+    full_members: bool = False,
+    terms: SearchTerms = (),
+) -> FoundPage:
+    reply = await backend.run_script(
+        "find_requests",
+        {
+            "mode": mode,
+            "target": target,
+            "range": range_index,
+            "offset": offset,
+            "max_count": max_count,
+            "max_bytes": MAX_SCRIPT_BYTES,
+            "max_member_bytes": _NO_LIMIT if full_members else MAX_SCRIPT_BYTES,
+            "spellings": [
+                _SpellingRow(term=number, text=text) for number, term in enumerate(terms, 1) for text in term
+            ],
+        },
     )
+    return decode_found_page(reply)

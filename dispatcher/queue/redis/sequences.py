@@ -1,5 +1,5 @@
-"""Calls of sequences: arguments and replies of claim_turns.lua, find_remaining_requests.lua and
-sequence_admin.lua."""
+"""Calls of sequences: claim_turns.lua, find_remaining_requests.lua and sequence_admin.lua, and the arguments
+of settle.lua that are about sequences."""
 
 from __future__ import annotations
 
@@ -11,52 +11,49 @@ from typing import Any
 import msgspec
 
 from dispatcher.core.printable import truncate_text
-from dispatcher.core.requests.result import ErrorCode
-from dispatcher.core.sequences.decisions import (
-    SequenceCounters,
-    SequenceCounts,
-    SequencePage,
-    SequenceTerms,
-    TurnDecision,
-    TurnEnd,
-    TurnGranted,
-    TurnRejected,
-    TurnWaits,
-)
+from dispatcher.core.sequences.decisions import SequencePage, SequenceTerms, TurnEnd
 from dispatcher.core.sequences.turns import SequenceSnapshot, SequenceStatus, Turn
-from dispatcher.ports import ClaimResult, ClaimTurnsResult, Lease, Permit
+from dispatcher.ports import ClaimTurnsResult, Lease, Permit
 from dispatcher.queue.constants import CLAIM_BYTES
+from dispatcher.queue.redis import replies
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.replies import decode_lease, decode_owner_reply
-from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Argument, Reply
+from dispatcher.queue.redis.scripts import MAX_SCRIPT_BYTES, Reply
 
-_GRANTED, _REJECTED = 1, 2
 _MAX_REASON_CHARS = 300
 _MAX_PAGE = 500
-_COUNTERS_START, _COUNTERS_END = 11, 20
-"""Positions of the sequence counters in what all sequences share."""
-
-_pack = msgspec.msgpack.Encoder().encode
 
 
-def encode_turn_end(backend: Backend, end: TurnEnd | None) -> tuple[Argument, Argument]:
-    """Encode the end of a turn for settle.lua and settle_unleased.lua."""
-    if end is None:
-        return "", ""
+class TurnEndArguments(msgspec.Struct):
+    """End of a turn for settle.lua and settle_unleased.lua (`end_turn` in sequences.lua)."""
+
+    id: str
+    index: int | None
+    last: int
+    reset: bool
+    on_error: str
+    failed: int
+    cause: str
+    sticky_token: str | None
+    has_conversation: bool
+    owner: str
+    submitted_at: float
+
+
+def describe_turn_end(backend: Backend, end: TurnEnd) -> TurnEndArguments:
     turn = end.turn
-    index = -1 if turn.index is None else turn.index
-    on_error = "" if turn.on_error is None else turn.on_error.value
-    flags = turn.id, index, int(turn.last), int(turn.reset), on_error, int(end.has_failed)
-    token = None if end.sticky_token is None else _replace_surrogates(end.sticky_token)
-    fields = (
-        *flags,
-        clean_reason(end.cause),
-        token,
-        int(end.conversation is not None),
-        backend.names.get_sequence_owner(turn),
-        turn.submitted_at,
+    return TurnEndArguments(
+        id=turn.id,
+        index=turn.index,
+        last=int(turn.last),
+        reset=turn.reset,
+        on_error="" if turn.on_error is None else turn.on_error.value,
+        failed=int(end.has_failed),
+        cause=clean_reason(end.cause),
+        sticky_token=None if end.sticky_token is None else _replace_surrogates(end.sticky_token),
+        has_conversation=end.conversation is not None,
+        owner=backend.names.get_sequence_owner(turn),
+        submitted_at=turn.submitted_at,
     )
-    return _pack(fields), end.conversation or b""
 
 
 def clean_reason(why: str) -> str:
@@ -69,6 +66,20 @@ def _replace_surrogates(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+class _LeasedTurn(msgspec.Struct):
+    """Turn of a leased request for claim_turns.lua."""
+
+    entry_id: int
+    lease_token: str
+    id: str
+    index: int | None
+    last: int
+    reset: bool
+    on_error: str
+    owner: str
+    submitted_at: float
+
+
 async def claim_turns(
     backend: Backend,
     owner: str,
@@ -77,35 +88,36 @@ async def claim_turns(
     terms: SequenceTerms,
 ) -> ClaimTurnsResult:
     rows = [
-        (
-            lease.entry_id,
-            lease.token,
-            turn.id,
-            -1 if turn.index is None else turn.index,
-            int(turn.last),
-            int(turn.reset),
-            (turn.on_error or terms.on_error).value,
-            backend.names.get_sequence_owner(turn),
-            turn.submitted_at,
+        _LeasedTurn(
+            entry_id=lease.entry_id,
+            lease_token=lease.token,
+            id=turn.id,
+            index=turn.index,
+            last=int(turn.last),
+            reset=turn.reset,
+            on_error=(turn.on_error or terms.on_error).value,
+            owner=backend.names.get_sequence_owner(turn),
+            submitted_at=turn.submitted_at,
         )
         for lease, turn in turns
     ]
-    args: list[Argument] = [owner, lease_s, _pack_terms(terms), _pack(rows)]
-    reply = await backend.run_script("claim_turns", args)
-    facts, verdicts = reply.value
-    return ClaimTurnsResult(
-        [_decode_decision(*told) for told in verdicts], *decode_owner_reply(backend, reply, facts)
+    reply = await backend.run_script(
+        "claim_turns", {"owner": owner, "lease_s": lease_s, "terms": _describe_terms(terms), "turns": rows}
     )
+    return replies.decode_claim_turns(backend, reply)
 
 
-def _pack_terms(terms: SequenceTerms) -> bytes:
-    most = -1 if terms.max_active is None else terms.max_active
-    values = [terms.max_idle_s, terms.max_age_s, most, terms.max_waiting, terms.on_error.value, terms.gap_s]
-    return _pack([*values, int(terms.refuse_after_end)])
-
-
-def _decode_granted_turn(index: int, token: bytes, is_first: int, carry: bytes) -> TurnGranted:
-    return TurnGranted(index, token.decode(), carry, bool(is_first))
+def _describe_terms(terms: SequenceTerms) -> dict[str, Any]:
+    """Return the terms for `set_terms` in sequences.lua."""
+    return {
+        "max_idle_s": terms.max_idle_s,
+        "max_age_s": terms.max_age_s,
+        "max_active": -1 if terms.max_active is None else terms.max_active,
+        "max_waiting": terms.max_waiting,
+        "on_error": terms.on_error.value,
+        "gap_s": terms.gap_s,
+        "refuses": int(terms.refuse_after_end),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,74 +131,31 @@ class NextClaimOffer:
     max_member_bytes: int
     """Size of the largest member that is moved."""
 
-    def pack_arguments(self, backend: Backend) -> bytes:
-        """Encode the offer for claim_next.lua."""
-        permit = self.permit
-        by = permit.limit, backend.to_server_time(permit.read_at), permit.lost_units
-        own = self.owner, self.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.max_member_bytes
-        return _pack((*own, *by, permit.retry_after_max_s, permit.unleased_units))
-
-
-def decode_next_claim(
-    backend: Backend, reply: Reply, handed: Sequence[Any]
-) -> tuple[ClaimResult, Sequence[TurnGranted]]:
-    """Decode the reply of claim_next.lua."""
-    facts, waiting, flat, turns = handed
-    leases = [decode_lease(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
-    return ClaimResult(leases, *decode_owner_reply(backend, reply, facts), waiting), [
-        _decode_granted_turn(*turn) for turn in turns
-    ]
-
-
-def _decode_decision(kind: int, *details: Any) -> TurnDecision:
-    if kind == _GRANTED:
-        return _decode_granted_turn(*details)
-    if kind == _REJECTED:
-        code, why = details
-        return TurnRejected(ErrorCode(code.decode()), why.decode())
-    return TurnWaits()
-
-
-@dataclass(frozen=True, slots=True)
-class RemainingRow:
-    """Remaining request of a sequence, which is to be answered."""
-
-    place: str
-    member: bytes | int
-    """Member, or its size if it needs a call of its own."""
-    error_code: ErrorCode
-    message: str
+    def describe(self, backend: Backend) -> dict[str, Any]:
+        """Return the offer for claim_next.lua."""
+        return {
+            "owner": self.owner,
+            "lease_s": self.lease_s,
+            "token_base": secrets.token_hex(16),
+            "max_bytes": CLAIM_BYTES,
+            "max_member_bytes": self.max_member_bytes,
+            "limit": self.permit.limit,
+            "read_at": float(backend.to_server_time(self.permit.read_at)),
+            "lost_units": self.permit.lost_units,
+            "retry_after_max_s": self.permit.retry_after_max_s,
+            "unleased_units": self.permit.unleased_units,
+            "reply_key": backend.names.reply_key(f"{self.owner}:{self.nonce}"),
+        }
 
 
 async def find_remaining_requests(
     backend: Backend, max_count: int, max_member_bytes: int
-) -> list[RemainingRow]:
-    found = (
-        await backend.run_script(
-            "find_remaining_requests", [max(1, max_count), MAX_SCRIPT_BYTES, max_member_bytes]
-        )
-    ).value
-    rows = (found[at : at + 4] for at in range(0, len(found), 4))
-    return [
-        RemainingRow(place.decode(), member, ErrorCode(code.decode()), why.decode())
-        for place, member, code, why in rows
-    ]
-
-
-def decode_sequence_counts(shared: bytes, parked: int, waiting: int) -> SequenceCounts:
-    """Decode the counts in what all sequences share (SHARED_FIELDS in sequences.lua). `shared` is empty if
-    there is none yet."""
-    values = msgspec.msgpack.decode(shared) if shared else []
-    active, held, aborted = (int(values[at]) if at < len(values) else 0 for at in (1, 9, 10))
-    return SequenceCounts(active, parked, held, aborted, waiting)
-
-
-def decode_sequence_counters(shared: bytes) -> SequenceCounters:
-    """Decode the sequence counters in what all sequences share."""
-    values: list[Any] = msgspec.msgpack.decode(shared) if shared else []
-    if len(values) < _COUNTERS_END:  # no sequence yet, or an older version without counters wrote last
-        return SequenceCounters()
-    return SequenceCounters(*values[_COUNTERS_START:_COUNTERS_END])
+) -> list[replies.RemainingRow]:
+    reply = await backend.run_script(
+        "find_remaining_requests",
+        {"max_count": max(1, max_count), "max_bytes": MAX_SCRIPT_BYTES, "max_member_bytes": max_member_bytes},
+    )
+    return replies.decode_remaining_requests(reply)
 
 
 # What operators see and decide.
@@ -195,71 +164,66 @@ def decode_sequence_counters(shared: bytes) -> SequenceCounters:
 async def list_sequences(
     backend: Backend, max_count: int, after: str, status: SequenceStatus | None
 ) -> SequencePage:
-    args: list[Argument] = ["list", after or "0", max(1, min(max_count, _MAX_PAGE))]
-    cursor, rows = (
-        await backend.run_script("sequence_admin", [*args, "" if status is None else status.value])
-    ).value
-    then = cursor.decode()
-    return SequencePage([_decode_sequence(*row) for row in rows], "" if then == "0" else then)
+    reply = await _run_sequence_admin(
+        backend,
+        "list",
+        cursor=after or "0",
+        max_count=max(1, min(max_count, _MAX_PAGE)),
+        status="" if status is None else status.value,
+    )
+    return replies.decode_sequence_page(reply)
 
 
 async def get_sequence(backend: Backend, sequence_id: str) -> SequenceSnapshot | None:
-    row = (await backend.run_script("sequence_admin", ["show", _replace_surrogates(sequence_id)])).value
-    return None if row is None else _decode_sequence(*row)
+    return replies.decode_sequence(await _run_sequence_admin(backend, "show", sequence_id))
 
 
 async def abort_sequence(backend: Backend, sequence_id: str, why: str) -> bool:
     """Abort a sequence. Return False if it was aborted before, or has ended."""
     # Dispatchers send their terms with the first sequence. Until then the default terms apply.
-    args: list[Argument] = [
+    reply = await _run_sequence_admin(
+        backend,
         "abort",
-        _replace_surrogates(sequence_id),
-        clean_reason(why),
-        _pack_terms(SequenceTerms()),
-    ]
-    return bool((await backend.run_script("sequence_admin", args)).value)
+        sequence_id,
+        why=clean_reason(why),
+        default_terms=_describe_terms(SequenceTerms()),
+    )
+    return bool(reply.value)
 
 
-async def run_sequence_command(
-    backend: Backend, verb: str, sequence_id: str, *arguments: str | float
+async def release_sequence(backend: Backend, sequence_id: str) -> bool:
+    """Let a sequence go on. Return False if it is not held."""
+    return bool((await _run_sequence_admin(backend, "release", sequence_id)).value)
+
+
+async def cancel_sequence(
+    backend: Backend, sequence_id: str, cancelled_at: float | None, keep_s: float
 ) -> int | None:
-    result: int | None = (
-        await backend.run_script("sequence_admin", [verb, _replace_surrogates(sequence_id), *arguments])
-    ).value
-    return result
+    """Cancel a sequence. Return the entry of its next request, or 0 if it has none. `None` if the sequence
+    has ended or is not known."""
+    reply = await _run_sequence_admin(
+        backend, "cancel", sequence_id, cancelled_at=cancelled_at, keep_s=keep_s
+    )
+    next_entry: int | None = reply.value
+    return next_entry
 
 
-def _decode_sequence(
-    name: bytes,
-    status: bytes,
-    next_index: int,
-    next_entry: int | None,
-    waiting: int,
-    run_count: int,
-    done: int,
-    failed: int,
-    born: bytes | None,
-    touched: bytes,
-    gap: bytes | None,
-    has_token: int,
-    carried: int,
-    cause: bytes,
-    waiting_rows: Sequence[int],
-) -> SequenceSnapshot:
-    return SequenceSnapshot(
-        id=name.decode(errors="replace"),
-        status=SequenceStatus(status.decode()),
-        expected_index=next_index,
-        next_entry=next_entry,
-        waiting_count=waiting,
-        run_count=run_count,
-        ended_count=done,
-        failed_count=failed,
-        began_at=None if born is None else float(born),
-        last_active_at=float(touched),
-        gap_since=None if gap is None else float(gap),
-        has_token=bool(has_token),
-        conversation_bytes=carried,
-        cause=cause.decode(errors="replace"),
-        waiting_requests=list(zip(waiting_rows[::2], waiting_rows[1::2], strict=True)),
+async def forget_sequence(backend: Backend, sequence_id: str) -> bool | None:
+    """Forget a sequence. Return False if a request of it runs or waits; `None` if it is not known."""
+    result = (await _run_sequence_admin(backend, "forget", sequence_id)).value
+    return None if result is None else bool(result)
+
+
+_NO_ARGUMENTS = dict.fromkeys(
+    ("cursor", "max_count", "status", "why", "default_terms", "cancelled_at", "keep_s")
+)
+
+
+async def _run_sequence_admin(
+    backend: Backend, command: str, sequence_id: str = "", **arguments: Any
+) -> Reply:
+    """Run sequence_admin.lua with the arguments of one command."""
+    return await backend.run_script(
+        "sequence_admin",
+        {"command": command, "id": _replace_surrogates(sequence_id), **_NO_ARGUMENTS, **arguments},
     )

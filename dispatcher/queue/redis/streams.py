@@ -1,5 +1,4 @@
-"""Calls of named streams: arguments and replies of submit_to_stream.lua, consume_result.lua and
-read_stream.lua.
+"""Calls of named streams: submit_to_stream.lua, consume_result.lua and read_stream.lua.
 
 A stream records each request in the step that submits it, and each result in the step that removes it. So a
 program that starts again knows which of its items were submitted, and which of them it has consumed.
@@ -10,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from dispatcher.core.requests.named_stream import StreamRequest, StreamState, StreamStatus
 from dispatcher.core.requests.submission import Submission
 from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.lua_scripts import Row
 from dispatcher.queue.redis.producer import KEPT_TTL_S, ResultBox
-from dispatcher.queue.redis.scripts import Argument
 
 MAX_STREAM_IDS = 1_000_000
 """Largest number of ids of one stream."""
@@ -50,19 +50,48 @@ def get_stream_box(backend: Backend, name: str) -> ResultBox:
     return ResultBox(backend.names.stream_result_list(name))
 
 
+class _StreamRow(Row):
+    score: str
+    member: bytes
+    id: str
+    token: str
+    deadline: int
+    digest: str
+
+
 async def submit_to_stream(
     backend: Backend, name: str, requests: Sequence[tuple[Submission, str]], max_ids: int = MAX_STREAM_IDS
 ) -> int:
     """Submit requests, each with its digest, whose ids the stream does not know. Return how many."""
-    args: list[Argument] = [backend.names.wake_channel, KEPT_TTL_S, max_ids]
-    for each, digest in requests:
-        args += (repr(float(each.score)), each.member, each.request_id, each.request_token)
-        args += (each.deadline, digest)
-    size = sum(len(each.member) for each, _ in requests)
-    added: int = (
-        await backend.run_script("submit_to_stream", args, backend.names.stream_keys(name), size_bytes=size)
-    ).value
+    rows = [
+        _StreamRow(
+            score=repr(float(each.score)),
+            member=each.member,
+            id=each.request_id,
+            token=each.request_token,
+            deadline=each.deadline,
+            digest=digest,
+        )
+        for each, digest in requests
+    ]
+    reply = await backend.run_script(
+        "submit_to_stream",
+        {
+            "channel": backend.names.wake_channel,
+            "record_ttl_s": KEPT_TTL_S,
+            "max_ids": max_ids,
+            "requests": rows,
+        },
+        keys=_record_keys(backend, name),
+        size_bytes=sum(len(each.member) for each, _ in requests),
+    )
+    added: int = reply.value
     return added
+
+
+def _record_keys(backend: Backend, name: str) -> dict[str, str]:
+    pending, consumed = backend.names.stream_keys(name)
+    return {"PENDING_IDS": pending, "CONSUMED_IDS": consumed}
 
 
 async def read_digests(backend: Backend, name: str, ids: Sequence[str]) -> Sequence[str | None]:
@@ -81,10 +110,12 @@ async def consume_result(backend: Backend, name: str, client_id: str, request_id
     """Record a result as consumed, and remove it. Return the other client that owns the stream, or an empty
     string."""
     box = get_stream_box(backend, name)
-    keys = [*backend.names.stream_keys(name), box.kept_key, box.owner_key]
-    holder: bytes = (
-        await backend.scripts.run("consume_result", keys, [client_id, KEPT_TTL_S, request_id, number])
-    ).value
+    reply = await backend.run_script(
+        "consume_result",
+        {"client_id": client_id, "record_ttl_s": KEPT_TTL_S, "request_id": request_id, "kept_number": number},
+        keys={**_record_keys(backend, name), "KEPT": box.kept_key, "OWNER": box.owner_key},
+    )
+    holder: bytes = reply.value
     return holder.decode(errors="replace")
 
 
@@ -106,9 +137,15 @@ async def read_stream_page(
 ) -> StreamPage:
     """Return a page of the unconsumed requests, or of the consumed ones, of which only the ids are known."""
     box = get_stream_box(backend, name)
-    keys = [*backend.names.stream_keys(name), box.result_list, box.kept_key]
-    args: list[Argument] = ["consumed" if consumed else "pending", after or "0", max_count]
-    reply = (await backend.run_script("read_stream", args, keys)).value
+    reply = await backend.run_script(
+        "read_stream",
+        {"kind": "consumed" if consumed else "pending", "cursor": after or "0", "max_count": max_count},
+        keys={**_record_keys(backend, name), "RESULT_LIST": box.result_list, "KEPT": box.kept_key},
+    )
+    return _decode_page(reply.value)
+
+
+def _decode_page(reply: Sequence[Any]) -> StreamPage:
     unconsumed, done, kept, cursor, *found = reply
     requests = []
     for at in range(0, len(found), 3):
