@@ -92,7 +92,7 @@ def build_gate_fields(allowance: Allowance, *, in_flight: int, reading_age_s: fl
         "in_flight": in_flight,
         "signal": None if allowance.signal is None else str(allowance.signal),
         "reading_age_s": reading_age_s,
-        "explanation": explain_allowance(allowance, in_flight),
+        "explanation": explain_allowance(allowance, in_flight, with_terms=False),
     }
     if budget is not None:
         fields |= {"f_sys": budget.f_sys, "f_epp": budget.f_epp, "reserve": budget.reserve}

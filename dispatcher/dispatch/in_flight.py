@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dispatcher.core.requests.lanes import Lane
 from dispatcher.core.requests.request import Request
-from dispatcher.core.sequences.decisions import TurnGranted
 from dispatcher.ports import AnswerMemory, Lease
-from dispatcher.telemetry.tracing import DeliveryTrace
 
 StopReason = Literal["cancelled", "lost", "deadline", "drain"]
 
@@ -47,13 +45,16 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class InFlightLease:
-    """One lease and the state of its request in this process."""
+    """One lease and its request in this process. Only `InFlightTable` writes the fields.
+
+    What merging, sequences, models and the journal know about a lease they keep themselves, by its token.
+    """
 
     lease: Lease
     is_probe: bool = False
     """True if it was claimed to see whether the gateway is back."""
     request: Request | None = None
-    """Parsed request. `None` if the member is not a valid request."""
+    """Parsed request as it is sent. `None` if the member is not a valid request."""
     is_in_batch_group: bool = False
     """True while it waits in a batch group."""
     attempt: Attempt | None = None
@@ -67,24 +68,13 @@ class InFlightLease:
     """Start of the newest call that confirmed the lease, by the clock of `LeaseValidity`."""
     answer_memory: AnswerMemory | None = None
     """Memory that the answer occupies. `None` if there is no answer, or its memory is not counted."""
-    trail: DeliveryTrace | None = None
-    """Trace of this delivery. `None` if it is not traced."""
-    granted_turn: TurnGranted | None = None
-    """Granted turn in its sequence. `None` if it belongs to no sequence, or its turn is not known yet."""
-    model: str = ""
-    """Model that the body names. Empty if served models are not watched."""
-    version: str = ""
-    """Version of the model that the request is sent to. Empty if the model has none, or none is open."""
-    used_version: str = ""
-    """Version that counts as in use because of this lease: `version`, or `model` if the body names a version
-    itself."""
 
 
 class InFlightTable:
     """All leases of this process by token, and the attempts at the gateway."""
 
     def __init__(self) -> None:
-        self.on_detached: Callable[[InFlightLease], object] = lambda _held: None
+        self.on_detached: Callable[[InFlightLease], object] = lambda _entry: None
         """Callback for each lease that leaves an attempt which continues for others."""
         self.units = 0
         """Units of all leases in the limit."""
@@ -124,18 +114,44 @@ class InFlightTable:
     def attempts(self) -> list[Attempt]:
         return list(self._attempts.values())
 
-    def add_lease(self, lease: Lease, confirmed_at: float, *, is_probe: bool) -> InFlightLease:
-        entry = self._by_token[lease.token] = InFlightLease(lease, is_probe, confirmed_at=confirmed_at)
-        entry.claimed_at = asyncio.get_running_loop().time()
+    def add_lease(
+        self, lease: Lease, confirmed_at: float, request: Request | None = None, *, is_probe: bool = False
+    ) -> InFlightLease:
+        entry = self._by_token[lease.token] = InFlightLease(lease, is_probe, request)
+        entry.confirmed_at, entry.claimed_at = confirmed_at, asyncio.get_running_loop().time()
         self.units += lease.units
         if lease.lane is not None:
             self.lane_counts[lease.lane] += 1
         return entry
 
+    def confirm_leases(
+        self, entries: Iterable[InFlightLease], lost_entry_ids: Set[int], confirmed_at: float
+    ) -> None:
+        """Record a call that confirmed these leases, except for the lost ones."""
+        for entry in entries:
+            if entry.lease.entry_id not in lost_entry_ids:
+                entry.confirmed_at = confirmed_at
+
+    def end_probes(self) -> None:
+        """Count every probe as an ordinary request from now on, because the gateway is back."""
+        for entry in self._by_token.values():
+            entry.is_probe = False
+
+    def set_request(self, entry: InFlightLease, request: Request) -> None:
+        """Replace the request of a lease by the one that is sent."""
+        entry.request = request
+
     def set_units(self, entry: InFlightLease, units: int) -> None:
         """Set the units that a lease counts. It must not be at the gateway yet."""
         self.units += units - entry.lease.units
         entry.lease = entry.lease.copy_with(units=units)
+
+    def enter_batch_group(self, entry: InFlightLease) -> None:
+        entry.is_in_batch_group = True
+
+    def leave_batch_group(self, entries: Iterable[InFlightLease]) -> None:
+        for entry in entries:
+            entry.is_in_batch_group = False
 
     def start_attempt(self, attempt: Attempt) -> None:
         self._attempts[attempt.token] = attempt
@@ -156,6 +172,17 @@ class InFlightTable:
             attempt.task = None
             for entry in attempt.leases:
                 entry.attempt = None
+
+    def record_answer(self, entry: InFlightLease, answered_at: float) -> None:
+        entry.answered_at = answered_at
+
+    def keep_answer_memory(self, entries: Iterable[InFlightLease], memory: AnswerMemory) -> None:
+        """Give the memory of an answer back when the queue has confirmed the end of all these leases."""
+        entries = [entry for entry in entries if entry in self]
+        for entry in entries:
+            entry.answer_memory = memory
+        # 0 if all leases have ended meanwhile, which gives the memory back at once.
+        memory.split_into(len(entries))
 
     def remove_lease(self, token: str) -> InFlightLease | None:
         """Remove a lease that has ended, and return it. `None` if it was removed before."""
@@ -184,7 +211,7 @@ class InFlightTable:
         if attempt is None:
             return
         if len(attempt.leases) > 1:
-            attempt.leases = [rider for rider in attempt.leases if rider is not entry]
+            attempt.leases = [other for other in attempt.leases if other is not entry]
             entry.attempt = None
             self._running_count -= 1
             # The caller removes the lease soon, which subtracts its units. The sum stays right: the attempt

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec
 
-from dispatcher.core.gateway.outcome import EVICTED_REASON, Delivered, Evicted, Outcome, Overloaded
+from dispatcher.core.gateway.outcome import (
+    EVICTED_REASON,
+    Delivered,
+    Evicted,
+    Failed,
+    FailureKind,
+    Outcome,
+    Overloaded,
+    UncountedError,
+    Unreachable,
+)
 from dispatcher.core.gateway.recent_attempts import RecentAttempts
 from dispatcher.core.limit.allowance import Allowance
 from dispatcher.core.limit.limiter import Limiter
@@ -27,10 +36,6 @@ from dispatcher.telemetry.tracing import DeliveryTrace, Tracing
 
 _STEP_NAMES = {Settlement: "settle", Release: "release", DeadLetter: "dead-letter"}
 """Names of the queue steps that end a lease."""
-_SAFE_WORDS = re.compile(r"[^:'\"]*(?:: [A-Za-z]+(?![A-Za-z\[]))?")
-"""Part of a failure text that is safe to show: words of the dispatcher and the name of an error. The rest may
-come from the gateway, and may be the payload sent back."""
-
 
 P = ParamSpec("P")
 
@@ -60,6 +65,8 @@ class Journal:
         self.recent_attempts = RecentAttempts()
         self.tracing: Tracing | None = None
         self._metrics = metrics
+        self._trails: dict[str, DeliveryTrace] = {}
+        """Traces of deliveries in progress, by the token of the lease."""
         self._free_units: float | None = None
         self._free_units_key = float("nan"), 0
         """Reading and limit for which `_free_units` was computed. While the gate is open, it changes only
@@ -85,9 +92,11 @@ class Journal:
     def record_sent(self, entry: InFlightLease, request: Request, unix_now: float) -> None:
         """Record that an attempt begins. Must be called in the task of the attempt."""
         lease = entry.lease
+        trail = None
         if self.tracing is not None:
-            entry.trail = trail = _start_trail(self.tracing, entry, request)
+            trail = _start_trail(self.tracing, entry, request)
             if trail is not None:
+                self._trails[lease.token] = trail
                 # Only before the first delivery has the request waited since the producer created it.
                 first = lease.deliveries <= 1 and not lease.failed_attempts + lease.refusals
                 trail.start_attempt(
@@ -96,13 +105,11 @@ class Journal:
                     attempt=lease.failed_attempts + 1,
                     is_first_delivery=first,
                 )
-        if entry.trail is None:
+        if trail is None:
             # Log context of the task: all lines of this attempt name the request.
             bind_event_fields(request=request.id, attempt=lease.failed_attempts + 1)
         else:
-            bind_event_fields(
-                request=request.id, attempt=lease.failed_attempts + 1, trace=entry.trail.trace_id
-            )
+            bind_event_fields(request=request.id, attempt=lease.failed_attempts + 1, trace=trail.trace_id)
         if is_debug_enabled():
             emit(
                 Event.ATTEMPT_STARTED,
@@ -117,7 +124,6 @@ class Journal:
     @_log_errors
     def record_attempt(self, entry: InFlightLease, result: AttemptResult, outcome: Outcome) -> None:
         """Record that an attempt has ended, and how the outcome counts."""
-        entry.answered_at = result.ended_at
         metrics = self._metrics
         code: int | None = getattr(result.outcome, "status", None)
         name = series.OUTCOMES[type(outcome)]
@@ -126,10 +132,11 @@ class Journal:
         metrics.observe(series.ATTEMPT_SECONDS, result.ended_at - result.sent_at)
         if result.queued_s is not None:
             metrics.observe(series.PICKER_WAIT_SECONDS, result.queued_s)
-        if entry.trail is not None:
+        trail = self._trails.get(entry.lease.token)
+        if trail is not None:
             went_well = isinstance(outcome, Delivered) and outcome.status < 400
             error = None if went_well else name
-            entry.trail.end_attempt(result.ended_at, status=code, error=error, why=_describe_failure(outcome))
+            trail.end_attempt(result.ended_at, status=code, error=error, why=_describe_failure(outcome))
         if is_debug_enabled():
             duration_s = round(result.ended_at - result.sent_at, 4)
             emit(Event.ATTEMPT, outcome=name, status=code, took_s=duration_s, why=_describe_failure(outcome))
@@ -184,19 +191,15 @@ class Journal:
         step = _STEP_NAMES[type(completion)]
         settlement = completion.settlement if isinstance(completion, DeadLetter) else completion
         code = settlement.result_class if isinstance(settlement, Settlement) else None
-        if (
-            entry.trail is None
-            and code is not None
-            and entry.answered_at is None
-            and self.tracing is not None
-        ):
-            entry.trail = _start_trail(self.tracing, entry, request)  # it was never sent
-        if entry.trail is not None:
+        trail = self._trails.pop(entry.lease.token, None)
+        if trail is None and code is not None and entry.answered_at is None and self.tracing is not None:
+            trail = _start_trail(self.tracing, entry, request)  # it was never sent
+        if trail is not None:
             error = str(status) if status is not SettleStatus.DONE else code if code != "2xx" else None
             since = entry.claimed_at if entry.answered_at is None else entry.answered_at
-            entry.trail.end_delivery(since, at, step=step, error=error)
+            trail.end_delivery(since, at, step=step, error=error)
         if is_debug_enabled():
-            about = {} if entry.trail is None else {"trace": entry.trail.trace_id}
+            about = {} if trail is None else {"trace": trail.trace_id}
             emit(Event.LEASE_ENDED, request=request.id, step=step, answer=str(status), code=code, **about)
 
     @_log_errors
@@ -219,8 +222,9 @@ class Journal:
     def record_lost(self, entry: InFlightLease) -> None:
         """Record that another owner has a lease of this process now."""
         self._metrics.count(series.LEASES_LOST)
-        if entry.trail is not None:
-            entry.trail.mark_lost(loop_time())
+        trail = self._trails.pop(entry.lease.token, None)
+        if trail is not None:
+            trail.mark_lost(loop_time())
 
 
 def _start_trail(tracing: Tracing, entry: InFlightLease, request: Request) -> DeliveryTrace | None:
@@ -241,14 +245,16 @@ def _normalize_drop_reason(reason: str) -> str:
 
 
 def _describe_failure(outcome: Outcome) -> str:
-    """Describe a failure without text of the gateway."""
-    if isinstance(outcome, Evicted):
-        return EVICTED_REASON
-    if isinstance(outcome, Overloaded):
-        known = _normalize_drop_reason(outcome.reason)
-        return known if known not in ("none", series.OTHER_LABEL) else ""
-    why: str = getattr(outcome, "why", "")
-    if why.startswith("no connection"):
-        return why  # no peer has contributed to this text
-    match = _SAFE_WORDS.match(why)
-    return match[0].strip() if match else ""
+    """Describe a failure without text of the gateway, which may be the payload sent back."""
+    match outcome:
+        case Evicted():
+            return EVICTED_REASON
+        case Overloaded(reason=reason):
+            known = _normalize_drop_reason(reason)
+            return known if known not in ("none", series.OTHER_LABEL) else ""
+        case Unreachable(why, FailureKind.NO_CONNECTION | FailureKind.NO_CREDENTIALS):
+            return why  # no peer has contributed to this text
+        case Failed(kind=kind) | Unreachable(kind=kind) | UncountedError(kind=kind):
+            return str(kind)
+        case _:
+            return ""

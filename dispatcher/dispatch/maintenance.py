@@ -63,6 +63,9 @@ class Maintenance:
         """Newest reading that was shared, or is about to be."""
         self._last_expire_at = float("-inf")
 
+    def reconfigure(self, options: Options) -> None:
+        self.options = options
+
     async def reclaim_from_ended_owners(self) -> None:
         """Take back the leases of owners that are proven to have ended, before anything else.
 
@@ -190,9 +193,7 @@ class Maintenance:
         self._access.record_sign_of_life(asked_at)
         self._access.update_from_reply(renewed)
         lost_entry_ids = set(renewed.lost_entry_ids)
-        for entry in entries:
-            if entry.lease.entry_id not in lost_entry_ids:
-                entry.confirmed_at = asked_at
+        self._in_flight.confirm_leases(entries, lost_entry_ids, asked_at)
         for entry in self._in_flight.list_in_work():  # a lease may have ended here meanwhile
             if entry.lease.entry_id in lost_entry_ids:
                 self._journal.record_lost(entry)

@@ -82,6 +82,8 @@ class QueueAccess:
         self.leases_were_lost = asyncio.Event()
         self.markers_unreadable = asyncio.Event()
         self.has_work = True
+        self.has_claimable_requests = False
+        """True if the newest claim or probe left requests that can be claimed."""
         self.retry_pause_s = RETRY_PAUSE_S[0]
         self._limiter = limiter
         self._slowest_call_s, self._slowest_call_until = 0.0, float("-inf")
@@ -222,6 +224,7 @@ class QueueAccess:
         if shared.overload is not None:
             self.record_overload(shared.overload, is_remote=True)
         if isinstance(reply, ClaimResult):
+            self.has_claimable_requests = reply.claimable_count > 0
             self._limiter.set_waiting_count(reply.claimable_count, at)
 
     def record_overload(self, overload: Overload, *, is_remote: bool = False) -> None:

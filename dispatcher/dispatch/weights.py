@@ -1,4 +1,4 @@
-"""Units of requests: computed when a request is parsed, and sent to the queue if its lease counts a different
+"""Stage that weighs requests: it computes their units, and tells the queue if a lease counts a different
 number."""
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from typing import Protocol
 
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.units import UnitsEstimate
+from dispatcher.dispatch.claimed_request import ClaimedRequest
 from dispatcher.dispatch.completions import Completion, build_return
 from dispatcher.dispatch.in_flight import Attempt, InFlightLease, InFlightTable
 from dispatcher.dispatch.queue_access import QueueAccess
 from dispatcher.ports import Permit
-
-EntryAndRequest = tuple[InFlightLease, Request]
 
 
 class LimitSource(Protocol):
@@ -73,18 +72,19 @@ class UnitAllocator:
                 changes.append((first, 1))
         return await self._set_units(changes, permit) if changes else frozenset()
 
-    async def allocate_for_requests(
-        self, requests: list[EntryAndRequest], permit: Permit, limit_source: LimitSource
-    ) -> Set[str]:
-        """Set the units of parsed requests. Return the tokens of leases that were returned, because there was
-        no room or the queue could not be asked.
+    async def apply(
+        self, requests: list[ClaimedRequest], permit: Permit, limit_source: LimitSource
+    ) -> list[ClaimedRequest]:
+        """Set the units of these requests, and return those that there is room for. The others are returned,
+        as are all that change if the queue cannot be asked.
 
         A request heavier than the largest possible limit counts that limit: it is sent alone, when the whole
         pool is free for it.
         """
         changes = []
-        for entry, request in requests:
-            weight = self._weigh_entry(entry, request)
+        for claimed in requests:
+            entry = claimed.entry
+            weight = self._weigh_entry(entry, claimed.request)
             self._weights.record_units(weight)
             # A member of a merged call: its unit is allocated with the call.
             if weight < 1:
@@ -94,7 +94,10 @@ class UnitAllocator:
                 units = min(units, max(1, limit))
             if units != entry.lease.units:
                 changes.append((entry, units))
-        return await self._set_units(changes, permit) if changes else frozenset()
+        if not changes:
+            return requests
+        without_room = await self._set_units(changes, permit)
+        return [claimed for claimed in requests if claimed.entry.lease.token not in without_room]
 
     async def _set_units(self, changes: list[tuple[InFlightLease, int]], permit: Permit) -> Set[str]:
         """Send the units to the queue. Return the tokens of leases without room."""

@@ -117,8 +117,6 @@ def _take_ready_calls(group: _BatchGroup, now: float, *, is_complete: bool) -> I
             group.next_check_at = decided.until
             return
         members, group.members = group.members[: decided.count], group.members[decided.count :]
-        for member in members:
-            member.entry.is_in_batch_group = False
         size.record_send(max_items)
         yield members, max_items
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.core.gateway.outcome import Delivered, Failed
+from dispatcher.core.gateway.outcome import Delivered, Failed, FailureKind
 from dispatcher.core.merging import shapes
-from dispatcher.core.merging.call_size import CallSize
-from dispatcher.core.merging.call_size_epochs import CallMeasurement
+from dispatcher.core.merging.call_size import CallMeasurement, CallSize
 from dispatcher.core.merging.grouping import BatchRule, MergeMode
 from dispatcher.core.patterns import matches_any
 from dispatcher.core.printable import truncate_text
 from dispatcher.core.requests.request import Request
+from dispatcher.telemetry.status import MergeTargetStatus
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -62,21 +62,21 @@ class MergeTarget:
             "max_tokens": None if size.server_max_tokens == inf else size.server_max_tokens,
         }
 
-    def build_status(self) -> dict[str, Any]:
+    def build_status(self) -> MergeTargetStatus:
         """Return what is merged and what is known, for /status."""
         size, gain = self.size, self.size.gain
-        return {
-            "path": self.path,
-            "model": self.model,
-            "shape": self.rule.shape.name,
-            "mode": str(size.mode),
-            "size": size.best_size,
-            "server_max_items": size.server_max_items,
-            "gain": None if gain is None else round(gain, 3),
-            "checked_calls": size.checked_calls,
-            "off_reason": size.off_reason or None,
-            "sentence": size.summary,
-        }
+        return MergeTargetStatus(
+            path=self.path,
+            model=self.model,
+            shape=self.rule.shape.name,
+            mode=str(size.mode),
+            size=size.best_size,
+            server_max_items=size.server_max_items,
+            gain=None if gain is None else round(gain, 3),
+            checked_calls=size.checked_calls,
+            off_reason=size.off_reason or None,
+            sentence=size.summary,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -275,7 +275,8 @@ def join_answers(member: BatchMember, split_list: SplitList, status: int) -> Del
     whole = shapes.join_answers(member.part, split_list.parts, split_list.answers)
     if isinstance(whole, shapes.Unfit):
         return Failed(
-            f"the answers to {len(split_list.parts)} pieces of the list could not be joined: {whole.why}"
+            f"the answers to {len(split_list.parts)} pieces of the list could not be joined: {whole.why}",
+            kind=FailureKind.UNUSABLE_ANSWER,
         )
     return Delivered(status, whole)
 

@@ -92,10 +92,15 @@ class RequestMerger:
 
     # ── groups ───────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def has_rules(self) -> bool:
+        """True if any request may be merged."""
+        return bool(self._options.merge_rules)
+
     def register_request(self, entry: InFlightLease, request: Request) -> None:
         """Register a request that may be merged, or a list that may be too long. Requests of sequences are
         not merged, because the next one waits for their end."""
-        if not self._options.merge_rules or request.sequence is not None:
+        if request.sequence is not None:
             return
         path = request.endpoint or self._options.default_path
         rule = self.targets.find_rule(path)
@@ -129,15 +134,9 @@ class RequestMerger:
         """Forget a lease that has ended."""
         self._members.pop(token, None)
 
-    def add_to_group(self, entry: InFlightLease, now: float, left_s: float) -> bool:
-        """Add the request to a batch group. Return False if no rule applies to it. `left_s` is the time to
-        its deadline."""
-        member = self._members.get(entry.lease.token)
-        if member is None:
-            return False
-        entry.is_in_batch_group = True
-        self.groups.add_member(member, now, left_s)
-        return True
+    def add_to_group(self, entry: InFlightLease, now: float, left_s: float) -> None:
+        """Add a registered request to its batch group. `left_s` is the time to its deadline."""
+        self.groups.add_member(self._members[entry.lease.token], now, left_s)
 
     def take_ready_attempts(
         self, now: float, *, is_complete: bool, is_lease_valid: Callable[[InFlightLease], bool]

@@ -1,8 +1,8 @@
-"""Decides for each request whether its model is served: it is sent, waits for its model, or ends with an
+"""Stage that resolves the model of each request: the request is sent, waits for its model, or ends with an
 error.
 
-    route       Read the model from the body. If the model has versions, choose one.
-    check       Claimed requests whose model is served are sent. Those whose model is expected wait in the
+    look up     Read the model from the body. If the model has versions, choose one.
+    apply       Claimed requests whose model is served are sent. Those whose model is expected wait in the
                 queue, apart from all others. The rest ends with MODEL_NOT_FOUND.
     interpret   A server's answer that it does not have an expected model costs no failed attempt.
     return      Requests return to the queue when their model is served, or is no longer watched.
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered, ModelNotServed, Outcome
@@ -30,7 +30,6 @@ from dispatcher.core.models.availability import (
     WaitForModel,
 )
 from dispatcher.core.models.names import parse_model, quote_model, says_no_model
-from dispatcher.core.requests.found_request import NOT_SENT_PREFIX
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.dispatch import completions
 from dispatcher.dispatch.models.version_router import VersionRouter
@@ -38,9 +37,9 @@ from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
-    from dispatcher.core.requests.request import Request
+    from dispatcher.dispatch.claimed_request import ClaimedRequest
     from dispatcher.dispatch.completions import Completion
-    from dispatcher.dispatch.in_flight import Attempt, InFlightLease
+    from dispatcher.dispatch.in_flight import Attempt, InFlightTable
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.queue_access import QueueAccess
 
@@ -55,18 +54,41 @@ MAX_SHOWN = 50
 _SERVED = SendToModel()
 
 
+@dataclass(slots=True, eq=False)
+class _Route:
+    """Where a leased request goes."""
+
+    model: str
+    """Model that the body names. Empty if it names none."""
+    version: str = ""
+    """Version that counts as in use because of the lease: the chosen one, or the one that the body names
+    itself. Empty if there is none."""
+    is_chosen: bool = False
+    """True if the version was chosen here."""
+
+
 class ModelRouter:
     """Routes the requests of one process by their model. `complete` takes completions."""
 
-    def __init__(self, access: QueueAccess, options: Options, complete: Callable[[Completion], None]) -> None:
+    def __init__(
+        self,
+        access: QueueAccess,
+        in_flight: InFlightTable,
+        options: Options,
+        complete: Callable[[Completion], None],
+    ) -> None:
         self.request_counts: dict[str, int] = dict.fromkeys(("served", "waits", "unknown", "denied"), 0)
         """Number of decisions about requests that name a model; `denied` are those by the server."""
         self.waiting_counts: Mapping[str, int] = {}
         """Number of requests that wait for each model, as of the last count."""
         self._access = access
+        self._in_flight = in_flight
+        self._complete = complete
+        self._routes: dict[str, _Route] = {}
+        """Models of the leased requests by the token of the lease. Empty if models are not watched."""
         self._pool_models: PoolModels | None = None
         self._changed = asyncio.Event()
-        self.versions = VersionRouter(access, options, complete, self._changed)
+        self.versions = VersionRouter(access, options, self._changed)
         self.reconfigure(options)
 
     def reconfigure(self, options: Options) -> None:
@@ -105,49 +127,76 @@ class ModelRouter:
             self.versions.update_served(self._pool_models)
             self._changed.set()
 
-    async def route_requests(
-        self, requests: list[tuple[InFlightLease, Request]]
-    ) -> list[tuple[InFlightLease, Request]]:
-        """Read the model of each request, and choose a version if the model has some. Return the requests as
-        they are sent; those that cannot be sent were completed."""
+    def look_up(self, requests: list[ClaimedRequest]) -> Awaitable[None] | None:
+        """Read the model of each request, and choose its version. Return the call to the queue that this
+        needs, `None` if it needs none."""
+        if self._pool_models is None:
+            return None
+        models = [parse_model(claimed.request.payload) for claimed in requests]
+        for claimed, model in zip(requests, models, strict=True):
+            self._routes[claimed.entry.lease.token] = _Route(model)
+        if not self.versions:
+            return None
+        pin_requests = self.versions.choose_versions(requests, models)
+        return self.versions.pin_versions(requests, pin_requests) if pin_requests else None
+
+    def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
+        """Return the requests whose model is served, each with a body that names its version. All others are
+        completed."""
         if self._pool_models is None:
             return requests
-        for entry, request in requests:
-            entry.model = parse_model(request.payload)
-        return await self.versions.route_requests(requests) if self.versions else requests
+        pool = self._pool_models
+        return [claimed for claimed in requests if self._resolve_model(claimed, pool)]
 
-    def forget_lease(self, entry: InFlightLease) -> None:
-        """Forget a lease that has ended."""
-        self.versions.forget_lease(entry)
-
-    def check_model(self, entry: InFlightLease, request: Request) -> Completion | None:
-        """Return the completion of a request whose model is not served. `None` if the request may be sent."""
-        if self._pool_models is None:
-            return None
-        if entry.version:
+    def _resolve_model(self, claimed: ClaimedRequest, pool: PoolModels) -> bool:
+        """Resolve the model of one request. Return True if the request continues."""
+        lease, request = claimed.entry.lease, claimed.request
+        route, version = self._routes[lease.token], claimed.version
+        if isinstance(version, str) and version:
+            named = self.versions.name_version(request, route.model, version)
+            if named is None:
+                why = "data.payload: its field `model` is given twice, or its name is escaped"
+                self._complete(completions.build_error(lease, request, ErrorCode.INVALID_REQUEST, why))
+                return False
+            claimed.request = named
+            self._in_flight.set_request(claimed.entry, named)
+            route.version, route.is_chosen = version, True
+            self.versions.count_request(version)
             self.request_counts["served"] += 1
-            return None
-        match self._get_decision(self._pool_models, entry.model):
-            case SendToModel() if self.versions.get_family(entry.model) is not None:
+            return True
+        match self._get_decision(pool, route.model):
+            case SendToModel() if self.versions.get_family(route.model) is not None:
                 # A version has opened meanwhile, or the queue could not return the pinned version.
-                return completions.build_return(entry.lease, after_s=OTHER_SERVER_RETRY_S)
+                self._complete(completions.build_return(lease, after_s=OTHER_SERVER_RETRY_S))
+                return False
             case WaitForModel(why):
                 self.request_counts["waits"] += 1
-                return completions.build_model_wait(
-                    entry.lease, request, entry.model, f"{NOT_SENT_PREFIX}its {why}"
-                )
+                claimed.waits = True
+                waits = completions.build_model_wait(lease, request, route.model, f"its {why}")
+                self._complete(waits)
+                return False
             case NoSuchModel(why):
                 self.request_counts["unknown"] += 1
-                return completions.build_error(entry.lease, request, ErrorCode.MODEL_NOT_FOUND, why)
-        self.request_counts["served"] += bool(entry.model)
-        self.versions.count_named_version(entry)
-        return None
+                self._complete(completions.build_error(lease, request, ErrorCode.MODEL_NOT_FOUND, why))
+                return False
+        self.request_counts["served"] += bool(route.model)
+        if route.model and self.versions.is_version(route.model):
+            route.version = route.model
+            self.versions.count_request(route.model)
+        return True
+
+    def forget_lease(self, token: str) -> None:
+        """Forget a lease that has ended."""
+        route = self._routes.pop(token, None)
+        if route is not None and route.version:
+            self.versions.forget_request(route.model, route.version, is_chosen=route.is_chosen)
 
     def interpret_outcome(self, attempt: Attempt, outcome: Outcome, sent_at: float) -> Outcome:
         """Return the outcome of an answer, with what is known about the model of the request."""
         if self._pool_models is None or not isinstance(outcome, Delivered):
             return outcome
-        model = attempt.leases[0].model if attempt.leases else ""
+        route = self._routes.get(attempt.leases[0].lease.token) if attempt.leases else None
+        model = "" if route is None else route.model
         version = attempt.request.version or model
         if outcome.status < 300:
             self._pool_models.record_answer(version, sent_at)

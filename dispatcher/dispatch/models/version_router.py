@@ -1,7 +1,7 @@
 """Models with versions: chooses the version to which each request is sent.
 
     update      Endpoint lists, warm markers and decisions of operators change the state of each version.
-    route       A request for a model with versions gets an open one, and its body is changed to name it.
+    choose      A request for a model with versions gets an open one, and its body is changed to name it.
     exchange    Share what is warm and in use with the other owners, and read their state and the operators'
                 decisions.
     read        Do the same as an observer, without writing.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -24,8 +24,6 @@ from dispatcher.core.models.availability import GATEWAY
 from dispatcher.core.models.body_rewrite import prepare_for_version
 from dispatcher.core.models.rollover import ModelFamily
 from dispatcher.core.models.versions import FamilyIndex, PinScope, VersionFacts, VersionState
-from dispatcher.core.requests.result import ErrorCode
-from dispatcher.dispatch import completions
 from dispatcher.dispatch.queue_access import loop_time
 from dispatcher.ports import ModelRegistryState, PinRequest
 from dispatcher.telemetry.events import Event, emit
@@ -34,8 +32,7 @@ if TYPE_CHECKING:
     from dispatcher.core.models.availability import PoolModels
     from dispatcher.core.models.versions import FamilyTerms
     from dispatcher.core.requests.request import Request
-    from dispatcher.dispatch.completions import Completion
-    from dispatcher.dispatch.in_flight import InFlightLease
+    from dispatcher.dispatch.claimed_request import ClaimedRequest
     from dispatcher.dispatch.options import FamilyOptions, Options
     from dispatcher.dispatch.queue_access import QueueAccess
 
@@ -55,21 +52,13 @@ JOB_LABELS = ("job", "file")
 
 
 class VersionRouter:
-    """Chooses versions in one process. `complete` takes completions; `changed` is set to share changes
-    soon."""
+    """Chooses versions in one process. `changed` is set to share changes soon."""
 
-    def __init__(
-        self,
-        access: QueueAccess,
-        options: Options,
-        complete: Callable[[Completion], None],
-        changed: asyncio.Event,
-    ) -> None:
+    def __init__(self, access: QueueAccess, options: Options, changed: asyncio.Event) -> None:
         self.registry: ModelRegistryState | None = None
         """State of the model registry as the queue returned it last. `None` if it was not read yet."""
         self._exchanged_at = loop_time()
         self._access = access
-        self._complete = complete
         self._changed = changed
         self.cold_version_found = asyncio.Event()
         """Set if some version is cold."""
@@ -284,26 +273,15 @@ class VersionRouter:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────
 
-    async def route_requests(
-        self, requests: Sequence[tuple[InFlightLease, Request]]
-    ) -> list[tuple[InFlightLease, Request]]:
-        """Choose a version for each request whose model has versions. Return the requests as they are sent,
-        in order; those whose body cannot be changed were completed."""
-        choices = [self._choose_version(entry.model, request) for entry, request in requests]
+    def choose_versions(self, requests: Iterable[ClaimedRequest], models: Iterable[str]) -> list[PinRequest]:
+        """Choose a version for each request whose model has versions. Return the pins to ask for."""
         # Many requests may belong to one job: ask for each key once.
-        pin_requests = {choice.key: choice for choice in choices if isinstance(choice, PinRequest)}
-        pinned = (
-            dict(zip(pin_requests, await self._pin_versions(list(pin_requests.values())), strict=True))
-            if pin_requests
-            else {}
-        )
-        routed = []
-        for (entry, request), choice in zip(requests, choices, strict=True):
-            version = pinned[choice.key] if isinstance(choice, PinRequest) else choice
-            sent = self._apply_version(entry, request, version) if version else request
-            if sent is not None:
-                routed.append((entry, sent))
-        return routed
+        pin_requests: dict[str, PinRequest] = {}
+        for claimed, model in zip(requests, models, strict=True):
+            claimed.version = choice = self._choose_version(model, claimed.request)
+            if isinstance(choice, PinRequest):
+                pin_requests[choice.key] = choice
+        return list(pin_requests.values())
 
     def _choose_version(self, model: str, request: Request) -> str | PinRequest:
         """Return the version, or the pin to ask the queue for. Empty if the model has no versions, or none is
@@ -319,37 +297,37 @@ class VersionRouter:
         version = family.choose_version(key or request.id) or ""
         return PinRequest(key, version, family.list_keepable(), PIN_KEPT_S) if key and version else version
 
-    async def _pin_versions(self, pin_requests: Sequence[PinRequest]) -> list[str]:
-        """Return the pinned versions; empty if the queue cannot be reached."""
+    async def pin_versions(
+        self, requests: Iterable[ClaimedRequest], pin_requests: Sequence[PinRequest]
+    ) -> None:
+        """Ask the queue for the pinned versions of the requests. They have none if it cannot be reached."""
         versions = await self._access.call_queue("pin", self._access.queue.pin_versions(pin_requests))
-        if versions is None:
-            return [""] * len(pin_requests)
-        until = loop_time() + PIN_CACHE_S
-        for pin, version in zip(pin_requests, versions, strict=True):
-            self._pin_cache[pin.key] = version, until
-            self._pin_cache.move_to_end(pin.key)
-        while len(self._pin_cache) > MAX_CACHED_PINS:
-            self._pin_cache.popitem(last=False)
-        return list(versions)
+        pinned: dict[str, str] = {}
+        if versions is not None:
+            until = loop_time() + PIN_CACHE_S
+            for pin, version in zip(pin_requests, versions, strict=True):
+                pinned[pin.key] = version
+                self._pin_cache[pin.key] = version, until
+                self._pin_cache.move_to_end(pin.key)
+            while len(self._pin_cache) > MAX_CACHED_PINS:
+                self._pin_cache.popitem(last=False)
+        for claimed in requests:
+            if isinstance(claimed.version, PinRequest):
+                claimed.version = pinned.get(claimed.version.key, "")
 
-    def _apply_version(self, entry: InFlightLease, request: Request, version: str) -> Request | None:
-        """Return the request as it is sent to this version. `None` if it was completed."""
-        family = self._families.get(entry.model)  # settings may have changed meanwhile
+    def name_version(self, request: Request, model: str, version: str) -> Request | None:
+        """Return the request with a body that names the version. `None` if the body cannot be changed."""
+        family = self._families.get(model)  # settings may have changed meanwhile
         warm = family.list_warm_endpoints(version) if family is not None and self.can_steer else ()
-        sent = prepare_for_version(request, entry.model, version, ",".join(sorted(warm)))
-        if sent is None:
-            why = "data.payload: its field `model` is given twice, or its name is escaped"
-            self._complete(completions.build_error(entry.lease, request, ErrorCode.INVALID_REQUEST, why))
-            return None
-        entry.version = entry.used_version = version
-        self._in_flight_counts[version] += 1
-        return sent
+        return prepare_for_version(request, model, version, ",".join(sorted(warm)))
 
-    def count_named_version(self, entry: InFlightLease) -> None:
-        """Count a request that is sent unchanged and names a version itself."""
-        if entry.model and self._find_families(entry.model):
-            entry.used_version = entry.model
-            self._in_flight_counts[entry.model] += 1
+    def count_request(self, version: str) -> None:
+        """Count a leased request that is sent to the version, or names it itself."""
+        self._in_flight_counts[version] += 1
+
+    def is_version(self, name: str) -> bool:
+        """Return True if the name is a version of some model."""
+        return bool(self._find_families(name))
 
     def explain_giving_way(self, model: str) -> str:
         """Return why requests that name a version wait for another version, as a phrase. Empty if they do not
@@ -364,14 +342,15 @@ class VersionRouter:
             for each in (self._membership.find_families(name) if known is None else known)
         ]
 
-    def forget_lease(self, entry: InFlightLease) -> None:
-        """Forget a lease that has ended."""
-        if not entry.used_version or not self._decrement_count(entry.used_version):
+    def forget_request(self, model: str, version: str, *, is_chosen: bool) -> None:
+        """Forget a request that `count_request` has counted. `is_chosen` says that the version was chosen for
+        it; else the request named the version itself."""
+        if not self._decrement_count(version):
             return
-        family = self._families.get(entry.model)
-        if entry.used_version != entry.version:
-            self._handle_idle_version(entry.used_version)
-        elif family is None or not family.is_open(entry.version):  # another version may wait for that
+        family = self._families.get(model)
+        if not is_chosen:
+            self._handle_idle_version(version)
+        elif family is None or not family.is_open(version):  # another version may wait for that
             self._update_and_notify()
 
     @contextlib.contextmanager

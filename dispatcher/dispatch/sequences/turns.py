@@ -1,5 +1,5 @@
-"""Requests of sequences: checks their turn, sends them to the same server, and stores what the next one
-needs.
+"""Stage that orders the requests of sequences: checks their turn, sends them to the same server, and stores
+what the next one needs.
 
     check turn    Ask the queue about claimed requests of sequences. A granted one is sent as usual, a waiting
                   one is no longer leased, a rejected one ends with its error.
@@ -15,7 +15,7 @@ queue is not asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from dispatcher.core.gateway.outcome import Delivered
@@ -34,9 +34,9 @@ from dispatcher.ports import Settlement
 if TYPE_CHECKING:
     from dispatcher.core.requests.request import Request
     from dispatcher.core.sequences.turns import Turn
-    from dispatcher.dispatch.admission import AdmissionCase
+    from dispatcher.dispatch.claimed_request import ClaimedRequest
     from dispatcher.dispatch.completions import Completion
-    from dispatcher.dispatch.in_flight import InFlightLease
+    from dispatcher.dispatch.in_flight import InFlightLease, InFlightTable
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.queue_access import QueueAccess
     from dispatcher.ports import AttemptResult, Lease
@@ -88,11 +88,11 @@ class TurnChecker:
     def __init__(
         self,
         access: QueueAccess,
+        in_flight: InFlightTable,
         options: Options,
         complete: Callable[[Completion], None],
         remove_lease: Callable[[str], object],
     ) -> None:
-        self.options = options
         self.turn_counts: dict[str, int] = dict.fromkeys(("granted", "waits", "rejected"), 0)
         """Number of decisions of the queue, by kind."""
         self.server_counts: dict[str, int] = dict.fromkeys(("same", "other", "none"), 0)
@@ -102,79 +102,94 @@ class TurnChecker:
         """Number of requests that were to be sent with their conversation."""
         self.parsed_requests = ParsedRequestCache()
         self._access = access
+        self._in_flight = in_flight
+        self._options = options.sequences
         self._complete = complete
         self._remove_lease = remove_lease
+        self._granted: dict[str, TurnGranted] = {}
+        """Granted turns of requests in flight, by the token of the lease."""
 
-    async def check_turns(
-        self, cases: list[tuple[InFlightLease, AdmissionCase]]
-    ) -> tuple[list[tuple[InFlightLease, AdmissionCase]], bool]:
-        """Return the requests whose turn is granted, in order, and True if some wait for their turn. All
-        others are removed or completed."""
-        turns = [(entry, turn) for entry, case in cases if (turn := case.request.sequence) is not None]
-        if not turns:
-            return cases, False
-        waiting_before = self.turn_counts["waits"]
-        # Turns that came with a flush are granted already.
-        unknown = [each for each in turns if each[0].granted_turn is None]
-        self.turn_counts["granted"] += len(turns) - len(unknown)
-        removed = await self._claim_turns(unknown) if unknown else set()
-        granted = []
-        for entry, case in cases:
-            if entry.lease.token in removed:
-                continue
-            if entry.granted_turn is not None:
-                request = self._prepare_request(entry, case.request, entry.granted_turn)
-                if isinstance(request, CannotContinue):
-                    self._complete(
-                        completions.build_error(
-                            entry.lease, case.request, ErrorCode.INVALID_REQUEST, request.why
-                        )
-                    )
-                    continue
-                entry.request = case.request = request
-            granted.append((entry, case))
-        return granted, self.turn_counts["waits"] > waiting_before
+    def reconfigure(self, options: Options) -> None:
+        self._options = options.sequences
 
-    async def _claim_turns(self, turns: list[tuple[InFlightLease, Turn]]) -> set[str]:
-        """Ask the queue for turns. Return the tokens of the leases whose turn is not granted."""
+    def look_up(self, requests: list[ClaimedRequest]) -> Awaitable[None] | None:
+        """Return the call to the queue that these requests need. `None` if they need none."""
+        unknown = []
+        for claimed in requests:
+            if claimed.request.sequence is not None:
+                # Turns that came with a flush are granted already.
+                if claimed.turn is None:
+                    unknown.append(claimed)
+                else:
+                    self.turn_counts["granted"] += 1
+        return self._claim_turns(unknown) if unknown else None
+
+    async def _claim_turns(self, requests: list[ClaimedRequest]) -> None:
         access = self._access
-        asked_at, removed = access.clock(), set()
-        call = access.queue.claim_turns(
-            [(entry.lease, turn) for entry, turn in turns], self.options.sequences.terms
-        )
+        asked_at = access.clock()
+        turns = [
+            (claimed.entry.lease, turn)
+            for claimed in requests
+            if (turn := claimed.request.sequence) is not None
+        ]
+        call = access.queue.claim_turns(turns, self._options.terms)
         reply = await access.call_queue("claim-turns", call)
         if reply is None:
-            for entry, _ in turns:
-                self._complete(completions.build_return(entry.lease))
-            return {entry.lease.token for entry, _ in turns}
+            return
         access.record_sign_of_life(asked_at)
         access.update_from_reply(reply)
-        for (entry, _), decision in zip(turns, reply.decisions, strict=True):
+        for claimed, decision in zip(requests, reply.decisions, strict=True):
+            claimed.turn = decision
             match decision:
                 case TurnGranted():
-                    entry.granted_turn = decision
                     self.turn_counts["granted"] += 1
-                    continue
                 case TurnWaits():
                     self.turn_counts["waits"] += 1
-                    if entry.request is not None and not entry.version:  # it may be another version then
-                        self.parsed_requests.store_request(entry.lease, entry.request)
-                    # The queue has ended the lease with its decision; there is nothing to report.
-                    self._remove_lease(entry.lease.token)
-                case TurnRejected(code, why):
+                case TurnRejected():
                     self.turn_counts["rejected"] += 1
-                    if entry.request is not None:
-                        self._complete(
-                            completions.build_turn_rejection(entry.lease, entry.request, code, why)
-                        )
-            removed.add(entry.lease.token)
-        return removed
+
+    def apply(self, requests: list[ClaimedRequest]) -> list[ClaimedRequest]:
+        """Return the requests that belong to no sequence or whose turn is granted, in order. All others are
+        removed or completed."""
+        return [
+            claimed for claimed in requests if claimed.request.sequence is None or self._apply_turn(claimed)
+        ]
+
+    def _apply_turn(self, claimed: ClaimedRequest) -> bool:
+        """Apply the decision about the turn. Return True if the request continues."""
+        entry, request = claimed.entry, claimed.request
+        match claimed.turn:
+            case TurnGranted() as granted:
+                prepared = self._prepare_request(entry, request, granted)
+                if isinstance(prepared, CannotContinue):
+                    self._complete(
+                        completions.build_error(entry.lease, request, ErrorCode.INVALID_REQUEST, prepared.why)
+                    )
+                    return False
+                self._granted[entry.lease.token] = granted
+                claimed.request = prepared
+                self._in_flight.set_request(entry, prepared)
+                return True
+            case TurnWaits():
+                claimed.waits = True
+                self.parsed_requests.store_request(entry.lease, request)
+                # The queue has ended the lease with its decision; there is nothing to report.
+                self._remove_lease(entry.lease.token)
+            case TurnRejected(code, why):
+                self._complete(completions.build_turn_rejection(entry.lease, request, code, why))
+            case None:  # the queue could not be asked
+                self._complete(completions.build_return(entry.lease))
+        return False
+
+    def forget_lease(self, token: str) -> None:
+        """Forget a lease that has ended."""
+        self._granted.pop(token, None)
 
     def _prepare_request(
         self, entry: InFlightLease, request: Request, granted: TurnGranted
     ) -> Request | CannotContinue:
         """Return the request as it is sent: with headers of the sequence and with its conversation."""
-        turn, options = request.sequence, self.options.sequences
+        turn, options = request.sequence, self._options
         assert turn is not None  # noqa: S101 -- its turn is granted
         headers = {options.id_header.lower(): turn.id} if options.id_header else {}
         # After failures, the server of the token may be the cause.
@@ -194,11 +209,13 @@ class TurnChecker:
         return prepare_request(request, payload, Session(headers, options.token_header.lower()))
 
     def _carries_conversation(self, turn: Turn) -> bool:
-        return (turn.carry or self.options.sequences.carry) is CarryMode.MESSAGES
+        return (turn.carry or self._options.carry) is CarryMode.MESSAGES
 
     def add_turn_end(self, entry: InFlightLease, completion: Completion, result: AttemptResult) -> Completion:
         """Return the completion with what the request leaves to its sequence."""
-        granted, request = entry.granted_turn, entry.request
+        if not self._granted:  # no request in flight belongs to a sequence
+            return completion
+        granted, request = self._granted.get(entry.lease.token), entry.request
         if (
             granted is None
             or request is None
@@ -213,9 +230,7 @@ class TurnChecker:
             and not end.has_failed
             and isinstance(result.outcome, Delivered)
         ):
-            carry = encode_conversation(
-                request.payload, result.outcome.body, self.options.sequences.max_carry_bytes
-            )
+            carry = encode_conversation(request.payload, result.outcome.body, self._options.max_carry_bytes)
         if token is None and carry is None:  # avoid the copy, which is most of the cost here
             return completion
         return completion.copy_with(turn_end=TurnEnd(end.turn, end.has_failed, end.cause, token, carry))
