@@ -17,8 +17,8 @@ class ClosedError(BatchError):
 class TooManyPendingError(BatchError):
     """The number of unanswered requests has reached its bound.
 
-    The bound is `max_pending` of a client and `max_queue` of a batched function. The error is raised only
-    where the caller asked for it; otherwise the call waits.
+    The bound is `max_pending` of a client, which raises the error only with `when_full="raise"` and otherwise
+    waits, and `max_waiting` of a batched function.
     """
 
 

@@ -39,6 +39,15 @@ def is_connection_refused(error: BaseException) -> bool:
     return False
 
 
+def is_connection_reset(error: BaseException) -> bool:
+    """Return True if the peer closed the connection with a reset."""
+    return any(
+        isinstance(cause, ConnectionResetError)
+        or (isinstance(cause, OSError) and errno.ECONNRESET in _collect_errnos(cause))
+        for cause in _iterate_causes(error)
+    )
+
+
 def _iterate_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and its causes, the outermost first."""
     # A cause may be linked back to an error that was yielded already.

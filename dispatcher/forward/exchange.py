@@ -15,6 +15,7 @@ import aiohttp
 from dispatcher.core.gateway.outcome import (
     GATEWAY_NAME,
     Failed,
+    FailureKind,
     Outcome,
     TooLarge,
     Unreachable,
@@ -23,7 +24,7 @@ from dispatcher.core.gateway.outcome import (
     classify_cut_answer,
 )
 from dispatcher.core.gateway.server_overload import MAX_INSPECTED_BYTES
-from dispatcher.core.network_errors import describe_error_with_address
+from dispatcher.core.network_errors import describe_error_with_address, is_connection_reset
 from dispatcher.core.requests.headers import QUEUE_DURATION
 from dispatcher.forward.transport import AttemptProgress, PreparedRequest, Transport
 from dispatcher.forward.unpack import decode_content
@@ -65,7 +66,8 @@ async def send_and_read(
             # no failure of the request.
             if progress.connected_at is None or _is_tls_error(error):
                 return Unreachable(f"no connection: {describe_error_with_address(error)}")
-            return Failed(f"no answer: {describe_error_with_address(error)}")
+            kind = FailureKind.CONNECTION_RESET if is_connection_reset(error) else FailureKind.NO_ANSWER
+            return Failed(f"no answer: {describe_error_with_address(error)}", kind=kind)
     stream, headers = response.body, _join_headers(response.raw_headers)
     if QUEUE_DURATION in headers:
         progress.queued_s = _parse_milliseconds(headers[QUEUE_DURATION])
@@ -78,7 +80,8 @@ async def send_and_read(
         # The part that arrived may say why the answer was cut: an evicted stream, for example.
         outcome = classify_cut_answer(response.status_code, headers, _join_tail(chunks))
         return outcome or Failed(
-            f"the answer ({response.status_code}) broke off: {describe_error_with_address(error)}"
+            f"the answer ({response.status_code}) broke off: {describe_error_with_address(error)}",
+            kind=FailureKind.BROKEN_OFF,
         )
     finally:
         await stream.aclose()

@@ -14,7 +14,14 @@ from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
-from dispatcher.core.gateway.outcome import Delivered, Failed, Refused, TooLate, Unreachable
+from dispatcher.core.gateway.outcome import (
+    Delivered,
+    Failed,
+    FailureKind,
+    Refused,
+    TooLate,
+    Unreachable,
+)
 from dispatcher.core.network_errors import describe_error
 from dispatcher.core.requests.headers import INFERENCE_TTL
 from dispatcher.core.requests.request import Request
@@ -206,7 +213,11 @@ class HttpGateway:
             # The end of the attempt may have been moved: time without memory for the answer is not the
             # gateway's fault. It is never moved beyond the deadline.
             late = progress.timer is not None and progress.timer.when() == deadline
-            outcome = TooLate() if late else Failed(f"no answer within {plan.timeout_s:g} s")
+            outcome = (
+                TooLate()
+                if late
+                else Failed(f"no answer within {plan.timeout_s:g} s", kind=FailureKind.NO_ANSWER_IN_TIME)
+            )
         finally:
             # An answer that becomes a result keeps its memory until the queue has confirmed the result. The
             # dispatch loop frees it then.
@@ -225,7 +236,7 @@ class HttpGateway:
         # requests it had, and the request is not charged with a failed attempt.
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended_at > CONNECT_S:
             why = await _connect_and_close(transport, plan)
-            outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
+            outcome = Unreachable(f"{outcome.why}, and now {why}", outcome.kind) if why else outcome
         if progress.connected_at is None:
             return AttemptResult(outcome, ended_at, ended_at)
         # If the request was sent twice, the time since the start includes the exchange on the kept
@@ -251,9 +262,9 @@ class HttpGateway:
             if (tls, bearer) == (self._tls, self._bearer):
                 break
         if self._transports.current is None or self._tls.value is None:
-            return Unreachable(f"gateway.tls: {self._tls.fault}")
+            return Unreachable(f"gateway.tls: {self._tls.fault}", FailureKind.NO_CREDENTIALS)
         if self._bearer.value is None:
-            return Unreachable(f"gateway.token_file: {self._bearer.fault}")
+            return Unreachable(f"gateway.token_file: {self._bearer.fault}", FailureKind.NO_CREDENTIALS)
         return self._transports.current
 
 

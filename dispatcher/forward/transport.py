@@ -3,7 +3,7 @@
 A prepared httpx.Request goes straight to the aiohttp transport. An httpx.Client in between would follow
 redirects, keep cookies, use proxies of the environment and decode bodies, and it would cost time. The
 connector below knows for each attempt since when it has a connection, and whether the connection had been
-used before. docs/decisions/0015-libraries-that-we-carry.md has the reasons.
+used before. docs/decisions/0015-third-party-libraries.md has the reasons.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import assert_never
 
 import msgspec
@@ -34,6 +35,29 @@ the pool."""
 EVICTED_REASON = "evicted"
 """Prefix of drop reasons of requests that ran and were stopped to make room for more important ones."""
 _NOT_ADMITTED = b"request cannot be admitted"
+
+
+class FailureKind(StrEnum):
+    """Kind of failure of an attempt, in words of the dispatcher. `why` of an outcome may quote the peer."""
+
+    NO_CONNECTION = "no connection"
+    NO_CREDENTIALS = "no credentials"
+    """The token file or a TLS file cannot be read."""
+    NO_ANSWER = "no answer"
+    CONNECTION_RESET = "connection reset"
+    NO_ANSWER_IN_TIME = "no answer in time"
+    BROKEN_OFF = "answer broken off"
+    """The body was cut short, or cannot be decoded."""
+    ERROR_STATUS = "error status"
+    REDIRECT = "redirect"
+    CREDENTIALS_REJECTED = "credentials rejected"
+    NO_ROUTE = "no route"
+    """The gateway has no route for the path and the model."""
+    MAYBE_NO_GATEWAY = "maybe no gateway"
+    """The server has not answered like an inference gateway yet."""
+    UNUSABLE_ANSWER = "unusable answer"
+    """The answers to the pieces of a list cannot be joined."""
+    INTERNAL_ERROR = "a defect of the dispatcher"
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -83,14 +107,24 @@ class Failed:
     """True for an intermediary error: a 401 or 407, an empty 404 or 500, or a 502, 503 or 504 without drop
     reason. The cause may be a missing gateway, a dead endpoint, or the request itself."""
     retry_after_s: float | None = None
+    kind: FailureKind = FailureKind.ERROR_STATUS
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The gateway was not reached: no connection, or an intermediary error that may not be the fault of the
-    request. It counts as no failed attempt."""
+    """The gateway was not reached. It counts as no failed attempt."""
 
     why: str
+    kind: FailureKind = FailureKind.NO_CONNECTION
+
+
+@dataclass(frozen=True, slots=True)
+class UncountedError:
+    """An intermediary error that may be the fault of the gateway or of an endpoint instead of the request. It
+    counts as no failed attempt. `classify_answer` never returns it: other attempts show it."""
+
+    why: str
+    kind: FailureKind = FailureKind.ERROR_STATUS
     delay_s: float = 0.0
     """Seconds until the request is sent again."""
 
@@ -139,6 +173,7 @@ Outcome = (
     | Evicted
     | Failed
     | Unreachable
+    | UncountedError
     | TooLarge
     | Refused
     | TooLate
@@ -225,14 +260,14 @@ def make_deadline_error(last_attempt: str, failed_attempts: int, refusals: int) 
     return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{after}{last}")
 
 
-def describe_outcome(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
+def describe_outcome(outcome: Failed | Overloaded | Evicted | Unreachable | UncountedError) -> str:
     """Return the outcome of an attempt in one line of bounded length, with the beginning of the answer."""
     match outcome:
         case Overloaded(status, reason):
             text = f"the gateway refused it for now: {status}{reason and f', {reason}'}"
         case Evicted(status, reason):
             text = f"the gateway stopped it for more important requests: {status}, {reason}"
-        case Unreachable(why):
+        case Unreachable(why) | UncountedError(why):
             text = why
         case _:
             body = " ".join(outcome.body[: 4 * _MAX_DESCRIPTION_CHARS].decode(errors="replace").split())
@@ -292,7 +327,7 @@ def decide_after_attempt(
             )
         case Evicted():
             retry = Retry(outcome.delay_s, last_attempt=describe_outcome(outcome))
-        case Unreachable() | Unsent() | ModelNotServed():
+        case Unreachable() | UncountedError() | Unsent() | ModelNotServed():
             retry = _retry_uncounted(outcome)
         case _:
             assert_never(outcome)
@@ -308,10 +343,12 @@ def decide_after_attempt(
     return retry
 
 
-def _retry_uncounted(outcome: Unreachable | Unsent | ModelNotServed) -> Retry:
+def _retry_uncounted(outcome: Unreachable | UncountedError | Unsent | ModelNotServed) -> Retry:
     """Return the retry for an outcome that counts neither as failed attempt nor as refusal."""
     match outcome:
         case Unreachable():
+            return Retry(is_undelivered=True, last_attempt=describe_outcome(outcome))
+        case UncountedError():
             return Retry(outcome.delay_s, is_undelivered=True, last_attempt=describe_outcome(outcome))
         case Unsent():
             return Retry(is_undelivered=True)
@@ -359,15 +396,16 @@ def classify_answer(
     if status in (401, 407):
         where = "; look at gateway.token_file" if answered_by == GATEWAY_NAME else ""
         why = f"{answered_by} answered {status}: it does not accept our credentials{where}"
-        return Failed(why, status, body, is_intermediary_error=True)
+        return Failed(why, status, body, is_intermediary_error=True, kind=FailureKind.CREDENTIALS_REJECTED)
     if status == 404 and not body:
         why = f"{answered_by} answered 404 with an empty body: it has no such route"
-        return Failed(why, status, body, is_intermediary_error=True)
+        return Failed(why, status, body, is_intermediary_error=True, kind=FailureKind.NO_ROUTE)
     if 300 <= status < 400:
         # A gateway answered. A redirect belongs to the path of one request, and must not close the gate for
         # the others.
         where = headers.get("location", "")[:200]
-        return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
+        why = f"redirected ({status}) to {where!r}; redirects are not followed"
+        return Failed(why, status, body, kind=FailureKind.REDIRECT)
     # A 4xx is the final answer of a request, except 408, which a retry may fix.
     if 200 <= status < 500 and status != 408:
         return _classify_stream_end(status, headers, body, retry_after_s) or Delivered(status, body)

@@ -11,7 +11,15 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dispatcher.core.gateway.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
+from dispatcher.core.gateway.outcome import (
+    Delivered,
+    Failed,
+    Outcome,
+    Overloaded,
+    TooLarge,
+    UncountedError,
+    Unreachable,
+)
 
 KEPT_ATTEMPTS = 20
 """Number of attempts that are kept. After as many successes, earlier failures are forgotten."""
@@ -24,14 +32,6 @@ MIN_FAILURE_SHARE = 0.25
 reaches it."""
 MAX_KINDS = 3
 """Number of kinds that the sentence names, the most frequent first."""
-FAILURE_KINDS = {
-    "no connection": "no connection",
-    "no answer within ": "no answer in time",
-    "the answer (": "answer broken off",
-    "the dispatcher failed": "a defect of the dispatcher",
-}
-"""Names of failures without a complete answer, by the prefix of the text of the outcome."""
-CONNECTION_RESET = "connection reset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ class RecentAttempts:
                 self._record_answered(at, str(code) if code >= 400 else "")
             case TooLarge():
                 self._record_answered(at, "")
-            case Failed(why=why) | Unreachable(why=why):
-                self._ended.append((at, _classify_failure(why) if status is None else str(status), ""))
+            case Failed(kind=kind) | Unreachable(kind=kind) | UncountedError(kind=kind):
+                self._ended.append((at, str(kind if status is None else status), ""))
                 self._record_unanswered(at, failed=1)
             case Overloaded():
                 self._record_unanswered(at, refused=1)
@@ -133,11 +133,3 @@ def _describe_most_frequent(kinds: Iterable[str]) -> str:
     if more := sum(count for _, count in counts[MAX_KINDS:]):
         named.append(f"others ({more})")
     return ", ".join(named)
-
-
-def _classify_failure(why: str) -> str:
-    """Return one of a few kinds. The text after our own prefix may come from the peer and is not kept."""
-    for begins, kind in FAILURE_KINDS.items():
-        if why.startswith(begins):
-            return kind
-    return CONNECTION_RESET if CONNECTION_RESET in why else "no answer"

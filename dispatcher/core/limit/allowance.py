@@ -35,10 +35,13 @@ class Allowance(Value, frozen=True):
     due."""
 
 
-def explain_allowance(allowance: Allowance, in_flight: int) -> str:
-    """Return one sentence that says what is sent, and why not more."""
+def explain_allowance(allowance: Allowance, in_flight: int, *, with_terms: bool = True) -> str:
+    """Return one sentence that says what is sent, and why not more.
+
+    `with_terms`: add the terms of the limit in parentheses, where they are known.
+    """
     terms = ""
-    budget = allowance.budget
+    budget = allowance.budget if with_terms else None
     if budget is not None and budget.fault is None and allowance.reason not in _OUTDATED_REASONS:
         fits = (
             f", which fitted where {budget.configured_max_sys:g} are configured"

@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from dispatcher.core.merging.shapes import Shape
 
 
-class GroupTrigger(enum.StrEnum):
-    """Reason why a group is sent now."""
-
-    FULL = "full"
-    PREFERRED = "preferred"
-    DUE = "due"
-    IDLE = "idle"
-
-
 @dataclass(frozen=True, slots=True)
 class GroupingRule:
     """Limits of one rule. Raise `ValueError` if they are invalid."""
@@ -107,7 +98,6 @@ class GroupReady:
     sent."""
 
     count: int
-    trigger: GroupTrigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +125,14 @@ def group_requests(
         return WaitUntil(inf)
     gathered, preferred, oldest_at, is_full = _measure_group(waiting, rule)
     if is_full:
-        return GroupReady(gathered, GroupTrigger.FULL)
+        return GroupReady(gathered)
     if preferred:
-        return GroupReady(preferred, GroupTrigger.PREFERRED)
+        return GroupReady(preferred)
     due_at = oldest_at + rule.max_delay_s
     if gathered and (now >= due_at or not rule.max_delay_s):
-        return GroupReady(gathered, GroupTrigger.DUE)
+        return GroupReady(gathered)
     if gathered and is_idle and rule.idle_flush:
-        return GroupReady(gathered, GroupTrigger.IDLE)
+        return GroupReady(gathered)
     return WaitUntil(due_at)
 
 

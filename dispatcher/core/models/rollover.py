@@ -93,7 +93,7 @@ class ModelFamily:
         after them.
         """
         previous = self._listed
-        if (self._next_terms.name, self._next_terms.match) != (self.terms.name, self.terms.match):
+        if (self._next_terms.name, self._next_terms.template) != (self.terms.name, self.terms.template):
             self._namings, self._unmatched_names, self._listed = {}, set(), {}
         self.terms, self._facts, self._warm_endpoints, self._keepable = self._next_terms, facts, {}, None
         self._listed = self._order_listed()
@@ -193,10 +193,6 @@ class ModelFamily:
         known = sorted(self._known.values(), key=lambda each: each.naming.order, reverse=True)
         labels = self._merge_labels()
         return [self._make_snapshot(each, labels) for each in known]
-
-    def find_versions(self, word: str) -> list[str]:
-        """Return the full names of the listed versions that have this alias, newest first."""
-        return [name for name, each in self._listed.items() if word in each.aliases]
 
     def explain_closed(self) -> str:
         """Return one sentence for a request that has to wait. Empty if it need not wait."""

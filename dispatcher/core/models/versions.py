@@ -21,12 +21,12 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from dispatcher.core.models.version_policy import VersionPolicy
+from dispatcher.core.models.version_template import VersionTemplate
 from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
 
 MAX_CACHED_NAMES = 20_000
-"""Largest number of names whose match with a pattern is remembered."""
+"""Largest number of names whose match with a template is remembered."""
 _DIGITS = re.compile("([0-9]+)")
-_LITERAL = re.compile("[A-Za-z0-9_/:-]*")
 
 
 class VersionState(StrEnum):
@@ -66,9 +66,9 @@ class FamilyTerms:
 
     name: str
     """Name of the model in requests."""
-    match: re.Pattern[str] | None = None
-    """Pattern for the names of versions, which must match whole. The group `version` is the label. `None` if
-    the model's own name is the only version."""
+    template: VersionTemplate | None = None
+    """Template for the names of versions. The version in a name is its label. `None` if the model's own name
+    is the only version."""
     policy: VersionPolicy = field(default_factory=VersionPolicy)
     transition: Transition = Transition.AVAILABILITY
     pin: PinScope = PinScope.REQUEST
@@ -183,25 +183,22 @@ class VersionNaming:
 def match_version(name: str, terms: FamilyTerms) -> VersionNaming | None:
     """Return the parts of a name. `None` if it is not a version of this model, or too long to be waited
     for."""
-    if terms.match is None and name != terms.name:
+    if terms.template is None and name != terms.name:
         return None
-    return parse_version(name, terms.match)
+    return parse_version(name, terms.template)
 
 
 @lru_cache(maxsize=MAX_CACHED_NAMES)
-def parse_version(name: str, match: re.Pattern[str] | None) -> VersionNaming | None:
-    """Return the parts of a name that a pattern finds. `None` if the name does not match.
+def parse_version(name: str, template: VersionTemplate | None) -> VersionNaming | None:
+    """Return the parts of a name. `None` if the name does not match the template.
 
-    Matching takes 15 µs and several callers ask for each new name, so the result is remembered.
+    This takes microseconds and several callers ask for each new name, so the result is remembered.
     """
     if not name or len(name.encode(errors="replace")) > MAX_MODEL_NAME_BYTES:
         return None
-    label: str = name
-    if match is not None:
-        match_result = match.fullmatch(name)
-        if match_result is None:
-            return None
-        label = match_result.groupdict().get("version") or name
+    label = name if template is None else template.extract_version(name)
+    if label is None:
+        return None
     parts = _DIGITS.split(label)  # texts and digits alternate, so equal positions have equal types
     natural = tuple(int(part) if at % 2 else part for at, part in enumerate(parts))
     return VersionNaming(name, label, list_aliases(name, label), (natural, label, name))
@@ -215,15 +212,16 @@ def list_aliases(name: str, label: str) -> tuple[str, ...]:
 class FamilyIndex:
     """Find the models of which a name is a version.
 
-    Only patterns are tried that begin like the name, or with anything. With a thousand models with as many
-    versions each, a lookup costs little more than with one.
+    Only templates are tried that begin like the name. With a thousand models with as many versions each, a
+    lookup costs little more than with one.
     """
 
     def __init__(self, families: Iterable[FamilyTerms]) -> None:
         self._terms_by_prefix: dict[str, list[FamilyTerms]] = {}
         for terms in families:
-            self._terms_by_prefix.setdefault(_find_literal_prefix(terms), []).append(terms)
-        self._prefix_lengths = sorted({len(beginning) for beginning in self._terms_by_prefix})
+            prefix = terms.name if terms.template is None else terms.template.prefix
+            self._terms_by_prefix.setdefault(prefix, []).append(terms)
+        self._prefix_lengths = sorted({len(prefix) for prefix in self._terms_by_prefix})
 
     def find_families(self, name: str) -> list[str]:
         """Return the names of the models."""
@@ -233,16 +231,3 @@ class FamilyIndex:
             for terms in self._terms_by_prefix.get(name[:length], ())
             if match_version(name, terms) is not None
         ]
-
-
-def _find_literal_prefix(terms: FamilyTerms) -> str:
-    """Return the text with which each name of a version begins, as far as that is obvious."""
-    if terms.match is None:
-        return terms.name
-    pattern = terms.match.pattern
-    if "|" in pattern or terms.match.flags & (re.IGNORECASE | re.VERBOSE):
-        return ""
-    literal = _LITERAL.match(pattern)
-    text = "" if literal is None else literal[0]
-    # A quantifier applies to the last character, which is thus optional.
-    return text[:-1] if pattern[len(text) :][:1] in ("*", "?", "{") else text

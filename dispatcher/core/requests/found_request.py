@@ -46,9 +46,6 @@ QUEUED_LOCATIONS = (
     *(LOCATION_BY_LANE[lane] for lane in Lane),
 )
 """Locations of requests that wait in the queue. Claims take from these, except from closed lanes."""
-NOT_SENT_PREFIX = "not sent, because "
-"""Beginning of the outcome that a dispatcher records for a request that waits for its model and was not sent.
-The reason follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,7 @@
     claim turn  a leased request asks for its turn: it becomes the next request of its sequence
                 (`TurnGranted`), waits (`TurnWaits`), or is rejected for ever (`TurnRejected`)
     end         a request has ended for good: the step that ends it also chooses the next request
-    sweep       time has passed: a missing index is no longer waited for, a run is over, or the next request
-                is gone
+    sweep       time has passed: a missing index is no longer waited for, or a run is over
 
 The memory queue executes these rules directly. queue/lua/sequences.lua implements them in Redis, state by
 state, and tests/properties/test_sequence_model.py verifies that both agree.
@@ -33,7 +32,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from dispatcher.core.requests.result import ErrorCode
@@ -402,8 +401,8 @@ class SequenceTable:
 
     # Time.
 
-    def sweep_due(self, now: float, is_there: Callable[[int], bool]) -> None:
-        """Process all checks that are due. `is_there` returns whether an entry waits, is delayed or leased.
+    def sweep_due(self, now: float) -> None:
+        """Process all checks that are due.
 
         If time ends a sequence, no parked one begins before all due sequences were checked. Otherwise the
         result would depend on checks that come early.
@@ -417,9 +416,7 @@ class SequenceTable:
                 sequence.check_at = None
                 due.append(sequence)
         for sequence in sorted(due, key=lambda one: one.runs[0].number):
-            # A sequence that ended while an earlier one was checked is no longer known.
-            if self.records.get(sequence.id) is sequence:
-                self._check_sequence(sequence, now, is_there)
+            self._check_sequence(sequence, now)
         # Redis does the same: once per sequence, with up to MAX_UNPARKED_PER_STEP sequences each time.
         for _ in range(1 + len(due)):
             self._unpark_sequences(now)
@@ -431,20 +428,16 @@ class SequenceTable:
         for sequence in self.records.values():
             sequence.check_at = None if sequence.check_at is None else sequence.check_at + step_s
 
-    def _check_sequence(self, sequence: SequenceRecord, now: float, is_there: Callable[[int], bool]) -> None:
+    def _check_sequence(self, sequence: SequenceRecord, now: float) -> None:
         sequence.clamp_times(now)
-        if sequence.next_request is not None:
-            # An owner of a version that knows no sequences has ended it without telling the sequence.
-            if not is_there(sequence.next_request.entry):
-                self.end_request(sequence.next_request.entry, None, now)
-        elif not sequence.waiting_count and now >= sequence.last_active_at + self.terms.max_idle_s:
-            if sequence.status in _OVER:
+        if sequence.next_request is None:
+            if sequence.waiting_count or now < sequence.last_active_at + self.terms.max_idle_s:
+                self._end_if_old(sequence, now)
+            elif sequence.status in _OVER:
                 self._forget_record(sequence)
             else:
                 self.counters.idle += 1
                 self._end_run(sequence, _IDLE, now)
-        else:
-            self._end_if_old(sequence, now)
         self._advance_sequence(sequence, now)
         self._schedule_check(sequence, now)
 

@@ -97,6 +97,7 @@ def parse_part(shape: Shape, payload: bytes) -> Part:
         int(top_text or 0),
         is_single_item,
         repeated_tokens,
+        has_token_ids=kind == _TOKEN_IDS,
     )
 
 
@@ -108,6 +109,8 @@ def parse_model_field(body_fields: dict[str, msgspec.Raw]) -> str:
     return msgspec.json.decode(model, type=str)
 
 
+_TOKEN_IDS = b"ids"
+"""Kind of items that are lists of token ids."""
 _ParsedList = tuple[bytes, int, int, bool, bytes | memoryview]
 """Result of parsing a list: the kind of the items (bodies with different kinds are not merged), their number,
 their tokens, whether it is a single item in place of a list, and the text between the brackets of the
@@ -122,7 +125,7 @@ def _parse_texts(listed: msgspec.Raw) -> _ParsedList:
         size = len(_strings(listed))
         kind, tokens, is_single_item = b"text", estimate_tokens(size, len(text) - 2), False
     except msgspec.ValidationError:
-        kind = b"ids"
+        kind = _TOKEN_IDS
         try:
             lists = _id_lists(listed)
             # Lists of token ids; an empty one among them makes the whole list invalid.
@@ -194,17 +197,16 @@ def cut_part(part: Part, max_items: int, max_tokens: float) -> list[Part]:
     """Return the pieces in order, each as long as it may be. An item with too many tokens becomes a piece of
     its own."""
     columns = [parse_list_content(text) for text in part.lists]
-    has_token_ids = part.merge_key.startswith(b"%b ids " % part.shape.name.encode())
 
     def count_tokens(texts: Sequence[bytes], size: int) -> int:
-        if has_token_ids:
+        if part.has_token_ids:
             return sum(bytes(text).count(b",") + 1 for text in texts)
         return sum(estimate_tokens(size, len(text)) for text in texts) + size * part.repeated_tokens
 
     weights = None
     if max_tokens < inf:
         rounded = (
-            0 if has_token_ids else len(columns)
+            0 if part.has_token_ids else len(columns)
         )  # so that the estimate of a group never exceeds the sum of its items
         weights = [count_tokens(row, 1) + rounded for row in zip(*columns, strict=True)]
     pieces = []

@@ -94,6 +94,8 @@ class Part(msgspec.Struct, frozen=True, eq=False):
     """True if the body has one item in place of a list."""
     repeated_tokens: int = 0
     """Number of tokens of each item that are not part of the list."""
+    has_token_ids: bool = False
+    """True if the items are lists of token ids."""
     id: bytes = b""
     """Id that the answer must have, as it is written. Empty for the id that the server chooses."""
     tensor_heads: tuple[tuple[bytes, bytes], ...] = ()

@@ -15,7 +15,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, TooLarge
+from dispatcher.core.gateway.outcome import (
+    Delivered,
+    Evicted,
+    Failed,
+    FailureKind,
+    Outcome,
+    Overloaded,
+    TooLarge,
+)
 from dispatcher.core.models.names import parse_model, says_no_model
 
 NOT_FOUND_STATUSES = (403, 404, 405, 501)
@@ -33,8 +41,8 @@ _NOT_ALLOWED = (
 )
 
 
-class UnverifiedGateway:
-    """Verification state of one address, from the first request on."""
+class GatewayVerification:
+    """Whether one address has answered like an inference gateway, from the first request on."""
 
     def __init__(self) -> None:
         self.is_verified = False
@@ -63,11 +71,22 @@ class UnverifiedGateway:
                 pass  # a model server wrote it, so the gateway works
             case Delivered(status=status, body=body) if not self.is_verified and status in NOT_FOUND_STATUSES:
                 doubt = _NOT_ALLOWED if status == 403 else _MAY_BE_NO_GATEWAY
-                return Failed(f"a server answered {status}{doubt}", status, body, is_intermediary_error=True)
+                return Failed(
+                    f"a server answered {status}{doubt}",
+                    status,
+                    body,
+                    is_intermediary_error=True,
+                    kind=FailureKind.MAYBE_NO_GATEWAY,
+                )
             case Failed(status=int(status)) if not self.is_verified and (
                 status in NOT_FOUND_STATUSES or status < 400
             ):
-                return replace(outcome, why=outcome.why + _MAY_BE_NO_GATEWAY, is_intermediary_error=True)
+                return replace(
+                    outcome,
+                    why=outcome.why + _MAY_BE_NO_GATEWAY,
+                    is_intermediary_error=True,
+                    kind=FailureKind.MAYBE_NO_GATEWAY,
+                )
         return outcome
 
     def _judge_missing_route(self, outcome: Failed, path: str, payload: bytes, at: float) -> Failed:
