@@ -65,7 +65,7 @@ def _build_version_options(settings: Settings, warmups: WarmupFiles) -> VersionO
 def _build_family_options(model: ModelSettings, warmups: WarmupFiles) -> FamilyOptions:
     terms = FamilyTerms(
         name=model.name,
-        match=model.version_pattern,
+        template=model.version_template,
         # A model without versions is a family with one version, which is always desired.
         policy=model.policy if model.match else VersionPolicy(everything=True),
         transition=Transition(model.transition),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+from dispatcher.app.status_notes import describe_per_endpoint, list_problems
 from dispatcher.core.gateway.recent_attempts import RecentAttempts
 from dispatcher.core.health import MAX_COUNTS_AGE_S, Health, HealthRecord
 from dispatcher.core.limit.allowance import Allowance, explain_allowance
@@ -71,6 +72,12 @@ def build_status(
         *(f"Warning: {each}." for each in (loop_problem, reserve_problem) if each),
     ]
     queue_status = _build_queue(queue, counts, now)
+    batching = _build_merging(merger) if merger else show.BatchingStatus()
+    models = (
+        _build_models(model_router, now, has_counts=counts is not None)
+        if model_router
+        else show.ModelsStatus()
+    )
     return Status(
         health=_build_health(health or HealthRecord(), queue_status, now),
         process=process,
@@ -85,8 +92,17 @@ def build_status(
             gateway_problem=limiter.gateway_problem,
             probing_owner=queue.shared.probing_owner if queue.shared else None,
             attempts_problem=attempts_problem,
+            problems=list_problems(
+                allowance.reason,
+                config=process.config_problem,
+                queue=queue.problem,
+                gateway=limiter.gateway_problem,
+                signals=signals,
+                model_registry=models.model_registry_problem,
+                merge_targets=batching.batching,
+            ),
         ),
-        budget=budget,
+        budget=replace(budget, capacity_note=describe_per_endpoint(budget)),
         signals=signals,
         watch=show.WatchStatus(
             watch_endpoints=endpoints.ready,
@@ -96,16 +112,16 @@ def build_status(
             watch_problems=[str(problem) for problem in endpoints.problems],
         ),
         queue=queue_status,
-        impact=_build_realtime_impact(poll.realtime_impact) if poll else show.ImpactStatus(),
-        batching=_build_merging(merger) if merger else show.BatchingStatus(),
+        impact=_build_realtime_impact(poll.realtime_impact)
+        if poll
+        else show.ImpactStatus(impact_problem="not read yet"),
+        batching=batching,
         sequences=show.SequencesStatus(
             sequences=asdict(counts.sequences) if counts else None,
             sequence_turns=dict(turn_checker.turn_counts) if turn_checker else {},
             sequence_servers=dict(turn_checker.server_counts) if turn_checker else {},
         ),
-        models=_build_models(model_router, now, has_counts=counts is not None)
-        if model_router
-        else show.ModelsStatus(),
+        models=models,
     )
 
 
@@ -323,16 +339,16 @@ def _build_signals(
         signals_failing_s=None if since is None else round(now - since, 3),
         signals_close_in_s=round(max(0.0, failing.closes_at - now), 3) if failing else None,
         readings=[
-            {
-                "signal": str(reading.signal),
-                "age_s": round(now - reading.closed_at, 3),
-                "window_s": round(reading.closed_at - reading.opened_at, 3),
-                "f_sys": reading.f_sys,
-                "f_epp": reading.f_epp,
-                "max_sys": reading.max_sys,
-                "source": reading.source,
-                "raw": dict(reading.raw_values),
-            }
+            show.ReadingStatus(
+                signal=str(reading.signal),
+                age_s=round(now - reading.closed_at, 3),
+                window_s=round(reading.closed_at - reading.opened_at, 3),
+                f_sys=reading.f_sys,
+                f_epp=reading.f_epp,
+                max_sys=reading.max_sys,
+                source=reading.source,
+                raw=dict(reading.raw_values),
+            )
             for reading in readings
         ],
     )
@@ -354,7 +370,7 @@ def _build_queue(queue: QueueView, counts: QueueCounts | None, now: float) -> sh
         service_rate=forecast.service_rate if forecast else None,
         service_s=round(forecast.service_s, 3) if forecast and forecast.service_s else None,
         replica_count=forecast.owner_count if forecast else None,
-        replicas=[asdict(replica) for replica in replicas],
+        replicas=[show.ReplicaStatus(each.owner, each.leases, each.silent_s) for each in replicas],
     )
 
 
@@ -390,20 +406,23 @@ def _explain_waiting_for_models(model_router: ModelRouter) -> list[str]:
 def _build_models(model_router: ModelRouter, now: float, *, has_counts: bool) -> show.ModelsStatus:
     return show.ModelsStatus(
         models=[
-            {
-                "name": model.name,
-                "state": str(model.state),
-                "serving": model.serving_count,
-                "endpoints": model.endpoint_count,
-                "unread_count": model.unread_count,
-                "waiting": waiting_count if has_counts else None,
-                "since_s": round(now - model.state_since, 1),
-                "named": model.is_named,
-                "denied": model.is_denied,
-                "drained_by": model_router.versions.get_drain_note(model.name) or None,
-                "sentence": model_router.describe_model(model.name),
-                **_build_family(model_router, model.name, now),
-            }
+            _add_family(
+                model_router,
+                show.ModelStatus(
+                    name=model.name,
+                    state=str(model.state),
+                    serving=model.serving_count,
+                    endpoints=model.endpoint_count,
+                    unread_count=model.unread_count,
+                    waiting=waiting_count if has_counts else None,
+                    since_s=round(now - model.state_since, 1),
+                    named=model.is_named,
+                    denied=model.is_denied,
+                    drained_by=model_router.versions.get_drain_note(model.name) or None,
+                    sentence=model_router.describe_model(model.name),
+                ),
+                now,
+            )
             for model, waiting_count in model_router.list_states()
         ],
         model_count=len(model_router.list_names()),
@@ -415,43 +434,49 @@ def _build_models(model_router: ModelRouter, now: float, *, has_counts: bool) ->
     )
 
 
-def _build_family(model_router: ModelRouter, name: str, now: float) -> dict[str, object]:
-    """Return the state of a model with versions. Empty values if the settings give it none."""
+def _add_family(model_router: ModelRouter, model: show.ModelStatus, now: float) -> show.ModelStatus:
+    """Return the model with its policy, labels and versions. The same if the settings give it no versions."""
     family, registry = (
-        model_router.versions.get_family(name),
+        model_router.versions.get_family(model.name),
         model_router.versions.registry or ModelRegistryState(),
     )
     if family is None:
-        return {"policy": None, "labels": {}, "versions": []}
-    labels = {label: {"version": version, "by": None} for label, version in family.terms.labels.items()}
+        return model
+    labels = {label: show.LabelStatus(version) for label, version in family.terms.labels.items()}
     labels |= {
-        label: {"version": version, "by": registry.label_origins.get((family_name, label))}
+        label: show.LabelStatus(version, registry.label_origins.get((family_name, label)))
         for (family_name, label), version in registry.labels.items()
-        if family_name == name
+        if family_name == model.name
     }
-    policy = str(family.terms.policy)
-    return {"policy": policy, "labels": labels, "versions": _build_versions(family, registry, now)}
+    return replace(
+        model,
+        policy=str(family.terms.policy),
+        labels=labels,
+        versions=_build_versions(family, registry, now),
+    )
 
 
-def _build_versions(family: ModelFamily, registry: ModelRegistryState, now: float) -> list[dict[str, object]]:
+def _build_versions(
+    family: ModelFamily, registry: ModelRegistryState, now: float
+) -> list[show.VersionStatus]:
     """Return the newest versions first."""
     return [
-        {
-            "name": each.name,
-            "label": each.label,
-            "state": str(each.state),
-            "since_s": round(now - each.state_since, 1),
-            "serving": len(each.endpoints),
-            "warm": len(each.warm_endpoints) if family.terms.has_warm_up else None,
-            "desired": each.is_desired,
-            "drained": each.is_drained,
-            "drained_by": next(
+        show.VersionStatus(
+            name=each.name,
+            label=each.label,
+            state=str(each.state),
+            since_s=round(now - each.state_since, 1),
+            serving=len(each.endpoints),
+            warm=len(each.warm_endpoints) if family.terms.has_warm_up else None,
+            desired=each.is_desired,
+            drained=each.is_drained,
+            drained_by=next(
                 (registry.drained_models[name] for name in each.aliases if name in registry.drained_models),
                 None,
             ),
-            "share": round(each.weight, 4),
-            "labels": list(each.labels),
-        }
+            share=round(each.weight, 4),
+            labels=list(each.labels),
+        )
         for each in family.make_snapshots()[:_MAX_VERSIONS]
     ]
 

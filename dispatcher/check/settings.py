@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from dispatcher.check.finding import Finding
 from dispatcher.core.patterns import matches_pattern, patterns_overlap
@@ -26,7 +25,7 @@ def find_doubts(settings: Settings) -> Iterator[Finding]:
             what = "certificates are not verified: anybody on the network path can read and answer"
             yield Finding("warning", where, what)
     if not settings.gateway.objective and settings.signals.watches_pool:
-        what = "none named: batch requests compete with everything of priority 0"
+        what = "not set: batch requests compete with all requests of priority 0"
         yield Finding("warning", "gateway.objective", what)
     if settings.tracing.endpoint:
         from dispatcher.telemetry import otlp  # the import also loads the logging module
@@ -49,8 +48,8 @@ def report_derived_settings(settings: Settings) -> Iterator[Finding]:
     """Report settings whose value is derived from another setting."""
     if settings.observes_models and settings.serving_with_servers.urls != settings.serving.urls:
         many = len(settings.serving_with_servers.urls)
-        servers = "model server is" if many == 1 else "model servers are"
-        what = f"names none, so the {many} {servers} asked that signals.vllm.urls names"
+        servers, verb = ("model server", "is") if many == 1 else ("model servers", "are")
+        what = f"not set, so the {many} {servers} of signals.vllm.urls {verb} asked"
         yield Finding("ok", "serving.urls", what)
 
 
@@ -60,18 +59,19 @@ def _find_useless_version_settings(settings: Settings) -> Iterator[Finding]:
         where = f"models[{at}]"
         if model.weights and model.policy.max_count == 1:
             what = (
-                f"the policy {model.policy} opens one version, which gets all: for shares of several set "
-                "policy to all, or to these versions"
+                f"have no effect, because the policy {model.policy} uses one version: set policy to all, or "
+                "to the versions that share the requests"
             )
             yield Finding("warning", f"{where}.weights", what)
         unset = model.policy.label and model.policy.label not in model.labels
         if unset:
             what = (
-                f"the label {model.policy.label!r} is not among its labels: none is open until a verb sets it"
+                f"the label {model.policy.label!r} is not in labels: no version is used until `models label` "
+                "sets it"
             )
             yield Finding("warning", f"{where}.policy", what)
     if settings.serving.subset_header and not any(model.warmup for model in settings.models):
-        what = "is sent with no request: no model has a warm-up, so any server will do"
+        what = "has no effect, because no model has a warm-up, so that every server may be used"
         yield Finding("warning", "serving.subset_header", what)
 
 
@@ -84,10 +84,10 @@ def _find_unused_rules(settings: Settings) -> Iterator[Finding]:
         for path in rule.paths:
             taken = next((by for by, pattern in before if matches_pattern(pattern, path)), None)
             if not any(patterns_overlap(each, path) for each in allowed):
-                what = f"{path}: no request may go there: gateway.allowed_paths does not have it"
+                what = f"{path}: has no effect, because gateway.allowed_paths does not allow it"
                 yield Finding("warning", where, what)
             elif taken is not None:
-                what = f"{path}: never asked, for batching.rules[{taken}] has it already"
+                what = f"{path}: has no effect, because batching.rules[{taken}] matches it first"
                 yield Finding("warning", where, what)
         before += [(number, path) for path in rule.paths]
 
@@ -116,13 +116,6 @@ def _check_warmups(settings: Settings) -> Iterator[Finding]:
             calls = sum(each.repeat for each in found)
             what = f"{warmups.paths[model]}: {len(found):,} requests, {calls:,} calls for each server"
             yield Finding("ok", warmups.setting_path(model), what)
-
-
-def report_running_problems(status: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """Report problems that a running dispatcher with this configuration shows in its /status."""
-    reserve_problem = status.get("reserve_problem") if status else None
-    if reserve_problem:
-        yield Finding("warning", "budget.reserve", str(reserve_problem))
 
 
 def _check_file(where: str, path: Path) -> Finding:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
@@ -14,6 +14,9 @@ from dispatcher.check.plain_http import RawResponse, send_get
 from dispatcher.core.network_errors import describe_error
 from dispatcher.settings import AdminSettings
 from dispatcher.settings.watched_files import TokenFileError, read_token
+
+if TYPE_CHECKING:
+    from dispatcher.telemetry.status import Status
 
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -91,26 +94,37 @@ def parse_admin_address(admin: AdminSettings | None, url: str = "") -> AdminAddr
     )
 
 
-async def fetch_status(address: AdminAddress) -> tuple[dict[str, Any] | None, StatusProblem | None]:
-    """Return the /status of the dispatcher, or `None` and the reason why it is not known."""
+async def fetch_status(address: AdminAddress) -> Status | StatusProblem:
+    """Return the status of the dispatcher, or the reason why it is not known."""
+    document = await fetch_status_document(address)
+    if isinstance(document, StatusProblem):
+        return document
+    # Imported here because the import takes tens of milliseconds, and often no dispatcher answers.
+    from dispatcher.telemetry.status import decode_status
+
+    return decode_status(document)
+
+
+async def fetch_status_document(address: AdminAddress) -> dict[str, Any] | StatusProblem:
+    """Return /status as the dispatcher sends it, or the reason why it is not known."""
     answer = await _fetch_page(address, "/status")
     if isinstance(answer, StatusProblem):
-        return None, answer
+        return answer
     if answer.status == 401:
         requirement = (
             "another token than admin.token_file has"
             if address.token_file
             else "a token; admin.token_file names none"
         )
-        return None, StatusProblem(StatusProblemKind.UNAUTHORIZED, f"{address} wants {requirement}")
+        return StatusProblem(StatusProblemKind.UNAUTHORIZED, f"{address} wants {requirement}")
     try:
         status = json.loads(answer.body) if answer.status == 200 else None
     except ValueError:
         status = None
     # Another program on that port may answer JSON, too; every dispatcher sends an explanation.
     if isinstance(status, dict) and "explanation" in status:
-        return status, None
-    return None, _make_not_a_dispatcher(address)
+        return status
+    return _make_not_a_dispatcher(address)
 
 
 async def find_readiness_problem(address: AdminAddress) -> str | None:

@@ -14,7 +14,7 @@ import typer
 from dispatcher.check import settings as of_settings
 from dispatcher.check.connections import check_connections
 from dispatcher.check.finding import Finding
-from dispatcher.cli.admin_client import fetch_status, parse_admin_address
+from dispatcher.cli.admin_client import StatusProblem, fetch_status, parse_admin_address
 from dispatcher.cli.connection import Config, Json, find_config_path
 from dispatcher.cli.terminal import print_error, print_json, print_lines, print_note
 from dispatcher.settings import Problem, Settings, load_settings
@@ -141,10 +141,12 @@ def _report_running_dispatcher(settings: Settings, report: Callable[[Finding], N
     address = parse_admin_address(settings.admin)
     if address is None:
         return False
-    status, _ = asyncio.run(fetch_status(address))
-    for finding in of_settings.report_running_problems(status):
-        report(finding)
-    return status is not None
+    status = asyncio.run(fetch_status(address))
+    if isinstance(status, StatusProblem):
+        return False
+    if status.budget.reserve_problem:
+        report(Finding("warning", "budget.reserve", status.budget.reserve_problem))
+    return True
 
 
 def _make_probe_plan(settings: Settings, model_name: str, seconds: float, max_in_flight: int) -> ProbePlan:

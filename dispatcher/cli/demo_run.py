@@ -30,6 +30,7 @@ from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+from dispatcher.telemetry.status import Status, decode_status
 
 QUEUE_NAMES = QueueNames("batch:{demo}:requests", "batch:{demo}:results")
 SLOTS = 64
@@ -306,22 +307,22 @@ async def _count_results(admin: RedisQueueAdmin, measured: Measurements) -> None
     measured.duplicate_count = sum(count > 1 for count in counts.values())
 
 
-async def _fetch_status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | None:
+async def _fetch_status(http: aiohttp.ClientSession, port: int) -> Status | None:
     try:
         async with http.get(f"http://127.0.0.1:{port}/status") as answer:
-            status: dict[str, Any] = await answer.json()
+            return decode_status(await answer.json())
     except aiohttp.ClientError:
         return None
-    return status
 
 
-def format_line(label: str, observed: dict[str, Any], status: dict[str, Any] | None, width: int) -> str:
+def format_line(label: str, observed: dict[str, Any], status: Status | None, width: int) -> str:
     """Format the state of the pool at one moment, as wide as the terminal."""
     running = observed["pool"]
     realtime, batch = running["realtime"]["now"], running["batch"]["now"]
     text = f"  realtime {realtime:2d}  batch {batch:2d}"
     if status:
-        text += f"  limit {status['limit']:2d}  {REASON_WORDS.get(status['reason'], status['reason'])}"
+        reason = status.gate.reason
+        text += f"  limit {status.gate.limit:2d}  {REASON_WORDS.get(reason, reason)}"
     bar_width = max(BAR_MIN_WIDTH, min(SLOTS, width - TEXT_WIDTH - LABEL_WIDTH - 2))
     drawn = bar.draw_pool(
         realtime=realtime, waiting=0, batch=batch, reserve=0, capacity=SLOTS, width=bar_width

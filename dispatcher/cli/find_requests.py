@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.cli.admin_client import fetch_status, parse_admin_address
+from dispatcher.cli.admin_client import StatusProblem, fetch_status, parse_admin_address
 from dispatcher.core.duration import format_duration, format_time_until
 from dispatcher.core.requests.found_request import (
-    NOT_SENT_PREFIX,
     QUEUED_LOCATIONS,
     FoundRequest,
     LookupPage,
@@ -264,31 +263,20 @@ async def explain_no_dispatcher(admin: RedisQueueAdmin) -> str:
 
 async def describe_gate(target: QueueTarget, admin: RedisQueueAdmin) -> str:
     """Return one sentence about the gate: what holds back all requests, or what the dispatcher does."""
+    from dispatcher.cli import render  # takes tens of milliseconds, which most verbs save
+
     # A pause is stored in the queue and holds whether a dispatcher answers or not.
-    if (paused := await admin.read_pause()) is not None:
-        who, why = paused
-        return f"paused{f' by {who}' if who else ''}{f': {why}' if why else ''}"
+    if (pause := await admin.read_pause()) is not None:
+        return render.format_pause(*pause)
     if (address := parse_admin_address(target.admin)) is None:
         unknown = "not known: only a configuration says where a dispatcher can be asked"
         return await explain_no_dispatcher(admin) or unknown
-    status, problem = await fetch_status(address)
-    if status is None:
-        return f"no dispatcher answers: {problem}"
-    if status.get("pool") and status.get("queue") != target.names.queue:
-        return f"the dispatcher that answers works on another queue, {status.get('queue')}"
-    return format_gate(status)
-
-
-def format_gate(status: Mapping[str, Any]) -> str:
-    """Return the reason and the explanation of the gate of a dispatcher.
-
-    The explanation may begin with the reason, which is then not repeated.
-    """
-    reason, explanation = str(status.get("reason")), str(status.get("explanation"))
-    if explanation.startswith(reason):
-        return explanation
-    because = explanation.removeprefix(f"Nothing is sent: {reason}, ")
-    return f"{reason}: {explanation}" if because == explanation else f"{reason}, nothing is sent: {because}"
+    status = await fetch_status(address)
+    if isinstance(status, StatusProblem):
+        return render.format_no_answer(status)
+    if status.process.queue != target.names.queue:
+        return render.format_other_queue(status)
+    return render.format_gate(status)
 
 
 def describe_progress(found_request: FoundRequest) -> str:
@@ -296,38 +284,25 @@ def describe_progress(found_request: FoundRequest) -> str:
 
     Empty if the request is in the queue, where only the gate holds it.
     """
-    earlier_attempts = (
-        f", after {format_attempts(found_request)}"
-        if found_request.attempts or found_request.refusals
-        else ""
-    )
-    # For a request that waits for its model and was never sent, `_explain_missing_model` says the same.
-    if (last := last_attempt_outcome(found_request)) and (
-        earlier_attempts or found_request.location is not RequestLocation.WAITING_FOR_MODEL
-    ):
-        earlier_attempts += f", the last: {last}" if earlier_attempts else f", the last attempt: {last}"
+    has_attempts = found_request.attempts or found_request.refusals
+    attempts = f", after {format_attempts(found_request)}" if has_attempts else ""
+    if found_request.location is RequestLocation.WAITING_FOR_MODEL:
+        return f"{_explain_missing_model(found_request)}{attempts}"
+    if last := last_attempt_outcome(found_request):
+        attempts += f", the last{'' if has_attempts else ' attempt'}: {last}"
     match found_request.location:
         case RequestLocation.LEASED:
-            return f"a dispatcher has sent it, the answer is not there yet{earlier_attempts}"
+            return f"a dispatcher has sent it, the answer is not there yet{attempts}"
         case RequestLocation.DELAYED:
-            return (
-                "its next attempt, due "
-                f"{format_time_until(found_request.at or 0.0, time.time())}{earlier_attempts}"
-            )
-        case RequestLocation.WAITING_FOR_MODEL:
-            return f"{_explain_missing_model(found_request)}{earlier_attempts}"
+            due = format_time_until(found_request.at or 0.0, time.time())
+            return f"its next attempt, due {due}{attempts}"
         case _:
             return ""
 
 
 def _explain_missing_model(found_request: FoundRequest) -> str:
-    """Return why the model that a request waits for is not available.
-
-    This is the reason that a dispatcher recorded, or else that the model is not served.
-    """
-    last_outcome = last_attempt_outcome(found_request)
-    because = last_outcome.removeprefix(NOT_SENT_PREFIX)
-    return f"its model {found_request.missing_model!r} is not served" if because == last_outcome else because
+    """Return why the model that a request waits for cannot be used, as a dispatcher recorded it."""
+    return last_attempt_outcome(found_request) or f"its model {found_request.missing_model!r} is not served"
 
 
 async def describe_turn(admin: RedisQueueAdmin, found_request: FoundRequest, parsed: ParsedRequest) -> str:

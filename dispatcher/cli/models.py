@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dispatcher.cli import rollout
 from dispatcher.cli.admin_client import fetch_status
 from dispatcher.cli.connection import Json, find_queue, print_config_problems, run_with_admin
+from dispatcher.cli.overview import DispatcherOptions, locate_targets
 from dispatcher.cli.record import RECORD_EXAMPLES, record
-from dispatcher.cli.status import DispatcherOptions, locate_targets
 from dispatcher.cli.terminal import (
     exit_error,
     format_table,
@@ -25,6 +26,7 @@ from dispatcher.cli.terminal import (
     print_warning,
 )
 from dispatcher.core.duration import format_duration
+from dispatcher.telemetry.status import LabelStatus, ModelStatus, Status, VersionStatus
 
 if TYPE_CHECKING:
     from dispatcher.ports import ModelRegistryState
@@ -45,7 +47,6 @@ models = typer.Typer(
 
 
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model in requests.")]
-ModelRows = Sequence[Mapping[str, Any]]
 
 
 @models.command("list")
@@ -62,9 +63,9 @@ def list_models(
     drained. Exit code 1: neither dispatcher nor queue answers.
     """
     model_rows, is_watched = _read_models(where)
-    chosen_rows = [model for model in model_rows if model["waiting"] != 0 or not waiting]
+    chosen_rows = [model for model in model_rows if model.waiting != 0 or not waiting]
     if json_output:
-        print_json(chosen_rows)
+        print_json([asdict(model) for model in chosen_rows])
     elif chosen_rows:
         print_lines(
             *format_table(
@@ -88,133 +89,121 @@ def show(name: ModelName, where: DispatcherOptions, json_output: Json = False) -
     """
     model_rows, _ = _read_models(where)
     for model in model_rows:
-        if model["name"] == name:
+        if model.name == name:
             if json_output:
-                print_json(model)
+                print_json(asdict(model))
             else:
                 print_lines(name, *(f"  {field:<11} {value}" for field, value in _list_details(model)))
             return
-        if name in [version["name"] for version in model["versions"]]:
+        if name in [version.name for version in model.versions]:
             raise exit_error(
-                f"{name} is a version of {model['name']}: batch-dispatcher models show {model['name']}"
+                f"{name} is a version of {model.name}: batch-dispatcher models show {model.name}"
             )
-    names = ", ".join(str(model["name"]) for model in model_rows[:10])
+    names = ", ".join(model.name for model in model_rows[:10])
     raise exit_error(f"{name}: no model that is known here{f'; there are {names}' if names else ''}")
 
 
-def _read_models(where: DispatcherOptions) -> tuple[ModelRows, bool]:
+def _read_models(where: DispatcherOptions) -> tuple[Sequence[ModelStatus], bool]:
     """Return the models, and true if they come from a dispatcher that watches them."""
     location, address = locate_targets(where)
-    dispatcher, problem = (
-        asyncio.run(fetch_status(address)) if address else (None, "nothing says where one is")
-    )
-    if dispatcher is not None and dispatcher.get("models"):
+    status = asyncio.run(fetch_status(address)) if address else "nothing says where one is"
+    if isinstance(status, Status) and status.models.models:
         print_config_problems(location)
-        # Defaults for fields that a dispatcher of an older version does not send. `model` comes first for
-        # the order of the fields, and last for their values.
-        defaults: dict[str, Any] = {"drained_by": None, "policy": None, "labels": {}, "versions": []}
-        return [{**model, **defaults, **model} for model in dispatcher["models"]], True
+        return status.models.models, True
 
     async def read_queue(admin: RedisQueueAdmin) -> tuple[Mapping[str, int], ModelRegistryState]:
         return await admin.count_waiting_by_model(), await admin.read_model_registry()
 
-    waiting_by_model, marks = run_with_admin(find_queue(where), read_queue)
-    if dispatcher is None:
-        print_error(f"no dispatcher tells which are served: {problem}", fg=None)
-    if marks.problem:
-        print_warning(marks.problem)
-    names = {*waiting_by_model, *marks.drained_models, *(family for family, _ in marks.labels)}
+    waiting_by_model, registry = run_with_admin(find_queue(where), read_queue)
+    if not isinstance(status, Status):
+        print_error(f"no dispatcher tells which are served: {status}", fg=None)
+    if registry.problem:
+        print_warning(registry.problem)
+    names = {*waiting_by_model, *registry.drained_models, *(family for family, _ in registry.labels)}
     # Models that most requests wait for come first.
     ordered = sorted(names, key=lambda name: (-waiting_by_model.get(name, 0), name))
-    return [_make_unwatched_row(name, waiting_by_model.get(name, 0), marks) for name in ordered], False
+    return [_make_unwatched_row(name, waiting_by_model.get(name, 0), registry) for name in ordered], False
 
 
-def _make_unwatched_row(name: str, waiting: int, marks: ModelRegistryState) -> Mapping[str, Any]:
+def _make_unwatched_row(name: str, waiting: int, registry: ModelRegistryState) -> ModelStatus:
     """Return the row of a model of which only the queue knows."""
-    unknown = dict.fromkeys(("serving", "endpoints", "unread_count", "since_s", "named", "denied", "policy"))
-    drained = marks.drained_models.get(name)
-    labels = {
-        label: {"version": version, "by": marks.label_origins.get((family, label))}
-        for (family, label), version in marks.labels.items()
-        if family == name
-    }
-    operator_fields: dict[str, Any] = {"drained_by": drained, "labels": labels, "versions": []}
-    sentence = f"drained {drained}; nobody watches it" if drained else "nobody watches it"
-    return {
-        "name": name,
-        "state": "unknown",
-        **unknown,
-        **operator_fields,
-        "waiting": waiting,
-        "sentence": sentence,
-    }
+    drained = registry.drained_models.get(name)
+    return ModelStatus(
+        name,
+        waiting=waiting,
+        drained_by=drained,
+        labels={
+            label: LabelStatus(version, registry.label_origins.get((family, label)))
+            for (family, label), version in registry.labels.items()
+            if family == name
+        },
+        sentence=f"drained {drained}; nobody watches it" if drained else "nobody watches it",
+    )
 
 
-def _format_rows(model: Mapping[str, Any]) -> list[Sequence[str]]:
+def _format_rows(model: ModelStatus) -> list[Sequence[str]]:
     """Return the row of a model, and the rows of its versions that are served or expected."""
     row = [
-        str(model["name"]),
-        str(model["state"]),
+        model.name,
+        model.state,
         _format_endpoints(model),
         _format_waiting(model),
-        "" if model["since_s"] is None else format_duration(model["since_s"]),
-        str(model["sentence"]),
+        "" if model.since_s is None else format_duration(model.since_s),
+        model.sentence,
     ]
-    present_versions = [
-        version for version in model["versions"] if version["state"] not in ("gone", "absent")
-    ]
-    return [row, *(_format_version_row(version, model["labels"]) for version in present_versions)]
+    present_versions = [version for version in model.versions if version.state not in ("gone", "absent")]
+    return [row, *(_format_version_row(version, model.labels) for version in present_versions)]
 
 
-def _format_waiting(model: Mapping[str, Any]) -> str:
+def _format_waiting(model: ModelStatus) -> str:
     """Return how many requests wait for a model. It is unknown until the queue was counted."""
-    return "unknown" if model["waiting"] is None else f"{model['waiting']:,}"
+    return "unknown" if model.waiting is None else f"{model.waiting:,}"
 
 
-def _format_version_row(version: Mapping[str, Any], labels: Mapping[str, Any]) -> Sequence[str]:
+def _format_version_row(version: VersionStatus, labels: Mapping[str, LabelStatus]) -> Sequence[str]:
     note = _format_version_note(version, labels)
     return [
-        f"  {version['name']}",
-        version["state"],
-        str(version["serving"]),
+        f"  {version.name}",
+        version.state,
+        str(version.serving),
         "",
-        format_duration(version["since_s"]),
+        format_duration(version.since_s),
         note,
     ]
 
 
-def _format_version_note(version: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
+def _format_version_note(version: VersionStatus, labels: Mapping[str, LabelStatus]) -> str:
     """Return the note on a version. `labels`: labels of its model."""
-    parts = [f"{version['share']:.1%} of the requests"] if version["share"] else []
-    if version["warm"] is not None:
-        parts.append(f"warm at {version['warm']} of {version['serving']}")
+    parts = [f"{version.share:.1%} of the requests"] if version.share else []
+    if version.warm is not None:
+        parts.append(f"warm at {version.warm} of {version.serving}")
     parts += (
-        [f"labelled {', '.join(_format_label(name, labels) for name in version['labels'])}"]
-        if version["labels"]
+        [f"labelled {', '.join(_format_label(name, labels) for name in version.labels)}"]
+        if version.labels
         else []
     )
-    parts += [f"drained {version.get('drained_by') or ''}".rstrip()] if version["drained"] else []
+    parts += [f"drained {version.drained_by or ''}".rstrip()] if version.drained else []
     return "; ".join(parts)
 
 
-def _format_endpoints(model: Mapping[str, Any]) -> str:
-    return "" if model["serving"] is None else f"{model['serving']} of {model['endpoints']}"
+def _format_endpoints(model: ModelStatus) -> str:
+    return "" if model.serving is None else f"{model.serving} of {model.endpoints}"
 
 
-def _list_details(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("state", f"{model['state']}: {model['sentence']}")]
-    if model["serving"] is not None:
-        unread = f", {model['unread_count']} cannot be read" if model["unread_count"] else ""
+def _list_details(model: ModelStatus) -> list[tuple[str, str]]:
+    rows = [("state", f"{model.state}: {model.sentence}")]
+    if model.serving is not None and model.since_s is not None:
+        unread = f", {model.unread_count} cannot be read" if model.unread_count else ""
         rows.append(("endpoints", f"{_format_endpoints(model)} serve it{unread}"))
-        rows.append(("since", f"{format_duration(model['since_s'])}"))
-        rows.append(("named", "in the settings" if model["named"] else "no: it was served before"))
-    if model["policy"] is not None:
-        rows.append(("policy", str(model["policy"])))
-    for label, label_value in model["labels"].items():
-        rows.append(("label", f"{label} is {label_value['version']}, {_format_setter(label_value)}"))
-    for version in model["versions"]:
-        endpoints = "1 endpoint" if version["serving"] == 1 else f"{version['serving']} endpoints"
-        stands = f"{version['state']} for {format_duration(version['since_s'])}, at {endpoints}"
+        rows.append(("since", format_duration(model.since_s)))
+        rows.append(("named", "in the settings" if model.named else "no: it was served before"))
+    if model.policy is not None:
+        rows.append(("policy", model.policy))
+    for label, label_value in model.labels.items():
+        rows.append(("label", f"{label} is {label_value.version}, {_format_setter(label_value)}"))
+    for version in model.versions:
+        endpoints = "1 endpoint" if version.serving == 1 else f"{version.serving} endpoints"
+        stands = f"{version.state} for {format_duration(version.since_s)}, at {endpoints}"
         rows.append(
             (
                 "version",
@@ -222,7 +211,7 @@ def _list_details(model: Mapping[str, Any]) -> list[tuple[str, str]]:
                     filter(
                         None,
                         [
-                            f"{version['name']} ({version['label']}): {stands}",
+                            f"{version.name} ({version.label}): {stands}",
                             _format_version_note(version, {}),
                         ],
                     )
@@ -232,14 +221,14 @@ def _list_details(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("waiting", _format_waiting(model))]
 
 
-def _format_label(name: str, labels: Mapping[str, Any]) -> str:
+def _format_label(name: str, labels: Mapping[str, LabelStatus]) -> str:
     """Return the name of a label, with the operator who set it if one did."""
-    setter = labels.get(name, {}).get("by")
+    setter = labels[name].by if name in labels else None
     return f"{name} ({setter})" if setter else name
 
 
-def _format_setter(label: Mapping[str, Any]) -> str:
-    return f"set {label['by']}" if label["by"] else "by the settings"
+def _format_setter(label: LabelStatus) -> str:
+    return f"set {label.by}" if label.by else "by the settings"
 
 
 models.command()(rollout.label)

@@ -50,10 +50,9 @@ def pause(
     before = run_with_admin(target, pause_queue)
     # The new name and reason replace the old ones, so print those once more.
     if before is not None and before != (operator_name, why):
-        print_note(
-            f"it was paused already{f' by {before[0]}' if before[0] else ''}"
-            f"{f': {before[1]}' if before[1] else ''}; that is no longer shown"
-        )
+        from dispatcher.cli import render
+
+        print_note(f"it was already {render.format_pause(*before)}; that is no longer shown")
     if json_output:
         print_json({"queue": target.names.queue, "paused": {"by": operator_name, "why": why}})
     else:

@@ -102,7 +102,7 @@ def _fetch_recording(source: RecordingSource) -> Recording:
     try:
         series = query_running(address, queries, time.time(), last_s)
     except QueryError as error:
-        hint = "; --token-file names a file with a bearer token" if "HTTP 401" in str(error) else ""
+        hint = "; --token-file names a file with a bearer token" if error.status == 401 else ""
         raise TraceError(f"--prometheus {_hide_credentials(source.prometheus)}: {error}{hint}") from None
     if not series:
         query_text = " nor ".join(queries)

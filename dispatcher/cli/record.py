@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dispatcher.core.requests.found_request import RequestLocation
 from dispatcher.core.requests.request import Request, parse_member
 
 if TYPE_CHECKING:
+    from dispatcher.core.models.version_template import VersionTemplate
     from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
     from dispatcher.settings import Settings
 
@@ -101,8 +101,8 @@ class _RequestFilter:
     """Filter for the requests that may be in the sample."""
 
     model: str
-    versions: re.Pattern[str] | None
-    """Pattern of the versions if the model is a family. Bodies may name a version instead of the model."""
+    template: VersionTemplate | None
+    """Template of the versions if the model is a family. Bodies may name a version instead of the model."""
     default_path: str
     """Path of requests that do not name one."""
     paths: Collection[str]
@@ -110,7 +110,9 @@ class _RequestFilter:
     include_dead: bool
 
     def matches_model(self, name: str) -> bool:
-        return name == self.model or (self.versions is not None and self.versions.fullmatch(name) is not None)
+        if name == self.model:
+            return True
+        return self.template is not None and self.template.extract_version(name) is not None
 
 
 async def _sample_requests(
@@ -148,8 +150,8 @@ def _make_request_filter(
     """Return the filter. `settings`: `None` if only the queue is known, without a configuration."""
     if settings is None:
         return _RequestFilter(model, None, "", paths, include_dead)
-    versions = next((each.version_pattern for each in settings.models if each.name == model), None)
-    return _RequestFilter(model, versions, settings.gateway.path, paths, include_dead)
+    template = next((each.version_template for each in settings.models if each.name == model), None)
+    return _RequestFilter(model, template, settings.gateway.path, paths, include_dead)
 
 
 def _write_new_file(output: Path, text: bytes) -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated
 
 import typer
 
-from dispatcher.cli.admin_client import fetch_status
+from dispatcher.cli import render
+from dispatcher.cli.admin_client import StatusProblem, fetch_status
 from dispatcher.cli.connection import Json, QueueTarget, find_queue, run_with_admin
+from dispatcher.cli.overview import DispatcherOptions, locate_targets
 from dispatcher.cli.pause import OperatorName, get_operator_name
-from dispatcher.cli.status import DispatcherOptions, locate_targets
 from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines, print_warning
 from dispatcher.core.models.version_policy import VersionPolicy
 from dispatcher.core.models.versions import list_aliases
+from dispatcher.telemetry.status import ModelStatus, Status, VersionStatus
 
 LABEL_EXAMPLES = [
     "batch-dispatcher models label qwen stable 3",
@@ -31,8 +33,6 @@ DRAIN_EXAMPLES = [
     "batch-dispatcher models drain qwen-v3 --undo",
 ]
 _MAX_NAMES_SHOWN = 10
-_ModelRow = Mapping[str, Any]
-"""Row of a model, or of one of its versions, in /status."""
 
 
 def label(
@@ -162,14 +162,14 @@ class _ReportedModels:
     If no dispatcher answers, `problem` says why, and no models are known.
     """
 
-    def __init__(self, target: QueueTarget, status: Mapping[str, Any] | None, problem: str) -> None:
+    def __init__(self, target: QueueTarget, status: Status | None, problem: str) -> None:
         self.target = target
         self.problem = problem
         self._status = status
-        self._models: Sequence[_ModelRow] = (status or {}).get("models") or ()
+        self._models: Sequence[ModelStatus] = () if status is None else status.models.models
 
-    def find_row(self, model: str) -> _ModelRow | None:
-        return next((row for row in self._models if row["name"] == model), None)
+    def find_row(self, model: str) -> ModelStatus | None:
+        return next((row for row in self._models if row.name == model), None)
 
     def explain_no_effect(self, family: str = "") -> str:
         """Return why a label or a drain changes nothing now. Empty if it takes effect within seconds."""
@@ -179,7 +179,7 @@ class _ReportedModels:
             later = "it takes effect once they are watched (settings: models)"
             return f"the dispatcher that answers watches no models: {later}"
         row = self.find_row(family) if family else None
-        if family and (row is None or row.get("policy") is None):
+        if family and (row is None or row.policy is None):
             return f"{family} has no versions by the settings of the dispatcher that answers: no effect"
         return ""
 
@@ -191,46 +191,46 @@ class _ReportedModels:
         """
         if model:
             return self._resolve_version(model, name)
-        names = {version_row["name"] for version_row in self._models} | {
-            version_row["name"] for _, version_row in self._iterate_versions()
+        names = {model_row.name for model_row in self._models} | {
+            version_row.name for _, version_row in self._iterate_versions()
         }
         matches = [
             (model_row, version_row)
             for model_row, version_row in self._iterate_versions()
-            if name in list_aliases(version_row["name"], version_row["label"])
+            if name in list_aliases(version_row.name, version_row.label)
         ]
         # An unknown name is accepted: a version may be drained before any endpoint lists it.
         if name in names or name in known_names or not matches:
             return name
         candidates = _format_names(
-            [f"{version_row['name']} (of {model_row['name']})" for model_row, version_row in matches]
+            [f"{version_row.name} (of {model_row.name})" for model_row, version_row in matches]
         )
         raise exit_error(f"{name} is a short form of {candidates}: give the full name, or --model")
 
     def _resolve_version(self, model: str, name: str) -> str:
         row = self.find_row(model)
-        if row is None or not row.get("versions"):
+        if row is None or not row.versions:
             models_with_versions = _format_names(
-                [version_row["name"] for version_row in self._models if version_row.get("versions")]
+                [model_row.name for model_row in self._models if model_row.versions]
             )
             hint = f"; there are versions of {models_with_versions}" if models_with_versions else ""
             why = f" ({self.problem})" if self.problem else ""
             raise exit_error(f"--model: no versions of {model} are known{why}{hint}; else give the full name")
-        names = [version_row["name"] for version_row in row["versions"]]
+        names = [version_row.name for version_row in row.versions]
         matches = [
-            version_row["name"]
-            for version_row in row["versions"]
-            if name in list_aliases(version_row["name"], version_row["label"])
+            version_row.name
+            for version_row in row.versions
+            if name in list_aliases(version_row.name, version_row.label)
         ]
         if len(matches) != 1:
             what = f"may mean {_format_names(matches)}" if matches else "is no version of it"
             raise exit_error(f"{model}: {name} {what}; there are {_format_names(names)}")
-        return str(matches[0])
+        return matches[0]
 
     def explain_unlisted(self, full_name: str) -> str:
         """Return why draining a name that no endpoint lists changes nothing now. Empty if one lists it."""
         is_known = self.find_row(full_name) is not None or any(
-            each["name"] == full_name for _, each in self._iterate_versions()
+            each.name == full_name for _, each in self._iterate_versions()
         )
         return "" if is_known else f"no endpoint lists {full_name} now: it takes effect when one does"
 
@@ -240,7 +240,7 @@ class _ReportedModels:
             (
                 model_row
                 for model_row, version_row in self._iterate_versions()
-                if version_row["name"] == full_name
+                if version_row.name == full_name
             ),
             None,
         )
@@ -248,10 +248,10 @@ class _ReportedModels:
             return ""
         others = [
             version_row
-            for version_row in family["versions"]
-            if version_row["name"] != full_name and version_row["serving"] and not version_row["drained"]
+            for version_row in family.versions
+            if version_row.name != full_name and version_row.serving and not version_row.drained
         ]
-        name = family["name"]
+        name = family.name
         return "" if others else f"no other version of {name} is served: its requests wait until one is"
 
     def explain_diversion(self, full_name: str) -> str:
@@ -261,38 +261,32 @@ class _ReportedModels:
         """
         for model_row, version_row in self._iterate_versions():
             label = next(
-                (
-                    version_row
-                    for version_row in version_row["labels"]
-                    if model_row["policy"] == str(VersionPolicy(label=version_row))
-                ),
+                (each for each in version_row.labels if model_row.policy == str(VersionPolicy(label=each))),
                 "",
             )
-            if version_row["name"] != full_name or version_row["drained"] or not label:
+            if version_row.name != full_name or version_row.drained or not label:
                 continue
             other_versions = [
                 other_version
-                for other_version in model_row["versions"]
-                if other_version["name"] != full_name
-                and other_version["serving"]
-                and not other_version["drained"]
+                for other_version in model_row.versions
+                if other_version.name != full_name and other_version.serving and not other_version.drained
             ]
             # rollover.py keeps versions open, or else opens the newest, which is the first in the list.
             successors = [
-                other_version["name"] for other_version in other_versions if other_version["state"] == "open"
-            ] or [other_version["name"] for other_version in other_versions[:1]]
+                other_version.name for other_version in other_versions if other_version.state == "open"
+            ] or [other_version.name for other_version in other_versions[:1]]
             if successors:
                 return (
-                    f"the label {label} of {model_row['name']} stands for {full_name}: without it "
+                    f"the label {label} of {model_row.name} stands for {full_name}: without it "
                     "requests go to "
                     f"{_format_names(successors)}, unless its transition is resource; to choose where, "
-                    f"set the label first: batch-dispatcher models label {model_row['name']} {label} VERSION"
+                    f"set the label first: batch-dispatcher models label {model_row.name} {label} VERSION"
                 )
         return ""
 
-    def _iterate_versions(self) -> Iterator[tuple[_ModelRow, _ModelRow]]:
+    def _iterate_versions(self) -> Iterator[tuple[ModelStatus, VersionStatus]]:
         for model_row in self._models:
-            for version_row in model_row.get("versions") or ():
+            for version_row in model_row.versions or ():
                 yield model_row, version_row
 
 
@@ -302,13 +296,13 @@ def _fetch_models(where: DispatcherOptions) -> _ReportedModels:
     target = find_queue(where)
     if address is None:
         return _ReportedModels(target, None, "nothing says where one is")
-    status, problem = asyncio.run(fetch_status(address))
+    status = asyncio.run(fetch_status(address))
+    if isinstance(status, StatusProblem):
+        return _ReportedModels(target, None, str(status))
     # Another dispatcher may listen on that port: its models are not those of this queue.
-    if status is not None and status["queue"] != target.names.queue:
-        return _ReportedModels(
-            target, None, f"the one that answers works on another queue, {status['queue']}"
-        )
-    return _ReportedModels(target, status, str(problem) if problem else "")
+    if status.process.queue != target.names.queue:
+        return _ReportedModels(target, None, render.format_other_queue(status))
+    return _ReportedModels(target, status, "")
 
 
 def _confirm_drain(question: str, *, can_ask: bool) -> None:
@@ -330,19 +324,19 @@ def _check_names(**names: str) -> None:
         raise exit_error(str(error), 2) from error
 
 
-def _explain_unused_label(row: _ModelRow | None, family: str, label: str, version: str | None) -> str:
+def _explain_unused_label(row: ModelStatus | None, family: str, label: str, version: str | None) -> str:
     """Return why a label that is set has no effect. Empty if it has one, or if it was removed."""
     if row is None or version is None:
         return ""
-    if row["policy"] != str(VersionPolicy(label=label)):
-        return f"the policy of {family} is {row['policy']}: it does not ask for the label {label}"
-    versions = row["versions"]
+    if row.policy != str(VersionPolicy(label=label)):
+        return f"the policy of {family} is {row.policy}: it does not ask for the label {label}"
+    versions = row.versions
     if any(
-        version_row["serving"] and version in list_aliases(version_row["name"], version_row["label"])
+        version_row.serving and version in list_aliases(version_row.name, version_row.label)
         for version_row in versions
     ):
         return ""
-    served_names = _format_names([version_row["name"] for version_row in versions if version_row["serving"]])
+    served_names = _format_names([version_row.name for version_row in versions if version_row.serving])
     alternatives = f"there are {served_names}" if served_names else "there is none"
     return f"no version of {family} that is served is called {version}: {alternatives}"
 

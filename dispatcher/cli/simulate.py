@@ -124,7 +124,7 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    engine_step: Annotated[
+    time_step: Annotated[
         float | None,
         typer.Option(
             min=0.0,
@@ -134,14 +134,13 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    grain: Annotated[
+    requests_per_job: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Number of equal batch requests that are played as one with their total weight, which is "
-            f"faster. Default: 1, or a pod's slots / {MIN_JOBS_PER_POD} if more than "
-            f"{MAX_EXACT_S / 60:g} minutes are "
-            "played.",
+            help="Number of equal batch requests that are simulated as one job with their total weight, "
+            f"which is faster. Default: 1, or a pod's slots / {MIN_JOBS_PER_POD} if more than "
+            f"{MAX_EXACT_S / 60:g} minutes are played.",
             show_default=False,
         ),
     ] = None,
@@ -347,7 +346,7 @@ def simulate(
         deaths=kill or (),
         lease_s=lease,
     )
-    setting, coarse = _choose_precision(setting, engine_step, grain)
+    setting, coarse = _choose_precision(setting, time_step, requests_per_job)
     if setting.uses_pressure_score_only:
         print_warning(
             f"the saturation of the {detector} detector is a pressure score that can read near 0 while every "
@@ -367,31 +366,39 @@ def simulate(
 
 
 def _choose_precision(
-    setting: Scenario, step_s: float | None, grain: int | None
+    setting: Scenario, step_s: float | None, requests_per_job: int | None
 ) -> tuple[Scenario, Sequence[str]]:
-    """Return the setting with its time step and its grain, and sentences about chosen defaults.
+    """Return the setting with its time step and requests per job, and sentences about the defaults.
 
     The defaults depend on the length: short simulations are exact, and long ones are played faster.
     """
-    # A grain may be at most a tenth of the slots of a pod.
-    max_grain = max(1, setting.slots // setting.pods // MIN_JOBS_PER_POD_WHEN_SET)
-    if grain is not None and grain > max_grain:
-        raise exit_error(f"--grain {grain}: more than a tenth of a pod's slots; {max_grain} at the most", 2)
+    # A job may take at most a tenth of the slots of a pod.
+    maximum = max(1, setting.slots // setting.pods // MIN_JOBS_PER_POD_WHEN_SET)
+    if requests_per_job is not None and requests_per_job > maximum:
+        raise exit_error(
+            f"--requests-per-job {requests_per_job}: more than a tenth of a pod's slots; "
+            f"{maximum} at the most",
+            2,
+        )
     is_long = setting.seconds > MAX_EXACT_S
     chosen = replace(
         setting,
         time_step_s=step_s if step_s is not None else TIME_STEP_S if is_long else 0.0,
-        requests_per_job=grain if grain is not None else setting.default_requests_per_job if is_long else 1,
+        requests_per_job=requests_per_job
+        if requests_per_job is not None
+        else setting.default_requests_per_job
+        if is_long
+        else 1,
     )
     how, options = [], []
     if step_s is None and is_long:
         how.append(
             f"in steps of {chosen.effective_time_step_s:.3g} s, in each of which batch requests end together"
         )
-        options.append("--engine-step 0")
-    if grain is None and chosen.requests_per_job > 1:
+        options.append("--time-step 0")
+    if requests_per_job is None and chosen.requests_per_job > 1:
         how.append(f"with {chosen.requests_per_job} batch requests going as one")
-        options.append("--grain 1")
+        options.append("--requests-per-job 1")
     if not how:
         return chosen, ()
     minutes = f"{setting.seconds / 60:.0f} min are played"

@@ -9,50 +9,17 @@ import asyncio
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dispatcher.cli import render
-from dispatcher.cli.admin_client import (
-    AdminAddress,
-    StatusProblem,
-    StatusProblemKind,
-    fetch_status,
-    find_readiness_problem,
-    parse_admin_address,
-)
-from dispatcher.cli.connection import (
-    Json,
-    QueueLocation,
-    QueueOptions,
-    locate_queue,
-    print_config_problems,
-    suggest_other_queues,
-)
+from dispatcher.cli.admin_client import AdminAddress, StatusProblem, fetch_status, find_readiness_problem
+from dispatcher.cli.connection import Json, QueueLocation, print_config_problems
+from dispatcher.cli.overview import DispatcherOptions, Overview, fetch_overview, locate_targets
 from dispatcher.cli.terminal import exit_error, print_error, print_json, print_lines
 from dispatcher.core.duration import parse_duration
 
-AdminUrl = Annotated[
-    str,
-    typer.Option(
-        "--admin-url",
-        metavar="URL",
-        help="Dispatcher to ask, http://host:port. Default: from the configuration, on this machine.",
-        show_default=False,
-    ),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class DispatcherOptions(QueueOptions):
-    """Options that select the queue and the dispatcher of a verb."""
-
-    admin_url: AdminUrl = ""
-
-
-Overview = dict[str, Any]
 INTERVAL_S = 1.0
 
 EXAMPLES = {
@@ -100,11 +67,11 @@ def status(
         return
     overview = asyncio.run(fetch_overview(location, address, suggests_queues=True))
     if json_output:
-        print_json(overview)
+        print_json(overview.to_dict())
     else:
         print_lines(*_format_lines(overview, location))
         _print_queue_problem(overview)
-    if overview["queue_problem"]:
+    if overview.queue_problem:
         raise typer.Exit(1)
 
 
@@ -119,88 +86,19 @@ def explain(where: DispatcherOptions, json_output: Json = False) -> None:
     overview = asyncio.run(fetch_overview(location, address, suggests_queues=True))
     explanation = render.format_explanation(overview)
     if json_output:
-        print_json({"explanation": explanation, **overview})
+        print_json({"explanation": explanation, **overview.to_dict()})
     else:
-        if overview["dispatcher"] or not overview["queue_problem"]:
+        if overview.dispatcher or not overview.queue_problem:
             print_lines(explanation)
         _print_queue_problem(overview)
-    if overview["queue_problem"]:
+    if overview.queue_problem:
         raise typer.Exit(1)
-
-
-async def fetch_overview(
-    location: QueueLocation, address: AdminAddress | None, *, suggests_queues: bool = False
-) -> Overview:
-    """Return the state of queue and dispatcher. Each is asked even if the other does not answer.
-
-    `suggests_queues`: print the names of other queues if the default queue does not exist.
-    """
-    no_address = StatusProblem(
-        StatusProblemKind.NO_ADDRESS, "neither --config nor --admin-url says where to ask"
-    )
-    # At once, so that one that does not answer does not delay the other.
-    queue, (dispatcher, problem) = await asyncio.gather(
-        _fetch_queue(location, suggests_queues=suggests_queues),
-        fetch_status(address) if address else _return_value((None, no_address)),
-    )
-    return {
-        "queue": location.names.queue if location.names else None,
-        **queue,
-        "dispatcher": dispatcher,
-        "dispatcher_problem": str(problem) if problem else None,
-        "dispatcher_problem_kind": problem.kind if problem else None,
-        "config_problems": [str(each) for each in location.problems],
-    }
-
-
-# gather() needs a coroutine, even if there is no dispatcher to ask.
-async def _return_value(value: tuple[None, StatusProblem]) -> tuple[None, StatusProblem]:
-    return value
-
-
-async def _fetch_queue(location: QueueLocation, *, suggests_queues: bool) -> Overview:
-    overview: Overview = {**dict.fromkeys(render.COUNT_NAMES), "paused": None, "queue_problem": None}
-    url = location.find_queue_url()
-    if location.names is None:
-        return {**overview, "queue_problem": "the configuration does not tell which queue it is"}
-    if url is None:
-        return {**overview, "queue_problem": location.unavailable_reason}
-    from dispatcher.ports import QueueUnavailableError
-    from dispatcher.queue.redis.connect import QueueUrlError, connect
-    from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
-
-    try:
-        admin = RedisQueueAdmin(connect(url), location.names)
-    except QueueUrlError as error:
-        raise exit_error(str(error), 2) from error
-    try:
-        counts, paused = await admin.count_requests(), await admin.read_pause()
-        if suggests_queues and location.is_guessed:
-            await suggest_other_queues(admin)
-    except QueueUnavailableError as error:
-        return {**overview, "queue_problem": str(error)}
-    finally:
-        await admin.aclose()
-    pause = None if paused is None else {"by": paused[0], "why": paused[1]}
-    return overview | {name: getattr(counts, name) for name in render.COUNT_NAMES} | {"paused": pause}
-
-
-def locate_targets(where: DispatcherOptions) -> tuple[QueueLocation, AdminAddress | None]:
-    """Return the location of the queue and the address of the dispatcher.
-
-    Exits with 2 if nothing is named.
-    """
-    location = locate_queue(where.config, where.queue_url, where.queue, where.pool)
-    try:
-        return location, parse_admin_address(location.admin, where.admin_url)
-    except ValueError as error:
-        raise exit_error(f"--admin-url: {error}", 2) from error
 
 
 def _format_lines(overview: Overview, location: QueueLocation) -> list[str]:
     if (
-        overview["queue_problem"]
-        and not overview["dispatcher"]
+        overview.queue_problem
+        and not overview.dispatcher
         and (location.admin is None or not location.find_queue_url())
     ):
         return []  # the problem of the queue, printed separately, says everything
@@ -208,10 +106,8 @@ def _format_lines(overview: Overview, location: QueueLocation) -> list[str]:
 
 
 def _print_queue_problem(overview: Overview) -> None:
-    if problem := overview["queue_problem"]:
-        print_error(
-            f"{overview['queue']}: {problem}" if overview["queue"] and overview["dispatcher"] else problem
-        )
+    if problem := overview.queue_problem:
+        print_error(f"{overview.queue}: {problem}" if overview.queue and overview.dispatcher else problem)
 
 
 def _watch_status(location: QueueLocation, address: AdminAddress | None, *, json_output: bool) -> None:
@@ -221,13 +117,9 @@ def _watch_status(location: QueueLocation, address: AdminAddress | None, *, json
 
         def render_now() -> list[str]:
             overview = asyncio.run(fetch_overview(location, address))
-            problem = [overview["queue_problem"]] if overview["queue_problem"] else []
-            return [
-                f"{time.strftime('%H:%M:%S')}  (Ctrl-C ends it)",
-                "",
-                *render.format_status(overview),
-                *problem,
-            ]
+            problem = [overview.queue_problem] if overview.queue_problem else []
+            title = f"{time.strftime('%H:%M:%S')}  (Ctrl-C ends it)"
+            return [title, "", *render.format_status(overview), *problem]
 
         show_live_page(lambda _: render_now(), INTERVAL_S)
         return
@@ -240,7 +132,7 @@ def print_repeatedly(location: QueueLocation, address: AdminAddress | None, *, j
         while True:
             overview = asyncio.run(fetch_overview(location, address))
             if json_output:
-                print_json({"at": round(time.time(), 3), **overview})
+                print_json({"at": round(time.time(), 3), **overview.to_dict()})
             else:
                 print_lines(f"{time.strftime('%H:%M:%S')}  {render.format_log_line(overview)}")
             time.sleep(INTERVAL_S)
@@ -262,10 +154,10 @@ def _wait_until_ready(location: QueueLocation, address: AdminAddress | None, tim
 async def _find_readiness_problem(location: QueueLocation, address: AdminAddress) -> str | None:
     if (readiness_problem := await find_readiness_problem(address)) is not None:
         return readiness_problem
-    dispatcher_status, problem = await fetch_status(address)
-    if dispatcher_status is None:
-        return str(problem)
+    dispatcher = await fetch_status(address)
+    if isinstance(dispatcher, StatusProblem):
+        return str(dispatcher)
     # Another dispatcher may listen on that port.
-    if location.names and dispatcher_status["queue"] != location.names.queue:
-        return f"the dispatcher that answers works on another queue, {dispatcher_status['queue']}"
+    if location.names and dispatcher.process.queue != location.names.queue:
+        return render.format_other_queue(dispatcher)
     return None

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
-from dispatcher.cli.admin_client import fetch_status, parse_admin_address
+from dispatcher.cli import render
+from dispatcher.cli.admin_client import StatusProblem, fetch_status, parse_admin_address
 from dispatcher.cli.connection import QueueTarget
 from dispatcher.cli.file_progress import FileProgressDisplay
-from dispatcher.cli.find_requests import format_gate
 from dispatcher.cli.terminal import print_error, print_lines, print_note, print_warning
 
 if TYPE_CHECKING:
@@ -220,8 +220,8 @@ async def _watch_gate(target: QueueTarget, display: FileProgressDisplay) -> None
     if address is None:
         return
     while True:
-        status, why = await fetch_status(address)
-        display.gate = format_gate(status) if status else str(why or "")
+        status = await fetch_status(address)
+        display.gate = str(status) if isinstance(status, StatusProblem) else render.format_gate(status)
         await asyncio.sleep(GATE_INTERVAL_S)
 
 

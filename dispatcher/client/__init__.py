@@ -42,6 +42,7 @@ from dispatcher.core.sequences.turns import OnError, SequenceSnapshot, SequenceS
 
 if TYPE_CHECKING:
     from dispatcher.batched.decorator import Batched, batched
+    from dispatcher.batched.worker_index import worker_index
 
 __all__ = [
     "BatchClient",
@@ -78,11 +79,16 @@ __all__ = [
     "WorkerCrashedError",
     "WrongLengthError",
     "batched",
+    "worker_index",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load `batched` on first use, so that programs without it start faster."""
+    if name == "worker_index":
+        from dispatcher.batched.worker_index import worker_index
+
+        return worker_index
     if name not in ("Batched", "batched"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from dispatcher.batched import decorator as module

@@ -58,6 +58,10 @@ def make_owner_id() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}, {secrets.token_hex(4)}"
 
 
+def _make_closed_error() -> QueueUnreachableError:
+    return QueueUnreachableError("the client was closed")
+
+
 class Mailbox:
     """Results of one client.
 
@@ -109,6 +113,7 @@ class Mailbox:
         self._wake_event = asyncio.Event()
         self._change_waiters: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Mailbox {self.box.result_list} {len(self._pending)} pending, {len(self._waiters)} awaited>"
@@ -225,10 +230,12 @@ class Mailbox:
 
     async def aclose(self) -> None:
         """Stop the reader task. Delete the list and the keep, unless clients of the same name share them."""
+        # First, because a caller that begins to wait from now on would start the reader again.
+        self._is_closed = True
         await self._stop_reader()
         for future in self._waiters:
             if not future.done():
-                future.set_exception(QueueUnreachableError("the client was closed"))
+                future.set_exception(_make_closed_error())
         # Best effort: without Redis, list and keep expire by themselves, and so does the owner key.
         with suppress(QueueUnavailableError):
             if not self._owner_id:
@@ -256,6 +263,8 @@ class Mailbox:
 
     async def _wait_for_future(self, future: asyncio.Future[None], give_up_at: float) -> bool:
         """Wait for a future, and return whether it was resolved in time. Raises the errors of the reader."""
+        if self._is_closed:
+            raise _make_closed_error()
         self._start_reader()
         self._waiters.add(future)
         self._wake_event.set()  # the reader may be idle, because no caller waited

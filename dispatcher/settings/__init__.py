@@ -4,7 +4,6 @@ the file."""
 from __future__ import annotations
 
 from dispatcher.settings.load import (
-    ClientSettings,
     ReloadRejection,
     load_client_settings,
     load_settings,
@@ -16,22 +15,14 @@ from dispatcher.settings.model import (
     AdminSettings,
     BudgetSettings,
     GatewaySettings,
-    LogSettings,
     PoolSettings,
-    RetrySettings,
     Settings,
-    ShutdownSettings,
-    TracingSettings,
 )
 from dispatcher.settings.models import ModelSettings
-from dispatcher.settings.queue import QueueSettings
-from dispatcher.settings.serving import ServingSettings
 from dispatcher.settings.signals import (
     EppSettings,
-    PrometheusSettings,
     SignalsSettings,
     Source,
-    VllmSettings,
 )
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import SecretUrl
@@ -41,26 +32,17 @@ from dispatcher.settings.yaml_source import Problem
 __all__ = [
     "AdminSettings",
     "BudgetSettings",
-    "ClientSettings",
     "EppSettings",
     "GatewaySettings",
-    "LogSettings",
     "ModelSettings",
     "PoolSettings",
     "Problem",
-    "PrometheusSettings",
-    "QueueSettings",
     "ReloadRejection",
-    "RetrySettings",
     "SecretUrl",
-    "ServingSettings",
     "Settings",
-    "ShutdownSettings",
     "SignalsSettings",
     "Source",
     "TlsSettings",
-    "TracingSettings",
-    "VllmSettings",
     "load_client_settings",
     "load_settings",
     "parse_settings",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -19,8 +18,8 @@ from pydantic import (
 )
 
 from dispatcher.core.models.version_policy import VersionPolicy
+from dispatcher.core.models.version_template import VersionTemplate
 from dispatcher.core.requests.lanes import MAX_MODEL_NAME_BYTES
-from dispatcher.settings.pattern_check import pattern_fault
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, ValueNotation, setting_error
 from dispatcher.settings.yaml_source import suggest_nearest
@@ -29,8 +28,6 @@ MAX_MODELS = 1000
 """Largest number of models in the settings."""
 MAX_VERSIONS = 100
 """Largest number of versions in one setting (`policy`, `labels` or `weights`)."""
-VERSION_GROUP = "version"
-"""Group of the pattern that matches the label of a version."""
 
 _VERSION_KEYS = ("policy", "labels", "transition", "pin", "weights")
 _ALWAYS_SHOWN = ("name", "when_not_served")
@@ -159,10 +156,14 @@ def _check_weights(weights: Mapping[str, float]) -> Mapping[str, float]:
     return weights
 
 
-def _check_pattern(pattern: str) -> str:
-    if pattern and (why := pattern_fault(pattern)) is not None:
-        raise setting_error(why)
-    return pattern
+def _check_template(text: str) -> str:
+    if text:
+        check_model_name(text)
+        try:
+            VersionTemplate.parse(text)
+        except ValueError as error:
+            raise setting_error(str(error)) from None
+    return text
 
 
 class ModelSettings(Section):
@@ -176,12 +177,12 @@ class ModelSettings(Section):
         description="What happens to requests for the model while no server has it. `wait`: they wait for "
         "it, until their deadlines. `fail`: they fail with MODEL_NOT_FOUND.",
     )
-    match: Annotated[Text, AfterValidator(_check_pattern)] = Field(
+    match: Annotated[Text, AfterValidator(_check_template)] = Field(
         "",
-        description="Regular expression that matches the whole names of the versions, as servers list them, "
-        "such as `qwen-v(?P<version>[0-9]+)`. Requests for `name` are sent to one of the versions "
-        "([models.md](models.md#versions)). The group `version` matches the label of a version. Without it, "
-        "the label is the whole name. If empty, the model has no versions.",
+        description="Template for the names of the versions, as servers list them, such as "
+        "`qwen-v{version}`. It contains `{version}` once; all other text is literal. A version consists of "
+        "letters, digits, `.`, `_` and `-`. Requests for `name` are sent to one of the versions "
+        "([models.md](models.md#versions)). If empty, the model has no versions.",
     )
     policy: VersionsPolicy = Field(
         VersionPolicy(),
@@ -255,9 +256,9 @@ class ModelSettings(Section):
         }
 
     @property
-    def version_pattern(self) -> re.Pattern[str] | None:
-        """Pattern of the names of the versions, or `None` if the model has no versions."""
-        return re.compile(self.match) if self.match else None
+    def version_template(self) -> VersionTemplate | None:
+        """Template for the names of the versions, or `None` if the model has no versions."""
+        return VersionTemplate.parse(self.match) if self.match else None
 
     @property
     def is_family(self) -> bool:
@@ -274,10 +275,8 @@ _DEFAULTS: dict[str | None, Any] = {
 
 def _version_label(version: str, match: str) -> str:
     """Return the label of a version that is written as its full name, as its label, or with a leading v."""
-    match_result = re.fullmatch(match, version) if match else None
-    if match_result is not None:
-        return match_result.groupdict().get(VERSION_GROUP) or version
-    return version.removeprefix("v")
+    label = VersionTemplate.parse(match).extract_version(version) if match else None
+    return label or version.removeprefix("v")
 
 
 def _check_models_unique(models: tuple[ModelSettings, ...]) -> tuple[ModelSettings, ...]:

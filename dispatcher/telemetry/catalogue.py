@@ -23,6 +23,7 @@ from dispatcher.core.gateway.outcome import (
     Refused,
     TooLarge,
     TooLate,
+    UncountedError,
     Unreachable,
     Unsent,
 )
@@ -154,6 +155,7 @@ OUTCOMES: Mapping[type[Outcome], str] = {
     Evicted: "evicted",
     Failed: "failed",
     Unreachable: "unreachable",
+    UncountedError: "uncounted",
     TooLarge: "too-large",
     Refused: "refused",
     TooLate: "expired",
@@ -440,21 +442,21 @@ MERGE_WAITING = _add_gauge(
 )
 MERGE_SIZE = _add_table_gauge(
     "merge_size",
-    lambda s: s.batching.get_by_path_and_model(lambda each: float(each["size"])),
+    lambda s: s.batching.get_by_path_and_model(lambda each: float(each.size)),
     "Maximum number of items per call in use; 1 if nothing is merged",
     "path",
     "model",
 )
 MERGE_GAIN = _add_table_gauge(
     "merge_gain",
-    lambda s: s.batching.get_by_path_and_model(lambda each: each["gain"]),
+    lambda s: s.batching.get_by_path_and_model(lambda each: each.gain),
     "Items per unit-second at that size, relative to single calls; absent if not measured",
     "path",
     "model",
 )
 MERGE_OFF = _add_table_gauge(
     "merge_off",
-    lambda s: s.batching.get_by_path_and_model(lambda each: float(each["off_reason"] is not None)),
+    lambda s: s.batching.get_by_path_and_model(lambda each: float(each.off_reason is not None)),
     "1 if merging was turned off because answers differed from those of single calls",
     "path",
     "model",

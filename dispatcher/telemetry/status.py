@@ -1,14 +1,20 @@
 """State of the dispatcher at one moment, by subject. /status and every gauge are built from it.
 
-/status is one flat object, so that two fields must not have the same name even in different classes.
+/status is one flat object, so that two parts of `Status` must not have a field with the same name. The
+command line decodes /status into the same classes. The dispatcher may then be of another version, therefore
+every field has a default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from itertools import islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
 
 from dispatcher.core.health import Cause, Health
 from dispatcher.settings import Source
@@ -35,13 +41,13 @@ MAX_TABLE_ROWS = 32
 class ProcessStatus:
     """Identity and configuration of this dispatcher."""
 
-    version: str
-    python: str
-    pool: str
-    queue: str
-    owner: str
-    observe: bool
-    started_at: float
+    version: str = ""
+    python: str = ""
+    pool: str = ""
+    queue: str = ""
+    owner: str = ""
+    observe: bool = False
+    started_at: float = 0.0
     """Unix time of the start."""
     config_generation: int = 1
     config_hash: str = ""
@@ -55,18 +61,20 @@ class ProcessStatus:
 class GateStatus:
     """Limit on requests in flight, and the reason for it."""
 
-    reason: str
-    open: bool
-    explanation: str
-    limit: int
-    in_flight: int
+    reason: str = ""
+    open: bool = False
+    explanation: str = ""
+    """Sentences that say what is sent, and why not more. The first one names the reason if the gate is
+    closed."""
+    limit: int = 0
+    in_flight: int = 0
     """Number of requests in flight, of all replicas."""
-    running: int
+    running: int = 0
     """Number of requests in flight, of this process."""
-    free_share: float | None
+    free_share: float | None = None
     """Number of batch requests that fit into the pool by the newest readings, including those in flight.
     `None` if it is not known."""
-    gateway_problem: str | None
+    gateway_problem: str | None = None
     """Reason why the gateway cannot be used, even if `reason` is another one. `None` if it can be used."""
     probing_owner: str | None = None
     """Dispatcher that is sending the probe that tests for all replicas whether the gateway is reachable
@@ -74,13 +82,15 @@ class GateStatus:
     attempts_problem: str | None = None
     """Number and kinds of failures of the last attempts of this process. `None` if few failed, or if
     `gateway_problem` is set."""
+    problems: Sequence[str] = ()
+    """Sentences about problems of all parts that `explanation` does not mention."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthStatus:
     """Health of the dispatcher: whether requests are processed, and the reason if not (`core/health.py`)."""
 
-    health: Health
+    health: Health = Health.UNKNOWN
     health_cause: Cause = Cause.NONE
     health_sentence: str = ""
     health_since_s: float | None = None
@@ -96,13 +106,13 @@ class HealthStatus:
 class Terms:
     """Terms of the budget for one signal."""
 
-    signal: str
-    f_sys: float
-    f_epp: float
-    budget: float | None
+    signal: str = ""
+    f_sys: float = 0.0
+    f_epp: float = 0.0
+    budget: float | None = None
     """D. `None`, like `headroom`, if the reading is not plausible."""
-    headroom: int | None
-    max_sys: float
+    headroom: int | None = None
+    max_sys: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ class BudgetStatus:
     """Budget D = 1 − (F_SYS + F_EPP + B): for the signal with the smallest limit, and in `terms` for each
     signal."""
 
-    reserve: float
+    reserve: float = 0.0
     signal: str | None = None
     f_sys: float | None = None
     f_epp: float | None = None
@@ -132,6 +142,8 @@ class BudgetStatus:
     reserve_problem: str | None = None
     """Reason why the reserve is too small for batch requests as long as the current ones. `None` if it is
     large enough, or if there are no realtime requests that could wait."""
+    capacity_note: str = ""
+    """Sentence about the requests per endpoint that the dispatcher assumes. May be empty."""
     terms: Sequence[Terms] = ()
 
     def get_by_signal(self, name: str) -> Mapping[str, float]:
@@ -141,11 +153,26 @@ class BudgetStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadingStatus:
+    """Newest reading of one signal, with the values of the series that it was computed from."""
+
+    signal: str = ""
+    age_s: float = 0.0
+    window_s: float = 0.0
+    """Length of the time window in which the sample was taken."""
+    f_sys: float = 0.0
+    f_epp: float = 0.0
+    max_sys: float = 0.0
+    source: str = ""
+    raw: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class SignalsStatus:
     """State of the signals that are read from the pool."""
 
-    source: str | None
-    reading_age_s: float | None
+    source: str | None = None
+    reading_age_s: float | None = None
     detector: str | None = None
     """Saturation detector of the picker, as far as it is known."""
     signals_problem: str | None = None
@@ -154,8 +181,7 @@ class SignalsStatus:
     """Seconds for which the signals could not be read. `None` while they can."""
     signals_close_in_s: float | None = None
     """Seconds for which the previous readings are still used. `None` while the signals can be read."""
-    readings: Sequence[Mapping[str, Any]] = ()
-    """The newest reading of each signal with the raw values it came from."""
+    readings: Sequence[ReadingStatus] = ()
     realtime: float | None = None
     """Number of requests in the newest reading that cannot be batch requests, without those that wait in the
     picker."""
@@ -173,6 +199,16 @@ class WatchStatus:
     """Time since the last answer of the Kubernetes API while a part of the watch is not up to date. `None` if
     all of it is."""
     watch_problems: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One dispatcher of the queue, as the queue knows it."""
+
+    owner: str = ""
+    leases: int = 0
+    silent_s: float | None = None
+    """Time since its last heartbeat. `None` if queue.owner_timeout_s is 0, which turns heartbeats off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +231,7 @@ class QueueStatus:
     service_s: float | None = None
     """Average duration of a batch request while requests waited."""
     replica_count: int | None = None
-    replicas: Sequence[Mapping[str, Any]] = ()
+    replicas: Sequence[ReplicaStatus] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +251,7 @@ class ImpactStatus:
     """Source of the latencies."""
     batch_share: float | None = None
     """Batch requests in flight as a share of the capacity, averaged over the same time."""
-    impact_problem: str | None = "not read yet"
+    impact_problem: str | None = None
     """Reason why some of the latencies are not known. `None` if all are known."""
 
     def get_quantiles(self, latency: Literal["ttft", "tpot"]) -> Mapping[str, float]:
@@ -225,12 +261,35 @@ class ImpactStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeTargetStatus:
+    """Merged calls of one path and model of a batching rule."""
+
+    path: str = ""
+    model: str = ""
+    """Empty if the path has no model in its body."""
+    shape: str = ""
+    mode: str = ""
+    size: int = 0
+    """Number of items per call."""
+    server_max_items: int | None = None
+    gain: float | None = None
+    checked_calls: int = 0
+    off_reason: str | None = None
+    """Reason why requests are not merged any more. `None` while they are."""
+    sentence: str = ""
+    """Summary of the other fields."""
+
+    @property
+    def name(self) -> str:
+        """Model and path in words."""
+        return f"{self.model} at {self.path}" if self.model else self.path
+
+
+@dataclass(frozen=True, slots=True)
 class BatchingStatus:
     """State of merged calls in this process."""
 
-    batching: Sequence[Mapping[str, Any]] = ()
-    """One entry per path and model of a batching rule: `size` of its calls, `server_max_items`, `gain`,
-    `checked_calls`, `off_reason`, and the `sentence` that summarizes them."""
+    batching: Sequence[MergeTargetStatus] = ()
     batching_waiting: int = 0
     """Number of requests that wait for others to share a call."""
     batching_calls: Mapping[str, int] = field(default_factory=dict)
@@ -241,10 +300,10 @@ class BatchingStatus:
     """Single calls that were made to check answers of merged calls, by result."""
 
     def get_by_path_and_model(
-        self, value: Callable[[Mapping[str, Any]], float | None]
+        self, value: Callable[[MergeTargetStatus], float | None]
     ) -> Mapping[str, float]:
         """Return a value for each path and model for which it is known. Keys join both with a NUL byte."""
-        values = {f"{each['path']}\0{each['model']}": value(each) for each in self.batching[:MAX_TABLE_ROWS]}
+        values = {f"{each.path}\0{each.model}": value(each) for each in self.batching[:MAX_TABLE_ROWS]}
         return {name: known for name, known in values.items() if known is not None}
 
 
@@ -267,20 +326,72 @@ class SequencesStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelStatus:
+    """A label of a model."""
+
+    version: str = ""
+    by: str | None = None
+    """Operator who set it. `None` if it comes from the settings."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStatus:
+    """One version of a model."""
+
+    name: str = ""
+    label: str = ""
+    """Short name of the version."""
+    state: str = ""
+    since_s: float = 0.0
+    serving: int = 0
+    """Number of endpoints that serve it."""
+    warm: int | None = None
+    """Number of endpoints where it is warm. `None` if the model has no warm-up."""
+    desired: bool = False
+    drained: bool = False
+    drained_by: str | None = None
+    share: float = 0.0
+    """Share of the requests for the model."""
+    labels: Sequence[str] = ()
+    """Labels that select it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One model."""
+
+    name: str = ""
+    state: str = "unknown"
+    serving: int | None = None
+    """Number of endpoints that serve it, of all `endpoints`. `None`, like the next fields, if no dispatcher
+    watches it."""
+    endpoints: int | None = None
+    unread_count: int | None = None
+    """Number of endpoints whose list of models cannot be read."""
+    waiting: int | None = None
+    """Number of requests that wait for it. `None` if it is not known."""
+    since_s: float | None = None
+    named: bool | None = None
+    """True if the settings name it."""
+    denied: bool | None = None
+    """True if a model server rejected it although it is listed."""
+    drained_by: str | None = None
+    sentence: str = ""
+    """Explanation of the state."""
+    policy: str | None = None
+    """Version policy. `None` if the settings give it no versions."""
+    labels: Mapping[str, LabelStatus] = field(default_factory=dict)
+    versions: Sequence[VersionStatus] = ()
+    """Newest version first."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelsStatus:
     """Models that the pool serves, as this process sees them."""
 
-    models: Sequence[Mapping[str, Any]] = ()
+    models: Sequence[ModelStatus] = ()
     """Models that are configured, were served, or have waiting requests; those with most waiting requests
-    first.
-
-    Each has `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it (null: not
-    known), `since_s`, a `sentence` that explains the state, and `drained_by`. A model with versions has its
-    `policy`; its `labels`, each with `version` and `by` (operator who set it; null: the settings); and its
-    `versions`, newest first: `name`, `label`, `state`, `since_s`, endpoints `serving` it, endpoints where it
-    is `warm` (null: no warm-up), `desired`, `drained`, `drained_by`, its `share` of the requests, and the
-    `labels` that select it. Empty if models are not watched.
-    """
+    first. Empty if models are not watched."""
     model_count: int = 0
     """Number of known models. `models` has only the first ones."""
     model_requests: Mapping[str, int] = field(default_factory=dict)
@@ -293,17 +404,17 @@ class ModelsStatus:
 
     def get_by_model(self, field_name: str) -> Mapping[str, float]:
         """Return a numeric field of each model for which it is known."""
-        values = {str(each["name"]): each[field_name] for each in self.models[:MAX_TABLE_ROWS]}
+        values = {each.name: getattr(each, field_name) for each in self.models[:MAX_TABLE_ROWS]}
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def get_by_version(self, field_name: str) -> Mapping[str, float]:
         """Return a numeric field of each served version for which it is known. Keys join model and version
         with a NUL byte."""
         pairs = (
-            (f"{model['name']}\0{each['name']}", each[field_name])
+            (f"{model.name}\0{each.name}", getattr(each, field_name))
             for model in self.models
-            for each in model.get("versions", ())
-            if each["serving"]
+            for each in model.versions
+            if each.serving
         )
         return {name: float(value) for name, value in islice(pairs, MAX_TABLE_ROWS) if value is not None}
 
@@ -312,17 +423,17 @@ class ModelsStatus:
 class Status:
     """Complete status of a dispatcher."""
 
-    process: ProcessStatus
-    gate: GateStatus
-    budget: BudgetStatus
-    signals: SignalsStatus
+    process: ProcessStatus = field(default_factory=ProcessStatus)
+    gate: GateStatus = field(default_factory=GateStatus)
+    budget: BudgetStatus = field(default_factory=BudgetStatus)
+    signals: SignalsStatus = field(default_factory=SignalsStatus)
     watch: WatchStatus = field(default_factory=WatchStatus)
     queue: QueueStatus = field(default_factory=QueueStatus)
     impact: ImpactStatus = field(default_factory=ImpactStatus)
     batching: BatchingStatus = field(default_factory=BatchingStatus)
     sequences: SequencesStatus = field(default_factory=SequencesStatus)
     models: ModelsStatus = field(default_factory=ModelsStatus)
-    health: HealthStatus = field(default_factory=lambda: HealthStatus(Health.UNKNOWN))
+    health: HealthStatus = field(default_factory=HealthStatus)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the status as one flat object, as /status shows it."""
@@ -331,3 +442,24 @@ class Status:
         for part in fields(self):
             result.update(asdict(getattr(self, part.name)))
         return result
+
+
+def decode_status(document: Mapping[str, Any]) -> Status:
+    """Return the status that a dispatcher, maybe of another version, shows as `document`.
+
+    Unknown fields are ignored. A field that is missing, or whose value cannot be read, has its default.
+    """
+    parts: dict[str, Any] = {}
+    for name, part in _get_field_types(Status).items():
+        values = {}
+        for field_name, kind in _get_field_types(part).items():
+            if field_name in document:
+                with suppress(msgspec.ValidationError):
+                    values[field_name] = msgspec.convert(document[field_name], kind)
+        parts[name] = part(**values)
+    return Status(**parts)
+
+
+@cache
+def _get_field_types(part: type) -> Mapping[str, Any]:
+    return get_type_hints(part)

@@ -126,27 +126,27 @@ function table(id, heads, rows) {
 
 let status = null, settings = null, dead = null, totals = {}, samples = [], events = [], keep = 900;
 
-const take = {
-  history(told) {
-    if (told.complete) { samples = []; events = []; }
-    keep = told.seconds;
-    told.samples.at.forEach((at, n) => {
+const handlers = {
+  history(data) {
+    if (data.complete) { samples = []; events = []; }
+    keep = data.seconds;
+    data.samples.at.forEach((at, n) => {
       const one = { results: {} };
-      for (const name in told.samples) one[name] = told.samples[name][n];
-      for (const code in told.results) if (told.results[code][n]) one.results[code] = told.results[code][n];
+      for (const name in data.samples) one[name] = data.samples[name][n];
+      for (const code in data.results) if (data.results[code][n]) one.results[code] = data.results[code][n];
       samples.push(one);
     });
-    events.push(...told.events);
-    totals = told.totals;
-    trim();
+    events.push(...data.events);
+    totals = data.totals;
+    dropOldEntries();
   },
-  sample(told) { samples.push({ results: {}, ...told, totals: undefined }); totals = told.totals; trim(); },
-  event(told) { events.push(told); trim(); },
-  status(told) { status = told; link("live"); soon(); },
-  settings(told) { settings = told; soon(); },
-  dead(told) { dead = told; soon(); },
+  sample(data) { samples.push({ results: {}, ...data, totals: undefined }); totals = data.totals; dropOldEntries(); },
+  event(data) { events.push(data); dropOldEntries(); },
+  status(data) { status = data; showConnection("live"); scheduleRender(); },
+  settings(data) { settings = data; scheduleRender(); },
+  dead(data) { dead = data; scheduleRender(); },
 };
-function trim() {
+function dropOldEntries() {
   const since = samples.length ? samples.at(-1).at - keep : 0;
   samples = samples.filter((each) => each.at > since);
   events = events.slice(-200);
@@ -155,31 +155,33 @@ function trim() {
 // -- the connection
 
 const SILENT_MS = 8000; // the connection is dead after this; a status comes each second
-const PAUSE_MS = [1000, 8000];
-let token = "", lastId = "", heardAt = Date.now(), lostWhy = "", pause = PAUSE_MS[0];
+const RECONNECT_MAX_MS = 8000;
+let reconnectMinMs = 1000; // the dispatcher may send another value
+let token = "", lastId = "", lastMessageAt = Date.now(), lostReason = "", reconnectMs = reconnectMinMs;
 
-async function follow() {
+async function followEvents() {
   for (;;) {
     const stop = new AbortController();
     const asked = Date.now();
-    const watching = setInterval(() => { if (Date.now() - Math.max(heardAt, asked) > SILENT_MS) stop.abort(); }, 1000);
+    const watching = setInterval(() => { if (Date.now() - Math.max(lastMessageAt, asked) > SILENT_MS) stop.abort(); }, 1000);
     try {
       const headers = { Accept: "text/event-stream" };
       if (token) headers.Authorization = `Bearer ${token}`;
       if (lastId) headers["Last-Event-ID"] = lastId;
       const answer = await fetch("/events", { headers, signal: stop.signal, cache: "no-store" });
-      if (answer.status === 401) { clearInterval(watching); await ask(); continue; }
-      if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).trim().slice(0, 200)}`);
-      await read(answer.body);
-      link("lost");
-    } catch (error) {
-      link("lost", /^\d/.test(error.message) ? error.message : "");
+      if (answer.status === 401) { clearInterval(watching); await askForToken(); continue; }
+      if (answer.ok) {
+        await read(answer.body);
+        showConnection("lost");
+      } else showConnection("lost", `${answer.status}: ${(await answer.text()).trim().slice(0, 200)}`);
+    } catch {
+      showConnection("lost"); // the browser does not say why
     } finally {
       clearInterval(watching);
     }
     // Random, so that pages which lost the same dispatcher do not reconnect at the same time.
-    await new Promise((done) => setTimeout(done, pause * (0.8 + 0.4 * Math.random())));
-    pause = Math.min(pause * 1.6, PAUSE_MS[1]);
+    await new Promise((done) => setTimeout(done, reconnectMs * (0.8 + 0.4 * Math.random())));
+    reconnectMs = Math.min(reconnectMs * 1.6, RECONNECT_MAX_MS);
   }
 }
 
@@ -188,30 +190,30 @@ async function read(body) {
   for (let rest = "";;) {
     const { value, done } = await reader.read();
     if (done) return;
-    heardAt = Date.now();
+    lastMessageAt = Date.now();
     const messages = (rest + value).split("\n\n");
     rest = messages.pop();
-    for (const message of messages) hear(message);
+    for (const message of messages) handleMessage(message);
   }
 }
 
-function hear(message) {
+function handleMessage(message) {
   const fields = {};
   for (const line of message.split("\n")) {
     const at = line.indexOf(": ");
     if (at > 0) fields[line.slice(0, at)] = line.slice(at + 2);
   }
-  if (fields.retry) PAUSE_MS[0] = Number(fields.retry) || PAUSE_MS[0];
-  if (fields.event in take) {
-    take[fields.event](JSON.parse(fields.data));
-    pause = PAUSE_MS[0];
+  if (fields.retry) reconnectMinMs = Number(fields.retry) || reconnectMinMs;
+  if (fields.event in handlers) {
+    handlers[fields.event](JSON.parse(fields.data));
+    reconnectMs = reconnectMinMs;
   }
   if (fields.id) lastId = fields.id;
 }
 
-function ask() {
+function askForToken() {
   const before = token;
-  link("asking");
+  showConnection("asking");
   $("ask").hidden = false;
   $("data").hidden = true;
   $("ask-wrong").textContent = before ? "The dispatcher does not accept this token." : "";
@@ -233,19 +235,19 @@ function ask() {
   });
 }
 
-function link(state, why = "") {
+function showConnection(state, why = "") {
   const before = document.body.dataset.link;
   document.body.dataset.link = state;
-  lostWhy = why;
+  lostReason = why;
   const text = {
     live: "live", asking: "a token is needed", connecting: "connecting",
-    lost: `disconnected since ${clock(heardAt / 1000)}, trying again`,
+    lost: `disconnected since ${clock(lastMessageAt / 1000)}, trying again`,
   }[state];
   if (changed("link", text)) $("link-text").textContent = text;
   $("health").hidden = state !== "live" && state !== "lost";
   if (state === "live") { $("data").hidden = false; $("ask").hidden = true; }
   if (state === "lost" && before !== "lost") {
-    document.body.style.setProperty("--as-of", `" as of ${clock(heardAt / 1000)}"`);
+    document.body.style.setProperty("--as-of", `" as of ${clock(lastMessageAt / 1000)}"`);
     showHealth();
   }
 }
@@ -265,9 +267,9 @@ function showHealth() {
       draw("path", { d: shape, fill: "currentColor", "fill-rule": "evenodd" })), word, make("em"));
   }
   $("state").lastChild.textContent = !lost && known(status.health_since_s) ? ` for ${age(status.health_since_s)}` : "";
-  const silent = age((Date.now() - heardAt) / 1000);
+  const silent = age((Date.now() - lastMessageAt) / 1000);
   const sentence = !lost ? cut(status.health_sentence, 400)
-    : `No contact with the dispatcher for ${silent}${lostWhy && ` (${lostWhy})`}${status ? "; the last known state is not shown as current" : ""}.`;
+    : `No contact with the dispatcher for ${silent}${lostReason && ` (${lostReason})`}${status ? "; the last known state is not shown as current" : ""}.`;
   if (changed("sentence", sentence)) $("sentence").textContent = sentence;
   const rows = lost ? [] : [
     status.health_hint && ["Look at", ...withCode(status.health_hint)],
@@ -288,12 +290,12 @@ function showHealth() {
 for (const each of document.querySelectorAll("details.open")) each.open = innerWidth >= 900;
 
 let due = false;
-function soon() {
+function scheduleRender() {
   if (due || document.hidden) return;
   due = true;
   requestAnimationFrame(() => { due = false; if (status) render(); });
 }
-document.addEventListener("visibilitychange", soon);
+document.addEventListener("visibilitychange", scheduleRender);
 
 function render() {
   $("pool").textContent = status.pool;
@@ -305,7 +307,7 @@ function render() {
   if (now) capacity(now);
   charts();
   queue();
-  price();
+  showImpact();
   outcomes();
   models();
   batching();
@@ -317,53 +319,32 @@ function render() {
 
 const NOTICES_MOST = 4;
 function gate() {
-  const { reason, explanation, health_sentence: sentence } = status;
+  const { reason, explanation } = status;
   $("badge").textContent = `${status.open ? "Open" : "Closed"}: ${reason}.`;
   $("explanation").textContent = cut(explanation, 400);
-  const shown = `${sentence} ${explanation}`;
-  const notices = [
-    status.config_problem && `The changed configuration is refused, the one before is in force: ${status.config_problem}`,
-    ...[["Queue", status.queue_problem], ["Gateway", status.gateway_problem], ["Signals", status.signals_problem]]
-      .map(([part, problem]) => problem && !shown.includes(problem) && `${part}: ${problem}`),
-    each(),
-    status.model_registry_problem && `Labels and drains of models in the queue cannot be read and are ignored: ${status.model_registry_problem}`,
-    ...ended(),
-  ].filter(Boolean);
+  const notices = [...status.problems || [], status.capacity_note].filter(Boolean);
   const more = notices.length - NOTICES_MOST;
   const list = more > 0 ? [...notices.slice(0, NOTICES_MOST), `And ${more} more on /status.`] : notices;
   if (changed("notices", list)) $("notices").replaceChildren(...list.map((each) => make("li", {}, cut(each, 160))));
   $("notices").hidden = !list.length;
 }
 
-const partsOf = (one) => {
+const computeParts = (one) => {
   if (!known(one.max_sys) || !known(one.realtime) || !known(one.batch)) return null;
   const used = one.realtime + one.waiting + one.batch, reserve = one.reserve || 0;
   const free = Math.max(0, one.max_sys - reserve - used);
   return { used, free, left: Math.max(0, Math.min(reserve, one.max_sys - used)), over: Math.max(0, used - one.max_sys) };
 };
 
-function whose() { // source of the capacity, in the words of `batch-dispatcher status`
+function describeCapacitySource() { // source of the capacity, in the words of `batch-dispatcher status`
   const { max_sys_source: by, per_endpoint: each } = status;
   if (by === "setting") return known(each) ? `budget.per_endpoint, ${count(each)}, × ready endpoints` : BY.setting;
   return BY[by] || by;
 }
-function ended() {
-  const off = (status.batching || []).filter((one) => one.off_reason);
-  const told = off.slice(0, 3).map((one) => `Batching has ended for ${one.model || "requests"} at ${one.path}: ${one.off_reason}`);
-  return off.length > 3 ? [...told, `Batching has ended for ${off.length - 3} more models`] : told;
-}
-function each() {
-  const { per_endpoint: runs, per_endpoint_source: from, picker_max_concurrency: k } = status;
-  if (from === "setting" && known(k) && k !== runs) return `budget.per_endpoint is ${count(runs)}, the endpoint picker counts with ${k}: one of them is wrong.`;
-  if (from === "suggestion") return `The endpoint picker's metrics suggest ${count(runs)} requests per endpoint; readings have not confirmed it yet.`;
-  if (from === "server") return `Each endpoint is assumed to run ${count(runs)} requests at once, as the model servers' metrics say.`;
-  if (status.max_sys_source === "search") return `No setting or metric names the capacity: the search started at ${count(runs)} requests per endpoint, and the estimate grows while requests run and none waits.`;
-  return "";
-}
 
 function capacity(now) {
-  const parts = partsOf(now);
-  const by = whose();
+  const parts = computeParts(now);
+  const by = describeCapacitySource();
   $("capacity-by").textContent = [
     known(status.max_sys) ? `${count(status.max_sys)} requests${by ? ` by ${by}` : ""}` : "unknown",
     known(status.reading_age_s) ? `read ${span(status.reading_age_s)} ago${status.source ? ` from ${status.source}` : ""}` : "not read yet",
@@ -427,7 +408,7 @@ function capacity(now) {
 const LEFT = 38, BOTTOM = 24, TOP = 8, RIBBON = 6;
 let hoverAt = null;
 
-function runs() { // periods with the same reason: [reason, from, to]
+function listReasonPeriods() { // periods with the same reason: [reason, from, to]
   const found = [];
   samples.forEach((one, n) => {
     const before = samples[n - 1], last = found.at(-1);
@@ -438,7 +419,7 @@ function runs() { // periods with the same reason: [reason, from, to]
   return found;
 }
 
-function thinned(width) { // one point per pixel or two; always the same ones, so that the line does not flicker
+function listPoints(width) { // one point per pixel or two; always the same ones, so that the line does not flicker
   const step = Math.max(1, Math.ceil((keep * 1.4) / width));
   return step === 1 ? samples : samples.filter((one, n) =>
     n === samples.length - 1 || Math.floor(one.at / step) !== Math.floor(samples[n + 1].at / step));
@@ -451,9 +432,9 @@ class Chart {
     this.box.addEventListener("pointermove", (event) => {
       const across = (event.clientX - this.box.getBoundingClientRect().left - LEFT) / (this.width - LEFT);
       hoverAt = this.from + Math.max(0, Math.min(1, across)) * keep;
-      soon();
+      scheduleRender();
     });
-    this.box.addEventListener("pointerleave", () => { hoverAt = null; soon(); });
+    this.box.addEventListener("pointerleave", () => { hoverAt = null; scheduleRender(); });
   }
   begin(most) {
     this.width = this.box.clientWidth;
@@ -533,7 +514,7 @@ const range = (values) => {
 };
 
 function charts() {
-  const all = runs();
+  const all = listReasonPeriods();
   const one = hoverAt === null ? null : samples.reduce((best, each) =>
     (best && Math.abs(best.at - hoverAt) <= Math.abs(each.at - hoverAt) ? best : each), null);
   drawLoad(all, one);
@@ -547,7 +528,7 @@ function drawLoad(all, one) {
   const top = (s) => (known(s.realtime) && known(s.batch) ? s.realtime + s.waiting + s.batch : null);
   const mayBe = (s) => (known(s.realtime) && known(s.limit) ? s.realtime + s.waiting + s.limit : null);
   load.begin(Math.max(1, ...samples.map((s) => Math.max(s.max_sys || 0, top(s) || 0))));
-  const points = thinned(load.width);
+  const points = listPoints(load.width);
   load.gate(all);
   load.axes();
   load.put("pattern", { id: "hatch", width: 7, height: 7, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
@@ -577,7 +558,7 @@ function drawLoad(all, one) {
 
 function drawWaits(all, one) {
   waits.begin(Math.max(0, ...samples.map((s) => Math.max(s.pending || 0, s.delayed || 0, s.at_risk || 0))));
-  const points = thinned(waits.width);
+  const points = listPoints(waits.width);
   waits.gate(all);
   waits.axes();
   waits.area(points, () => 0, (s) => s.pending, { fill: "var(--accent)", opacity: 0.16 });
@@ -587,9 +568,9 @@ function drawWaits(all, one) {
   waits.end(`Requests that wait, last 15 minutes. Pending ${range(samples.map((s) => s.pending))}, delayed `
     + `${range(samples.map((s) => s.delayed))}, at risk ${range(samples.map((s) => s.at_risk))}.`, one);
   const now = one || samples.at(-1) || {};
-  const told = (name, value) => `${name} ${known(value) ? count(value) : "unknown"}`;
-  legend("waits-legend", [["line", told("pending", now.pending), "--accent"], ["line dash", told("delayed", now.delayed), "--waiting"],
-    ["line dash", told("at risk", now.at_risk), "--bad"]]);
+  const label = (name, value) => `${name} ${known(value) ? count(value) : "unknown"}`;
+  legend("waits-legend", [["line", label("pending", now.pending), "--accent"], ["line dash", label("delayed", now.delayed), "--waiting"],
+    ["line dash", label("at risk", now.at_risk), "--bad"]]);
   $("waits-read").textContent = one ? clock(one.at) : "requests";
 }
 
@@ -681,15 +662,15 @@ function queue() {
   ]);
 }
 
-function sequences(told) {
-  const many = [["active", "alive"], ["parked", "not begun"], ["held", "held"], ["aborted", "aborted"]].filter(([name]) => told[name]);
-  if (!many.length && !told.waiting) return [];
-  return [["Sequences", many.map(([name, word]) => `${count(told[name])} ${word}`).join(", ") || "none", told.held ? "wrong" : ""],
-    ["Wait for their turn", count(told.waiting || 0)]];
+function sequences(data) {
+  const many = [["active", "alive"], ["parked", "not begun"], ["held", "held"], ["aborted", "aborted"]].filter(([name]) => data[name]);
+  if (!many.length && !data.waiting) return [];
+  return [["Sequences", many.map(([name, word]) => `${count(data[name])} ${word}`).join(", ") || "none", data.held ? "wrong" : ""],
+    ["Wait for their turn", count(data.waiting || 0)]];
 }
 
-function price() {
-  facts("price", [
+function showImpact() {
+  facts("impact", [
     ["First token, median", maybe(status.ttft_p50_s, span)], ["First token, 95 %", maybe(status.ttft_p95_s, span)],
     ["Each further token, median", maybe(status.tpot_p50_s, span)], ["Each further token, 95 %", maybe(status.tpot_p95_s, span)],
     ["Batch share of the capacity", maybe(status.batch_share, share)], ["Reserve", maybe(status.reserve, share)],
@@ -697,7 +678,7 @@ function price() {
   const of = { realtime: "realtime alone", all: "all requests, batch requests included" }[status.impact_scope];
   const measured = of && [`Over the last 5 minutes, of ${of}`, maybe(status.impact_requests, (n) => `${count(n)} requests`),
     status.impact_source && `by ${status.impact_source}`].filter(Boolean).join(", ");
-  $("price-note").textContent = [measured, status.impact_problem && `Unknown: ${status.impact_problem}`]
+  $("impact-note").textContent = [measured, status.impact_problem && `Unknown: ${status.impact_problem}`]
     .filter(Boolean).map((each) => `${each.replace(/\.$/, "")}.`).join(" ");
 }
 
@@ -741,8 +722,8 @@ function version(one, labels) {
 }
 
 function batching() {
-  const told = [...status.batching || []].sort((one, other) => !!other.off_reason - !!one.off_reason);
-  const rows = told.slice(0, ROWS_MOST).map((each) => [
+  const data = [...status.batching || []].sort((one, other) => !!other.off_reason - !!one.off_reason);
+  const rows = data.slice(0, ROWS_MOST).map((each) => [
     each.path, each.model || "none", String(each.size), known(each.server_max_items) ? String(each.server_max_items) : "unknown",
     known(each.gain) ? `${each.gain.toFixed(2)} ×` : "unknown", String(each.checked_calls), each.sentence]);
   const calls = Object.values(status.batching_calls || {}).reduce((sum, each) => sum + each, 0);
@@ -752,7 +733,7 @@ function batching() {
   if (!changed("batching", [rows, sum])) return;
   $("batching-sum").textContent = sum;
   table("batching", ["Path", "Model", "#Items a call", "#Server takes", "#Gain", "#Checked", "What is merged"], rows);
-  $("batching-note").textContent = told.length > rows.length ? `And ${told.length - rows.length} more on /status.` : "";
+  $("batching-note").textContent = data.length > rows.length ? `And ${data.length - rows.length} more on /status.` : "";
 }
 
 function showDead() {
@@ -771,12 +752,12 @@ function showDead() {
 }
 
 function replicas() {
-  const told = status.replicas || [];
-  const rows = told.length ? told.map((one) => [one.owner, maybe(one.leases, String), maybe(status.queue_problem ? null : one.silent_s, (s) => `${span(s)} ago`)])
+  const data = status.replicas || [];
+  const rows = data.length ? data.map((one) => [one.owner, maybe(one.leases, String), maybe(status.queue_problem ? null : one.silent_s, (s) => `${span(s)} ago`)])
     : [[status.owner, String(status.running), "now"]];
-  const more = (status.replica_count || 0) - told.length;
+  const more = (status.replica_count || 0) - data.length;
   $("replicas-sum").textContent = known(status.replica_count) ? count(status.replica_count) : "";
-  $("replicas-note").textContent = !told.length ? "Others are unknown." : more > 0 ? `And ${more} more.` : "";
+  $("replicas-note").textContent = !data.length ? "Others are unknown." : more > 0 ? `And ${more} more.` : "";
   if (changed("replicas", rows)) {
     table("replicas", ["Owner", "#In flight", "#Last heartbeat"], rows.map(([owner, leases, sign]) => [
       [make("span", { class: "mono" }, owner), owner === status.owner ? " (this one)" : ""], leases ?? "unknown", sign ?? "unknown"]));
@@ -788,8 +769,8 @@ function eventList() {
   if (!changed("events", newest)) return;
   $("events").replaceChildren(...newest.map((one) => {
     const { reason, explanation, ...rest } = one.fields;
-    const more = explanation ? explanation.replace(/ \([a-z]+: pool .*/, "")
-      : Object.entries({ ...(reason ? { reason } : {}), ...rest }).map(([name, value]) => `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ");
+    const more = explanation
+      || Object.entries({ ...(reason ? { reason } : {}), ...rest }).map(([name, value]) => `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ");
     return make("li", { class: one.level, title: one.meaning }, make("time", { datetime: new Date(one.at * 1000).toISOString() }, clock(one.at)),
       make("span", {}, make("strong", {}, one.event), explanation ? `: ${reason}` : one.level === "info" ? "" : ` (${one.level})`, make("small", {}, more.slice(0, 400))));
   }));
@@ -829,7 +810,7 @@ function settingsTable() {
   table("settings", ["Setting", "Value", "From"], some.slice(0, SETTINGS_MOST).map(([path, value, set]) => [
     make("span", { class: "mono" }, path), make("code", {}, value === "" ? "(empty)" : value), set ? make("span", { class: "set" }, "✓ set") : "default"]));
 }
-$("all-settings").addEventListener("change", soon);
+$("all-settings").addEventListener("change", scheduleRender);
 
-new ResizeObserver(soon).observe($("data"));
-follow();
+new ResizeObserver(scheduleRender).observe($("data"));
+followEvents();

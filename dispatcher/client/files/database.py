@@ -51,11 +51,12 @@ def remove_locked(path: Path) -> None:
 
 def journal_error(path: Path, error: sqlite3.Error) -> JournalError:
     """Return an error that says what went wrong in SQLite and what to do."""
-    if "locked" in str(error):
+    name: str = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return JournalError(f"{path} is in use: another process works on this output")
-    if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
+    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
         return _not_opened(path)
-    if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
         return JournalError(f"{path} cannot be read or written: {error}")
     return JournalError(f"{path} is no journal of a batch file, or damaged ({error})")
 

@@ -10,11 +10,15 @@ from dispatcher.signals.exposition import Sample
 
 
 class QueryError(Exception):
-    """The server rejected a query or gave no usable answer. The message is a sentence."""
+    """The server rejected a query or gave no usable answer. The message is a sentence.
 
-    def __init__(self, why: str, hint: str = "") -> None:
+    `status` is the status of the answer, if that is what is wrong with it.
+    """
+
+    def __init__(self, why: str, hint: str = "", status: int | None = None) -> None:
         super().__init__(why)
         self.hint = hint
+        self.status = status
 
 
 class _VectorRow(msgspec.Struct):
@@ -77,7 +81,9 @@ def parse_document(
         answer, shape = _Document(), f" ({str(error)[:200]})"
     if status != 200:
         raise QueryError(
-            f"HTTP {status}" + (f": {answer.error[:300]}" if answer.error else ""), _choose_hint(status)
+            f"HTTP {status}" + (f": {answer.error[:300]}" if answer.error else ""),
+            _choose_hint(status),
+            status,
         )
     if answer.status != "success":
         raise QueryError(f"the answer is not Prometheus' JSON{shape}", "signals.prometheus.url")

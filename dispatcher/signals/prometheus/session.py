@@ -1,6 +1,6 @@
 """Connect to Prometheus: the client library, over a session that bounds the time and the size of answers.
 
-docs/decisions/0015-libraries-that-we-carry.md says why the library gets a session of its own.
+docs/decisions/0015-third-party-libraries.md says why the library gets a session of its own.
 """
 
 from __future__ import annotations
