@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol: pages, what they log, pictures of them."""
+"""A headless Chromium, driven by its DevTools protocol: pages, their log messages, and screenshots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import aiohttp
 
-from tests.support import require_tool, running, wait_until, wait_until_sync
+from tests.support import require_tool, running_process, wait_until, wait_until_sync
 
 FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # a container's root may not make one; only pages of ours are opened
+    "--no-sandbox",  # root in a container cannot create one; only our own pages are opened
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -34,25 +34,25 @@ FLAGS = (
     "--force-color-profile=srgb",
     "--remote-debugging-port=0",
 )
-START_S = 30.0
+START_TIMEOUT_S = 30.0
 
 
-CALL_S = 100.0
+CALL_TIMEOUT_S = 100.0
 """Longest time in seconds that a call to the browser takes on a busy machine."""
 
 
 class PageError(Exception):
-    """A script in the page threw."""
+    """A script in the page threw an exception."""
 
 
 class Page:
-    """One tab."""
+    """One tab of the browser."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.console: list[str] = []
-        """Errors and warnings that scripts logged, or that the browser did about them: CSP among them."""
+        """Errors and warnings logged by scripts, or by the browser about them, such as CSP violations."""
         self.network: list[str] = []
-        """What could not be loaded."""
+        """Errors about resources that could not be loaded."""
         self._socket = socket
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -61,22 +61,22 @@ class Page:
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        async with asyncio.timeout(CALL_S):
+        async with asyncio.timeout(CALL_TIMEOUT_S):
             return await self._waiting[number]
 
     async def listen(self) -> None:
-        async for message in self._socket:
-            told = json.loads(message.data)
-            if "id" in told:
-                waiting = self._waiting.pop(told["id"])
-                if "error" in told:
-                    waiting.set_exception(PageError(str(told["error"])))
+        async for frame in self._socket:
+            message = json.loads(frame.data)
+            if "id" in message:
+                waiting = self._waiting.pop(message["id"])
+                if "error" in message:
+                    waiting.set_exception(PageError(str(message["error"])))
                 else:
-                    waiting.set_result(told["result"])
+                    waiting.set_result(message["result"])
             else:
-                self._note(told["method"], told.get("params", {}))
+                self._record_event(message["method"], message.get("params", {}))
 
-    def _note(self, method: str, params: dict[str, Any]) -> None:
+    def _record_event(self, method: str, params: dict[str, Any]) -> None:
         match method:
             case "Log.entryAdded":
                 entry = params["entry"]
@@ -91,22 +91,27 @@ class Page:
 
     async def open(self, url: str) -> None:
         await self.call("Page.navigate", url=url)
-        await wait_until(lambda: self.ask("document.readyState === 'complete'"), what=f"{url} to load")
+        await wait_until(lambda: self.evaluate("document.readyState === 'complete'"), what=f"{url} to load")
 
-    async def ask(self, script: str) -> Any:
-        """The value of a JavaScript expression; a promise is awaited. Past the page's own CSP."""
-        found = await self.call(
+    async def evaluate(self, script: str) -> Any:
+        """Return the value of a JavaScript expression.
+
+        Promises are awaited. The CSP of the page does not apply.
+        """
+        reply = await self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True, userGesture=True
         )
-        if "exceptionDetails" in found:
-            raise PageError(str(found["exceptionDetails"].get("exception", found["exceptionDetails"])))
-        return found["result"].get("value")
+        if "exceptionDetails" in reply:
+            raise PageError(str(reply["exceptionDetails"].get("exception", reply["exceptionDetails"])))
+        return reply["result"].get("value")
 
-    async def text(self, selector: str) -> str:
-        return str(await self.ask(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''"))
+    async def get_text(self, selector: str) -> str:
+        return str(await self.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''"))
 
-    async def look(self, *, width: int = 1280, height: int = 900, dark: bool = False, **media: str) -> None:
-        """Be a window of this size, for these preferences. Motion costs a core where no GPU draws."""
+    async def set_viewport(
+        self, *, width: int = 1280, height: int = 900, dark: bool = False, **media: str
+    ) -> None:
+        """Set window size and media preferences. Motion is off, because it costs a CPU core without a GPU."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -114,12 +119,12 @@ class Page:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        still = {"prefers-reduced-motion": "reduce"}
-        wanted = {"prefers-color-scheme": "dark" if dark else "light", **still, **media}
-        features = [{"name": name, "value": value} for name, value in wanted.items()]
+        no_motion = {"prefers-reduced-motion": "reduce"}
+        preferences = {"prefers-color-scheme": "dark" if dark else "light", **no_motion, **media}
+        features = [{"name": name, "value": value} for name, value in preferences.items()]
         await self.call("Emulation.setEmulatedMedia", features=features)
 
-    async def press(self, key: str, text: str = "") -> None:
+    async def press_key(self, key: str, text: str = "") -> None:
         for kind in ("keyDown", "keyUp"):
             typed = {"text": text} if text and kind == "keyDown" else {}
             codes = {"Tab": 9, "Enter": 13, " ": 32}
@@ -132,17 +137,20 @@ class Page:
                 **typed,
             )
 
-    async def type(self, text: str) -> None:
+    async def insert_text(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
-    async def picture(self, *, whole: bool = True) -> bytes:
-        """A PNG of the window, or of the whole page."""
-        found = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(found["data"])
+    async def take_screenshot(self, *, whole_page: bool = True) -> bytes:
+        """Return a PNG of the window, or of the whole page."""
+        reply = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page)
+        return base64.b64decode(reply["data"])
 
 
 class Browser:
-    """`with chromium() as browser`: then `page()`, as often as wanted, from any event loop."""
+    """Browser started by `start_chromium`.
+
+    `page()` may be called any number of times, from any event loop.
+    """
 
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.process = process
@@ -155,30 +163,34 @@ class Browser:
                 target = await answer.json()
             async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 page = Page(socket)
-                listening = asyncio.create_task(page.listen())
+                listener = asyncio.create_task(page.listen())
                 try:
                     for domain in ("Page", "Runtime", "Log"):
                         await page.call(f"{domain}.enable")
                     await page.call(
                         "Emulation.setFocusEmulationEnabled", enabled=True
-                    )  # drawn behind others too
-                    await page.look()
+                    )  # a tab is drawn although others are in front of it
+                    await page.set_viewport()
                     yield page
                 finally:
-                    listening.cancel()
+                    listener.cancel()
                     async with session.get(f"{self._root}/close/{target['id']}"):
                         pass
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
-    """A browser with an empty profile. Not installed: the test is skipped, or fails where CI=true."""
+def start_chromium() -> Iterator[Browser]:
+    """Start a browser with an empty profile. If none is installed, skip the test, or fail it if CI=true."""
     path = require_tool("chromium")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         environ = {**os.environ, "HOME": home, "TZ": "UTC", "LANG": "C.UTF-8"}
-        told = Path(home) / "profile" / "DevToolsActivePort"
-        with running(path, *FLAGS, f"--user-data-dir={home}/profile", "about:blank", env=environ) as process:
+        port_file = Path(home) / "profile" / "DevToolsActivePort"
+        with running_process(
+            path, *FLAGS, f"--user-data-dir={home}/profile", "about:blank", env=environ
+        ) as process:
             lines = wait_until_sync(
-                lambda: told.read_text().splitlines() if told.exists() else None, START_S, what="Chromium"
+                lambda: port_file.read_text().splitlines() if port_file.exists() else None,
+                START_TIMEOUT_S,
+                what="Chromium",
             )
             yield Browser(int(lines[0]), process)

@@ -1,4 +1,4 @@
-"""Settings of every test run; fixtures live beside the tests they serve."""
+"""Settings of every test run. Most fixtures are in the directory of the tests that use them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.browser import Browser, chromium
+from tests.browser import Browser, start_chromium
 
-# A shared machine makes any single example slow now and then: that is not a finding.
+# On a shared machine any single example may be slow, which is no defect.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", parent=settings.get_profile("default"), max_examples=5_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-# A shell has what it runs in the background ignore Ctrl-C, and every process started here would inherit that.
+# A shell lets background jobs ignore Ctrl-C, and every process that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """Thousands of tests, and the modules they are in, stay to the end: nothing is searched among them for
-    what can go, neither while they are made nor later. A third of the time that their collection takes."""
+    """Disable garbage collection while tests are collected, and freeze the objects created meanwhile.
+
+    Thousands of tests and their modules exist until the end, so scanning them for garbage is wasted time: one
+    third of the collection time.
+    """
     gc.disable()
     try:
         return (yield)
@@ -42,6 +45,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """One for all tests of a worker: a start costs seconds of CPU. Each test has its own tab and origin."""
-    with chromium() as browser:
+    """One browser for all tests of a worker, since a start costs seconds of CPU.
+
+    Each test has its own tab.
+    """
+    with start_chromium() as browser:
         yield browser

@@ -1,4 +1,4 @@
-"""A ConfigMap volume as the kubelet lays it out, and changes it."""
+"""A ConfigMap volume, laid out and updated as by the kubelet."""
 
 from __future__ import annotations
 
@@ -6,28 +6,32 @@ import itertools
 import shutil
 from pathlib import Path
 
-FILE = "config.yaml"
+FILE_NAME = "config.yaml"
 _generations = itertools.count(1)
 
 
-def mount(directory: Path, text: str) -> Path:
-    """A new volume; the path by which a program knows its file."""
+def mount_file(directory: Path, text: str) -> Path:
+    """Create a volume with one file. Return the path at which programs open the file."""
     directory.mkdir(parents=True)
-    (directory / "..data").symlink_to(_written(directory, text))
-    (directory / FILE).symlink_to(Path("..data") / FILE)
-    return directory / FILE
+    (directory / "..data").symlink_to(_write_generation(directory, text))
+    (directory / FILE_NAME).symlink_to(Path("..data") / FILE_NAME)
+    return directory / FILE_NAME
 
 
-def swap(directory: Path, text: str) -> None:
-    """A changed ConfigMap: a new directory, `..data` renamed over the old link, the old directory gone."""
-    (directory / "..data_tmp").symlink_to(_written(directory, text))
+def replace_file(directory: Path, text: str) -> None:
+    """Update the file as for a changed ConfigMap.
+
+    The kubelet writes a new directory, renames a new `..data` link over the old one and removes the old
+    directory.
+    """
+    (directory / "..data_tmp").symlink_to(_write_generation(directory, text))
     old = (directory / "..data").readlink()
     (directory / "..data_tmp").rename(directory / "..data")
     shutil.rmtree(directory / old)
 
 
-def _written(directory: Path, text: str) -> str:
-    fresh = f"..2026_11_21_22_33_44.{next(_generations):09}"
-    (directory / fresh).mkdir()
-    (directory / fresh / FILE).write_text(text)
-    return fresh
+def _write_generation(directory: Path, text: str) -> str:
+    generation = f"..2026_11_21_22_33_44.{next(_generations):09}"
+    (directory / generation).mkdir()
+    (directory / generation / FILE_NAME).write_text(text)
+    return generation

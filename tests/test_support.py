@@ -1,4 +1,4 @@
-"""The tests' own tools must not pass where they should fail."""
+"""Tests of the helpers in tests/support.py: they must not hide failures."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tests.support import free_port, require_tool, running, wait_until, wait_until_sync
+from tests.support import free_port, require_tool, running_process, wait_until, wait_until_sync
 
 
-def test_missing_tool_skips_on_a_laptop_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tool_skips_the_test_and_fails_it_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(pytest.skip.Exception, match="no-such-tool is not installed"):
         require_tool("no-such-tool")
@@ -19,11 +19,11 @@ def test_missing_tool_skips_on_a_laptop_and_fails_in_ci(monkeypatch: pytest.Monk
         require_tool("no-such-tool")
 
 
-def test_present_tool_is_found_by_path() -> None:
+def test_installed_tool_is_found() -> None:
     assert require_tool("sh").endswith("/sh")
 
 
-async def test_wait_until_returns_what_it_waited_for() -> None:
+async def test_wait_until_returns_the_value_of_the_condition() -> None:
     ready: list[str] = []
     asyncio.get_running_loop().call_later(0.02, ready.append, "done")
 
@@ -34,21 +34,21 @@ async def test_wait_until_returns_what_it_waited_for() -> None:
     assert await wait_until(last) == "done"
 
 
-async def test_wait_until_fails_at_its_deadline_and_names_what_was_missing() -> None:
+async def test_wait_until_fails_at_its_deadline_and_names_the_condition() -> None:
     with pytest.raises(pytest.fail.Exception, match="rain"):
         await wait_until(lambda: False, 0.02, what="rain")
     with pytest.raises(pytest.fail.Exception, match="snow"):
         wait_until_sync(lambda: False, 0.02, what="snow")
 
 
-def test_free_port_can_be_bound_and_so_can_the_cluster_bus_above_it() -> None:
+def test_free_port_leaves_room_for_the_cluster_bus_port() -> None:
     assert 15_000 <= free_port() < 32_000
 
 
-def test_running_stops_its_child_even_one_that_ignores_sigterm() -> None:
-    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    stubborn = f"{ignore}; print('up', flush=True); time.sleep(60)"
-    with running(sys.executable, "-c", stubborn, stop_s=0.2, stdout=-1) as process:
+def test_running_process_is_killed_if_it_ignores_sigterm() -> None:
+    ignore_sigterm = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    program = f"{ignore_sigterm}; print('up', flush=True); time.sleep(60)"
+    with running_process(sys.executable, "-c", program, stop_s=0.2, stdout=-1) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
     assert process.returncode == -9

@@ -1,4 +1,4 @@
-"""The page opened in a browser, and what may be asked of it."""
+"""Helpers for tests of the page in a browser."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from tests.browser import Page
 from tests.support import wait_until
 
 
-async def soon(condition: Callable[[], Any], what: str = "") -> None:
-    """Within as long as a browser on a busy machine may take."""
+async def wait_soon(condition: Callable[[], Any], what: str = "") -> None:
+    """Wait for a condition, as long as a browser on a busy machine may take."""
     await wait_until(condition, 40, what=what)
 
 
 @asynccontextmanager
-async def shown(stage: Stage, page: Page, *, ticking: bool = True) -> AsyncIterator[str]:
+async def open_page(stage: Stage, page: Page, *, ticking: bool = True) -> AsyncIterator[str]:
     async with stage.open(ticking=ticking) as url:
         await page.open(url)
-        await soon(lambda: live(page), what="the page to be live")
-        await drawn(page)
+        await wait_soon(lambda: live(page), what="the page to be live")
+        await wait_until_drawn(page)
         yield url
 
 
 async def live(page: Page) -> bool:
-    return bool(await page.ask("document.body.dataset.link === 'live'"))
+    return bool(await page.evaluate("document.body.dataset.link === 'live'"))
 
 
-async def drawn(page: Page) -> None:
-    """Wait until the events that have come are on the screen."""
-    await page.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+async def wait_until_drawn(page: Page) -> None:
+    """Wait until the received events are on the screen."""
+    await page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
-async def says(page: Page, selector: str, text: str) -> bool:
-    return text in await page.text(selector)
+async def shows_text(page: Page, selector: str, text: str) -> bool:
+    return text in await page.get_text(selector)
 
 
-async def quiet(page: Page) -> None:
-    """Assert that nothing broke, was forbidden or was missing."""
+async def assert_no_errors(page: Page) -> None:
+    """Assert that the page had no error and that no resource was blocked or missing."""
     assert (page.console, page.network) == ([], [])
 
 
 def axe_script() -> str:
-    """axe-core's script: of the wheel, or the file that AXE names."""
+    """Return the script of axe-core, from its package or from the file that AXE names."""
     named = os.environ.get("AXE")
     if named:
         return Path(named).read_text()
@@ -62,9 +62,9 @@ def axe_script() -> str:
     return (Path(found.origin).parent / "axe.min.js").read_text()
 
 
-async def serious(page: Page) -> list[Any]:
-    """Return the objections of axe."""
-    found = await page.ask("axe.run().then(found => found.violations)")
+async def list_violations(page: Page) -> list[Any]:
+    """Return the serious violations that axe reports."""
+    found = await page.evaluate("axe.run().then(found => found.violations)")
     return [
         (one["id"], [(node["target"], node["failureSummary"]) for node in one["nodes"]][:5])
         for one in found

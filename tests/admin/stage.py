@@ -1,4 +1,4 @@
-"""An admin port without a dispatcher behind it: the status is what the test says it is."""
+"""An admin port without a dispatcher, whose status is set by the test."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NOW = 1_900_000_000.0
 SIZE = 48.0
 
 
-def sentence(reason: str, in_flight: int, limit: int, f_sys: float, f_epp: float) -> str:
-    """As core/limit/allowance.py says it."""
+def make_explanation(reason: str, in_flight: int, limit: int, f_sys: float, f_epp: float) -> str:
+    """Return an explanation as core/limit/allowance.py writes it."""
     d = 1 - (f_sys + f_epp + 0.05)
     terms = (
         f" (saturation: pool {f_sys:.0%} full, queue {f_epp:.0%}, reserve 5% leave D = {d:.3f} of {SIZE:g} "
@@ -48,27 +48,27 @@ def sentence(reason: str, in_flight: int, limit: int, f_sys: float, f_epp: float
 
 
 class StaticStatus:
-    """A Status that is its own JSON."""
+    """A status that is given as its JSON object."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self._told = told
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
 
     def to_dict(self) -> dict[str, Any]:
-        return dict(self._told)
+        return dict(self._document)
 
 
-def healthy(told: Mapping[str, Any], *, closed: bool) -> dict[str, Any]:
+def make_health(document: Mapping[str, Any], *, closed: bool) -> dict[str, Any]:
     """Return the health of a dispatcher without a fault."""
-    waits = f"{told['pending']:,} requests wait and {told['delayed']} wait for a retry"
+    waits = f"{document['pending']:,} requests wait and {document['delayed']} wait for a retry"
     return {
         "health": "waiting" if closed else "working",
         "health_cause": "room" if closed else "none",
         "health_sentence": f"The pool has no room for batch work, {waits}."
         if closed
-        else f"{told['in_flight']} requests are in flight, {waits}.",
+        else f"{document['in_flight']} requests are in flight, {waits}.",
         "health_since_s": 75.0,
         "health_hint": Cause.ROOM.hint if closed else "",
-        "done_in_s": round(told["pending"] / 4.4, 1),
+        "done_in_s": round(document["pending"] / 4.4, 1),
     }
 
 
@@ -83,9 +83,9 @@ FAILING: dict[str, Any] = {
 
 
 def status(reason: str = "open", **more: Any) -> dict[str, Any]:
-    """A /status as a dispatcher has it."""
+    """Return a /status like that of a dispatcher."""
     closed = reason not in ("open", "full", "idle", "saturated")
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "version": "0.9.0",
         "pool": "qwen",
         "queue": "batch:{qwen}:requests",
@@ -118,25 +118,28 @@ def status(reason: str = "open", **more: Any) -> dict[str, Any]:
         "config_problem": None,
         "loop_lag_s": 0.002,
     } | more
-    told = healthy(told, closed=closed) | told
-    if told["max_sys"] and math.isfinite(told["max_sys"]):
-        runs, waits = told["f_sys"] * told["max_sys"], told["f_epp"] * told["max_sys"]
-        beside = max(0.0, runs + waits - told["in_flight"])
-        told = {"realtime": max(0.0, runs - told["in_flight"]), "realtime_waiting": min(waits, beside)} | told
+    document = make_health(document, closed=closed) | document
+    if document["max_sys"] and math.isfinite(document["max_sys"]):
+        runs, waits = document["f_sys"] * document["max_sys"], document["f_epp"] * document["max_sys"]
+        beside = max(0.0, runs + waits - document["in_flight"])
+        document = {
+            "realtime": max(0.0, runs - document["in_flight"]),
+            "realtime_waiting": min(waits, beside),
+        } | document
     if "explanation" in more:
-        return told
-    terms: dict[str, Any] = {name: told[name] for name in ("in_flight", "limit", "f_sys", "f_epp")}
-    return {"explanation": sentence(reason, **terms)} | told
+        return document
+    terms: dict[str, Any] = {name: document[name] for name in ("in_flight", "limit", "f_sys", "f_epp")}
+    return {"explanation": make_explanation(reason, **terms)} | document
 
 
 @dataclass
 class Stage:
-    """What the port shows, to be changed at will. `now`: the feed's clock; it stands still."""
+    """State that the port shows; a test may change it. `now`: clock of the feed, which stands still."""
 
-    told: dict[str, Any] = field(default_factory=status)
+    status_document: dict[str, Any] = field(default_factory=status)
     results: dict[str, float] = field(default_factory=lambda: {"2xx": 0.0, "4xx": 0.0})
     dead: list[DeadRequest] = field(default_factory=list)
-    settings: Settings = field(default_factory=lambda: configured())
+    settings: Settings = field(default_factory=lambda: load_settings())
     token_file: str = ""
     limits: AdminLimits = field(default_factory=AdminLimits)
     port: int = 0
@@ -147,7 +150,7 @@ class Stage:
         self.views = AdminViews(
             lambda: None,
             lambda: None,
-            lambda: StaticStatus(self.told),  # type: ignore[arg-type, return-value]
+            lambda: StaticStatus(self.status_document),  # type: ignore[arg-type, return-value]
             lambda *_: (b"# EOF\n", "text/plain"),
             settings=lambda: settings_as_json(self.settings),
             results=lambda: self.results,
@@ -159,15 +162,15 @@ class Stage:
         self.asked_for_dead += 1
         return self.dead[-most:][::-1]
 
-    def second(self, reason: str | None = None, **more: Any) -> None:
-        """A second passes, and things stand like this now."""
+    def advance_second(self, reason: str | None = None, **more: Any) -> None:
+        """Advance the clock by a second, with this state."""
         self.now += 1
-        self.told |= more if reason is None else status(reason, **more)
+        self.status_document |= more if reason is None else status(reason, **more)
         self.feed.record_sample()
 
     @asynccontextmanager
     async def open(self, *, ticking: bool = False) -> AsyncIterator[str]:
-        """The URL of its admin port; `ticking`: with the feed's own beat."""
+        """Yield the URL of the admin port. `ticking`: the feed takes its own samples."""
         server = AdminServer(
             self.views,
             self.feed,
@@ -192,14 +195,14 @@ budget: {reserve: 0.05}
 """
 
 
-def configured(text: str = CONFIG) -> Settings:
+def load_settings(text: str = CONFIG) -> Settings:
     found = parse_settings(text, {})
     assert isinstance(found, Settings), found
     return found
 
 
-def merged(model: str = "bge-m3", **more: Any) -> dict[str, Any]:
-    """What is merged of one model, as /status has it."""
+def make_merge_target(model: str = "bge-m3", **more: Any) -> dict[str, Any]:
+    """Return the merging of one model as in /status."""
     return {
         "path": "/v1/embeddings",
         "model": model,
@@ -227,8 +230,8 @@ def dead_request(
     )
 
 
-def quarter_of_an_hour(stage: Stage, last: str) -> None:
-    """A story in 900 samples: a refusal, a rush of realtime, a stale scrape, at the end `last`."""
+def record_quarter_of_an_hour(stage: Stage, last: str) -> None:
+    """Record 900 samples: a refusal, a peak of realtime requests, a stale scrape, and finally `last`."""
     stage.now = math.floor(stage.now) - 900
     before = ""
     for second in range(900):
@@ -272,7 +275,7 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
         stage.results["RETRIES_EXHAUSTED"] = stage.results.get("RETRIES_EXHAUSTED", 0.0) + (
             0.8 if 300 <= second < 309 else 0
         )
-        stage.second(
+        stage.advance_second(
             reason,
             in_flight=round(batch),
             running=round(batch),
@@ -313,7 +316,7 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
         if happened is not None:
             stage.feed.record_event(*happened)
         if reason != before:
-            explanation = stage.told["explanation"]
+            explanation = stage.status_document["explanation"]
             stage.feed.record_event(
                 Event.GATE, {"reason": reason, "limit": limit, "explanation": explanation}
             )

@@ -1,4 +1,4 @@
-"""The admin port over real sockets: who may read what, the live feed, limits, the end."""
+"""The admin port over real sockets: access, live feed, limits and shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dispatcher.admin import AdminLimits
 from dispatcher.admin.server import SHUTDOWN_S
 from dispatcher.admin.stream import MAX_STREAMS
 from dispatcher.telemetry.events import Event
-from tests.admin.stage import Stage, configured, write_token
+from tests.admin.stage import Stage, load_settings, write_token
 from tests.support import wait_until
 
 PAGE = ("/", "/page.css", "/page.js", "/icon.svg")
@@ -42,7 +42,7 @@ class Reader:
         self.last_id = ""
 
     async def handle_next(self) -> tuple[str, Any]:
-        """Kind and data of the next message."""
+        """Return kind and data of the next message."""
         lines: dict[str, str] = {}
         async with asyncio.timeout(10):
             while "event" not in lines:
@@ -62,7 +62,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-async def test_every_answer_is_guarded_by_headers(http: aiohttp.ClientSession) -> None:
+async def test_every_response_has_security_headers(http: aiohttp.ClientSession) -> None:
     async with Stage().open() as url:
         for path in (*PAGE, *DATA, "/livez", "/readyz", "/nothing"):
             async with http.get(url + path) as answer:
@@ -77,7 +77,7 @@ async def test_every_answer_is_guarded_by_headers(http: aiohttp.ClientSession) -
                 assert "Access-Control-Allow-Origin" not in answer.headers
 
 
-async def test_what_is_no_http_learns_no_versions() -> None:
+async def test_response_to_invalid_http_reveals_no_versions() -> None:
     async with Stage().open() as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nbroken\r\n\r\n")
@@ -87,7 +87,7 @@ async def test_what_is_no_http_learns_no_versions() -> None:
         assert b"\r\nServer: batch-dispatcher\r\n" in head
 
 
-async def test_page_is_small_and_takes_nothing_from_elsewhere(http: aiohttp.ClientSession) -> None:
+async def test_page_is_small_and_refers_to_no_other_origin(http: aiohttp.ClientSession) -> None:
     async with Stage().open() as url:
         bodies = [await (await http.get(url + path)).text() for path in PAGE]
     assert sum(len(body.encode()) for body in bodies) < 64_000
@@ -98,7 +98,7 @@ async def test_page_is_small_and_takes_nothing_from_elsewhere(http: aiohttp.Clie
     assert re.search(r"\son\w+\s*=", bodies[0]) is None
 
 
-async def test_page_and_probes_are_open_and_data_wants_the_token(
+async def test_page_and_probes_are_public_and_data_requires_the_token(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     stage = Stage(token_file=write_token(tmp_path, "s3cret\n"))
@@ -114,7 +114,7 @@ async def test_page_and_probes_are_open_and_data_wants_the_token(
         assert len(stage.feed._streams) == 1
 
 
-async def test_rotated_token_counts_at_once_and_a_token_that_is_no_text_is_one(
+async def test_rotated_token_applies_at_once_even_if_it_is_no_text(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     stage = Stage(token_file=write_token(tmp_path, "old"))
@@ -133,9 +133,7 @@ async def test_rotated_token_counts_at_once_and_a_token_that_is_no_text_is_one(
         assert "admin.token_file" in await answer.text()
 
 
-async def test_token_file_that_is_a_pipe_holds_up_nothing(
-    http: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_token_file_that_is_a_pipe_does_not_block(http: aiohttp.ClientSession, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token")
     async with Stage(token_file=str(tmp_path / "token")).open() as url:
         answer = await http.get(f"{url}/status", headers=bearer("any"))
@@ -144,38 +142,38 @@ async def test_token_file_that_is_a_pipe_holds_up_nothing(
         assert (await http.get(f"{url}/livez")).status == 200
 
 
-async def test_empty_token_file_lets_nobody_in(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+async def test_empty_token_file_denies_access(http: aiohttp.ClientSession, tmp_path: Path) -> None:
     async with Stage(token_file=write_token(tmp_path, "\n")).open() as url:
         assert (await http.get(f"{url}/status", headers=bearer(""))).status == 401
 
 
-async def test_feed_goes_on_where_a_reader_left_it(http: aiohttp.ClientSession) -> None:
+async def test_feed_continues_where_a_reader_stopped(http: aiohttp.ClientSession) -> None:
     stage = Stage()
-    stage.second("open")
+    stage.advance_second("open")
     async with stage.open() as url:
         async with http.get(f"{url}/events") as answer:
             assert answer.content_type == "text/event-stream"
             reader = Reader(answer)
             assert (await reader.until("history"))["samples"]["reason"] == ["open"]
             await reader.until("dead")
-            stage.second("no-room")
+            stage.advance_second("no-room")
             assert (await reader.until("status"))["reason"] == "no-room"
             stage.feed.record_event(Event.GATE, {"reason": "no-room"})
             assert (await reader.until("event"))["event"] == "gate"
-        stage.second("stale")
+        stage.advance_second("stale")
         async with http.get(f"{url}/events", headers={"Last-Event-ID": reader.last_id}) as answer:
             missed = await Reader(answer).until("history")
     assert (missed["complete"], missed["samples"]["reason"], missed["events"]) == (False, ["stale"], [])
 
 
-async def test_restarted_process_is_noticed_and_tells_everything(http: aiohttp.ClientSession) -> None:
+async def test_reader_gets_the_complete_history_of_a_restarted_process(http: aiohttp.ClientSession) -> None:
     before = Stage()
     async with before.open() as url, http.get(f"{url}/events") as answer:
         reader = Reader(answer)
-        before.second()
+        before.advance_second()
         await reader.until("sample")
     after = Stage(now=before.now + 5)
-    after.second("starting")
+    after.advance_second("starting")
     async with (
         after.open() as url,
         http.get(f"{url}/events", headers={"Last-Event-ID": reader.last_id}) as answer,
@@ -184,19 +182,19 @@ async def test_restarted_process_is_noticed_and_tells_everything(http: aiohttp.C
     assert (told["complete"], told["samples"]["reason"]) == (True, ["starting"])
 
 
-async def test_reload_is_told_with_its_secrets_masked(http: aiohttp.ClientSession) -> None:
+async def test_reload_sends_the_settings_with_secrets_masked(http: aiohttp.ClientSession) -> None:
     stage = Stage()
     async with stage.open() as url, http.get(f"{url}/events") as answer:
         reader = Reader(answer)
         await reader.until("settings")
-        stage.settings = configured("gateway: {url: 'http://u:hunter2@gw'}\nbudget: {reserve: 0.1}\n")
-        stage.second(config_generation=2)
+        stage.settings = load_settings("gateway: {url: 'http://u:hunter2@gw'}\nbudget: {reserve: 0.1}\n")
+        stage.advance_second(config_generation=2)
         told = await reader.until("settings")
     assert told["settings"]["budget"]["reserve"] == 0.1
     assert "hunter2" not in json.dumps(told)
 
 
-async def test_streams_are_bounded_in_words(http: aiohttp.ClientSession) -> None:
+async def test_too_many_streams_are_refused_with_a_message(http: aiohttp.ClientSession) -> None:
     stage = Stage()
     connector = aiohttp.TCPConnector(limit=0)
     async with stage.open() as url, aiohttp.ClientSession(connector=connector) as many:
@@ -208,16 +206,16 @@ async def test_streams_are_bounded_in_words(http: aiohttp.ClientSession) -> None
         answers[0].close()
 
         async def room() -> bool:
-            stage.second()
+            stage.advance_second()
             async with http.get(f"{url}/events") as answer:
                 return answer.status == 200
 
-        await wait_until(room, what="the place of the one that left")
+        await wait_until(room, what="the place of the closed stream")
         for answer in answers:
             answer.close()
 
 
-async def test_stream_ends_when_its_token_counts_no_longer(
+async def test_stream_ends_when_its_token_becomes_invalid(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     stage = Stage(token_file=write_token(tmp_path, "old"), limits=AdminLimits(heartbeat_s=0.05))
@@ -229,7 +227,7 @@ async def test_stream_ends_when_its_token_counts_no_longer(
         assert len(stage.feed._streams) == 0
 
 
-async def test_reader_that_takes_nothing_is_dropped() -> None:
+async def test_reader_that_reads_nothing_is_dropped() -> None:
     stage = Stage(limits=AdminLimits(write_timeout_s=0.2))
     async with stage.open() as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
@@ -239,14 +237,14 @@ async def test_reader_that_takes_nothing_is_dropped() -> None:
         def flooded() -> bool:
             for _ in range(20):
                 stage.feed.record_event(Event.INTERNAL_ERROR, {f"f{n}": "x" * 100 for n in range(30)})
-            stage.second(explanation="y" * 100_000)
+            stage.advance_second(explanation="y" * 100_000)
             return len(stage.feed._streams) == 0
 
         await wait_until(flooded, what="the reader to be dropped")
         writer.close()
 
 
-async def test_open_streams_do_not_hold_up_the_end(http: aiohttp.ClientSession) -> None:
+async def test_open_streams_do_not_delay_the_shutdown(http: aiohttp.ClientSession) -> None:
     stage = Stage()
     loop = asyncio.get_running_loop()
     async with stage.open() as url:
@@ -257,19 +255,19 @@ async def test_open_streams_do_not_hold_up_the_end(http: aiohttp.ClientSession) 
         began = loop.time()
     assert loop.time() - began < SHUTDOWN_S
     for answer in answers:
-        assert (await answer.content.read()).endswith(b"\n\n"), "ended whole, not cut"
+        assert (await answer.content.read()).endswith(b"\n\n"), "the stream is complete"
     stuck.close()
 
 
-async def test_reader_that_is_stuck_does_not_hold_up_the_end_either() -> None:
+async def test_stuck_reader_does_not_delay_the_shutdown() -> None:
     stage = Stage()
     loop = asyncio.get_running_loop()
     async with stage.open():
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
         writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
-        for _ in range(30):  # more than all buffers between us hold
-            stage.second(explanation="y" * 300_000)
+        for _ in range(30):  # more than all buffers in between can store
+            stage.advance_second(explanation="y" * 300_000)
             await asyncio.sleep(0)
         assert len(stage.feed._streams) == 1
         began = loop.time()
@@ -278,7 +276,7 @@ async def test_reader_that_is_stuck_does_not_hold_up_the_end_either() -> None:
 
 
 async def said(url: str, raw: bytes) -> int:
-    """The status of the answer to these bytes."""
+    """Return the status of the response to these bytes."""
     port = int(url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(raw)
@@ -289,14 +287,14 @@ async def said(url: str, raw: bytes) -> int:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-async def test_nothing_can_be_changed_through_the_port(http: aiohttp.ClientSession, method: str) -> None:
+async def test_admin_port_accepts_no_changes(http: aiohttp.ClientSession, method: str) -> None:
     async with Stage().open() as url:
         for path in (*PAGE, *DATA, "/livez", "/readyz"):
             async with http.request(method, url + path, data=b"{}") as answer:
                 assert answer.status == 405, path
 
 
-async def test_what_is_no_http_is_refused_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_invalid_http_is_refused_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with Stage().open() as url:
         with caplog.at_level(logging.DEBUG):
             assert await said(url, b"GET / HTTP/1.1\r\nHost: x\r\nbroken\r\n\r\n") == 400
@@ -306,7 +304,7 @@ async def test_what_is_no_http_is_refused_and_not_logged(caplog: pytest.LogCaptu
         assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
-async def test_half_requests_hold_no_place() -> None:
+async def test_incomplete_requests_do_not_occupy_connections() -> None:
     async with Stage(limits=AdminLimits(request_timeout_s=0.3)).open() as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         writer.write(b"GET /livez HTTP/1.1\r\nX: ")
@@ -315,8 +313,8 @@ async def test_half_requests_hold_no_place() -> None:
         writer.close()
 
 
-async def test_last_descriptors_are_not_given_to_strangers(http: aiohttp.ClientSession) -> None:
-    """Each stranger costs this process two, its own and the server's."""
+async def test_last_file_descriptors_are_not_used_for_admin_connections(http: aiohttp.ClientSession) -> None:
+    """Each connection costs this process two descriptors: the client's and the server's."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with Stage(limits=AdminLimits(reserved_descriptors=40)).open() as url:
         assert (await http.get(f"{url}/livez")).status == 200
@@ -339,7 +337,7 @@ async def test_last_descriptors_are_not_given_to_strangers(http: aiohttp.ClientS
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_connections_are_bounded_and_those_that_say_nothing_go_first(
+async def test_connections_are_bounded_and_idle_ones_are_closed_first(
     http: aiohttp.ClientSession,
 ) -> None:
     stage = Stage()
@@ -355,7 +353,7 @@ async def test_connections_are_bounded_and_those_that_say_nothing_go_first(
             return sum(reader.at_eof() for reader, _ in idle)
 
         await wait_until(lambda: closed() > 150 - AdminLimits().max_connections, 5, what="the oldest to go")
-        stage.second("stale")
-        assert (await streaming.until("status"))["reason"] == "stale", "who reads is no idler"
+        stage.advance_second("stale")
+        assert (await streaming.until("status"))["reason"] == "stale", "a stream that is read is not idle"
         for _, writer in idle:
             writer.close()

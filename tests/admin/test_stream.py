@@ -1,4 +1,4 @@
-"""The live feed by itself: what it keeps, what a reader gets, who is dropped."""
+"""The live feed: kept history, frames for readers, and slow readers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dispatcher.admin.stream import (
 )
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.telemetry.events import Event, divert_events
-from tests.admin.stage import NOW, Stage, configured, dead_request, status
-from tests.floors import beside, cpu_of
+from tests.admin.stage import NOW, Stage, dead_request, load_settings, status
+from tests.cost_comparison import compare_costs, measure_cpu_s
 from tests.support import wait_until
 
 Messages = list[tuple[str, str, Any]]
 
 
 async def taken(stream: EventStream) -> Messages:
-    """What lies there for the reader: kind, id, data."""
+    """Return the frames for the reader as kind, id and data."""
     frames = await stream.take_frames(0.0)
     assert frames is not None, "the stream is over"
     return messages(frames)
@@ -57,9 +57,9 @@ async def history(stage: Stage, last_id: str = "") -> tuple[str, Any]:
     return next((id_, data) for kind, id_, data in await taken(stream) if kind == "history")
 
 
-async def test_reader_is_told_all_it_needs_when_it_connects() -> None:
+async def test_new_reader_gets_the_complete_state() -> None:
     stage = Stage(dead=[dead_request(7, "why")])
-    stage.second()
+    stage.advance_second()
     stage.feed.record_event(Event.CONFIG_RELOADED, {"generation": 2})
     found = await taken(joined(stage))
     assert [kind for kind, _, _ in found] == ["history", "status", "settings", "dead"]
@@ -69,17 +69,17 @@ async def test_reader_is_told_all_it_needs_when_it_connects() -> None:
     assert set(told["history"]["samples"]) == {"at", *SAMPLE_COLUMNS}
     [event] = told["history"]["events"]
     assert (event["event"], event["level"], event["fields"]) == ("config-reloaded", "info", {"generation": 2})
-    assert told["status"] == stage.told
+    assert told["status"] == stage.status_document
     assert told["settings"]["settings"]["budget"]["reserve"] == 0.05
     assert "budget.reserve" not in told["settings"]["defaults"]
     assert "budget.max_sys" in told["settings"]["defaults"]
 
 
-async def test_each_second_a_sample_and_a_status_and_events_as_they_happen() -> None:
+async def test_reader_gets_samples_each_second_and_events_at_once() -> None:
     stage = Stage()
     stream = joined(stage)
     await taken(stream)
-    stage.second("no-room")
+    stage.advance_second("no-room")
     stage.feed.record_event(Event.GATE, {"reason": "no-room", "limit": 0})
     found = await taken(stream)
     assert [kind for kind, _, _ in found] == ["sample", "status", "event"]
@@ -87,17 +87,17 @@ async def test_each_second_a_sample_and_a_status_and_events_as_they_happen() -> 
     assert found[0][1] != found[2][1]
 
 
-async def test_no_secret_of_the_settings_is_told() -> None:
+async def test_settings_are_sent_without_secrets() -> None:
     stage = Stage()
     assert "hunter2" not in json.dumps(await taken(joined(stage)))
 
 
-async def test_reader_that_comes_back_gets_what_it_missed_and_no_more() -> None:
+async def test_reconnected_reader_gets_only_what_it_missed() -> None:
     stage = Stage()
-    stage.second()
+    stage.advance_second()
     stage.feed.record_event(Event.QUEUE_REACHABLE, {})
     last_id, _ = await history(stage)
-    stage.second("stale")
+    stage.advance_second("stale")
     stage.feed.record_event(Event.GATE, {"reason": "stale"})
     id_, missed = await history(stage, last_id)
     assert not missed["complete"]
@@ -108,11 +108,11 @@ async def test_reader_that_comes_back_gets_what_it_missed_and_no_more() -> None:
     assert (nothing["complete"], nothing["samples"]["at"], nothing["events"]) == (False, [], [])
 
 
-async def test_reader_of_another_process_or_with_an_id_that_is_none_gets_everything() -> None:
+async def test_reader_with_an_unknown_id_gets_the_complete_history() -> None:
     before, stage = Stage(now=NOW - 60), Stage()
-    before.second()
-    stage.second()
-    stage.second()
+    before.advance_second()
+    stage.advance_second()
+    stage.advance_second()
     old_id, _ = await history(before)
     own_id, _ = await history(stage)
     process = own_id.partition("-")[0]
@@ -130,10 +130,10 @@ async def test_reader_of_another_process_or_with_an_id_that_is_none_gets_everyth
         assert (found["complete"], len(found["samples"]["at"])) == (True, 2), last_id
 
 
-async def test_what_is_kept_is_bounded() -> None:
+async def test_kept_history_is_bounded() -> None:
     stage = Stage()
     for _ in range(MAX_SAMPLES + 50):
-        stage.second()
+        stage.advance_second()
     for number in range(MAX_EVENTS + 50):
         stage.feed.record_event(Event.LEASES_RECLAIMED, {"leases": number})
     _, found = await history(stage)
@@ -148,14 +148,14 @@ async def test_slow_reader_is_dropped_and_the_others_are_not() -> None:
     stage = Stage()
     slow, quick = joined(stage), joined(stage)
     for _ in range(MAX_FRAMES_BEHIND):
-        stage.second()
+        stage.advance_second()
         assert not quick.is_dropped
         await taken(quick)
     assert slow.is_dropped
-    assert await slow.take_frames(0.0) is None, "it gets nothing more: it comes back for what it missed"
+    assert await slow.take_frames(0.0) is None, "it gets nothing more until it reconnects"
 
 
-async def test_readers_are_bounded_and_one_that_left_makes_room() -> None:
+async def test_number_of_readers_is_bounded_and_a_closed_one_makes_room() -> None:
     stage = Stage()
     streams = [joined(stage) for _ in range(MAX_STREAMS)]
     assert stage.feed.subscribe() is None
@@ -164,7 +164,7 @@ async def test_readers_are_bounded_and_one_that_left_makes_room() -> None:
     assert len(stage.feed._streams) == MAX_STREAMS
 
 
-async def test_closing_lets_readers_take_what_is_there_and_ends_them() -> None:
+async def test_closing_delivers_pending_frames_and_ends_the_readers() -> None:
     stage = Stage()
     stream = joined(stage)
     stage.feed.close()
@@ -172,50 +172,50 @@ async def test_closing_lets_readers_take_what_is_there_and_ends_them() -> None:
     assert await stream.take_frames(0.0) is None
 
 
-async def test_nothing_came_is_no_end() -> None:
+async def test_missing_frames_do_not_end_a_stream() -> None:
     stage = Stage()
     stream = joined(stage)
     await taken(stream)
     assert await stream.take_frames(0.0) == b""
 
 
-async def test_settings_are_told_again_after_a_reload() -> None:
+async def test_settings_are_sent_again_after_a_reload() -> None:
     stage = Stage()
     stream = joined(stage)
     await taken(stream)
-    stage.second()
+    stage.advance_second()
     assert "settings" not in [kind for kind, _, _ in await taken(stream)]
-    stage.settings = configured("gateway: {url: 'http://gateway'}\nbudget: {reserve: 0.2}\n")
-    stage.second(config_generation=2)
+    stage.settings = load_settings("gateway: {url: 'http://gateway'}\nbudget: {reserve: 0.2}\n")
+    stage.advance_second(config_generation=2)
     told = [data for kind, _, data in await taken(stream) if kind == "settings"]
     assert [each["settings"]["budget"]["reserve"] for each in told] == [0.2]
 
 
-async def test_reader_that_comes_just_after_a_reload_takes_its_news_from_nobody() -> None:
+async def test_reader_that_connects_after_a_reload_does_not_suppress_it_for_others() -> None:
     stage = Stage()
-    stage.second()
+    stage.advance_second()
     first = joined(stage)
     await taken(first)
-    stage.told["config_generation"] = 2
+    stage.status_document["config_generation"] = 2
     joined(stage)
-    stage.second()
+    stage.advance_second()
     assert "settings" in [kind for kind, _, _ in await taken(first)]
 
 
-async def test_dead_are_read_when_somebody_looks_and_again_when_their_number_changes() -> None:
-    stage = Stage(told=status(dead=1), dead=[dead_request(7, "8 tries failed")])
+async def test_dead_requests_are_read_for_readers_and_again_when_their_number_changes() -> None:
+    stage = Stage(status_document=status(dead=1), dead=[dead_request(7, "8 tries failed")])
     async with stage.open(ticking=True):
         for _ in range(3):
-            stage.second()
-        assert stage.asked_for_dead == 0, "nobody looks"
+            stage.advance_second()
+        assert stage.asked_for_dead == 0, "there is no reader"
         stream = joined(stage)
         seen: list[Any] = []
 
-        async def told(count: int) -> bool:
+        async def has_sent_dead(count: int) -> bool:
             seen.extend(data for kind, _, data in await taken(stream) if kind == "dead")
             return bool(seen) and seen[-1] is not None and seen[-1]["read_count"] == count
 
-        await wait_until(lambda: told(1))
+        await wait_until(lambda: has_sent_dead(1))
         assert seen[0] is None, "they are not read yet"
         [group] = seen[-1]["groups"]
         one = group["newest"]
@@ -223,15 +223,15 @@ async def test_dead_are_read_when_somebody_looks_and_again_when_their_number_cha
         assert one["commands"] == ["show", "requeue", "purge"]
         assert "secret" not in json.dumps(seen), "no payload"
         stage.dead.append(dead_request(9, "not JSON", readable=False))
-        stage.second(dead=2)
-        await wait_until(lambda: told(2))
+        stage.advance_second(dead=2)
+        await wait_until(lambda: has_sent_dead(2))
         newest = [group["newest"] for group in seen[-1]["groups"]]
         assert [one["entry"] for one in newest] == [9, 7]
         assert (newest[0]["id"], newest[0]["commands"]) == (None, ["show", "purge"])
         assert stage.asked_for_dead == 2
 
 
-def test_dead_requests_are_grouped_by_their_reason_the_most_frequent_first() -> None:
+def test_groups_of_dead_requests_are_sorted_by_frequency() -> None:
     newest = [dead_request(n, "RETRIES_EXHAUSTED: 500" if n % 3 else f"reason {n}") for n in range(60, 0, -1)]
     grouped = group_dead(newest)
     assert (grouped["read_count"], grouped["reasons"], len(grouped["groups"])) == (60, 21, MAX_DEAD_GROUPS)
@@ -241,7 +241,7 @@ def test_dead_requests_are_grouped_by_their_reason_the_most_frequent_first() -> 
     assert group_dead([]) == {"read_count": 0, "reasons": 0, "groups": []}
 
 
-async def test_queue_that_is_away_costs_the_list_of_the_dead_and_nothing_else() -> None:
+async def test_unreachable_queue_affects_only_the_list_of_dead_requests() -> None:
     away = True
 
     async def newest(most: int) -> Any:
@@ -249,7 +249,7 @@ async def test_queue_that_is_away_costs_the_list_of_the_dead_and_nothing_else() 
             raise QueueUnavailableError("away")
         return [dead_request(7, "why")]
 
-    stage = Stage(told=status(dead=1))
+    stage = Stage(status_document=status(dead=1))
     stage.feed._dead = newest
     async with stage.open(ticking=True):
         stream = joined(stage)
@@ -265,7 +265,7 @@ async def test_queue_that_is_away_costs_the_list_of_the_dead_and_nothing_else() 
         await wait_until(lambda: heard("dead", 1))
 
 
-async def test_event_that_is_no_json_or_too_long_is_told_cut() -> None:
+async def test_event_that_is_no_json_or_too_long_is_truncated() -> None:
     stage = Stage()
     nested: list[Any] = []
     for _ in range(sys.getrecursionlimit() * 2):
@@ -283,9 +283,9 @@ async def test_event_that_is_no_json_or_too_long_is_told_cut() -> None:
     assert all(len(json.dumps(event["fields"])) < 2 * MAX_EVENT_BYTES for event in found["events"])
 
 
-async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
+async def test_internal_error_is_logged_once_and_the_feed_continues() -> None:
     broken = True
-    stage = Stage(told=status(dead=1), dead=[dead_request(7, "why")])
+    stage = Stage(status_document=status(dead=1), dead=[dead_request(7, "why")])
     whole, newest = stage.feed._status, stage.feed._dead
 
     def sometimes() -> Any:
@@ -308,10 +308,10 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
         broken = False
         await wait_until(lambda: len(stage.feed._samples) > 0)
 
-        async def told() -> bool:
+        async def has_sent_dead() -> bool:
             return any(kind == "dead" and data for kind, _, data in await taken(stream))
 
-        await wait_until(told)
+        await wait_until(has_sent_dead)
     finally:
         beats.cancel()
     assert sorted(heard) == [
@@ -320,7 +320,7 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
     ]
 
 
-def test_measures_of_what_is_not_known_are_none() -> None:
+def test_measures_of_unknown_values_are_none() -> None:
     unknown = dict.fromkeys(SAMPLE_COLUMNS)
     assert extract_measures({"reason": "starting"}) == unknown | {"reason": "starting"}
     odd = status(
@@ -337,47 +337,47 @@ def test_measures_of_what_is_not_known_are_none() -> None:
     ] * 5
     assert extract_measures(status(in_flight=14))["batch"] == 14
     assert extract_measures(status(in_flight=14, leased=None))["batch"] is None, (
-        "others may have ended meanwhile"
+        "other owners may have requests in flight"
     )
 
 
-async def test_results_are_told_as_rates_by_code() -> None:
+async def test_results_are_sent_as_rates_by_code() -> None:
     stage = Stage(results={"2xx": 100.0, "GATE_ERROR": 0.0})
-    stage.second()
+    stage.advance_second()
     stage.results = {"2xx": 112.5, "GATE_ERROR": 0.0}
-    stage.second()
+    stage.advance_second()
     stage.now += 4
     stage.results = {"2xx": 112.5, "GATE_ERROR": 10.0}
-    stage.second()
+    stage.advance_second()
     _, found = await history(stage)
     assert found["results"] == {"2xx": [0, 12.5, 0], "GATE_ERROR": [0, 0, 2]}
     assert found["totals"] == {"2xx": 112.5, "GATE_ERROR": 10.0}
 
 
-async def test_message_is_made_once_for_all_readers() -> None:
+async def test_message_is_encoded_once_for_all_readers() -> None:
     def ten_seconds(readers: int) -> Callable[[], Awaitable[float]]:
         stage = Stage()
-        stage.told["readings"] = [{"raw": {f"series-{number}": 1.5 for number in range(300)}}]
+        stage.status_document["readings"] = [{"raw": {f"series-{number}": 1.5 for number in range(300)}}]
         streams = [joined(stage) for _ in range(readers)]
 
         def ten() -> None:
             for _ in range(10):
-                stage.second()
+                stage.advance_second()
 
         async def cost() -> float:
             for stream in streams:
                 await stream.take_frames(0.0)
-            return cpu_of(ten)()
+            return measure_cpu_s(ten)()
 
         return cost
 
-    found = await beside(ten_seconds(20), ten_seconds(1))
+    found = await compare_costs(ten_seconds(20), ten_seconds(1))
     assert found.ratio < 2, found
 
 
-async def test_an_id_that_was_never_given_gets_everything_however_long_it_is() -> None:
+async def test_invalid_id_of_any_length_gets_the_complete_history() -> None:
     stage = Stage()
-    stage.second()
+    stage.advance_second()
     process = (await history(stage))[0].partition("-")[0]
     for number in ("", "-1", "2", "9" * 5000):
         assert (await history(stage, f"{process}-{number}"))[1]["complete"], number[:9]

@@ -1,4 +1,4 @@
-"""One process put together: what a reload changes, what probes are told, how the parts hear of each other."""
+"""The service as a whole: what a reload changes, answers to probes, and how the parts are connected."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ budget: {max_sys: 64, reserve: 0.05}
 """
 
 
-class GatewayOfNobody:
-    """What of a gateway a service touches."""
+class FakeGateway:
+    """The methods of a gateway that a service uses."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -50,187 +50,188 @@ class GatewayOfNobody:
         self.subset_header = subset_header
 
 
-class Bench:
-    """A service that is built and not started, on a queue in memory."""
+class UnstartedService:
+    """A service that is built and not started, with a queue in memory."""
 
     def __init__(self, text: str = CONFIG) -> None:
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
-        self.gateway = GatewayOfNobody()
+        self.gateway = FakeGateway()
         store = MemoryStore(clock=asyncio.get_running_loop().time)
         self.service = Service(
-            settings(text),
+            parse(text),
             text,
-            cast(RedisQueue, MemoryQueue(store, "a")),  # as the port has it: all that a service uses of it
+            cast(RedisQueue, MemoryQueue(store, "a")),  # a service uses only the methods of the port
             cast(RedisQueueAdmin, store),
             cast(HttpGateway, self.gateway),
             observe=False,
         )
 
-    def polled(self, **changes: Any) -> None:
-        """The pool was read now: half full, of 64."""
+    def handle_poll(self, **changes: Any) -> None:
+        """Handle a poll of now that shows a pool of 64 that is half full."""
         now = asyncio.get_running_loop().time()
         reading = Reading(Signal.REQUESTS, now, now, 0.5, 0.0, 64)
         poll = SourcePoll(completed_at=now, source="epp", signals=(Signal.REQUESTS,), readings=(reading,))
         self.service._handle_poll(replace(poll, **changes))
 
-    async def limit(self) -> int:
-        await asyncio.sleep(0.1)  # a reading counts when what was on the way has arrived
+    async def read_limit(self) -> int:
+        await asyncio.sleep(0.1)  # a reading counts once requests in transit have arrived
         return self.service.dispatcher.get_allowance().limit
 
 
-def settings(text: str) -> Settings:
+def parse(text: str) -> Settings:
     found = parse_settings(text, {})
     assert isinstance(found, Settings)
     return found
 
 
-def at_bench(check: Callable[[Bench], Awaitable[None]], text: str = CONFIG) -> None:
+def run_check(check: Callable[[UnstartedService], Awaitable[None]], text: str = CONFIG) -> None:
     async def main() -> None:
-        bench = Bench(text)
-        with divert_events(lambda event, fields: bench.events.append((event, fields))):
-            await check(bench)
+        unstarted = UnstartedService(text)
+        with divert_events(lambda event, fields: unstarted.events.append((event, fields))):
+            await check(unstarted)
 
     run_in_virtual_time(main(), start=START_S)
 
 
-def test_what_became_of_warm_ups_is_counted() -> None:
-    async def check(bench: Bench) -> None:
-        bench.service.dispatcher.warm_ups.result_counts["errors"] = 2
-        bench.service.get_status()
+def test_results_of_warm_ups_are_counted() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        unstarted.service.dispatcher.warm_ups.result_counts["errors"] = 2
+        unstarted.service.get_status()
         counted = [
-            bench.service.metrics.get_value(series.WARM_UPS, name) for name in ("warm", "errors", "retry")
+            unstarted.service.metrics.get_value(series.WARM_UPS, name) for name in ("warm", "errors", "retry")
         ]
         assert counted == [0, 2, 0]
 
-    at_bench(check)
+    run_check(check)
 
 
-# A changed configuration.
+# Changes of the configuration
 
 
 def test_changed_settings_reach_each_part() -> None:
-    async def check(bench: Bench) -> None:
-        service = bench.service
-        bench.polled()
-        assert await bench.limit() == 28
+    async def check(unstarted: UnstartedService) -> None:
+        service = unstarted.service
+        unstarted.handle_poll()
+        assert await unstarted.read_limit() == 28
         text = CONFIG.replace("0.05", "0.25").replace("pool.example", "other.example")
         more = "retry: {max_attempts: 2}\nqueue: {lease_s: 60}\nserving: {subset_header: x-subset}\n"
-        changed = settings(text + more)
+        changed = parse(text + more)
         service.apply_settings(changed, text)
-        assert await bench.limit() == 16, "for the reading at hand, too"
+        assert await unstarted.read_limit() == 16, "the change applies to the current reading"
         assert service.dispatcher._options.retry.max_attempts == 2
         assert service.dispatcher._options.lease_s == 60
-        assert bench.gateway.options == [changed.gateway]
-        assert bench.gateway.subset_header == "x-subset"
+        assert unstarted.gateway.options == [changed.gateway]
+        assert unstarted.gateway.subset_header == "x-subset"
         assert service.config_generation == 2
         assert service.metrics.get_value(series.CONFIG_RELOADS, "applied") == 1
         assert service.get_status().process.config_generation == 2
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_a_subset_header_that_alone_has_changed_reaches_the_gateway() -> None:
-    async def check(bench: Bench) -> None:
+def test_changed_subset_header_reaches_the_gateway() -> None:
+    async def check(unstarted: UnstartedService) -> None:
         text = CONFIG + "serving: {subset_header: x-subset}\n"
-        bench.service.apply_settings(settings(text), text)
-        assert bench.gateway.subset_header == "x-subset"
-        bench.service.apply_settings(settings(text + "retry: {max_attempts: 2}\n"), text)
-        assert len(bench.gateway.options) == 1, "it is told of no change that is none of its"
+        unstarted.service.apply_settings(parse(text), text)
+        assert unstarted.gateway.subset_header == "x-subset"
+        unstarted.service.apply_settings(parse(text + "retry: {max_attempts: 2}\n"), text)
+        assert len(unstarted.gateway.options) == 1, "unrelated changes do not reach the gateway"
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_model_servers_that_are_named_end_the_watch_of_a_pool_and_the_picker_begins_it_anew(
+def test_pool_watch_ends_with_configured_model_servers_and_starts_again_without_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They are in no InferencePool, which the watch would find missing, and close the gate."""
+    """Configured model servers are in no InferencePool. A watch would not find the pool and would close the
+    gate."""
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     servers = CONFIG + "signals: {vllm: {urls: [http://a:8000]}}\n"
 
-    async def check(bench: Bench) -> None:
-        service = bench.service
+    async def check(unstarted: UnstartedService) -> None:
+        service = unstarted.service
 
-        def awaits_rewrites() -> bool:
+        def is_waiting_for_rewrites() -> bool:
             return not service.model_watch._rewrites.is_settled
 
-        assert awaits_rewrites()
+        assert is_waiting_for_rewrites()
         watching = asyncio.create_task(service._run_watch())
         await asyncio.sleep(1.0)
-        assert service._known_endpoints.problems, "there is no such file"
+        assert service._known_endpoints.problems, "the kubeconfig does not exist"
         service._handle_endpoints(Endpoints(ready=0))
-        service.apply_settings(settings(servers), servers)
+        service.apply_settings(parse(servers), servers)
         await asyncio.sleep(1.0)
         assert service._known_endpoints == NO_KUBERNETES
-        assert not awaits_rewrites(), "which are of a pool, too"
+        assert not is_waiting_for_rewrites(), "rewrites belong to a pool, too"
         other = servers.replace("a:8000", "b:8000")
         watch = service.watch
-        service.apply_settings(settings(other), other)
+        service.apply_settings(parse(other), other)
         assert service.watch is watch
-        service.apply_settings(settings(CONFIG), CONFIG)
-        assert service._known_endpoints == Endpoints(), "nothing is known yet"
-        assert awaits_rewrites()
+        service.apply_settings(parse(CONFIG), CONFIG)
+        assert service._known_endpoints == Endpoints(), "the new watch knows nothing yet"
+        assert is_waiting_for_rewrites()
         await asyncio.sleep(1.0)
         assert service._known_endpoints.problems
         watching.cancel()
         await asyncio.wait([watching])
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_a_warmup_file_that_cannot_be_used_refuses_the_configuration_and_changes_nothing(
+def test_invalid_warmup_file_rejects_the_configuration(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "warm.jsonl"
     file.write_text("{}")
     text = CONFIG.replace("0.05", "0.25") + f"models: [{{name: qwen, warmup: {file}}}]\n"
 
-    async def check(bench: Bench) -> None:
-        before = bench.service.settings
+    async def check(unstarted: UnstartedService) -> None:
+        before = unstarted.service.settings
         with pytest.raises(OSError, match=r"models\[0\]\.warmup: .*line 1: body: is missing"):
-            bench.service.apply_settings(settings(text), text)
-        assert bench.service.settings is before
-        assert bench.service.config_generation == 1
+            unstarted.service.apply_settings(parse(text), text)
+        assert unstarted.service.settings is before
+        assert unstarted.service.config_generation == 1
         file.write_text('{"body": {"model": "qwen"}}')
-        bench.service.apply_settings(settings(text), text)
-        assert bench.service.config_generation == 2
-        assert len(bench.service.warmups.requests_for("qwen")[0]) == 1
+        unstarted.service.apply_settings(parse(text), text)
+        assert unstarted.service.config_generation == 2
+        assert len(unstarted.service.warmups.requests_for("qwen")[0]) == 1
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_gateway_is_left_alone_where_nothing_of_it_changed() -> None:
-    async def check(bench: Bench) -> None:
+def test_gateway_is_not_reconfigured_without_a_change_of_its_settings() -> None:
+    async def check(unstarted: UnstartedService) -> None:
         text = CONFIG.replace("0.05", "0.25")
-        bench.service.apply_settings(settings(text), text)
-        assert bench.gateway.options == []
+        unstarted.service.apply_settings(parse(text), text)
+        assert unstarted.gateway.options == []
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_configuration_that_names_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path) -> None:
-    async def check(bench: Bench) -> None:
-        service = bench.service
+def test_missing_ca_file_rejects_the_configuration(tmp_path: Path) -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        service = unstarted.service
         before = service.settings, service.config_generation, service._config_hash
         ca = tmp_path / "missing.pem"
         source = f'signals: {{epp: {{tls: {{ca_file: "{ca}"}}}}}}\n'
         with pytest.raises(OSError, match="No such file"):
-            service.apply_settings(settings(CONFIG + source), CONFIG + source)
+            service.apply_settings(parse(CONFIG + source), CONFIG + source)
         assert (service.settings, service.config_generation, service._config_hash) == before
         assert service.metrics.get_value(series.CONFIG_RELOADS, "applied") == 0
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_refused_configuration_is_told_until_a_good_one_comes() -> None:
-    async def check(bench: Bench) -> None:
-        service = bench.service
+def test_rejected_configuration_is_shown_until_a_valid_one_is_applied() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        service = unstarted.service
         service.reject_settings(ReloadRejection(("config.yaml: budget.reserv: unknown key",)))
         assert service.get_status().process.config_problem == "config.yaml: budget.reserv: unknown key"
         assert service.metrics.get_value(series.CONFIG_RELOADS, "refused") == 1
-        service.apply_settings(settings(CONFIG), CONFIG)
+        service.apply_settings(parse(CONFIG), CONFIG)
         assert service.get_status().process.config_problem is None
 
-    at_bench(check)
+    run_check(check)
 
 
 @pytest.mark.parametrize(
@@ -243,41 +244,41 @@ def test_refused_configuration_is_told_until_a_good_one_comes() -> None:
         (CONFIG + "signals: {epp: {tls: {ca_file: /no/such.pem}}}\n", Event.CONFIG_REFUSED),
     ],
 )
-def test_changed_file_is_taken_or_refused_with_the_reason(tmp_path: Path, text: str, event: Event) -> None:
-    async def check(bench: Bench) -> None:
+def test_changed_file_is_applied_or_rejected_with_the_reason(tmp_path: Path, text: str, event: Event) -> None:
+    async def check(unstarted: UnstartedService) -> None:
         path = tmp_path / "config.yaml"
         path.write_text(text)
-        _Reloader(bench.service, CONFIG, path, {}).reload_now()
-        ((told, fields),) = [each for each in bench.events if each[0].event_name.startswith("config")]
-        assert told is event
-        assert bench.service.config_generation == (2 if event is Event.CONFIG_RELOADED else 1)
+        _Reloader(unstarted.service, CONFIG, path, {}).reload_now()
+        ((emitted, fields),) = [each for each in unstarted.events if each[0].event_name.startswith("config")]
+        assert emitted is event
+        assert unstarted.service.config_generation == (2 if event is Event.CONFIG_RELOADED else 1)
         if event is Event.CONFIG_REFUSED:
             assert all(reason.startswith("config.yaml") for reason in fields["reasons"])
-            assert bench.service.config_problem == "; ".join(fields["reasons"])
-            assert bench.service.settings.budget.reserve == 0.05
+            assert unstarted.service.config_problem == "; ".join(fields["reasons"])
+            assert unstarted.service.settings.budget.reserve == 0.05
 
-    at_bench(check)
-
-
-# What the parts tell each other.
+    run_check(check)
 
 
-def test_what_a_poll_tells_is_counted_and_reaches_the_limiter_and_the_gateway() -> None:
-    async def check(bench: Bench) -> None:
-        bench.polled()
-        assert await bench.limit() == 28
-        assert bench.service.metrics.get_value(series.POLLS, "epp", "ok") == 1
-        assert bench.gateway.sizes == [0], "before the reading could be acted upon"
-        assert bench.service.get_status().signals.source == "epp"
+# Connections between the parts
 
-    at_bench(check)
+
+def test_poll_is_counted_and_reaches_limiter_and_gateway() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        unstarted.handle_poll()
+        assert await unstarted.read_limit() == 28
+        assert unstarted.service.metrics.get_value(series.POLLS, "epp", "ok") == 1
+        assert unstarted.gateway.sizes == [0], "the reading does not count at once"
+        assert unstarted.service.get_status().signals.source == "epp"
+
+    run_check(check)
 
 
 WITHOUT_MAX_SYS = CONFIG.replace("max_sys: 64, ", "")
 
 
 @pytest.mark.parametrize(
-    ("budget", "ready", "told", "bound"),
+    ("budget", "ready", "poll_fields", "expected_bound"),
     [
         ("per_endpoint: 16, ", 2, {}, 32),
         ("per_endpoint: 16, ", 0, {}, 0),
@@ -288,105 +289,106 @@ WITHOUT_MAX_SYS = CONFIG.replace("max_sys: 64, ", "")
         ("", 0, {}, 0),
     ],
 )
-def test_capacity_is_bounded_by_what_is_ready_and_known_of_an_endpoint(
-    budget: str, ready: int | None, told: dict[str, float], bound: float | None
+def test_ready_endpoints_bound_the_capacity(
+    budget: str, ready: int | None, poll_fields: dict[str, float], expected_bound: float | None
 ) -> None:
-    async def check(bench: Bench) -> None:
+    async def check(unstarted: UnstartedService) -> None:
         bounds: list[float | None] = []
 
-        def capacity(max_requests: float | None, now: float) -> None:
+        def record_bound(max_requests: float | None, now: float) -> None:
             bounds.append(max_requests)
 
-        bench.service.limiter.set_capacity_bound = capacity  # type: ignore[method-assign]
-        bench.polled(**told)
-        bench.service._handle_endpoints(Endpoints(ready=ready))
-        assert bounds[-1] == bound
+        unstarted.service.limiter.set_capacity_bound = record_bound  # type: ignore[method-assign]
+        unstarted.handle_poll(**poll_fields)
+        unstarted.service._handle_endpoints(Endpoints(ready=ready))
+        assert bounds[-1] == expected_bound
 
-    at_bench(check, WITHOUT_MAX_SYS.replace("budget: {", f"budget: {{{budget}"))
-
-
-def test_endpoints_that_went_count_before_the_next_reading() -> None:
-    async def check(bench: Bench) -> None:
-        bench.polled()
-        assert await bench.limit() == 28
-        bench.service.dispatcher._access.wake.clear()
-        bench.service._handle_endpoints(Endpoints(ready=0))
-        assert bench.service.dispatcher.get_allowance().reason is Reason.NO_ENDPOINTS
-        assert bench.service.dispatcher._access.wake.is_set()
-
-    at_bench(check, WITHOUT_MAX_SYS.replace("budget: {", "budget: {per_endpoint: 32, "))
+    run_check(check, WITHOUT_MAX_SYS.replace("budget: {", f"budget: {{{budget}"))
 
 
-def test_share_of_the_pool_that_is_ours_is_known_when_the_pool_is() -> None:
-    async def check(bench: Bench) -> None:
-        assert bench.service._compute_batch_share() is None
-        bench.polled()
-        await bench.limit()
+def test_removed_endpoints_count_before_the_next_reading() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        unstarted.handle_poll()
+        assert await unstarted.read_limit() == 28
+        unstarted.service.dispatcher._access.wake.clear()
+        unstarted.service._handle_endpoints(Endpoints(ready=0))
+        assert unstarted.service.dispatcher.get_allowance().reason is Reason.NO_ENDPOINTS
+        assert unstarted.service.dispatcher._access.wake.is_set()
+
+    run_check(check, WITHOUT_MAX_SYS.replace("budget: {", "budget: {per_endpoint: 32, "))
+
+
+def test_batch_share_is_known_once_the_pool_is_known() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        assert unstarted.service._compute_batch_share() is None
+        unstarted.handle_poll()
+        await unstarted.read_limit()
         for key in range(16):
-            bench.service.limiter.record_send(key, START_S)
-        assert bench.service._compute_batch_share() == 0.25
+            unstarted.service.limiter.record_send(key, START_S)
+        assert unstarted.service._compute_batch_share() == 0.25
 
-    at_bench(check)
-
-
-# What probes and people are told.
+    run_check(check)
 
 
-def test_ready_means_that_queue_and_pool_have_been_read() -> None:
-    async def check(bench: Bench) -> None:
-        service, view = bench.service, bench.service.dispatcher.view
+# Probes, shutdown and counters
+
+
+def test_service_is_ready_once_queue_and_pool_have_been_read() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        service, view = unstarted.service, unstarted.service.dispatcher.view
         assert service._check_readiness() == "queue: not asked yet"
         view.counts = QueueCounts(0, 0, 0, 0)
         assert str(service._check_readiness()).startswith("no reading yet")
-        bench.polled()
-        await bench.limit()
+        unstarted.handle_poll()
+        await unstarted.read_limit()
         assert service._check_readiness() is None
         view.problem = "Redis refuses connections"
         assert service._check_readiness() == "queue: Redis refuses connections"
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_live_means_that_the_loop_turns() -> None:
-    async def check(bench: Bench) -> None:
-        bench.service.dispatcher.last_turn_at = START_S
+def test_service_is_live_while_the_dispatch_loop_runs() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        unstarted.service.dispatcher.last_turn_at = START_S
         await asyncio.sleep(MAX_TURN_AGE_S - 0.1)
-        assert bench.service._check_liveness() is None
+        assert unstarted.service._check_liveness() is None
         await asyncio.sleep(1.0)
-        assert bench.service._check_liveness() == "the loop has not turned for 31 s"
+        assert unstarted.service._check_liveness() == "the loop has not turned for 31 s"
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_first_signal_drains_and_the_second_stops_now() -> None:
-    async def check(bench: Bench) -> None:
+def test_first_signal_drains_and_the_second_stops_at_once() -> None:
+    async def check(unstarted: UnstartedService) -> None:
         times: list[float] = []
-        drain = bench.service.dispatcher.drain
+        drain = unstarted.service.dispatcher.drain
 
-        def seen(within_s: float) -> None:
+        def record_drain(within_s: float) -> None:
             times.append(within_s)
             drain(within_s)
 
-        bench.service.dispatcher.drain = seen  # type: ignore[method-assign]
-        bench.service.drain()
-        bench.service.drain()
-        assert times == [bench.service.settings.shutdown.drain_s, 0.0]
-        assert [event for event, _ in bench.events] == [Event.DRAINING] * 2
+        unstarted.service.dispatcher.drain = record_drain  # type: ignore[method-assign]
+        unstarted.service.drain()
+        unstarted.service.drain()
+        assert times == [unstarted.service.settings.shutdown.drain_s, 0.0]
+        assert [event for event, _ in unstarted.events] == [Event.DRAINING] * 2
 
-    at_bench(check)
+    run_check(check)
 
 
-def test_integrals_over_time_are_on_the_page() -> None:
-    async def check(bench: Bench) -> None:
-        bench.polled()
-        await bench.limit()
-        bench.service.get_status()
+def test_seconds_of_each_gate_reason_are_counted() -> None:
+    async def check(unstarted: UnstartedService) -> None:
+        unstarted.handle_poll()
+        await unstarted.read_limit()
+        unstarted.service.get_status()
         await asyncio.sleep(3.0)
-        bench.service.get_status()
+        unstarted.service.get_status()
         seconds = {
-            reason: bench.service.metrics.get_value(series.GATE_SECONDS, reason) for reason in series.REASONS
+            reason: unstarted.service.metrics.get_value(series.GATE_SECONDS, reason)
+            for reason in series.REASONS
         }
         assert seconds["open"] == pytest.approx(3.0)
         assert sum(seconds.values()) == pytest.approx(3.0, abs=0.2)
 
-    at_bench(check)
+    run_check(check)

@@ -1,4 +1,4 @@
-"""What a person is told of a pool that takes less than its configuration says."""
+"""The explanation for a pool whose learned capacity is below its configuration."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dispatcher.core.limit.limiter import NO_ROOM_BY_REALTIME, Limiter
 from dispatcher.settings import Settings
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.status import Status
-from tests.app.status_worlds import status_of
+from tests.app.limiter_status import build_limiter_status
 
 
-def learned(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
-    """Of three readings of a pool of 500: 35 run, and as many wait."""
+def build_learned_status(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
+    """Return the status after three readings of a pool of 500, in which 35 requests run and as many wait."""
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     for at in range(3):
-        shown = Reading(Signal.REQUESTS, at, at, 70 / 500, 0.0, 500, running=35, waiting=35 + at)
-        limiter.add_reading(shown, at)
+        status = Reading(Signal.REQUESTS, at, at, 70 / 500, 0.0, 500, running=35, waiting=35 + at)
+        limiter.add_reading(status, at)
         limiter.get_allowance(at + 0.5)
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": budget})
-    return status_of(limiter, 3.0, settings, poll=poll)
+    return build_limiter_status(limiter, 3.0, settings, poll=poll)
 
 
-def polled(per_endpoint: float, source: Any) -> SourcePoll:
+def create_poll(per_endpoint: float, source: Any) -> SourcePoll:
     return SourcePoll(
         completed_at=3.0,
         source="epp",
@@ -40,12 +40,12 @@ def polled(per_endpoint: float, source: Any) -> SourcePoll:
     [
         (
             {"per_endpoint": 500},
-            polled(500, "setting"),
+            create_poll(500, "setting"),
             "35 requests per endpoint fit where budget.per_endpoint says 500: lower it.",
         ),
         (
             {},
-            polled(250, "picker"),
+            create_poll(250, "picker"),
             (
                 "17.5 requests per endpoint fit where the endpoint picker counts with 250: "
                 "lower its maxConcurrency."
@@ -53,18 +53,18 @@ def polled(per_endpoint: float, source: Any) -> SourcePoll:
         ),
         (
             {},
-            polled(250, "server"),
+            create_poll(250, "server"),
             "17.5 requests per endpoint fit where the model servers' own pages say 250.",
         ),
         ({"max_sys": 500}, None, "35 requests fit where budget.max_sys says 500: lower it."),
     ],
 )
-def test_what_fitted_is_told_with_what_to_do(
+def test_learned_capacity_is_explained_with_a_hint(
     budget: dict[str, Any], poll: SourcePoll | None, sentence: str
 ) -> None:
-    shown = learned(budget, poll)
-    assert shown.gate.explanation.endswith(sentence)
-    assert (shown.budget.max_sys, shown.budget.configured_max_sys) == (35, 500)
-    assert shown.budget.max_sys_source == "learned"
-    # The reason of the closed gate names realtime; no other sentence does.
-    assert "realtime" not in shown.gate.explanation.replace(NO_ROOM_BY_REALTIME, "")
+    status = build_learned_status(budget, poll)
+    assert status.gate.explanation.endswith(sentence)
+    assert (status.budget.max_sys, status.budget.configured_max_sys) == (35, 500)
+    assert status.budget.max_sys_source == "learned"
+    # Only the reason of the closed gate mentions realtime.
+    assert "realtime" not in status.gate.explanation.replace(NO_ROOM_BY_REALTIME, "")

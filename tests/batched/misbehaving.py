@@ -1,4 +1,5 @@
-"""Results and errors of a function under `batched`, by name. Worker processes import this module."""
+"""Behaviours of a batched function by name: valid and invalid results, errors and crashes. Worker processes
+import this module."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from unittest.mock import Mock
 import numpy as np
 
 Call = tuple[int, str]
-"""Number of a caller, and the name of what its item makes the function do. `fine` returns a result."""
+"""Number of a caller, and the name of the behaviour that its item causes. `fine` returns a result."""
 
 
-def results(calls: list[Call]) -> list[Any]:
-    return [("of", number) for number, _ in calls]
+def numbered_results(calls: list[Call]) -> list[Any]:
+    return [("result", number) for number, _ in calls]
 
 
-class Frame:
-    """A data frame like those of pandas and polars: its length counts rows, and it iterates over columns."""
+class DataFrame:
+    """Data frame like those of pandas and polars: its length counts rows, and it iterates over columns."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._rows = rows
@@ -41,128 +42,128 @@ class Frame:
         return iter(self._columns)
 
 
-class Sized:
-    """An object whose length need not be the number of items that it iterates over."""
+class SizedIterable:
+    """Object whose length may differ from the number of items that it iterates over."""
 
-    def __init__(self, length: Callable[[], int], over: Callable[[], Iterator[Any]]) -> None:
-        self.length, self.over = length, over
+    def __init__(self, length: Callable[[], int], iterate: Callable[[], Iterator[Any]]) -> None:
+        self.length, self.iterate = length, iterate
 
     def __len__(self) -> int:
         return self.length()
 
     def __iter__(self) -> Iterator[Any]:
-        return self.over()
+        return self.iterate()
 
 
-def fails(error: BaseException) -> Never:
+def raise_error(error: BaseException) -> Never:
     raise error
 
 
-class Odd(Exception):  # noqa: N818 -- its name says what it is
-    """An exception that fails when it is inspected in one way: printed, pickled or unpickled, for example."""
+class MisbehavingError(Exception):
+    """Exception that fails during one operation, for example when it is printed, pickled or unpickled."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__(how)
-        self.how = how
-        if how == "notes":
+    def __init__(self, operation: str) -> None:
+        super().__init__(operation)
+        self.operation = operation
+        if operation == "notes":
             self.__notes__ = "no list"  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return fails(ValueError("no words")) if self.how == "str" else self.how
+        return raise_error(ValueError("no words")) if self.operation == "str" else self.operation
 
     def __reduce__(self) -> Any:
-        match self.how:
+        match self.operation:
             case "reduce":
-                fails(ValueError("no pickle"))
+                raise_error(ValueError("no pickle"))
             case "reduce exits":
-                fails(SystemExit(7))
+                raise_error(SystemExit(7))
             case "unpickling":
-                return fails, (ValueError("not made again"),)
+                return raise_error, (ValueError("not made again"),)
             case "unpickling exits":
-                return fails, (SystemExit(7),)
+                return raise_error, (SystemExit(7),)
             case "becomes a stop":
                 return StopIteration, ("over",)
-        return Odd, (self.how,)
+        return MisbehavingError, (self.operation,)
 
 
-class OddBaseError(BaseException):
-    """An error that is a BaseException, but no Exception, and has no message."""
+class MisbehavingBaseError(BaseException):
+    """Error that is a BaseException and not an Exception, and that cannot be printed."""
 
     def __str__(self) -> str:
-        fails(KeyboardInterrupt())
+        raise_error(KeyboardInterrupt())
 
 
-class Claims:
-    """A result that fails when it is asked for its class."""
+class ClasslessResult:
+    """Result that raises when its class is read."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        fails(LookupError("no class"))
+        raise_error(LookupError("no class"))
 
     def __reduce__(self) -> Any:
-        return Claims, ()
+        return ClasslessResult, ()
 
 
-def changes_its_list(calls: list[Call]) -> list[Any]:
+def shorten_own_list(calls: list[Call]) -> list[Any]:
     calls.pop()
-    return results(calls)
+    return numbered_results(calls)
 
 
-def empties_its_list(calls: list[Call]) -> list[Any]:
-    found = results(calls)
+def empty_own_list(calls: list[Call]) -> list[Any]:
+    results = numbered_results(calls)
     calls.clear()
-    return found
+    return results
 
 
-def array(calls: list[Call]) -> Any:
+def make_array(calls: list[Call]) -> Any:
     return np.array([[number, number] for number, _ in calls])
 
 
-RIGHT: dict[str, Callable[[list[Call]], Any]] = {
-    "tuple": lambda calls: tuple(results(calls)),
-    "deque": lambda calls: deque(results(calls)),
-    "values of a dictionary": lambda calls: dict(enumerate(results(calls))).values(),
-    "array": array,
-    "column of an array": lambda calls: array(calls)[:, 0],
-    "wrong length claimed": lambda calls: Sized(lambda: 9, lambda: iter(results(calls))),
-    "length raises": lambda calls: Sized(
-        lambda: fails(LookupError("no length")), lambda: iter(results(calls))
+VALID_RESULTS: dict[str, Callable[[list[Call]], Any]] = {
+    "tuple": lambda calls: tuple(numbered_results(calls)),
+    "deque": lambda calls: deque(numbered_results(calls)),
+    "values of a dictionary": lambda calls: dict(enumerate(numbered_results(calls))).values(),
+    "array": make_array,
+    "column of an array": lambda calls: make_array(calls)[:, 0],
+    "wrong length reported": lambda calls: SizedIterable(lambda: 9, lambda: iter(numbered_results(calls))),
+    "length raises": lambda calls: SizedIterable(
+        lambda: raise_error(LookupError("no length")), lambda: iter(numbered_results(calls))
     ),
-    "own list emptied": empties_its_list,
+    "own list emptied": empty_own_list,
 }
-"""Functions after which each caller has its own result."""
+"""Functions that give each caller its own result."""
 
-REFUSED: dict[str, Callable[[list[Call]], Any]] = {
+REJECTED_RESULTS: dict[str, Callable[[list[Call]], Any]] = {
     "nothing": lambda _: None,
     "number": lambda _: 1,
     "string": lambda calls: "x" * len(calls),
     "bytes": lambda calls: b"x" * len(calls),
-    "dictionary": lambda calls: dict(enumerate(results(calls))),
-    "set": lambda calls: set(results(calls)),
-    "generator": lambda calls: (each for each in results(calls)),
+    "dictionary": lambda calls: dict(enumerate(numbered_results(calls))),
+    "set": lambda calls: set(numbered_results(calls)),
+    "generator": lambda calls: (each for each in numbered_results(calls)),
     "endless generator": lambda _: itertools.count(),
-    "too short": lambda calls: results(calls)[1:],
-    "too long": lambda calls: [*results(calls), "more"],
-    "endless": lambda calls: Sized(lambda: len(calls), itertools.count),
+    "too short": lambda calls: numbered_results(calls)[1:],
+    "too long": lambda calls: [*numbered_results(calls), "more"],
+    "endless": lambda calls: SizedIterable(lambda: len(calls), itertools.count),
     "array without a dimension": lambda _: np.array(1),
-    "transposed array": lambda calls: array(calls * 2).T,
-    "frame with few columns": lambda calls: Frame(len(calls), 2),
-    "frame with many columns": lambda calls: Frame(len(calls), 9),
-    "square frame": lambda calls: Frame(len(calls), len(calls)),
-    "own list changed": changes_its_list,
+    "transposed array": lambda calls: make_array(calls * 2).T,
+    "frame with few columns": lambda calls: DataFrame(len(calls), 2),
+    "frame with many columns": lambda calls: DataFrame(len(calls), 9),
+    "square frame": lambda calls: DataFrame(len(calls), len(calls)),
+    "own list changed": shorten_own_list,
 }
-"""Functions whose result is refused through no fault of an item: all callers get the same error, and the
-function is called once."""
+"""Functions whose result is rejected as a whole: all callers get the same error, and the function is called
+once."""
 
-BLAMED: dict[str, Callable[[list[Call]], Any]] = {
-    "raises": lambda _: fails(LookupError("bad")),
-    "stop": lambda _: fails(StopIteration("over")),
-    "asynchronous stop": lambda _: fails(StopAsyncIteration("over")),
-    "concurrent time-out": lambda _: fails(TimeoutError("late")),
-    "group": lambda _: fails(ExceptionGroup("two", [ValueError("one"), KeyError("two")])),
+ITEM_ERRORS: dict[str, Callable[[list[Call]], Any]] = {
+    "raises": lambda _: raise_error(LookupError("bad")),
+    "stop": lambda _: raise_error(StopIteration("over")),
+    "asynchronous stop": lambda _: raise_error(StopAsyncIteration("over")),
+    "concurrent time-out": lambda _: raise_error(TimeoutError("late")),
+    "group": lambda _: raise_error(ExceptionGroup("two", [ValueError("one"), KeyError("two")])),
     **{
-        f"odd: {how}": lambda _, how=how: fails(Odd(how))  # type: ignore[misc]
-        for how in [
+        f"error: {operation}": lambda _, operation=operation: raise_error(MisbehavingError(operation))  # type: ignore[misc]
+        for operation in [
             "notes",
             "str",
             "reduce",
@@ -172,60 +173,70 @@ BLAMED: dict[str, Callable[[list[Call]], Any]] = {
             "becomes a stop",
         ]
     },
-    "no iterator": lambda _: Sized(lambda: 4, lambda: fails(LookupError("no iterator"))),
-    "iterates and raises": lambda calls: Sized(lambda: 4, lambda: map(fails, [LookupError("in it")])),
+    "no iterator": lambda _: SizedIterable(lambda: 4, lambda: raise_error(LookupError("no iterator"))),
+    "iterates and raises": lambda calls: SizedIterable(
+        lambda: 4, lambda: map(raise_error, [LookupError("in it")])
+    ),
 }
-"""Functions that raise because of one item, whose caller gets the exception. The others get their results."""
+"""Functions that raise because of one item. Its caller gets the exception, and the others get their results.
+"""
 
-FATAL: dict[str, Callable[[list[Call]], Any]] = {
-    "exits": lambda _: fails(SystemExit(7)),
-    "interrupted": lambda _: fails(KeyboardInterrupt()),
-    "generator exit": lambda _: fails(GeneratorExit()),
-    "cancelled": lambda _: fails(asyncio.CancelledError()),
-    "no exception": lambda _: fails(OddBaseError()),
+FATAL_ERRORS: dict[str, Callable[[list[Call]], Any]] = {
+    "exits": lambda _: raise_error(SystemExit(7)),
+    "interrupted": lambda _: raise_error(KeyboardInterrupt()),
+    "generator exit": lambda _: raise_error(GeneratorExit()),
+    "cancelled": lambda _: raise_error(asyncio.CancelledError()),
+    "no exception": lambda _: raise_error(MisbehavingBaseError()),
 }
-"""Functions that raise what ends a thread, a loop or a process."""
+"""Functions that raise an exception that ends a thread, an event loop or a process."""
 
 
-def killed(_: list[Call]) -> Any:
+def kill_process(_: list[Call]) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def exits_beside_a_thread(_: list[Call]) -> Any:
-    """Exit while another thread, which the interpreter waits for, never ends."""
+def exit_with_running_thread(_: list[Call]) -> Any:
+    """Exit while another thread never ends, for which the interpreter waits."""
     threading.Thread(target=threading.Event().wait).start()
     sys.exit(7)
 
 
-ALONE: dict[str, Callable[[], Any]] = {
+RETURNED_EXCEPTIONS: dict[str, Callable[[], Any]] = {
     "error in its place": lambda: KeyError("in its place"),
     "stop in its place": lambda: StopIteration("over"),
-    "odd error in its place": lambda: Odd("str"),
+    "misbehaving error in its place": lambda: MisbehavingError("str"),
     "exit in its place": lambda: SystemExit(7),
     "class in its place": lambda: ValueError,
 }
-"""Exceptions that are returned in the place of one item's result."""
-FROM_PROCESS: dict[str, Callable[[], Any]] = {
-    "result that exits when pickled": lambda: Odd("reduce exits"),
-    "result that cannot be made again": lambda: [Odd("unpickling exits")],
+"""Exceptions that are returned in the place of the result of one item."""
+UNSENDABLE_RESULTS: dict[str, Callable[[], Any]] = {
+    "result that exits when pickled": lambda: MisbehavingError("reduce exits"),
+    "result that cannot be unpickled": lambda: [MisbehavingError("unpickling exits")],
 }
-RESULTS: dict[str, Callable[[], Any]] = {
+UNUSUAL_RESULTS: dict[str, Callable[[], Any]] = {
     "mock of an exception": lambda: Mock(spec=ValueError),
-    "object that fails when asked for its class": Claims,
+    "object whose class cannot be read": ClasslessResult,
 }
-"""Odd results that are no exceptions."""
+"""Results that look like exceptions and are not."""
 
 
 def behave(calls: list[Call]) -> Any:
-    """Do what the first item says that does not say `fine`."""
-    whole = (
-        RIGHT | REFUSED | BLAMED | FATAL | {"killed": killed, "exits beside a thread": exits_beside_a_thread}
+    """Behave as the first item says that is not `fine`."""
+    call_behaviours = (
+        VALID_RESULTS
+        | REJECTED_RESULTS
+        | ITEM_ERRORS
+        | FATAL_ERRORS
+        | {"killed": kill_process, "exits with running thread": exit_with_running_thread}
     )
-    for _, fate in calls:
-        if fate in whole:
-            return whole[fate](calls)
-    single = ALONE | FROM_PROCESS | RESULTS
-    return [single[fate]() if fate in single else ("of", number) for number, fate in calls]
+    for _, behaviour in calls:
+        if behaviour in call_behaviours:
+            return call_behaviours[behaviour](calls)
+    item_behaviours = RETURNED_EXCEPTIONS | UNSENDABLE_RESULTS | UNUSUAL_RESULTS
+    return [
+        item_behaviours[behaviour]() if behaviour in item_behaviours else ("result", number)
+        for number, behaviour in calls
+    ]
 
 
 class Misbehaving:

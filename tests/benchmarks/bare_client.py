@@ -1,4 +1,4 @@
-"""A bare aiohttp loop: so many workers post and read, and nothing else. What a gateway client costs at least.
+"""Minimal aiohttp client: workers only post requests and read answers. This is the least cost of a client.
 
 python bare_client.py URL WORKERS      for each number of requests on stdin: {"rate": …, "own_s": …}
 """
@@ -14,19 +14,19 @@ import aiohttp
 import uvloop
 
 
-async def some(session: aiohttp.ClientSession, url: str, workers: int, requests: int) -> None:
-    left = requests
+async def post_requests(session: aiohttp.ClientSession, url: str, workers: int, requests: int) -> None:
+    remaining = requests
 
-    async def work() -> None:
-        nonlocal left
-        while left > 0:
-            left -= 1
+    async def run_worker() -> None:
+        nonlocal remaining
+        while remaining > 0:
+            remaining -= 1
             async with session.post(url, data=b'{"prompt":"hi"}', headers=headers) as answer:
                 assert answer.status == 200
                 await answer.read()
 
     headers = {"content-type": "application/json", "x-request-id": "r-1"}
-    await asyncio.gather(*(work() for _ in range(workers)))
+    await asyncio.gather(*(run_worker() for _ in range(workers)))
 
 
 async def main(url: str, workers: int) -> None:
@@ -34,7 +34,7 @@ async def main(url: str, workers: int) -> None:
         while line := sys.stdin.readline():
             requests = int(line)
             started, cpu = time.perf_counter(), time.process_time()
-            await some(session, url, workers, requests)
+            await post_requests(session, url, workers, requests)
             rate = requests / (time.perf_counter() - started)
             own_s = (time.process_time() - cpu) / requests
             print(json.dumps({"rate": rate, "own_s": own_s}), flush=True)

@@ -1,6 +1,6 @@
-"""What `batched` adds to the function that it calls: time, CPU, and how large the calls are.
+"""Overhead of `batched`: added time, CPU, and size of the calls.
 
-The long form prints a table, with PyPI's `batched` beside it where that is installed (it is no dependency):
+The long form prints a table, which includes `batched` of PyPI if that is installed (it is not a dependency):
 `pytest -s -m long tests/benchmarks/test_batched.py`.
 """
 
@@ -17,31 +17,32 @@ from typing import Any
 import pytest
 
 from dispatcher.client import batched
-from tests.floors import beside
+from tests.batched.pipelined import SleepingStages
+from tests.cost_comparison import compare_costs
 
 Call = Callable[[int], Awaitable[int]]
 MAX_SIZE = 200
 ITEMS = 2000
-MOST = 2.5
-"""Of a future that a callback resolves, which any caller of anything awaits; seen: 1.7 to 1.9 times."""
+MAX_RATIO = 2.5
+"""Maximum cost relative to awaiting a future that a callback resolves. Measured: 1.7 to 1.9."""
 
 
-async def closed_loop(call: Call, callers: int, each: int) -> list[float]:
-    """So many callers that ask again when they are answered; how long each waited, in s."""
-    waited: list[float] = []
+async def run_callers(call: Call, callers: int, calls_per_caller: int) -> list[float]:
+    """Run callers that call again after each answer. Return the waiting times in seconds."""
+    wait_times_s: list[float] = []
 
     async def caller(name: int) -> None:
-        for number in range(each):
-            begun_at = time.perf_counter()
-            item = name * each + number
+        for number in range(calls_per_caller):
+            started_at = time.perf_counter()
+            item = name * calls_per_caller + number
             assert await call(item) == item
-            waited.append(time.perf_counter() - begun_at)
+            wait_times_s.append(time.perf_counter() - started_at)
 
     await asyncio.gather(*map(caller, range(callers)))
-    return waited
+    return wait_times_s
 
 
-async def resolved(item: int) -> int:
+async def await_resolved_future(item: int) -> int:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
     loop.call_soon(future.set_result, item)
@@ -52,50 +53,50 @@ async def identity(items: list[int]) -> list[int]:
     return items
 
 
-async def test_an_item_costs_little_more_than_the_future_that_its_caller_awaits() -> None:
+async def test_item_costs_little_more_than_the_future_that_its_caller_awaits() -> None:
     function = batched(max_size=MAX_SIZE)(identity)
 
-    async def ours() -> float:
-        begun = time.process_time()
-        await closed_loop(function, MAX_SIZE, ITEMS // MAX_SIZE)
-        return time.process_time() - begun
+    async def measure_batched() -> float:
+        started_at = time.process_time()
+        await run_callers(function, MAX_SIZE, ITEMS // MAX_SIZE)
+        return time.process_time() - started_at
 
-    async def floor() -> float:
-        begun = time.process_time()
-        await closed_loop(resolved, MAX_SIZE, ITEMS // MAX_SIZE)
-        return time.process_time() - begun
+    async def measure_baseline() -> float:
+        started_at = time.process_time()
+        await run_callers(await_resolved_future, MAX_SIZE, ITEMS // MAX_SIZE)
+        return time.process_time() - started_at
 
-    cost = await beside(ours, floor)
-    assert cost.ratio < MOST, cost
+    cost = await compare_costs(measure_batched, measure_baseline)
+    assert cost.ratio < MAX_RATIO, cost
 
 
-def cost_s(count: int) -> float:
-    """What a call takes: 5 ms for one item, 10 ms for 200."""
+def compute_call_s(count: int) -> float:
+    """Return the duration of a call: 5 ms for one item, 10 ms for 200."""
     return 0.005 * (1 + log2(count) / log2(MAX_SIZE))
 
 
-def made(kind: str, *, sync: bool, timeout_s: float, calls: list[int]) -> Call:
+def make_batched(kind: str, *, sync: bool, timeout_s: float, calls: list[int]) -> Call:
     def blocking(items: list[int]) -> list[int]:
         calls.append(len(items))
-        time.sleep(cost_s(len(items)))
+        time.sleep(compute_call_s(len(items)))
         return items
 
     async def waiting(items: list[int]) -> list[int]:
         calls.append(len(items))
-        await asyncio.sleep(cost_s(len(items)))
+        await asyncio.sleep(compute_call_s(len(items)))
         return items
 
     if kind == "batched of PyPI":
-        theirs: Any = importlib.import_module("batched")
+        pypi_batched: Any = importlib.import_module("batched")
         options = {"batch_size": MAX_SIZE, "timeout_ms": timeout_s * 1000}
         call: Call = (
-            theirs.dynamically(**options)(blocking).acall
+            pypi_batched.dynamically(**options)(blocking).acall
             if sync
-            else theirs.aio.dynamically(**options)(waiting)
+            else pypi_batched.aio.dynamically(**options)(waiting)
         )
         return call
-    flush = kind == "ours"
-    decorate = batched(max_size=MAX_SIZE, timeout_s=timeout_s, idle_flush=flush)
+    idle_flush = kind == "ours"
+    decorate = batched(max_size=MAX_SIZE, timeout_s=timeout_s, idle_flush=idle_flush)
     return decorate(blocking) if sync else decorate(waiting)
 
 
@@ -106,47 +107,62 @@ if importlib.util.find_spec("batched") is not None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
-async def test_time_that_it_adds(sync: bool) -> None:
-    """With the same numbers: calls of 200 at the most, 100 ms at the longest."""
+async def test_added_time_is_small(sync: bool) -> None:
+    """All variants have the same limits: at most 200 items per call and a delay of at most 100 ms."""
     print(f"\n{'sync' if sync else 'async'} function")
-    print("| callers | who | items/s | waited, median | p99 | call alone | CPU an item | items a call |")
-    for callers, each in ((1, 20), (10, 20), (200, 20), (2000, 5)):
+    print(
+        "| callers | variant | items/s | waited, median | p99 | single call | CPU per item | items per call |"
+    )
+    for callers, calls_per_caller in ((1, 20), (10, 20), (200, 20), (2000, 5)):
         for kind in KINDS:
             calls: list[int] = []
-            call = made(kind, sync=sync, timeout_s=0.1, calls=calls)
-            await closed_loop(call, 1, 1)
+            call = make_batched(kind, sync=sync, timeout_s=0.1, calls=calls)
+            await run_callers(call, 1, 1)
             calls.clear()
-            begun_at, begun_cpu = time.perf_counter(), time.process_time()
-            waited = sorted(await closed_loop(call, callers, each))
-            took_s, cpu_s = time.perf_counter() - begun_at, time.process_time() - begun_cpu
-            alone_ms = cost_s(round(mean(calls))) * 1000
+            started_at, cpu_started_at = time.perf_counter(), time.process_time()
+            wait_times_s = sorted(await run_callers(call, callers, calls_per_caller))
+            duration_s, cpu_s = time.perf_counter() - started_at, time.process_time() - cpu_started_at
+            call_ms = compute_call_s(round(mean(calls))) * 1000
             print(
-                f"| {callers:,} | {kind} | {len(waited) / took_s:,.0f} | {median(waited) * 1000:.1f} ms "
-                f"| {waited[int(len(waited) * 0.99)] * 1000:.1f} ms | {alone_ms:.1f} ms "
-                f"| {cpu_s / len(waited) * 1e6:.0f} µs | {mean(calls):.0f} |"
+                f"| {callers:,} | {kind} | {len(wait_times_s) / duration_s:,.0f} | "
+                f"{median(wait_times_s) * 1000:.1f} ms "
+                f"| {wait_times_s[int(len(wait_times_s) * 0.99)] * 1000:.1f} ms | {call_ms:.1f} ms "
+                f"| {cpu_s / len(wait_times_s) * 1e6:.0f} µs | {mean(calls):.0f} |"
             )
             if kind == "ours":
                 rounds = max(1, callers / MAX_SIZE)
-                assert median(waited) * 1000 < 3 * rounds * alone_ms + 10
+                assert median(wait_times_s) * 1000 < 3 * rounds * call_ms + 10
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("max_size", [200, 1000])
-async def test_880_items(max_size: int) -> None:
-    """A function that sleeps for 10 ms × (1 + log10(n)), one call at a time, in real time."""
+async def test_batching_880_items_is_faster_than_single_calls(max_size: int) -> None:
+    """Call a function that sleeps for 10 ms × (1 + log10(n)), one call at a time, in real time."""
 
-    def model(items: list[int]) -> list[int]:
+    def run_model(items: list[int]) -> list[int]:
         time.sleep(0.01 * (1 + log10(len(items))))
         return items
 
-    begun_at = time.perf_counter()
+    started_at = time.perf_counter()
     for item in range(880):
-        model([item])
-    one_by_one_s = time.perf_counter() - begun_at
-    async with batched(max_size=max_size)(model) as function:
-        begun_at = time.perf_counter()
+        run_model([item])
+    one_by_one_s = time.perf_counter() - started_at
+    async with batched(max_size=max_size)(run_model) as function:
+        started_at = time.perf_counter()
         assert await asyncio.gather(*map(function, range(880))) == list(range(880))
-        took_s = time.perf_counter() - begun_at
-    ratio = one_by_one_s / took_s
-    print(f"\nmax_size {max_size}: {one_by_one_s:.2f} s one by one, {took_s:.3f} s: {ratio:.0f} ×")
+        duration_s = time.perf_counter() - started_at
+    ratio = one_by_one_s / duration_s
+    print(f"\nmax_size {max_size}: {one_by_one_s:.2f} s one by one, {duration_s:.3f} s: {ratio:.0f} ×")
     assert ratio > (150 if max_size == 1000 else 40)
+
+
+@pytest.mark.long
+async def test_pipeline_of_eight_calls() -> None:
+    """The three stages of a class take 100 ms each."""
+    stage_s = 0.1
+    async with batched(max_size=64, batch_hooks=True)(SleepingStages)(stage_s) as model:
+        begun_at = time.perf_counter()
+        assert await asyncio.gather(*map(model, range(512))) == list(range(512))
+        took_s = time.perf_counter() - begun_at
+    print(f"\n8 calls of 3 × {stage_s} s: {took_s:.3f} s, one after the other {24 * stage_s:.1f} s")
+    assert 10 * stage_s <= took_s < 15 * stage_s

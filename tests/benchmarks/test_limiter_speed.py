@@ -1,4 +1,4 @@
-"""The limiter costs next to nothing beside the requests it counts."""
+"""The limiter costs little compared with the requests it counts."""
 
 from __future__ import annotations
 
@@ -10,32 +10,37 @@ import pytest
 
 from dispatcher.core.limit.budget import Policy, Reading, Signal
 from dispatcher.core.limit.limiter import Limiter
-from tests.floors import beside, cpu_of
+from tests.cost_comparison import compare_costs, measure_cpu_s
 
-EMPTY_CALLS = 100
-"""An event may cost as many. Where Python makes 20 million of them a second, as on a machine of 2024, that is
-200,000 events/s."""
+MAX_EMPTY_CALLS = 100
+"""Maximum cost of an event.
+
+With 20 million empty calls per second (a machine of 2024) this is 200,000 events/s.
+"""
 IN_FLIGHT = 64
 ANSWER_S = 0.05
 SECONDS = 5
 
 
-def nothing(key: int, now: float) -> None:
+def do_nothing(key: int, now: float) -> None:
     pass
 
 
-def with_everything() -> int:
-    """64 in flight, answers after 50 ms: 1,280 requests/s. Leases counted with each claim of eight, a reading
-    of two signals each second; what is allowed is asked after every event: that is in the time, not in the
-    count."""
+def run_mixed_events() -> int:
+    """Simulate 64 requests in flight with answers after 50 ms (1,280 requests/s), and return the number of
+    events.
+
+    Leases are counted with each claim of eight requests, and two signals are read every second. The allowance
+    is computed after every event, which is included in the time but not in the count.
+    """
     limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
     events = key = answered = 0
     now = 100.0
-    step = ANSWER_S / IN_FLIGHT
+    interval_s = ANSWER_S / IN_FLIGHT
     next_reading = now
 
-    for _ in range(round(SECONDS / step)):
-        now += step
+    for _ in range(round(SECONDS / interval_s)):
+        now += interval_s
         if now >= next_reading:
             for signal in Signal:
                 load = (20 + limiter.in_flight) / 100
@@ -60,52 +65,59 @@ def with_everything() -> int:
             limiter.get_allowance(now)
             key += 1
             events += 1
-    assert key > SECONDS * IN_FLIGHT / ANSWER_S * 0.9, "the mix is not the one described"
+    assert key > SECONDS * IN_FLIGHT / ANSWER_S * 0.9, "the mix of events must be as described"
     return events
 
 
-def only_requests(every: int, window_s: float) -> int:
-    """Each answer is replaced at once (answered, allowance, sent), 500 a second, with a reading for every so
-    many of them."""
+def run_requests(requests_per_reading: int, window_s: float) -> int:
+    """Simulate 500 requests per second, each of which is sent after an answer, and return the number of
+    events.
+
+    A reading follows after every `requests_per_reading` requests.
+    """
     limiter = Limiter(Policy(), [Signal.SATURATION])
-    out: deque[int] = deque()
-    now, key, events, turns = 0.0, 0, 0, 2_500
-    for turn in range(turns):
+    in_flight: deque[int] = deque()
+    now, key, events, iterations = 0.0, 0, 0, 2_500
+    for iteration in range(iterations):
         now += 0.002
-        if turn % every == 0:
-            load = min(1.0, len(out) / 100)
+        if iteration % requests_per_reading == 0:
+            load = min(1.0, len(in_flight) / 100)
             limiter.add_reading(Reading(Signal.SATURATION, now - window_s, now, load, 0.0, 100.0), now)
             events += 1
-        if out:
-            limiter.record_answer(out.popleft(), now)
+        if in_flight:
+            limiter.record_answer(in_flight.popleft(), now)
             events += 1
-        room = limiter.get_allowance(now).limit - len(out)
+        room = limiter.get_allowance(now).limit - len(in_flight)
         events += 1
-        for _ in range(min(room, IN_FLIGHT - len(out))):
+        for _ in range(min(room, IN_FLIGHT - len(in_flight))):
             key += 1
             limiter.record_send(key, now)
-            out.append(key)
+            in_flight.append(key)
             events += 1
-    assert key > turns * 0.9, "the gate must be open for this to measure anything"
+    assert key > iterations * 0.9, "the gate must be open"
     return events
 
 
-def empty_calls(count: int) -> None:
+def run_empty_calls(count: int) -> None:
     for key in range(count):
-        nothing(key, 0.0)
+        do_nothing(key, 0.0)
 
 
 @pytest.mark.parametrize(
-    "life",
+    "run_events",
     [
-        pytest.param(with_everything, id="two signals, leases, waiting"),
-        pytest.param(partial(only_requests, 50, 0.0), id="direct, ten readings a second"),
-        pytest.param(partial(only_requests, 500, 5.0), id="averages, one reading a second"),
+        pytest.param(run_mixed_events, id="two signals, leases, waiting"),
+        pytest.param(partial(run_requests, 50, 0.0), id="direct, ten readings a second"),
+        pytest.param(partial(run_requests, 500, 5.0), id="averages, one reading a second"),
     ],
 )
-async def test_an_event_costs_less_than_a_hundred_empty_calls(life: Callable[[], int]) -> None:
-    events = life()
-    found = await beside(cpu_of(life), cpu_of(partial(empty_calls, 200_000)))
-    calls = found.ratio * 200_000 / events
-    print(f"{events / found.ours:,.0f} events/s of CPU; an event costs as much as {calls:.0f} empty calls")
-    assert calls <= EMPTY_CALLS
+async def test_event_costs_less_than_a_hundred_empty_calls(run_events: Callable[[], int]) -> None:
+    events = run_events()
+    comparison = await compare_costs(
+        measure_cpu_s(run_events), measure_cpu_s(partial(run_empty_calls, 200_000))
+    )
+    calls = comparison.ratio * 200_000 / events
+    print(
+        f"{events / comparison.ours:,.0f} events/s of CPU; an event costs as much as {calls:.0f} empty calls"
+    )
+    assert calls <= MAX_EMPTY_CALLS

@@ -1,7 +1,7 @@
-"""What merged calls are worth: items a second beside the same dispatcher with batching off, in one run.
+"""Gain of merged calls: items per second with and without batching, by the same dispatcher in one run.
 
-The servers are stand-ins whose cost is stated: so much for a call and so much for each of its items. Whether
-a real server is like one of them is what `batching.mode: auto` measures.
+The stand-in servers have a fixed cost per call and per item. Whether a real server is similar is what
+`batching.mode: auto` measures.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.stages import stage_in
-from tests.scenarios.listserver import list_server
+from tests.benchmarks.process_costs import make_stage
+from tests.scenarios.list_server import run_list_server
 from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until_sync
 
@@ -29,11 +29,11 @@ LIMIT = 128
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    with stage_in(tmp_path) as made:
-        yield made
+    with make_stage(tmp_path) as stage:
+        yield stage
 
 
-def ready(stage: Stage, url: str, rules: Sequence[Mapping[str, Any]]) -> Dispatcher:
+def start_dispatcher(stage: Stage, url: str, rules: Sequence[Mapping[str, Any]]) -> Dispatcher:
     world = stage.world(slots=4 * LIMIT)
     settings = stage.settings(
         world,
@@ -43,27 +43,27 @@ def ready(stage: Stage, url: str, rules: Sequence[Mapping[str, Any]]) -> Dispatc
         gateway={"url": url, "allowed_paths": ["/*"]},
         batching={"mode": "off", "rules": list(rules)},
     )
-    one = stage.dispatcher(settings)
-    one.wait_for(limit=LIMIT)
-    return one
+    dispatcher = stage.dispatcher(settings)
+    dispatcher.wait_for(limit=LIMIT)
+    return dispatcher
 
 
-def turn(one: Dispatcher, mode: str) -> None:
-    generation = one.status()["config_generation"]
-    one.reconfigure(batching={"mode": mode})
-    one.wait_for(config_generation=generation + 1)
+def set_mode(dispatcher: Dispatcher, mode: str) -> None:
+    generation = dispatcher.status()["config_generation"]
+    dispatcher.reconfigure(batching={"mode": mode})
+    dispatcher.wait_for(config_generation=generation + 1)
 
 
-def payload(path: str) -> bytes:
+def make_payload(path: str) -> bytes:
     if path == EMBEDDINGS:
         return b'{"model":"m","input":"a text of some length, to be embedded"}'
     tensor = b'{"name":"x","shape":[1,4],"datatype":"FP32","data":[0.25,0.5,0.75,1.0]}'
     return b'{"inputs":[' + tensor + b"]}"
 
 
-def rate(stage: Stage, path: str, requests: int) -> float:
-    """Requests per second from the last one's submission to the last one's result."""
-    stage.producer.submit(requests, payload(path), endpoint=path)
+def measure_rate(stage: Stage, path: str, requests: int) -> float:
+    """Submit requests, and return the rate from the end of the submission to the last result."""
+    stage.producer.submit(requests, make_payload(path), endpoint=path)
     started = time.perf_counter()
     wait_until_sync(
         lambda: stage.producer.client.llen(stage.producer.names.result_list) >= requests,
@@ -71,14 +71,14 @@ def rate(stage: Stage, path: str, requests: int) -> float:
         what="all results",
         every_s=0.005,
     )
-    found = requests / (time.perf_counter() - started)
+    requests_per_s = requests / (time.perf_counter() - started)
     stage.producer.collect()
-    assert stage.producer.answers().keys() == {"200"}
-    return found
+    assert stage.producer.count_results().keys() == {"200"}
+    return requests_per_s
 
 
 @pytest.mark.parametrize(
-    ("path", "server", "rule", "least"),
+    ("path", "server", "rule", "min_gain"),
     [
         pytest.param(
             EMBEDDINGS,
@@ -87,7 +87,7 @@ def rate(stage: Stage, path: str, requests: int) -> float:
             15.0,
             id="embeddings",
         ),
-        # 400 a second one by one, 1,000 by sixteen: 2.5 ms = a + b, 16 ms = a + 16 b.
+        # 400 items/s with single calls, 1,000 with calls of 16: 2.5 ms = a + b, 16 ms = a + 16 b.
         pytest.param(
             INFER,
             {"call_s": 0.0016, "item_s": 0.0009},
@@ -97,41 +97,41 @@ def rate(stage: Stage, path: str, requests: int) -> float:
         ),
     ],
 )
-def test_merged_calls_pay_where_a_call_costs_something(
+def test_merged_calls_are_faster_if_calls_have_a_fixed_cost(
     stage: Stage,
     path: str,
     server: dict[str, float],
     rule: dict[str, Any],
-    least: float,
+    min_gain: float,
 ) -> None:
     with ExitStack() as stack:
-        one = ready(stage, stack.enter_context(list_server(**server)).url, [rule])
-        single = rate(stage, path, 1000)
-        turn(one, "on")
-        rate(stage, path, 400)  # the first merged calls are checked
-        merged = rate(stage, path, 20_000)
-        turn(one, "auto")
-        rate(stage, path, 5000)
-        found = rate(stage, path, 20_000)
-        told = one.status()["batching"]
+        dispatcher = start_dispatcher(stage, stack.enter_context(run_list_server(**server)).url, [rule])
+        single_rate = measure_rate(stage, path, 1000)
+        set_mode(dispatcher, "on")
+        measure_rate(stage, path, 400)  # the first merged calls include parity checks
+        merged_rate = measure_rate(stage, path, 20_000)
+        set_mode(dispatcher, "auto")
+        measure_rate(stage, path, 5000)
+        auto_rate = measure_rate(stage, path, 20_000)
+        targets = dispatcher.status()["batching"]
     print(
-        f"{path}: off {single:.0f}/s, on {merged:.0f}/s ({merged / single:.1f} x), "
-        f"auto {found:.0f}/s ({found / single:.1f} x), {told}"
+        f"{path}: off {single_rate:.0f}/s, on {merged_rate:.0f}/s ({merged_rate / single_rate:.1f} x), "
+        f"auto {auto_rate:.0f}/s ({auto_rate / single_rate:.1f} x), {targets}"
     )
-    assert merged >= least * single
-    assert found >= 0.85 * least * single
+    assert merged_rate >= min_gain * single_rate
+    assert auto_rate >= 0.85 * min_gain * single_rate
 
 
-def test_auto_costs_next_to_nothing_where_merging_does_not_pay(stage: Stage) -> None:
-    """A server that runs 64 calls at once, and takes as long for each item of one."""
+def test_auto_mode_costs_little_if_merging_has_no_gain(stage: Stage) -> None:
+    """The server runs 64 calls at once, and the duration of a call is proportional to its items."""
     with ExitStack() as stack:
-        url = stack.enter_context(list_server(call_s=0, item_s=0.05, workers=64)).url
-        one = ready(stage, url, [{"paths": [EMBEDDINGS], "max_size": 32}])
-        rate(stage, EMBEDDINGS, 500)
-        single = rate(stage, EMBEDDINGS, 20_000)
-        turn(one, "auto")
-        found = rate(stage, EMBEDDINGS, 20_000)
-        (told,) = one.status()["batching"]
-    print(f"off {single:.0f}/s, auto {found:.0f}/s ({found / single:.3f} x), {told}")
-    assert told["size"] == 1
-    assert found >= 0.95 * single
+        url = stack.enter_context(run_list_server(call_s=0, item_s=0.05, workers=64)).url
+        dispatcher = start_dispatcher(stage, url, [{"paths": [EMBEDDINGS], "max_size": 32}])
+        measure_rate(stage, EMBEDDINGS, 500)
+        single_rate = measure_rate(stage, EMBEDDINGS, 20_000)
+        set_mode(dispatcher, "auto")
+        auto_rate = measure_rate(stage, EMBEDDINGS, 20_000)
+        (target,) = dispatcher.status()["batching"]
+    print(f"off {single_rate:.0f}/s, auto {auto_rate:.0f}/s ({auto_rate / single_rate:.3f} x), {target}")
+    assert target["size"] == 1
+    assert auto_rate >= 0.95 * single_rate

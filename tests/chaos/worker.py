@@ -1,10 +1,10 @@
-"""A dispatcher with the gateway left out: claims, "answers" after a moment, settles. Made to be killed.
+"""Minimal dispatcher without a gateway, for tests that kill it: claims, waits, and settles with an answer.
 
-    python -m tests.chaos.worker URL OWNER LEASE_S SLOTS WORK_MIN_S WORK_MAX_S
+python -m tests.chaos.worker URL OWNER LEASE_S SLOTS WORK_MIN_S WORK_MAX_S
 
-It behaves towards the queue as the real one does: claims again with the nonce whose reply it did not get,
-renews what it holds, drops what it lost, keeps answers while the queue is away. Prints a line when it first
-holds work, and one for each lease that was no longer its own when it wanted to write.
+It uses the queue like the real dispatcher: it repeats a claim with the same nonce if it got no reply, renews
+its leases, drops lost ones, and keeps answers during an outage. It prints `working` when it has claimed
+requests, and `lost` for each lease that it has lost before it could write the result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dispatcher.queue.redis.owner import RedisQueue
 NAMES = QueueNames("chaos:{pool}:requests", "chaos:{pool}:results")
 LIMIT = 64
 MAX_LOSSES = 5
-_AWAY_S = 0.05
+_RETRY_S = 0.05
 
 
-def answer_to(request_id: str) -> str:
-    """The one right answer: nobody else's will do."""
+def make_answer(request_id: str) -> str:
+    """Return the only correct answer to a request."""
     return f"answer to {request_id}"
 
 
@@ -41,39 +41,39 @@ class Worker:
         self._lease_s = lease_s
         self._slots = slots
         self._work_s = work_s
-        self._held: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
-        self._lost = 0
-        self._freed = asyncio.Event()
+        self._in_flight: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._lost_units = 0
+        self._slot_freed = asyncio.Event()
 
-    async def run_batch(self) -> None:
+    async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._every(self._lease_s / 5, self._renew))
-            tasks.create_task(self._every(min(1.0, self._lease_s / 5), self._sweep))
-            await self._claim_for_ever(tasks)
+            tasks.create_task(self._run_every(self._lease_s / 5, self._renew))
+            tasks.create_task(self._run_every(min(1.0, self._lease_s / 5), self._sweep))
+            await self._claim_repeatedly(tasks)
 
-    async def _claim_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+    async def _claim_repeatedly(self, tasks: asyncio.TaskGroup) -> None:
         nonce = uuid.uuid4().hex
         while True:
-            self._freed.clear()
-            held = Counter(lease.lane for lease, _ in self._held.values())
-            lanes = {lane: 1 - held[lane] for lane in Lane}
-            permit = Permit(LIMIT, asyncio.get_running_loop().time(), self._lost)
+            self._slot_freed.clear()
+            count_by_lane = Counter(lease.lane for lease, _ in self._in_flight.values())
+            lanes = {lane: 1 - count_by_lane[lane] for lane in Lane}
+            permit = Permit(LIMIT, asyncio.get_running_loop().time(), self._lost_units)
             try:
                 claimed = await self._queue.claim(
-                    self._slots - len(self._held), nonce, permit, max_per_lane=lanes
+                    self._slots - len(self._in_flight), nonce, permit, max_per_lane=lanes
                 )
             except QueueUnavailableError:
-                await asyncio.sleep(_AWAY_S)
+                await asyncio.sleep(_RETRY_S)
                 continue
             nonce = uuid.uuid4().hex
-            self._lost = claimed.lease_counts.lost_units
+            self._lost_units = claimed.lease_counts.lost_units
             for lease in claimed.leases:
-                self._held[lease.token] = lease, tasks.create_task(self._answer(lease))
+                self._in_flight[lease.token] = lease, tasks.create_task(self._answer(lease))
             if claimed.leases:
                 print("working", flush=True)
             try:
                 async with asyncio.timeout(0.05):
-                    await self._freed.wait()
+                    await self._slot_freed.wait()
             except TimeoutError:
                 continue
 
@@ -83,29 +83,31 @@ class Worker:
             await asyncio.sleep(random.uniform(*self._work_s))
             await self._write(lease, request_id)
         finally:
-            self._held.pop(lease.token, None)
-            self._freed.set()
+            self._in_flight.pop(lease.token, None)
+            self._slot_freed.set()
 
     async def _write(self, lease: Lease, request_id: str) -> None:
-        result = json.dumps({"id": request_id, "status_code": 200, "payload": answer_to(request_id)}).encode()
+        result = json.dumps(
+            {"id": request_id, "status_code": 200, "payload": make_answer(request_id)}
+        ).encode()
         while True:
             try:
                 if lease.deaths_as_suspect > MAX_LOSSES:
                     result = encode_failure(request_id, ErrorCode.DELIVERIES_EXHAUSTED, "its owners died")
-                    burial = DeadLetter(Settlement(lease, result, "", request_id), "its owners died")
-                    [said] = await self._queue.move_to_dead_letters([burial])
+                    dead_letter = DeadLetter(Settlement(lease, result, "", request_id), "its owners died")
+                    [status] = await self._queue.move_to_dead_letters([dead_letter])
                 else:
-                    [said] = await self._queue.settle([Settlement(lease, result, "", request_id)])
+                    [status] = await self._queue.settle([Settlement(lease, result, "", request_id)])
             except QueueUnavailableError:
-                await asyncio.sleep(_AWAY_S)
+                await asyncio.sleep(_RETRY_S)
                 continue
-            if said is SettleStatus.LOST:
+            if status is SettleStatus.LOST:
                 print("lost", flush=True)
             return
 
     async def _renew(self) -> None:
-        renewed = await self._queue.renew([lease for lease, _ in self._held.values()])
-        for lease, task in list(self._held.values()):
+        renewed = await self._queue.renew([lease for lease, _ in self._in_flight.values()])
+        for lease, task in list(self._in_flight.values()):
             if lease.entry_id in renewed.lost_entry_ids:
                 print("lost", flush=True)
                 task.cancel()
@@ -114,12 +116,12 @@ class Worker:
         await self._queue.sweep()
 
     @staticmethod
-    async def _every(seconds: float, step: Callable[[], Awaitable[None]]) -> None:
+    async def _run_every(seconds: float, action: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                await step()
+                await action()
             except QueueUnavailableError:
-                await asyncio.sleep(_AWAY_S)
+                await asyncio.sleep(_RETRY_S)
             await asyncio.sleep(seconds)
 
 
@@ -127,7 +129,7 @@ async def main(url: str, owner: str, lease_s: float, slots: int, *work_s: float)
     queue = RedisQueue(
         connect(url, connect_timeout_s=0.5), NAMES, owner, lease_s=lease_s, attempt_timeout_s=1.0
     )
-    await Worker(queue, lease_s, slots, (work_s[0], work_s[1])).run_batch()
+    await Worker(queue, lease_s, slots, (work_s[0], work_s[1])).run()
 
 
 def run() -> None:

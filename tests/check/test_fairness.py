@@ -1,4 +1,4 @@
-"""`check` where CPU is short: what is well is said to be well, and no peer is blamed for us."""
+"""`check` with too little CPU: healthy parts pass, and no peer is blamed for a slow event loop."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from dispatcher.check.connections import run_probes
 from dispatcher.check.finding import Finding, SlowFinding
 from dispatcher.lab.simulation.virtual_loop import VirtualLoop, run_in_virtual_time
 from tests.queue.servers import server
-from tests.support import running
+from tests.support import running_process
 from tests.telemetry.throttle import cpu_limit
 
-LATE = Finding("failed", "queue.url", "Redis did not answer in time")
+TIMED_OUT = Finding("failed", "queue.url", "Redis did not answer in time")
 
 
-async def answer_after_stalls(stalls: int, of_s: float, late: Finding = LATE) -> list[Finding]:
-    """A peer that answers in no time, asked by a loop that stands still during the first tries."""
-    told: list[Finding] = []
-    tries = 0
+async def probe_after_stalls(
+    stall_count: int, stall_s: float, timeout_finding: Finding = TIMED_OUT
+) -> list[Finding]:
+    """Run a probe of a peer that answers at once, in an event loop that stalls during the first attempts."""
+    findings: list[Finding] = []
+    attempts = 0
 
     async def probe() -> list[Finding]:
-        nonlocal tries
-        tries += 1
+        nonlocal attempts
+        attempts += 1
         try:
-            async with asyncio.timeout(of_s / 2):
-                if tries <= stalls:
-                    time.sleep(of_s)  # noqa: ASYNC251 - this is the stall
+            async with asyncio.timeout(stall_s / 2):
+                if attempts <= stall_count:
+                    time.sleep(stall_s)  # noqa: ASYNC251 - stalls the event loop
                 await asyncio.sleep(0.001)
         except TimeoutError:
-            return [late]
+            return [timeout_finding]
         return [Finding("ok", "queue.url", "Redis answers")]
 
-    await run_probes({"queue.url": probe}, told.append)
-    assert tries == min(stalls + 1, 2)
-    return told
+    await run_probes({"queue.url": probe}, findings.append)
+    assert attempts == min(stall_count + 1, 2)
+    return findings
 
 
-async def test_probe_that_failed_while_our_loop_stood_still_is_tried_again() -> None:
-    assert await answer_after_stalls(1, 0.4) == [Finding("ok", "queue.url", "Redis answers")]
+async def test_probe_that_failed_while_the_event_loop_stalled_is_repeated() -> None:
+    assert await probe_after_stalls(1, 0.4) == [Finding("ok", "queue.url", "Redis answers")]
 
 
-async def test_peer_is_not_blamed_for_a_loop_that_stands_still() -> None:
-    [finding] = await answer_after_stalls(2, 0.4)
+async def test_peer_is_not_blamed_for_a_stalled_event_loop() -> None:
+    [finding] = await probe_after_stalls(2, 0.4)
     assert finding.level == "failed"
     assert finding.what.startswith(
         "not known (Redis did not answer in time): this process gets too little CPU"
@@ -58,59 +60,61 @@ async def test_peer_is_not_blamed_for_a_loop_that_stands_still() -> None:
     assert "raise i" in finding.what
 
 
-async def test_a_refused_connection_is_one_however_late_our_loop_is() -> None:
+async def test_refused_connection_is_reported_even_if_the_event_loop_stalls() -> None:
     refused = Finding("failed", "queue.url", "127.0.0.1:1: connection refused", is_certain=True)
-    tries, told = 0, list[Finding]()
+    attempts, findings = 0, list[Finding]()
 
     async def probe() -> list[Finding]:
-        nonlocal tries
-        tries += 1
-        time.sleep(0.4)  # noqa: ASYNC251 - the stall
+        nonlocal attempts
+        attempts += 1
+        time.sleep(0.4)  # noqa: ASYNC251 - stalls the event loop
         await asyncio.sleep(0.001)
         return [refused]
 
-    await run_probes({"queue.url": probe}, told.append)
-    assert (tries, told) == (1, [refused])
+    await run_probes({"queue.url": probe}, findings.append)
+    assert (attempts, findings) == (1, [refused])
 
 
-async def test_nor_is_a_gateway_that_only_seems_slow() -> None:
+async def test_gateway_is_not_called_slow_if_the_event_loop_stalled() -> None:
     slow = SlowFinding("warning", "gateway.url", "not answered within 3 s")
-    assert await answer_after_stalls(1, 0.4, slow) == [Finding("ok", "queue.url", "Redis answers")]
-    [finding] = await answer_after_stalls(2, 0.4, slow)
-    assert finding.level == "warning", "the connection was there"
+    assert await probe_after_stalls(1, 0.4, slow) == [Finding("ok", "queue.url", "Redis answers")]
+    [finding] = await probe_after_stalls(2, 0.4, slow)
+    assert finding.level == "warning", "the connection was accepted"
     assert finding.what.startswith("not known (not answered within 3 s): this process gets too little CPU")
 
 
-@pytest.mark.parametrize("late_s", [0.0, 0.1])
-def test_peer_that_fails_while_our_loop_keeps_pace_is_asked_once(late_s: float) -> None:
-    """Or is behind by less than makes anything late, however short the probe was. In virtual time: a busy
-    machine would hold up this loop, too."""
-    tries, told = 0, list[Finding]()
+@pytest.mark.parametrize("lag_s", [0.0, 0.1])
+def test_probe_that_failed_without_a_stall_is_not_repeated(lag_s: float) -> None:
+    """A small lag of the event loop does not count.
+
+    The test runs in virtual time, because a busy machine would stall a real event loop.
+    """
+    attempts, findings = 0, list[Finding]()
 
     async def probe() -> list[Finding]:
-        nonlocal tries
-        tries += 1
+        nonlocal attempts
+        attempts += 1
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        loop.stall_loop(late_s)
+        loop.stall_loop(lag_s)
         return [Finding("failed", "queue.url", "connection refused")]
 
-    run_in_virtual_time(run_probes({"queue.url": probe}, told.append))
-    assert (tries, [finding.what for finding in told]) == (1, ["connection refused"])
+    run_in_virtual_time(run_probes({"queue.url": probe}, findings.append))
+    assert (attempts, [finding.what for finding in findings]) == (1, ["connection refused"])
 
 
-@pytest.mark.parametrize(("cores", "times"), [(0.1, 1), (0.25, 2)])
+@pytest.mark.parametrize(("cores", "repetitions"), [(0.1, 1), (0.25, 2)])
 def test_strict_check_of_healthy_parts_passes_under_a_cpu_limit(
-    tmp_path: Path, cores: float, times: int
+    tmp_path: Path, cores: float, repetitions: int
 ) -> None:
-    world_of = [sys.executable, "-m", "dispatcher.lab.standin", "--slots=32"]
+    standin_command = [sys.executable, "-m", "dispatcher.lab.standin", "--slots=32"]
     with (
         server("redis", tmp_path / "redis", "--appendonly", "yes") as queue,
-        running(*world_of, stdout=subprocess.PIPE) as world,
+        running_process(*standin_command, stdout=subprocess.PIPE) as standin,
         cpu_limit(cores) as limit,
     ):
-        assert world.stdout is not None
-        urls = json.loads(world.stdout.readline())
+        assert standin.stdout is not None
+        urls = json.loads(standin.stdout.readline())
         settings = {
             "gateway": {"url": urls["gateway"], "objective": "batch"},
             "queue": {"url": queue.url},
@@ -120,17 +124,17 @@ def test_strict_check_of_healthy_parts_passes_under_a_cpu_limit(
         }
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "dispatcher", "check", "--strict", "--config"]
-        for _ in range(times):
-            with (tmp_path / "told").open("wb") as told:
-                check = running(
+        for _ in range(repetitions):
+            with (tmp_path / "output").open("wb") as output:
+                check = running_process(
                     *command,
                     tmp_path / "config.yaml",
-                    stdout=told,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "HOME": str(tmp_path)},
                 )
                 with check as process:
-                    limit.hold(process.pid)
+                    limit.limit_process(process.pid)
                     code = process.wait(60)
-            text = (tmp_path / "told").read_text()
+            text = (tmp_path / "output").read_text()
             assert (code, [line for line in text.splitlines() if line.startswith("failed")]) == (0, []), text

@@ -1,4 +1,4 @@
-"""What a configuration allows, though it is seldom meant."""
+"""Doubts about a valid configuration: settings that have no effect, or are seldom intended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 from dispatcher.check.settings import find_doubts, report_derived_settings
 from dispatcher.settings import Settings, parse_settings
 
-QUIET = "gateway: {url: http://gw, objective: batch, allowed_paths: [/v1/*, /models/*:predict]}\n"
+WITHOUT_DOUBTS = "gateway: {url: http://gw, objective: batch, allowed_paths: [/v1/*, /models/*:predict]}\n"
 
 
-def told(text: str) -> list[str]:
-    settings = parse_settings(QUIET + text, {})
+def list_doubts(text: str) -> list[str]:
+    settings = parse_settings(WITHOUT_DOUBTS + text, {})
     assert isinstance(settings, Settings), settings
     assert all(finding.level == "warning" for finding in find_doubts(settings))
     return [f"{finding.where}: {finding.what}" for finding in find_doubts(settings)]
@@ -28,68 +28,71 @@ def told(text: str) -> list[str]:
         "batching: {rules: [{paths: [/v1/embeddings, /v1/embeddings]}]}",
     ],
 )
-def test_rules_of_batching_that_can_count_are_no_doubt(text: str) -> None:
-    assert told(text) == []
+def test_effective_batching_rules_are_not_doubtful(text: str) -> None:
+    assert list_doubts(text) == []
 
 
 @pytest.mark.parametrize(
-    ("signals", "doubted"),
+    ("signals", "is_doubtful"),
     [
         ("{}", True),
         ("{vllm: {urls: ['http://a']}}", False),
         ("{source: fixed}", False),
     ],
 )
-def test_a_missing_objective_is_a_doubt_only_in_an_inference_pool(signals: str, *, doubted: bool) -> None:
+def test_missing_objective_is_doubtful_only_in_an_inference_pool(signals: str, *, is_doubtful: bool) -> None:
     text = f"gateway: {{url: http://gw}}\nbudget: {{max_in_flight: 4}}\nsignals: {signals}\n"
     settings = parse_settings(text, {})
     assert isinstance(settings, Settings)
-    assert [finding.where for finding in find_doubts(settings)] == ["gateway.objective"] * doubted
+    assert [finding.where for finding in find_doubts(settings)] == ["gateway.objective"] * is_doubtful
 
 
-def test_a_path_that_is_not_allowed_is_told_and_one_that_an_earlier_rule_has() -> None:
+def test_batching_paths_without_effect_are_doubtful() -> None:
     first = "{paths: [/other/rerank, /v1/rerank]}"
     rules = f"[{first}, {{paths: ['/v1/*'], shape: predict}}, {{paths: [/v1/embeddings]}}]"
-    nowhere = "no request may go there: gateway.allowed_paths does not have it"
-    assert told(f"batching: {{rules: {rules}}}") == [
-        f"batching.rules[0].paths: /other/rerank: {nowhere}",
-        "batching.rules[2].paths: /v1/embeddings: never asked, for batching.rules[1] has it already",
+    not_allowed = "has no effect, because gateway.allowed_paths does not allow it"
+    assert list_doubts(f"batching: {{rules: {rules}}}") == [
+        f"batching.rules[0].paths: /other/rerank: {not_allowed}",
+        "batching.rules[2].paths: /v1/embeddings: has no effect, because batching.rules[1] matches it first",
     ]
 
 
-def test_the_gateways_own_path_is_allowed() -> None:
+def test_default_path_of_the_gateway_is_not_doubtful() -> None:
     text = "gateway: {url: http://gw, objective: b, path: /my/embeddings, allowed_paths: []}\n"
     settings = parse_settings(text + "batching: {rules: [{paths: [/my/embeddings]}]}", {})
     assert isinstance(settings, Settings)
     assert list(find_doubts(settings)) == []
 
 
-def test_the_default_rule_is_no_doubt_where_only_other_paths_are_allowed() -> None:
+def test_default_batching_rule_is_not_doubtful_if_its_path_is_not_allowed() -> None:
     settings = parse_settings("gateway: {url: http://gw, objective: b, allowed_paths: [/v1/completions]}", {})
     assert isinstance(settings, Settings)
     assert list(find_doubts(settings)) == []
 
 
-MATCH = "name: q, match: 'q-(?P<version>.+)'"
+MATCH = "name: q, match: 'q-{version}'"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             f"models: [{{name: a}}, {{{MATCH}, weights: {{v3: 0.05}}}}]",
-            "models[1].weights: the policy latest opens one version, which gets all",
+            "models[1].weights: have no effect, because the policy latest uses one version",
         ),
         (
             f"models: [{{{MATCH}, policy: {{label: stable}}, labels: {{old: '1'}}}}]",
-            "models[0].policy: the label 'stable' is not among its labels: none is open until a verb sets it",
+            "models[0].policy: the label 'stable' is not in labels: no version is used until",
         ),
-        ("serving: {subset_header: x-a}", "serving.subset_header: is sent with no request"),
+        (
+            "serving: {subset_header: x-a}",
+            "serving.subset_header: has no effect, because no model has a warm-up",
+        ),
     ],
 )
-def test_what_is_said_of_versions_in_vain_is_told(text: str, said: str) -> None:
-    (found,) = told(text)
-    assert found.startswith(said)
+def test_version_settings_without_effect_are_doubtful(text: str, message: str) -> None:
+    (doubt,) = list_doubts(text)
+    assert doubt.startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +103,22 @@ def test_what_is_said_of_versions_in_vain_is_told(text: str, said: str) -> None:
         "serving: {subset_header: x-a}\nmodels: [{name: a, warmup: a.jsonl}]",
     ],
 )
-def test_what_is_said_of_versions_is_no_doubt_where_it_counts(text: str) -> None:
-    assert told(text) == []
+def test_effective_version_settings_are_not_doubtful(text: str) -> None:
+    assert list_doubts(text) == []
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("models: [{name: m}]", ["ok: serving.urls: names none, so the 2 model servers are asked that"]),
+        ("models: [{name: m}]", ["ok: serving.urls: not set, so the 2 model servers of"]),
         ("", []),
         ("models: [{name: m}]\nserving: {urls: ['http://c']}", []),
         ("models: [{name: m}]\nserving: {observe: gateway}", []),
     ],
 )
-def test_whose_servers_are_asked_for_their_models_is_told(text: str, said: list[str]) -> None:
-    settings = parse_settings(f"{QUIET}signals: {{vllm: {{urls: ['http://a', 'http://b']}}}}\n{text}", {})
+def test_model_servers_derived_from_the_signals_are_reported(text: str, message: list[str]) -> None:
+    settings = parse_settings(
+        f"{WITHOUT_DOUBTS}signals: {{vllm: {{urls: ['http://a', 'http://b']}}}}\n{text}", {}
+    )
     assert isinstance(settings, Settings), settings
-    assert [str(each).partition(" signals")[0] for each in report_derived_settings(settings)] == said
+    assert [str(each).partition(" signals")[0] for each in report_derived_settings(settings)] == message

@@ -1,4 +1,4 @@
-"""`check`: what is in effect on stdout, what is wrong on stderr, and the exit code says which of both."""
+"""`check` prints the effective settings to stdout and problems to stderr, and sets the exit code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.floors import beside, cpu_of, of_children
+from tests.cost_comparison import compare_costs, get_children_cpu_s, measure_cpu_s
+from tests.fork_server import run_cli
 from tests.support import free_port
-from tests.warm import warm_run
 
 COMMAND = [sys.executable, "-m", "dispatcher"]
 
 
-def bare(**environ: str) -> dict[str, str]:
+def make_environ(**environ: str) -> dict[str, str]:
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")
     }
@@ -25,14 +25,14 @@ def bare(**environ: str) -> dict[str, str]:
 
 
 def run(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    return warm_run(*arguments, env=bare(**environ))
+    return run_cli(*arguments, env=make_environ(**environ))
 
 
 def run_cold(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """By an interpreter of its own: where it matters what it imports, or what a start costs."""
+    """Run the command in a new interpreter, for tests of its imports and its start time."""
     command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env=bare(**environ)
+        command, capture_output=True, text=True, check=False, timeout=60, env=make_environ(**environ)
     )
 
 
@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_right_configuration_is_printed_with_its_defaults_marked(config: Path) -> None:
+def test_valid_configuration_is_printed_with_defaults_marked(config: Path) -> None:
     given = {"BATCH_DISPATCHER__BUDGET__RESERVE": "0.2"}
     done = run("check", "--offline", "--all", "--config", config, **given)
     assert (done.returncode, done.stderr) == (0, "")
@@ -68,14 +68,14 @@ def test_right_configuration_is_printed_with_its_defaults_marked(config: Path) -
 
 
 @pytest.mark.parametrize("verb", ["check", "run"])
-def test_a_configuration_that_is_a_pipe_is_refused(tmp_path: Path, verb: str) -> None:
+def test_configuration_that_is_a_pipe_is_refused(tmp_path: Path, verb: str) -> None:
     os.mkfifo(tmp_path / "config.yaml")
     done = run(verb, "--config", tmp_path / "config.yaml")
     assert done.returncode == 2
     assert "config.yaml: cannot be read: it is not a regular file, but a pipe" in done.stderr
 
 
-def test_wrong_configuration_exits_2_with_every_problem(config: Path) -> None:
+def test_invalid_configuration_exits_with_2_and_lists_every_problem(config: Path) -> None:
     config.write_text("gateway: {url: http://gw}\nbudget: {reserv: 0.1}\nlog: {level: x}\n")
     done = run("check", "--config", config)
     assert (done.returncode, done.stdout) == (2, "")
@@ -85,13 +85,13 @@ def test_wrong_configuration_exits_2_with_every_problem(config: Path) -> None:
     ]
 
 
-def test_missing_file_exits_2(tmp_path: Path) -> None:
+def test_missing_file_exits_with_2(tmp_path: Path) -> None:
     done = run("check", "--config", tmp_path / "none.yaml")
     assert done.returncode == 2
     assert done.stderr == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory\n"
 
 
-def test_json_carries_settings_defaults_and_findings(config: Path) -> None:
+def test_json_contains_settings_defaults_and_findings(config: Path) -> None:
     done = run("check", "--offline", "--config", config, "--json")
     answer = json.loads(done.stdout)
     assert done.returncode == 0
@@ -101,7 +101,7 @@ def test_json_carries_settings_defaults_and_findings(config: Path) -> None:
     assert "gateway.url" not in answer["defaults"]
 
 
-def test_json_carries_problems_with_their_places(config: Path) -> None:
+def test_json_contains_problems_with_their_places(config: Path) -> None:
     config.write_text("gateway: {url: http://gw}\nbudget: {reserv: 0.1}\n")
     done = run("check", "--config", config, "--json")
     assert done.returncode == 2
@@ -110,7 +110,7 @@ def test_json_carries_problems_with_their_places(config: Path) -> None:
     assert json.loads(done.stdout) == {"ok": False, "problems": [problem]}
 
 
-def test_file_that_the_configuration_names_must_be_there(config: Path, tmp_path: Path) -> None:
+def test_file_named_in_the_configuration_must_exist(config: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     missing = run("check", "--offline", "--config", config, BATCH_DISPATCHER__GATEWAY__TOKEN_FILE=str(token))
     assert missing.returncode == 1
@@ -122,7 +122,7 @@ def test_file_that_the_configuration_names_must_be_there(config: Path, tmp_path:
     assert "sesame" not in there.stdout
 
 
-def test_warmup_files_must_be_there_and_right(config: Path, tmp_path: Path) -> None:
+def test_warmup_files_must_exist_and_be_valid(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "warm.jsonl"
     config.write_text("gateway: {url: http://gw}\nmodels: [{name: qwen, warmup: warm.jsonl}]\n")
     missing = run("check", "--offline", "--config", config)
@@ -139,7 +139,7 @@ def test_warmup_files_must_be_there_and_right(config: Path, tmp_path: Path) -> N
     assert "sesame" not in wrong.stderr + there.stdout
 
 
-def test_doubtful_settings_are_warned_of_but_do_not_fail(config: Path) -> None:
+def test_doubtful_settings_are_warnings_and_not_failures(config: Path) -> None:
     done = run(
         "check",
         "--offline",
@@ -162,11 +162,11 @@ def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).returncode == 2
 
 
-def test_mistyped_verb_is_told_the_nearest() -> None:
+def test_mistyped_verb_gets_the_most_similar_suggestion() -> None:
     assert "Did you mean 'check'?" in run("chek").stderr
 
 
-def test_version_is_the_packages() -> None:
+def test_version_is_the_version_of_the_package() -> None:
     from dispatcher import __version__
 
     assert run("version").stdout.startswith(f"batch-dispatcher {__version__} ")
@@ -175,7 +175,7 @@ def test_version_is_the_packages() -> None:
 
 @pytest.fixture
 def nobody_there(config: Path) -> Path:
-    """A configuration whose addresses all refuse connections."""
+    """Return a configuration whose addresses all refuse connections."""
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(3)]
     config.write_text(
         f"gateway: {{url: 'http://{addresses[0]}'}}\nqueue: {{url: 'redis://{addresses[1]}'}}\n"
@@ -184,8 +184,8 @@ def nobody_there(config: Path) -> Path:
     return config
 
 
-def test_checking_imports_no_client_library_for_nobody(nobody_there: Path) -> None:
-    """They take seconds to import together; neither validation nor a refused connection needs any."""
+def test_check_imports_no_client_library_if_every_connection_is_refused(nobody_there: Path) -> None:
+    """Client libraries take seconds to import; validation and refused connections need none of them."""
     code = (
         "import sys; from dispatcher.cli import app;"
         f"app(['check', '--config', {str(nobody_there)!r}], standalone_mode=False);"
@@ -213,8 +213,8 @@ def test_checking_imports_no_client_library_for_nobody(nobody_there: Path) -> No
     assert heavy & set(done.stderr.split()) == set()
 
 
-async def test_check_costs_little_more_than_python_and_the_libraries_of_any_verb(nobody_there: Path) -> None:
-    """0.36 s on an idle machine, of which those take 0.3: it waits for nothing, and loads no client."""
+async def test_check_costs_little_more_than_starting_python_with_its_libraries(nobody_there: Path) -> None:
+    """It takes 0.36 s on an idle machine, of which the libraries take 0.3 s."""
 
     def check() -> None:
         assert run_cold("check", "--config", nobody_there, HOME=str(nobody_there.parent)).returncode == 0
@@ -222,12 +222,14 @@ async def test_check_costs_little_more_than_python_and_the_libraries_of_any_verb
     def libraries() -> None:
         subprocess.run([sys.executable, "-c", "import asyncio, pydantic_settings, typer, yaml"], check=True)
 
-    found = await beside(cpu_of(check, of_children), cpu_of(libraries, of_children), pairs=5)
+    found = await compare_costs(
+        measure_cpu_s(check, get_children_cpu_s), measure_cpu_s(libraries, get_children_cpu_s), pairs=5
+    )
     assert found.ratio <= 1.7, found
 
 
 @pytest.mark.parametrize("verb", [["check", "--offline"], ["run"]], ids=["check", "run"])
-def test_tracing_without_its_extra_says_what_to_install(
+def test_tracing_without_its_extra_names_the_extra_to_install(
     config: Path, tmp_path: Path, verb: list[str]
 ) -> None:
     (tmp_path / "opentelemetry.py").write_text("raise ImportError('not here')\n")
@@ -241,7 +243,7 @@ def test_tracing_without_its_extra_says_what_to_install(
 
 @pytest.fixture
 def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Outside any cluster."""
+    """Return a configuration with unreachable addresses, outside any cluster."""
     for name in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -253,23 +255,23 @@ def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return config
 
 
-def test_failed_connection_fails_the_check_only_where_it_is_strict(unreachable: Path) -> None:
-    told = warm_run("check", "--config", unreachable, "--all")
-    assert told.returncode == 0
-    assert told.stderr.count("failed: ") == 3
-    assert told.stdout.splitlines()[-1] == "3 failed (exit code 0 all the same; with --strict: 1)"
-    assert "  lease_s: 30  # default" in told.stdout
-    assert warm_run("check", "--config", unreachable, "--strict").returncode == 1
+def test_failed_connection_fails_only_a_strict_check(unreachable: Path) -> None:
+    printed_text = run_cli("check", "--config", unreachable, "--all")
+    assert printed_text.returncode == 0
+    assert printed_text.stderr.count("failed: ") == 3
+    assert printed_text.stdout.splitlines()[-1] == "3 failed (exit code 0 all the same; with --strict: 1)"
+    assert "  lease_s: 30  # default" in printed_text.stdout
+    assert run_cli("check", "--config", unreachable, "--strict").returncode == 1
 
 
 @pytest.mark.parametrize("flag", ["--offline", "--no-connect"])
-def test_offline_tries_nothing(unreachable: Path, flag: str) -> None:
-    told = warm_run("check", "--config", unreachable, flag, "--strict")
-    assert (told.returncode, told.stderr) == (0, "")
+def test_offline_check_opens_no_connection(unreachable: Path, flag: str) -> None:
+    printed_text = run_cli("check", "--config", unreachable, flag, "--strict")
+    assert (printed_text.returncode, printed_text.stderr) == (0, "")
 
 
-def test_json_holds_what_was_found(unreachable: Path) -> None:
-    done = warm_run("check", "--config", unreachable, "--strict", "--json")
+def test_json_contains_findings_of_connections(unreachable: Path) -> None:
+    done = run_cli("check", "--config", unreachable, "--strict", "--json")
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["ok"], answer["problems"]) == (1, False, [])
     assert [finding["where"] for finding in answer["findings"] if finding["level"] == "failed"] == [

@@ -1,4 +1,4 @@
-"""Completion, as the shells themselves do it."""
+"""Completion in real shells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from dispatcher.cli import SUMMARIES, VERBS, app
-from tests.warm import warm_run
+from tests.fork_server import run_cli
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +27,17 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("completion")
     made = {}
     for shell in ("bash", "zsh", "fish"):
-        told = warm_run("completion", shell)
-        assert told.returncode == 0, told.stderr
+        output = run_cli("completion", shell)
+        assert output.returncode == 0, output.stderr
         made[shell] = folder / f"completion.{shell}"
-        made[shell].write_text(told.stdout)
+        made[shell].write_text(output.stdout)
     return made
 
 
-def test_without_a_shell_it_says_which_there_are_in_a_line() -> None:
-    told = warm_run("completion")
-    assert (told.returncode, told.stdout) == (2, "")
-    assert told.stderr == "say for which shell: batch-dispatcher completion bash|zsh|fish\n"
+def test_completion_without_a_shell_lists_the_shells() -> None:
+    output = run_cli("completion")
+    assert (output.returncode, output.stdout) == (2, "")
+    assert output.stderr == "say for which shell: batch-dispatcher completion bash|zsh|fish\n"
 
 
 def bash(script: Path, line: str, folder: Path) -> set[str]:
@@ -47,7 +47,7 @@ def bash(script: Path, line: str, folder: Path) -> set[str]:
             f"source {script}",
             f"COMP_WORDS=({' '.join(words[:-1])} '{words[-1]}')",
             f"COMP_CWORD={len(words) - 1}",
-            "compopt() { :; }",  # only while readline completes
+            "compopt() { :; }",  # defined only during completion by readline
             "_batch_dispatcher",
             'printf "%s\\n" "${COMPREPLY[@]}"',
         ]
@@ -70,33 +70,33 @@ def fish(script: Path, line: str, folder: Path) -> set[str]:
 
 
 def zsh(script: Path, line: str, folder: Path) -> set[str]:
-    """In a terminal, for it completes nowhere else: what the line has become, or what is listed."""
+    """Return the completed line, or the list of candidates. zsh completes only in a terminal."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
         os.execvpe(
             "zsh", ["zsh", "-f", "-i"], {"PATH": os.environ["PATH"], "TERM": "dumb", "HOME": str(folder)}
         )
-    told = b""
+    output = b""
 
-    def until(mark: bytes) -> None:
-        nonlocal told
+    def read_until(mark: bytes) -> None:
+        nonlocal output
         end = time.monotonic() + 30
-        while mark not in told:
-            assert time.monotonic() < end, told
+        while mark not in output:
+            assert time.monotonic() < end, output
             if select.select([terminal], [], [], 0.2)[0]:
-                told += os.read(terminal, 65536)
+                output += os.read(terminal, 65536)
 
     begin = "unsetopt zle_bracketed_paste; PS1='<''p>'; LISTMAX=1000; autoload -U compinit; compinit -u -D"
     show = 'show() { print -r -- "<<$BUFFER>>" }; zle -N show; bindkey ^T show'
     try:
         os.write(terminal, f"{begin}; {show}; source {script}; print re''ady\n".encode())
-        until(b"ready\r\n")
-        until(b"<p>")
-        told = b""
+        read_until(b"ready\r\n")
+        read_until(b"<p>")
+        output = b""
         os.write(terminal, f"{line}\t\x14".encode())
-        until(b">>")
-        return {each.decode() for each in re.findall(rb"[\w./-]+", told)}
+        read_until(b">>")
+        return {each.decode() for each in re.findall(rb"[\w./-]+", output)}
     finally:
         os.close(terminal)
         os.waitpid(pid, 0)
@@ -106,7 +106,7 @@ SHELLS = {"bash": bash, "fish": fish, "zsh": zsh}
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_verbs_options_choices_and_files(
+def test_shell_completes_verbs_options_choices_and_files(
     shell: str, scripts: dict[str, Path], tmp_path: Path
 ) -> None:
     if shutil.which(shell) is None:
@@ -124,7 +124,7 @@ def test_a_shell_completes_verbs_options_choices_and_files(
         assert not_expected not in found, (line, found)
 
 
-def test_a_shell_starts_no_python_to_complete(scripts: dict[str, Path]) -> None:
+def test_shell_completes_without_starting_python(scripts: dict[str, Path]) -> None:
     for script in scripts.values():
         assert not re.search(r"\$\(\s*batch-dispatcher|\(batch-dispatcher", script.read_text())
 
@@ -144,7 +144,7 @@ def verbs() -> list[tuple[str, ...]]:
     return found
 
 
-def test_each_example_of_a_help_is_right_usage() -> None:
+def test_each_example_in_a_help_text_is_valid_usage() -> None:
     shown = 0
     for names in verbs():
         for example in re.findall(r"batch-dispatcher ([^|&)>#\n]*)", command(*names).epilog or ""):
@@ -157,30 +157,32 @@ def test_each_example_of_a_help_is_right_usage() -> None:
 
 def test_help_fits_a_terminal_of_80_columns() -> None:
     for names in verbs():
-        told = CliRunner().invoke(app, ["help", *names], env={"COLUMNS": "80"}, prog_name="batch-dispatcher")
-        assert told.exit_code == 0, told.output
-        assert f"batch-dispatcher {' '.join(names)}" in told.stdout
-        assert [line for line in told.stdout.splitlines() if len(line) > 80] == []
+        output = CliRunner().invoke(
+            app, ["help", *names], env={"COLUMNS": "80"}, prog_name="batch-dispatcher"
+        )
+        assert output.exit_code == 0, output.output
+        assert f"batch-dispatcher {' '.join(names)}" in output.stdout
+        assert [line for line in output.stdout.splitlines() if len(line) > 80] == []
 
 
-def test_the_list_of_all_verbs_says_of_each_what_its_own_help_begins_with() -> None:
+def test_list_of_verbs_shows_the_first_sentence_of_each_help() -> None:
     assert {verb: (command(verb).help or "").split("\n\n")[0] for verb in VERBS} == SUMMARIES
 
 
-def test_the_list_of_all_verbs_imports_none_of_them() -> None:
+def test_list_of_verbs_imports_no_verb() -> None:
     code = (
         "import sys\n"
         "from dispatcher.cli import VERBS, app\n"
         "app(['--help'], standalone_mode=False)\n"
         "print(sorted(set(VERBS.values()) & set(sys.modules)))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.splitlines()[-1] == "[]"
-    assert all(f" {verb} " in told.stdout for verb in VERBS)
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert output.stdout.splitlines()[-1] == "[]"
+    assert all(f" {verb} " in output.stdout for verb in VERBS)
 
 
-def test_version_is_an_option_too() -> None:
-    assert warm_run("--version").stdout == warm_run("-V").stdout == warm_run("version").stdout
+def test_version_is_also_an_option() -> None:
+    assert run_cli("--version").stdout == run_cli("-V").stdout == run_cli("version").stdout
 
 
 @pytest.mark.parametrize(
@@ -193,17 +195,17 @@ def test_version_is_an_option_too() -> None:
         (["resume", "--json", "--queue-url", "http://h"], 2, "queue.url"),
     ],
 )
-def test_with_json_errors_are_json(arguments: list[str], code: int, said: str) -> None:
-    told = warm_run(*arguments)
-    assert told.returncode == code
-    lines = [json.loads(line) for line in told.stderr.splitlines()]
+def test_errors_are_json_with_json_output(arguments: list[str], code: int, said: str) -> None:
+    output = run_cli(*arguments)
+    assert output.returncode == code
+    lines = [json.loads(line) for line in output.stderr.splitlines()]
     assert lines
     assert all(line.keys() <= {"error", "warning"} for line in lines)
     assert said in json.dumps(lines)
 
 
 def test_no_color_is_obeyed_on_a_terminal() -> None:
-    """A pipe has none anyway."""
+    """Without a terminal there is no colour anyway."""
     for environ, is_coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
         pid, terminal = pty.fork()
         if pid == 0:
@@ -212,17 +214,17 @@ def test_no_color_is_obeyed_on_a_terminal() -> None:
             os.execvp(
                 sys.executable, [sys.executable, "-m", "dispatcher", "check", "--offline", "-c", "/none.yaml"]
             )
-        told = b""
+        output = b""
         try:
             while chunk := os.read(terminal, 4096):
-                told += chunk
-        except OSError:  # it has ended
+                output += chunk
+        except OSError:  # the process has ended
             pass
         os.close(terminal)
         os.waitpid(pid, 0)
-        assert b"cannot be read" in told
-        assert (b"\x1b[" in told) is is_coloured, told
+        assert b"cannot be read" in output
+        assert (b"\x1b[" in output) is is_coloured, output
 
 
-def test_verbs_are_those_of_the_table() -> None:
+def test_verbs_match_the_declared_table() -> None:
     assert {names[0] for names in verbs()} == set(VERBS)

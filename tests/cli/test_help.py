@@ -1,4 +1,4 @@
-"""The help of each verb, on a terminal of 80 columns."""
+"""The help of each verb on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ INNER = [["dead", "list"], ["dead", "requeue"], ["dead", "purge"], ["queue", "co
 
 
 @pytest.mark.parametrize("verb", [[], *([each] for each in VERBS), *INNER], ids=" ".join)
-def test_nothing_of_a_help_is_cut_off_in_80_columns(verb: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cut are names to be typed: variables of the environment, and paths."""
+def test_help_is_not_truncated_in_80_columns(verb: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncated names, such as variables and paths, could not be typed."""
     monkeypatch.setenv("COLUMNS", "80")
-    told = CliRunner().invoke(app, [*verb, "--help"])
-    assert told.exit_code == 0
-    assert not [line for line in told.stdout.splitlines() if line.rstrip(" │").endswith("…")]
-    assert max(map(len, told.stdout.splitlines())) <= 80
-    assert not verb or "<bool>" not in told.stdout
+    output = CliRunner().invoke(app, [*verb, "--help"])
+    assert output.exit_code == 0
+    assert not [line for line in output.stdout.splitlines() if line.rstrip(" │").endswith("…")]
+    assert max(map(len, output.stdout.splitlines())) <= 80
+    assert not verb or "<bool>" not in output.stdout

@@ -1,4 +1,4 @@
-"""Nothing is imported while time limits run: under a CPU limit that takes longer than they last."""
+"""Nothing is imported while time limits run, because under a CPU limit an import may exceed them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""`connections`, step by step, telling what is imported once the probes have begun."""
+"""Program that runs `connections` step by step and prints imports after the probes have begun."""
 
 
 PAGE = """
@@ -51,8 +51,8 @@ llm_d_epp_ready_endpoints{name="qwen"} 1
 
 
 @asynccontextmanager
-async def everything(folder: Path) -> AsyncIterator[dict[str, Any]]:
-    """One of each that `check` can ask, all well: the configuration that names them."""
+async def serve_everything(folder: Path) -> AsyncIterator[dict[str, Any]]:
+    """Start one server of each kind that `check` connects to. Return a configuration with all of them."""
 
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({}, status=200 if request.method == "POST" else 405)
@@ -81,8 +81,8 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"KUBECONFIG": str(folder / "kubeconfig")}
 
 
-async def python(folder: Path, *arguments: str | Path) -> list[str]:
-    """What a Python process with a way into the cluster prints."""
+async def run_python(folder: Path, *arguments: str | Path) -> list[str]:
+    """Return the output of a Python process that can reach the cluster."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *map(str, arguments),
@@ -90,20 +90,20 @@ async def python(folder: Path, *arguments: str | Path) -> list[str]:
         stderr=asyncio.subprocess.STDOUT,
         env=environment(folder),
     )
-    told, _ = await process.communicate()
-    return told.decode().splitlines()
+    printed, _ = await process.communicate()
+    return printed.decode().splitlines()
 
 
 async def test_nothing_is_imported_while_probes_are_timed(tmp_path: Path) -> None:
-    async with everything(tmp_path) as settings:
+    async with serve_everything(tmp_path) as settings:
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-        told = await python(tmp_path, "-c", CHECK, tmp_path / "config.yaml")
-    levels = {line.partition(": ")[0] for line in told}
-    asked = {line.split(": ")[1].split()[0] for line in told if line.startswith("ok: ")}
-    assert {"gateway.url", "queue.url", "kubernetes", "signals.epp"} <= asked, told
-    assert any("signals.prometheus" in line for line in told), told
-    assert [line for line in told if line.startswith("import ")] == []
-    assert levels <= {"ok", "warning", "failed"}, told
+        printed = await run_python(tmp_path, "-c", CHECK, tmp_path / "config.yaml")
+    levels = {line.partition(": ")[0] for line in printed}
+    asked = {line.split(": ")[1].split()[0] for line in printed if line.startswith("ok: ")}
+    assert {"gateway.url", "queue.url", "kubernetes", "signals.epp"} <= asked, printed
+    assert any("signals.prometheus" in line for line in printed), printed
+    assert [line for line in printed if line.startswith("import ")] == []
+    assert levels <= {"ok", "warning", "failed"}, printed
 
 
 RUN = """
@@ -120,12 +120,12 @@ from dispatcher.cli import app
 
 app(["run", "--config", sys.argv[1]])
 """
-"""`run`, telling on its log what is imported."""
+"""Program that runs `run` and logs imports."""
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["not traced", "traced"])
 async def test_nothing_is_imported_once_the_dispatcher_has_started(tmp_path: Path, traced: bool) -> None:
-    async with everything(tmp_path) as settings:
+    async with serve_everything(tmp_path) as settings:
         if traced:
             settings["tracing"] = {"endpoint": f"http://127.0.0.1:{free_port()}"}
         settings |= {"admin": {"host": "127.0.0.1", "port": 0}, "log": {"format": "json"}}
@@ -143,24 +143,24 @@ async def test_nothing_is_imported_once_the_dispatcher_has_started(tmp_path: Pat
                 return [event for event in found if not names or event["event"] in names]
 
             [started] = await wait_until(lambda: events("started"), 30)
-            await works(settings, f"http://127.0.0.1:{started['admin_port']}")
+            await check_dispatcher(settings, f"http://127.0.0.1:{started['admin_port']}")
             config.write_text(yaml.safe_dump(settings | {"budget": {"per_endpoint": 100, "reserve": 0.1}}))
             await wait_until(lambda: events("config-reloaded"), 10)
         finally:
             with suppress(ProcessLookupError):
                 process.terminate()
             await process.wait()
-    told = [event.get("module", event["event"]) for event in events()]
-    assert "stopped" in (told[-1:] if not traced else told[-2:]), "traces may be lost after that"
-    since = told.index("started")
-    assert "kubernetes.aio.client" in told[:since]
+    printed = [event.get("module", event["event"]) for event in events()]
+    assert "stopped" in (printed[-1:] if not traced else printed[-2:]), "traces may be lost after that"
+    since = printed.index("started")
+    assert "kubernetes.aio.client" in printed[:since]
     assert [event["module"] for event in events()[since:] if event["event"] == "import"] == []
-    exporters = [name for name in told if name.startswith("opentelemetry.exporter")]
-    assert bool(exporters) is traced, "nothing is imported for traces while there are none"
+    exporters = [name for name in printed if name.startswith("opentelemetry.exporter")]
+    assert bool(exporters) is traced, "nothing is imported for traces if tracing is off"
 
 
-async def works(settings: dict[str, Any], admin: str) -> None:
-    """The dispatcher at the admin port answers a request, and shows all its pages."""
+async def check_dispatcher(settings: dict[str, Any], admin: str) -> None:
+    """Check that the dispatcher answers a request and serves all its pages."""
     names = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
     async with redis.asyncio.Redis.from_url(settings["queue"]["url"]) as client, httpx.AsyncClient() as http:
 

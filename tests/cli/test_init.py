@@ -1,4 +1,4 @@
-"""`init`: what it writes is right, says what it is for, and never takes the place of anything."""
+"""`init` writes a valid configuration and never overwrites a file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from dispatcher.cli.init import Answers, Way, format_config
 from dispatcher.cli.kubectl import FoundPool, build_pool
 from dispatcher.settings import Settings, parse_settings
-from tests.warm import warm_run
+from tests.fork_server import run_cli
 
-Told = subprocess.CompletedProcess[str]
-Init = Callable[..., Told]
+Output = subprocess.CompletedProcess[str]
+Init = Callable[..., Output]
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Init:
     monkeypatch.chdir(tmp_path)
     bare = {name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER")}
 
-    def run(*arguments: str, verb: str = "init") -> Told:
-        return warm_run(verb, *arguments, env={**bare, "HOME": str(tmp_path), "PATH": str(tmp_path / "bin")})
+    def run(*arguments: str, verb: str = "init") -> Output:
+        return run_cli(verb, *arguments, env={**bare, "HOME": str(tmp_path), "PATH": str(tmp_path / "bin")})
 
     return run
 
 
-def test_the_result_passes_check_and_holds_what_was_answered(init: Init, tmp_path: Path) -> None:
+def test_written_configuration_passes_check_and_contains_the_answers(init: Init, tmp_path: Path) -> None:
     flags = [
         "--pool",
         "qwen",
@@ -58,7 +58,7 @@ def test_the_result_passes_check_and_holds_what_was_answered(init: Init, tmp_pat
     assert (found["signals"]["epp"]["urls"], found["budget"]["reserve"]) == (["http://127.0.0.1:9090"], 0.1)
 
 
-def test_the_least_answer_is_enough_and_leaves_the_rest_at_its_default(init: Init) -> None:
+def test_one_answer_suffices_and_the_rest_keeps_its_defaults(init: Init) -> None:
     assert init("--gateway", "http://gw").returncode == 0
     checked = init("--offline", "--json", verb="check")
     assert json.loads(checked.stdout)["settings"]["budget"]["per_endpoint"] == "auto"
@@ -91,22 +91,22 @@ def test_nothing_is_overwritten(init: Init, tmp_path: Path) -> None:
         (["--from-cluster", "--prometheus", "http://p"], "give one of --epp"),
     ],
 )
-def test_a_wrong_answer_is_named_and_nothing_is_written(
+def test_invalid_answer_is_named_and_nothing_is_written(
     init: Init, tmp_path: Path, flags: list[str], said: str
 ) -> None:
     done = init(*flags)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
-    assert "line " not in done.stderr, "of a file that there is not"
+    assert "line " not in done.stderr, "a file was not written"
     assert not (tmp_path / "config.yaml").exists()
 
 
-def asked(tmp_path: Path, *answers: str) -> Settings:
+def run_on_terminal(tmp_path: Path, *answers: str) -> Settings:
     """Run `init` on a terminal, give these answers, and return the settings that it wrote."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvp(sys.executable, [sys.executable, "-m", "dispatcher", "init"])
     os.write(terminal, "".join(f"{each}\n" for each in answers).encode())
-    with contextlib.suppress(OSError):  # the end of a terminal
+    with contextlib.suppress(OSError):  # the terminal was closed
         while os.read(terminal, 4096):
             pass
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -115,38 +115,42 @@ def asked(tmp_path: Path, *answers: str) -> Settings:
     return found
 
 
-def test_on_a_terminal_what_is_no_url_is_asked_for_again_at_once(init: Init, tmp_path: Path) -> None:
-    """After the last question all answers would be lost."""
+def test_invalid_url_is_asked_for_again_at_once_on_a_terminal(init: Init, tmp_path: Path) -> None:
+    """An error after the last question would lose all answers."""
     answers = "qwen", "gw:8000", "http://gw:8000", "batch", "", "picker:9090", "http://picker:9090"
-    found = asked(tmp_path, "", *answers)
+    found = run_on_terminal(tmp_path, "", *answers)
     assert found.gateway.url.reveal() == "http://gw:8000"
     assert [each.reveal() for each in found.signals.epp.urls] == ["http://picker:9090"]
 
 
-def test_on_a_terminal_plain_servers_are_asked_for(init: Init, tmp_path: Path) -> None:
+def test_model_servers_are_asked_for_on_a_terminal(init: Init, tmp_path: Path) -> None:
     servers = "http://a:8000 b", "http://a:8000 http://b:8000"
-    found = asked(tmp_path, "vllm", "servers", "qwen", *servers, "http://balancer", "", "many", "256")
+    found = run_on_terminal(
+        tmp_path, "vllm", "servers", "qwen", *servers, "http://balancer", "", "many", "256"
+    )
     assert [each.reveal() for each in found.signals.vllm.urls] == ["http://a:8000", "http://b:8000"]
     assert (found.gateway.url.reveal(), found.budget.per_endpoint) == ("http://balancer", 256)
 
 
-def test_on_a_terminal_one_plain_server_is_the_gateway_too(init: Init, tmp_path: Path) -> None:
-    found = asked(tmp_path, "servers", "qwen", "http://a:8000", "", "")
+def test_single_model_server_is_also_the_gateway_on_a_terminal(init: Init, tmp_path: Path) -> None:
+    found = run_on_terminal(tmp_path, "servers", "qwen", "http://a:8000", "", "")
     assert (found.gateway.url.reveal(), found.budget.per_endpoint) == ("http://a:8000", None)
 
 
-def test_on_a_terminal_prometheus_is_asked_for(init: Init, tmp_path: Path) -> None:
-    found = asked(tmp_path, "prometheus", "qwen", "http://gw", "batch", "", "http://prometheus:9090")
+def test_prometheus_is_asked_for_on_a_terminal(init: Init, tmp_path: Path) -> None:
+    found = run_on_terminal(
+        tmp_path, "prometheus", "qwen", "http://gw", "batch", "", "http://prometheus:9090"
+    )
     assert (found.signals.source, found.gateway.objective) == ("prometheus", "batch")
     assert found.signals.prometheus.url.reveal() == "http://prometheus:9090"
 
 
-def test_on_a_terminal_a_fixed_limit_is_asked_for(init: Init, tmp_path: Path) -> None:
-    found = asked(tmp_path, "fixed", "qwen", "http://gw", "", "0", "16")
+def test_fixed_limit_is_asked_for_on_a_terminal(init: Init, tmp_path: Path) -> None:
+    found = run_on_terminal(tmp_path, "fixed", "qwen", "http://gw", "", "0", "16")
     assert (found.signals.source, found.budget.max_in_flight) == ("fixed", 16)
 
 
-def test_a_password_stays_out_of_the_file(init: Init, tmp_path: Path) -> None:
+def test_password_is_not_written_to_the_file(init: Init, tmp_path: Path) -> None:
     done = init("--gateway", "http://gw", "--queue-url", "redis://:sesame@redis")
     assert (done.returncode, "export BATCH_DISPATCHER__QUEUE__URL" in done.stderr) == (0, True)
     assert "sesame" not in (tmp_path / "config.yaml").read_text()
@@ -156,10 +160,8 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size
 
 
 @given(st.sampled_from(get_args(Way)), TEXT, TEXT, TEXT, TEXT)
-def test_no_answer_can_say_more_than_its_own_value(
-    way: Way, pool: str, gateway: str, objective: str, url: str
-) -> None:
-    """What is no URL or name is refused, and what is taken stands where it was given."""
+def test_answer_sets_only_its_own_value(way: Way, pool: str, gateway: str, objective: str, url: str) -> None:
+    """Values that are no URL or name are refused; accepted values appear only at their own place."""
     url = f"http://{url}"
     given_ = Answers(
         f"http://{gateway}",
@@ -188,43 +190,45 @@ def test_no_answer_can_say_more_than_its_own_value(
         assert found.budget.reserve == 0.05
 
 
-def thing(name: str, namespace: str = "llm", **more: Any) -> dict[str, Any]:
+def make_object(name: str, namespace: str = "llm", **more: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "namespace": namespace}, **more}
 
 
-POOL = thing("qwen", spec={"endpointPickerRef": {"name": "qwen-epp"}})
-ROUTE = thing(
+POOL = make_object("qwen", spec={"endpointPickerRef": {"name": "qwen-epp"}})
+ROUTE = make_object(
     "route",
     spec={
         "parentRefs": [{"name": "gw", "namespace": "edge"}],
         "rules": [{"backendRefs": [{"kind": "InferencePool", "name": "qwen"}]}],
     },
 )
-GATEWAY = thing(
+GATEWAY = make_object(
     "gw",
     "edge",
     spec={"listeners": [{"protocol": "TCP", "port": 1}, {"protocol": "HTTP", "port": 80}]},
     status={"addresses": [{"type": "IPAddress", "value": "10.0.0.7"}]},
 )
 OBJECTIVES = [
-    thing(name, spec={"priority": priority, "poolRef": {"name": pool}})
+    make_object(name, spec={"priority": priority, "poolRef": {"name": pool}})
     for name, priority, pool in [("chat", 10, "qwen"), ("batch", -10, "qwen"), ("other", -20, "llama")]
 ]
 
 
-def test_a_pool_is_found_with_its_picker_gateway_and_objective() -> None:
+def test_pool_is_found_with_its_picker_gateway_and_objective() -> None:
     whole = FoundPool("qwen", "llm", "qwen-epp", "http://10.0.0.7", "batch")
     assert build_pool(POOL, [ROUTE], [GATEWAY], OBJECTIVES) == whole
     assert build_pool(POOL, [], [GATEWAY], OBJECTIVES[:1]) == FoundPool("qwen", "llm", "qwen-epp")
-    bare = thing("qwen", spec=None, status=None)
-    assert build_pool(bare, [thing("r")], [thing("gw", "edge")], [thing("o")]) == FoundPool("qwen", "llm")
+    bare = make_object("qwen", spec=None, status=None)
+    assert build_pool(bare, [make_object("r")], [make_object("gw", "edge")], [make_object("o")]) == FoundPool(
+        "qwen", "llm"
+    )
     tls = {**GATEWAY, "spec": {"listeners": [{"protocol": "HTTPS", "port": 8443}]}}
     assert build_pool(POOL, [ROUTE], [tls], []).gateway == "https://10.0.0.7:8443"
 
 
 @pytest.fixture
 def kubectl(tmp_path: Path) -> Callable[[dict[str, Any]], None]:
-    """A kubectl that knows these; what it does not know it may not see."""
+    """Install a kubectl that returns these objects and denies access to all others."""
 
     def install(known: dict[str, Any]) -> None:
         (tmp_path / "bin").mkdir()
@@ -241,7 +245,7 @@ def kubectl(tmp_path: Path) -> Callable[[dict[str, Any]], None]:
     return install
 
 
-def test_from_a_cluster_it_takes_what_it_may_see(
+def test_readable_objects_of_a_cluster_are_used(
     init: Init, kubectl: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
     assert "kubectl is not installed" in init("--from-cluster").stderr
@@ -254,10 +258,10 @@ def test_from_a_cluster_it_takes_what_it_may_see(
         assert line in text.replace("url: http://10.0.0.7", 'url: "http://10.0.0.7"')
 
 
-def test_what_a_cluster_does_not_tell_is_asked_for(
+def test_values_missing_in_the_cluster_are_asked_for(
     init: Init, kubectl: Callable[[dict[str, Any]], None], tmp_path: Path
 ) -> None:
-    kubectl({"inferencepools": [POOL, thing("llama")]})
+    kubectl({"inferencepools": [POOL, make_object("llama")]})
     several = init("--from-cluster")
     assert (several.returncode, "llm/llama, llm/qwen. Choose by --pool" in several.stderr) == (2, True)
     missing = init("--from-cluster", "--pool", "qwen")
@@ -266,7 +270,7 @@ def test_what_a_cluster_does_not_tell_is_asked_for(
     assert "no InferencePool nix" in init("--from-cluster", "--pool", "nix", "-o", "x.yaml").stderr
 
 
-def test_a_cluster_that_refuses_is_told_in_its_own_words(
+def test_refusal_by_the_cluster_is_shown_with_its_message(
     init: Init, kubectl: Callable[[dict[str, Any]], None]
 ) -> None:
     kubectl({})

@@ -1,4 +1,4 @@
-"""The live views: rows that fit whatever the terminal is, and a terminal that is left as it was found."""
+"""Live views fit the terminal and restore it when they end."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.cli import demo_run
-from dispatcher.cli.admin_client import StatusProblemKind
+from dispatcher.cli.admin_client import StatusProblem, StatusProblemKind
 from dispatcher.cli.live_screen import fit_page
+from dispatcher.cli.overview import Overview
+from dispatcher.cli.render import format_page
 from dispatcher.cli.terminal import wrap_lines
-from dispatcher.cli.top import format_page
 from dispatcher.core.limit.budget import Reason
+from dispatcher.core.requests.queue_counts import QueueCounts
+from dispatcher.telemetry.status import (
+    BudgetStatus,
+    GateStatus,
+    ProcessStatus,
+    QueueStatus,
+    SignalsStatus,
+    Status,
+)
+from tests.fork_server import run_cli
 from tests.support import free_port
-from tests.warm import warm_run
 
 
 @given(st.lists(st.text(max_size=300), max_size=12), st.integers(20, 200), st.integers(2, 40))
-def test_a_page_fits_any_terminal_and_nothing_steers_it(told: list[str], width: int, height: int) -> None:
-    shown = fit_page(told, width, height)
+def test_page_fits_any_terminal_and_contains_no_control_characters(
+    rows: list[str], width: int, height: int
+) -> None:
+    shown = fit_page(rows, width, height)
     assert len(shown) <= height
     assert all(len(row) <= width and row.isprintable() for row in shown)
 
 
-def test_rows_break_between_words_and_what_does_not_fit_is_told() -> None:
+def test_rows_break_between_words_and_omitted_rows_are_counted() -> None:
     assert wrap_lines(["one two three"], 9) == ["one two", "  three"]
     assert wrap_lines(["a  b r-0123456789 c"], 9) == ["a  b r-01", "  2345678", "  9 c"]
     assert wrap_lines(["a  b r-0123456789 c"], 9, break_words=False) == ["a  b", "  r-0123456789", "  c"]
@@ -47,81 +60,73 @@ def test_rows_break_between_words_and_what_does_not_fit_is_told() -> None:
     assert fit_page(["a", "b", "c"], 20, 2) == ["a", "… 2 more lines"]
 
 
-def shown(**gate: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "pool": "qwen",
-        "queue": "q",
-        "reason": "full",
-        "explanation": "It is full.",
-        "owner": "one",
-    }
-    told |= {"max_sys": 64.0, "reserve": 0.125, "in_flight": 16, "limit": 16, "pending": 120}
-    told |= {"realtime": 24.0, "realtime_waiting": 0.0}
-    told |= {"service_rate": 2.0, "max_sys_source": None, "earliest_deadline_s": None}
-    counts = {"pending": 120, "leased": 16, "delayed": 0, "dead": 0}
-    asked = {"queue": "q", **counts, "paused": None, "queue_problem": None}
-    answered = {"dispatcher_problem": None, "dispatcher_problem_kind": None}
-    return {**asked, "dispatcher": told | gate, **answered}
+def overview_of(*, max_sys: float | None = 64.0, realtime: float | None = 24.0) -> Overview:
+    status = Status(
+        ProcessStatus(pool="qwen", queue="q", owner="one"),
+        GateStatus("full", open=True, explanation="It is full.", limit=16, in_flight=16),
+        BudgetStatus(reserve=0.125, max_sys=max_sys),
+        SignalsStatus(realtime=realtime, realtime_waiting=0.0),
+        queue=QueueStatus(pending=120, service_rate=2.0),
+    )
+    return Overview("q", QueueCounts(pending=120, leased=16, delayed=0, dead=0), dispatcher=status)
 
 
-def test_top_shows_who_has_the_pool_how_fast_it_goes_and_when_it_is_done() -> None:
-    seen = format_page(shown(), 65, "12:00:00")
-    assert seen[0].startswith("pool qwen  12:00:00 ")
-    assert seen[0].endswith(" q ends")
-    assert "full: It is full." in seen
-    drawn = next(row for row in seen if row.startswith("█"))
+def test_top_shows_usage_of_the_pool_rate_and_remaining_time() -> None:
+    page = format_page(overview_of(), 65, "12:00:00")
+    assert page[0].startswith("pool qwen  12:00:00 ")
+    assert page[0].endswith(" q ends")
+    assert "full: It is full." in page
+    drawn = next(row for row in page if row.startswith("█"))
     assert (len(drawn), drawn.count("█"), drawn.count("▒")) == (65, 24, 17)
-    assert "█ realtime 24  ▓ waiting 0  ▒ batch 16  · free 16  ░ reserve 8" in seen
-    assert "capacity 64; batch limit 16" in seen
-    assert "q: pending 120  leased 16  delayed 0  dead 0" in seen
-    assert "Rate: 2 requests per second; what waits takes 60 s at that." in seen
+    assert "█ realtime 24  ▓ waiting 0  ▒ batch 16  · free 16  ░ reserve 8" in page
+    assert "capacity 64; batch limit 16" in page
+    assert "q: pending 120  leased 16  delayed 0  dead 0" in page
+    assert "Rate: 2 requests per second; what waits takes 60 s at that." in page
 
 
-def test_top_shows_what_is_known_where_something_does_not_answer() -> None:
-    for missing in ("max_sys", "realtime"):
-        unread = format_page(shown(**{missing: None}), 65, "12:00:00")
-        assert "The pool's capacity is not known." in unread
-    alone = {**shown(), "dispatcher": None, "dispatcher_problem": "the reason"}
+def test_top_shows_known_facts_if_a_part_does_not_answer() -> None:
+    for unknown in (overview_of(max_sys=None), overview_of(realtime=None)):
+        assert "The pool's capacity is not known." in format_page(unknown, 65, "12:00:00")
     for kind in StatusProblemKind:
-        page = format_page(alone | {"dispatcher_problem_kind": kind}, 65, "x")
-        hint = ": start one with `batch-dispatcher run`" if kind is StatusProblemKind.NOT_LISTENING else ""
-        assert f"No dispatcher answers (the reason){hint}." in page
-    away = {**shown(), "queue_problem": "Redis cannot be reached: h: refused", "pending": None}
+        alone = replace(overview_of(), dispatcher=None, dispatcher_problem=StatusProblem(kind, "the reason"))
+        hint = "; start one with `batch-dispatcher run`" if kind is StatusProblemKind.NOT_LISTENING else ""
+        assert f"No dispatcher answers: the reason{hint}." in format_page(alone, 65, "x")
+    away = replace(overview_of(), queue_problem="Redis cannot be reached: h: refused", counts=None)
     assert "Redis cannot be reached: h: refused" in format_page(away, 65, "12:00:00")
 
 
 @pytest.mark.parametrize("reason", [str(reason) for reason in Reason])
-def test_the_demos_frames_fit_80_columns(reason: str) -> None:
-    seen = {"pool": {"realtime": {"now": 29}, "batch": {"now": 31}}}
+def test_lines_of_the_demo_fit_80_columns(reason: str) -> None:
+    page = {"pool": {"realtime": {"now": 29}, "batch": {"now": 31}}}
     for label in ("alone", "1234 served"):
-        drawn = demo_run.format_line(label, seen, {"limit": 60, "reason": reason}, 79)
+        drawn = demo_run.format_line(label, page, Status(gate=GateStatus(reason, limit=60)), 79)
         assert len(drawn) <= 79
         assert "realtime 29  batch 31  limit 60" in drawn
         assert set("█▒") <= set(drawn)
 
 
 class Terminal:
-    """A verb in a terminal of its own."""
+    """A verb that runs in a terminal of its own."""
 
     def __init__(self, pid: int, end: int) -> None:
         self.pid = pid
         self._end = end
-        self.told = ""
+        self.text = ""
 
-    def until(self, mark: str) -> None:
+    def wait_for(self, mark: str) -> None:
         end = time.monotonic() + 60
-        while mark not in self.told:
-            assert time.monotonic() < end, self.told
+        while mark not in self.text:
+            assert time.monotonic() < end, self.text
             if select.select([self._end], [], [], 0.2)[0]:
-                self.told += os.read(self._end, 65536).decode(errors="replace")
+                self.text += os.read(self._end, 65536).decode(errors="replace")
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
-    def type(self, keys: str) -> None:
+    def send_keys(self, keys: str) -> None:
         os.write(self._end, keys.encode())
 
-    def echoes(self) -> bool:
+    def is_echo_on(self) -> bool:
         modes: list[Any] = termios.tcgetattr(self._end)
         return bool(modes[3] & termios.ECHO)
 
@@ -130,14 +135,14 @@ class Terminal:
             try:
                 if not (read := os.read(self._end, 65536)):
                     break
-            except OSError:  # nobody has it open any more
+            except OSError:  # no process has the terminal open any more
                 break
-            self.told += read.decode(errors="replace")
+            self.text += read.decode(errors="replace")
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 @contextmanager
-def in_terminal(*arguments: str | Path) -> Iterator[Terminal]:
+def run_in_terminal(*arguments: str | Path) -> Iterator[Terminal]:
     pid, end = pty.fork()
     if pid == 0:
         environ = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
@@ -155,7 +160,7 @@ def in_terminal(*arguments: str | Path) -> Iterator[Terminal]:
 @pytest.mark.parametrize(
     ("verb", "ending"), [(["top"], "q"), (["top"], "\x03"), (["status", "--watch"], "SIGTERM")]
 )
-def test_a_live_view_follows_the_terminals_size_and_leaves_it_as_it_was(
+def test_live_view_follows_the_terminal_size_and_restores_the_terminal(
     verb: list[str], ending: str, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.yaml"
@@ -164,31 +169,31 @@ def test_a_live_view_follows_the_terminals_size_and_leaves_it_as_it_was(
         f"gateway: {{url: http://gw}}\nqueue: {{url: 'redis://127.0.0.1:{queue}'}}\n"
         f"admin: {{port: {admin}}}\n"
     )
-    with in_terminal(*verb, "--config", config) as terminal:
+    with run_in_terminal(*verb, "--config", config) as terminal:
         terminal.resize(80, 24)
-        terminal.until("No dispatcher answers")
-        terminal.until("connection refused")
-        assert not terminal.echoes()
-        terminal.told = ""
+        terminal.wait_for("No dispatcher answers")
+        terminal.wait_for("connection refused")
+        assert not terminal.is_echo_on()
+        terminal.text = ""
         terminal.resize(44, 10)
-        # Narrower than the row: it is broken between words.
-        terminal.until("\x1b[H")
-        terminal.until("`batch-dispatcher run`")
-        rows_of = [re.sub(r"\x1b\[\??\w+", "", row) for row in terminal.told.split("\r\n")]
+        # The terminal is narrower than the row, which is broken between words.
+        terminal.wait_for("\x1b[H")
+        terminal.wait_for("`batch-dispatcher run`")
+        rows_of = [re.sub(r"\x1b\[\??\w+", "", row) for row in terminal.text.split("\r\n")]
         assert any(row.startswith("  ") for row in rows_of)
         if ending == "SIGTERM":
             os.kill(terminal.pid, signal.SIGTERM)
         else:
-            terminal.type(ending)
+            terminal.send_keys(ending)
         assert terminal.wait_for_exit() == 0
-    assert terminal.told.endswith("\x1b[?25h\x1b[?1049l"), "the screen of before, with its cursor"
+    assert terminal.text.endswith("\x1b[?25h\x1b[?1049l"), "the previous screen and the cursor are restored"
 
 
-def test_in_a_pipe_it_is_a_line_a_second(tmp_path: Path) -> None:
+def test_live_view_in_a_pipe_prints_one_line_per_second(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(f"gateway: {{url: http://gw}}\nadmin: {{port: {free_port()}}}\n")
-    told = warm_run("status", "--config", config)
-    assert told.returncode == 1
+    rows = run_cli("status", "--config", config)
+    assert rows.returncode == 1
     for arguments in (("status", "--watch"), ("top",), ("top", "--json")):
         reading, writing = os.pipe()
         pid = os.fork()

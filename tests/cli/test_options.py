@@ -1,4 +1,4 @@
-"""Options that are one parameter of a verb."""
+"""Options that are grouped into one parameter of a verb."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dispatcher.cli.options import unfold_options
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     city: Annotated[str, typer.Option("--city", "-c")] = ""
     floor: Annotated[int, typer.Option("--floor")] = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Door(Place):
+class Door(Location):
     locked: Annotated[bool, typer.Option("--locked")] = False
 
 
@@ -38,34 +38,34 @@ def program(given: list[object]) -> typer.Typer:
     return app
 
 
-def test_a_verb_gets_them_as_one_value() -> None:
+def test_verb_gets_grouped_options_as_one_value() -> None:
     given: list[object] = []
     arguments = ["ann", "-c", "Ulm", "--locked", "--last", "z"]
-    told = CliRunner().invoke(program(given), arguments)
-    assert told.exit_code == 0, told.output
+    output = CliRunner().invoke(program(given), arguments)
+    assert output.exit_code == 0, output.output
     assert given == ["ann", "", Door("Ulm", 0, locked=True), "z"]
 
 
-def test_what_is_not_given_is_the_default_of_its_field() -> None:
+def test_omitted_option_has_the_default_of_its_field() -> None:
     given: list[object] = []
     assert CliRunner().invoke(program(given), ["ann"]).exit_code == 0
     assert given == ["ann", "", Door(), ""]
 
 
-def test_they_stand_where_the_parameter_does() -> None:
+def test_grouped_options_have_the_position_of_their_parameter() -> None:
     shown = CliRunner().invoke(program([]), ["--help"]).output
     assert "Go in." in shown
     places = [shown.index(f"--{each}") for each in ("first", "city", "floor", "locked", "last")]
     assert places == sorted(places)
 
 
-def test_a_verb_without_any_stays_what_it_is() -> None:
+def test_verb_without_grouped_options_is_unchanged() -> None:
     def plain(name: str) -> None: ...
 
     assert unfold_options(plain) is plain
 
 
-def test_a_field_is_read_as_its_type() -> None:
-    told = CliRunner().invoke(program([]), ["ann", "--floor", "x"])
-    assert told.exit_code == 2
-    assert "--floor" in told.output
+def test_option_is_parsed_as_the_type_of_its_field() -> None:
+    output = CliRunner().invoke(program([]), ["ann", "--floor", "x"])
+    assert output.exit_code == 2
+    assert "--floor" in output.output

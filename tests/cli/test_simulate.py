@@ -1,4 +1,4 @@
-"""`simulate`: a table for people, JSON for programs, a picture, and errors that say what to do."""
+"""`simulate` prints a table, JSON or a picture, and errors with a hint."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ import pytest
 from aiohttp import web
 
 from dispatcher.lab.standin.trace import BUNDLED
+from tests.fork_server import run_cli
 from tests.signals.fakes import serving
 from tests.support import wait_until_sync
-from tests.warm import warm_run
 
 COMMAND = [sys.executable, "-m", "dispatcher", "simulate"]
 ENVIRON = {**os.environ, "COLUMNS": "160", "TERM": "xterm-256color"}
 
 
 def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return warm_run("simulate", *arguments, env=ENVIRON, timeout_s=100)
+    return run_cli("simulate", *arguments, env=ENVIRON, timeout_s=100)
 
 
-def test_every_policy_has_a_row_and_the_columns_are_explained() -> None:
+def test_table_has_a_row_for_every_policy_and_explains_its_columns() -> None:
     done = simulate("--seconds", "60", "--policy", "all")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -42,7 +42,7 @@ def test_every_policy_has_a_row_and_the_columns_are_explained() -> None:
     assert done.stderr == ""
 
 
-def test_table_speaks_of_users_and_ends_with_a_sentence() -> None:
+def test_table_describes_the_effect_on_users_and_ends_with_a_sentence() -> None:
     done = simulate("--seconds", "60")
     assert done.returncode == 0, done.stderr
     header, law, none, *_, last = done.stdout.splitlines()
@@ -59,7 +59,7 @@ def test_table_speaks_of_users_and_ends_with_a_sentence() -> None:
     assert f"+{told[3]} s" in law
 
 
-def test_sweep_has_the_rows_of_single_runs_and_target_picks_among_them() -> None:
+def test_sweep_has_the_rows_of_single_runs_and_target_selects_one() -> None:
     arguments = ("--seconds", "60", "--json")
     done = simulate(*arguments, "--sweep", "reserve=.3,0,0.1", "--target", "latency p99 <= 1.40")
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_sweep_has_the_rows_of_single_runs_and_target_picks_among_them() -> None
         "utilization",
         "overshoot_less_all_knowing",
         "reserve",
-    }  # the all-knowing one is not played beside each
+    }  # the ideal policy is not simulated again for each value
     assert {k: v for k, v in swept.items() if k not in own} == {
         k: v for k, v in alone.items() if k not in own
     }
@@ -82,7 +82,7 @@ def test_sweep_has_the_rows_of_single_runs_and_target_picks_among_them() -> None
     )
 
 
-def test_target_that_no_value_reaches_says_what_comes_nearest() -> None:
+def test_unreachable_target_names_the_nearest_value() -> None:
     done = simulate("--seconds", "30", "--sweep", "reserve=0,.5", "--target", "p99 <= 1.01 and wait p99 <= 1")
     assert done.returncode == 1
     last = done.stdout.splitlines()[-1]
@@ -91,7 +91,7 @@ def test_target_that_no_value_reaches_says_what_comes_nearest() -> None:
     )
 
 
-def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) -> None:
+def test_busiest_part_of_a_long_trace_is_played(tmp_path: Path) -> None:
     trace = tmp_path / "grafana.csv"
     levels = [(60 * minute, 18 if 30 <= minute <= 45 else 3) for minute in range(60)]
     lines = [f'"2026-03-01 12:{at // 60:02}:00",{level},' for at, level in levels]
@@ -107,12 +107,12 @@ def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) ->
     whole = simulate("--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all")
     setting = json.loads(whole.stdout)["scenario"]
     assert (setting["seconds"], setting["time_step_s"], setting["requests_per_job"]) == (59 * 60, 0.2, 4)
-    assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "and nothing else"
-    assert "with 4 batch requests going as one (--engine-step 0 --grain 1: " in whole.stderr
+    assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "no other output"
+    assert "with 4 batch requests going as one (--time-step 0 --requests-per-job 1: " in whole.stderr
     assert whole.stderr.count("\n") == 1
     exact = simulate(
-        "--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all", "--engine-step", "0",
-        "--grain", "1",
+        "--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all", "--time-step", "0",
+        "--requests-per-job", "1",
     )  # fmt: skip
     setting = json.loads(exact.stdout)["scenario"]
     assert (setting["time_step_s"], setting["requests_per_job"]) == (0.0, 1)
@@ -149,7 +149,7 @@ async def test_running_requests_are_read_from_prometheus(tmp_path: Path) -> None
     assert "there is nothing in the last 3h for sum(other)" in " ".join(nothing.stderr.split())
 
 
-def test_what_goes_wrong_is_json_where_json_is_asked_for() -> None:
+def test_errors_of_simulate_are_json_with_json_output() -> None:
     told = simulate("--policy", "best", "--json")
     assert (told.returncode, told.stdout) == (2, "")
     assert json.loads(told.stderr)["error"].startswith("--policy best: no such policy")
@@ -191,14 +191,14 @@ def children_of(pid: int) -> list[int]:
 
 
 def _runs(pid: int) -> bool:
-    """It is there, and no mere entry that nobody has asked for its end."""
+    """Return whether the process runs. A zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def test_json_holds_every_figure_and_repeats_to_the_byte() -> None:
+def test_json_contains_every_figure_and_is_reproducible() -> None:
     arguments = (
         "--seconds",
         "60",
@@ -236,7 +236,7 @@ def test_json_holds_every_figure_and_repeats_to_the_byte() -> None:
     assert answer["warnings"] == []
 
 
-def test_realtime_that_lacks_slots_itself_is_told() -> None:
+def test_realtime_traffic_that_exceeds_the_slots_is_reported() -> None:
     done = simulate("--seconds", "60", "--slots", "16", "--policy", "dispatcher")
     assert done.returncode == 0
     assert "realtime alone needs more than 16 slots" in done.stderr
@@ -245,7 +245,7 @@ def test_realtime_that_lacks_slots_itself_is_told() -> None:
     assert "realtime alone needs more than 16 slots" in json.loads(told.stderr)["warning"]
 
 
-def test_azure_trace_gives_what_the_bundled_cut_gives(tmp_path: Path) -> None:
+def test_azure_trace_gives_the_same_result_as_its_bundled_part(tmp_path: Path) -> None:
     original = tmp_path / BUNDLED.name
     lines = [line for line in BUNDLED.read_text().splitlines() if not line.startswith("#")]
     original.write_text("\n".join(["seconds,context_tokens,generated_tokens", *lines[1:]]))
@@ -253,7 +253,7 @@ def test_azure_trace_gives_what_the_bundled_cut_gives(tmp_path: Path) -> None:
     assert simulate("--trace", original, *arguments).stdout == simulate(*arguments).stdout
 
 
-def test_running_requests_of_a_monitoring_system_serve_as_a_trace(tmp_path: Path) -> None:
+def test_recorded_running_requests_are_accepted_as_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "pool.csv"
     trace.write_text("time,running\n" + "".join(f"{15 * i},{10 + 10 * (i % 3)}\n" for i in range(9)))
     done = simulate("--trace", trace, "--slots", "40", "--policy", "dispatcher,cap", "--json")
@@ -295,7 +295,7 @@ def test_timeline_is_drawn(tmp_path: Path) -> None:
 
 
 def written_in(picture: Path) -> list[str]:
-    """The texts of an SVG, in the order in which they are drawn."""
+    """Return the texts of an SVG in the order of drawing."""
     return re.findall(r"<!-- (.+?) -->", picture.read_text())
 
 
@@ -307,14 +307,14 @@ def test_timelines_name_policies_as_the_table_does_and_share_one_scale(tmp_path:
     policies = [line.split()[0] for line in done.stdout.splitlines()[1:8]]
     texts = written_in(picture)
     assert [sum(text.startswith(f"{policy}: ") for text in texts) for policy in policies] == [1] * 7
-    assert any("cut off here" in text for text in texts), "one of them goes beyond the scale"
+    assert any("cut off here" in text for text in texts), "one series exceeds the scale"
     axes = picture.read_text().split('<g id="axes_')[1:]
     scales = {tuple(re.findall(r"<!-- (\d+) -->", each.split("matplotlib.axis_")[2])) for each in axes}
     assert len(axes) == 7
     assert len(scales) == 1
 
 
-def test_sweep_is_drawn_with_what_each_value_brings_and_costs(tmp_path: Path) -> None:
+def test_sweep_is_drawn_with_gain_and_cost_of_each_value(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
     picture = tmp_path / "out.svg"
     wanted = ("--seconds", "60", "--sweep", "reserve=.05,.3,.4", "--policy", "dispatcher,cap", "--json")
@@ -326,10 +326,10 @@ def test_sweep_is_drawn_with_what_each_value_brings_and_costs(tmp_path: Path) ->
     texts = written_in(picture)
     for text in ("0.05", "0.3", "0.4", "reserve"):
         assert texts.count(text) >= 2, f"{text} is below both panels"
-    assert {"batch work, tokens/s", "added to realtime's latency, 95th percentile, s"} <= set(texts)
+    assert {"batch work, tokens/s", "additional realtime latency, p95, s"} <= set(texts)
     assert [text for text in texts if text.startswith(("dispatcher: ", "cap: "))] == [
         "dispatcher: this dispatcher",
-        "cap: H as a cap on its own requests",
+        "cap: at most H requests in flight",
     ]
 
 
@@ -369,8 +369,8 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--slots-at", "10:-1"], "not a number of slots"),
         (["--seconds", "5000"], "the trace is 900 s long"),
         (["--slots", "0"], "--slots"),
-        (["--grain", "7"], "more than a tenth of a pod's slots; 6 at the most"),
-        (["--grain", "2", "--pods", "100"], "1 at the most"),
+        (["--requests-per-job", "7"], "more than a tenth of a pod's slots; 6 at the most"),
+        (["--requests-per-job", "2", "--pods", "100"], "1 at the most"),
         (["--from", "900"], "nothing from 900 s on"),
         (["--steps", "0:ten"], "is not seconds:level"),
         (["--steps", "0:1", "--trace", "idle"], "in place of a trace"),
@@ -393,7 +393,7 @@ def test_bad_trace_exits_2_and_names_the_line(tmp_path: Path) -> None:
     assert f"{trace}:3: 'lots' is not a number" in done.stderr
 
 
-def test_pressure_score_alone_is_warned_of() -> None:
+def test_pressure_score_as_only_signal_gives_a_warning() -> None:
     done = simulate(
         "--seconds", "30", "--policy", "dispatcher", "--detector", "utilization", "--signals", "saturation"
     )
@@ -401,8 +401,8 @@ def test_pressure_score_alone_is_warned_of() -> None:
     assert "pressure score" in done.stderr
 
 
-def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Path) -> None:
-    """A large pool takes seconds."""
+def test_terminal_shows_colour_and_a_progress_bar_for_long_runs(tmp_path: Path) -> None:
+    """The simulation of a large pool takes seconds."""
     trace = tmp_path / "pool.csv"
     trace.write_text("time,running\n0,200\n150,400\n")
     leader, follower = pty.openpty()
@@ -428,7 +428,7 @@ def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Pa
         process.wait()
         os.close(leader)
     assert b"simulating" in seen
-    assert b"\x1b[32m\x1b[1m" in seen, "our own row stands out"
+    assert b"\x1b[32m\x1b[1m" in seen, "the row of this dispatcher stands out"
     written = re.sub(r"\x1b\[[0-9;]*[mK]", "", seen.decode()).replace("\r\n", "\n").splitlines()
     shown = [line.rpartition("\r")[2] for line in written]
     assert any(line.startswith("batch gets") for line in shown)

@@ -9,7 +9,7 @@ from dispatcher.settings import AdminSettings
 REFUSED = "the gateway answered 401: it does not accept our credentials; look at gateway.token_file"
 
 
-def test_an_hour_of_refused_credentials_is_told_in_three_lines() -> None:
+def test_one_hour_of_rejected_credentials_prints_three_lines() -> None:
     """The request pauses, is tried and is refused again for an hour."""
     sentences = WaitingSentences()
     printed = []
@@ -27,7 +27,7 @@ def test_an_hour_of_refused_credentials_is_told_in_three_lines() -> None:
     assert "gateway.token_file" in printed[0]
 
 
-def test_another_reason_is_told_at_once_and_an_old_one_after_a_while() -> None:
+def test_new_reason_is_printed_at_once_and_a_known_one_after_a_while() -> None:
     sentences = WaitingSentences()
     assert sentences.is_new("gateway-unreachable: connection refused", 0.0)
     assert sentences.is_new(f"gateway-unreachable: {REFUSED}", 1.0)
@@ -35,7 +35,7 @@ def test_another_reason_is_told_at_once_and_an_old_one_after_a_while() -> None:
     assert sentences.is_new("gateway-unreachable: connection refused", 3.0 + REPEAT_AFTER_S)
 
 
-def test_dispatcher_elsewhere_is_named_by_its_address() -> None:
+def test_remote_dispatcher_is_named_by_its_address() -> None:
     """The test pod of the chart asks the release's Service, which is not "this machine"."""
     for host, name in (
         ("night.llm.svc", "night.llm.svc:8080"),

@@ -1,4 +1,4 @@
-"""An empty server for each test, a queue on it, and somebody who answers."""
+"""An empty Redis for each test, a queue on it, and a fake dispatcher."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from dispatcher.client.files import FilePaths
-from tests.client.answering import NAMES, Answering
-from tests.queue.made import queues
+from tests.client.fake_dispatcher import NAMES, FakeDispatcher
+from tests.queue.factories import queues
 from tests.queue.servers import ENGINES, Server, server
 
 
 @pytest.fixture(scope="session", params=ENGINES)
 def any_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A running Redis, then a running Valkey."""
+    """Run a Redis, and then a Valkey."""
     with server(request.param, tmp_path_factory.mktemp(request.param)) as running:
         yield running
 
 
 @pytest.fixture
 def any_redis(any_engine: Server) -> Server:
-    """The same, empty."""
+    """Return the running server after deleting all keys."""
     with any_engine.client() as blocking:
         blocking.flushall()
     return any_engine
@@ -36,20 +36,20 @@ def _redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def one_redis(_redis: Server) -> Server:
-    """An empty Redis, for what no engine does in its own way."""
+    """Return an empty Redis, for tests that do not depend on the engine."""
     with _redis.client() as blocking:
         blocking.flushall()
     return _redis
 
 
 @pytest.fixture
-async def answering(one_redis: Server) -> AsyncIterator[Answering]:
-    """Who answers on that Redis."""
+async def fake_dispatcher(one_redis: Server) -> AsyncIterator[FakeDispatcher]:
+    """Yield a fake dispatcher on that Redis."""
     async with queues(one_redis.url, "a", names=NAMES) as (queue,):
-        yield Answering(queue)
+        yield FakeDispatcher(queue)
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> FilePaths:
-    """Where a run of a batch file reads and writes."""
+    """Return the files that a run of a batch file reads and writes."""
     return FilePaths(tmp_path / "in.jsonl", tmp_path / "out.jsonl")

@@ -1,4 +1,4 @@
-"""The twin for programs without an event loop."""
+"""The blocking client, for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pytest
 
 from dispatcher.client import BatchClient, Item, NoResultError, QueueUnreachableError
 from dispatcher.client.blocking import AsyncClient, BlockingBatchClient
-from tests.client.answering import POOL, Answering
+from tests.client.fake_dispatcher import POOL, FakeDispatcher
 from tests.queue.servers import Server
 from tests.support import wait_until
 
-WAITS = """
+WAITING_PROGRAM = """
 import sys
 from dispatcher.client import BatchClient
 
@@ -32,11 +32,13 @@ with BatchClient.sync(sys.argv[1], pool="qwen") as client:
 """
 
 
-async def test_the_verbs_block_and_do_the_same(answering: Answering, one_redis: Server) -> None:
-    def script() -> dict[str, Any]:
+async def test_blocking_calls_return_the_same_results(
+    fake_dispatcher: FakeDispatcher, one_redis: Server
+) -> None:
+    def run_calls() -> dict[str, Any]:
         with BatchClient.sync(one_redis.url, pool=POOL) as client:
             handle = client.enqueue({"n": 1}, id="r-1")
-            told = {
+            results = {
                 "submit": client.submit({"n": 0}, deadline="10m").json(),
                 "result": client.result(handle).id,
                 "many": [client.result(each).json() for each in client.enqueue_many([Item({}), {"n": 2}])],
@@ -47,13 +49,13 @@ async def test_the_verbs_block_and_do_the_same(answering: Answering, one_redis: 
                 "cancel": client.cancel(handle),
             }
             for result in client.stream({"n": n} for n in range(100)):
-                told["left early"] = result.ok
+                results["left early"] = result.ok
                 break
-            return told
+            return results
 
-    async with answering.always():
-        told = await asyncio.to_thread(script)
-    assert told == {
+    async with fake_dispatcher.answer_continuously():
+        results = await asyncio.to_thread(run_calls)
+    assert results == {
         "submit": {"n": 0},
         "result": "r-1",
         "many": [{}, {"n": 2}],
@@ -64,55 +66,55 @@ async def test_the_verbs_block_and_do_the_same(answering: Answering, one_redis: 
     }
 
 
-async def test_many_threads_share_one_and_each_has_its_own_answers(
-    answering: Answering, one_redis: Server
+async def test_threads_share_a_client_and_get_their_own_answers(
+    fake_dispatcher: FakeDispatcher, one_redis: Server
 ) -> None:
     def work(number: int) -> list[dict[str, int]]:
         return [client.submit({"thread": number, "n": n}).json() for n in range(25)]
 
-    def script() -> list[list[dict[str, int]]]:
+    def run_calls() -> list[list[dict[str, int]]]:
         with ThreadPoolExecutor(8) as threads:
             return list(threads.map(work, range(8)))
 
     client = BatchClient.sync(one_redis.url, pool=POOL)
     try:
-        async with answering.always():
-            found = await asyncio.to_thread(script)
+        async with fake_dispatcher.answer_continuously():
+            found = await asyncio.to_thread(run_calls)
     finally:
         await asyncio.to_thread(client.close)
     assert found == [[{"thread": number, "n": n} for n in range(25)] for number in range(8)]
 
 
-async def test_ctrl_c_ends_the_wait_and_cancels_what_nobody_awaits(
-    answering: Answering, one_redis: Server
+async def test_ctrl_c_ends_the_wait_and_cancels_the_request(
+    fake_dispatcher: FakeDispatcher, one_redis: Server
 ) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        WAITS,
+        WAITING_PROGRAM,
         one_redis.url,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
 
-    async def in_line() -> bool:
-        return bool((await answering.queue.count_requests()).pending)
+    async def is_queued() -> bool:
+        return bool((await fake_dispatcher.queue.count_requests()).pending)
 
-    await wait_until(in_line)
+    await wait_until(is_queued)
     process.send_signal(signal.SIGINT)
-    told, complaint = await asyncio.wait_for(process.communicate(), 10)
-    assert told.split() == [b"waiting", b"interrupted"]
-    assert (process.returncode, complaint) == (0, b"")
+    output, error_output = await asyncio.wait_for(process.communicate(), 10)
+    assert output.split() == [b"waiting", b"interrupted"]
+    assert (process.returncode, error_output) == (0, b"")
     with one_redis.client() as raw:
         assert len(list(raw.scan_iter("*:cancel:r-1:*"))) == 1
 
 
-class SlowToEnd:
-    """A client whose stream yields once, interrupts the program while it awaits the next result, and needs
-    many rounds of the loop to end."""
+class SlowStreamClient:
+    """A client whose stream yields once, interrupts the program while it waits for the next result, and
+    needs many iterations of the event loop to end."""
 
     def __init__(self) -> None:
-        self.record_completion = False
+        self.has_ended = False
         self.interrupts = 1
 
     async def stream(self, items: object, **options: object) -> AsyncGenerator[int, None]:
@@ -127,27 +129,27 @@ class SlowToEnd:
                 self.interrupt()
                 for _ in range(50):
                     await asyncio.sleep(0.001)
-            self.record_completion = True
+            self.has_ended = True
 
     def interrupt(self) -> None:
         self.interrupts -= 1
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     async def aclose(self) -> None:
-        assert self.record_completion, "what it runs has ended before it is closed"
+        assert self.has_ended, "the stream ends before the client is closed"
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_ctrl_c_comes_out_of_a_stream_that_takes_time_to_end(interrupts: int) -> None:
-    slow = SlowToEnd()
+def test_ctrl_c_is_raised_by_a_stream_that_takes_time_to_end(interrupts: int) -> None:
+    slow = SlowStreamClient()
     slow.interrupts = interrupts
-    got: list[object] = []
+    results: list[object] = []
     with BlockingBatchClient(lambda: cast(AsyncClient, slow)) as client, pytest.raises(KeyboardInterrupt):
-        got.extend(client.stream([]))
-    assert slow.record_completion
+        results.extend(client.stream([]))
+    assert slow.has_ended
 
 
-STREAMS = """
+STREAMING_PROGRAM = """
 import sys
 from dispatcher.client import BatchClient
 
@@ -157,23 +159,23 @@ with BatchClient.sync(sys.argv[1], pool="qwen") as client:
 """
 
 
-async def test_ctrl_c_ends_a_program_that_streams(answering: Answering, one_redis: Server) -> None:
+async def test_ctrl_c_ends_a_streaming_program(fake_dispatcher: FakeDispatcher, one_redis: Server) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", STREAMS, one_redis.url, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-c", STREAMING_PROGRAM, one_redis.url, stderr=asyncio.subprocess.PIPE
     )
 
     async def is_full() -> bool:
-        return (await answering.queue.count_requests()).pending == 2000
+        return (await fake_dispatcher.queue.count_requests()).pending == 2000
 
     await wait_until(is_full)
     process.send_signal(signal.SIGINT)
-    _, complaint = await asyncio.wait_for(process.communicate(), 60)
+    _, error_output = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == -signal.SIGINT, "130 in a shell"
-    assert complaint.endswith(b"KeyboardInterrupt\n")
-    assert b"RuntimeError" not in complaint
+    assert error_output.endswith(b"KeyboardInterrupt\n")
+    assert b"RuntimeError" not in error_output
 
 
-async def test_a_client_that_is_closed_or_was_forked_says_so(one_redis: Server) -> None:
+async def test_closed_or_forked_client_raises(one_redis: Server) -> None:
     client = BatchClient.sync(one_redis.url, pool=POOL)
     with pytest.raises(NoResultError):
         await asyncio.to_thread(client.submit, {}, timeout=0.05)

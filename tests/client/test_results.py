@@ -1,4 +1,4 @@
-"""Which results are a client's own, and what it makes of them."""
+"""Which results a client accepts, and how it presents them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from dispatcher.client import (
 from dispatcher.core.requests.request import Request
 from dispatcher.core.requests.result import ErrorCode, encode_answer
 from dispatcher.lab.standin.live import Config, LiveWorld
-from tests.client.answering import NAMES, POOL, Answering, refusal
-from tests.queue.known import assert_only_known_keys
-from tests.queue.made import queues
+from tests.client.fake_dispatcher import NAMES, POOL, FakeDispatcher, fail_with
+from tests.queue.factories import queues
+from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.servers import Server
 from tests.scenarios.responses_server import ResponsesServer
 from tests.support import wait_until
@@ -36,18 +36,21 @@ from tests.support import wait_until
 
 @pytest.fixture
 async def producer(one_redis: Server) -> AsyncIterator[BatchClient]:
-    async with BatchClient(one_redis.url, pool=POOL) as made:
-        yield made
+    async with BatchClient(one_redis.url, pool=POOL) as created:
+        yield created
 
 
 @pytest.fixture
-async def raw(one_redis: Server) -> AsyncIterator[redis.asyncio.Redis]:
-    async with redis.asyncio.Redis.from_url(one_redis.url) as found:
-        yield found
+async def redis_client(one_redis: Server) -> AsyncIterator[redis.asyncio.Redis]:
+    async with redis.asyncio.Redis.from_url(one_redis.url) as connected:
+        yield connected
 
 
-async def test_a_request_is_answered_on_every_engine(any_redis: Server) -> None:
-    async with queues(any_redis.url, "a", names=NAMES) as (queue,), Answering(queue).always():
+async def test_request_is_answered_on_every_engine(any_redis: Server) -> None:
+    async with (
+        queues(any_redis.url, "a", names=NAMES) as (queue,),
+        FakeDispatcher(queue).answer_continuously(),
+    ):
         async with BatchClient(any_redis.url, pool=POOL) as client:
             result = await client.submit({"prompt": "hi"}, deadline="10m", priority=3)
         assert (result.ok, result.status, result.json()) == (True, 200, {"prompt": "hi"})
@@ -59,116 +62,126 @@ async def test_a_request_is_answered_on_every_engine(any_redis: Server) -> None:
         assert handle.id == "mine-1"
 
 
-async def test_a_closed_client_leaves_nothing_that_stays(
-    answering: Answering, one_redis: Server, raw: redis.asyncio.Redis
+async def test_closed_client_leaves_no_permanent_keys(
+    fake_dispatcher: FakeDispatcher, one_redis: Server, redis_client: redis.asyncio.Redis
 ) -> None:
     async with BatchClient(one_redis.url, pool=POOL) as client:
         await client.enqueue({"n": 1})
         await client.enqueue({"n": 2})
-        await answering.once()
+        await fake_dispatcher.answer_once()
         handle = await client.enqueue({"n": 3})
-    await assert_only_known_keys(raw, NAMES)
-    assert not [key async for key in raw.scan_iter("batch-results:*")]
-    assert list(await answering.queue.check_cancelled([(handle.id, handle.token)])), (
-        "nobody could read its result"
+    await assert_only_known_keys(redis_client, NAMES)
+    assert not [key async for key in redis_client.scan_iter("batch-results:*")]
+    assert list(await fake_dispatcher.queue.check_cancelled([(handle.id, handle.token)])), (
+        "no client could read its result"
     )
 
 
-async def test_a_result_without_the_token_of_its_request_is_nobodys(
-    answering: Answering, raw: redis.asyncio.Redis, producer: BatchClient
+async def test_result_without_the_token_of_its_request_is_ignored(
+    fake_dispatcher: FakeDispatcher, redis_client: redis.asyncio.Redis, producer: BatchClient
 ) -> None:
-    """Another producer names alice's list and alice's id; her own result comes after it."""
+    """Another producer uses the result list and the id of alice. The result of her request comes later."""
     handle = await producer.enqueue(b'{"real": 1}', id="alice-1")
     forged = [encode_answer("alice-1", 200, b"forged", token=token) for token in ("", "guessed")]
-    await raw.lpush(handle.results, *forged, encode_answer("another", 200, b"forged", token=handle.token))
+    await redis_client.lpush(
+        handle.results, *forged, encode_answer("another", 200, b"forged", token=handle.token)
+    )
     with pytest.raises(NoResultError):
         await producer.result(handle, timeout=0.2)
     assert producer.ignored_count == 3
-    await answering.once()
+    await fake_dispatcher.answer_once()
     assert (await producer.result(handle, timeout=5)).text == '{"real": 1}'
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff", b"[1]", b'{"id": 7}', b'{"id":"\xff"}', b"[" * 5000])
-async def test_garbage_in_the_list_costs_nobody_his_result(
-    answering: Answering, raw: redis.asyncio.Redis, producer: BatchClient, garbage: bytes
+async def test_garbage_in_the_result_list_is_ignored(
+    fake_dispatcher: FakeDispatcher, redis_client: redis.asyncio.Redis, producer: BatchClient, garbage: bytes
 ) -> None:
     handle = await producer.enqueue(b"{}")
-    await raw.lpush(handle.results, garbage)
-    await answering.once()
+    await redis_client.lpush(handle.results, garbage)
+    await fake_dispatcher.answer_once()
     assert (await producer.result(handle, timeout=5)).id == handle.id
     assert producer.ignored_count == 1
 
 
-async def test_results_of_others_are_kept_while_somebody_may_await_them(
-    answering: Answering, producer: BatchClient
+async def test_results_are_kept_while_their_handles_exist(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient
 ) -> None:
     handles = await producer.enqueue_many([{"n": n} for n in range(20)])
-    await answering.once()
+    await fake_dispatcher.answer_once()
     assert (await producer.result(handles[-1], timeout=5)).json() == {"n": 19}
     await wait_until(lambda: all(handle.done for handle in handles))
     del handles[5:]
     gc.collect()
-    assert len(producer._mailbox._handles) == 5, "what nobody can await any more is not kept"
-    found = await asyncio.gather(*(producer.result(handle, timeout=5) for handle in handles))
-    assert [result.json() for result in found] == [{"n": n} for n in range(5)]
+    assert len(producer._mailbox._handles) == 5, "results without a handle are dropped"
+    results = await asyncio.gather(*(producer.result(handle, timeout=5) for handle in handles))
+    assert [result.json() for result in results] == [{"n": n} for n in range(5)]
 
 
-async def test_a_result_that_is_asked_for_again_is_the_same(
-    answering: Answering, producer: BatchClient
+async def test_repeated_calls_return_the_same_result(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient
 ) -> None:
     handle = await producer.enqueue({})
-    await answering.once()
+    await fake_dispatcher.answer_once()
     first, second = await asyncio.gather(producer.result(handle), producer.result(handle))
     assert first is second is await producer.result(handle, timeout=0)
 
 
-async def test_a_wait_that_was_given_up_costs_no_result(answering: Answering, producer: BatchClient) -> None:
+async def test_cancelled_wait_does_not_lose_the_result(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient
+) -> None:
     handle = await producer.enqueue({})
     waiting = asyncio.create_task(producer.result(handle))
     await wait_until(lambda: handle.waiters)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await answering.once()
+    await fake_dispatcher.answer_once()
     assert (await producer.result(handle, timeout=5)).ok
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "raised"),
+    ("code", "status", "exception_type"),
     [
         (ErrorCode.CANCELLED, None, RequestCancelledError),
         (ErrorCode.DEADLINE_EXCEEDED, None, DeadlineExceededError),
         (ErrorCode.RETRIES_EXHAUSTED, 503, RequestFailedError),
     ],
 )
-async def test_a_request_that_failed_raises_when_it_is_asked(
-    answering: Answering, producer: BatchClient, code: ErrorCode, status: int | None, raised: type[Exception]
+async def test_failed_request_raises_in_raise_for_status(
+    fake_dispatcher: FakeDispatcher,
+    producer: BatchClient,
+    code: ErrorCode,
+    status: int | None,
+    exception_type: type[Exception],
 ) -> None:
-    async with answering.always(refusal(code, status, b"no room" if status else None)):
+    async with fake_dispatcher.answer_continuously(fail_with(code, status, b"no room" if status else None)):
         result = await producer.submit({}, id="r-1")
     assert not result.ok
-    with pytest.raises(raised, match=f"r-1: {code}: told {code}") as told:
+    with pytest.raises(exception_type, match=f"r-1: {code}: failed with {code}") as caught:
         result.raise_for_status()
-    error = told.value
+    error = caught.value
     assert isinstance(error, RequestFailedError)
     assert (error.id, error.code, error.status) == ("r-1", code, status)
-    assert error.body == ("no room" if status else f'{{"error":"told {code}"}}')
+    assert error.body == ("no room" if status else f'{{"error":"failed with {code}"}}')
 
 
-async def test_a_result_says_as_which_version_it_was_sent(
-    answering: Answering, producer: BatchClient
+async def test_result_has_the_version_that_it_was_sent_to(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient
 ) -> None:
-    def chosen(request: Request) -> bytes:
+    def answer_with_version(request: Request) -> bytes:
         return encode_answer(request.id, 200, b"{}", token=request.token, version="m-v2")
 
-    async with answering.always(chosen):
+    async with fake_dispatcher.answer_continuously(answer_with_version):
         assert (await producer.submit({})).model_version == "m-v2"
-    async with answering.always():
+    async with fake_dispatcher.answer_continuously():
         assert (await producer.submit({})).model_version == ""
 
 
-async def test_an_answer_of_400_is_a_failure(answering: Answering, producer: BatchClient) -> None:
-    async with answering.always(lambda each: encode_answer(each.id, 400, b"bad model", token=each.token)):
+async def test_answer_400_is_a_failure(fake_dispatcher: FakeDispatcher, producer: BatchClient) -> None:
+    async with fake_dispatcher.answer_continuously(
+        lambda each: encode_answer(each.id, 400, b"bad model", token=each.token)
+    ):
         result = await producer.submit({}, id="r-1")
     with pytest.raises(RequestFailedError, match="r-1: status 400: bad model"):
         result.raise_for_status()
@@ -176,29 +189,31 @@ async def test_an_answer_of_400_is_a_failure(answering: Answering, producer: Bat
         result.json()
 
 
-async def test_usage_is_that_of_the_answer(answering: Answering, producer: BatchClient) -> None:
-    async with answering.always():
-        told = await producer.submit(
+async def test_usage_is_read_from_the_answer(fake_dispatcher: FakeDispatcher, producer: BatchClient) -> None:
+    async with fake_dispatcher.answer_continuously():
+        with_usage = await producer.submit(
             {"usage": {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}}
         )
-        other = await producer.submit({})
-    assert told.usage == TokenUsage(7, 5)
-    assert told.usage.total_tokens == 12
-    assert other.usage is None
+        without_usage = await producer.submit({})
+    assert with_usage.usage == TokenUsage(7, 5)
+    assert with_usage.usage.total_tokens == 12
+    assert without_usage.usage is None
 
 
-@pytest.mark.parametrize(("status", "words"), [(200, "Paris"), (400, None)])
-async def test_content_is_the_models_words_where_it_answered(
-    answering: Answering, producer: BatchClient, status: int, words: str | None
+@pytest.mark.parametrize(("status", "expected"), [(200, "Paris"), (400, None)])
+async def test_content_is_the_text_of_a_successful_answer(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient, status: int, expected: str | None
 ) -> None:
     body = b'{"choices": [{"message": {"role": "assistant", "content": "Paris"}}]}'
-    async with answering.always(lambda each: encode_answer(each.id, status, body, token=each.token)):
+    async with fake_dispatcher.answer_continuously(
+        lambda each: encode_answer(each.id, status, body, token=each.token)
+    ):
         result = await producer.submit({})
-    assert (result.content, result.text) == (words, body.decode())
+    assert (result.content, result.text) == (expected, body.decode())
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "words"),
+    ("path", "fields", "expected"),
     [
         ("/v1/completions", {"prompt": "hi"}, "xxxxxxxx"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "xxxxxxxx"),
@@ -208,26 +223,34 @@ async def test_content_is_the_models_words_where_it_answered(
         ("/v1/completions", {"sim": {"answer_bytes": 8_000_000}}, "x" * 8_000_000),
     ],
 )
-async def test_content_of_what_a_server_answers(
-    answering: Answering, producer: BatchClient, path: str, asked: dict[str, Any], words: str | None
+async def test_content_of_answers_of_a_server(
+    fake_dispatcher: FakeDispatcher,
+    producer: BatchClient,
+    path: str,
+    fields: dict[str, Any],
+    expected: str | None,
 ) -> None:
     async with (
         LiveWorld(Config(seconds=0.01)) as world,
         aiohttp.ClientSession() as http,
         http.post(
-            f"{world.gateway_url}{path}", json={"model": "m", "sim": {"answer_bytes": 8}} | asked
+            f"{world.gateway_url}{path}", json={"model": "m", "sim": {"answer_bytes": 8}} | fields
         ) as reply,
     ):
         status, body = reply.status, await reply.read()
-    async with answering.always(lambda each: encode_answer(each.id, status, body, token=each.token)):
+    async with fake_dispatcher.answer_continuously(
+        lambda each: encode_answer(each.id, status, body, token=each.token)
+    ):
         result = await producer.submit({})
-    assert (result.content, result.text) == (words, body.decode())
+    assert (result.content, result.text) == (expected, body.decode())
 
 
-async def test_content_of_a_response(answering: Answering, producer: BatchClient) -> None:
-    status, told = ResponsesServer("").answer(b'{"input": "hi"}')
-    body = json.dumps(told).encode()
-    async with answering.always(lambda each: encode_answer(each.id, status, body, token=each.token)):
+async def test_content_of_a_responses_answer(fake_dispatcher: FakeDispatcher, producer: BatchClient) -> None:
+    status, document = ResponsesServer("").make_answer(b'{"input": "hi"}')
+    body = json.dumps(document).encode()
+    async with fake_dispatcher.answer_continuously(
+        lambda each: encode_answer(each.id, status, body, token=each.token)
+    ):
         assert (await producer.submit({})).content == "1 so far"
 
 
@@ -255,49 +278,58 @@ async def test_content_of_a_response(answering: Answering, producer: BatchClient
     ],
     ids=range(18),
 )
-async def test_an_answer_of_any_other_shape_has_no_content_and_raises_nothing(
-    answering: Answering, producer: BatchClient, body: bytes
+async def test_answer_of_another_shape_has_no_content_and_raises_nothing(
+    fake_dispatcher: FakeDispatcher, producer: BatchClient, body: bytes
 ) -> None:
-    async with answering.always(lambda each: encode_answer(each.id, 200, body, token=each.token)):
+    async with fake_dispatcher.answer_continuously(
+        lambda each: encode_answer(each.id, 200, body, token=each.token)
+    ):
         result = await producer.submit({})
     assert result.ok
     assert (result.content, result.usage) == (None, None)
 
 
-async def test_results_of_another_list_are_not_awaited_here(
-    answering: Answering, raw: redis.asyncio.Redis, producer: BatchClient
+async def test_result_of_another_list_cannot_be_awaited(
+    fake_dispatcher: FakeDispatcher, redis_client: redis.asyncio.Redis, producer: BatchClient
 ) -> None:
     handle = await producer.enqueue({}, results="")
-    await answering.once()
+    await fake_dispatcher.answer_once()
     with pytest.raises(ValueError, match=r"its result goes to batch:\{qwen\}:results"):
         await producer.result(handle)
-    assert await raw.llen(NAMES.result_list) == 1
+    assert await redis_client.llen(NAMES.result_list) == 1
     with pytest.raises(ValueError, match=r"results: batch:\{qwen\}:requests may be a key"):
         await producer.enqueue({}, results="batch:{qwen}:requests")
 
 
-async def test_what_is_pending_is_told_by_its_handle_made_anew(
-    answering: Answering, one_redis: Server
-) -> None:
-    """A journal keeps id, token, deadline and list; the process that wrote it is gone."""
+async def test_recreated_handle_gets_its_result(fake_dispatcher: FakeDispatcher, one_redis: Server) -> None:
+    """The program that wrote id, token, deadline and list into a journal has ended."""
     async with BatchClient(one_redis.url, pool=POOL, name="nightly") as first:
         handles = await first.enqueue_many([Item({"n": n}, id=f"r-{n}") for n in range(3)])
     async with BatchClient(one_redis.url, pool=POOL, name="nightly") as second:
-        await answering.once()
-        for n, old in enumerate(handles):
-            anew = Handle(old.id, old.token, old.deadline, old.results)
-            assert (await second.result(anew, timeout=5)).json() == {"n": n}
+        await fake_dispatcher.answer_once()
+        for n, original in enumerate(handles):
+            recreated = Handle(original.id, original.token, original.deadline, original.results)
+            assert (await second.result(recreated, timeout=5)).json() == {"n": n}
 
 
-@pytest.mark.parametrize("wrong", [{"id": "\ud800"}, {"path": "/v1/\ud800"}, {"metadata": {"a": "\ud800"}}])
-async def test_half_a_character_is_told_before_anything_is_sent(
-    one_redis: Server, wrong: dict[str, Any]
+@pytest.mark.parametrize("invalid", [{"id": "\ud800"}, {"path": "/v1/\ud800"}, {"metadata": {"a": "\ud800"}}])
+async def test_lone_surrogate_is_an_error_before_anything_is_sent(
+    one_redis: Server, invalid: dict[str, Any]
 ) -> None:
     async with BatchClient(one_redis.url, pool=POOL) as client:
         with pytest.raises(ValueError, match="holds a lone surrogate"):
-            await client.enqueue({}, **wrong)
+            await client.enqueue({}, **invalid)
         with pytest.raises(QueueUnreachableError, match="holds a lone surrogate"):
             await client.cancel("\ud800")
         with pytest.raises(ValueError, match="request 'xxx") as caught:
             await client.enqueue({}, id="x" * 1_000_000)
         assert len(str(caught.value)) < 1000
+
+
+async def test_waiting_after_the_client_was_closed_raises_at_once(one_redis: Server) -> None:
+    client = BatchClient(one_redis.url, pool=POOL)
+    handle = await client.enqueue({"prompt": "x"})
+    await client.aclose()
+    async with asyncio.timeout(5):
+        with pytest.raises(QueueUnreachableError, match="closed"):
+            await client._mailbox.wait_for_result(handle, None)

@@ -1,4 +1,4 @@
-"""A control plane for the session, with a stand-in for its nodes, and helm to install releases with."""
+"""Fixtures of a control plane, a stand-in for its nodes, and helm."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.control_plane import ADMIN, OWN_ADDRESS, ControlPlane, control_plane
-from tests.cluster.kubelet import Kubelet, kubelet
+from tests.cluster.control_plane import ADMIN, OWN_ADDRESS, ControlPlane, run_control_plane
+from tests.cluster.kubelet import Kubelet, run_kubelet
 from tests.deploy.release import CHART
 from tests.support import require_tool
 
 
 @dataclass(frozen=True)
 class Helm:
-    """The real one, as the administrator."""
+    """Runs the real helm as the administrator."""
 
     kubeconfig: Path
     home: Path
 
     def __call__(self, *arguments: str, values: Mapping[str, Any] | None = None) -> str:
-        """Run it and return what it says, warnings of the API server among it; it must succeed."""
-        done = self.tried(*arguments, values=values)
+        """Run helm, which must succeed, and return its output with the warnings of the API server."""
+        done = self.run_unchecked(*arguments, values=values)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def tried(
+    def run_unchecked(
         self, *arguments: str, values: Mapping[str, Any] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        given = ["--values", "-"] if values is not None else []
+        value_options = ["--values", "-"] if values is not None else []
         return subprocess.run(
-            [require_tool("helm"), *arguments, *given],
+            [require_tool("helm"), *arguments, *value_options],
             input=json.dumps(values),
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "HOME": str(self.home)},
             capture_output=True,
@@ -69,26 +69,26 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
             probe.bind((OWN_ADDRESS, 0))
         except OSError:
             pytest.fail(
-                f"{OWN_ADDRESS} is not this machine's: `make cluster-test` makes a network that has it"
+                f"this machine does not have {OWN_ADDRESS}: `make cluster-test` creates a network that has it"
             )
-    with control_plane(tmp_path_factory.mktemp("plane")) as made:
-        yield made
+    with run_control_plane(tmp_path_factory.mktemp("plane")) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")
-def _kubelet(plane: ControlPlane) -> Iterator[Kubelet]:
-    with kubelet(plane) as made:
-        yield made
+def session_kubelet(plane: ControlPlane) -> Iterator[Kubelet]:
+    with run_kubelet(plane) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)
-def node(_kubelet: Kubelet) -> Iterator[Kubelet]:
-    """Each test finds it as it is by itself."""
-    usual = (_kubelet.readies, _kubelet.work)
-    yield _kubelet
-    _kubelet.readies, _kubelet.work = usual
+def node(session_kubelet: Kubelet) -> Iterator[Kubelet]:
+    """Return the stand-in for the kubelet, and restore its defaults after the test."""
+    defaults = (session_kubelet.makes_pods_ready, session_kubelet.run_to_completion)
+    yield session_kubelet
+    session_kubelet.makes_pods_ready, session_kubelet.run_to_completion = defaults
 
 
 @pytest.fixture(scope="session")
 def helm(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Helm:
-    return Helm(plane.kubeconfig("admin", ADMIN), tmp_path_factory.mktemp("helm"))
+    return Helm(plane.write_kubeconfig("admin", ADMIN), tmp_path_factory.mktemp("helm"))

@@ -1,7 +1,7 @@
-"""What stands for scheduler and kubelet: pods get a node and an address, are ready, end when told to.
+"""A stand-in for scheduler and kubelet: it gives pods a node and an address and makes them ready or ended.
 
-No container runs. What a pod that is not started again does is the test's affair (`work`): it may run the
-pod's command beside the cluster, and its exit status is then the pod's.
+No container runs. For pods that run to completion, a test sets `run_to_completion`, which can run the command
+of the pod outside the cluster and returns its exit status.
 """
 
 from __future__ import annotations
@@ -19,92 +19,101 @@ import httpx
 from tests.cluster.control_plane import ControlPlane, Object
 
 NODE = "stand-in"
-MINE = "app.kubernetes.io/name"
-"""The label of pods that are tended; those without it are the test's."""
-_LOOK_S = 0.1
+POD_LABEL = "app.kubernetes.io/name"
+"""Label of the pods that the stand-in handles. The test handles pods without it."""
+_INTERVAL_S = 0.1
 
 
 @dataclass
 class Kubelet:
-    """How pods fare from now on."""
+    """Stand-in for the kubelet of one node."""
 
     admin: httpx.Client
-    readies: bool = True
-    """What is started becomes ready."""
-    work: Callable[[Object], int] = lambda pod: 0
-    """Do what a pod is for that is not started again; with what status it ends."""
+    makes_pods_ready: bool = True
+    """True if started pods become ready."""
+    run_to_completion: Callable[[Object], int] = lambda pod: 0
+    """Run a pod that is not restarted, and return its exit status."""
     _addresses: Iterator[str] = field(
         default_factory=lambda: (f"192.0.2.{number}" for number in itertools.cycle(range(100, 200)))
     )
 
-    def step(self, pod: Object) -> None:
-        """Bring a pod one step further. Another may have been quicker: what is gone or changed is left."""
-        path, uid, phase = path_of(pod), pod["metadata"]["uid"], pod["status"].get("phase")
+    def advance_pod(self, pod: Object) -> None:
+        """Advance the state of a pod by one step. A conflict with another change is ignored."""
+        path, uid, phase = pod_path(pod), pod["metadata"]["uid"], pod["status"].get("phase")
         if "deletionTimestamp" in pod["metadata"]:
             body = {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
             answer = self.admin.request("DELETE", path, json=body)
         elif not pod["spec"].get("nodeName"):
             target = {"apiVersion": "v1", "kind": "Node", "name": NODE}
-            of = {"name": pod["metadata"]["name"], "uid": uid}
-            binding = {"apiVersion": "v1", "kind": "Binding", "metadata": of, "target": target}
+            metadata = {"name": pod["metadata"]["name"], "uid": uid}
+            binding = {"apiVersion": "v1", "kind": "Binding", "metadata": metadata, "target": target}
             answer = self.admin.post(f"{path}/binding", json=binding)
         elif phase == "Pending" and pod["spec"]["restartPolicy"] != "Always":
-            answer = self._say(pod, {"phase": "Failed" if self.work(pod) else "Succeeded"})
+            answer = self._patch_status(
+                pod, {"phase": "Failed" if self.run_to_completion(pod) else "Succeeded"}
+            )
         elif phase == "Pending":
-            answer = self._say(pod, status(pod, next(self._addresses), ready=self.readies))
-        elif phase == "Running" and self.readies and not is_ready(pod):
-            answer = self._say(pod, status(pod, pod["status"]["podIP"], ready=True))
+            answer = self._patch_status(
+                pod, make_running_status(pod, next(self._addresses), ready=self.makes_pods_ready)
+            )
+        elif phase == "Running" and self.makes_pods_ready and not is_ready(pod):
+            answer = self._patch_status(pod, make_running_status(pod, pod["status"]["podIP"], ready=True))
         else:
             return
         assert answer.is_success or answer.status_code in (404, 409), f"{path}: {answer.text}"
 
-    def _say(self, pod: Object, said: Object) -> httpx.Response:
-        change = {"metadata": {"uid": pod["metadata"]["uid"]}, "status": said}
+    def _patch_status(self, pod: Object, status_fields: Object) -> httpx.Response:
+        change = {"metadata": {"uid": pod["metadata"]["uid"]}, "status": status_fields}
         kind = {"Content-Type": "application/strategic-merge-patch+json"}
-        return self.admin.patch(f"{path_of(pod)}/status", content=json.dumps(change), headers=kind)
+        return self.admin.patch(f"{pod_path(pod)}/status", content=json.dumps(change), headers=kind)
 
 
 @contextmanager
-def kubelet(plane: ControlPlane) -> Iterator[Kubelet]:
+def run_kubelet(plane: ControlPlane) -> Iterator[Kubelet]:
     plane.apply("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
-    made, done = Kubelet(plane.admin), threading.Event()
+    stand_in, stop_event = Kubelet(plane.admin), threading.Event()
     problems: list[BaseException] = []
 
-    def tend() -> None:
+    def run_loop() -> None:
         try:
-            while not done.wait(_LOOK_S):
-                for pod in plane.items("/api/v1/pods", labelSelector=MINE):
-                    made.step(pod)
+            while not stop_event.wait(_INTERVAL_S):
+                for pod in plane.list_objects("/api/v1/pods", labelSelector=POD_LABEL):
+                    stand_in.advance_pod(pod)
         except BaseException as error:
             problems.append(error)
 
-    thread = threading.Thread(target=tend)
+    thread = threading.Thread(target=run_loop)
     thread.start()
     try:
-        yield made
+        yield stand_in
     finally:
-        done.set()
+        stop_event.set()
         thread.join(60)
     if problems:
         raise problems[0]
 
 
-def path_of(pod: Object) -> str:
-    of = pod["metadata"]
-    return f"/api/v1/namespaces/{of['namespace']}/pods/{of['name']}"
+def pod_path(pod: Object) -> str:
+    metadata = pod["metadata"]
+    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
 
 
 def is_ready(pod: Object) -> bool:
-    """Ready, and not about to end."""
+    """Return True if the pod is ready and not terminating."""
     found = {each["type"]: each["status"] for each in pod["status"].get("conditions", ())}
     return found.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
 
 
-def status(pod: Object, address: str, *, ready: bool) -> Object:
-    """What a kubelet says of a pod whose containers run."""
+def make_running_status(pod: Object, address: str, *, ready: bool) -> Object:
+    """Return the status of a pod whose containers run, as a kubelet reports it."""
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    word = "True" if ready else "False"
-    conditions = {"PodScheduled": "True", "Initialized": "True", "ContainersReady": word, "Ready": word}
+    condition_value = "True" if ready else "False"
+    conditions = {
+        "PodScheduled": "True",
+        "Initialized": "True",
+        "ContainersReady": condition_value,
+        "Ready": condition_value,
+    }
     return {
         "phase": "Running",
         "podIP": address,

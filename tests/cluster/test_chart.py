@@ -1,4 +1,4 @@
-"""The chart on a real control plane, and the dispatcher beside it with no rights but the release's."""
+"""The chart on a real control plane, and a local dispatcher with the rights of the release."""
 
 from __future__ import annotations
 
@@ -21,136 +21,138 @@ from dispatcher import __version__
 from dispatcher.queue.embedded import EmbeddedError, find_server
 from tests.cluster.conftest import Helm
 from tests.cluster.control_plane import ControlPlane, Object
-from tests.cluster.kubelet import NODE, Kubelet, is_ready, path_of, status
-from tests.kubelet import mount, swap
+from tests.cluster.kubelet import NODE, Kubelet, is_ready, make_running_status, pod_path
+from tests.kubelet import mount_file, replace_file
 from tests.paths import DOCS
-from tests.support import free_port, running, wait_until_sync
+from tests.support import free_port, running_process, wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 OLD_POOLS = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencepools"
 REWRITES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencemodelrewrites"
-UNSERVED = "llm-d.ai"
-"""The other group of rewrites, which this control plane does not have."""
+UNSERVED_GROUP = "llm-d.ai"
+"""Second API group of rewrites, which this control plane does not serve."""
 ROLES = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles"
 PICKER, OTHER_PICKER = "192.0.2.10", "192.0.2.11"
 RELEASE = "night-batch-dispatcher"
-SERVES = 8000
-"""The model servers' port."""
-FOLLOWED_S = 60.0
-"""Within this the dispatcher shows what changed in the cluster."""
-STARTED_S = 180.0
-"""Within this it has started, on a busy machine too."""
+MODEL_SERVER_PORT = 8000
+"""Port of the model servers."""
+CHANGE_TIMEOUT_S = 60.0
+"""Time within which the dispatcher must show a change in the cluster."""
+START_TIMEOUT_S = 180.0
+"""Time within which the dispatcher must start, even on a busy machine."""
 
 
-def values(pool: str = "qwen", **more: Any) -> dict[str, Any]:
-    return {"pool": {"name": pool}, "gateway": {"url": f"http://{PICKER}"}} | more
+def make_values(pool: str = "qwen", **more_values: Any) -> dict[str, Any]:
+    return {"pool": {"name": pool}, "gateway": {"url": f"http://{PICKER}"}} | more_values
 
 
-WHOLE = values(
+ALL_OBJECTS = make_values(
     replicas=2,
     networkPolicy={"enabled": True},
     inferenceObjective={"create": True, "apiVersion": "inference.networking.x-k8s.io/v1alpha2"},
     checkHook={"enabled": True},
 )
-"""Every object that needs no operator, and every hook."""
+"""Values that create every hook and every object that needs no operator."""
 
 
-def pods(namespace: str) -> str:
+def pods_path(namespace: str) -> str:
     return f"/api/v1/namespaces/{namespace}/pods"
 
 
-def ours(plane: ControlPlane, namespace: str, component: str = "dispatcher") -> list[Object]:
-    """The release's pods that are not about to end."""
+def list_release_pods(plane: ControlPlane, namespace: str, component: str = "dispatcher") -> list[Object]:
+    """Return the pods of the release that are not terminating."""
     labels = f"app.kubernetes.io/component={component},app.kubernetes.io/instance=night"
-    found = plane.items(pods(namespace), labelSelector=labels)
+    found = plane.list_objects(pods_path(namespace), labelSelector=labels)
     return [each for each in found if "deletionTimestamp" not in each["metadata"]]
 
 
-def uids(of: list[Object]) -> set[str]:
-    return {str(each["metadata"]["uid"]) for each in of}
+def get_uids(pods: list[Object]) -> set[str]:
+    return {str(each["metadata"]["uid"]) for each in pods}
 
 
-def complaints(plane: ControlPlane, namespace: str) -> list[str]:
-    """What controllers could not do: a pod that is not admitted is a warning of the ReplicaSet."""
-    found = plane.items(f"/api/v1/namespaces/{namespace}/events")
+def list_warnings(plane: ControlPlane, namespace: str) -> list[str]:
+    """Return the warnings of controllers, for example about pods that are not admitted."""
+    found = plane.list_objects(f"/api/v1/namespaces/{namespace}/events")
     return [f"{each['reason']}: {each['message']}" for each in found if each["type"] != "Normal"]
 
 
-def test_all_of_it_runs_where_the_standard_restricted_is_enforced(
+def test_release_runs_in_a_namespace_that_enforces_the_restricted_standard(
     plane: ControlPlane, helm: Helm, node: Kubelet
 ) -> None:
-    """helm waits for pods that controllers made of the release, and for its hooks."""
-    done: list[str] = []
+    """helm waits for the pods of the release and for its hooks."""
+    components_run: list[str] = []
 
     def work(pod: dict[str, Any]) -> int:
-        done.append(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+        components_run.append(pod["metadata"]["labels"]["app.kubernetes.io/component"])
         return 0
 
-    node.work = work
-    namespace = plane.namespace("restricted")
-    said = helm.install("night", namespace, WHOLE)
-    assert "violate" not in said, "the API server warned of a Deployment whose pods it would refuse"
-    assert len(ours(plane, namespace)) == 2
-    assert len(ours(plane, namespace, "valkey")) == 1
+    node.run_to_completion = work
+    namespace = plane.create_namespace("restricted")
+    output = helm.install("night", namespace, ALL_OBJECTS)
+    assert "violate" not in output, "the API server must not warn of pods that it would reject"
+    assert len(list_release_pods(plane, namespace)) == 2
+    assert len(list_release_pods(plane, namespace, "valkey")) == 1
     helm("test", "night", "--namespace", namespace)
-    assert done == ["check", "test"]
-    assert complaints(plane, namespace) == []
+    assert components_run == ["check", "test"]
+    assert list_warnings(plane, namespace) == []
 
-    (bad, *_) = ours(plane, namespace)
-    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "bad"}, "spec": bad["spec"]}
+    (pod, *_) = list_release_pods(plane, namespace)
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "bad"}, "spec": pod["spec"]}
     manifest["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
-    answer = plane.admin.post(pods(namespace), json=manifest)
-    assert answer.status_code == 403, "or this would prove nothing"
+    answer = plane.admin.post(pods_path(namespace), json=manifest)
+    assert answer.status_code == 403, "the namespace must enforce the standard"
     assert 'violates PodSecurity "restricted' in answer.json()["message"]
 
 
-def test_a_threshold_restarts_nothing_and_what_is_bound_at_the_start_does(
+def test_reloadable_setting_restarts_no_pod_and_other_settings_replace_the_pods(
     plane: ControlPlane, helm: Helm
 ) -> None:
-    namespace = plane.namespace("upgraded")
+    namespace = plane.create_namespace("upgraded")
     config = f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}"
 
-    def text() -> str:
-        return str(plane.ask("GET", config)["data"]["config.yaml"])
+    def read_config() -> str:
+        return str(plane.request("GET", config)["data"]["config.yaml"])
 
-    helm.install("night", namespace, values(replicas=2, config={"budget": {"reserve": 0.1}}))
-    first, first_text = uids(ours(plane, namespace)), text()
-    queue = uids(ours(plane, namespace, "valkey"))
-    helm.upgrade("night", namespace, values(replicas=2, config={"budget": {"reserve": 0.2}}))
-    assert "reserve: 0.2" in text()
-    assert uids(ours(plane, namespace)) == first, "a changed reserve restarts no pod"
+    helm.install("night", namespace, make_values(replicas=2, config={"budget": {"reserve": 0.1}}))
+    first_uids, first_config = get_uids(list_release_pods(plane, namespace)), read_config()
+    queue = get_uids(list_release_pods(plane, namespace, "valkey"))
+    helm.upgrade("night", namespace, make_values(replicas=2, config={"budget": {"reserve": 0.2}}))
+    assert "reserve: 0.2" in read_config()
+    assert get_uids(list_release_pods(plane, namespace)) == first_uids, "a changed reserve restarts no pod"
 
-    # What cannot change in a running dispatcher replaces all, one more before one less.
-    start = plane.version(pods(namespace))
-    helm.upgrade("night", namespace, values(replicas=2, config={"queue": {"name": "other"}}))
-    second = uids(ours(plane, namespace))
-    assert (len(second), second & first) == (2, set())
-    plane.apply(pods(namespace), model_server("marker"))
-    ready, there = set(first), set(first)
-    fewest = most = 2
-    for change, pod in plane.since(start, pods(namespace), "marker"):
+    # A setting that cannot be reloaded replaces all pods, and starts each before it stops one.
+    start = plane.get_resource_version(pods_path(namespace))
+    helm.upgrade("night", namespace, make_values(replicas=2, config={"queue": {"name": "other"}}))
+    second_uids = get_uids(list_release_pods(plane, namespace))
+    assert (len(second_uids), second_uids & first_uids) == (2, set())
+    plane.apply(pods_path(namespace), make_model_server("marker"))
+    ready, existing = set(first_uids), set(first_uids)
+    least_ready = most_existing = 2
+    for change, pod in plane.watch_changes(start, pods_path(namespace), "marker"):
         uid = pod["metadata"]["uid"]
         if pod["metadata"]["labels"]["app.kubernetes.io/component"] != "dispatcher":
             continue
-        going = change == "DELETED" or "deletionTimestamp" in pod["metadata"]
-        (there.discard if going else there.add)(uid)
-        (ready.add if is_ready(pod) and not going else ready.discard)(uid)
-        fewest, most = min(fewest, len(ready)), max(most, len(there))
-    assert (ready, fewest, most) == (second, 2, 3)
+        is_terminating = change == "DELETED" or "deletionTimestamp" in pod["metadata"]
+        (existing.discard if is_terminating else existing.add)(uid)
+        (ready.add if is_ready(pod) and not is_terminating else ready.discard)(uid)
+        least_ready, most_existing = min(least_ready, len(ready)), max(most_existing, len(existing))
+    assert (ready, least_ready, most_existing) == (second_uids, 2, 3)
 
     helm.rollback("night", namespace, 1)
-    assert text() == first_text
-    assert not uids(ours(plane, namespace)) & second
-    assert uids(ours(plane, namespace, "valkey")) == queue, "the queue's server is never restarted"
-    assert complaints(plane, namespace) == []
+    assert read_config() == first_config
+    assert not get_uids(list_release_pods(plane, namespace)) & second_uids
+    assert get_uids(list_release_pods(plane, namespace, "valkey")) == queue, (
+        "the queue's server is never restarted"
+    )
+    assert list_warnings(plane, namespace) == []
 
 
-def test_a_drained_node_takes_one_replica_at_a_time(plane: ControlPlane, helm: Helm, node: Kubelet) -> None:
-    namespace = plane.namespace("drained")
-    helm.install("night", namespace, values(replicas=2))
-    first, second = ours(plane, namespace)
+def test_node_drain_evicts_one_replica_at_a_time(plane: ControlPlane, helm: Helm, node: Kubelet) -> None:
+    namespace = plane.create_namespace("drained")
+    helm.install("night", namespace, make_values(replicas=2))
+    first, second = list_release_pods(plane, namespace)
 
     def evict(pod: Object) -> httpx.Response:
         eviction = {
@@ -158,89 +160,99 @@ def test_a_drained_node_takes_one_replica_at_a_time(plane: ControlPlane, helm: H
             "kind": "Eviction",
             "metadata": {"name": pod["metadata"]["name"]},
         }
-        return plane.admin.post(f"{path_of(pod)}/eviction", json=eviction)
+        return plane.admin.post(f"{pod_path(pod)}/eviction", json=eviction)
 
-    node.readies = False
-    wait_until_sync(lambda: evict(first).status_code == 201, 30, what="the first may go", every_s=0.2)
+    node.makes_pods_ready = False
+    wait_until_sync(
+        lambda: evict(first).status_code == 201, 30, what="the first pod can be evicted", every_s=0.2
+    )
     refused = evict(second)
     assert refused.status_code == 429
     assert "violate the pod's disruption budget" in refused.json()["message"]
 
-    # One that is not ready holds up nobody.
-    ready = uids([second])
+    # A pod that is not ready does not block an eviction.
+    ready = get_uids([second])
     (unready,) = wait_until_sync(
-        lambda: [each for each in ours(plane, namespace) if not uids([each]) & (ready | uids([first]))],
+        lambda: [
+            each
+            for each in list_release_pods(plane, namespace)
+            if not get_uids([each]) & (ready | get_uids([first]))
+        ],
         30,
-        what="the one that comes for the first",
+        what="the replacement of the first pod",
     )
     assert evict(unready).status_code == 201
-    node.readies = True
-    wait_until_sync(lambda: evict(second).status_code == 201, 30, what="the second may go", every_s=0.2)
+    node.makes_pods_ready = True
+    wait_until_sync(
+        lambda: evict(second).status_code == 201, 30, what="the second pod can be evicted", every_s=0.2
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_is_uninstalled_leaves_its_queue_s_volume_or_nothing(
+def test_uninstalled_release_leaves_only_the_queue_volume_if_it_is_kept(
     plane: ControlPlane, helm: Helm, keep: bool
 ) -> None:
-    namespace = plane.namespace("left")
-    before = plane.everything().keys()
-    given = {**WHOLE, "valkey": {"persistence": {"keep": keep}}}
-    helm.install("night", namespace, given)
-    helm.upgrade("night", namespace, {**given, "networkPolicy": {"enabled": False}})
+    namespace = plane.create_namespace("left")
+    before = plane.list_all_objects().keys()
+    values = {**ALL_OBJECTS, "valkey": {"persistence": {"keep": keep}}}
+    helm.install("night", namespace, values)
+    helm.upgrade("night", namespace, {**values, "networkPolicy": {"enabled": False}})
     helm.rollback("night", namespace, 1)
-    assert len(plane.everything().keys() - before) > 20
+    assert len(plane.list_all_objects().keys() - before) > 20
     helm.uninstall("night", namespace)
-    kept = {f"/api/v1/persistentvolumeclaims {namespace}/data-{RELEASE}-valkey-0"} if keep else set()
+    expected_objects = (
+        {f"/api/v1/persistentvolumeclaims {namespace}/data-{RELEASE}-valkey-0"} if keep else set()
+    )
 
-    def left() -> set[str]:
-        return set(plane.everything().keys() - before)
+    def find_remaining() -> set[str]:
+        return set(plane.list_all_objects().keys() - before)
 
     with suppress(pytest.fail.Exception):
-        wait_until_sync(lambda: left() == kept, 60, every_s=0.5)
-    assert left() == kept
+        wait_until_sync(lambda: find_remaining() == expected_objects, 60, every_s=0.5)
+    assert find_remaining() == expected_objects
 
 
 def test_two_releases_of_a_namespace_do_not_touch_each_other(plane: ControlPlane, helm: Helm) -> None:
-    namespace = plane.namespace("shared")
-    before = plane.everything().keys()
-    helm.install("day", namespace, {**WHOLE, **values("llama")})
-    day = settled(plane, before)
-    helm.install("night", namespace, WHOLE)
-    assert len(settled(plane, before)) == 2 * len(day), "each has objects of its own"
-    helm.upgrade("night", namespace, {**WHOLE, "replicas": 3})
+    namespace = plane.create_namespace("shared")
+    before = plane.list_all_objects().keys()
+    helm.install("day", namespace, {**ALL_OBJECTS, **make_values("llama")})
+    day = wait_for_stable_objects(plane, before)
+    helm.install("night", namespace, ALL_OBJECTS)
+    assert len(wait_for_stable_objects(plane, before)) == 2 * len(day), "each release has its own objects"
+    helm.upgrade("night", namespace, {**ALL_OBJECTS, "replicas": 3})
     helm.rollback("night", namespace, 1)
     helm.uninstall("night", namespace)
     volume = f"/api/v1/persistentvolumeclaims {namespace}/data-{RELEASE}-valkey-0"
-    left = settled(plane, before)
+    left = wait_for_stable_objects(plane, before)
     assert left.pop(volume)
-    assert left == day, "nothing of the other was ever changed"
+    assert left == day, "no object of the other release was changed"
 
 
-def settled(plane: ControlPlane, before: Any) -> dict[str, str]:
-    """Everything that was not there before, each with the version that any change changes."""
+def wait_for_stable_objects(plane: ControlPlane, before: Any) -> dict[str, str]:
+    """Wait until the cluster is stable, and return the version of every object that was not there before."""
     last: dict[str, str] = {}
 
-    def stays() -> bool:
+    def is_stable() -> bool:
         nonlocal last
-        found = plane.everything()
-        seen, last = last, {where: found[where]["resourceVersion"] for where in found.keys() - before}
-        return seen == last
+        found = plane.list_all_objects()
+        previous, last = last, {where: found[where]["resourceVersion"] for where in found.keys() - before}
+        return previous == last
 
-    wait_until_sync(stays, 60, what="the controllers have done what there was to do", every_s=1)
+    wait_until_sync(is_stable, 60, what="the controllers have finished", every_s=1)
     return last
 
 
-def test_token_of_the_guide_may_read_metrics_and_nothing_else(plane: ControlPlane) -> None:
+def test_token_of_the_guide_can_read_only_metrics(plane: ControlPlane) -> None:
     page = (DOCS / "how-to" / "install.md").read_text()
     (text,) = re.findall(r"<!-- picker token -->\n```yaml\n(.*?)```", page, re.DOTALL)
-    namespace = plane.namespace("token")
+    namespace = plane.create_namespace("token")
     for each in yaml.safe_load_all(text.replace("namespace: llm", f"namespace: {namespace}")):
         plane.create(each)
     path = f"/api/v1/namespaces/{namespace}/secrets/picker-metrics"
     secret = wait_until_sync(
-        lambda: (found := plane.ask("GET", path)) and found.get("data", {}).get("token"),
+        lambda: (found := plane.request("GET", path)) and found.get("data", {}).get("token"),
         30,
-        what="Kubernetes puts the token into it",
+        what="the token is in the secret",
         every_s=0.1,
     )
     user = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
@@ -249,10 +261,10 @@ def test_token_of_the_guide_may_read_metrics_and_nothing_else(plane: ControlPlan
         assert plane.admin.get(refused, headers=user).status_code == 403
 
 
-# The dispatcher beside it.
+# A local dispatcher with the rights of the release.
 
 
-def model_server(name: str) -> Object:
+def make_model_server(name: str) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -262,8 +274,8 @@ def model_server(name: str) -> Object:
             "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [
                 {
-                    "name": "it",
-                    "image": "it",
+                    "name": "server",
+                    "image": "server",
                     "securityContext": {
                         "allowPrivilegeEscalation": False,
                         "capabilities": {"drop": ["ALL"]},
@@ -276,75 +288,77 @@ def model_server(name: str) -> Object:
 
 @dataclass
 class Cluster:
-    """A pool's namespace: its model servers and its endpoint picker, by hand."""
+    """Namespace of a pool whose model servers and endpoint picker the test creates."""
 
     plane: ControlPlane
     namespace: str
 
-    def start(self, name: str, address: str, *, app: str = "vllm") -> None:
-        manifest = model_server(name)
+    def start_pod(self, name: str, address: str, *, app: str = "vllm") -> None:
+        manifest = make_model_server(name)
         manifest["metadata"]["labels"] = {"app": app}
-        self.plane.apply(pods(self.namespace), manifest)
-        self.turn(name, address, ready=True)
+        self.plane.apply(pods_path(self.namespace), manifest)
+        self.set_ready(name, address, ready=True)
 
-    def turn(self, name: str, address: str, *, ready: bool) -> None:
-        pod = self.plane.ask("GET", self._path(name))
-        self.plane.patch(f"{self._path(name)}/status", {"status": status(pod, address, ready=ready)})
+    def set_ready(self, name: str, address: str, *, ready: bool) -> None:
+        pod = self.plane.request("GET", self._path(name))
+        self.plane.patch(
+            f"{self._path(name)}/status", {"status": make_running_status(pod, address, ready=ready)}
+        )
 
-    def end(self, name: str, *, grace_s: int = 30) -> None:
-        """With a grace it only begins to end, as a pod that drains."""
-        self.plane.ask("DELETE", self._path(name), {"gracePeriodSeconds": grace_s})
+    def delete_pod(self, name: str, *, grace_s: int = 30) -> None:
+        """Delete a pod. With a grace period it only starts to terminate, like a draining pod."""
+        self.plane.request("DELETE", self._path(name), {"gracePeriodSeconds": grace_s})
 
     def make_pool(self) -> None:
-        self.plane.apply(POOLS.format(self.namespace), new_pool())
+        self.plane.apply(POOLS.format(self.namespace), make_pool_manifest())
 
     def make_picker(self) -> None:
-        self.plane.apply(f"/api/v1/namespaces/{self.namespace}/services", picker_service())
+        self.plane.apply(f"/api/v1/namespaces/{self.namespace}/services", make_picker_service())
 
     def _path(self, name: str) -> str:
-        return path_of({"metadata": {"namespace": self.namespace, "name": name}})
+        return pod_path({"metadata": {"namespace": self.namespace, "name": name}})
 
 
-def new_pool() -> Object:
+def make_pool_manifest() -> Object:
     return {
         "apiVersion": "inference.networking.k8s.io/v1",
         "kind": "InferencePool",
         "metadata": {"name": "qwen"},
         "spec": {
             "selector": {"matchLabels": {"app": "vllm"}},
-            "targetPorts": [{"number": SERVES}],
+            "targetPorts": [{"number": MODEL_SERVER_PORT}],
             "endpointPickerRef": {"kind": "Service", "name": "qwen-epp", "port": {"number": 9002}},
         },
     }
 
 
-def new_rewrite(of: str, to: str) -> Object:
+def make_rewrite(model: str, target: str) -> Object:
     rule = {
-        "matches": [{"model": {"type": "Exact", "value": of}}],
-        "targets": [{"modelRewrite": to, "weight": 1}],
+        "matches": [{"model": {"type": "Exact", "value": model}}],
+        "targets": [{"modelRewrite": target, "weight": 1}],
     }
     return {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
         "kind": "InferenceModelRewrite",
-        "metadata": {"name": of},
+        "metadata": {"name": model},
         "spec": {"poolRef": {"name": "qwen"}, "rules": [rule]},
     }
 
 
-def old_pool() -> Object:
+def make_old_pool() -> Object:
     return {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
         "kind": "InferencePool",
         "metadata": {"name": "qwen"},
         "spec": {
             "selector": {"app": "vllm"},
-            "targetPortNumber": SERVES,
+            "targetPortNumber": MODEL_SERVER_PORT,
             "extensionRef": {"name": "qwen-epp"},
         },
     }
 
 
-def picker_service() -> Object:
+def make_picker_service() -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -354,49 +368,51 @@ def picker_service() -> Object:
 
 
 @dataclass
-class Beside:
-    """A dispatcher of this checkout with the file, and the token, that a pod of the release would have."""
+class LocalDispatcher:
+    """A dispatcher of this checkout with the file and token of a pod of the release."""
 
     values: Mapping[str, Any]
-    text: Callable[[], str]
-    """Of the release's ConfigMap, with the one address changed."""
+    read_config: Callable[[], str]
+    """Return the configuration in the ConfigMap of the release, with the local address of the queue."""
     config: Path
     environ: Mapping[str, str]
     http: httpx.Client
 
     def sync(self) -> None:
-        """Bring the ConfigMap as it is now, as a kubelet does each minute."""
-        swap(self.config.parent, self.text())
+        """Update the file from the ConfigMap, as a kubelet does each minute."""
+        replace_file(self.config.parent, self.read_config())
 
     def status(self) -> Object:
         with suppress(httpx.TransportError):
             return dict(self.http.get("/status").json())
         return {}
 
-    def wait_for(self, **wanted: Any) -> Object:
-        seen: Object = {}
+    def wait_for(self, **expected: Any) -> Object:
+        last_status: Object = {}
 
-        def fits() -> bool:
-            nonlocal seen
-            seen = self.status()
-            return bool(seen) and all(seen[name] == value for name, value in wanted.items())
+        def matches() -> bool:
+            nonlocal last_status
+            last_status = self.status()
+            return bool(last_status) and all(last_status[name] == value for name, value in expected.items())
 
         try:
-            wait_until_sync(fits, FOLLOWED_S, what=str(wanted), every_s=0.05)
+            wait_until_sync(matches, CHANGE_TIMEOUT_S, what=str(expected), every_s=0.05)
         except pytest.fail.Exception:
-            shown = {name: seen.get(name) for name in (*wanted, "explanation", "watch_problems")}
-            pytest.fail(f"{wanted} wanted, seen at last: {shown}")
-        return seen
+            relevant = {name: last_status.get(name) for name in (*expected, "explanation", "watch_problems")}
+            pytest.fail(f"expected {expected}, last status: {relevant}")
+        return last_status
 
     def wait_for_model(self, name: str, *, served: bool) -> None:
-        def fits() -> bool:
+        def matches() -> bool:
             models = {each["name"]: each for each in self.status().get("models", ())}
             return name in models and bool(models[name]["serving"]) is served
 
-        wait_until_sync(fits, FOLLOWED_S, what=f"{name} is {'' if served else 'not '}served", every_s=0.05)
+        wait_until_sync(
+            matches, CHANGE_TIMEOUT_S, what=f"{name} is {'' if served else 'not '}served", every_s=0.05
+        )
 
     def run_command(self, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
-        """Another command with the same file; a pod that mounts no token has none here."""
+        """Run another command with the same file, with the token only if its pod mounts one."""
         return subprocess.run(
             [sys.executable, "-m", "dispatcher", *arguments, "--config", str(self.config)],
             env={name: value for name, value in self.environ.items() if token or name != "KUBECONFIG"},
@@ -409,19 +425,19 @@ class Beside:
 
 @pytest.fixture
 def cluster(plane: ControlPlane) -> Cluster:
-    return Cluster(plane, plane.namespace("pool"))
+    return Cluster(plane, plane.create_namespace("pool"))
 
 
 @pytest.fixture
-def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
-    """The release installed, and its dispatcher run by hand; of its file only an address is changed."""
+def dispatcher(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[LocalDispatcher]:
+    """Install the release and run its dispatcher locally. Only an address in its file is changed."""
     try:
         server = find_server()
     except EmbeddedError as error:
         pytest.fail(str(error))
     plane, namespace = cluster.plane, cluster.namespace
     admin, queue, gateway, picker = (free_port() for _ in range(4))
-    given = values(
+    values = make_values(
         gateway={"url": f"http://{PICKER}:{gateway}"},
         config={
             "admin": {"port": admin},
@@ -431,188 +447,201 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
             "serving": {"interval_s": 0.5},
         },
     )
-    helm.install("night", namespace, given)
+    helm.install("night", namespace, values)
     host = f"{RELEASE}-valkey.{namespace}.svc:6379"
 
-    def text() -> str:
-        found = plane.ask("GET", f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}")
+    def read_config() -> str:
+        found = plane.request("GET", f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}")
         assert host in found["data"]["config.yaml"]
         return str(found["data"]["config.yaml"]).replace(host, f"127.0.0.1:{queue}")
 
-    config = mount(tmp_path / "config", text())
-    kubeconfig = plane.kubeconfig("release", plane.token(namespace, RELEASE), namespace)
+    config = mount_file(tmp_path / "config", read_config())
+    kubeconfig = plane.write_kubeconfig("release", plane.create_token(namespace, RELEASE), namespace)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")}
     environ = {**clean, "KUBECONFIG": str(kubeconfig), "HOME": str(tmp_path)}
     with ExitStack() as stack:
         valkey = ("--port", str(queue), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
-        stack.enter_context(running(server, *valkey))
+        stack.enter_context(running_process(server, *valkey))
         flags = (f"--host={PICKER}", f"--port={gateway}", f"--metrics-port={picker}")
-        sim = (sys.executable, "-m", "dispatcher.lab.standin", "--slots=32", "--endpoints=8", "--seconds=0.1")
-        stack.enter_context(running(*sim, *flags))
-        servers = (
+        stand_in = (
+            sys.executable,
+            "-m",
+            "dispatcher.lab.standin",
+            "--slots=32",
+            "--endpoints=8",
+            "--seconds=0.1",
+        )
+        stack.enter_context(running_process(*stand_in, *flags))
+        server_options = (
             "--host=0.0.0.0",
-            f"--port={SERVES}",
+            f"--port={MODEL_SERVER_PORT}",
             "--models=qwen",
-        )  # every pod's address is this machine's
-        stack.enter_context(running(sys.executable, "-m", "dispatcher.lab.standin", *servers))
+        )  # All pods have an address of this machine.
+        stack.enter_context(running_process(sys.executable, "-m", "dispatcher.lab.standin", *server_options))
         log = stack.enter_context((tmp_path / "dispatcher.log").open("wb"))
         run = (sys.executable, "-m", "dispatcher", "run", "--config", config)
-        stack.enter_context(running(*run, env=environ, stdout=log, stderr=log, stop_s=30))
+        stack.enter_context(running_process(*run, env=environ, stdout=log, stderr=log, stop_s=30))
         client = httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5, trust_env=False)
-        made = Beside(given, text, config, environ, stack.enter_context(client))
-        wait_until_sync(made.status, STARTED_S, what="the dispatcher answers /status", every_s=0.2)
-        yield made
+        dispatcher = LocalDispatcher(values, read_config, config, environ, stack.enter_context(client))
+        wait_until_sync(
+            dispatcher.status, START_TIMEOUT_S, what="the dispatcher answers /status", every_s=0.2
+        )
+        yield dispatcher
 
 
-def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_each_of_them(
-    cluster: Cluster, beside: Beside
+def test_dispatcher_follows_pool_endpoints_and_picker_with_the_rights_of_the_release(
+    cluster: Cluster, dispatcher: LocalDispatcher
 ) -> None:
     plane, namespace = cluster.plane, cluster.namespace
     cluster.make_picker()
     missing = f"InferencePool {namespace}/qwen does not exist (look at: pool.name, pool.namespace)"
-    beside.wait_for(watch_endpoints=0, watch_problems=[missing])
+    dispatcher.wait_for(watch_endpoints=0, watch_problems=[missing])
 
-    # The pool as v1alpha2 alone has it, then as both have it, then as v1 alone has it.
-    plane.apply(OLD_POOLS.format(namespace), old_pool())
+    # The pool exists first in v1alpha2, then in both versions, then in v1.
+    plane.apply(OLD_POOLS.format(namespace), make_old_pool())
     for number in range(3):
-        cluster.start(f"server-{number}", f"192.0.2.{20 + number}")
+        cluster.start_pod(f"server-{number}", f"192.0.2.{20 + number}")
     why = "has no ready endpoint: no endpoint picker runs (look at: the picker's pods)"
-    alone = f"Service {namespace}/qwen-epp {why}"
-    beside.wait_for(watch_endpoints=3, watch_problems=[alone])
+    no_picker = f"Service {namespace}/qwen-epp {why}"
+    dispatcher.wait_for(watch_endpoints=3, watch_problems=[no_picker])
     cluster.make_pool()
-    plane.ask("DELETE", f"{OLD_POOLS.format(namespace)}/qwen")
-    beside.wait_for(watch_endpoints=3, watch_problems=[alone])
+    plane.request("DELETE", f"{OLD_POOLS.format(namespace)}/qwen")
+    dispatcher.wait_for(watch_endpoints=3, watch_problems=[no_picker])
 
-    # Without a picker nothing is sent; with one, requests are answered.
-    cluster.start("picker", PICKER, app="qwen-epp")
-    beside.wait_for(max_sys=12, max_sys_source="watch", watch_problems=[])
-    answered = beside.run_command(
+    # Requests are sent and answered only with a picker.
+    cluster.start_pod("picker", PICKER, app="qwen-epp")
+    dispatcher.wait_for(max_sys=12, max_sys_source="watch", watch_problems=[])
+    answered = dispatcher.run_command(
         "submit", '{"model": "qwen", "prompt": "hi", "max_tokens": 1}', "--deadline", "30"
     )
     assert answered.returncode == 0, answered.stderr
     assert '"choices"' in answered.stdout
 
-    # Pods come and go, and the number with them.
-    cluster.turn("server-0", "192.0.2.20", ready=False)
-    beside.wait_for(watch_endpoints=2, max_sys=8)
-    cluster.turn("server-0", "192.0.2.20", ready=True)
-    beside.wait_for(watch_endpoints=3, max_sys=12)
-    cluster.end("server-1")
-    beside.wait_for(watch_endpoints=2)
-    cluster.end("server-1", grace_s=0)
+    # The capacity follows the number of ready pods.
+    cluster.set_ready("server-0", "192.0.2.20", ready=False)
+    dispatcher.wait_for(watch_endpoints=2, max_sys=8)
+    cluster.set_ready("server-0", "192.0.2.20", ready=True)
+    dispatcher.wait_for(watch_endpoints=3, max_sys=12)
+    cluster.delete_pod("server-1")
+    dispatcher.wait_for(watch_endpoints=2)
+    cluster.delete_pod("server-1", grace_s=0)
     for number in range(3, 6):
-        cluster.start(f"server-{number}", f"192.0.2.{20 + number}")
-    beside.wait_for(watch_endpoints=5, max_sys=20)
+        cluster.start_pod(f"server-{number}", f"192.0.2.{20 + number}")
+    dispatcher.wait_for(watch_endpoints=5, max_sys=20)
     plane.patch(f"{POOLS.format(namespace)}/qwen", {"spec": {"selector": {"matchLabels": {"app": "none"}}}})
-    beside.wait_for(watch_endpoints=0, max_sys=0)
+    dispatcher.wait_for(watch_endpoints=0, max_sys=0)
     plane.patch(f"{POOLS.format(namespace)}/qwen", {"spec": {"selector": {"matchLabels": {"app": "vllm"}}}})
-    beside.wait_for(watch_endpoints=5, max_sys=20)
+    dispatcher.wait_for(watch_endpoints=5, max_sys=20)
 
-    # A name that the picker turns into a served one is served, for as long as it does.
+    # A name that the picker rewrites to a served model is served as long as the rewrite exists.
     chat = '{"model": "chat", "prompt": "hi", "max_tokens": 1}'
     rewrites = REWRITES.format(namespace)
     for served in (False, True, False):
         if served:
-            plane.apply(rewrites, new_rewrite("chat", "qwen"))
+            plane.apply(rewrites, make_rewrite("chat", "qwen"))
         elif plane.get(f"{rewrites}/chat"):
-            plane.ask("DELETE", f"{rewrites}/chat")
-        beside.wait_for_model("chat", served=served)
-        answered = beside.run_command("submit", chat, "--deadline", "30")
+            plane.request("DELETE", f"{rewrites}/chat")
+        dispatcher.wait_for_model("chat", served=served)
+        answered = dispatcher.run_command("submit", chat, "--deadline", "30")
         assert (answered.returncode == 0) is served, answered.stderr + answered.stdout
         assert ("MODEL_NOT_FOUND" in answered.stdout + answered.stderr) is not served
 
-    # So do the picker's replicas: one that does not answer hides its queue, and that closes the gate.
-    cluster.start("other-picker", OTHER_PICKER, app="qwen-epp")
-    seen = beside.wait_for(reason="unreadable")
-    assert OTHER_PICKER in seen["explanation"]
-    cluster.end("other-picker", grace_s=0)
-    beside.wait_for(max_sys=20, signals_problem=None)
+    # A picker replica that does not answer closes the gate, because its queue is unknown.
+    cluster.start_pod("other-picker", OTHER_PICKER, app="qwen-epp")
+    last_status = dispatcher.wait_for(reason="unreadable")
+    assert OTHER_PICKER in last_status["explanation"]
+    cluster.delete_pod("other-picker", grace_s=0)
+    dispatcher.wait_for(max_sys=20, signals_problem=None)
 
-    checked = beside.run_command("check")
+    checked = dispatcher.run_command("check")
     assert PICKER in checked.stdout + checked.stderr
 
-    judge(plane, namespace)
+    check_used_rights(plane, namespace)
 
 
-def test_an_upgrade_reaches_what_runs_and_the_hooks_answer_is_helm_s(
-    cluster: Cluster, beside: Beside, helm: Helm, node: Kubelet
+def test_upgrade_reaches_the_running_dispatcher_and_helm_returns_the_result_of_its_hooks(
+    cluster: Cluster, dispatcher: LocalDispatcher, helm: Helm, node: Kubelet
 ) -> None:
-    """`helm test` and the check after an upgrade: pods that were admitted, their commands run for real."""
-    namespace, ran = cluster.namespace, []
+    """`helm test` and the check after an upgrade run the real commands of admitted pods."""
+    namespace, commands_run = cluster.namespace, []
 
     def run(pod: Object) -> int:
         (container,) = pod["spec"]["containers"]
-        words = list(container["args"])
-        at = words.index("--config")
-        del words[at : at + 2]
+        arguments = list(container["args"])
+        at = arguments.index("--config")
+        del arguments[at : at + 2]
         token = any(each["mountPath"].endswith("/serviceaccount") for each in container["volumeMounts"])
-        status = beside.run_command(*words, token=token).returncode
-        ran.append((words[0], token, status))
+        status = dispatcher.run_command(*arguments, token=token).returncode
+        commands_run.append((arguments[0], token, status))
         return status
 
-    node.work = run
+    node.run_to_completion = run
     cluster.make_picker()
     cluster.make_pool()
-    cluster.start("picker", PICKER, app="qwen-epp")
-    cluster.start("server", "192.0.2.20")
-    beside.wait_for(max_sys=4)
+    cluster.start_pod("picker", PICKER, app="qwen-epp")
+    cluster.start_pod("server", "192.0.2.20")
+    dispatcher.wait_for(max_sys=4)
     helm("test", "night", "--namespace", namespace)
-    before = uids(ours(cluster.plane, namespace))
-    changed = {**beside.values["config"], "budget": {"per_endpoint": 4, "reserve": 0.5}}
-    hooked = {"config": changed, "checkHook": {"enabled": True}, "test": {"deadline": 2}}
-    helm.upgrade("night", namespace, {**beside.values, **hooked})
-    assert ran == [("submit", False, 0), ("check", True, 0)]
-    assert uids(ours(cluster.plane, namespace)) == before
-    beside.sync()
-    beside.wait_for(reserve=0.5, limit=2, config_problem=None)
+    before = get_uids(list_release_pods(cluster.plane, namespace))
+    changed = {**dispatcher.values["config"], "budget": {"per_endpoint": 4, "reserve": 0.5}}
+    with_hooks = {"config": changed, "checkHook": {"enabled": True}, "test": {"deadline": 2}}
+    helm.upgrade("night", namespace, {**dispatcher.values, **with_hooks})
+    assert commands_run == [("submit", False, 0), ("check", True, 0)]
+    assert get_uids(list_release_pods(cluster.plane, namespace)) == before
+    dispatcher.sync()
+    dispatcher.wait_for(reserve=0.5, limit=2, config_problem=None)
 
-    # A pool that nobody serves: no answer, and helm says so.
-    cluster.plane.ask("DELETE", f"{POOLS.format(namespace)}/qwen")
-    beside.wait_for(max_sys=0)
-    assert helm.tried("test", "night", "--namespace", namespace).returncode != 0
-    verb, _, status = ran[-1]
+    # `helm test` fails if no endpoint serves the pool.
+    cluster.plane.request("DELETE", f"{POOLS.format(namespace)}/qwen")
+    dispatcher.wait_for(max_sys=0)
+    assert helm.run_unchecked("test", "night", "--namespace", namespace).returncode != 0
+    verb, _, status = commands_run[-1]
     assert verb == "submit"
     assert status != 0
 
 
-def judge(plane: ControlPlane, namespace: str) -> None:
-    """What was asked in the release's name, beside what its Role allows: the same, and nothing refused."""
+def check_used_rights(plane: ControlPlane, namespace: str) -> None:
+    """Assert that the requests of the release use exactly the rights of its Role and none was refused."""
     user = f"system:serviceaccount:{namespace}:{RELEASE}"
-    asked = plane.audited(user)
-    refused = {each["requestURI"]: each["responseStatus"] for each in asked if code(each) >= 400}
-    assert {uri: said for uri, said in refused.items() if not unserved(uri, said)} == {}
-    agents = {each["userAgent"] for each in asked}
+    requests = plane.find_audit_events(user)
+    refused = {
+        each["requestURI"]: each["responseStatus"] for each in requests if get_status_code(each) >= 400
+    }
+    assert {
+        uri: status_object for uri, status_object in refused.items() if not is_unserved(uri, status_object)
+    } == {}
+    agents = {each["userAgent"] for each in requests}
     assert agents == {f"batch-dispatcher/{__version__}"}
-    of = [each["objectRef"] for each in asked]
-    assert {each["namespace"] for each in of} == {namespace}
+    references = [each["objectRef"] for each in requests]
+    assert {each["namespace"] for each in references} == {namespace}
     used = {
         (each.get("apiGroup", ""), each["resource"], event["verb"])
-        for each, event in zip(of, asked, strict=True)
+        for each, event in zip(references, requests, strict=True)
     }
-    role = plane.ask("GET", f"{ROLES.format(namespace)}/{RELEASE}")
+    role = plane.request("GET", f"{ROLES.format(namespace)}/{RELEASE}")
     granted = {
         (group, resource, verb)
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
-        if (group, verb) != (UNSERVED, "watch")  # for it must be listed first
+        if (group, verb) != (UNSERVED_GROUP, "watch")  # A watch follows a successful list.
     }
     assert used == granted
 
-    # The ClusterRole is for the picker, which asks Kubernetes whether it may answer a token.
-    assert plane.allows(user, nonResourceAttributes={"path": "/metrics", "verb": "get"})
-    assert not plane.allows(user, nonResourceAttributes={"path": "/logs", "verb": "get"})
+    # The ClusterRole allows the picker to verify the token for its metrics.
+    assert plane.is_allowed(user, nonResourceAttributes={"path": "/metrics", "verb": "get"})
+    assert not plane.is_allowed(user, nonResourceAttributes={"path": "/logs", "verb": "get"})
     secret = {"namespace": namespace, "resource": "secrets", "verb": "list"}
-    assert not plane.allows(user, resourceAttributes=secret)
+    assert not plane.is_allowed(user, resourceAttributes=secret)
     elsewhere = {"namespace": "default", "resource": "pods", "verb": "list"}
-    assert not plane.allows(user, resourceAttributes=elsewhere)
+    assert not plane.is_allowed(user, resourceAttributes=elsewhere)
 
 
-def unserved(uri: str, said: Object) -> bool:
-    return uri.startswith(f"/apis/{UNSERVED}/") and said["code"] == 404
+def is_unserved(uri: str, status_object: Object) -> bool:
+    return uri.startswith(f"/apis/{UNSERVED_GROUP}/") and status_object["code"] == 404
 
 
-def code(event: Object) -> int:
-    """A watch that we cut ourselves may end without a status."""
+def get_status_code(event: Object) -> int:
+    """Return the status of an event, or 0 for a watch that the client ended."""
     return int(event.get("responseStatus", {}).get("code", 0))

@@ -1,4 +1,4 @@
-"""Traces of a removed release, and refusals before the cluster changes, on a real control plane."""
+"""Objects that a removed release leaves, and upgrades rejected before a change, on a real control plane."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support import wait_until_sync
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 NAME = "night-batch-dispatcher"
-GIVEN: dict[str, Any] = {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}}
-MORE: dict[str, Any] = {**GIVEN, "replicas": 2, "networkPolicy": {"enabled": True}}
-BROKEN: dict[str, Any] = {
+BASE_VALUES: dict[str, Any] = {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}}
+MORE_OBJECTS: dict[str, Any] = {**BASE_VALUES, "replicas": 2, "networkPolicy": {"enabled": True}}
+INVALID_OBJECT: dict[str, Any] = {
     "extraObjects": [{"apiVersion": "v1", "kind": "Service", "metadata": {"name": "zz"}, "spec": {}}]
 }
-"""Only the API server knows that a Service needs ports; Helm makes the policies before it."""
-LOCKED: Object = {
+"""An object that only the API server rejects: a Service needs ports. Helm creates policies before it."""
+RESTRICTED_CONTEXT: Object = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "runAsNonRoot": True,
@@ -32,10 +32,10 @@ LOCKED: Object = {
 }
 
 
-def picker() -> Object:
-    """The Deployment of an endpoint picker, whose pods the stand-in for the kubelet tends."""
+def make_picker_deployment() -> Object:
+    """Return the Deployment of an endpoint picker, whose pods the stand-in for the kubelet handles."""
     labels = {"app.kubernetes.io/name": "picker"}
-    container = {"name": "epp", "image": "picker", "securityContext": LOCKED}
+    container = {"name": "epp", "image": "picker", "securityContext": RESTRICTED_CONTEXT}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -51,12 +51,12 @@ def picker() -> Object:
 
 
 def test_uninstalled_sidecar_leaves_a_picker_that_can_start(plane: ControlPlane, helm: Helm) -> None:
-    namespace = plane.namespace("sidecar")
+    namespace = plane.create_namespace("sidecar")
     deployments = f"/apis/apps/v1/namespaces/{namespace}/deployments"
     maps = f"/api/v1/namespaces/{namespace}/configmaps"
-    before = plane.apply(deployments, picker())["spec"]["template"]
-    given = {
-        **GIVEN,
+    before = plane.apply(deployments, make_picker_deployment())["spec"]["template"]
+    values = {
+        **BASE_VALUES,
         "redis": {"existingSecret": {"name": "queue"}},
         "test": {"enabled": False},
         "sidecar": {
@@ -68,48 +68,48 @@ def test_uninstalled_sidecar_leaves_a_picker_that_can_start(plane: ControlPlane,
     }
 
     def patch(key: str) -> Object:
-        change = yaml.safe_load(plane.ask("GET", f"{maps}/{NAME}-sidecar")["data"][key])
+        change = yaml.safe_load(plane.request("GET", f"{maps}/{NAME}-sidecar")["data"][key])
         kind = {"Content-Type": "application/strategic-merge-patch+json"}
         answer = plane.admin.patch(f"{deployments}/picker", content=json.dumps(change), headers=kind)
         assert answer.is_success, answer.text
         return dict(answer.json()["spec"]["template"])
 
-    helm.install("night", namespace, given)
-    joined = patch("patch.yaml")["spec"]
-    assert {each["name"] for each in joined["containers"]} == {"dispatcher", "epp"}
-    said = helm.uninstall("night", namespace)
-    assert "kept due to the resource policy" in said
-    for volume in joined["volumes"]:
+    helm.install("night", namespace, values)
+    patched = patch("patch.yaml")["spec"]
+    assert {each["name"] for each in patched["containers"]} == {"dispatcher", "epp"}
+    output = helm.uninstall("night", namespace)
+    assert "kept due to the resource policy" in output
+    for volume in patched["volumes"]:
         if "configMap" in volume:
             assert plane.get(f"{maps}/{volume['configMap']['name']}"), (
-                "the next pod would wait for it for ever"
+                "otherwise the next pod would never start"
             )
     after = patch("remove.yaml")
     assert after["spec"].pop("terminationGracePeriodSeconds") == 135
     before["spec"].pop("terminationGracePeriodSeconds")
     assert after["spec"] == before["spec"]
     assert after["metadata"].get("annotations", {}) == {}
-    helm.install("night", namespace, given)  # what was kept is taken over by the same release
+    helm.install("night", namespace, values)  # The same release adopts the kept objects.
 
 
-def test_releases_with_the_longest_names_run_side_by_side(plane: ControlPlane, helm: Helm) -> None:
-    namespace = plane.namespace("long")
-    for end in "ab":
-        name = "n" * 52 + end
-        helm.install(name, namespace, GIVEN)
+def test_releases_with_names_of_maximum_length_do_not_conflict(plane: ControlPlane, helm: Helm) -> None:
+    namespace = plane.create_namespace("long")
+    for suffix in "ab":
+        name = "n" * 52 + suffix
+        helm.install(name, namespace, BASE_VALUES)
         for component in ("dispatcher", "valkey"):
             labels = f"app.kubernetes.io/component={component},app.kubernetes.io/instance={name}"
-            assert len(plane.items(f"/api/v1/namespaces/{namespace}/pods", labelSelector=labels)) == 1
+            assert len(plane.list_objects(f"/api/v1/namespaces/{namespace}/pods", labelSelector=labels)) == 1
 
 
-def test_volume_that_cannot_change_is_refused_before_anything_is_changed(
+def test_volume_change_that_is_impossible_is_rejected_before_any_change(
     plane: ControlPlane, helm: Helm
 ) -> None:
-    namespace = plane.namespace("resized")
-    server = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{NAME}-valkey"
+    namespace = plane.create_namespace("resized")
+    stateful_set = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{NAME}-valkey"
     policies = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
-    helm.install("night", namespace, GIVEN)
-    for volume, why in (
+    helm.install("night", namespace, BASE_VALUES)
+    for volume, message in (
         ({"size": "4Gi"}, "valkey.persistence.size: is 4Gi, and this release was installed with 2Gi, which"),
         (
             {"storageClass": "fast"},
@@ -120,33 +120,35 @@ def test_volume_that_cannot_change_is_refused_before_anything_is_changed(
             "valkey.persistence.enabled: is false, and this release was installed with true",
         ),
     ):
-        changed = {**MORE, "valkey": {"persistence": volume}}
-        done = helm.tried("upgrade", "night", str(CHART), "--namespace", namespace, values=changed)
+        changed = {**MORE_OBJECTS, "valkey": {"persistence": volume}}
+        done = helm.run_unchecked("upgrade", "night", str(CHART), "--namespace", namespace, values=changed)
         assert done.returncode == 1
-        assert why in done.stderr
+        assert message in done.stderr
         assert f"kubectl -n {namespace} delete statefulset {NAME}-valkey --cascade=orphan" in done.stderr
-        assert plane.items(policies) == []
-    helm.upgrade("night", namespace, {**GIVEN, "valkey": {"persistence": {"size": "2048Mi"}}})
+        assert plane.list_objects(policies) == []
+    helm.upgrade("night", namespace, {**BASE_VALUES, "valkey": {"persistence": {"size": "2048Mi"}}})
 
-    # The way that the sentence names: the pod and its volume stay.
-    plane.ask("DELETE", server, {"propagationPolicy": "Orphan"})
-    wait_until_sync(lambda: plane.get(server) is None, 30, what="the StatefulSet is gone", every_s=0.1)
-    helm.upgrade("night", namespace, {**GIVEN, "valkey": {"persistence": {"size": "4Gi"}}})
-    (claim,) = plane.ask("GET", server)["spec"]["volumeClaimTemplates"]
+    # The documented way, which keeps the pod and its volume.
+    plane.request("DELETE", stateful_set, {"propagationPolicy": "Orphan"})
+    wait_until_sync(lambda: plane.get(stateful_set) is None, 30, what="the StatefulSet is gone", every_s=0.1)
+    helm.upgrade("night", namespace, {**BASE_VALUES, "valkey": {"persistence": {"size": "4Gi"}}})
+    (claim,) = plane.request("GET", stateful_set)["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"]["storage"] == "4Gi"
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_failed_upgrades_leave_nothing_where_each_is_rolled_back_at_once(
+def test_failed_upgrades_leave_no_objects_if_each_is_rolled_back(
     plane: ControlPlane, helm: Helm, atomic: bool
 ) -> None:
-    """Without that Helm forgets what the first of two failed upgrades made: the guide recommends the flag."""
-    namespace = plane.namespace("failed")
-    before = plane.everything().keys()
-    helm.install("night", namespace, GIVEN)
-    for values in ({**MORE, **BROKEN}, {**GIVEN, **BROKEN}):
+    """The guide recommends `--atomic`: without it Helm forgets objects of an earlier failed upgrade."""
+    namespace = plane.create_namespace("failed")
+    before = plane.list_all_objects().keys()
+    helm.install("night", namespace, BASE_VALUES)
+    for values in ({**MORE_OBJECTS, **INVALID_OBJECT}, {**BASE_VALUES, **INVALID_OBJECT}):
         flags = ["--atomic", "--timeout", "120s"] if atomic else []
-        done = helm.tried("upgrade", "night", str(CHART), "--namespace", namespace, *flags, values=values)
+        done = helm.run_unchecked(
+            "upgrade", "night", str(CHART), "--namespace", namespace, *flags, values=values
+        )
         assert done.returncode == 1, done.stdout
         assert "spec.ports: Required value" in done.stderr
     helm.rollback("night", namespace, 1)
@@ -157,17 +159,19 @@ def test_failed_upgrades_leave_nothing_where_each_is_rolled_back_at_once(
     forgotten.add(f"/apis/policy/v1/poddisruptionbudgets {namespace}/{NAME}")
     expected = volume if atomic else volume | forgotten
 
-    def left() -> set[str]:
-        return set(plane.everything().keys() - before)
+    def find_remaining() -> set[str]:
+        return set(plane.list_all_objects().keys() - before)
 
     with suppress(pytest.fail.Exception):
-        wait_until_sync(lambda: left() == expected, 60, every_s=0.5)
-    assert left() == expected
+        wait_until_sync(lambda: find_remaining() == expected, 60, every_s=0.5)
+    assert find_remaining() == expected
 
 
-def test_release_without_the_prometheus_operator_says_what_it_leaves_out(
+def test_release_without_the_prometheus_operator_reports_omitted_monitors(
     plane: ControlPlane, helm: Helm
 ) -> None:
     monitoring = {"podMonitor": {"enabled": True}, "rules": {"enabled": True}}
-    said = helm.install("night", plane.namespace("unwatched"), {**GIVEN, "monitoring": monitoring})
-    assert "Left out: PodMonitor, PrometheusRule." in said
+    output = helm.install(
+        "night", plane.create_namespace("unwatched"), {**BASE_VALUES, "monitoring": monitoring}
+    )
+    assert "Left out: PodMonitor, PrometheusRule." in output

@@ -1,4 +1,4 @@
-"""The watch on a real API server: what it asks of it in minutes in which nothing happens."""
+"""Requests of the watch to a real API server during minutes without changes."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from tests.support import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-READS = [
+WATCH_RULES = [
     {"apiGroups": ["", "*"], "resources": ["pods", "inferencemodelrewrites"], "verbs": ["list", "watch"]}
 ]
 
 
 def allow_to_watch(plane: ControlPlane, namespace: str) -> None:
-    """Let the namespace's default service account read what is watched here."""
+    """Allow the default service account of the namespace to read the watched resources."""
     rbac = "rbac.authorization.k8s.io"
     name = {"name": "watcher", "namespace": namespace}
-    plane.create({"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": name, "rules": READS})
+    plane.create({"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": name, "rules": WATCH_RULES})
     role = {"apiGroup": rbac, "kind": "Role", "name": "watcher"}
     account = {"kind": "ServiceAccount", "name": "default", "namespace": namespace}
     binding = {"metadata": name, "roleRef": role, "subjects": [account]}
     plane.create({"apiVersion": f"{rbac}/v1", "kind": "RoleBinding", **binding})
 
 
-async def test_bookmarks_keep_a_watch_and_what_is_not_served_is_asked_for_seldom(
+async def test_bookmarks_keep_a_watch_open_and_unserved_resources_are_requested_rarely(
     plane: ControlPlane, tmp_path: Path
 ) -> None:
-    namespace = plane.namespace("watched")
+    namespace = plane.create_namespace("watched")
     allow_to_watch(plane, namespace)
-    kubeconfig = plane.kubeconfig("watcher", plane.token(namespace, "default"), namespace)
+    kubeconfig = plane.write_kubeconfig("watcher", plane.create_token(namespace, "default"), namespace)
     access = ClusterAccess({"KUBECONFIG": str(kubeconfig)}, tmp_path)
     version, plural = "v1alpha2", "inferencemodelrewrites"
     api = Api(access)
@@ -54,7 +54,7 @@ async def test_bookmarks_keep_a_watch_and_what_is_not_served_is_asked_for_seldom
         running = [tasks.create_task(mirror.run()) for mirror in (*served, unserved)]
         await wait_until(lambda: all(mirror.was_watched for mirror in served), 30)
         began_at = max(mirror.last_contact_at for mirror in served)
-        # Nothing but two bookmarks makes it so without another request.
+        # Without further requests, only two bookmarks can make this true.
         await wait_until(
             lambda: all(mirror.last_contact_at > began_at + SILENCE_S for mirror in served),
             4 * SILENCE_S,
@@ -65,19 +65,21 @@ async def test_bookmarks_keep_a_watch_and_what_is_not_served_is_asked_for_seldom
         for task in running:
             task.cancel()
     await api.close()
-    asked = requests(plane, f"system:serviceaccount:{namespace}:default")
-    assert asked.pop(("llm-d.ai", "list", 404)) <= 6
-    assert asked == {
+    counts = count_requests(plane, f"system:serviceaccount:{namespace}:default")
+    assert counts.pop(("llm-d.ai", "list", 404)) <= 6
+    assert counts == {
         (group, verb, 200): 1 for group in ("", "inference.networking.x-k8s.io") for verb in ("list", "watch")
     }
 
 
-def requests(plane: ControlPlane, user: str) -> Counter[tuple[str, str, int]]:
+def count_requests(plane: ControlPlane, user: str) -> Counter[tuple[str, str, int]]:
     """Return the number of requests of a user by group, verb and answer."""
 
-    def kind(event: Object) -> tuple[str, str, int]:
+    def classify(event: Object) -> tuple[str, str, int]:
         code = int(event["responseStatus"]["code"])
         return event["objectRef"].get("apiGroup", ""), event["verb"], code
 
-    started = {each["auditID"]: kind(each) for each in plane.audited(user) if "responseStatus" in each}
+    started = {
+        each["auditID"]: classify(each) for each in plane.find_audit_events(user) if "responseStatus" in each
+    }
     return Counter(started.values())

@@ -1,4 +1,4 @@
-"""The world that a conformance test runs in: every test runs in each of them."""
+"""Fixture with the queues on which every conformance test runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from tests.conformance.worlds import MemoryWorld, RedisWorld, World
-from tests.queue.servers import ENGINES, Server, server
+from tests.queue.servers import ENGINE_PARAMS, Server, server
 
 
 @pytest.fixture(scope="session")
 def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """Started when a test first asks for them, one of each for the whole session."""
+    """Yield a server of each engine for the whole session. Each is started on first use."""
     with contextlib.ExitStack() as stack:
 
         class Started(dict[str, Server]):
@@ -24,7 +24,7 @@ def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ser
         yield Started()
 
 
-@pytest.fixture(params=["memory", *ENGINES])
+@pytest.fixture(params=["memory", *ENGINE_PARAMS])
 async def world(request: pytest.FixtureRequest, _servers: dict[str, Server]) -> AsyncIterator[World]:
     """An empty queue of each kind."""
     if request.param == "memory":

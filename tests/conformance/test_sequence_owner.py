@@ -13,16 +13,16 @@ from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.decisions import TurnEnd, TurnGranted, TurnRejected, TurnWaits
 from dispatcher.core.sequences.turns import SequenceStatus
 from dispatcher.ports import Queue, SettleStatus
-from tests.conformance.turns import (
+from tests.conformance.sequence_steps import (
     LATER,
     TERMS,
-    done,
-    goes,
-    name_of,
-    seen,
-    serve_unserved,
-    take,
-    turn_of,
+    answer_remaining_requests,
+    claim_and_take_turns,
+    claim_next_turn,
+    finish_request,
+    get_request_id,
+    get_snapshot,
+    get_turn,
 )
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim
 
@@ -38,18 +38,18 @@ LEFT: dict[str, Any] = {"sticky_token": "server-1", "conversation": CARRY}
 """State that a turn leaves to the next one."""
 
 
-def asked(
+def make_request_of(
     name: str, *, secret: str = "", results: str = "", created: int | None = None, of: str = "s", **turn: Any
 ) -> bytes:
     """Return a request of a sequence by a producer with this secret and this result list."""
-    told = {"id": of, **({"secret": secret} if secret else {}), **turn}
-    data = {"id": name, "deadline": LATER, "payload": {}, "sequence": told}
+    reply = {"id": of, **({"secret": secret} if secret else {}), **turn}
+    data = {"id": name, "deadline": LATER, "payload": {}, "sequence": reply}
     data |= {} if created is None else {"created": created}
     internal = {"result_queue_name": results} if results else {}
     return json.dumps({"internal": internal, "request_kind": "redis", "data": data}).encode()
 
 
-async def put(world: World, *members: bytes) -> None:
+async def submit_request_of(world: World, *members: bytes) -> None:
     for at, each in enumerate(members):
         await world.zadd(LATER + at * 1e-3, each)
 
@@ -72,47 +72,49 @@ async def put(world: World, *members: bytes) -> None:
     [{"index": 1}, {}, {"index": 0}, {"index": 7}, {"reset": True}, {"last": True, "on_error": "hold"}],
     ids=["next", "behind", "passed", "ahead", "reset", "last"],
 )
-async def test_a_sequence_of_another_producer_is_refused_without_a_word_of_it(
+async def test_request_for_the_sequence_of_another_producer_is_rejected_without_details(
     world: World, mine: dict[str, Any], theirs: dict[str, Any], turn: dict[str, Any]
 ) -> None:
     queue = world.owner()
-    await put(world, asked("mine-0", index=0, **mine))
-    await done(queue, await goes(queue), **LEFT)
-    before = await seen(world)
-    await put(world, asked("theirs", carry="messages", **turn, **theirs))
-    left, said = await take(queue)
-    assert said == {"theirs": DENIED}
-    assert await seen(world) == before
-    await put(world, asked("mine-1", index=1, **mine))
-    found = (await take(queue))[1]["mine-1"]
-    assert found == TurnGranted(1, "server-1", CARRY, is_first=False), "as if nobody else had come"
-    assert list(left) == ["theirs"], "it keeps its lease, to be answered"
+    await submit_request_of(world, make_request_of("mine-0", index=0, **mine))
+    await finish_request(queue, await claim_next_turn(queue), **LEFT)
+    before = await get_snapshot(world)
+    await submit_request_of(world, make_request_of("theirs", carry="messages", **turn, **theirs))
+    left, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"theirs": DENIED}
+    assert await get_snapshot(world) == before
+    await submit_request_of(world, make_request_of("mine-1", index=1, **mine))
+    found = (await claim_and_take_turns(queue))[1]["mine-1"]
+    assert found == TurnGranted(1, "server-1", CARRY, is_first=False), (
+        "as if no other producer had sent requests"
+    )
+    assert list(left) == ["theirs"], "it keeps its lease, because it is to be answered"
 
 
-async def test_others_learn_nothing_of_a_sequence_that_is_over_and_do_not_keep_it_alive(world: World) -> None:
+async def test_other_producers_learn_nothing_of_an_ended_sequence_and_do_not_extend_it(world: World) -> None:
     queue = world.owner()
-    await put(world, asked("mine-0", secret=SECRET, on_error="abort"))
-    await done(queue, await goes(queue), has_failed=True, cause="in confidence")
+    await submit_request_of(world, make_request_of("mine-0", secret=SECRET, on_error="abort"))
+    await finish_request(queue, await claim_next_turn(queue), has_failed=True, cause="in confidence")
     await world.age_sequences(TERMS.max_idle_s - 1)
     for name, reset in (("theirs", False), ("reset", True)):
-        await put(world, asked(name, secret=OTHER, reset=reset))
-        assert (await take(queue))[1] == {name: DENIED}
+        await submit_request_of(world, make_request_of(name, secret=OTHER, reset=reset))
+        assert (await claim_and_take_turns(queue))[1] == {name: DENIED}
     await world.age_sequences(2)
     await queue.sweep()
-    assert await world.desk.get_sequence("s") is None
+    assert await world.queue_admin.get_sequence("s") is None
 
 
-async def test_a_request_of_another_producer_that_ends_before_its_turn_leaves_no_trace(world: World) -> None:
-    """Otherwise it could abort the sequence, or mark its index as passed."""
+async def test_unleased_end_of_another_producers_request_does_not_change_the_sequence(world: World) -> None:
+    """Otherwise the request could abort the sequence, or mark its index as passed."""
     queue = world.owner()
-    await put(world, asked("mine-0", index=0, secret=SECRET))
-    await done(queue, await goes(queue), **LEFT)
-    before = await seen(world)
-    await put(world, asked("theirs", index=1, on_error="abort", secret=OTHER))
+    await submit_request_of(world, make_request_of("mine-0", index=0, secret=SECRET))
+    await finish_request(queue, await claim_next_turn(queue), **LEFT)
+    before = await get_snapshot(world)
+    await submit_request_of(world, make_request_of("theirs", index=1, on_error="abort", secret=OTHER))
     (lease,) = await claim(queue)
-    end = TurnEnd(turn_of(lease), has_failed=True, cause="cancelled")
+    end = TurnEnd(get_turn(lease), has_failed=True, cause="cancelled")
     assert await queue.settle([answer(lease).copy_with(turn_end=end)]) == [SettleStatus.DONE]
-    assert await seen(world) == before
+    assert await get_snapshot(world) == before
 
 
 @pytest.mark.parametrize(
@@ -125,163 +127,171 @@ async def test_a_request_of_another_producer_that_ends_before_its_turn_leaves_no
     ],
     ids=["two lists and a secret", "one list", "default list named", "default list not named"],
 )
-async def test_whoever_has_the_secret_or_the_list_goes_on(
+async def test_producer_with_the_secret_or_the_result_list_continues_the_sequence(
     world: World, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     queue = world.owner()
-    await put(world, asked("r-0", index=0, **first))
-    await done(queue, await goes(queue), **LEFT)
-    await put(world, asked("r-1", index=1, **second))
-    assert (await take(queue))[1] == {"r-1": TurnGranted(1, "server-1", CARRY, is_first=False)}
+    await submit_request_of(world, make_request_of("r-0", index=0, **first))
+    await finish_request(queue, await claim_next_turn(queue), **LEFT)
+    await submit_request_of(world, make_request_of("r-1", index=1, **second))
+    assert (await claim_and_take_turns(queue))[1] == {
+        "r-1": TurnGranted(1, "server-1", CARRY, is_first=False)
+    }
 
 
-async def test_who_takes_an_id_first_keeps_others_out_until_it_is_forgotten_and_leaves_them_nothing(
+async def test_first_producer_owns_an_id_until_the_sequence_is_forgotten(
     world: World,
 ) -> None:
     queue = world.owner()
-    await put(world, asked("squatter", secret=OTHER))
-    await done(queue, await goes(queue), **LEFT)
-    await put(world, asked("mine", secret=SECRET))
-    assert (await take(queue))[1] == {"mine": DENIED}
+    await submit_request_of(world, make_request_of("squatter", secret=OTHER))
+    await finish_request(queue, await claim_next_turn(queue), **LEFT)
+    await submit_request_of(world, make_request_of("mine", secret=SECRET))
+    assert (await claim_and_take_turns(queue))[1] == {"mine": DENIED}
     await world.age_sequences(TERMS.max_idle_s + 1)
     await queue.sweep()
-    await put(world, asked("mine again", secret=SECRET))
-    assert (await take(queue))[1] == {"mine again": TurnGranted(0, "", b"", is_first=True)}
-    await put(world, asked("squatter again", secret=OTHER))
-    assert (await take(queue))[1] == {"squatter again": DENIED}
+    await submit_request_of(world, make_request_of("mine again", secret=SECRET))
+    assert (await claim_and_take_turns(queue))[1] == {"mine again": TurnGranted(0, "", b"", is_first=True)}
+    await submit_request_of(world, make_request_of("squatter again", secret=OTHER))
+    assert (await claim_and_take_turns(queue))[1] == {"squatter again": DENIED}
 
 
-async def test_the_owner_stays_the_owner_over_resets_and_the_end_of_a_life(world: World) -> None:
+async def test_owner_stays_the_owner_after_resets_and_the_end_of_a_run(world: World) -> None:
     queue = world.owner()
-    await put(world, asked("r-0", index=0, last=True, secret=SECRET), asked("r-1", index=1, secret=SECRET))
-    first = await goes(queue)
-    await put(world, asked("reset", reset=True, secret=SECRET))
-    await take(queue)
-    await done(queue, first)
-    await done(queue, await goes(queue))
-    assert name_of(await goes(queue)) == "reset"
-    await put(world, asked("theirs", secret=OTHER))
-    assert (await take(queue))[1] == {"theirs": DENIED}
+    await submit_request_of(
+        world,
+        make_request_of("r-0", index=0, last=True, secret=SECRET),
+        make_request_of("r-1", index=1, secret=SECRET),
+    )
+    first = await claim_next_turn(queue)
+    await submit_request_of(world, make_request_of("reset", reset=True, secret=SECRET))
+    await claim_and_take_turns(queue)
+    await finish_request(queue, first)
+    await finish_request(queue, await claim_next_turn(queue))
+    assert get_request_id(await claim_next_turn(queue)) == "reset"
+    await submit_request_of(world, make_request_of("theirs", secret=OTHER))
+    assert (await claim_and_take_turns(queue))[1] == {"theirs": DENIED}
 
 
-# A cancel ends requests whether they were claimed or not.
+# A cancel ends claimed and unclaimed requests.
 
 
-async def claimed_before(queue: Queue, how_many: int) -> dict[str, Any]:
-    return (await take(queue, most=how_many))[0] if how_many else {}
+async def claim_before_cancel(queue: Queue, how_many: int) -> dict[str, Any]:
+    return (await claim_and_take_turns(queue, max_count=how_many))[0] if how_many else {}
 
 
 @pytest.mark.parametrize("claimed", [0, 1, 4], ids=["none claimed", "one claimed", "all claimed"])
-async def test_what_was_submitted_before_a_cancel_is_cancelled_and_what_comes_later_runs(
-    world: World, claimed: int
-) -> None:
+async def test_cancel_covers_earlier_requests_and_later_ones_run(world: World, claimed: int) -> None:
     queue = world.owner()
-    await put(world, *(asked(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
-    running = await claimed_before(queue, claimed)
-    await put(world, asked("later", index=0, created=NOW + 3000))
-    assert await world.desk.cancel_sequence("s") is bool(claimed)
+    await submit_request_of(world, *(make_request_of(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
+    running = await claim_before_cancel(queue, claimed)
+    await submit_request_of(world, make_request_of("later", index=0, created=NOW + 3000))
+    assert await world.queue_admin.cancel_sequence("s") is bool(claimed)
     ended = dict.fromkeys(running, "CANCELLED")  # by its token
     for lease in running.values():
-        await done(queue, lease, has_failed=True, cause="CANCELLED: cancelled")
-    ended |= await serve_unserved(queue)
-    left, said = await take(queue)
-    ended |= {name: one.code for name, one in said.items() if isinstance(one, TurnRejected)}
+        await finish_request(queue, lease, has_failed=True, cause="CANCELLED: cancelled")
+    ended |= await answer_remaining_requests(queue)
+    left, decisions = await claim_and_take_turns(queue)
+    ended |= {name: one.code for name, one in decisions.items() if isinstance(one, TurnRejected)}
     assert ended == {f"r-{n}": "CANCELLED" for n in range(4)}
-    assert said["later"] == TurnGranted(0, "", b"", is_first=True)
-    assert (await seen(world)).status is SequenceStatus.OPEN
-    await done(queue, left["later"])
+    assert decisions["later"] == TurnGranted(0, "", b"", is_first=True)
+    assert (await get_snapshot(world)).status is SequenceStatus.OPEN
+    await finish_request(queue, left["later"])
 
 
-async def test_a_request_that_ends_after_a_cancel_and_before_its_turn_leaves_no_trace(world: World) -> None:
+async def test_request_that_ends_unleased_after_a_cancel_does_not_change_the_sequence(world: World) -> None:
     """The client cancels each request by its own token as well, so that it may end in this way."""
     queue = world.owner()
-    await put(world, asked("other", of="other"))
-    await goes(queue)
-    await put(world, *(asked(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
-    await world.desk.cancel_sequence("s")
+    await submit_request_of(world, make_request_of("other", of="other"))
+    await claim_next_turn(queue)
+    await submit_request_of(world, *(make_request_of(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
+    await world.queue_admin.cancel_sequence("s")
     for lease in await claim(queue):
-        end = TurnEnd(turn_of(lease), has_failed=True, cause="CANCELLED: cancelled")
+        end = TurnEnd(get_turn(lease), has_failed=True, cause="CANCELLED: cancelled")
         await queue.settle([answer(lease).copy_with(turn_end=end)])
-    assert await world.desk.get_sequence("s") is None
-    await put(world, asked("later", index=0, created=NOW + 3000))
-    assert (await take(queue))[1] == {"later": TurnGranted(0, "", b"", is_first=True)}
+    assert await world.queue_admin.get_sequence("s") is None
+    await submit_request_of(world, make_request_of("later", index=0, created=NOW + 3000))
+    assert (await claim_and_take_turns(queue))[1] == {"later": TurnGranted(0, "", b"", is_first=True)}
 
 
-async def test_a_cancel_of_a_given_moment_counts_from_then_and_an_earlier_one_takes_nothing_back(
+async def test_cancel_with_a_time_applies_until_then_and_an_earlier_one_revokes_nothing(
     world: World,
 ) -> None:
     queue = world.owner()
-    await world.desk.cancel_sequence("s", NOW - 100.5)
-    await world.desk.cancel_sequence("s", NOW - 200)
-    await put(world, asked("before", created=NOW - 101), asked("after", created=NOW - 100))
-    _, said = await take(queue)
-    assert said == {"before": CANCELLED, "after": TurnGranted(0, "", b"", is_first=True)}
+    await world.queue_admin.cancel_sequence("s", NOW - 100.5)
+    await world.queue_admin.cancel_sequence("s", NOW - 200)
+    await submit_request_of(
+        world, make_request_of("before", created=NOW - 101), make_request_of("after", created=NOW - 100)
+    )
+    _, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"before": CANCELLED, "after": TurnGranted(0, "", b"", is_first=True)}
 
 
-async def test_one_that_does_not_say_when_it_was_submitted_is_cancelled_until_the_sequence_is_forgotten(
+async def test_undated_request_is_cancelled_until_the_sequence_is_forgotten(
     world: World,
 ) -> None:
     queue = world.owner()
-    await world.desk.cancel_sequence("s")
-    await put(world, asked("undated"), asked("before", created=NOW - 60))
-    assert (await take(queue))[1] == {"undated": UNDATED, "before": CANCELLED}
-    assert await world.desk.forget_sequence("s") is True
-    await put(world, asked("before again", created=NOW - 60), asked("undated again"))
-    _, said = await take(queue)
-    assert said == {"before again": CANCELLED, "undated again": TurnGranted(0, "", b"", is_first=True)}
-    await world.desk.cancel_sequence("s")
-    await put(world, asked("third"))
-    assert (await take(queue))[1] == {"third": UNDATED}, "a further cancel counts anew"
+    await world.queue_admin.cancel_sequence("s")
+    await submit_request_of(world, make_request_of("undated"), make_request_of("before", created=NOW - 60))
+    assert (await claim_and_take_turns(queue))[1] == {"undated": UNDATED, "before": CANCELLED}
+    assert await world.queue_admin.forget_sequence("s") is True
+    await submit_request_of(
+        world, make_request_of("before again", created=NOW - 60), make_request_of("undated again")
+    )
+    _, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"before again": CANCELLED, "undated again": TurnGranted(0, "", b"", is_first=True)}
+    await world.queue_admin.cancel_sequence("s")
+    await submit_request_of(world, make_request_of("third"))
+    assert (await claim_and_take_turns(queue))[1] == {"third": UNDATED}, "another cancel applies again"
 
 
-async def test_other_producers_are_not_told_of_a_cancel(world: World) -> None:
+async def test_other_producers_do_not_learn_of_a_cancel(world: World) -> None:
     queue = world.owner()
-    await put(world, asked("runs", secret=SECRET, created=NOW - 60))
-    await goes(queue)
-    await world.desk.cancel_sequence("s")
-    await put(world, asked("theirs", secret=OTHER, created=NOW - 60))
-    assert (await take(queue))[1] == {"theirs": DENIED}
+    await submit_request_of(world, make_request_of("runs", secret=SECRET, created=NOW - 60))
+    await claim_next_turn(queue)
+    await world.queue_admin.cancel_sequence("s")
+    await submit_request_of(world, make_request_of("theirs", secret=OTHER, created=NOW - 60))
+    assert (await claim_and_take_turns(queue))[1] == {"theirs": DENIED}
 
 
-async def test_a_cancel_before_the_first_claim_ends_a_sequence_where_what_comes_after_the_end_is_refused(
+async def test_cancel_before_the_first_claim_ends_a_sequence_if_later_requests_are_rejected(
     world: World,
 ) -> None:
     queue, terms = world.owner(), replace(TERMS, refuse_after_end=True)
-    await put(world, asked("other", of="other"))
-    await take(queue, terms)
-    await put(world, asked("before", created=NOW - 60))
-    assert not await world.desk.cancel_sequence("s")
-    await put(world, asked("later", created=NOW + 3000))
-    _, said = await take(queue, terms)
+    await submit_request_of(world, make_request_of("other", of="other"))
+    await claim_and_take_turns(queue, terms)
+    await submit_request_of(world, make_request_of("before", created=NOW - 60))
+    assert not await world.queue_admin.cancel_sequence("s")
+    await submit_request_of(world, make_request_of("later", created=NOW + 3000))
+    _, decisions = await claim_and_take_turns(queue, terms)
     ended = TurnRejected(ErrorCode.SEQUENCE_ENDED, "the sequence was cancelled")
-    assert said == {"before": CANCELLED, "later": ended}
+    assert decisions == {"before": CANCELLED, "later": ended}
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["the first sequence of all", "with others"])
-async def test_an_abort_before_the_first_claim_is_one_all_the_same(world: World, others: bool) -> None:
+async def test_sequence_can_be_aborted_before_its_first_claim(world: World, others: bool) -> None:
     queue = world.owner()
     if others:
-        await put(world, asked("other", of="other"))
-        await take(queue)
-    await put(world, asked("r-0", index=0), asked("r-1", index=1))
-    assert await world.desk.abort_sequence("s", "wrong model")
-    assert not await world.desk.abort_sequence("s", "wrong model")
+        await submit_request_of(world, make_request_of("other", of="other"))
+        await claim_and_take_turns(queue)
+    await submit_request_of(world, make_request_of("r-0", index=0), make_request_of("r-1", index=1))
+    assert await world.queue_admin.abort_sequence("s", "wrong model")
+    assert not await world.queue_admin.abort_sequence("s", "wrong model")
     await queue.sweep()
-    found = await seen(world)
+    found = await get_snapshot(world)
     assert (found.status, found.cause) == (SequenceStatus.ABORTED, "wrong model")
     aborted = TurnRejected(ErrorCode.SEQUENCE_ABORTED, "wrong model")
-    assert (await take(queue))[1] == {"r-0": aborted, "r-1": aborted}
+    assert (await claim_and_take_turns(queue))[1] == {"r-0": aborted, "r-1": aborted}
     assert (await queue.count_requests()).sequence_counters.aborted == 1
-    assert await world.desk.forget_sequence("s")
-    await put(world, asked("anew", index=0))
-    assert isinstance((await take(queue))[1]["anew"], TurnGranted)
+    assert await world.queue_admin.forget_sequence("s")
+    await submit_request_of(world, make_request_of("anew", index=0))
+    assert isinstance((await claim_and_take_turns(queue))[1]["anew"], TurnGranted)
 
 
-async def test_an_abort_before_the_first_claim_is_forgotten_like_any_other(world: World) -> None:
+async def test_sequence_aborted_before_its_first_claim_can_be_forgotten(world: World) -> None:
     queue = world.owner()
-    assert await world.desk.abort_sequence("s", "wrong model")
-    await put(world, asked("other", of="other"), asked("waits", of="other"))
-    assert isinstance((await take(queue))[1]["waits"], TurnWaits)
+    assert await world.queue_admin.abort_sequence("s", "wrong model")
+    await submit_request_of(world, make_request_of("other", of="other"), make_request_of("waits", of="other"))
+    assert isinstance((await claim_and_take_turns(queue))[1]["waits"], TurnWaits)
     await world.age_sequences(TERMS.max_idle_s + 1)
     await queue.sweep()
-    assert await world.desk.get_sequence("s") is None
+    assert await world.queue_admin.get_sequence("s") is None

@@ -1,4 +1,4 @@
-"""Requests of one sequence go in order, one at a time, and each is answered, whatever happens."""
+"""Requests of one sequence run in order, one at a time, and each is answered, whatever happens."""
 
 from __future__ import annotations
 
@@ -34,276 +34,283 @@ from dispatcher.ports import (
     SettleStatus,
     UnleasedRequest,
 )
-from tests.conformance.turns import (
+from tests.conformance.sequence_steps import (
     LATER,
-    NOBODY,
+    NO_LEASE,
     TERMS,
-    done,
-    fail,
-    goes,
-    lined_up,
-    name_of,
-    seen,
-    serve_unserved,
-    take,
-    turn_of,
+    answer_remaining_requests,
+    claim_and_take_turns,
+    claim_next_turn,
+    claim_turns_of,
+    fail_request,
+    finish_request,
+    get_request_id,
+    get_snapshot,
+    get_turn,
 )
-from tests.conformance.worlds import NOW, World, answer, claim, full_claim, member, permit
+from tests.conformance.worlds import NOW, World, answer, claim, claim_fully, member, permit
 from tests.support import wait_until
 
 
-async def put(world: World, name: str, *turns: Any, of: str = "s", deadline: int = LATER) -> None:
-    """Requests r-<n> in the order of their scores; a turn is an index, None, or fields of `data.sequence`."""
+async def submit_turns(world: World, name: str, *turns: Any, of: str = "s", deadline: int = LATER) -> None:
+    """Submit requests <name>-<n> in the order of their scores. A turn is an index, None, or fields of
+    `data.sequence`."""
     for at, turn in enumerate(turns):
         fields = turn if isinstance(turn, dict) else {"index": turn}
         data = member(f"{name}-{at}", deadline=deadline, sequence={"id": of, **fields})
         await world.zadd(deadline + at * 1e-3, data)
 
 
-async def answered(world: World) -> list[str]:
-    return [msgspec.json.decode(result)["id"] for result in await world.results()]
+async def read_codes(world: World) -> list[str]:
+    return [msgspec.json.decode(result)["id"] for result in await world.pop_results()]
 
 
 # Order.
 
 
-async def test_requests_go_by_their_index_in_whatever_order_they_come(world: World) -> None:
+async def test_requests_run_by_index_in_whatever_order_they_arrive(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 2, 0, 3, 1)
+    await submit_turns(world, "r", 2, 0, 3, 1)
     order = []
     for _ in range(4):
-        lease = await goes(queue)
-        order.append(name_of(lease))
-        assert (await full_claim(queue)).leases == [], "nothing else of it goes meanwhile"
-        await done(queue, lease)
+        lease = await claim_next_turn(queue)
+        order.append(get_request_id(lease))
+        assert (await claim_fully(queue)).leases == [], "no other request of it runs meanwhile"
+        await finish_request(queue, lease)
     assert order == ["r-1", "r-3", "r-0", "r-2"]
     assert (await queue.count_requests()).pending == 0
 
 
-async def test_without_an_index_they_go_in_the_order_of_the_line(world: World) -> None:
+async def test_requests_without_an_index_run_in_the_order_of_the_queue(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", None, None, None)
-    await put(world, "later", None, deadline=LATER + 5)
-    await put(world, "other", None, of="t")
-    left, said = await take(queue)
-    assert set(left) == {"r-0", "other-0"}, "sequences go side by side"
-    assert sum(isinstance(one, TurnWaits) for one in said.values()) == 3
+    await submit_turns(world, "r", None, None, None)
+    await submit_turns(world, "later", None, deadline=LATER + 5)
+    await submit_turns(world, "other", None, of="t")
+    left, decisions = await claim_and_take_turns(queue)
+    assert set(left) == {"r-0", "other-0"}, "sequences run side by side"
+    assert sum(isinstance(one, TurnWaits) for one in decisions.values()) == 3
     order = []
     lease = left["r-0"]
     for _ in range(4):
-        order.append(name_of(lease))
-        await done(queue, lease)
+        order.append(get_request_id(lease))
+        await finish_request(queue, lease)
         if len(order) < 4:
-            lease = await goes(queue)
+            lease = await claim_next_turn(queue)
     assert order == ["r-0", "r-1", "r-2", "later-0"]
 
 
-async def test_the_next_may_be_claimed_in_the_step_that_ends_the_one_before(world: World) -> None:
+async def test_next_request_is_claimable_in_the_step_that_ends_the_previous_one(world: World) -> None:
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    await put(world, "r", 0, 1)
-    lease = await goes(first)
-    assert (await full_claim(second)).leases == []
-    await done(first, lease)
+    await submit_turns(world, "r", 0, 1)
+    lease = await claim_next_turn(first)
+    assert (await claim_fully(second)).leases == []
+    await finish_request(first, lease)
     (next_one,) = await claim(second)
-    assert name_of(next_one) == "r-1"
-    assert isinstance((await lined_up(second, [next_one]))[0], TurnGranted)
+    assert get_request_id(next_one) == "r-1"
+    assert isinstance((await claim_turns_of(second, [next_one]))[0], TurnGranted)
 
 
-async def test_what_waits_was_not_delivered_and_counts_nothing(world: World) -> None:
+async def test_waiting_request_counts_no_delivery_and_no_lease(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 2)
-    told = await full_claim(queue)
-    assert told.lease_counts.live_units == 3
-    lined = await queue.claim_turns([(lease, turn_of(lease)) for lease in told.leases], TERMS)
+    await submit_turns(world, "r", 0, 1, 2)
+    reply = await claim_fully(queue)
+    assert reply.lease_counts.live_units == 3
+    lined = await queue.claim_turns([(lease, get_turn(lease)) for lease in reply.leases], TERMS)
     assert lined.lease_counts.live_units == 1
     assert (await queue.count_requests()).pending == 2
-    assert (await full_claim(queue)).claimable_count == 0, "no claim can have them"
+    assert (await claim_fully(queue)).claimable_count == 0, "no claim returns them"
     assert [
-        one.location for one in (await world.desk.list_requests(RequestLocation.SEQUENCED, 9)).requests
+        one.location for one in (await world.queue_admin.list_requests(RequestLocation.SEQUENCED, 9)).requests
     ] == [RequestLocation.SEQUENCED] * 2
-    await done(queue, told.leases[0])
-    lease = await goes(queue)
+    await finish_request(queue, reply.leases[0])
+    lease = await claim_next_turn(queue)
     assert lease.deliveries == 1
 
 
-async def test_others_go_while_a_sequence_waits(world: World) -> None:
+async def test_other_requests_run_while_a_sequence_waits(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 2)
-    await goes(queue)
+    await submit_turns(world, "r", 0, 1, 2)
+    await claim_next_turn(queue)
     await world.zadd(LATER + 100, member("single"))
     (lease,) = await claim(queue)
-    assert name_of(lease) == "single"
-    assert await world.desk.peek_next(9) == []
+    assert get_request_id(lease) == "single"
+    assert await world.queue_admin.peek_next(9) == []
 
 
-# Handing over.
+# Next requests in the same step.
 
 
-async def handed(
+async def settle_and_get_next(
     queue: Queue, leases: Sequence[Lease], limit: int = 1000, nonce: str = "", apart: int = 0, **left: Any
 ) -> SettleAndClaimResult:
-    """These end, by an owner that takes what comes next."""
+    """Settle these leases, and return the requests that are granted next."""
     ends = [
-        answer(one, msgspec.json.encode({"id": name_of(one)})).copy_with(
-            turn_end=TurnEnd(turn_of(one), **left)
+        answer(one, msgspec.json.encode({"id": get_request_id(one)})).copy_with(
+            turn_end=TurnEnd(get_turn(one), **left)
         )
         for one in leases
     ]
-    told = await queue.settle_and_claim_next(
+    reply = await queue.settle_and_claim_next(
         ends, nonce or f"handing-{leases[0].token}", permit(limit).copy_with(unleased_units=apart)
     )
-    assert told.statuses == [SettleStatus.DONE] * len(leases)
-    return told
+    assert reply.statuses == [SettleStatus.DONE] * len(leases)
+    return reply
 
 
-async def test_who_ends_one_is_handed_the_next(world: World) -> None:
+async def test_owner_that_settles_a_request_is_granted_the_next_one(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 2)
-    lease = await goes(queue)
+    await submit_turns(world, "r", 0, 1, 2)
+    lease = await claim_next_turn(queue)
     for number in (1, 2):
-        told = await handed(queue, [lease], sticky_token="server-3", conversation=b"so far")
-        assert told.claim_result is not None
-        (lease,) = told.claim_result.leases
-        assert name_of(lease) == f"r-{number}"
+        reply = await settle_and_get_next(queue, [lease], sticky_token="server-3", conversation=b"so far")
+        assert reply.claim_result is not None
+        (lease,) = reply.claim_result.leases
+        assert get_request_id(lease) == f"r-{number}"
         assert (
             lease.deliveries,
-            told.claim_result.lease_counts.live_units,
-            told.claim_result.claimable_count,
+            reply.claim_result.lease_counts.live_units,
+            reply.claim_result.claimable_count,
         ) == (1, 1, 0)
-        assert told.granted_turns == [TurnGranted(number, "server-3", b"so far", False)]
-        assert await lined_up(queue, [lease]) == told.granted_turns, "it is asked for no more, but may be"
-        assert (await full_claim(queue)).leases == []
-    told = await handed(queue, [lease])
-    assert told.claim_result is not None
-    assert (list(told.claim_result.leases), told.claim_result.lease_counts.live_units) == ([], 0)
-    assert await answered(world) == ["r-0", "r-1", "r-2"]
+        assert reply.granted_turns == [TurnGranted(number, "server-3", b"so far", False)]
+        assert await claim_turns_of(queue, [lease]) == reply.granted_turns, (
+            "it is asked for no more, but may be"
+        )
+        assert (await claim_fully(queue)).leases == []
+    reply = await settle_and_get_next(queue, [lease])
+    assert reply.claim_result is not None
+    assert (list(reply.claim_result.leases), reply.claim_result.lease_counts.live_units) == ([], 0)
+    assert await read_codes(world) == ["r-0", "r-1", "r-2"]
 
 
 @pytest.mark.parametrize("how", ["limit", "apart", "paused", "refused", "better", "suspect", "nothing"])
-async def test_nothing_is_handed_over_that_a_claim_would_not_have_leased(world: World, how: str) -> None:
+async def test_settlement_grants_nothing_that_a_claim_would_not_lease(world: World, how: str) -> None:
     queue, other = world.owner("owner-1"), world.owner("owner-2")
-    await put(world, "r", 0, 1)
+    await submit_turns(world, "r", 0, 1)
     if how == "suspect":
-        await put(world, "died", 0, of="t", deadline=LATER - 9)
+        await submit_turns(world, "died", 0, of="t", deadline=LATER - 9)
         for _ in range(2):
             (died,) = await claim(other, 1)
-            await world.lose(queue, died)
+            await world.lose_leases(queue, died)
     held = await claim(queue, 100, suspects=0)
-    await lined_up(queue, held)
-    (lease,) = [one for one in held if name_of(one) == "r-0"]
+    await claim_turns_of(queue, held)
+    (lease,) = [one for one in held if get_request_id(one) == "r-0"]
     if how == "better":
         await world.zadd(LATER - 5, member("single"))
     if how == "paused":
-        await world.desk.pause("me", "why")
+        await world.queue_admin.pause("me", "why")
     if how == "refused":
         now = asyncio.get_running_loop().time()
         await other.share_state(permit(), Overload(now, now + 100, False, 1))
     limit, apart = 0 if how == "limit" else 1000, 1000 if how == "apart" else 0
-    told = await handed(queue, [lease], limit, apart=apart)
-    assert told.claim_result is not None
-    assert [name_of(one) for one in told.claim_result.leases] == (["r-1"] if how == "nothing" else [])
+    reply = await settle_and_get_next(queue, [lease], limit, apart=apart)
+    assert reply.claim_result is not None
+    assert [get_request_id(one) for one in reply.claim_result.leases] == (["r-1"] if how == "nothing" else [])
     assert (await queue.count_requests()).leased == (how == "nothing")
     if how != "nothing":
-        assert told.claim_result.claimable_count == (2 if how == "better" else 1)
+        assert reply.claim_result.claimable_count == (2 if how == "better" else 1)
         if how == "paused":
-            await world.desk.resume()
-        names = ["r-1"] if how == "refused" else [name_of(one) for one in await claim(queue)]
+            await world.queue_admin.resume()
+        names = ["r-1"] if how == "refused" else [get_request_id(one) for one in await claim(queue)]
         assert names == {"better": ["single", "r-1"], "suspect": ["died-0", "r-1"]}.get(how, ["r-1"])
 
 
-async def test_the_best_are_handed_over_where_there_is_no_room_for_all(world: World) -> None:
+async def test_best_requests_are_granted_if_there_is_no_room_for_all(world: World) -> None:
     queue, other = world.owner("owner-1"), world.owner("owner-2")
     for at, name in enumerate("cab"):
-        await put(world, name, 0, 1, of=name, deadline=LATER + 10 * (name == "a") + at)
-    held, _ = await take(queue)
+        await submit_turns(world, name, 0, 1, of=name, deadline=LATER + 10 * (name == "a") + at)
+    held, _ = await claim_and_take_turns(queue)
     await world.zadd(LATER, member("single"))
-    assert [name_of(one) for one in await claim(other)] == ["single"]
-    told = await handed(queue, [held["c-0"], held["a-0"], held["b-0"]], limit=3)
-    assert told.claim_result is not None
-    assert [name_of(one) for one in told.claim_result.leases] == ["c-1", "b-1"], "one unit is another owner's"
-    assert told.claim_result.claimable_count == 1
+    assert [get_request_id(one) for one in await claim(other)] == ["single"]
+    reply = await settle_and_get_next(queue, [held["c-0"], held["a-0"], held["b-0"]], limit=3)
+    assert reply.claim_result is not None
+    assert [get_request_id(one) for one in reply.claim_result.leases] == ["c-1", "b-1"], (
+        "one unit is another owner's"
+    )
+    assert reply.claim_result.claimable_count == 1
     (last,) = await claim(queue)
-    assert name_of(last) == "a-1"
+    assert get_request_id(last) == "a-1"
 
 
-async def test_what_was_handed_over_is_told_again_by_a_claim(world: World) -> None:
+async def test_claim_with_the_same_nonce_returns_the_granted_requests_again(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1)
-    told = await handed(queue, [await goes(queue)], nonce="its reply is lost")
-    assert told.claim_result is not None
+    await submit_turns(world, "r", 0, 1)
+    reply = await settle_and_get_next(queue, [await claim_next_turn(queue)], nonce="its reply is lost")
+    assert reply.claim_result is not None
     again = await queue.claim(5, "its reply is lost", permit(1000))
-    assert again.leases == told.claim_result.leases
+    assert again.leases == reply.claim_result.leases
     assert again.lease_counts.live_units == 1
-    assert await lined_up(queue, again.leases) == told.granted_turns
+    assert await claim_turns_of(queue, again.leases) == reply.granted_turns
 
 
-async def test_a_burial_between_them_is_waited_for_as_any_end(world: World) -> None:
-    """What an end bars goes to nobody: a sequence that is over hands nothing over."""
+async def test_dead_letter_ends_a_turn_like_any_other_end(world: World) -> None:
+    """No request is granted if the end closes the run: a sequence that has ended grants nothing."""
     queue = world.owner()
-    await put(world, "r", {"index": 0, "on_error": "abort"}, 1)
-    told = await handed(queue, [await goes(queue)], has_failed=True, cause="it broke")
-    assert told.claim_result is not None
-    assert list(told.claim_result.leases) == []
-    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}
+    await submit_turns(world, "r", {"index": 0, "on_error": "abort"}, 1)
+    reply = await settle_and_get_next(
+        queue, [await claim_next_turn(queue)], has_failed=True, cause="it broke"
+    )
+    assert reply.claim_result is not None
+    assert list(reply.claim_result.leases) == []
+    assert await answer_remaining_requests(queue) == {"r-1": "SEQUENCE_ABORTED"}
 
 
-# Who goes stays the one.
+# The running request keeps its turn.
 
 
-async def is_back(queue: Queue) -> bool:
+async def is_waiting_again(queue: Queue) -> bool:
     return (await queue.sweep()).due_count > 0
 
 
 @pytest.mark.parametrize("how", ["release", "delay", "death", "no answer"])
-async def test_who_goes_stays_the_one_until_it_has_ended(world: World, how: str) -> None:
+async def test_running_request_keeps_its_turn_until_it_has_ended(world: World, how: str) -> None:
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    await put(world, "r", 0, 1, 2)
-    lease = await goes(first)
-    await done(first, lease, sticky_token="server-3", conversation=b"so far")
-    lease = await goes(first)
+    await submit_turns(world, "r", 0, 1, 2)
+    lease = await claim_next_turn(first)
+    await finish_request(first, lease, sticky_token="server-3", conversation=b"so far")
+    lease = await claim_next_turn(first)
     if how == "release":
         await first.release([Release(lease, is_failed_attempt=True)])
     elif how == "delay":
         await first.release([Release(lease, delay_s=0.01, is_failed_attempt=True)])
-        await wait_until(lambda: is_back(second), what="it is due")
+        await wait_until(lambda: is_waiting_again(second), what="it is due")
     else:
-        await world.lose(second, lease)
+        await world.lose_leases(second, lease)
     (again,) = await claim(second)
-    assert name_of(again) == "r-1"
-    (said,) = await lined_up(second, [again])
-    assert said == TurnGranted(1, "server-3", b"so far", False)
+    assert get_request_id(again) == "r-1"
+    (decisions,) = await claim_turns_of(second, [again])
+    assert decisions == TurnGranted(1, "server-3", b"so far", False)
     if how == "no answer":
         late = answer(lease)
         assert await first.settle([late]) == [SettleStatus.LOST]
-        assert (await full_claim(first)).leases == []
-    await done(second, again)
-    assert name_of(await goes(second)) == "r-2"
+        assert (await claim_fully(first)).leases == []
+    await finish_request(second, again)
+    assert get_request_id(await claim_next_turn(second)) == "r-2"
 
 
-async def test_the_same_call_again_says_the_same(world: World) -> None:
+async def test_repeated_call_returns_the_same_decisions(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 0)
+    await submit_turns(world, "r", 0, 1, 0)
     leases = await claim(queue)
-    once = await lined_up(queue, leases)
+    once = await claim_turns_of(queue, leases)
     assert [type(one) for one in once] == [TurnGranted, TurnWaits, TurnRejected]
-    assert await lined_up(queue, leases) == once
-    assert (await seen(world)).waiting_count == 1
+    assert await claim_turns_of(queue, leases) == once
+    assert (await get_snapshot(world)).waiting_count == 1
 
 
-async def test_a_lease_that_was_taken_away_lines_up_nothing(world: World) -> None:
+async def test_reclaimed_lease_claims_no_turn(world: World) -> None:
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    await put(world, "r", 0)
+    await submit_turns(world, "r", 0)
     leases = await claim(first)
-    await world.lose(second, *leases)
-    assert await lined_up(first, leases) == [TurnWaits()]
-    assert await world.desk.get_sequence("s") is None
-    assert name_of(await goes(second)) == "r-0"
+    await world.lose_leases(second, *leases)
+    assert await claim_turns_of(first, leases) == [TurnWaits()]
+    assert await world.queue_admin.get_sequence("s") is None
+    assert get_request_id(await claim_next_turn(second)) == "r-0"
 
 
-async def test_what_the_next_is_built_on_is_kept_until_it_is_told_otherwise(world: World) -> None:
+async def test_conversation_is_kept_until_it_is_replaced(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 2, 3)
-    said = []
+    await submit_turns(world, "r", 0, 1, 2, 3)
+    decisions = []
     for left in (
         {"sticky_token": "a", "conversation": b"\x00\xff" * 300},
         {},
@@ -311,355 +318,357 @@ async def test_what_the_next_is_built_on_is_kept_until_it_is_told_otherwise(worl
         {},
     ):
         leases = await claim(queue)
-        verdict = next(one for one in await lined_up(queue, leases) if isinstance(one, TurnGranted))
-        said.append((verdict.sticky_token, verdict.conversation, verdict.is_first))
-        (lease,) = [one for one in leases if turn_of(one).index == verdict.index]
-        await done(queue, lease, **left)
+        verdict = next(one for one in await claim_turns_of(queue, leases) if isinstance(one, TurnGranted))
+        decisions.append((verdict.sticky_token, verdict.conversation, verdict.is_first))
+        (lease,) = [one for one in leases if get_turn(one).index == verdict.index]
+        await finish_request(queue, lease, **left)
     carried = b"\x00\xff" * 300
-    assert said == [("", b"", True), ("a", carried, False), ("a", carried, False), ("", b"", False)]
+    assert decisions == [("", b"", True), ("a", carried, False), ("a", carried, False), ("", b"", False)]
 
 
-# Gaps and doubles.
+# Gaps and repeated indexes.
 
 
-async def test_a_missing_index_is_waited_for_and_then_passed_over(world: World) -> None:
+async def test_missing_index_is_waited_for_and_then_skipped(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 2)
-    await done(queue, await goes(queue))
-    assert (await full_claim(queue)).leases == []
-    assert (await seen(world)).gap_since is not None
+    await submit_turns(world, "r", 0, 2)
+    await finish_request(queue, await claim_next_turn(queue))
+    assert (await claim_fully(queue)).leases == []
+    assert (await get_snapshot(world)).gap_since is not None
     await world.age_sequences(490)
     assert (await queue.sweep()).turn_count == 0
     await world.age_sequences(11)
     assert (await queue.sweep()).turn_count == 1
-    lease = await goes(queue)
-    assert turn_of(lease).index == 2
-    await put(world, "late", 1)
-    _, said = await take(queue)
-    assert said == {"late-0": TurnRejected(ErrorCode.SEQUENCE_INDEX, "index 1: 3 is next")}
+    lease = await claim_next_turn(queue)
+    assert get_turn(lease).index == 2
+    await submit_turns(world, "late", 1)
+    _, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"late-0": TurnRejected(ErrorCode.SEQUENCE_INDEX, "index 1: 3 is next")}
 
 
-async def test_a_gap_that_is_filled_in_time_is_none(world: World) -> None:
+async def test_gap_that_is_filled_in_time_is_not_counted(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 1, 2)
-    left, _ = await take(queue)
+    await submit_turns(world, "r", 1, 2)
+    left, _ = await claim_and_take_turns(queue)
     assert left == {}, "indexes begin with 0"
-    await put(world, "first", 0)
+    await submit_turns(world, "first", 0)
     for expected in (0, 1, 2):
-        lease = await goes(queue)
-        assert turn_of(lease).index == expected
-        await done(queue, lease)
+        lease = await claim_next_turn(queue)
+        assert get_turn(lease).index == expected
+        await finish_request(queue, lease)
 
 
-async def test_an_index_that_was_there_is_refused(world: World) -> None:
+async def test_repeated_index_is_rejected(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1)
-    running = await goes(queue)
-    await put(world, "twin", 0, 1)
-    left, said = await take(queue)
-    assert {name: one.code for name, one in said.items() if isinstance(one, TurnRejected)} == dict.fromkeys(
-        ("twin-0", "twin-1"), ErrorCode.SEQUENCE_INDEX
-    )
+    await submit_turns(world, "r", 0, 1)
+    running = await claim_next_turn(queue)
+    await submit_turns(world, "twin", 0, 1)
+    left, decisions = await claim_and_take_turns(queue)
+    assert {
+        name: one.code for name, one in decisions.items() if isinstance(one, TurnRejected)
+    } == dict.fromkeys(("twin-0", "twin-1"), ErrorCode.SEQUENCE_INDEX)
     await queue.settle([answer(lease) for lease in left.values()])
-    await done(queue, running)
-    assert turn_of(await goes(queue)).index == 1, "those that were refused are no part of it"
+    await finish_request(queue, running)
+    assert get_turn(await claim_next_turn(queue)).index == 1, "rejected requests do not belong to it"
 
 
 @pytest.mark.parametrize("failed", [False, True])
-async def test_one_that_ends_before_it_was_lined_up_is_not_waited_for(world: World, failed: bool) -> None:
+async def test_request_that_ends_before_its_turn_is_not_waited_for(world: World, failed: bool) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 2)
-    running = await goes(queue)
-    await put(world, "late", 1, deadline=NOW - 100)
-    (late,) = await expired(queue, 9)
+    await submit_turns(world, "r", 0, 2)
+    running = await claim_next_turn(queue)
+    await submit_turns(world, "late", 1, deadline=NOW - 100)
+    (late,) = await find_all_overdue(queue, 9)
     end = TurnEnd(Turn("s", 1), has_failed=failed, cause="late-0: too late")
     assert (
-        await queue.settle_unleased([(late, Settlement(NOBODY, b'{"id":"late-0"}', "", turn_end=end))]) == 1
+        await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"late-0"}', "", turn_end=end))]) == 1
     )
-    await done(queue, running)
+    await finish_request(queue, running)
     if failed:
         (barred,) = await queue.find_remaining_requests(9)
         assert (barred.error_code, barred.message) == (ErrorCode.SEQUENCE_ABORTED, "late-0: too late")
     else:
-        assert turn_of(await goes(queue)).index == 2
+        assert get_turn(await claim_next_turn(queue)).index == 2
 
 
-async def expired(queue: Queue, most: int) -> Sequence[UnleasedRequest]:
-    """All that may be past their deadline; both walks take turns."""
+async def find_all_overdue(queue: Queue, max_count: int) -> Sequence[UnleasedRequest]:
+    """Return all requests that may be past their deadline. The two passes of the search take turns."""
     found = {}
     for _ in range(4):
-        for one in await queue.find_overdue(most):
+        for one in await queue.find_overdue(max_count):
             found[one.member] = one
     return list(found.values())
 
 
-async def test_what_passes_its_deadline_in_line_lets_the_next_go(world: World) -> None:
+async def test_waiting_request_past_its_deadline_lets_the_next_one_run(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0)
-    await put(world, "gone", 1, deadline=NOW - 100)
-    await put(world, "then", 2)
-    leases = {name_of(lease): lease for lease in await claim(queue)}
-    await lined_up(queue, [leases[name] for name in ("r-0", "gone-0", "then-0")])
-    (late,) = await expired(queue, 10)
-    end = TurnEnd(turn_of(leases["gone-0"]), has_failed=False)
+    await submit_turns(world, "r", 0)
+    await submit_turns(world, "gone", 1, deadline=NOW - 100)
+    await submit_turns(world, "then", 2)
+    leases = {get_request_id(lease): lease for lease in await claim(queue)}
+    await claim_turns_of(queue, [leases[name] for name in ("r-0", "gone-0", "then-0")])
+    (late,) = await find_all_overdue(queue, 10)
+    end = TurnEnd(get_turn(leases["gone-0"]), has_failed=False)
     assert (
-        await queue.settle_unleased([(late, Settlement(NOBODY, b'{"id":"gone-0"}', "", turn_end=end))]) == 1
+        await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"gone-0"}', "", turn_end=end))]) == 1
     )
     assert (
-        await queue.settle_unleased([(late, Settlement(NOBODY, b'{"id":"gone-0"}', "", turn_end=end))]) == 0
+        await queue.settle_unleased([(late, Settlement(NO_LEASE, b'{"id":"gone-0"}', "", turn_end=end))]) == 0
     )
-    await done(queue, leases["r-0"])
-    assert name_of(await goes(queue)) == "then-0"
+    await finish_request(queue, leases["r-0"])
+    assert get_request_id(await claim_next_turn(queue)) == "then-0"
 
 
-# Lives.
+# Runs.
 
 
-async def test_a_sequence_ends_with_its_last_and_begins_anew(world: World) -> None:
+async def test_sequence_ends_with_its_last_request_and_can_begin_again(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, {"index": 1, "last": True}, 5)
-    await done(queue, await goes(queue), sticky_token="a")
-    await done(queue, await goes(queue))
-    left, said = await take(queue)
-    assert said == {"r-2": TurnGranted(5, "", b"", True)}, "what waits behind it begins the next life"
-    await done(queue, left["r-2"])
-    assert (await seen(world)).expected_index == 6
-    await put(world, "end", {"index": 6, "last": True})
-    await done(queue, await goes(queue))
-    assert await world.desk.get_sequence("s") is None
+    await submit_turns(world, "r", 0, {"index": 1, "last": True}, 5)
+    await finish_request(queue, await claim_next_turn(queue), sticky_token="a")
+    await finish_request(queue, await claim_next_turn(queue))
+    left, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"r-2": TurnGranted(5, "", b"", True)}, (
+        "requests that wait after it begin the next run"
+    )
+    await finish_request(queue, left["r-2"])
+    assert (await get_snapshot(world)).expected_index == 6
+    await submit_turns(world, "end", {"index": 6, "last": True})
+    await finish_request(queue, await claim_next_turn(queue))
+    assert await world.queue_admin.get_sequence("s") is None
 
 
-async def test_what_comes_after_the_end_may_be_refused(world: World) -> None:
+async def test_request_after_the_end_is_rejected_if_configured(world: World) -> None:
     queue, terms = world.owner(), replace(TERMS, refuse_after_end=True)
-    await put(world, "r", {"index": 0, "last": True}, 1, 2)
-    await done(queue, await goes(queue, terms))
-    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ENDED", "r-2": "SEQUENCE_ENDED"}
-    await put(world, "late", None)
-    left, said = await take(queue, terms)
-    assert said == {"late-0": TurnRejected(ErrorCode.SEQUENCE_ENDED, "its last request has ended")}
+    await submit_turns(world, "r", {"index": 0, "last": True}, 1, 2)
+    await finish_request(queue, await claim_next_turn(queue, terms))
+    assert await answer_remaining_requests(queue) == {"r-1": "SEQUENCE_ENDED", "r-2": "SEQUENCE_ENDED"}
+    await submit_turns(world, "late", None)
+    left, decisions = await claim_and_take_turns(queue, terms)
+    assert decisions == {"late-0": TurnRejected(ErrorCode.SEQUENCE_ENDED, "its last request has ended")}
     await queue.settle([answer(left["late-0"])])
     await world.age_sequences(999)
     await queue.sweep()
-    assert (await seen(world)).status is SequenceStatus.ENDED
+    assert (await get_snapshot(world)).status is SequenceStatus.ENDED
     await world.age_sequences(2)
     await queue.sweep()
-    assert await world.desk.get_sequence("s") is None
-    await put(world, "new", 0)
-    assert name_of(await goes(queue, terms)) == "new-0"
+    assert await world.queue_admin.get_sequence("s") is None
+    await submit_turns(world, "new", 0)
+    assert get_request_id(await claim_next_turn(queue, terms)) == "new-0"
 
 
-async def test_a_reset_begins_anew_behind_all_that_came_before(world: World) -> None:
+async def test_reset_begins_a_run_after_all_earlier_requests(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, {"index": 0, "reset": True}, 1, {"reset": True}, None)
+    await submit_turns(world, "r", 0, 1, {"index": 0, "reset": True}, 1, {"reset": True}, None)
     order, fresh = [], []
     for _ in range(6):
         leases = await claim(queue)
-        verdicts = await lined_up(queue, leases)
+        verdicts = await claim_turns_of(queue, leases)
         (at,) = [number for number, one in enumerate(verdicts) if isinstance(one, TurnGranted)]
         verdict = verdicts[at]
         assert isinstance(verdict, TurnGranted)
-        order.append(name_of(leases[at]))
+        order.append(get_request_id(leases[at]))
         fresh.append(verdict.is_first)
-        assert (verdict.sticky_token == "") == verdict.is_first, "nothing is carried over"
-        await done(queue, leases[at], sticky_token="x")
+        assert (verdict.sticky_token == "") == verdict.is_first, "no conversation is kept"
+        await finish_request(queue, leases[at], sticky_token="x")
     assert order == [f"r-{at}" for at in range(6)]
     assert fresh == [True, False] * 3
 
 
-async def test_a_gap_before_a_reset_is_not_waited_for(world: World) -> None:
-    """Whatever comes now is of the life that begins with it."""
+async def test_gap_before_a_reset_is_skipped_at_once(world: World) -> None:
+    """Later requests belong to the run that begins with the reset."""
     queue = world.owner()
-    await put(world, "r", 0, 7, {"index": 3, "reset": True})
+    await submit_turns(world, "r", 0, 7, {"index": 3, "reset": True})
     order = []
     for _ in range(3):
-        lease = await goes(queue)
-        order.append(turn_of(lease).index)
-        await done(queue, lease)
+        lease = await claim_next_turn(queue)
+        order.append(get_turn(lease).index)
+        await finish_request(queue, lease)
     assert order == [0, 7, 3]
 
 
-async def test_a_sequence_ends_by_idle_to_the_second(world: World) -> None:
+async def test_idle_sequence_ends_after_exactly_max_idle_s(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0)
-    await done(queue, await goes(queue), sticky_token="a")
+    await submit_turns(world, "r", 0)
+    await finish_request(queue, await claim_next_turn(queue), sticky_token="a")
     await queue.sweep()
     await world.age_sequences(990)
     await queue.sweep()
-    assert (await seen(world)).has_token
+    assert (await get_snapshot(world)).has_token
     await world.age_sequences(11)
     await queue.sweep()
-    assert await world.desk.get_sequence("s") is None
+    assert await world.queue_admin.get_sequence("s") is None
 
 
-async def test_what_runs_or_waits_keeps_a_sequence_from_being_idle(world: World) -> None:
+async def test_sequence_with_a_running_or_waiting_request_is_not_idle(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0)
-    lease = await goes(queue)
+    await submit_turns(world, "r", 0)
+    lease = await claim_next_turn(queue)
     await world.age_sequences(3000)
     await queue.sweep()
-    assert (await seen(world)).next_entry == lease.entry_id
-    await done(queue, lease)
-    assert (await seen(world)).status is SequenceStatus.OPEN
+    assert (await get_snapshot(world)).next_entry == lease.entry_id
+    await finish_request(queue, lease)
+    assert (await get_snapshot(world)).status is SequenceStatus.OPEN
 
 
-async def test_a_sequence_ends_by_age_with_what_runs(world: World) -> None:
+async def test_old_sequence_ends_with_its_running_request(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 2)
-    lease = await goes(queue)
+    await submit_turns(world, "r", 0, 1, 2)
+    lease = await claim_next_turn(queue)
     await world.age_sequences(4990)
-    await done(queue, lease, sticky_token="a")
-    lease = await goes(queue)
-    (said,) = await lined_up(queue, [lease])
-    assert isinstance(said, TurnGranted)
-    assert said.sticky_token == "a"
+    await finish_request(queue, lease, sticky_token="a")
+    lease = await claim_next_turn(queue)
+    (decisions,) = await claim_turns_of(queue, [lease])
+    assert isinstance(decisions, TurnGranted)
+    assert decisions.sticky_token == "a"
     await world.age_sequences(20)
     await queue.sweep()
-    assert (await seen(world)).next_entry == lease.entry_id
-    await done(queue, lease, sticky_token="b")
-    _, said_of = await take(queue)
-    assert said_of == {"r-2": TurnGranted(2, "", b"", True)}, "a new life"
+    assert (await get_snapshot(world)).next_entry == lease.entry_id
+    await finish_request(queue, lease, sticky_token="b")
+    _, said_of = await claim_and_take_turns(queue)
+    assert said_of == {"r-2": TurnGranted(2, "", b"", True)}, "a new run"
 
 
-async def test_an_idle_life_ends_by_age(world: World) -> None:
+async def test_run_without_requests_ends_by_age(world: World) -> None:
     queue, terms = world.owner(), replace(TERMS, max_idle_s=100_000)
-    await put(world, "r", 0)
-    await done(queue, await goes(queue, terms))
+    await submit_turns(world, "r", 0)
+    await finish_request(queue, await claim_next_turn(queue, terms))
     await world.age_sequences(4990)
     await queue.sweep()
-    assert await world.desk.get_sequence("s") is not None
+    assert await world.queue_admin.get_sequence("s") is not None
     await world.age_sequences(11)
     await queue.sweep()
-    assert await world.desk.get_sequence("s") is None
+    assert await world.queue_admin.get_sequence("s") is None
 
 
 # Limits.
 
 
-async def test_no_more_wait_than_may(world: World) -> None:
+async def test_number_of_waiting_requests_is_limited(world: World) -> None:
     queue, terms = world.owner(), replace(TERMS, max_waiting=2)
-    await put(world, "r", 0, 1, 2, 3, 4)
-    left, said = await take(queue, terms)
+    await submit_turns(world, "r", 0, 1, 2, 3, 4)
+    left, decisions = await claim_and_take_turns(queue, terms)
     full = TurnRejected(ErrorCode.SEQUENCE_FULL, "2 requests of its sequence wait already")
-    assert [said[f"r-{at}"] for at in range(1, 5)] == [TurnWaits(), TurnWaits(), full, full]
+    assert [decisions[f"r-{at}"] for at in range(1, 5)] == [TurnWaits(), TurnWaits(), full, full]
     await queue.settle([answer(left["r-3"]), answer(left["r-4"])])
-    await done(queue, left["r-0"])
-    await put(world, "again", 3)
-    left, said = await take(queue, terms)
-    assert said == {"r-1": TurnGranted(1, "", b"", False), "again-0": TurnWaits()}
+    await finish_request(queue, left["r-0"])
+    await submit_turns(world, "again", 3)
+    left, decisions = await claim_and_take_turns(queue, terms)
+    assert decisions == {"r-1": TurnGranted(1, "", b"", False), "again-0": TurnWaits()}
 
 
-async def test_the_one_that_is_waited_for_is_never_too_many(world: World) -> None:
+async def test_expected_request_is_accepted_beyond_the_limit(world: World) -> None:
     queue, terms = world.owner(), replace(TERMS, max_waiting=1)
-    await put(world, "r", 1, 0)
-    _, said = await take(queue, terms)
-    assert said == {"r-0": TurnWaits(), "r-1": TurnGranted(0, "", b"", True)}
+    await submit_turns(world, "r", 1, 0)
+    _, decisions = await claim_and_take_turns(queue, terms)
+    assert decisions == {"r-0": TurnWaits(), "r-1": TurnGranted(0, "", b"", True)}
 
 
-async def test_no_more_sequences_are_alive_than_may_be(world: World) -> None:
+async def test_number_of_active_sequences_is_limited(world: World) -> None:
     queue, terms = world.owner(), replace(TERMS, max_active=2)
     for at, name in enumerate("abcd"):
-        await put(world, name, 0, {"index": 1, "last": True}, of=name, deadline=LATER - at)
-    left, _ = await take(queue, terms)
-    assert {name_of(lease) for lease in left.values()} == {"c-0", "d-0"}, "the earliest deadlines"
-    assert (await seen(world, "a")).status is SequenceStatus.PARKED
+        await submit_turns(world, name, 0, {"index": 1, "last": True}, of=name, deadline=LATER - at)
+    left, _ = await claim_and_take_turns(queue, terms)
+    assert {get_request_id(lease) for lease in left.values()} == {"c-0", "d-0"}, "the earliest deadlines"
+    assert (await get_snapshot(world, "a")).status is SequenceStatus.PARKED
     for name in "dc":
-        await done(queue, left[f"{name}-0"])
-    left, _ = await take(queue, terms)
+        await finish_request(queue, left[f"{name}-0"])
+    left, _ = await claim_and_take_turns(queue, terms)
     assert set(left) == {"c-1", "d-1"}
-    await done(queue, left["d-1"])
-    left_now, _ = await take(queue, terms)
-    assert set(left_now) == {"b-0"}, "the best of those that wait"
-    await put(world, "e", 0, of="e")
-    assert (await take(queue, terms))[0] == {}
-    await put(world, "f", 0, of="f")
-    left_now, _ = await take(queue, replace(terms, max_active=None))
+    await finish_request(queue, left["d-1"])
+    left_now, _ = await claim_and_take_turns(queue, terms)
+    assert set(left_now) == {"b-0"}, "the best of the waiting requests"
+    await submit_turns(world, "e", 0, of="e")
+    assert (await claim_and_take_turns(queue, terms))[0] == {}
+    await submit_turns(world, "f", 0, of="f")
+    left_now, _ = await claim_and_take_turns(queue, replace(terms, max_active=None))
     assert set(left_now) == {"f-0"}
-    left_now, _ = await take(queue, terms)
-    assert set(left_now) == {"a-0", "e-0"}, "more may be, by the last word: those that waited have begun"
+    left_now, _ = await claim_and_take_turns(queue, terms)
+    assert set(left_now) == {"a-0", "e-0"}, "the newest terms allow more, so parked sequences have begun"
 
 
-async def test_an_idle_sequence_makes_room_for_one_that_waits(world: World) -> None:
+async def test_idle_sequence_makes_room_for_a_parked_one(world: World) -> None:
     queue, terms = world.owner(), replace(TERMS, max_active=1)
-    await put(world, "a", 0, of="a")
-    await done(queue, await goes(queue, terms))
-    await put(world, "b", 0, of="b")
-    assert (await take(queue, terms))[0] == {}
+    await submit_turns(world, "a", 0, of="a")
+    await finish_request(queue, await claim_next_turn(queue, terms))
+    await submit_turns(world, "b", 0, of="b")
+    assert (await claim_and_take_turns(queue, terms))[0] == {}
     await world.age_sequences(1001)
     assert (await queue.sweep()).turn_count == 1
-    assert name_of(await goes(queue, terms)) == "b-0"
+    assert get_request_id(await claim_next_turn(queue, terms)) == "b-0"
 
 
-# When one fails.
+# Failures.
 
 
-async def test_a_failure_ends_the_later_ones_with_its_cause(world: World) -> None:
+async def test_failure_ends_later_requests_with_its_cause(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 2)
-    await fail(queue, await goes(queue))
-    assert (await full_claim(queue)).leases == []
+    await submit_turns(world, "r", 0, 1, 2)
+    await fail_request(queue, await claim_next_turn(queue))
+    assert (await claim_fully(queue)).leases == []
     (first, _) = await queue.find_remaining_requests(9)
     assert (first.error_code, first.message) == (ErrorCode.SEQUENCE_ABORTED, "r-0: it broke")
-    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED", "r-2": "SEQUENCE_ABORTED"}
-    await put(world, "late", 3)
-    left, said = await take(queue)
-    assert said == {"late-0": TurnRejected(ErrorCode.SEQUENCE_ABORTED, "r-0: it broke")}
+    assert await answer_remaining_requests(queue) == {"r-1": "SEQUENCE_ABORTED", "r-2": "SEQUENCE_ABORTED"}
+    await submit_turns(world, "late", 3)
+    left, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"late-0": TurnRejected(ErrorCode.SEQUENCE_ABORTED, "r-0: it broke")}
     await queue.settle([answer(left["late-0"], b'{"id":"late-0"}')])
-    await put(world, "new", {"index": 0, "reset": True})
-    assert name_of(await goes(queue)) == "new-0", "a reset begins anew"
-    assert sorted(await answered(world)) == ["late-0", "r-0", "r-1", "r-2"]
+    await submit_turns(world, "new", {"index": 0, "reset": True})
+    assert get_request_id(await claim_next_turn(queue)) == "new-0", "a reset begins anew"
+    assert sorted(await read_codes(world)) == ["late-0", "r-0", "r-1", "r-2"]
 
 
-async def test_a_burial_ends_a_turn_as_well(world: World) -> None:
+async def test_dead_letter_ends_a_turn(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", {"index": 0, "on_error": "continue"}, 1)
-    lease = await goes(queue)
-    end = TurnEnd(turn_of(lease), has_failed=True, cause="why")
+    await submit_turns(world, "r", {"index": 0, "on_error": "continue"}, 1)
+    lease = await claim_next_turn(queue)
+    end = TurnEnd(get_turn(lease), has_failed=True, cause="why")
     await queue.move_to_dead_letters([DeadLetter(answer(lease).copy_with(turn_end=end), "why")])
-    assert name_of(await goes(queue)) == "r-1"
-    (dead,) = await world.desk.list_dead(9)
-    await world.desk.requeue_dead([dead.entry_id], LATER)
-    _, said = await take(queue)
-    assert [type(one) for one in said.values()] == [TurnWaits], "it has lost its index, and comes behind"
+    assert get_request_id(await claim_next_turn(queue)) == "r-1"
+    (dead,) = await world.queue_admin.list_dead(9)
+    await world.queue_admin.requeue_dead([dead.entry_id], LATER)
+    _, decisions = await claim_and_take_turns(queue)
+    assert [type(one) for one in decisions.values()] == [TurnWaits], "it has lost its index, and comes last"
 
 
-async def test_held_until_an_operator_has_decided(world: World) -> None:
+async def test_sequence_is_held_until_an_operator_decides(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", {"index": 0, "on_error": "hold"}, 1, 2)
-    await fail(queue, await goes(queue))
-    found = await seen(world)
+    await submit_turns(world, "r", {"index": 0, "on_error": "hold"}, 1, 2)
+    await fail_request(queue, await claim_next_turn(queue))
+    found = await get_snapshot(world)
     assert (found.status, found.cause) == (SequenceStatus.HELD, "r-0: it broke")
     assert [index for index, _ in found.waiting_requests] == [1, 2]
     await world.age_sequences(9000)
     await queue.sweep()
-    assert (await full_claim(queue)).leases == []
+    assert (await claim_fully(queue)).leases == []
     assert [one.id for one in await pages(world, SequenceStatus.HELD)] == ["s"]
-    assert await world.desk.release_sequence("s")
-    assert not await world.desk.release_sequence("s")
-    lease = await goes(queue)
-    assert name_of(lease) == "r-1"
-    assert await world.desk.abort_sequence("s", "no use")
-    assert not await world.desk.abort_sequence("s", "no use")
-    assert await serve_unserved(queue) == {"r-2": "SEQUENCE_ABORTED"}
-    await done(queue, lease)
-    assert (await seen(world)).status is SequenceStatus.ABORTED
+    assert await world.queue_admin.release_sequence("s")
+    assert not await world.queue_admin.release_sequence("s")
+    lease = await claim_next_turn(queue)
+    assert get_request_id(lease) == "r-1"
+    assert await world.queue_admin.abort_sequence("s", "no use")
+    assert not await world.queue_admin.abort_sequence("s", "no use")
+    assert await answer_remaining_requests(queue) == {"r-2": "SEQUENCE_ABORTED"}
+    await finish_request(queue, lease)
+    assert (await get_snapshot(world)).status is SequenceStatus.ABORTED
 
 
 async def pages(world: World, status: SequenceStatus | None = None) -> list[SequenceSnapshot]:
     found: list[SequenceSnapshot] = []
     after = ""
     while True:
-        page = await world.desk.list_sequences(1, after, status)
+        page = await world.queue_admin.list_sequences(1, after, status)
         found += page.sequences
         if not page.after:
             return found
         after = page.after
 
 
-async def test_all_sequences_are_shown_once(world: World) -> None:
+async def test_listing_shows_each_sequence_once(world: World) -> None:
     queue = world.owner()
     for at in range(20):
-        await put(world, f"r{at}", 0, 1, of=f"chat-{at}")
-    await take(queue)
+        await submit_turns(world, f"r{at}", 0, 1, of=f"chat-{at}")
+    await claim_and_take_turns(queue)
     found = await pages(world)
     assert sorted({one.id for one in found}) == sorted(f"chat-{at}" for at in range(20))
     assert {(one.status, one.waiting_count, one.expected_index) for one in found} == {
@@ -668,288 +677,283 @@ async def test_all_sequences_are_shown_once(world: World) -> None:
     assert await pages(world, SequenceStatus.HELD) == []
 
 
-async def test_a_whole_sequence_is_cancelled(world: World) -> None:
+async def test_cancel_ends_all_requests_of_a_sequence(world: World) -> None:
     queue = world.owner()
     data = member("run", deadline=LATER, token="its token", sequence={"id": "s", "index": 0})
     await world.zadd(1, data)
-    await put(world, "r", 1, {"reset": True}, None)
-    lease = await goes(queue)
-    assert await world.desk.cancel_sequence("s")
+    await submit_turns(world, "r", 1, {"reset": True}, None)
+    lease = await claim_next_turn(queue)
+    assert await world.queue_admin.cancel_sequence("s")
     assert await queue.check_cancelled([("run", "its token")]) == [True]
-    assert await serve_unserved(queue) == dict.fromkeys(("r-0", "r-1", "r-2"), "CANCELLED")
+    assert await answer_remaining_requests(queue) == dict.fromkeys(("r-0", "r-1", "r-2"), "CANCELLED")
     later = member("after", deadline=LATER, created=NOW + 3000, sequence={"id": "s", "index": 5})
     await world.zadd(2, later)
-    assert (await take(queue))[0] == {}, "what runs has not ended yet"
-    await done(queue, lease)
-    assert name_of(await goes(queue)) == "after", "and begins anew"
-    assert not await world.desk.cancel_sequence("nobody")
+    assert (await claim_and_take_turns(queue))[0] == {}, "the running request has not ended yet"
+    await finish_request(queue, lease)
+    assert get_request_id(await claim_next_turn(queue)) == "after", "and begins anew"
+    assert not await world.queue_admin.cancel_sequence("nobody")
 
 
-async def test_a_sequence_of_which_nothing_runs_is_forgotten_when_it_is_cancelled(world: World) -> None:
+async def test_sequence_without_a_running_request_is_forgotten_when_it_is_cancelled(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 1, 2)
-    await take(queue)
-    assert await world.desk.cancel_sequence("s")
-    assert await world.desk.get_sequence("s") is None
-    assert set(await serve_unserved(queue)) == {"r-0", "r-1"}
+    await submit_turns(world, "r", 1, 2)
+    await claim_and_take_turns(queue)
+    assert await world.queue_admin.cancel_sequence("s")
+    assert await world.queue_admin.get_sequence("s") is None
+    assert set(await answer_remaining_requests(queue)) == {"r-0", "r-1"}
     assert (await queue.count_requests()).pending == 0
 
 
-async def test_what_is_over_is_forgotten_so_that_its_id_begins_anew(world: World) -> None:
+async def test_ended_sequence_can_be_forgotten_so_that_its_id_begins_again(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1)
-    first = await goes(queue)
-    assert await world.desk.forget_sequence("s") is False, "one runs, and one waits"
-    assert await world.desk.abort_sequence("s", "no use")
-    assert await world.desk.forget_sequence("s") is False, "what runs has not ended"
-    await put(world, "too late", 2)
-    assert isinstance((await take(queue))[1]["too late-0"], TurnRejected)
-    await done(queue, first)
-    assert await world.desk.forget_sequence("s") is True
-    assert await world.desk.get_sequence("s") is None
-    assert await world.desk.forget_sequence("s") is None
-    await put(world, "anew", 0, 1)
-    lease = await goes(queue)
-    assert name_of(lease) == "anew-0"
-    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}, (
-        "the life before is answered all the same"
+    await submit_turns(world, "r", 0, 1)
+    first = await claim_next_turn(queue)
+    assert await world.queue_admin.forget_sequence("s") is False, "one runs, and one waits"
+    assert await world.queue_admin.abort_sequence("s", "no use")
+    assert await world.queue_admin.forget_sequence("s") is False, "the running request has not ended"
+    await submit_turns(world, "too late", 2)
+    assert isinstance((await claim_and_take_turns(queue))[1]["too late-0"], TurnRejected)
+    await finish_request(queue, first)
+    assert await world.queue_admin.forget_sequence("s") is True
+    assert await world.queue_admin.get_sequence("s") is None
+    assert await world.queue_admin.forget_sequence("s") is None
+    await submit_turns(world, "anew", 0, 1)
+    lease = await claim_next_turn(queue)
+    assert get_request_id(lease) == "anew-0"
+    assert await answer_remaining_requests(queue) == {"r-1": "SEQUENCE_ABORTED"}, (
+        "the requests of the previous run are answered"
     )
-    assert (await seen(world)).waiting_count == 1, "and takes nothing of the new one with it"
-    await done(queue, lease)
-    assert name_of(await goes(queue)) == "anew-1"
+    assert (await get_snapshot(world)).waiting_count == 1, "and the new run keeps its state"
+    await finish_request(queue, lease)
+    assert get_request_id(await claim_next_turn(queue)) == "anew-1"
 
 
-async def test_what_has_not_run_is_not_forgotten_while_it_waits(world: World) -> None:
-    """Held, in a gap, or parked."""
+async def test_sequence_with_a_waiting_request_is_not_forgotten(world: World) -> None:
+    """The sequence is held, waits for a gap, or is parked."""
     queue = world.owner()
     terms = replace(TERMS, max_active=2)
-    await put(world, "r", {"index": 0, "on_error": "hold"}, 1)
-    await put(world, "gap", 1, of="gap", deadline=LATER + 1)
-    await put(world, "parked", 0, of="parked", deadline=LATER + 2)
-    left, _ = await take(queue, terms)
-    await fail(queue, left["r-0"])
+    await submit_turns(world, "r", {"index": 0, "on_error": "hold"}, 1)
+    await submit_turns(world, "gap", 1, of="gap", deadline=LATER + 1)
+    await submit_turns(world, "parked", 0, of="parked", deadline=LATER + 2)
+    left, _ = await claim_and_take_turns(queue, terms)
+    await fail_request(queue, left["r-0"])
     for name, status in (("s", "held"), ("gap", "open"), ("parked", "parked")):
-        assert (await seen(world, name)).status == status
-        assert await world.desk.forget_sequence(name) is False
+        assert (await get_snapshot(world, name)).status == status
+        assert await world.queue_admin.forget_sequence(name) is False
 
 
-async def test_one_that_is_forgotten_makes_room_for_one_that_waits_to_begin(world: World) -> None:
+async def test_forgotten_sequence_makes_room_for_a_parked_one(world: World) -> None:
     queue = world.owner()
     terms = replace(TERMS, max_active=1)
-    await put(world, "a", 0, of="a")
-    lease = await goes(queue, terms)
-    await put(world, "b", 0, of="b")
-    await take(queue, terms)
-    assert (await full_claim(queue)).leases == []
-    await done(queue, lease)
-    assert await world.desk.forget_sequence("a") is True
-    assert name_of(await goes(queue, terms)) == "b-0"
+    await submit_turns(world, "a", 0, of="a")
+    lease = await claim_next_turn(queue, terms)
+    await submit_turns(world, "b", 0, of="b")
+    await claim_and_take_turns(queue, terms)
+    assert (await claim_fully(queue)).leases == []
+    await finish_request(queue, lease)
+    assert await world.queue_admin.forget_sequence("a") is True
+    assert get_request_id(await claim_next_turn(queue, terms)) == "b-0"
 
 
-async def test_what_happened_to_sequences_is_counted(world: World) -> None:
+async def test_events_of_sequences_are_counted(world: World) -> None:
     queue = world.owner()
 
-    async def news() -> SequenceCounters:
+    async def counters() -> SequenceCounters:
         return (await queue.count_requests()).sequence_counters
 
-    assert await news() == SequenceCounters()
-    await put(world, "r", {"index": 0, "on_error": "hold"}, {"index": 2, "on_error": "abort"}, of="é")
-    await fail(queue, await goes(queue))
-    assert await news() == SequenceCounters(held=1, last_held="é")
-    assert await world.desk.release_sequence("é")
+    assert await counters() == SequenceCounters()
+    await submit_turns(
+        world, "r", {"index": 0, "on_error": "hold"}, {"index": 2, "on_error": "abort"}, of="é"
+    )
+    await fail_request(queue, await claim_next_turn(queue))
+    assert await counters() == SequenceCounters(held=1, last_held="é")
+    assert await world.queue_admin.release_sequence("é")
     await queue.sweep()
-    assert await news() == SequenceCounters(held=1, released=1, last_held="é"), "the gap is waited for yet"
+    assert await counters() == SequenceCounters(held=1, released=1, last_held="é"), (
+        "the gap is still waited for"
+    )
     await world.age_sequences(TERMS.gap_s + 1)
     await queue.sweep()
-    await fail(queue, await goes(queue))
-    told = SequenceCounters(held=1, released=1, aborted=1, gaps=1, last_held="é", last_aborted="é")
-    assert await news() == told
+    await fail_request(queue, await claim_next_turn(queue))
+    reply = SequenceCounters(held=1, released=1, aborted=1, gaps=1, last_held="é", last_aborted="é")
+    assert await counters() == reply
     for name in ("idle", "aged", "cancelled"):
-        await put(world, name, 0, of=name)
-    left, _ = await take(queue)
-    assert await world.desk.cancel_sequence("cancelled")
-    await done(queue, left["idle-0"])
+        await submit_turns(world, name, 0, of=name)
+    left, _ = await claim_and_take_turns(queue)
+    assert await world.queue_admin.cancel_sequence("cancelled")
+    await finish_request(queue, left["idle-0"])
     await world.age_sequences(TERMS.max_idle_s + 1)
     await queue.sweep()
-    assert await news() == replace(told, cancelled=1, idle=1)
+    assert await counters() == replace(reply, cancelled=1, idle=1)
     await world.age_sequences(TERMS.max_age_s + 1)
-    await done(queue, left["aged-0"])
-    assert await news() == replace(told, cancelled=1, idle=1, aged=1)
+    await finish_request(queue, left["aged-0"])
+    assert await counters() == replace(reply, cancelled=1, idle=1, aged=1)
 
 
-async def late(queue: Queue, name: str, **left: Any) -> None:
-    """The deadline of that one passes in its line, though it may be far in truth."""
-    for one in await expired(queue, 10):
+async def expire_waiting_request(queue: Queue, name: str, **left: Any) -> None:
+    """End a waiting request as if its deadline had passed."""
+    for one in await find_all_overdue(queue, 10):
         request = parse_member(one.member)
         assert isinstance(request, Request)
         if request.id == name:
             assert request.sequence is not None
             end = TurnEnd(request.sequence, **left)
             result = b'{"id":"%s"}' % name.encode()
-            assert await queue.settle_unleased([(one, Settlement(NOBODY, result, "", turn_end=end))]) == 1
+            assert await queue.settle_unleased([(one, Settlement(NO_LEASE, result, "", turn_end=end))]) == 1
             return
     raise AssertionError(f"{name} is not found")
 
 
-async def test_while_it_is_held_no_gap_is_waited_for(world: World) -> None:
+async def test_held_sequence_does_not_wait_for_a_gap(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", {"index": 0, "on_error": "hold"}, 2)
-    await put(world, "old", 3, deadline=NOW - 100)
-    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
-    await lined_up(queue, leases)
-    await fail(queue, leases[0])
-    await late(queue, "old-0")
-    found = await seen(world)
+    await submit_turns(world, "r", {"index": 0, "on_error": "hold"}, 2)
+    await submit_turns(world, "old", 3, deadline=NOW - 100)
+    leases = sorted(await claim(queue), key=lambda lease: get_turn(lease).index or 0)
+    await claim_turns_of(queue, leases)
+    await fail_request(queue, leases[0])
+    await expire_waiting_request(queue, "old-0")
+    found = await get_snapshot(world)
     assert (found.gap_since, found.waiting_count) == (None, 1)
-    await world.desk.release_sequence("s")
-    assert (await seen(world)).gap_since is not None
+    await world.queue_admin.release_sequence("s")
+    assert (await get_snapshot(world)).gap_since is not None
     await world.age_sequences(501)
     await queue.sweep()
-    await done(queue, await goes(queue))
-    assert (await seen(world)).expected_index == 4
+    await finish_request(queue, await claim_next_turn(queue))
+    assert (await get_snapshot(world)).expected_index == 4
 
 
-async def test_a_reset_goes_on_where_the_life_before_it_is_given_up(world: World) -> None:
+async def test_reset_continues_after_the_run_before_it_was_aborted(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", {"index": 0, "on_error": "hold"}, 1, {"reset": True})
-    await fail(queue, await goes(queue))
-    assert await world.desk.abort_sequence("s", "no use")
-    assert (await seen(world)).status is SequenceStatus.OPEN
-    assert name_of(await goes(queue)) == "r-2"
-    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}
+    await submit_turns(world, "r", {"index": 0, "on_error": "hold"}, 1, {"reset": True})
+    await fail_request(queue, await claim_next_turn(queue))
+    assert await world.queue_admin.abort_sequence("s", "no use")
+    assert (await get_snapshot(world)).status is SequenceStatus.OPEN
+    assert get_request_id(await claim_next_turn(queue)) == "r-2"
+    assert await answer_remaining_requests(queue) == {"r-1": "SEQUENCE_ABORTED"}
 
 
-async def test_what_an_operator_gave_up_leaves_nothing_to_the_life_behind_it(world: World) -> None:
+async def test_aborted_run_leaves_no_conversation_to_the_next_run(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", {"index": 0, "on_error": "continue"}, {"reset": True}, {"index": 1})
-    lease = await goes(queue)
-    assert await world.desk.abort_sequence("s", "no use")
-    await done(queue, lease, has_failed=True, cause="it broke", sticky_token="old", conversation=b"old")
-    left, said = await take(queue)
-    assert said == {"r-1": TurnGranted(0, "", b"", True)}
-    await done(queue, left["r-1"])
-    assert name_of(await goes(queue)) == "r-2"
+    await submit_turns(world, "r", {"index": 0, "on_error": "continue"}, {"reset": True}, {"index": 1})
+    lease = await claim_next_turn(queue)
+    assert await world.queue_admin.abort_sequence("s", "no use")
+    await finish_request(
+        queue, lease, has_failed=True, cause="it broke", sticky_token="old", conversation=b"old"
+    )
+    left, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"r-1": TurnGranted(0, "", b"", True)}
+    await finish_request(queue, left["r-1"])
+    assert get_request_id(await claim_next_turn(queue)) == "r-2"
 
 
-async def test_those_that_passed_in_line_are_among_those_that_may_wait(world: World) -> None:
+async def test_passed_indexes_count_as_waiting_requests(world: World) -> None:
     queue, terms = world.owner(), replace(TERMS, max_waiting=2)
-    await put(world, "r", 0)
-    await put(world, "old", 2, deadline=NOW - 100)
-    await put(world, "then", 3)
-    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
-    await lined_up(queue, leases, terms)
-    await late(queue, "old-0")
-    await put(world, "more", 4)
-    _, said = await take(queue, terms)
-    assert isinstance(said["more-0"], TurnRejected)
-    assert said["more-0"].code is ErrorCode.SEQUENCE_FULL
+    await submit_turns(world, "r", 0)
+    await submit_turns(world, "old", 2, deadline=NOW - 100)
+    await submit_turns(world, "then", 3)
+    leases = sorted(await claim(queue), key=lambda lease: get_turn(lease).index or 0)
+    await claim_turns_of(queue, leases, terms)
+    await expire_waiting_request(queue, "old-0")
+    await submit_turns(world, "more", 4)
+    _, decisions = await claim_and_take_turns(queue, terms)
+    assert isinstance(decisions["more-0"], TurnRejected)
+    assert decisions["more-0"].code is ErrorCode.SEQUENCE_FULL
 
 
-async def test_a_last_one_that_passed_in_line_ends_its_life_all_the_same(world: World) -> None:
+async def test_last_request_that_ended_while_waiting_ends_its_run(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0)
-    await put(world, "old", {"index": 1, "last": True}, deadline=NOW - 100)
-    await put(world, "then", 2)
-    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
-    await lined_up(queue, leases)
-    await late(queue, "old-0")
-    await done(queue, leases[0], sticky_token="a")
-    _, said = await take(queue)
-    assert said == {"then-0": TurnGranted(2, "", b"", True)}, "a new life"
+    await submit_turns(world, "r", 0)
+    await submit_turns(world, "old", {"index": 1, "last": True}, deadline=NOW - 100)
+    await submit_turns(world, "then", 2)
+    leases = sorted(await claim(queue), key=lambda lease: get_turn(lease).index or 0)
+    await claim_turns_of(queue, leases)
+    await expire_waiting_request(queue, "old-0")
+    await finish_request(queue, leases[0], sticky_token="a")
+    _, decisions = await claim_and_take_turns(queue)
+    assert decisions == {"then-0": TurnGranted(2, "", b"", True)}, "a new run"
 
 
 @pytest.mark.parametrize("failed", [False, True])
-async def test_a_gap_before_what_has_passed_ends_in_its_time(world: World, failed: bool) -> None:
-    """Though nobody waits for it: what has passed behind it takes effect then, and no sooner."""
+async def test_gap_before_a_passed_index_ends_in_its_time(world: World, failed: bool) -> None:
+    """No request waits for the gap, but an index that passed after it takes effect at that time, and no
+    sooner."""
     queue = world.owner()
-    await put(world, "r", 0)
-    await put(world, "old", {"index": 2, "last": not failed}, deadline=NOW - 100)
-    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
-    await lined_up(queue, leases)
-    await late(queue, "old-0", has_failed=failed, cause="it broke")
-    await done(queue, leases[0], sticky_token="a")
-    for more_s in (0, 31, 459):  # the second: when its head would have been looked at
+    await submit_turns(world, "r", 0)
+    await submit_turns(world, "old", {"index": 2, "last": not failed}, deadline=NOW - 100)
+    leases = sorted(await claim(queue), key=lambda lease: get_turn(lease).index or 0)
+    await claim_turns_of(queue, leases)
+    await expire_waiting_request(queue, "old-0", has_failed=failed, cause="it broke")
+    await finish_request(queue, leases[0], sticky_token="a")
+    for more_s in (0, 31, 459):  # the second time is when its next request would have been checked
         await world.age_sequences(more_s)
         await queue.sweep()
-        found = await seen(world)
+        found = await get_snapshot(world)
         assert (found.status, found.waiting_count, found.has_token) == (SequenceStatus.OPEN, 0, True)
         assert found.gap_since is not None
     await world.age_sequences(11)
     await queue.sweep()
     assert (await queue.count_requests()).sequence_counters.gaps == 1
     if failed:
-        found = await seen(world)
+        found = await get_snapshot(world)
         assert (found.status, found.cause, found.expected_index) == (SequenceStatus.ABORTED, "it broke", 3)
     else:
-        assert await world.desk.get_sequence("s") is None
+        assert await world.queue_admin.get_sequence("s") is None
 
 
 @pytest.mark.parametrize("order", ["first", "second"])
-async def test_what_time_ends_at_once_ends_alike_in_whatever_order(world: World, order: str) -> None:
-    """One of two that are over makes room: what has not begun, and is over itself, does not begin by it."""
+async def test_sequences_due_at_the_same_time_end_alike_in_any_order(world: World, order: str) -> None:
+    """One of two ended sequences makes room. A parked sequence that has ended as well does not begin."""
     queue, terms = world.owner(), replace(TERMS, max_active=1)
-    await put(world, "r", 0, of="first")
-    running = await goes(queue, terms)
-    await put(world, "old", 0, of="second", deadline=NOW - 100)
-    assert await take(queue, terms) == ({}, {"old-0": TurnWaits()})
+    await submit_turns(world, "r", 0, of="first")
+    running = await claim_next_turn(queue, terms)
+    await submit_turns(world, "old", 0, of="second", deadline=NOW - 100)
+    assert await claim_and_take_turns(queue, terms) == ({}, {"old-0": TurnWaits()})
     if order == "first":
-        await done(queue, running)
-    await late(queue, "old-0", has_failed=True, cause="it broke")
+        await finish_request(queue, running)
+    await expire_waiting_request(queue, "old-0", has_failed=True, cause="it broke")
     if order == "second":
-        await done(queue, running)
-    assert (await seen(world, "second")).status is SequenceStatus.PARKED
+        await finish_request(queue, running)
+    assert (await get_snapshot(world, "second")).status is SequenceStatus.PARKED
     await world.age_sequences(1001)
     await queue.sweep()
-    assert [await world.desk.get_sequence(name) for name in ("first", "second")] == [None, None]
-    news = (await queue.count_requests()).sequence_counters
-    assert (news.idle, news.aborted) == (2, 0)
+    assert [await world.queue_admin.get_sequence(name) for name in ("first", "second")] == [None, None]
+    counters = (await queue.count_requests()).sequence_counters
+    assert (counters.idle, counters.aborted) == (2, 0)
 
 
-# What could get stuck.
+# Rare cases that must not block a sequence.
 
 
-async def test_a_head_that_an_older_version_ended_does_not_hold_the_others_up(world: World) -> None:
-    """It settles what it knows nothing more of."""
+async def test_settlement_without_a_turn_end_lets_the_next_request_run(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1)
-    lease = await goes(queue)
-    await world.end_silently(lease)
-    assert (await full_claim(queue)).leases == []
-    await world.age_sequences(31)
-    assert (await queue.sweep()).turn_count == 1
-    assert name_of(await goes(queue)) == "r-1"
+    await submit_turns(world, "r", 0, 1)
+    await queue.settle([answer(await claim_next_turn(queue))])
+    assert get_request_id(await claim_next_turn(queue)) == "r-1"
 
 
-async def test_a_settlement_that_tells_nothing_of_the_sequence_lets_the_next_go(world: World) -> None:
+async def test_many_overdue_requests_are_each_answered(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1)
-    await queue.settle([answer(await goes(queue))])
-    assert name_of(await goes(queue)) == "r-1"
-
-
-async def test_many_that_are_late_at_once_are_each_answered(world: World) -> None:
-    queue = world.owner()
-    await put(world, "r", *range(6), deadline=NOW - 50)
-    running = await goes(queue)
+    await submit_turns(world, "r", *range(6), deadline=NOW - 50)
+    running = await claim_next_turn(queue)
     await queue.release([Release(running)])
-    late = await expired(queue, 100)
+    late = await find_all_overdue(queue, 100)
     assert len(late) == 6
-    items = [(one, Settlement(NOBODY, one.member, "")) for one in late]
+    items = [(one, Settlement(NO_LEASE, one.member, "")) for one in late]
     assert await queue.settle_unleased(items) == 6
-    assert len(await world.results()) == 6
+    assert len(await world.pop_results()) == 6
     assert (await queue.count_requests()).pending == 0
-    assert (await seen(world)).waiting_count == 0
+    assert (await get_snapshot(world)).waiting_count == 0
 
 
-async def test_times_follow_a_clock_that_steps_back(world: World) -> None:
+async def test_times_of_sequences_follow_a_clock_that_steps_back(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 2)
-    await done(queue, await goes(queue))
+    await submit_turns(world, "r", 0, 2)
+    await finish_request(queue, await claim_next_turn(queue))
     await queue.sweep()
-    await world.step_back(100_000)
+    await world.step_clock_back(100_000)
     await queue.sweep()
     turns = 0
-    for _ in range(2):  # what was said to be of later is of when it is looked at
+    for _ in range(2):  # a time in the future counts as the time of the check
         await world.age_sequences(600)
         turns += (await queue.sweep()).turn_count
     assert turns == 1
@@ -961,20 +965,20 @@ async def owners(world: World) -> list[Queue]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_every_history_ends_with_each_request_answered_once_and_in_order(
+async def test_random_history_answers_each_request_once_and_in_order(
     world: World, owners: list[Queue], seed: int
 ) -> None:
-    """Three owners that die, answer late, repeat calls, let requests fail, and give them back."""
-    history = History(world, owners, seed)
-    await history.live()
-    await history.work_off()
-    assert sorted(await answered(world)) == sorted(history.submitted)
+    """Three owners die, answer late, repeat calls, let requests fail, and release them."""
+    history = SequenceHistory(world, owners, seed)
+    await history.get_live_owner()
+    await history.work_until_done()
+    assert sorted(await read_codes(world)) == sorted(history.submitted)
     history.check_order()
     assert (await owners[0].count_requests()).pending == 0
 
 
-class History:
-    """What happens to a few sequences."""
+class SequenceHistory:
+    """Random history of a few sequences."""
 
     def __init__(self, world: World, owners: list[Queue], seed: int) -> None:
         self.world, self.owners = world, owners
@@ -985,9 +989,18 @@ class History:
         self.sent: dict[str, list[int]] = {}
         self.last: dict[str, int] = {}
 
-    async def live(self) -> None:
+    async def get_live_owner(self) -> None:
         for _ in range(120):
-            await self.dice.choice((self.submit, self.work, self.work, self.work, self.die, self.late))()
+            await self.dice.choice(
+                (
+                    self.submit,
+                    self.work_once,
+                    self.work_once,
+                    self.work_once,
+                    self.die,
+                    self.expire_waiting_request,
+                )
+            )()
 
     async def submit(self) -> None:
         name = self.dice.choice("abc")
@@ -1001,16 +1014,18 @@ class History:
             turn = {"id": name, "index": index, "on_error": "continue"}
             await self.world.zadd(LATER + self.dice.random(), member(request, sequence=turn))
 
-    async def work(self) -> None:
+    async def work_once(self) -> None:
         queue = self.dice.choice(self.owners)
         leases = await claim(queue, self.dice.randint(1, 4))
-        verdicts = await lined_up(queue, leases)
+        verdicts = await claim_turns_of(queue, leases)
         if self.dice.random() < 0.3:
-            verdicts = await lined_up(queue, leases)
+            verdicts = await claim_turns_of(queue, leases)
         for lease, verdict in zip(leases, verdicts, strict=True):
             if isinstance(verdict, TurnGranted):
-                turn = turn_of(lease)
-                assert self.going.setdefault(turn.id, name_of(lease)) == name_of(lease), "one at a time"
+                turn = get_turn(lease)
+                assert self.going.setdefault(turn.id, get_request_id(lease)) == get_request_id(lease), (
+                    "one at a time"
+                )
                 self.sent.setdefault(turn.id, []).append(verdict.index)
                 self.held.append((queue, lease))
             else:
@@ -1024,96 +1039,101 @@ class History:
             await queue.release([Release(lease, is_failed_attempt=True)])
             return
         failed = self.dice.random() < 0.2
-        result = b'{"id":"%s"}' % name_of(lease).encode()
-        end = TurnEnd(turn_of(lease), has_failed=failed, cause="why")
+        result = b'{"id":"%s"}' % get_request_id(lease).encode()
+        end = TurnEnd(get_turn(lease), has_failed=failed, cause="why")
         settlement = answer(lease, result).copy_with(turn_end=end)
         if self.dice.random() < 0.5:
-            told = await queue.settle_and_claim_next([settlement], f"handing-{lease.token}", permit())
-            (said,) = told.statuses
+            reply = await queue.settle_and_claim_next([settlement], f"handing-{lease.token}", permit())
+            (decisions,) = reply.statuses
         else:
-            told = SettleAndClaimResult(await queue.settle([settlement]), None)
-            (said,) = told.statuses
-        if said is SettleStatus.DONE:
-            assert self.going.pop(turn_of(lease).id) == name_of(lease)
+            reply = SettleAndClaimResult(await queue.settle([settlement]), None)
+            (decisions,) = reply.statuses
+        if decisions is SettleStatus.DONE:
+            assert self.going.pop(get_turn(lease).id) == get_request_id(lease)
         for next_one, verdict in zip(
-            told.claim_result.leases if told.claim_result else (), told.granted_turns, strict=True
+            reply.claim_result.leases if reply.claim_result else (), reply.granted_turns, strict=True
         ):
-            turn = turn_of(next_one)
-            assert self.going.setdefault(turn.id, name_of(next_one)) == name_of(next_one), "one at a time"
+            turn = get_turn(next_one)
+            assert self.going.setdefault(turn.id, get_request_id(next_one)) == get_request_id(next_one), (
+                "one at a time"
+            )
             self.sent.setdefault(turn.id, []).append(verdict.index)
             self.held.append((queue, next_one))
         assert await queue.settle([settlement]) == [SettleStatus.LOST]
 
     async def die(self) -> None:
-        """An owner's leases run out, and are taken back; it may not know."""
+        """Expire and reclaim the leases of an owner, which may not know it."""
         sweeper = self.dice.choice(self.owners)
         if self.held and self.dice.random() < 0.5:
             queue, lease = self.dice.choice(self.held)
             if lease.entry_id in (await queue.renew([lease])).lost_entry_ids:
                 return
-            await self.world.lose(sweeper, lease)
+            await self.world.lose_leases(sweeper, lease)
             if self.dice.random() < 0.5:
                 self.held.remove((queue, lease))
 
-    async def late(self) -> None:
+    async def expire_waiting_request(self) -> None:
         if self.held:
             await self.finish(*self.dice.choice(self.held))
 
-    async def work_off(self) -> None:
+    async def work_until_done(self) -> None:
         for _ in range(100):
-            await self.work()
+            await self.work_once()
             if not (await self.owners[0].count_requests()).pending and not self.held:
                 break
 
     def check_order(self) -> None:
         for sent in self.sent.values():
             steps = [after - before for before, after in pairwise(sent)]
-            assert set(steps) <= {0, 1}, "each turn once, or again where it was not answered"
+            assert set(steps) <= {0, 1}, "each turn once, or again if it was not answered"
 
 
-async def test_a_reset_takes_what_is_claimed_behind_it_and_nothing_that_was_claimed_before(
+async def test_reset_covers_requests_claimed_after_it_and_none_claimed_before(
     world: World,
 ) -> None:
-    """docs/reference/queue-contract.md: a request that does not wait is not lost, nor runs beside another."""
+    """docs/reference/queue-contract.md: a request that does not wait is not lost, and never runs beside
+    another one."""
     queue = world.owner()
-    await put(world, "old", 0)
-    first = await goes(queue)
-    await put(world, "early", 2)  # of the life to come, claimed before its reset
-    assert isinstance((await take(queue))[1]["early-0"], TurnWaits)
-    await put(world, "reset", {"reset": True})
-    await put(world, "late", 1, deadline=LATER + 1)  # of the life before, claimed behind the reset
-    assert set(map(type, (await take(queue))[1].values())) == {TurnWaits}
+    await submit_turns(world, "old", 0)
+    first = await claim_next_turn(queue)
+    await submit_turns(world, "early", 2)  # belongs to the next run, and is claimed before its reset
+    assert isinstance((await claim_and_take_turns(queue))[1]["early-0"], TurnWaits)
+    await submit_turns(world, "reset", {"reset": True})
+    await submit_turns(
+        world, "late", 1, deadline=LATER + 1
+    )  # belongs to the previous run, and is claimed after the reset
+    assert set(map(type, (await claim_and_take_turns(queue))[1].values())) == {TurnWaits}
     order = []
     lease = first
     while True:
-        await done(queue, lease)
-        left, _ = await take(queue)
+        await finish_request(queue, lease)
+        left, _ = await claim_and_take_turns(queue)
         if not left:
             break
         ((name, lease),) = left.items()
         order.append(name)
     assert order == ["early-0", "reset-0", "late-0"], "no gap is waited for before a reset"
-    await put(world, "taken", 1)
-    _, said = await take(queue)
-    assert said["taken-0"] == TurnRejected(ErrorCode.SEQUENCE_INDEX, "index 1: 2 is next")
+    await submit_turns(world, "taken", 1)
+    _, decisions = await claim_and_take_turns(queue)
+    assert decisions["taken-0"] == TurnRejected(ErrorCode.SEQUENCE_INDEX, "index 1: 2 is next")
 
 
-async def test_what_waits_keeps_the_word_on_errors_that_it_came_under(world: World) -> None:
+async def test_waiting_request_keeps_the_on_error_rule_of_its_arrival(world: World) -> None:
     queue = world.owner()
-    await put(world, "r", 0, 1, 2)
-    lease = await goes(queue, replace(TERMS, on_error=OnError.CONTINUE))
+    await submit_turns(world, "r", 0, 1, 2)
+    lease = await claim_next_turn(queue, replace(TERMS, on_error=OnError.CONTINUE))
     await queue.claim_turns([], replace(TERMS, on_error=OnError.ABORT))
-    await fail(queue, lease)
-    assert name_of(await goes(queue, replace(TERMS, on_error=OnError.ABORT))) == "r-1"
+    await fail_request(queue, lease)
+    assert get_request_id(await claim_next_turn(queue, replace(TERMS, on_error=OnError.ABORT))) == "r-1"
 
 
-async def test_terms_that_are_told_without_a_request_hold_for_what_waits(world: World) -> None:
+async def test_terms_sent_without_a_request_apply_to_waiting_requests(world: World) -> None:
     queue = world.owner()
     few = replace(TERMS, max_active=1)
-    await put(world, "a", 0, of="a")
-    await done(queue, await goes(queue, few))
-    await put(world, "b", 0, of="b")
-    await take(queue, few)
+    await submit_turns(world, "a", 0, of="a")
+    await finish_request(queue, await claim_next_turn(queue, few))
+    await submit_turns(world, "b", 0, of="b")
+    await claim_and_take_turns(queue, few)
     assert (await queue.claim_turns([], TERMS)).decisions == []
     await queue.sweep()
-    assert name_of(await goes(queue)) == "b-0"
+    assert get_request_id(await claim_next_turn(queue)) == "b-0"

@@ -1,8 +1,7 @@
-"""What the conformance suite runs against: the queue in memory, and the real scripts in Redis and Valkey.
+"""Queues for the conformance tests: the queue in memory, and the real scripts in Redis and Valkey.
 
-A World gives owners (the queue as dispatchers see it), the desk (as producers and operators see it), and a
-raw door: what a program in any language may do with plain Redis commands. In memory the raw door leads to
-what stands for those keys.
+A `World` has owners (the queue as dispatchers use it), the queue admin (as producers and operators use it),
+and plain Redis commands as any program may send them. In memory, these act on what stands for the keys.
 """
 
 from __future__ import annotations
@@ -24,11 +23,16 @@ from dispatcher.queue.owners import DeadOwnerDetector
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
-from tests.queue.aging import age_board_memory, age_board_redis, age_memory, age_redis
-from tests.queue.known import assert_only_known_keys
-from tests.queue.made import entry_of
-from tests.queue.roles import grant, url_of
+from tests.queue.factories import parse_entry_id
+from tests.queue.key_checks import assert_only_known_keys
+from tests.queue.redis_users import grant, url_of
 from tests.queue.servers import Server
+from tests.queue.time_shifts import (
+    age_model_registry_in_memory,
+    age_model_registry_in_redis,
+    age_sequences_in_memory,
+    age_sequences_in_redis,
+)
 
 QUEUE = "batch:{qwen}:requests"
 RESULTS = "batch:{qwen}:results"
@@ -43,42 +47,44 @@ _readings = itertools.count()
 
 
 def member(request_id: str = "r-1", *, deadline: int = NOW + 3600, token: str = "", **data: Any) -> bytes:
-    """A member written by hand, as a producer in any language does."""
+    """Return a member written by hand, as a producer in any language does."""
     internal = {"request_token": token} if token else {}
     fields = {"id": request_id, "deadline": deadline, "payload": {"prompt": "hi"}} | data
     return json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode()
 
 
 def permit(limit: int = 1000, *, lost: int = 0) -> Permit:
-    """A permit by a reading a second newer than the last one's.
+    """Return a permit by a reading that is a second newer than the previous one.
 
-    Not of just now: owners know the server's clock to a round trip, and two readings closer than that may
-    come out in either order. Nor of later than now, which counts for nothing.
+    The readings are old, because owners know the server's clock only to a round trip, so that two recent
+    readings could be in either order. Readings from the future would be ignored.
     """
     return Permit(limit, asyncio.get_running_loop().time() - 10_000 + next(_readings), lost)
 
 
-async def claim(queue: Queue, most: int = 100, limit: int = 1000, **options: Any) -> Sequence[Lease]:
-    """The leases of a claim whose permit is as new as can be."""
-    return (await full_claim(queue, most, limit, **options)).leases
+async def claim(queue: Queue, max_count: int = 100, limit: int = 1000, **options: Any) -> Sequence[Lease]:
+    """Claim with a newer permit than all before. Return the leases."""
+    return (await claim_fully(queue, max_count, limit, **options)).leases
 
 
-async def full_claim(
-    queue: Queue, most: int = 100, limit: int = 1000, *, lost: int = 0, suspects: int = 1
+async def claim_fully(
+    queue: Queue, max_count: int = 100, limit: int = 1000, *, lost: int = 0, suspects: int = 1
 ) -> ClaimResult:
     lanes = {Lane.SUSPECTS: suspects}
-    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit, lost=lost), max_per_lane=lanes)
+    return await queue.claim(
+        max_count, f"nonce-{next(_nonces)}", permit(limit, lost=lost), max_per_lane=lanes
+    )
 
 
 def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: Any) -> Settlement:
-    """The settlement of a lease with a result that can be told from others."""
+    """Return the settlement of a lease with a result of its own."""
     return Settlement(
         lease, b'{"id":"r-1","entry":%d}' % lease.entry_id if result is None else result, results, **ids
     )
 
 
 async def waits(queue: Queue, seconds: float) -> bool:
-    """Whether the queue keeps waiting for that long."""
+    """Return whether the queue waits for work for that long."""
     try:
         async with asyncio.timeout(seconds):
             await queue.wait_for_work()
@@ -90,11 +96,11 @@ async def waits(queue: Queue, seconds: float) -> bool:
 class World(ABC):
     """One empty queue."""
 
-    desk: QueueAdmin
+    queue_admin: QueueAdmin
 
     @abstractmethod
-    def take_snapshot(self, queue: str) -> World:
-        """Another queue that feeds the same pool. Time passes in the first one."""
+    def open_other_queue(self, queue: str) -> World:
+        """Return another queue of the same pool. Time is shifted in the first one."""
 
     @abstractmethod
     def owner(
@@ -102,10 +108,10 @@ class World(ABC):
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        prover: DeadOwnerDetector | None = None,
+        dead_owner_detector: DeadOwnerDetector | None = None,
         max_pending: int = 0,
     ) -> Queue:
-        """A dispatcher's door; the same name twice is the same owner restarted."""
+        """Return the queue of a dispatcher. The same name twice is the same owner after a restart."""
 
     @abstractmethod
     async def zadd(self, score: float, member: bytes) -> None: ...
@@ -123,62 +129,58 @@ class World(ABC):
     async def get_key(self, name: str) -> str | None: ...
 
     @abstractmethod
-    async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
-        """Let the time of these leases have run out so long ago; 0: now."""
+    async def expire_leases(self, *leases: Lease, ago_s: float = 0.0) -> None:
+        """Let these leases have expired `ago_s` seconds ago."""
 
     @abstractmethod
-    async def fall_silent(self, *owners: str) -> None:
-        """As if these had not been heard of for their owner_timeout_s, while others had swept. Those that
-        never were heard of stay unknown."""
+    async def silence_owners(self, *owners: str) -> None:
+        """Let these owners have been silent for their owner_timeout_s while others have swept. Owners without
+        a heartbeat stay unknown."""
 
     @abstractmethod
-    async def beating(self) -> set[str]:
-        """Owners that are presumed to live."""
+    async def get_owners_with_heartbeats(self) -> set[str]:
+        """Return the owners that count as alive."""
 
     @abstractmethod
     async def skip_sweeps(self, seconds: float) -> None:
-        """As if the last sweep had been that much longer ago."""
+        """Move the last sweep back by this time."""
 
     @abstractmethod
-    async def be_away(self, seconds: float) -> None:
-        """As if the queue had been away for so long, right after the last call. No lease runs out by it."""
+    async def simulate_outage(self, seconds: float) -> None:
+        """Let the queue have been unreachable for this time since the last call. No lease expires by it."""
 
     @abstractmethod
-    async def step_back(self, seconds: float) -> None:
-        """As if the queue's clock had stepped back: what is stored is of so much later now."""
+    async def step_clock_back(self, seconds: float) -> None:
+        """Step the server clock back: all stored times are later by this time."""
 
     @abstractmethod
-    async def step_line_back(self, seconds: float) -> None:
-        """The same of what is stored of one line alone, where `step_back` was another one's."""
+    async def step_queue_clock_back(self, seconds: float) -> None:
+        """Shift the stored times of this queue only, after `step_clock_back` of another queue."""
 
     @abstractmethod
     async def age_sequences(self, seconds: float) -> None:
-        """As if all that is known of sequences had been so much earlier."""
+        """Move all times of sequences back."""
 
     @abstractmethod
-    async def age_board(self, seconds: float) -> None:
-        """As if all that is said of versions of models had been said so much earlier."""
+    async def age_model_registry(self, seconds: float) -> None:
+        """Move all times of the model registry back."""
 
-    @abstractmethod
-    async def end_silently(self, lease: Lease) -> None:
-        """As a dispatcher of a version ends it that knows nothing of sequences."""
-
-    async def pass_time(self, sweeper: Queue, seconds: int) -> int:
-        """As if it had swept each second of so many; how many leases that reclaimed."""
+    async def sweep_each_second(self, sweeper: Queue, seconds: int) -> int:
+        """Sweep once for each second. Return the number of reclaimed leases."""
         reclaimed = 0
         for _ in range(seconds):
             await self.skip_sweeps(1)
             reclaimed += (await sweeper.sweep()).reclaimed_count
         return reclaimed
 
-    async def lose(self, queue: Queue, *leases: Lease) -> None:
-        """The owner of these leases died: they ran out and were reclaimed."""
+    async def lose_leases(self, queue: Queue, *leases: Lease) -> None:
+        """Let these leases expire and be reclaimed."""
         await queue.sweep()
-        await self.run_out(*leases)
+        await self.expire_leases(*leases)
         assert (await queue.sweep()).reclaimed_count == len(leases)
 
-    async def results(self, name: str = RESULTS) -> list[bytes]:
-        """Pop everything."""
+    async def pop_results(self, name: str = RESULTS) -> list[bytes]:
+        """Pop all results of a list."""
         found = []
         while (one := await self.rpop(name)) is not None:
             found.append(one)
@@ -196,9 +198,9 @@ class MemoryWorld(World):
             result_list=RESULTS,
             **options,
         )
-        self.desk = self.store
+        self.queue_admin = self.store
 
-    def take_snapshot(self, queue: str) -> MemoryWorld:
+    def open_other_queue(self, queue: str) -> MemoryWorld:
         return MemoryWorld(queue, pool=self.store.pool)
 
     def owner(
@@ -206,7 +208,7 @@ class MemoryWorld(World):
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        prover: DeadOwnerDetector | None = None,
+        dead_owner_detector: DeadOwnerDetector | None = None,
         max_pending: int = 0,
     ) -> MemoryQueue:
         clock = asyncio.get_running_loop().time
@@ -215,7 +217,7 @@ class MemoryWorld(World):
             name,
             clock=clock,
             owner_timeout_s=timeout_s,
-            dead_owner_detector=prover,
+            dead_owner_detector=dead_owner_detector,
             max_pending=max_pending,
         )
 
@@ -249,20 +251,20 @@ class MemoryWorld(World):
         )
         return found
 
-    async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
+    async def expire_leases(self, *leases: Lease, ago_s: float = 0.0) -> None:
         for lease in leases:
             held = self.store.pool.leases[lease.entry_id]
             held.expires_at = self.store.pool.clock() - ago_s
             heapq.heappush(self.store.pool.expiries, (held.expires_at, lease.entry_id))
 
-    async def fall_silent(self, *owners: str) -> None:
+    async def silence_owners(self, *owners: str) -> None:
         for owner in owners:
             if owner in self.store.pool.heartbeats:
                 self.store.pool.heartbeats[owner] = self.store.pool.clock()
         if self.store.pool.swept_at is not None:
             self.store.pool.swept_at = self.store.pool.clock()
 
-    async def beating(self) -> set[str]:
+    async def get_owners_with_heartbeats(self) -> set[str]:
         return set(self.store.pool.heartbeats)
 
     async def skip_sweeps(self, seconds: float) -> None:
@@ -271,29 +273,24 @@ class MemoryWorld(World):
         self.store.pool.no_expiry_until -= seconds
         self.store.pool.no_silence_until -= seconds
 
-    async def be_away(self, seconds: float) -> None:
+    async def simulate_outage(self, seconds: float) -> None:
         await self.skip_sweeps(seconds)
         for owner in self.store.pool.heartbeats:
             self.store.pool.heartbeats[owner] -= seconds
 
-    async def step_back(self, seconds: float) -> None:
+    async def step_clock_back(self, seconds: float) -> None:
         before, origin = self.store.pool.clock, self.store.pool.unix_origin
         self.store.pool.clock = lambda: before() - seconds
         self.store.pool.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
 
-    async def step_line_back(self, seconds: float) -> None:
-        pass  # it is the pool's clock that did
+    async def step_queue_clock_back(self, seconds: float) -> None:
+        pass  # the clock belongs to the pool
 
     async def age_sequences(self, seconds: float) -> None:
-        age_memory(self.store, seconds)
+        age_sequences_in_memory(self.store, seconds)
 
-    async def age_board(self, seconds: float) -> None:
-        age_board_memory(self.store, seconds)
-
-    async def end_silently(self, lease: Lease) -> None:
-        grant = self.store.pool.leases[lease.entry_id]
-        self.store.pool.end_lease(grant)
-        self.store.queue.remove_entry(grant.entry)
+    async def age_model_registry(self, seconds: float) -> None:
+        age_model_registry_in_memory(self.store, seconds)
 
 
 class RedisWorld(World):
@@ -305,23 +302,23 @@ class RedisWorld(World):
             more = () if queue == QUEUE else (f"~{queue}*", f"&{queue}*")
             grant(admin, "dispatcher", "~a:*", "~tenant:*", *more)
             grant(admin, "operator", *more)
-        self._doors: list[RedisQueue] = []
-        self._lines: list[RedisWorld] = []
-        self._raw: Any = connect(server.url)  # typed, each answer is a union of what any protocol may give
+        self._owner_queues: list[RedisQueue] = []
+        self._other_queues: list[RedisWorld] = []
+        self._raw: Any = connect(server.url)  # with types, each reply would be a union over all protocols
         self.names = QueueNames(queue, RESULTS, pool=QUEUE)
-        self._desk = RedisQueueAdmin(connect(url_of(server, "operator")), self.names)
-        self.desk = self._desk
+        self._queue_admin = RedisQueueAdmin(connect(url_of(server, "operator")), self.names)
+        self.queue_admin = self._queue_admin
 
-    def take_snapshot(self, queue: str) -> RedisWorld:
-        self._lines.append(RedisWorld(self._server, queue))
-        return self._lines[-1]
+    def open_other_queue(self, queue: str) -> RedisWorld:
+        self._other_queues.append(RedisWorld(self._server, queue))
+        return self._other_queues[-1]
 
     def owner(
         self,
         name: str = "owner-1",
         *,
         timeout_s: float = OWNER_TIMEOUT_S,
-        prover: DeadOwnerDetector | None = None,
+        dead_owner_detector: DeadOwnerDetector | None = None,
         max_pending: int = 0,
     ) -> RedisQueue:
         client = connect(url_of(self._server, "dispatcher"))
@@ -330,21 +327,21 @@ class RedisWorld(World):
             "owner_timeout_s": timeout_s,
             "max_pending": max_pending,
         }
-        door = RedisQueue(client, self.names, name, **options, dead_owner_detector=prover)
-        self._doors.append(door)
+        door = RedisQueue(client, self.names, name, **options, dead_owner_detector=dead_owner_detector)
+        self._owner_queues.append(door)
         return door
 
     async def close(self) -> None:
-        keys = [key for line in self._lines for key in line.names.script_keys]
+        keys = [key for other in self._other_queues for key in other.names.script_keys]
         await assert_only_known_keys(self._raw, self.names, *keys)
-        for line in self._lines:
-            await line.close_connections()
+        for other in self._other_queues:
+            await other.close_connections()
         await self.close_connections()
 
     async def close_connections(self) -> None:
-        for door in self._doors:
+        for door in self._owner_queues:
             await door.aclose()
-        await self._desk.aclose()
+        await self._queue_admin.aclose()
         await self._raw.aclose()
 
     async def zadd(self, score: float, member: bytes) -> None:
@@ -355,7 +352,7 @@ class RedisWorld(World):
         return None if found is None else found[1]
 
     async def set_key(self, name: str, value: str) -> None:
-        if not await self._raw.exists(name):  # a queue's own key is what it is
+        if not await self._raw.exists(name):  # an existing key of the queue is kept
             await self._raw.set(name, value, ex=1000)
 
     async def delete_key(self, name: str) -> None:
@@ -365,52 +362,51 @@ class RedisWorld(World):
         value = await self._raw.get(name)
         return None if value is None else value.decode()
 
-    async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
+    async def expire_leases(self, *leases: Lease, ago_s: float = 0.0) -> None:
         key = f"{self.names.pool_prefix}:leases"
         wanted = {lease.entry_id for lease in leases}
         held = await self._raw.zrange(key, 0, -1)
         ended_at = await self._time() - ago_s
-        gone = {name: ended_at for name in held if entry_of(name) in wanted}
+        gone = {name: ended_at for name in held if parse_entry_id(name) in wanted}
         assert len(gone) == len(wanted)
         await self._raw.zadd(key, gone, xx=True)
 
-    async def fall_silent(self, *owners: str) -> None:
-        beats, control = f"{self.names.queue_prefix}:heartbeats", f"{self.names.queue_prefix}:control"
+    async def silence_owners(self, *owners: str) -> None:
+        heartbeats, control = f"{self.names.queue_prefix}:heartbeats", f"{self.names.queue_prefix}:control"
         now = await self._time()
-        await self._raw.zadd(beats, dict.fromkeys(owners, now), xx=True)
-        for field in ("tick", "heartbeats_tick"):
-            if await self._raw.hexists(control, field):
-                await self._raw.hset(control, field, f"{now:.6f}")
+        await self._raw.zadd(heartbeats, dict.fromkeys(owners, now), xx=True)
+        if await self._raw.hexists(control, "tick"):
+            await self._raw.hset(control, "tick", f"{now:.6f}")
 
     async def _time(self) -> float:
         seconds, micros = await self._raw.time()
         return float(seconds + micros / 1e6)
 
-    async def beating(self) -> set[str]:
+    async def get_owners_with_heartbeats(self) -> set[str]:
         return {
             owner.decode() for owner in await self._raw.zrange(f"{self.names.queue_prefix}:heartbeats", 0, -1)
         }
 
     async def skip_sweeps(self, seconds: float) -> None:
         key = f"{self.names.queue_prefix}:control"
-        for field in ("tick", "quiet_until", "heartbeats_tick", "heartbeats_quiet_until"):
+        for field in ("tick", "quiet_until", "heartbeats_quiet_until"):
             if (at := await self._raw.hget(key, field)) is not None:
                 await self._raw.hset(key, field, f"{float(at) - seconds:.6f}")
 
-    async def be_away(self, seconds: float) -> None:
+    async def simulate_outage(self, seconds: float) -> None:
         await self.skip_sweeps(seconds)
         key = f"{self.names.queue_prefix}:heartbeats"
         for owner in await self._raw.zrange(key, 0, -1):
             await self._raw.zincrby(key, -seconds, owner)
 
-    async def step_back(self, seconds: float) -> None:
-        ticks = ("tick", "quiet_until", "heartbeats_tick", "heartbeats_quiet_until")
+    async def step_clock_back(self, seconds: float) -> None:
+        ticks = ("tick", "quiet_until", "heartbeats_quiet_until")
         await self._move(
             seconds, ("leases", "heartbeats"), ("read_at", "overload_at", "overload_until", *ticks)
         )
-        await self.step_line_back(seconds)
+        await self.step_queue_clock_back(seconds)
 
-    async def step_line_back(self, seconds: float) -> None:
+    async def step_queue_clock_back(self, seconds: float) -> None:
         await self._move(seconds, (), (f"tick:{self.names.queue}",))
         for key in (f"{self.names.queue_prefix}:delayed", f"{self.names.queue_prefix}:sequences:checks"):
             for name in await self._raw.zrange(key, 0, -1):
@@ -418,21 +414,11 @@ class RedisWorld(World):
 
     async def age_sequences(self, seconds: float) -> None:
         with self._server.client() as raw:
-            age_redis(raw, self.names, seconds)
+            age_sequences_in_redis(raw, self.names, seconds)
 
-    async def age_board(self, seconds: float) -> None:
+    async def age_model_registry(self, seconds: float) -> None:
         with self._server.client() as raw:
-            age_board_redis(raw, self.names, seconds)
-
-    async def end_silently(self, lease: Lease) -> None:
-        pool = self.names.pool_prefix
-        (name,) = [
-            one for one in await self._raw.zrange(f"{pool}:leases", 0, -1) if entry_of(one) == lease.entry_id
-        ]
-        await self._raw.zrem(f"{pool}:leases", name)
-        await self._raw.hdel(f"{pool}:owners", name.partition(b":")[2])
-        for key in ("entries", "members"):
-            await self._raw.hdel(f"{self.names.queue_prefix}:{key}", lease.entry_id)
+            age_model_registry_in_redis(raw, self.names, seconds)
 
     async def _move(self, seconds: float, sets: Sequence[str], fields: Sequence[str]) -> None:
         pool = self.names.pool_prefix

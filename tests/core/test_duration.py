@@ -1,4 +1,4 @@
-"""Spans of time: read as they are written, told in two figures."""
+"""Durations are parsed from text, and formatted with two significant digits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS = ["w", "d", "h", "m", "s", "ms"]
 
 
 @pytest.mark.parametrize(
-    ("written", "seconds"),
+    ("text", "seconds"),
     [
         ("30", 30),
         ("30s", 30),
@@ -30,20 +30,20 @@ UNITS = ["w", "d", "h", "m", "s", "ms"]
         ("1.5h30m", 7200),
     ],
 )
-def test_a_span_is_read_as_it_is_written(written: str, seconds: float) -> None:
-    assert parse_duration(written) == seconds
+def test_duration_is_parsed(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
-    "written", ["", "soon", "-5s", "1e3s", "5 weeks", "inf", "nan", "h", "1h30", "30 1h", "9" * 400]
+    "text", ["", "soon", "-5s", "1e3s", "5 weeks", "inf", "nan", "h", "1h30", "30 1h", "9" * 400]
 )
-def test_what_is_no_span_is_refused_with_how_to_write_it(written: str) -> None:
+def test_text_that_is_not_a_duration_is_rejected_with_examples(text: str) -> None:
     with pytest.raises(ValueError, match="write 90s, 10m, 1h30m, 8h or 1d"):
-        parse_duration(written)
+        parse_duration(text)
 
 
 @pytest.mark.parametrize(
-    ("written", "why"),
+    ("text", "why"),
     [
         ("1h1h", "(h behind h:"),
         ("30m1h", "(h behind m:"),
@@ -51,25 +51,25 @@ def test_what_is_no_span_is_refused_with_how_to_write_it(written: str) -> None:
         ("1d30s2h", "(h behind s:"),
     ],
 )
-def test_a_unit_that_stands_twice_or_behind_a_smaller_one_is_a_slip(written: str, why: str) -> None:
-    with pytest.raises(ValueError, match="each unit once, the larger one first") as told_why:
-        parse_duration(written)
-    assert why in str(told_why.value)
+def test_repeated_unit_or_unit_after_a_smaller_one_is_rejected(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match="each unit once, the larger one first") as raised:
+        parse_duration(text)
+    assert why in str(raised.value)
 
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.sampled_from(UNITS)), min_size=1, max_size=5))
-def test_it_is_the_sum_of_its_parts_or_refused(parts: list[tuple[int, str]]) -> None:
-    written = "".join(f"{count}{unit}" for count, unit in parts)
-    falling = [UNITS.index(unit) for _, unit in parts]
-    if all(later > earlier for earlier, later in pairwise(falling)):
-        assert parse_duration(written) == sum(parse_duration(f"{count}{unit}") for count, unit in parts)
+def test_duration_is_the_sum_of_its_parts_or_rejected(parts: list[tuple[int, str]]) -> None:
+    text = "".join(f"{count}{unit}" for count, unit in parts)
+    unit_positions = [UNITS.index(unit) for _, unit in parts]
+    if all(later > earlier for earlier, later in pairwise(unit_positions)):
+        assert parse_duration(text) == sum(parse_duration(f"{count}{unit}") for count, unit in parts)
     else:
         with pytest.raises(ValueError, match="each unit once"):
-            parse_duration(written)
+            parse_duration(text)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [
         (0, "0 s"),
         (0.42, "0.4 s"),
@@ -80,14 +80,14 @@ def test_it_is_the_sum_of_its_parts_or_refused(parts: list[tuple[int, str]]) -> 
         (2e5, "2.3 d"),
     ],
 )
-def test_a_span_is_told_in_two_figures(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
+def test_duration_is_formatted_with_two_significant_digits(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
 
 
 @given(st.floats(0, 1e9))
-def test_what_is_told_is_read_again_as_nearly_the_same(seconds: float) -> None:
+def test_formatted_duration_is_parsed_to_nearly_the_same_value(seconds: float) -> None:
     assert parse_duration(format_duration(seconds)) == pytest.approx(seconds, rel=0.06, abs=0.5)
 
 
-def test_a_moment_is_told_from_now() -> None:
+def test_time_is_formatted_relative_to_now() -> None:
     assert (format_time_until(160, 100), format_time_until(40, 100)) == ("in 60 s", "60 s ago")

@@ -1,4 +1,4 @@
-"""What goes wrong with a peer is told in the same words, whichever client library met it."""
+"""Network errors are described in the same words, whichever client library raised them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ import pytest
 import requests
 import trustme
 
-from dispatcher.core.network_errors import describe_error, describe_error_with_address, is_connection_refused
+from dispatcher.core.network_errors import (
+    describe_error,
+    describe_error_with_address,
+    is_connection_refused,
+    is_connection_reset,
+)
 from tests.support import free_port
 
-Ask = Callable[[str], Awaitable[Any]]
+Client = Callable[[str], Awaitable[Any]]
 
 
-async def by_asyncio(url: str) -> None:
+async def connect_with_asyncio(url: str) -> None:
     address = httpx.URL(url)
     tls = ssl.create_default_context() if address.scheme == "https" else None
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls)
@@ -32,83 +37,84 @@ async def by_asyncio(url: str) -> None:
         writer.transport.abort()
 
 
-async def by_aiohttp(url: str) -> None:
+async def get_with_aiohttp(url: str) -> None:
     async with aiohttp.ClientSession() as session, session.get(url):
         pass
 
 
-async def by_requests(url: str) -> None:
+async def get_with_requests(url: str) -> None:
     await asyncio.to_thread(requests.get, url, timeout=5)
 
 
-async def error_of(ask: Ask, url: str) -> Exception:
+async def catch_error(client: Client, url: str) -> Exception:
     try:
-        await ask(url)
+        await client(url)
     except Exception as error:
         return error
-    raise AssertionError("it was answered")
+    raise AssertionError("the request was answered")
 
 
-CLIENTS = [by_asyncio, by_aiohttp, by_requests]
+CLIENTS = [connect_with_asyncio, get_with_aiohttp, get_with_requests]
 
 
-@pytest.mark.parametrize("ask", CLIENTS)
-async def test_a_refused_connection(ask: Ask) -> None:
-    error = await error_of(ask, f"http://127.0.0.1:{free_port()}")
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_refused_connection_is_described_alike_for_each_client(client: Client) -> None:
+    error = await catch_error(client, f"http://127.0.0.1:{free_port()}")
     assert describe_error(error) == "connection refused"
 
 
-async def test_several_addresses_of_a_name_have_one_reason() -> None:
+async def test_error_of_several_addresses_shows_one_reason() -> None:
     assert (
-        describe_error(await error_of(by_asyncio, f"http://localhost:{free_port()}")) == "connection refused"
+        describe_error(await catch_error(connect_with_asyncio, f"http://localhost:{free_port()}"))
+        == "connection refused"
     )
 
 
-@pytest.mark.parametrize("ask", CLIENTS)
-async def test_a_name_that_nobody_knows(ask: Ask) -> None:
-    error = await error_of(ask, "http://no-such-host.invalid:80")
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_unknown_host_name_is_described_alike_for_each_client(client: Client) -> None:
+    error = await catch_error(client, "http://no-such-host.invalid:80")
     assert describe_error(error).startswith("the name cannot be resolved (")
 
 
-@pytest.mark.parametrize("ask", CLIENTS)
-async def test_a_certificate_of_an_authority_that_nobody_knows(ask: Ask) -> None:
+@pytest.mark.parametrize("client", CLIENTS)
+async def test_certificate_of_unknown_authority_is_described_alike_for_each_client(client: Client) -> None:
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     trustme.CA().issue_cert("localhost").configure_cert(tls)
 
-    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def close_connection(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    listening = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=tls)
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
-        error = await error_of(ask, f"https://localhost:{port}/")
+    server = await asyncio.start_server(close_connection, "127.0.0.1", 0, ssl=tls)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        error = await catch_error(client, f"https://localhost:{port}/")
     assert describe_error(error) == "its certificate is not trusted: unable to get local issuer certificate"
 
 
-async def test_what_is_no_http_is_told_without_the_url_that_may_hold_secrets() -> None:
-    async def talk(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_answer_that_is_not_http_is_described_without_the_url() -> None:
+    async def answer_like_ssh(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
         with suppress(ConnectionError):
             await writer.drain()
         writer.close()
 
-    listening = await asyncio.start_server(talk, "127.0.0.1", 0)
-    async with listening:
-        port = listening.sockets[0].getsockname()[1]
-        error = await error_of(by_aiohttp, f"http://127.0.0.1:{port}/?token=sesame")
+    server = await asyncio.start_server(answer_like_ssh, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        error = await catch_error(get_with_aiohttp, f"http://127.0.0.1:{port}/?token=sesame")
     assert describe_error(error).startswith("the answer is not HTTP")
     assert "sesame" not in describe_error(error)
 
 
-async def test_an_address_stands_before_it_where_the_error_names_one() -> None:
+async def test_description_begins_with_the_address_if_the_error_names_one() -> None:
     port = free_port()
-    error = await error_of(by_aiohttp, f"http://127.0.0.1:{port}")
+    error = await catch_error(get_with_aiohttp, f"http://127.0.0.1:{port}")
     assert describe_error_with_address(error) == f"127.0.0.1:{port}: connection refused"
     assert describe_error_with_address(OSError("some")) == "some"
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "description"),
     [
         (TimeoutError(), "no answer in time"),
         (asyncio.IncompleteReadError(b"", None), "the connection was closed"),
@@ -121,31 +127,31 @@ async def test_an_address_stands_before_it_where_the_error_names_one() -> None:
         (ValueError("x" * 1000), "x" * 200),
     ],
 )
-def test_other_errors(error: Exception, told: str) -> None:
-    assert describe_error(error) == told
+def test_other_errors_are_described_in_one_line(error: Exception, description: str) -> None:
+    assert describe_error(error) == description
 
 
-def test_a_file_is_named(tmp_path: Path) -> None:
+def test_error_of_a_file_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file") as raised:
         (tmp_path / "none").read_text()
     assert describe_error(raised.value) == f"{tmp_path / 'none'}: no such file or directory"
 
 
-def test_errors_that_cause_each_other_end() -> None:
+def test_errors_that_cause_each_other_are_followed_only_once() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert describe_error(one) == "one"
 
 
-REFUSED = "[Errno 111] Connect call failed"
+REFUSED_TEXT = "[Errno 111] Connect call failed"
 
 
 @pytest.mark.parametrize(
-    ("error", "nobody"),
+    ("error", "refused"),
     [
         (ConnectionRefusedError(111, "refused"), True),
-        (OSError(f"Multiple exceptions: {REFUSED} ('::1', 1), {REFUSED} ('127.0.0.1', 1)"), True),
-        (OSError(f"Multiple exceptions: {REFUSED} ('::1', 1), [Errno 113] no route"), False),
+        (OSError(f"Multiple exceptions: {REFUSED_TEXT} ('::1', 1), {REFUSED_TEXT} ('127.0.0.1', 1)"), True),
+        (OSError(f"Multiple exceptions: {REFUSED_TEXT} ('::1', 1), [Errno 113] no route"), False),
         (ConnectionResetError(104, "reset"), False),
         (TimeoutError(), False),
         (socket.gaierror(-2, "unknown"), False),
@@ -153,8 +159,27 @@ REFUSED = "[Errno 111] Connect call failed"
         (ValueError("[Errno 111] is only a word here"), False),
     ],
 )
-def test_nobody_listens_only_where_every_address_has_refused(error: Exception, nobody: bool) -> None:
-    assert is_connection_refused(error) is nobody
+def test_connection_counts_as_refused_only_if_every_address_refused_it(
+    error: Exception, refused: bool
+) -> None:
+    assert is_connection_refused(error) is refused
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error
-    assert is_connection_refused(wrapped) is nobody
+    assert is_connection_refused(wrapped) is refused
+
+
+@pytest.mark.parametrize(
+    ("error", "is_reset"),
+    [
+        (ConnectionResetError("Connection lost"), True),
+        (aiohttp.ClientOSError(104, "Connection reset by peer"), True),
+        (ConnectionRefusedError(111, "refused"), False),
+        (aiohttp.ServerDisconnectedError(), False),
+        (ValueError("connection reset by peer"), False),
+    ],
+)
+def test_connection_counts_as_reset_only_if_the_system_says_so(error: Exception, is_reset: bool) -> None:
+    assert is_connection_reset(error) is is_reset
+    wrapped = RuntimeError("of a library")
+    wrapped.__cause__ = error
+    assert is_connection_reset(wrapped) is is_reset

@@ -1,4 +1,4 @@
-"""Patterns of names: what fits, and which of them have names in common."""
+"""Patterns of names: which names match, and which patterns overlap."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ NAMES = ["".join(letters) for length in range(7) for letters in product("ab", re
 
 
 @given(patterns, st.text("ab", max_size=8))
-def test_an_asterisk_stands_for_any_characters(pattern: str, name: str) -> None:
+def test_asterisk_matches_any_characters(pattern: str, name: str) -> None:
     expected = re.fullmatch(pattern.replace("*", ".*"), name) is not None
     assert matches_pattern(pattern, name) is expected
     assert matches_any(["c", pattern], name) is expected
 
 
 @given(patterns, patterns)
-def test_patterns_meet_where_a_name_fits_both(one: str, other: str) -> None:
+def test_patterns_overlap_if_a_name_matches_both(one: str, other: str) -> None:
     assert patterns_overlap(one, other) is patterns_overlap(other, one)
-    common = [name for name in NAMES if matches_pattern(one, name) and matches_pattern(other, name)]
-    assert patterns_overlap(one, other) is bool(common) or len(one) + len(other) > 6
+    common_names = [name for name in NAMES if matches_pattern(one, name) and matches_pattern(other, name)]
+    assert patterns_overlap(one, other) is bool(common_names) or len(one) + len(other) > 6
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "do"),
+    ("one", "other", "overlaps"),
     [
         ("/v1/*", "/v1/embeddings", True),
         ("/v1/*", "/*/embeddings", True),
@@ -43,9 +43,9 @@ def test_patterns_meet_where_a_name_fits_both(one: str, other: str) -> None:
         ("a", "", False),
     ],
 )
-def test_which_patterns_meet(one: str, other: str, *, do: bool) -> None:
-    assert patterns_overlap(one, other) is do
+def test_overlap_of_example_patterns(one: str, other: str, *, overlaps: bool) -> None:
+    assert patterns_overlap(one, other) is overlaps
 
 
-def test_many_asterisks_take_no_time() -> None:
+def test_overlap_of_patterns_with_many_asterisks_is_computed_quickly() -> None:
     assert not patterns_overlap("*a" * 100, "b*" * 100 + "b")

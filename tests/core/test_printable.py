@@ -1,4 +1,4 @@
-"""What others wrote, as it may be printed."""
+"""Text from other programs is escaped before it is printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dispatcher.core.printable import escape_unprintable
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "escaped"),
     [
         ("a plain id, é, 日本, 🙂", "a plain id, é, 日本, 🙂"),
         ("\x1b]0;pwned\x07\x1b[31mRED", "\\x1b]0;pwned\\x07\\x1b[31mRED"),
@@ -21,17 +21,17 @@ from dispatcher.core.printable import escape_unprintable
         ("", ""),
     ],
 )
-def test_controls_are_shown_as_escapes(text: str, shown: str) -> None:
-    assert escape_unprintable(text) == shown
+def test_control_characters_are_escaped(text: str, escaped: str) -> None:
+    assert escape_unprintable(text) == escaped
 
 
-def test_what_is_to_be_kept_stays() -> None:
+def test_characters_to_keep_are_not_escaped() -> None:
     assert escape_unprintable("a\n\tb\x1b", keep="\n\t") == "a\n\tb\\x1b"
 
 
 @given(st.text(st.characters()))
-def test_law_nothing_unprintable_is_left_and_nothing_printable_changed(text: str) -> None:
-    shown = escape_unprintable(text)
-    assert shown.isprintable()
-    assert escape_unprintable(shown) == shown
-    assert shown == text or not text.isprintable()
+def test_escaped_text_is_printable_and_printable_text_is_unchanged(text: str) -> None:
+    escaped = escape_unprintable(text)
+    assert escaped.isprintable()
+    assert escape_unprintable(escaped) == escaped
+    assert escaped == text or not text.isprintable()

@@ -1,4 +1,4 @@
-"""Values: frozen, equal by what they hold, and made anew with other fields."""
+"""Values are frozen, equal if their fields are equal, and copied with other fields."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import pytest
 from dispatcher.core.value import Value
 
 
-class Place(Value, frozen=True):
-    row: int
-    seat: int = 1
+class Point(Value, frozen=True):
+    x: int
+    y: int = 1
 
 
-def test_value_is_equal_to_another_that_holds_the_same() -> None:
-    assert Place(3) == Place(3, 1)
-    assert hash(Place(3)) == hash(Place(3, 1))
-    assert Place(3) != Place(3, 2)
+def test_values_with_equal_fields_are_equal() -> None:
+    assert Point(3) == Point(3, 1)
+    assert hash(Point(3)) == hash(Point(3, 1))
+    assert Point(3) != Point(3, 2)
 
 
-def test_value_never_changes_and_is_made_anew_with_other_fields() -> None:
-    place = Place(3)
+def test_value_is_frozen_and_copied_with_other_fields() -> None:
+    point = Point(3)
     with pytest.raises(AttributeError):
-        place.row = 4  # type: ignore[misc]
-    assert (place.copy_with(seat=2), place) == (Place(3, 2), Place(3, 1))
+        point.x = 4  # type: ignore[misc]
+    assert (point.copy_with(y=2), point) == (Point(3, 2), Point(3, 1))
 
 
-def test_field_that_a_value_has_not_cannot_be_changed() -> None:
+def test_copy_with_an_unknown_field_is_rejected() -> None:
     with pytest.raises(TypeError):
-        Place(3).copy_with(aisle=2)
+        Point(3).copy_with(z=2)

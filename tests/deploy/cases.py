@@ -1,4 +1,4 @@
-"""The value sets that the chart is rendered with: each for something that an operator would want."""
+"""Value sets with which the tests render the chart, each for one use case of an operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "queue": {"url": "rediss://redis.data:6380/2", "name": "jobs", "max_payload_bytes": 33554432}
         }
     },
-    "queue-of-ours": {
+    "chart-valkey": {
         "valkey": {
             "enabled": True,
             "existingSecret": {"name": "valkey"},
@@ -50,7 +50,11 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "config": {"signals": {"source": "prometheus", "prometheus": {"url": "http://prometheus:9090"}}},
     },
     "picker-by-service": {**QUEUE, "config": {"signals": {"epp": {"service": "picker", "port": 9191}}}},
-    "pool-elsewhere": {**QUEUE, "pool": {"name": "qwen", "namespace": "models"}, "rbac": {"v1alpha2": False}},
+    "pool-in-other-namespace": {
+        **QUEUE,
+        "pool": {"name": "qwen", "namespace": "models"},
+        "rbac": {"v1alpha2": False},
+    },
     "files": {
         **QUEUE,
         "gateway": {"url": "https://gateway", "headers": {"Host": "models"}},
@@ -64,8 +68,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         },
         "config": {"signals": {"prometheus": {"url": "https://prometheus"}}},
     },
-    "observing": {"observe": True, "config": {"log": {"level": "debug"}}},
-    "pods-scraped": {
+    "observe": {"observe": True, "config": {"log": {"level": "debug"}}},
+    "pod-monitor": {
         "monitoring": {
             "podMonitor": {
                 "enabled": True,
@@ -77,7 +81,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "secretFiles": {"admin.token_file": {"secret": "admin", "key": "token"}},
         "config": {"admin": {"port": 9000}},
     },
-    "service-scraped": {
+    "service-monitor": {
         "monitoring": {
             "serviceMonitor": {
                 "enabled": True,
@@ -106,8 +110,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         }
     },
     "dashboard": {"monitoring": {"dashboard": {"enabled": True, "namespace": "monitoring"}}},
-    "fenced": {"networkPolicy": {"enabled": True, "ingress": {"from": [PEER], "producers": [PEER]}}},
-    "fenced-all": {
+    "network-policy": {"networkPolicy": {"enabled": True, "ingress": {"from": [PEER], "producers": [PEER]}}},
+    "network-policy-all-rules": {
         "gateway": {"url": "https://gateway:8443"},
         "config": {
             "queue": {"url": "redis+sentinel://s1:26379,s2:26379/main"},
@@ -128,8 +132,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             },
         },
     },
-    "scaled": {"keda": {"enabled": True}, "podDisruptionBudget": {"enabled": False}},
-    "scaled-by-deadlines": {
+    "keda": {"keda": {"enabled": True}, "podDisruptionBudget": {"enabled": False}},
+    "keda-with-prometheus": {
         "config": {"queue": {"url": "rediss://redis.data:6380/2", "name": "jobs"}},
         "keda": {
             "enabled": True,
@@ -139,7 +143,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "objective": {"inferenceObjective": {"create": True, "priority": -100}},
-    "objective-of-gie": {
+    "objective-of-inference-extension": {
         "pool": {"name": "qwen", "namespace": "models"},
         "inferenceObjective": {
             "create": True,
@@ -147,7 +151,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
             "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
         },
     },
-    "more-of-everything": {
+    "extras": {
         "extraEnv": [{"name": "BATCH_DISPATCHER__LOG__FORMAT", "value": "json"}],
         "extraVolumes": [{"name": "more", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
@@ -161,8 +165,8 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         ],
         "extraContainers": [
             {
-                "name": "beside",
-                "image": "beside:1",
+                "name": "extra",
+                "image": "extra:1",
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
                     "readOnlyRootFilesystem": True,
@@ -180,7 +184,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "checkHook": {"enabled": True},
         "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
     },
-    "pods-of-your-own-making": {
+    "pod-options": {
         "image": {"registry": "registry.example:5000/ml"},
         "valkey": {"image": {"registry": "registry.example:5000"}},
         "envFrom": [{"secretRef": {"name": "proxy"}}, {"configMapRef": {"name": "more"}, "prefix": "MORE_"}],
@@ -215,7 +219,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "test": {"enabled": False},
     },
     "renamed": {
-        "nameOverride": "harvester",
+        "nameOverride": "batch-runner",
         "fullnameOverride": "night-shift",
         "image": {"repository": "images/batch", "digest": "sha256:" + "1" * 64, "pullPolicy": "Always"},
         "serviceAccount": {"create": False, "name": "mine"},
@@ -223,7 +227,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "test": {"enabled": False},
     },
 }
-"""Name → values over BASIC."""
+"""Values that are added to BASIC, by the name of the case."""
 
 PICKER = """
 apiVersion: apps/v1
@@ -243,4 +247,4 @@ spec:
           volumeMounts: [{name: config, mountPath: /config}]
       volumes: [{name: config, configMap: {name: picker}}]
 """
-"""What a sidecar joins: an endpoint picker as another chart installs it."""
+"""Deployment of an endpoint picker, as another chart installs it; the sidecar is added to its pod."""

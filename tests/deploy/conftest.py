@@ -1,4 +1,4 @@
-"""What the tests of the manifests share."""
+"""Shared fixtures of the tests of the manifests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy import conformity
+from tests.deploy import schema_check
 
 
 @pytest.fixture(scope="session")
 def schemas(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The schemas of every Kubernetes, laid out for kubeconform."""
+    """Return a directory with the schemas of every Kubernetes version for kubeconform."""
     directory = tmp_path_factory.mktemp("schemas")
-    conformity.lay_out(directory)
+    schema_check.write_schemas(directory)
     return directory

@@ -1,9 +1,9 @@
-"""The golden renders: what each value set changes in the basic one.
+"""Golden files of the chart: the rendered objects of each case, as differences from the basic one.
 
-    python -m tests.deploy.golden        writes them
+    python -m tests.deploy.golden        writes the files
 
-`basic.yaml` is whole; the others name what is gone, have what is new whole, and of the rest the differences.
-So a change of the chart shows once, and a value set shows just what it is for.
+`basic.yaml` is complete. Each other file lists removed objects, contains new objects and shows changed
+lines. A change of the chart appears once, and each file shows only the effect of its case.
 """
 
 from __future__ import annotations
@@ -15,54 +15,59 @@ from collections.abc import Iterator
 
 from dispatcher import __version__
 from tests.deploy.cases import CASES
-from tests.deploy.release import CHART, Release, case
+from tests.deploy.release import CHART, Release, render_case
 from tests.paths import ROOT
 
 GOLDEN = ROOT / "tests" / "deploy" / "golden"
-BASE = "basic"
+BASE_CASE = "basic"
 
 
-def golden(name: str) -> str:
-    """The text that stands in the file of a value set."""
-    if name == BASE:
-        return "".join(f"---\n{text}" for text in parts(case(BASE)).values())
-    return "\n".join(_differences(parts(case(BASE)), parts(case(name)))) + "\n"
+def render_golden(name: str) -> str:
+    """Return the content of the golden file of a case."""
+    if name == BASE_CASE:
+        return "".join(f"---\n{text}" for text in split_objects(render_case(BASE_CASE)).values())
+    return (
+        "\n".join(_differences(split_objects(render_case(BASE_CASE)), split_objects(render_case(name))))
+        + "\n"
+    )
 
 
-def _differences(base: dict[str, str], mine: dict[str, str]) -> Iterator[str]:
-    for what in sorted({*base, *mine}):
-        if what not in mine:
-            yield f"gone: {what}"
-        elif what not in base:
-            yield f"new: {what}"
-            yield mine[what]
-        elif mine[what] != base[what]:
-            yield f"changed: {what}"
-            lines = difflib.unified_diff(base[what].splitlines(), mine[what].splitlines(), n=1, lineterm="")
+def _differences(base: dict[str, str], objects: dict[str, str]) -> Iterator[str]:
+    for title in sorted({*base, *objects}):
+        if title not in objects:
+            yield f"gone: {title}"
+        elif title not in base:
+            yield f"new: {title}"
+            yield objects[title]
+        elif objects[title] != base[title]:
+            yield f"changed: {title}"
+            lines = difflib.unified_diff(
+                base[title].splitlines(), objects[title].splitlines(), n=1, lineterm=""
+            )
             yield from (line.rstrip() for line in list(lines)[2:] if not line.startswith("@@"))
 
 
-def parts(release: Release) -> dict[str, str]:
-    """Each object's text, without what is long and held elsewhere, and without the version."""
+def split_objects(release: Release) -> dict[str, str]:
+    """Return the text of each object by kind and name, without the dashboard and the version."""
     found = {}
     for text in re.split(r"^---\n(?:# Source: .*\n)?", release.text, flags=re.MULTILINE):
         if kind := re.search(r"^kind: (.+)", text, re.MULTILINE):
             name = re.search(r"^  name: [\"']?(.+?)[\"']?$", text, re.MULTILINE)
             assert name is not None
-            found[f"{kind[1]} {name[1]}"] = _short(text)
+            found[f"{kind[1]} {name[1]}"] = _shorten(text)
     return dict(sorted(found.items()))
 
 
-def _short(text: str) -> str:
-    for each in text.splitlines():
-        if each.startswith("  batch-dispatcher.json: "):
-            assert json.loads(each.partition(": ")[2]) == (CHART / "files" / "dashboard.json").read_text()
-            text = text.replace(each, "  batch-dispatcher.json: <files/dashboard.json>")
+def _shorten(text: str) -> str:
+    for line in text.splitlines():
+        if line.startswith("  batch-dispatcher.json: "):
+            assert json.loads(line.partition(": ")[2]) == (CHART / "files" / "dashboard.json").read_text()
+            text = text.replace(line, "  batch-dispatcher.json: <files/dashboard.json>")
     return text.replace(__version__, "<version>")
 
 
-def path(name: str) -> str:
-    return f"{name}.yaml" if name == BASE else f"{name}.diff"
+def golden_path(name: str) -> str:
+    return f"{name}.yaml" if name == BASE_CASE else f"{name}.diff"
 
 
 def main() -> None:
@@ -70,7 +75,7 @@ def main() -> None:
     for old in GOLDEN.iterdir():
         old.unlink()
     for name in CASES:
-        (GOLDEN / path(name)).write_text(golden(name))
+        (GOLDEN / golden_path(name)).write_text(render_golden(name))
 
 
 if __name__ == "__main__":

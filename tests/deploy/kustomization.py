@@ -1,16 +1,16 @@
-"""The Kustomize resources, made of the chart.
+"""Kustomize resources, generated from the chart.
 
-    python -m tests.deploy.kustomization        writes them
+    python -m tests.deploy.kustomization        writes the files
 
-Chart and Kustomize are one set of objects. What only Helm needs goes: namespaces (Kustomize sets them), the
-chart's labels, hooks, the hash of what restarts (who changes that, restarts). What a kustomization.yaml
-says is kept by hand; that a build equals the chart is a test.
+Chart and Kustomize contain the same objects. Parts that only Helm needs are removed: namespaces (Kustomize
+sets them), the labels of the chart, hooks, and the hash of settings that need a restart (users of Kustomize
+restart pods). The kustomization.yaml files are written by hand; a test compares their build with the chart.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from tests.deploy.release import Release, render
@@ -19,7 +19,7 @@ from tests.paths import ROOT
 KUSTOMIZE = ROOT / "deploy" / "kustomize"
 NAME = "batch-dispatcher"
 NAMESPACE = "default"
-_HEAD = "# Made of the chart: python -m tests.deploy.kustomization\n"
+_HEAD = "# Generated from the chart: python -m tests.deploy.kustomization\n"
 _ALL = {"select": 'pool=~".+"', "job": ".*batch-dispatcher.*"}
 
 BASE: Mapping[str, Any] = {
@@ -27,7 +27,7 @@ BASE: Mapping[str, Any] = {
     "gateway": {"url": "http://inference-gateway"},
     "redis": {"existingSecret": {"name": "batch-dispatcher-queue", "key": "url"}},
     "test": {"enabled": False},
-    "rbac": {"modelRewrites": True},  # config.yaml is the user's: nobody knows here whether it names models
+    "rbac": {"modelRewrites": True},  # The user's config.yaml may name models.
 }
 COMPONENTS: Mapping[str, Mapping[str, Any]] = {
     "valkey": {"redis": {"existingSecret": {"name": ""}}},
@@ -54,44 +54,54 @@ COMPONENTS: Mapping[str, Mapping[str, Any]] = {
         }
     },
 }
-"""Component → what it is in the chart's values, over BASE."""
-UPON: Mapping[str, str] = {"keda-password": "keda"}
-"""Component → the one that it adds to."""
+"""Chart values of each component, added to BASE."""
+COMPONENT_BASES: Mapping[str, str] = {"keda-password": "keda"}
+"""Component that a component builds on."""
 
 
-def release(component: str = "", namespace: str = NAMESPACE) -> Release:
-    """What the chart makes of the same."""
+def render_component(component: str = "", namespace: str = NAMESPACE) -> Release:
+    """Render the chart with the values of a component."""
     return render({**BASE, **COMPONENTS.get(component, {})}, NAME, namespace)
 
 
-def files() -> Iterator[tuple[str, str]]:
-    """Each generated file, by its path below deploy/kustomize."""
-    base = release()
+def generate_files() -> Iterator[tuple[str, str]]:
+    """Yield the path below deploy/kustomize and the text of each generated file."""
+    base = render_component()
     yield "base/config.yaml", _HEAD + base.config_text()
     yield "base/objects.yaml", _HEAD + "---\n".join(_objects(base, {"ConfigMap"}))
     for component in COMPONENTS:
-        made = release(component)
-        below = release(UPON[component]) if component in UPON else base
-        ours = {f"{each['kind']} {each['metadata']['name']}" for each in below.objects}
+        release = render_component(component)
+        base_release = render_component(COMPONENT_BASES[component]) if component in COMPONENT_BASES else base
+        base_objects = {f"{each['kind']} {each['metadata']['name']}" for each in base_release.objects}
         if component == "sidecar":
-            yield "components/sidecar/config.yaml", _HEAD + made.config_text()
-            yield "components/sidecar/patch.yaml", _HEAD + _bare(made.patch())
-            yield "components/sidecar/objects.yaml", _HEAD + "---\n".join(_objects(made, {"ConfigMap"}))
+            yield "components/sidecar/config.yaml", _HEAD + release.config_text()
+            yield "components/sidecar/patch.yaml", _HEAD + _remove_helm_parts(release.patch())
+            yield "components/sidecar/objects.yaml", _HEAD + "---\n".join(_objects(release, {"ConfigMap"}))
         else:
-            yield f"components/{component}/objects.yaml", _HEAD + "---\n".join(_objects(made, set(), ours))
+            yield (
+                f"components/{component}/objects.yaml",
+                _HEAD + "---\n".join(_objects(release, set(), base_objects)),
+            )
 
 
-def _objects(made: Release, without_kinds: set[str], without: set[str] = frozenset()) -> Iterator[str]:  # type: ignore[assignment]
-    """The text of each object, without what only Helm needs."""
-    for text in re.split(r"^---\n(?:# Source: .*\n)?", made.text, flags=re.MULTILINE):
+def _objects(
+    release: Release, excluded_kinds: Set[str], excluded_objects: Set[str] = frozenset()
+) -> Iterator[str]:
+    """Yield the text of each object, without parts that only Helm needs."""
+    for text in re.split(r"^---\n(?:# Source: .*\n)?", release.text, flags=re.MULTILINE):
         kind = re.search(r"^kind: (\S+)", text, re.MULTILINE)
         name = re.search(r"^  name: [\"']?(.+?)[\"']?$", text, re.MULTILINE)
-        if kind is None or name is None or kind[1] in without_kinds or f"{kind[1]} {name[1]}" in without:
+        if (
+            kind is None
+            or name is None
+            or kind[1] in excluded_kinds
+            or f"{kind[1]} {name[1]}" in excluded_objects
+        ):
             continue
-        yield _bare(text)
+        yield _remove_helm_parts(text)
 
 
-def _bare(text: str) -> str:
+def _remove_helm_parts(text: str) -> str:
     text = re.sub(
         r"^ *(?:helm\.sh/chart|app\.kubernetes\.io/(?:version|managed-by)|checksum/restart): .*\n",
         "",
@@ -105,7 +115,7 @@ def _bare(text: str) -> str:
 
 
 def main() -> None:
-    for path, text in files():
+    for path, text in generate_files():
         (KUSTOMIZE / path).write_text(text)
 
 

@@ -1,10 +1,10 @@
-"""Writes schemas.json: what Kubernetes, in each version that the chart supports, and each CRD admit.
+"""Write schemas.json: the schemas of each supported Kubernetes version and of the CRDs that the chart uses.
 
     python -m tests.deploy.make_schemas
 
 Needs Go and a module proxy: the sources are the OpenAPI of k8s.io/kubernetes and the CRDs of the operators,
-each in its Go module (all Apache-2.0). Only the kinds that we use; descriptions are left out, unknown fields
-refused, equal definitions kept once for all versions.
+each in its Go module (all Apache-2.0). The file contains only the kinds of the chart, without descriptions.
+Unknown fields are rejected, and definitions that several versions share are stored once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-OUT = Path(__file__).with_name("schemas.json")
+SCHEMAS_FILE = Path(__file__).with_name("schemas.json")
 KUBERNETES = ("1.31.14", "1.32.13", "1.33.13", "1.34.4", "1.35.4", "1.36.3")
 KINDS = {
     "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
@@ -38,73 +38,76 @@ CRDS = (
 )  # fmt: skip
 
 
-def module(name: str) -> Path:
-    """The directory of a Go module's source."""
+def download_module(name: str) -> Path:
+    """Download a Go module and return its directory."""
     done = subprocess.run(
         ["go", "mod", "download", "-json", name], capture_output=True, text=True, check=True
     )
     return Path(json.loads(done.stdout)["Dir"])
 
 
-def strict(schema: Any) -> Any:
-    """Without words, and closed: what is not named is refused, unless it is a map or free."""
+def make_strict(schema: Any) -> Any:
+    """Return the schema without descriptions, with unknown fields rejected unless any are allowed."""
     if isinstance(schema, list):
-        return [strict(each) for each in schema]
+        return [make_strict(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("x-kubernetes-int-or-string") or schema.get("format") == "int-or-string":
         return {"type": ["integer", "string"]}
-    kept: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "properties":
-            kept[key] = {name: strict(each) for name, each in value.items()}
+            result[key] = {name: make_strict(each) for name, each in value.items()}
         elif key in {"items", "additionalProperties", "oneOf", "anyOf", "allOf", "not"}:
-            kept[key] = strict(value)
+            result[key] = make_strict(value)
         elif key in {"type", "enum", "required", "minimum", "maximum", "pattern", "minLength", "maxLength",
                      "minItems", "maxItems", "minProperties", "maxProperties", "$ref"}:  # fmt: skip
-            kept[key] = value
-    if "properties" in kept and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        kept.setdefault("additionalProperties", False)
-    return kept
+            result[key] = value
+    if "properties" in result and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        result.setdefault("additionalProperties", False)
+    return result
 
 
-def of_kubernetes(version: str) -> dict[str, Any]:
-    """Every definition that the kinds need, by name; the kinds themselves as `Kind apiVersion`."""
-    path = module(f"k8s.io/kubernetes@v{version}") / "api" / "openapi-spec" / "swagger.json"
-    known = json.loads(path.read_text())["definitions"]
+def read_kubernetes_definitions(version: str) -> dict[str, Any]:
+    """Return every definition that the kinds need by name, and the kinds as `Kind apiVersion`."""
+    path = download_module(f"k8s.io/kubernetes@v{version}") / "api" / "openapi-spec" / "swagger.json"
+    definitions = json.loads(path.read_text())["definitions"]
     by_kind = {
-        (f"{of['group']}/{of['version']}".lstrip("/"), of["kind"]): name
-        for name, each in known.items()
-        for of in each.get("x-kubernetes-group-version-kind", ())
+        (
+            f"{group_version_kind['group']}/{group_version_kind['version']}".lstrip("/"),
+            group_version_kind["kind"],
+        ): name
+        for name, each in definitions.items()
+        for group_version_kind in each.get("x-kubernetes-group-version-kind", ())
     }
     found: dict[str, Any] = {}
-    todo = []
+    pending_names = []
     for api, kinds in KINDS.items():
         for kind in kinds:
             name = by_kind[api, kind]
             found[f"{kind} {api}"] = {"$ref": f"#/definitions/{name}"}
-            todo.append(name)
-    while todo:
-        name = todo.pop()
+            pending_names.append(name)
+    while pending_names:
+        name = pending_names.pop()
         if name in found:
             continue
-        found[name] = strict(known[name])
+        found[name] = make_strict(definitions[name])
         if name.endswith(".Quantity"):
             found[name] = {"type": ["string", "number"]}
-        todo += re.findall(r'"#/definitions/([^"]+)"', json.dumps(found[name]))
+        pending_names += re.findall(r'"#/definitions/([^"]+)"', json.dumps(found[name]))
     return found
 
 
-def of_crds() -> dict[str, Any]:
+def read_crd_schemas() -> dict[str, Any]:
     found = {}
     for source, directory, names in CRDS:
         for name in names:
-            spec = yaml.safe_load((module(source) / directory / f"{name}.yaml").read_text())["spec"]
+            spec = yaml.safe_load((download_module(source) / directory / f"{name}.yaml").read_text())["spec"]
             for version in spec["versions"]:
-                schema = strict(version["schema"]["openAPIV3Schema"])
+                schema = make_strict(version["schema"]["openAPIV3Schema"])
                 schema["properties"]["metadata"] = {"type": "object"}
                 found[f"{spec['names']['kind']} {spec['group']}/{version['name']}"] = schema
-    # llm-d's has the same fields; its module cannot be had through the proxy.
+    # The CRD of llm-d has the same fields, but its module is not on the module proxy.
     found["InferenceObjective llm-d.ai/v1alpha2"] = found[
         "InferenceObjective inference.networking.x-k8s.io/v1alpha2"
     ]
@@ -112,19 +115,19 @@ def of_crds() -> dict[str, Any]:
 
 
 def main() -> None:
-    merged: dict[str, dict[str, Any]] = {}  # name → the definition, as text → its versions
+    merged: dict[str, dict[str, Any]] = {}  # Versions by name and by the definition as JSON.
     for version in KUBERNETES:
         short = version.rpartition(".")[0]
-        for name, schema in of_kubernetes(version).items():
+        for name, schema in read_kubernetes_definitions(version).items():
             merged.setdefault(name, {}).setdefault(json.dumps(schema, sort_keys=True), []).append(short)
-    kept = {
-        name: [{"in": versions, "schema": json.loads(text)} for text, versions in each.items()]
+    definitions = {
+        name: [{"in": versions, "schema": json.loads(document)} for document, versions in each.items()]
         for name, each in sorted(merged.items())
     }
-    text = {"kubernetes": list(KUBERNETES), "definitions": kept, "crds": of_crds()}
-    lines = json.dumps(text, sort_keys=True, separators=(",", ":"))
-    # A line for each definition, so that a new version shows what it changed.
-    OUT.write_text(re.sub(r'("[A-Za-z0-9./ -]+":\[\{"in")', r"\n\1", lines) + "\n")
+    document = {"kubernetes": list(KUBERNETES), "definitions": definitions, "crds": read_crd_schemas()}
+    lines = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    # One line per definition keeps the diff of a new version small.
+    SCHEMAS_FILE.write_text(re.sub(r'("[A-Za-z0-9./ -]+":\[\{"in")', r"\n\1", lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A release as `helm template` renders it: its objects, and what of the cluster they would be."""
+"""A release as `helm template` renders it, and access to its objects."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ OPERATOR = [
 ]
 """Option that tells `helm template` that the cluster serves the kinds of the Prometheus operator."""
 SECRETS = {"__URL": "redis://:secret@redis", "__HEADERS": '{"X-Api-Key": "secret"}', "": "password"}
-"""What the Secrets of value sets hold, by the end of the variable's name."""
-BRIEF = {**os.environ, "GOGC": "off"}
-"""For Go programs that end at once: a tenth of their time is the collector's."""
+"""Content of the Secrets that the cases name, by the end of the name of the environment variable."""
+GO_ENVIRONMENT = {**os.environ, "GOGC": "off"}
+"""Environment of short Go programs: without garbage collection they take a tenth less time."""
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -43,11 +43,11 @@ class Release:
     def objects(self) -> list[dict[str, Any]]:
         return [each for each in yaml.load_all(self.text, Loader=_Loader) if each]
 
-    def all(self, kind: str) -> list[dict[str, Any]]:
+    def find_all(self, kind: str) -> list[dict[str, Any]]:
         return [each for each in self.objects if each["kind"] == kind]
 
-    def one(self, kind: str, name_ends: str = "") -> dict[str, Any]:
-        (found,) = (each for each in self.all(kind) if each["metadata"]["name"].endswith(name_ends))
+    def find_one(self, kind: str, name_suffix: str = "") -> dict[str, Any]:
+        (found,) = (each for each in self.find_all(kind) if each["metadata"]["name"].endswith(name_suffix))
         return found
 
     @property
@@ -56,16 +56,16 @@ class Release:
 
     @property
     def deployment(self) -> dict[str, Any]:
-        """The dispatcher's, or the patch that makes it a container of the picker's."""
-        found = self.all("Deployment")
+        """Deployment of the dispatcher, or the patch that adds it to the picker's Deployment."""
+        found = self.find_all("Deployment")
         return found[0] if found else yaml.load(self.patch(), _Loader)
 
     def patch(self) -> str:
-        return str(self.one("ConfigMap", "-sidecar")["data"]["patch.yaml"])
+        return str(self.find_one("ConfigMap", "-sidecar")["data"]["patch.yaml"])
 
     @property
     def pod(self) -> dict[str, Any]:
-        """The dispatcher's pod."""
+        """Pod spec of the dispatcher."""
         return dict(self.deployment["spec"]["template"]["spec"])
 
     @property
@@ -74,37 +74,39 @@ class Release:
         return dict(found)
 
     def pods(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every pod (metadata and spec) that comes of the release, by the object that makes it."""
+        """Yield every pod (metadata and spec) of the release with the kind and name of its object."""
         for each in self.objects:
-            where = f"{each['kind']} {each['metadata']['name']}"
+            owner = f"{each['kind']} {each['metadata']['name']}"
             if each["kind"] == "Pod":
-                yield where, each
+                yield owner, each
             elif each["kind"] in {"Deployment", "StatefulSet", "Job"}:
-                yield where, each["spec"]["template"]
+                yield owner, each["spec"]["template"]
 
     def config_text(self) -> str:
         name = next(each for each in self.pod["volumes"] if each["name"] == "dispatcher-config")["configMap"][
             "name"
         ]
-        (found,) = (each for each in self.all("ConfigMap") if each["metadata"]["name"] == name)
+        (found,) = (each for each in self.find_all("ConfigMap") if each["metadata"]["name"] == name)
         return str(found["data"]["config.yaml"])
 
     def settings(self) -> Settings:
-        """What the dispatcher in the pod would run with: file and environment, read by the program itself."""
-        found = parse_settings(self.config_text(), environment(self.container))
-        assert isinstance(found, Settings), found
-        return found
+        """Return the settings of the dispatcher in the pod, parsed from its file and environment."""
+        settings = parse_settings(self.config_text(), read_environment(self.container))
+        assert isinstance(settings, Settings), settings
+        return settings
 
 
-def environment(container: Mapping[str, Any]) -> dict[str, str]:
-    """A container's environment, with the Secrets that it names filled in."""
-    known: dict[str, str] = {}
+def read_environment(container: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment of a container with the values of its Secrets."""
+    variables: dict[str, str] = {}
     for each in container.get("env", ()):
         if "value" in each:
-            known[each["name"]] = re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], each["value"])
+            variables[each["name"]] = re.sub(r"\$\((\w+)\)", lambda match: variables[match[1]], each["value"])
         else:
-            known[each["name"]] = next(text for end, text in SECRETS.items() if each["name"].endswith(end))
-    return known
+            variables[each["name"]] = next(
+                text for suffix, text in SECRETS.items() if each["name"].endswith(suffix)
+            )
+    return variables
 
 
 def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
@@ -112,7 +114,7 @@ def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess
     return subprocess.run(
         [require_tool("helm"), *arguments, str(CHART), "--kube-version", KUBERNETES, "--values", "-"],
         input=json.dumps(values or {}),
-        env=BRIEF,
+        env=GO_ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
@@ -121,11 +123,11 @@ def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess
 
 
 def render(values: Mapping[str, Any], name: str = "night", namespace: str = NAMESPACE) -> Release:
-    """The release of these values over BASIC."""
+    """Render the chart with these values added to BASIC."""
     return _render(json.dumps({**BASIC, **values}), name, namespace)
 
 
-def case(name: str) -> Release:
+def render_case(name: str) -> Release:
     return render(CASES[name])
 
 

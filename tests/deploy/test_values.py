@@ -1,4 +1,4 @@
-"""Which values the chart takes: all that the program takes, nothing else; what is wrong is said by name."""
+"""The chart accepts exactly the values that the program accepts, and names each invalid value."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths, parse_settings
 from dispatcher.settings.values import is_secret_name
 from tests.deploy.cases import BASIC, CASES
-from tests.deploy.refused import REFUSED
+from tests.deploy.rejected_values import REJECTED_VALUES
 from tests.deploy.release import CHART, helm, render
 from tests.paths import DOCS
 from tests.support import require_tool
 
-NOT_HERE = {"queue.data_dir", "queue.fsync", "admin.host"}
-"""Not offered: an embedded queue would have no producers in a pod, and probes come from outside it."""
+SETTINGS_WITHOUT_VALUE = {"queue.data_dir", "queue.fsync", "admin.host"}
+"""Settings without a value: an embedded queue has no producers in a pod, and probes come from outside."""
 
 
-@pytest.mark.parametrize("values", [{}, *(CASES[name] for name in ("files", "fenced-all", "rules"))])
-def test_lint_finds_nothing(values: Mapping[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "values", [{}, *(CASES[name] for name in ("files", "network-policy-all-rules", "rules"))]
+)
+def test_lint_reports_no_problem(values: Mapping[str, Any]) -> None:
     done = helm("lint", "--strict", values={**BASIC, **values})
     assert done.returncode == 0, done.stdout
     assert "[WARNING]" not in done.stdout
 
 
-@pytest.mark.parametrize(("values", "says"), REFUSED, ids=[says for _, says in REFUSED])
-def test_wrong_value_is_refused_by_name(values: Mapping[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    ("values", "message"), REJECTED_VALUES, ids=[message for _, message in REJECTED_VALUES]
+)
+def test_invalid_value_is_rejected_by_name(values: Mapping[str, Any], message: str) -> None:
     done = helm("template", "night", values={**BASIC, **values})
     assert (done.returncode, done.stdout) == (1, "")
-    assert says in done.stderr
+    assert message in done.stderr
     assert "nil pointer" not in done.stderr
 
 
-def test_everything_wrong_is_said_at_once() -> None:
+def test_all_invalid_values_are_reported_together() -> None:
     config = {"retry": {"base_s": 90}, "budget": {"upper": 0.5}}
-    told = helm("template", "night", values={"config": config}).stderr
-    assert [line.partition(":")[0] for line in told.splitlines() if line.startswith("- ")] == [
+    error_output = helm("template", "night", values={"config": config}).stderr
+    assert [line.partition(":")[0] for line in error_output.splitlines() if line.startswith("- ")] == [
         "- pool.name",
         "- gateway.url",
         "- config.retry.max_s",
@@ -51,38 +55,45 @@ def test_everything_wrong_is_said_at_once() -> None:
     ]
 
 
-def test_lint_says_what_is_wrong_once() -> None:
-    told = helm("lint").stderr
-    assert [told.count(each) for each in ("- pool.name: is required", "- gateway.url: is required")] == [1, 1]
+def test_lint_reports_each_invalid_value_once() -> None:
+    error_output = helm("lint").stderr
+    assert [
+        error_output.count(each) for each in ("- pool.name: is required", "- gateway.url: is required")
+    ] == [1, 1]
 
 
-def test_header_that_the_program_would_mask_comes_from_a_secret_or_not_at_all() -> None:
-    secret = ("Authorization", "Proxy-Authorization", "Cookie", "api-key", "ApiKey", "X-Auth-Token",
+def test_header_that_the_program_masks_is_rejected_in_values() -> None:
+    secret_headers = ("Authorization", "Proxy-Authorization", "Cookie", "api-key", "ApiKey", "X-Auth-Token",
               "Ocp-Apim-Subscription-Key", "X-Client-Secret", "x_password")  # fmt: skip
-    others = ("Host", "X-Route", "X-Scope-OrgID")
-    assert {name for name in (*secret, *others) if is_secret_name(name)} == set(secret)
-    for names, wanted in (((*secret, *others), set(secret)), (others, set())):
+    other_headers = ("Host", "X-Route", "X-Scope-OrgID")
+    assert {name for name in (*secret_headers, *other_headers) if is_secret_name(name)} == set(secret_headers)
+    for names, expected_headers in (
+        ((*secret_headers, *other_headers), set(secret_headers)),
+        (other_headers, set()),
+    ):
         gateway = {"url": "http://gateway", "headers": dict.fromkeys(names, "hunter2")}
-        told = helm("template", "night", values={**BASIC, "gateway": gateway}).stderr
-        assert set(re.findall(r"gateway\.headers: (\S+) looks like a secret", told)) == wanted
-        assert "hunter2" not in told
+        error_output = helm("template", "night", values={**BASIC, "gateway": gateway}).stderr
+        assert (
+            set(re.findall(r"gateway\.headers: (\S+) looks like a secret", error_output)) == expected_headers
+        )
+        assert "hunter2" not in error_output
 
 
-def test_headers_from_a_secret_reach_the_program() -> None:
+def test_headers_from_an_environment_variable_reach_the_program() -> None:
     variable = {"name": "BATCH_DISPATCHER__GATEWAY__HEADERS", "value": '{"X-Api-Key": "hunter2"}'}
     release = render({"gateway": {"url": "http://a", "headers": {"X-Odd": "1"}}, "extraEnv": [variable]})
-    assert release.settings().gateway.headers == {"X-Api-Key": "hunter2"}, "all of them, or none"
+    assert release.settings().gateway.headers == {"X-Api-Key": "hunter2"}, "the variable replaces all headers"
 
 
-def test_a_secret_in_the_wrong_place_is_not_repeated() -> None:
+def test_error_does_not_repeat_a_misplaced_secret() -> None:
     config = {"queue": {"url": "redis://:hunter2@redis"}}
     assert "hunter2" not in helm("template", "night", values={**BASIC, "config": config}).stderr
 
 
-def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
-    """Each key of every section, given outright, comes through to the program as it was given."""
+def test_every_setting_of_the_program_is_a_value_of_the_same_type() -> None:
+    """Every key of every section reaches the program unchanged."""
     tls = {"ca_file": "/a", "cert_file": "/b", "key_file": "/c", "insecure_skip_verify": True}
-    given: dict[str, Any] = {
+    top_level: dict[str, Any] = {
         "pool": {"name": "qwen", "namespace": "models"},
         "gateway": {
             "url": "https://gateway/prefix",
@@ -133,13 +144,14 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
                     "subset_header": "x-subset", "warmup": {"by": "gateway", "timeout_s": 1.5}},
         "models": [
             {"name": "Qwen/Qwen3-32B", "when_not_served": "fail"},
-            {"name": "adapter", "match": "adapter-v(?P<version>[0-9]+)", "policy": {"specific": ["2", "v3"]},
+            {"name": "adapter", "match": "adapter-v{version}", "policy": {"specific": ["2", "v3"]},
              "labels": {"stable": "2"}, "transition": "resource", "pin": "job",
              "weights": {"v3": 0.05, "2": 0},
              "warmup": "/more/warmup.jsonl", "warmup_required": True},
-            *({"name": f"m-{policy}", "match": "m-.+", "policy": policy} for policy in ("latest", "all")),
-            {"name": "m-2", "match": "m-.+", "policy": {"latest": 2}},
-            {"name": "m-stable", "match": "m-.+", "policy": {"label": "stable"}},
+            {"name": "m-latest", "match": "m-{version}", "policy": "latest"},
+            {"name": "m-all", "match": "m-{version}", "policy": "all"},
+            {"name": "m-2", "match": "m-{version}", "policy": {"latest": 2}},
+            {"name": "m-stable", "match": "m-{version}", "policy": {"label": "stable"}},
         ],
         "retry": {"base_s": 0.001, "max_s": 86400, "max_attempts": 1, "max_deliveries": 1},
         "shutdown": {"drain_s": 0},
@@ -147,58 +159,58 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
         "log": {"level": "debug", "format": "console"},
         "tracing": {"endpoint": "http://collector:4318", "sample_ratio": 1e-7},
     }  # fmt: skip
-    settings = render({**given, "config": config}).settings()
-    in_a_pod = {"admin": {**config["admin"], "host": "0.0.0.0"}}
-    expected = parse_settings(json.dumps({**given, **config, **in_a_pod}), {})
+    settings = render({**top_level, "config": config}).settings()
+    pod_settings = {"admin": {**config["admin"], "host": "0.0.0.0"}}
+    expected = parse_settings(json.dumps({**top_level, **config, **pod_settings}), {})
     assert isinstance(expected, Settings)
     assert settings.model_dump() == expected.model_dump()
-    named = {path for section in (given, config) for path in paths(section)}
-    left = set(key_paths(Settings)) - {path_of(path) for path in named}
-    assert {path for path in left if not path.startswith("signals.vllm.")} == NOT_HERE
+    paths_given = {path for section in (top_level, config) for path in list_paths(section)}
+    settings_left = set(key_paths(Settings)) - {find_setting(path) for path in paths_given}
+    assert {path for path in settings_left if not path.startswith("signals.vllm.")} == SETTINGS_WITHOUT_VALUE
 
 
-def test_model_servers_are_values_and_stand_in_place_of_the_picker() -> None:
+def test_model_servers_can_be_configured_instead_of_the_picker() -> None:
     tls = {"ca_file": "/ca", "cert_file": "/cert", "key_file": "/key", "insecure_skip_verify": True}
     vllm = {"service": "vllm", "port": 8001, "token_file": "/t", "tls": tls}
     for servers in (vllm, {"urls": ["http://a:8000"]}):
         rendered = render(
             {**BASIC, "config": {"signals": {"vllm": servers}}, "kubernetes": {"enabled": False}}
         )
-        shown = rendered.settings().signals.vllm
-        assert shown.model_dump(include=set(servers), exclude={"urls"}) == {
+        vllm_settings = rendered.settings().signals.vllm
+        assert vllm_settings.model_dump(include=set(servers), exclude={"urls"}) == {
             name: value for name, value in servers.items() if name != "urls"
         }
-        assert [url.reveal() for url in shown.urls] == servers.get("urls", [])
-    offered = {path for path in key_paths(Settings) if path.startswith("signals.vllm.")}
-    given = set(paths({"signals": {"vllm": {**vllm, "urls": []}}}))
-    assert offered <= given
+        assert [url.reveal() for url in vllm_settings.urls] == servers.get("urls", [])
+    vllm_paths = {path for path in key_paths(Settings) if path.startswith("signals.vllm.")}
+    paths_given = set(list_paths({"signals": {"vllm": {**vllm, "urls": []}}}))
+    assert vllm_paths <= paths_given
 
 
-def paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def list_paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in section.items():
         yield f"{prefix}{name}"
         if isinstance(value, dict):
-            yield from paths(value, f"{prefix}{name}.")
+            yield from list_paths(value, f"{prefix}{name}.")
 
 
-def path_of(path: str) -> str:
-    """Without the names within a map."""
+def find_setting(path: str) -> str:
+    """Return the setting of a path, without the keys of a map."""
     return next((each for each in key_paths(Settings) if path == each), path)
 
 
-def test_no_setting_has_to_be_given() -> None:
+def test_settings_are_optional() -> None:
     settings = render({}).settings()
     assert settings.model_fields_set == {"pool", "gateway", "queue", "admin"}
     assert settings.queue.url.reveal() == "redis://night-batch-dispatcher-valkey.llm.svc:6379"
     assert settings.pool.namespace == "llm"
 
 
-def test_null_is_the_program_s_default_where_the_program_has_it_so() -> None:
-    nothing = {"budget": {"upper": None, "max_in_flight": None}, "signals": {"max_age_s": None}}
-    assert render({"config": nothing}).settings().limit_policy() == render({}).settings().limit_policy()
+def test_null_selects_the_default_of_the_program() -> None:
+    nulls = {"budget": {"upper": None, "max_in_flight": None}, "signals": {"max_age_s": None}}
+    assert render({"config": nulls}).settings().limit_policy() == render({}).settings().limit_policy()
 
 
-def test_lists_and_maps_can_be_taken_out() -> None:
+def test_lists_and_maps_can_be_set_to_null() -> None:
     maps = (
         "affinity",
         "nodeSelector",
@@ -217,25 +229,29 @@ def test_lists_and_maps_can_be_taken_out() -> None:
 def test_every_value_is_described() -> None:
     readme = (CHART / "README.md").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    bare = [path for path in leaves(values) if not any(f"| `{above}` |" in readme for above in upward(path))]
-    assert bare == []
+    undescribed = [
+        path
+        for path in list_leaves(values)
+        if not any(f"| `{parent}` |" in readme for parent in list_parents(path))
+    ]
+    assert undescribed == []
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def list_leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from list_leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
 
 
-def upward(path: str) -> Iterator[str]:
+def list_parents(path: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]
 
 
-def test_value_sets_of_the_guide_render() -> None:
+def test_values_in_the_guides_can_be_rendered() -> None:
     for page, count in (("install.md", 11), ("models.md", 1)):
         text = (DOCS / "how-to" / page).read_text()
         found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", text, re.DOTALL)
@@ -244,7 +260,7 @@ def test_value_sets_of_the_guide_render() -> None:
             assert isinstance(render(yaml.safe_load(values)).settings(), Settings)
 
 
-def test_a_warmup_file_lies_where_the_guide_mounts_it() -> None:
+def test_warmup_file_is_mounted_at_the_path_of_the_guide() -> None:
     page = (DOCS / "how-to" / "models.md").read_text()
     (values,) = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
     release = render(yaml.safe_load(values))
@@ -273,14 +289,14 @@ def test_a_warmup_file_lies_where_the_guide_mounts_it() -> None:
     ],
     ids=json.dumps,
 )
-def test_a_version_that_is_written_wrong_is_refused_before_it_is_installed(model: Mapping[str, Any]) -> None:
+def test_invalid_model_version_is_rejected_before_installation(model: Mapping[str, Any]) -> None:
     config = {"models": [{"name": "q", "match": "q-.+", **model}]}
     done = helm("template", "night", values={**BASIC, "config": config})
     assert (done.returncode, done.stdout) == (1, "")
     assert "/config/models/0" in done.stderr
 
 
-def test_urls_of_the_guide_are_the_program_s() -> None:
+def test_program_accepts_the_urls_of_the_guide() -> None:
     page = (DOCS / "how-to" / "install.md").read_text()
     urls = re.findall(r"`(rediss?(?:\+\w+)?://USER:PASSWORD@[^`]+)`", page)
     assert {url.partition(":")[0] for url in urls} == {"rediss", "redis+sentinel", "redis+cluster"}
@@ -288,27 +304,31 @@ def test_urls_of_the_guide_are_the_program_s() -> None:
         found = parse_settings(json.dumps(BASIC), {"BATCH_DISPATCHER__QUEUE__URL": url})
         assert isinstance(found, Settings), found
         assert found.queue.url.credentials == ("USER", "PASSWORD")
-        connect(url)  # a client, which connects when it is first used
+        connect(url)  # This only creates a client, which connects at its first use.
 
 
-def test_values_that_the_guide_names_exist() -> None:
+def test_values_named_in_the_guide_exist() -> None:
     page = (DOCS / "how-to" / "install.md").read_text()
     readme = (CHART / "README.md").read_text()
-    tops = set(yaml.safe_load((CHART / "values.yaml").read_text())) - {"config", "gateway", "pool"}
+    top_level_values = set(yaml.safe_load((CHART / "values.yaml").read_text())) - {
+        "config",
+        "gateway",
+        "pool",
+    }
     for path in re.findall(r"[`=]([a-zA-Z]+(?:\.[a-zA-Z]+)+)\b(?!_)", page):
-        if path.partition(".")[0] in tops:
-            there = any(f"| `{above}` |" in readme for above in upward(path))
-            assert there or f"| `{path}." in readme, path
+        if path.partition(".")[0] in top_level_values:
+            is_described = any(f"| `{parent}` |" in readme for parent in list_parents(path))
+            assert is_described or f"| `{path}." in readme, path
 
 
-def test_links_of_the_readme_lead_to_what_is_there() -> None:
+def test_links_of_the_readme_exist() -> None:
     links = re.findall(r"\]\(([^)#]+)", (CHART / "README.md").read_text())
     assert links
     assert [link for link in links if not (CHART / link).exists()] == []
 
 
-def test_package_holds_what_the_templates_read(tmp_path: Any) -> None:
-    done = helm_package(tmp_path)
+def test_package_contains_files_read_by_the_templates(tmp_path: Any) -> None:
+    done = package_chart(tmp_path)
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("*.tgz")
     names = subprocess.run(["tar", "-tzf", archive], capture_output=True, text=True, check=True).stdout
@@ -317,7 +337,7 @@ def test_package_holds_what_the_templates_read(tmp_path: Any) -> None:
     assert "batch-dispatcher/values.schema.json" in names
 
 
-def helm_package(directory: Any) -> subprocess.CompletedProcess[str]:
+def package_chart(directory: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [require_tool("helm"), "package", str(CHART), "--destination", str(directory)],
         capture_output=True,

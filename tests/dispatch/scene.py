@@ -1,4 +1,4 @@
-"""A dispatcher, a queue in memory whose markers may be away, and a gateway, in virtual time."""
+"""A scene in virtual time: a dispatcher, a queue in memory, and a gateway that answers."""
 
 from __future__ import annotations
 
@@ -27,40 +27,48 @@ from dispatcher.telemetry.events import Event, divert_events
 from dispatcher.telemetry.metrics import Metrics
 
 
-class MarkersApart(MemoryQueue):
-    """Markers of ids that begin with one of these letters lie on nodes that are away."""
+class QueueWithUnreadableMarkers(MemoryQueue):
+    """Queue whose cancel markers can be unreadable, as if their Cluster node did not answer."""
 
-    away = ""
-    record_claim = looked_up = 0
+    unreadable_prefixes = ""
+    """First letters of the request ids whose cancel markers cannot be read."""
+    claimed_count = 0
+    """Number of leases that claims have returned."""
+    cancel_check_count = 0
+    """Number of calls that look up cancel markers."""
 
-    async def claim(self, max_count: int, nonce: str, permit: Permit, **how: Any) -> ClaimResult:
-        claimed = await super().claim(max_count, nonce, permit, **how)
-        self.record_claim += len(claimed.leases)
+    async def claim(self, max_count: int, nonce: str, permit: Permit, **options: Any) -> ClaimResult:
+        claimed = await super().claim(max_count, nonce, permit, **options)
+        self.claimed_count += len(claimed.leases)
         return claimed
 
     async def check_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        self.looked_up += 1
-        if any(name.startswith(letter) for name, _ in requests for letter in self.away):
+        self.cancel_check_count += 1
+        if any(
+            request_id.startswith(letter) for request_id, _ in requests for letter in self.unreadable_prefixes
+        ):
             await asyncio.sleep(0.1)
             raise QueueUnavailableError("Redis did not answer in time")
         return await super().check_cancelled(requests)
 
 
-class Answers:
-    """A gateway that answers after so long."""
+class AnsweringGateway:
+    """Gateway that answers every request with status 200."""
 
-    takes_s = 0.0
+    answer_after_s = 0.0
+    """Time from the request to its answer."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
+        """Ids of the requests, in the order in which they were sent."""
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: object
     ) -> AttemptResult:
-        began = asyncio.get_running_loop().time()
+        sent_at = asyncio.get_running_loop().time()
         self.sent.append(request.id)
-        await asyncio.sleep(self.takes_s)
-        return AttemptResult(Delivered(200, b"{}"), began, asyncio.get_running_loop().time())
+        await asyncio.sleep(self.answer_after_s)
+        return AttemptResult(Delivered(200, b"{}"), sent_at, asyncio.get_running_loop().time())
 
     def get_connected_at(self, token: str) -> float | None:
         return None
@@ -69,18 +77,18 @@ class Answers:
 
 
 def open_limiter() -> Limiter:
-    """It has read at 1 s that a pool of ten is empty, and is told nothing more."""
+    """Return a limiter whose only reading, taken at 1 s, shows an empty pool of ten."""
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     limiter.add_reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
     return limiter
 
 
-def lease(entry: int = 1, **changes: Any) -> Lease:
-    """One of its first delivery, by a token of its own."""
-    first = Lease(
-        entry, f"t-{entry}", b"", 0.0, deliveries=1, failed_attempts=0, refusals=0, deaths_as_suspect=0
+def lease(entry_id: int = 1, **changes: Any) -> Lease:
+    """Return a lease of the first delivery, with the token `t-<entry_id>`."""
+    first_lease = Lease(
+        entry_id, f"t-{entry_id}", b"", 0.0, deliveries=1, failed_attempts=0, refusals=0, deaths_as_suspect=0
     )
-    return first.copy_with(**changes)
+    return first_lease.copy_with(**changes)
 
 
 def request(number: int = 1, **changes: Any) -> Request:
@@ -88,16 +96,18 @@ def request(number: int = 1, **changes: Any) -> Request:
 
 
 class Scene:
+    """A running dispatcher and everything that it talks to."""
+
     def __init__(
         self,
-        gateway: Answers | None = None,
+        gateway: AnsweringGateway | None = None,
         options: Options | None = None,
         servers: ModelServers | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.store = MemoryStore(clock=loop.time)
-        self.queue, self.gateway = MarkersApart(self.store, "a"), gateway or Answers()
+        self.queue, self.gateway = QueueWithUnreadableMarkers(self.store, "a"), gateway or AnsweringGateway()
         self.limiter = open_limiter()
         self.dispatcher = Dispatcher(
             self.queue,
@@ -109,37 +119,46 @@ class Scene:
         )
         self.task = asyncio.create_task(self.dispatcher.run())
 
-    async def record_completion(self) -> None:
+    async def wait_until_finished(self) -> None:
+        """Wait until the dispatcher has stopped."""
         await self.task
 
-    async def submit(self, *names: str) -> None:
-        until = int(time.time()) + 10**6
+    async def submit(self, *request_ids: str) -> None:
+        deadline = int(time.time()) + 10**6
         await self.store.submit(
             [
-                Submission(encode_member(name, b"{}", until, token="t"), float(until), name, "t", until)
-                for name in names
+                Submission(
+                    encode_member(request_id, b"{}", deadline, token="t"),
+                    float(deadline),
+                    request_id,
+                    "t",
+                    deadline,
+                )
+                for request_id in request_ids
             ]
         )
 
-    def told(self) -> list[str]:
-        """Of the queue, to the log."""
+    def list_queue_events(self) -> list[str]:
+        """Return the names of the log events about the queue, in order."""
         return [event.event_name for event, _ in self.events if event.event_name.startswith("queue-")]
 
 
-def perform(
-    scene_of: Callable[[Scene], Awaitable[None]],
-    gateway: Answers | None = None,
+def run_in_scene(
+    check: Callable[[Scene], Awaitable[None]],
+    gateway: AnsweringGateway | None = None,
     options: Options | None = None,
     *,
     servers: ModelServers | None = None,
 ) -> None:
+    """Run `check` beside the dispatcher, then drain it and wait until it has stopped."""
+
     async def main() -> None:
         events: list[tuple[Event, Mapping[str, Any]]] = []
         with divert_events(lambda event, fields: events.append((event, fields))):
             scene = Scene(gateway, options, servers)
             scene.events = events
-            await scene_of(scene)
+            await check(scene)
             scene.dispatcher.drain(1.0)
-            await scene.record_completion()
+            await scene.wait_until_finished()
 
     run_in_virtual_time(main(), start=2.0)

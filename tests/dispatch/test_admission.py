@@ -1,101 +1,98 @@
-"""Which claimed request is sent, and how the lease of another ends instead."""
+"""Admission of claimed requests: which are admitted, and how the lease of each other one ends."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+import asyncio
 
 import pytest
 
 from dispatcher.core.gateway.outcome import RetryPolicy
-from dispatcher.core.requests.request import Request
+from dispatcher.core.requests.request import Rejection, Request
 from dispatcher.core.requests.result import ErrorCode
-from dispatcher.dispatch.admission import EARLY_RULES, SEND_RULES, AdmissionCase, apply_rules, parse_lease
-from dispatcher.dispatch.completions import Completion
-from dispatcher.ports import DeadLetter, Lease, Release, Settlement
-from tests.queue.made import member
+from dispatcher.dispatch.admission import LARGE_MEMBER_BYTES, Admission, check_request
+from dispatcher.dispatch.claimed_request import ClaimedLeases
+from dispatcher.dispatch.completions import Completion, get_lease
+from dispatcher.dispatch.in_flight import InFlightTable
+from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.sequences.turns import ParsedRequestCache
+from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.simulation.virtual_loop import run_in_virtual_time
+from dispatcher.ports import DeadLetter, Lease, Permit, Settlement
+from tests.dispatch.scene import lease, request
+from tests.queue.factories import member
 
-LEASE = Lease(
-    entry_id=1,
-    token="t",
-    member=b"",
-    score=0.0,
-    deliveries=1,
-    failed_attempts=0,
-    refusals=0,
-    deaths_as_suspect=0,
-)
-REQUEST = Request(id="r-1", deadline=1000, payload=b"{}")
-RULES = (*EARLY_RULES, *SEND_RULES)
+POLICY = RetryPolicy(max_deliveries=5)
+PERMIT = Permit(10, read_at=1.0, lost_units=0)
 
 
-def case(**changes: Any) -> AdmissionCase:
-    found = AdmissionCase(LEASE, REQUEST, unix_now=0.0, retry_policy=RetryPolicy(max_deliveries=5))
-    for name, value in changes.items():
-        setattr(found, name, value)
-    return found
+def test_valid_request_in_time_is_admitted() -> None:
+    admitted = request()
+    assert check_request(lease(), admitted, 0.0, POLICY) is admitted
 
 
-def code_of(ending: Completion | None) -> str:
-    if isinstance(ending, Settlement):
-        return ending.result_class
-    return {DeadLetter: "buried", Release: "given back"}.get(type(ending), "sent")
+def test_rejected_member_ends_with_its_error() -> None:
+    rejection = Rejection(ErrorCode.TOO_LARGE, "the payload is too large", "r-1", "secret", "")
+    completion = check_request(lease(), rejection, 0.0, POLICY)
+    assert isinstance(completion, Settlement)
+    assert (completion.request_id, completion.result_class) == ("r-1", ErrorCode.TOO_LARGE)
 
 
-OBJECTIONS: dict[str, Callable[[AdmissionCase], AdmissionCase]] = {
-    "buried": lambda c: replace(c, lease=c.lease.copy_with(deaths_as_suspect=6)),
-    ErrorCode.DEADLINE_EXCEEDED: lambda c: replace(c, unix_now=1000.0),
-    ErrorCode.CANCELLED: lambda c: replace(c, is_cancelled=True),
-    ErrorCode.INVALID_REQUEST: lambda c: replace(c, result_list_problem="it is a string"),
-    "given back": lambda c: replace(c, can_send=False),
-}
-"""In the order of the rules."""
+def test_request_whose_owners_died_too_often_becomes_a_dead_letter() -> None:
+    assert isinstance(check_request(lease(deaths_as_suspect=6), request(), 0.0, POLICY), DeadLetter)
 
 
-def test_request_that_nothing_is_said_against_is_sent() -> None:
-    assert apply_rules(case(), RULES) is None
+def test_request_past_its_deadline_ends_with_that_error() -> None:
+    completion = check_request(lease(), request(deadline=1000), 1000.0, POLICY)
+    assert isinstance(completion, Settlement)
+    assert completion.result_class == ErrorCode.DEADLINE_EXCEEDED
 
 
-@pytest.mark.parametrize("code", OBJECTIONS)
-def test_each_objection_ends_the_lease_its_way(code: str) -> None:
-    assert code_of(apply_rules(OBJECTIONS[code](case()), RULES)) == code
+def test_deaths_count_before_the_deadline() -> None:
+    completion = check_request(lease(deaths_as_suspect=6), request(deadline=1000), 1000.0, POLICY)
+    assert isinstance(completion, DeadLetter)
 
 
-def test_first_objection_decides() -> None:
-    order = list(OBJECTIONS)
-    for earlier, later in itertools.combinations(order, 2):
-        both = OBJECTIONS[earlier](OBJECTIONS[later](case()))
-        assert code_of(apply_rules(both, RULES)) == earlier
+def admit(
+    *leases: Lease, max_payload_bytes: int = 10**6
+) -> tuple[list[Request], list[Completion], InFlightTable]:
+    """Return the admitted requests, the completions of the others, and the table."""
+
+    async def main() -> tuple[list[Request], list[Completion], InFlightTable]:
+        table, completed = InFlightTable(), list[Completion]()
+        queue = MemoryQueue(MemoryStore(clock=asyncio.get_running_loop().time), "a")
+        options = Options(POLICY, max_payload_bytes=max_payload_bytes)
+        admission = Admission(queue, table, ParsedRequestCache(), options, completed.append)
+        admitted = admission.admit_leases(ClaimedLeases(leases, 7.0, PERMIT))
+        assert all(claimed.entry in table for claimed in admitted)
+        assert all(entry.confirmed_at == 7.0 for entry in table)
+        return [claimed.request for claimed in admitted], completed, table
+
+    return run_in_virtual_time(main())
 
 
-@pytest.mark.parametrize("doubt", [{"is_cancelled": None}, {"can_send": False}, {"is_lease_valid": False}])
-def test_what_is_not_sure_is_given_back_untouched(doubt: dict[str, Any]) -> None:
-    ending = apply_rules(case(**doubt), RULES)
-    assert ending == Release(LEASE, delay_s=0.0, is_undelivered=True)
-
-
-def test_tenant_at_rest_holds_its_request_for_so_long() -> None:
-    assert apply_rules(case(get_rest_s=lambda: 3.0), RULES) == Release(
-        LEASE, delay_s=3.0, is_undelivered=True
+def test_members_are_parsed_and_every_lease_is_in_the_table() -> None:
+    admitted, completed, table = admit(
+        lease(1, member=member("r-1", 10**10)),
+        lease(2, member=b"no member"),
+        lease(3, member=member("r-3", 10**10)),
     )
+    assert [each.id for each in admitted] == ["r-1", "r-3"]
+    assert [get_lease(each).entry_id for each in completed] == [2]
+    assert isinstance(completed[0], DeadLetter)
+    assert len(table) == 3
 
 
-@pytest.mark.parametrize("code", OBJECTIONS)
-def test_who_does_not_go_is_not_counted_as_gone_for_its_tenant(code: str) -> None:
-    def asked() -> float:
-        raise AssertionError("asked whether it goes, though it does not")
+def test_payload_above_the_limit_is_rejected() -> None:
+    admitted, completed, _ = admit(lease(2, member=member("r-2", 10**10)), max_payload_bytes=1)
+    assert admitted == []
+    assert isinstance(completed[0], Settlement)
+    assert (completed[0].request_id, completed[0].result_class) == ("r-2", ErrorCode.TOO_LARGE)
 
-    assert apply_rules(OBJECTIONS[code](case(get_rest_s=asked)), RULES) is not None
 
-
-def test_member_is_parsed_or_its_lease_ends() -> None:
-    good = parse_lease(LEASE.copy_with(member=member("r-1")), 10**6)
-    assert isinstance(good, Request)
-    assert good.id == "r-1"
-    unnamed = parse_lease(LEASE.copy_with(member=b"no member"), 10**6)
-    assert isinstance(unnamed, DeadLetter)
-    large = parse_lease(LEASE.copy_with(member=member("r-2")), 1)
-    assert isinstance(large, Settlement)
-    assert (large.request_id, large.result_class) == ("r-2", ErrorCode.TOO_LARGE)
+@pytest.mark.parametrize("extra_bytes", [0, 1])
+def test_large_member_is_not_kept_beside_its_request(extra_bytes: int) -> None:
+    valid = member("r-1", 10**10)
+    padded = valid[:-1] + b" " * (LARGE_MEMBER_BYTES + extra_bytes - len(valid)) + valid[-1:]
+    _, _, table = admit(lease(1, member=padded))
+    (entry,) = table
+    assert (entry.lease.member == b"") == bool(extra_bytes)

@@ -1,4 +1,4 @@
-"""Which changes of the gate's reason are told, and when."""
+"""Changes of the gate's reason and of sequences that are logged, and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dispatcher.dispatch.change_log import (
 from dispatcher.telemetry.events import Event
 
 
-def test_a_gate_that_closes_for_a_moment_is_told_twice() -> None:
+def test_gate_that_closes_for_a_moment_is_logged_twice() -> None:
     changes = GateChangeLog()
     assert changes.check_reason(Reason.STARTING, 0.0) == 0
     assert changes.check_reason(Reason.FULL, 5.0) == 0
@@ -28,20 +28,20 @@ def test_a_gate_that_closes_for_a_moment_is_told_twice() -> None:
     assert changes.check_reason(Reason.FULL, 5.2) == 0
 
 
-def test_a_busy_gate_that_is_full_and_open_in_turn_is_told_six_times_a_minute() -> None:
+def test_gate_that_alternates_between_full_and_open_is_logged_six_times_a_minute() -> None:
     changes = GateChangeLog()
     changes.check_reason(Reason.OPEN, 0.0)
-    told = [
+    replies = [
         (at, changes.check_reason(Reason.FULL if step % 2 else Reason.OPEN, at))
         for step in range(1, 6000)
         if (at := step / 100)
     ]
-    lines = [(at, untold) for at, untold in told if untold is not None]
-    assert [at for at, _ in lines] == [1.01, 11.02, 21.03, 31.04, 41.05, 51.06]
-    assert {untold for _, untold in lines[1:]} == {1000}
+    events = [(at, skipped_count) for at, skipped_count in replies if skipped_count is not None]
+    assert [at for at, _ in events] == [1.01, 11.02, 21.03, 31.04, 41.05, 51.06]
+    assert {skipped_count for _, skipped_count in events[1:]} == {1000}
 
 
-def test_a_pool_that_became_too_full_is_told_at_once() -> None:
+def test_saturated_pool_is_logged_immediately() -> None:
     changes = GateChangeLog()
     assert changes.check_reason(Reason.OPEN, 0.0) == 0
     assert changes.check_reason(Reason.FULL, 1.5) == 0
@@ -49,64 +49,70 @@ def test_a_pool_that_became_too_full_is_told_at_once() -> None:
     assert changes.check_reason(Reason.FULL, 1.7) == 0
 
 
-def test_an_open_gate_that_was_quiet_tells_at_once_what_it_lacks() -> None:
+def test_first_change_of_an_open_gate_after_a_quiet_time_is_logged_immediately() -> None:
     changes = GateChangeLog()
     changes.check_reason(Reason.IDLE, 0.0)
     assert changes.check_reason(Reason.OPEN, 60.0) == 0
-    assert changes.check_reason(Reason.NO_ROOM, 60.1) == 0, "and whatever was told before, that it closed"
-    assert changes.check_reason(Reason.FULL, 60.2) == 0, "and that it opened"
+    assert changes.check_reason(Reason.NO_ROOM, 60.1) == 0, (
+        "a closed gate is logged despite the event just before"
+    )
+    assert changes.check_reason(Reason.FULL, 60.2) == 0, "and so is a gate that opens"
 
 
-def test_a_change_that_came_back_before_it_was_told_is_not_told() -> None:
+def test_change_that_is_reverted_before_it_is_logged_is_not_logged() -> None:
     changes = GateChangeLog()
     changes.check_reason(Reason.FULL, 0.0)
     assert changes.check_reason(Reason.IDLE, 0.1) is None
     assert changes.check_reason(Reason.FULL, 0.2) is None
     assert changes.check_reason(Reason.FULL, 15.0) is None
-    assert changes.check_reason(Reason.PAUSED, 16.0) == 2, "they are counted with the next that is"
+    assert changes.check_reason(Reason.PAUSED, 16.0) == 2, (
+        "the next event counts the changes that were not logged"
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Reason)), st.floats(0.0, 0.3)), max_size=300))
-def test_every_change_is_told_or_counted_and_what_lasts_is_told(steps: list[tuple[Reason, float]]) -> None:
-    changes, now, last = GateChangeLog(), 0.0, None
-    changed = told = 0
-    lines: list[float] = []
-    shown: Reason | None = None
+def test_every_change_is_logged_or_counted_and_a_lasting_reason_is_logged(
+    steps: list[tuple[Reason, float]],
+) -> None:
+    changes, now, last_reason = GateChangeLog(), 0.0, None
+    change_count = logged_or_counted = 0
+    logged_at: list[float] = []
+    logged_reason: Reason | None = None
     for reason, pause_s in steps:
         now += pause_s
-        changed += reason is not last
-        last = reason
-        untold = changes.check_reason(reason, now)
-        if untold is not None:
-            assert reason is not shown, "no line without a change"
-            told += untold + 1
-            lines.append(now)
-            shown = reason
-    assert told <= changed
-    for at in lines:
-        at_most = MAX_IMMEDIATE_CHANGES + FLAPPING_WINDOW_S / STABLE_AFTER_S + 1
-        assert sum(at <= other < at + FLAPPING_WINDOW_S for other in lines) <= at_most
-    if last is not None:
-        changes.check_reason(last, now + OPEN_LOG_INTERVAL_S)
-        assert changes.check_reason(last, now + 2 * OPEN_LOG_INTERVAL_S) is None
-        assert changes._logged_reason is last
+        change_count += reason is not last_reason
+        last_reason = reason
+        skipped_count = changes.check_reason(reason, now)
+        if skipped_count is not None:
+            assert reason is not logged_reason, "no event without a change"
+            logged_or_counted += skipped_count + 1
+            logged_at.append(now)
+            logged_reason = reason
+    assert logged_or_counted <= change_count
+    for at in logged_at:
+        max_count = MAX_IMMEDIATE_CHANGES + FLAPPING_WINDOW_S / STABLE_AFTER_S + 1
+        assert sum(at <= later < at + FLAPPING_WINDOW_S for later in logged_at) <= max_count
+    if last_reason is not None:
+        changes.check_reason(last_reason, now + OPEN_LOG_INTERVAL_S)
+        assert changes.check_reason(last_reason, now + 2 * OPEN_LOG_INTERVAL_S) is None
+        assert changes._logged_reason is last_reason
 
 
-def test_what_happened_to_sequences_before_the_first_look_is_not_told() -> None:
+def test_sequence_changes_before_the_first_check_are_not_logged() -> None:
     changes = SequenceChangeLog()
     assert changes.collect_events(SequenceCounters(held=3, last_held="a"), 0.0) == []
     assert changes.collect_events(SequenceCounters(held=3, last_held="a"), 1.0) == []
-    told = changes.collect_events(SequenceCounters(held=4, last_held="b", idle=2, cancelled=1), 2.0)
-    assert told == [
+    events = changes.collect_events(SequenceCounters(held=4, last_held="b", idle=2, cancelled=1), 2.0)
+    assert events == [
         (Event.SEQUENCES_HELD, {"held": 1, "newest": "b"}),
         (Event.SEQUENCES_ENDED, {"idle": 2, "cancelled": 1}),
     ]
 
 
-def test_a_hundred_thousand_that_abort_are_a_line_a_minute_and_none_is_left_out() -> None:
+def test_many_aborted_sequences_are_one_event_a_minute_that_counts_all() -> None:
     changes = SequenceChangeLog()
     changes.collect_events(SequenceCounters(), 0.0)
-    lines = [
+    events = [
         (second, fields)
         for second in range(1, 200)
         for event, fields in changes.collect_events(
@@ -114,15 +120,15 @@ def test_a_hundred_thousand_that_abort_are_a_line_a_minute_and_none_is_left_out(
         )
         if event is Event.SEQUENCES_ABORTED
     ]
-    assert [second for second, _ in lines] == [
+    assert [second for second, _ in events] == [
         1,
         1 + SEQUENCE_LOG_INTERVAL_S,
         1 + 2 * SEQUENCE_LOG_INTERVAL_S,
     ]
-    assert [fields["aborted"] for _, fields in lines] == [1000, 60_000, 39_000]
+    assert [fields["aborted"] for _, fields in events] == [1000, 60_000, 39_000]
 
 
-def test_one_kind_that_was_just_told_keeps_no_other_back() -> None:
+def test_event_of_one_kind_does_not_delay_events_of_other_kinds() -> None:
     changes = SequenceChangeLog()
     changes.collect_events(SequenceCounters(), 0.0)
     changes.collect_events(SequenceCounters(held=1, last_held="a"), 1.0)
@@ -132,7 +138,7 @@ def test_one_kind_that_was_just_told_keeps_no_other_back() -> None:
     ]
 
 
-def test_counters_that_the_queue_has_lost_begin_anew() -> None:
+def test_counters_that_the_queue_lost_are_counted_from_zero() -> None:
     changes = SequenceChangeLog()
     changes.collect_events(SequenceCounters(aborted=50), 0.0)
     assert changes.collect_events(SequenceCounters(aborted=2, last_aborted="z"), 1.0) == [

@@ -1,4 +1,4 @@
-"""How a lease ends, for each way that a request can go: what consumer, operator and queue are told."""
+"""The completion of a lease for each outcome: result, dead letter or release."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dispatcher.core.gateway.outcome import (
     RetryPolicy,
     TooLarge,
     TooLate,
+    UncountedError,
     Unreachable,
     Unsent,
 )
@@ -33,8 +34,8 @@ REQUEST = request(7, token="fence", results="jobs:results", deadline=1000)
 POLICY = RetryPolicy(base_s=4.0, max_s=60.0, max_attempts=3, max_deliveries=5)
 
 
-def after_try(outcome: Outcome, now: float = 0.0, **counted: int) -> Completion:
-    return completions.build_completion(lease(7, **counted), REQUEST, outcome, now, POLICY, rand=0.5)
+def complete_after(outcome: Outcome, now: float = 0.0, **fields: int) -> Completion:
+    return completions.build_completion(lease(7, **fields), REQUEST, outcome, now, POLICY, rand=0.5)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +48,18 @@ def after_try(outcome: Outcome, now: float = 0.0, **counted: int) -> Completion:
         (TooLate(), ErrorCode.DEADLINE_EXCEEDED),
     ],
 )
-def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code: str) -> None:
-    ending = after_try(outcome)
-    assert isinstance(ending, Settlement)
-    assert (ending.lease, ending.result_class, ending.result_list) == (LEASE, code, "jobs:results")
-    assert (ending.request_id, ending.request_token) == ("r-7", "fence")
-    told = decode_result(ending.result)
-    assert (told.id, told.request_token) == ("r-7", "fence")
-    assert told.error_code == (None if code.endswith("xx") else code)
+def test_final_outcome_is_settled_to_the_result_list_of_the_request(outcome: Outcome, code: str) -> None:
+    completion = complete_after(outcome)
+    assert isinstance(completion, Settlement)
+    assert (completion.lease, completion.result_class, completion.result_list) == (
+        LEASE,
+        code,
+        "jobs:results",
+    )
+    assert (completion.request_id, completion.request_token) == ("r-7", "fence")
+    result = decode_result(completion.result)
+    assert (result.id, result.request_token) == ("r-7", "fence")
+    assert result.error_code == (None if code.endswith("xx") else code)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +71,12 @@ def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code
             Release(LEASE, is_refusal=True, last_attempt="the gateway refused it for now: 429"),
         ),
         (
-            Unreachable("no connection", delay_s=3.0),
-            Release(LEASE, delay_s=3.0, is_undelivered=True, last_attempt="no connection"),
+            Unreachable("no connection"),
+            Release(LEASE, is_undelivered=True, last_attempt="no connection"),
+        ),
+        (
+            UncountedError("the gateway answered 503", delay_s=3.0),
+            Release(LEASE, delay_s=3.0, is_undelivered=True, last_attempt="the gateway answered 503"),
         ),
         (
             Evicted(429, "evicted", delay_s=3.0),
@@ -80,39 +89,43 @@ def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code
         (Unsent(), Release(LEASE, is_undelivered=True)),
     ],
 )
-def test_what_is_not_over_is_given_back_and_counted_as_what_it_was(
+def test_outcome_that_is_not_final_releases_the_lease_and_counts_its_kind(
     outcome: Outcome, release: Release
 ) -> None:
-    assert after_try(outcome) == release
+    assert complete_after(outcome) == release
 
 
-def test_what_is_counted_so_far_decides_how_long_it_waits() -> None:
-    again = after_try(Failed("reset"), failed_attempts=1)
-    assert isinstance(again, Release)
-    assert again.delay_s == 4.0
-    refused = after_try(Overloaded(429, "", is_out_of_capacity=True), refusals=2)
-    assert isinstance(refused, Release)
-    assert refused.delay_s == 8.0
+def test_delay_grows_with_failed_attempts_and_refusals() -> None:
+    retry = complete_after(Failed("reset"), failed_attempts=1)
+    assert isinstance(retry, Release)
+    assert retry.delay_s == 4.0
+    refusal = complete_after(Overloaded(429, "", is_out_of_capacity=True), refusals=2)
+    assert isinstance(refusal, Release)
+    assert refusal.delay_s == 8.0
 
 
-def test_last_attempt_buries_it_with_the_last_answer() -> None:
-    ending = after_try(Failed("the gateway answered 500", 500, b"broken"), failed_attempts=2)
-    assert isinstance(ending, DeadLetter)
-    assert ending.is_failed_attempt
-    assert ending.reason == "no answer after 3 attempts, the last: the gateway answered 500"
-    assert ending.settlement.result_class == ErrorCode.RETRIES_EXHAUSTED
-    told = decode_result(ending.settlement.result)
-    assert (told.error_code, told.status_code, told.payload) == (ErrorCode.RETRIES_EXHAUSTED, 500, "broken")
+def test_last_failed_attempt_moves_the_request_to_dead_letters_with_the_last_answer() -> None:
+    completion = complete_after(Failed("the gateway answered 500", 500, b"broken"), failed_attempts=2)
+    assert isinstance(completion, DeadLetter)
+    assert completion.is_failed_attempt
+    assert completion.reason == "no answer after 3 attempts, the last: the gateway answered 500"
+    assert completion.settlement.result_class == ErrorCode.RETRIES_EXHAUSTED
+    result = decode_result(completion.settlement.result)
+    assert (result.error_code, result.status_code, result.payload) == (
+        ErrorCode.RETRIES_EXHAUSTED,
+        500,
+        "broken",
+    )
 
 
-def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
-    ending = after_try(Failed("reset"), now=1000.0)
-    assert isinstance(ending, Settlement)
-    assert ending.result_class == ErrorCode.DEADLINE_EXCEEDED
+def test_attempt_that_fails_after_the_deadline_is_not_retried() -> None:
+    completion = complete_after(Failed("reset"), now=1000.0)
+    assert isinstance(completion, Settlement)
+    assert completion.result_class == ErrorCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize(
-    ("outcome", "before", "told"),
+    ("outcome", "earlier", "attempts"),
     [
         (None, {}, ""),
         (None, {"last_attempt": "gone", "failed_attempts": 1}, " after 1 attempt; the last attempt: gone"),
@@ -141,61 +154,67 @@ def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
         ),
     ],
 )
-def test_who_is_too_late_is_told_what_the_tries_came_to(
-    outcome: Outcome | None, before: dict[str, Any], told: str
+def test_deadline_error_describes_the_attempts(
+    outcome: Outcome | None, earlier: dict[str, Any], attempts: str
 ) -> None:
-    """Of which nobody else would know: it was given back, and its answer with it."""
-    held = lease(7, **before)
+    """No other record exists of attempts after which the request was released."""
+    leased = lease(7, **earlier)
     if outcome is None:
-        ending: Completion = completions.build_deadline_error(held, REQUEST)
+        completion: Completion = completions.build_deadline_error(leased, REQUEST)
     else:
-        ending = completions.build_completion(held, REQUEST, outcome, 1000.0, POLICY, rand=0.5)
-    assert isinstance(ending, Settlement)
-    result = decode_result(ending.result)
+        completion = completions.build_completion(leased, REQUEST, outcome, 1000.0, POLICY, rand=0.5)
+    assert isinstance(completion, Settlement)
+    result = decode_result(completion.result)
     assert result.error_code == ErrorCode.DEADLINE_EXCEEDED
-    assert result.error_message == f"deadline exceeded{told}"
+    assert result.error_message == f"deadline exceeded{attempts}"
 
 
-def test_what_expires_without_a_lease_says_the_same() -> None:
-    over = UnleasedRequest("d:7:3", b"{}", "503", failed_attempts=2, refusals=1)
-    told = decode_result(completions.build_overdue_error(over, REQUEST).result)
-    assert told.error_code == ErrorCode.DEADLINE_EXCEEDED
-    assert told.error_message == "deadline exceeded after 2 attempts and 1 refusal; the last attempt: 503"
+def test_deadline_error_without_a_lease_describes_the_attempts() -> None:
+    unleased = UnleasedRequest("d:7:3", b"{}", "503", failed_attempts=2, refusals=1)
+    result = decode_result(completions.build_overdue_error(unleased, REQUEST).result)
+    assert result.error_code == ErrorCode.DEADLINE_EXCEEDED
+    assert result.error_message == "deadline exceeded after 2 attempts and 1 refusal; the last attempt: 503"
 
 
-def test_member_without_an_id_is_dead_and_nobody_is_told() -> None:
-    ending = completions.build_rejection(LEASE, Rejection(ErrorCode.INVALID_REQUEST, "no JSON", None, "", ""))
-    assert ending == DeadLetter(Settlement(LEASE, b"", ""), "INVALID_REQUEST: no JSON")
+def test_invalid_member_without_an_id_becomes_a_dead_letter_without_a_result() -> None:
+    completion = completions.build_rejection(
+        LEASE, Rejection(ErrorCode.INVALID_REQUEST, "no JSON", None, "", "")
+    )
+    assert completion == DeadLetter(Settlement(LEASE, b"", ""), "INVALID_REQUEST: no JSON")
 
 
-def test_member_with_an_id_is_answered_with_what_is_wrong() -> None:
-    wrong = Rejection(ErrorCode.TOO_LARGE, "12 bytes", "r-7", "fence", "jobs:results")
-    ending = completions.build_rejection(LEASE, wrong)
-    assert isinstance(ending, Settlement)
-    assert (ending.result_list, ending.result_class) == ("jobs:results", ErrorCode.TOO_LARGE)
-    assert (ending.request_id, ending.request_token) == ("r-7", "fence")
-    told = decode_result(ending.result)
-    assert (told.error_code, told.error_message) == (ErrorCode.TOO_LARGE, "12 bytes")
+def test_invalid_member_with_an_id_gets_an_error_result() -> None:
+    rejection = Rejection(ErrorCode.TOO_LARGE, "12 bytes", "r-7", "fence", "jobs:results")
+    completion = completions.build_rejection(LEASE, rejection)
+    assert isinstance(completion, Settlement)
+    assert (completion.result_list, completion.result_class) == ("jobs:results", ErrorCode.TOO_LARGE)
+    assert (completion.request_id, completion.request_token) == ("r-7", "fence")
+    result = decode_result(completion.result)
+    assert (result.error_code, result.error_message) == (ErrorCode.TOO_LARGE, "12 bytes")
 
 
-def test_result_that_may_not_go_where_it_asks_goes_to_the_default_list() -> None:
-    ending = completions.build_invalid_list_error(LEASE, REQUEST, "is a string")
-    assert (ending.result_list, ending.result_class) == ("", ErrorCode.INVALID_REQUEST)
-    told = decode_result(ending.result)
-    assert told.error_message == "internal.result_queue_name: jobs:results is a string"
+def test_error_about_an_invalid_result_list_goes_to_the_default_list() -> None:
+    completion = completions.build_invalid_list_error(LEASE, REQUEST, "is a string")
+    assert (completion.result_list, completion.result_class) == ("", ErrorCode.INVALID_REQUEST)
+    result = decode_result(completion.result)
+    assert result.error_message == "internal.result_queue_name: jobs:results is a string"
 
 
-def test_given_back_untouched_it_counts_nothing() -> None:
+def test_return_without_an_attempt_counts_nothing() -> None:
     assert completions.build_return(LEASE) == Release(LEASE, is_undelivered=True)
     assert completions.build_return(LEASE, after_s=2.0) == Release(LEASE, delay_s=2.0, is_undelivered=True)
 
 
-def test_each_ending_names_its_lease() -> None:
-    verdict = MoveToDeadLetters(ErrorCode.DELIVERIES_EXHAUSTED, "6 dispatchers died while they ran it alone")
-    buried = completions.build_dead_letter_after_deaths(LEASE, REQUEST, verdict)
-    assert buried.reason == verdict.message
-    for ending in (buried, completions.build_cancellation(LEASE, REQUEST), completions.build_return(LEASE)):
-        assert get_lease(ending) is LEASE
+def test_each_completion_names_its_lease() -> None:
+    decision = MoveToDeadLetters(ErrorCode.DELIVERIES_EXHAUSTED, "6 dispatchers died while they ran it alone")
+    dead_letter = completions.build_dead_letter_after_deaths(LEASE, REQUEST, decision)
+    assert dead_letter.reason == decision.message
+    for completion in (
+        dead_letter,
+        completions.build_cancellation(LEASE, REQUEST),
+        completions.build_return(LEASE),
+    ):
+        assert get_lease(completion) is LEASE
 
 
 @pytest.mark.parametrize(
@@ -209,19 +228,19 @@ def test_each_ending_names_its_lease() -> None:
         (Refused("endpoint: not allowed"), 0, None),
     ],
 )
-def test_the_result_of_what_was_sent_says_as_which_version(
+def test_result_of_a_sent_request_names_the_model_version(
     outcome: Outcome, attempts: int, version: str | None
 ) -> None:
     sent = replace(REQUEST, version="m-v2")
-    ending = completions.build_completion(
+    completion = completions.build_completion(
         lease(7, failed_attempts=attempts), sent, outcome, 0.0, POLICY, rand=0.5
     )
-    settlement = ending.settlement if isinstance(ending, DeadLetter) else ending
+    settlement = completion.settlement if isinstance(completion, DeadLetter) else completion
     assert isinstance(settlement, Settlement)
     assert decode_result(settlement.result).model_version == version
 
 
-def test_the_result_of_what_was_not_sent_names_no_version() -> None:
+def test_result_of_an_unsent_request_names_no_version() -> None:
     sent = replace(REQUEST, version="m-v2")
     for settlement in (
         completions.build_cancellation(LEASE, sent),

@@ -6,10 +6,10 @@ import asyncio
 
 from dispatcher.core.health import Health
 from dispatcher.telemetry.events import Event
-from tests.scenarios.virtual_stage import Metrics, Stage, scenario
+from tests.scenarios.virtual_stage import MetricsState, Stage, scenario
 
 
-def logged(stage: Stage) -> list[tuple[str, str]]:
+def list_health_events(stage: Stage) -> list[tuple[str, str]]:
     return [
         (event.event_name, f"{fields['health']} {fields['cause']}")
         for event, fields in stage.events
@@ -18,15 +18,15 @@ def logged(stage: Stage) -> list[tuple[str, str]]:
 
 
 @scenario()
-async def test_changes_are_logged_as_what_they_are(stage: Stage) -> None:
+async def test_each_change_of_health_is_logged_with_its_severity(stage: Stage) -> None:
     await asyncio.sleep(10)
     await stage.submit(2000)
     await asyncio.sleep(20)
-    stage.metrics = Metrics.GONE
+    stage.metrics = MetricsState.GONE
     await asyncio.sleep(40)
-    stage.metrics = Metrics.FINE
+    stage.metrics = MetricsState.OK
     await asyncio.sleep(20)
-    assert logged(stage) == [
+    assert list_health_events(stage) == [
         ("health", "idle none"),
         ("health", "working none"),
         ("unhealthy", "failing signals"),

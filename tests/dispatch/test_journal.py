@@ -1,4 +1,4 @@
-"""What becomes of each request, as metrics and log tell it; and nothing that is only told costs a request."""
+"""The journal counts and logs what happens to each request, and its own errors cost no request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, Unreachable
+from dispatcher.core.gateway.outcome import (
+    Delivered,
+    Evicted,
+    Failed,
+    FailureKind,
+    Outcome,
+    Overloaded,
+    Refused,
+    UncountedError,
+    Unreachable,
+)
 from dispatcher.core.limit.allowance import Allowance
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.result import ErrorCode
@@ -27,8 +37,8 @@ UNIX_NOW = 1_000_000.0
 SETTLEMENT = Settlement(lease(), b"{}", "", result_class="2xx")
 
 
-class Told:
-    """A journal, and what it told."""
+class JournalBench:
+    """A journal, with its metrics and the events that it logged."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -38,32 +48,34 @@ class Told:
     def count(self, series: Series, *labels: str) -> float:
         return self.metrics.get_value(series, *labels)
 
-    def tried(self, outcome: Outcome) -> InFlightLease:
-        held = InFlightLease(lease(), request=request())
-        self.journal.record_attempt(held, AttemptResult(outcome, 1.0, 3.5), outcome)
-        return held
+    def record_attempt_with(self, outcome: Outcome) -> InFlightLease:
+        entry = InFlightLease(lease(), request=request())
+        self.journal.record_attempt(entry, AttemptResult(outcome, 1.0, 3.5), outcome)
+        return entry
 
     def record_completion(
         self,
         completion: Completion,
         answer: SettleStatus = SettleStatus.DONE,
-        held: InFlightLease | None = None,
+        entry: InFlightLease | None = None,
     ) -> None:
-        self.journal.record_completion(held, completion, answer, 5.0, UNIX_NOW)
+        self.journal.record_completion(entry, completion, answer, 5.0, UNIX_NOW)
 
 
-def telling(check: Callable[[Told], Awaitable[None]], *, broken: bool = False) -> None:
+def run_on_bench(
+    check: Callable[[JournalBench], Awaitable[None]], *, expects_internal_error: bool = False
+) -> None:
     async def main() -> None:
-        told = Told()
-        with divert_events(lambda event, fields: told.events.append((event, fields))):
-            await check(told)
-        assert (Event.INTERNAL_ERROR in [event for event, _ in told.events]) == broken
+        bench = JournalBench()
+        with divert_events(lambda event, fields: bench.events.append((event, fields))):
+            await check(bench)
+        assert (Event.INTERNAL_ERROR in [event for event, _ in bench.events]) == expects_internal_error
 
     run_in_virtual_time(main())
 
 
 @pytest.fixture
-def at_debug() -> Iterator[None]:
+def debug_events() -> Iterator[None]:
     enable_debug_events(True)
     yield
     enable_debug_events(False)
@@ -77,58 +89,63 @@ def at_debug() -> Iterator[None]:
         (Failed("reset"), ("failed", "none")),
         (Overloaded(429, "", is_out_of_capacity=True), ("overloaded", "4xx")),
         (Unreachable("no connection"), ("unreachable", "none")),
+        (UncountedError("the gateway answered 503"), ("uncounted", "none")),
         (Evicted(429, "evicted-priority"), ("evicted", "4xx")),
         (Evicted(200, "evicted"), ("evicted", "2xx")),
     ],
 )
-def test_try_is_counted_by_its_outcome_and_status(outcome: Outcome, labels: tuple[str, str]) -> None:
-    async def check(told: Told) -> None:
-        held = told.tried(outcome)
-        assert told.count(series.ATTEMPTS, *labels) == 1
-        assert told.count(series.ATTEMPT_SECONDS) == 1
-        assert told.metrics._histograms[series.ATTEMPT_SECONDS].sum == 2.5
-        assert held.answered_at == 3.5
+def test_attempt_is_counted_by_its_outcome_and_status(outcome: Outcome, labels: tuple[str, str]) -> None:
+    async def check(bench: JournalBench) -> None:
+        bench.record_attempt_with(outcome)
+        assert bench.count(series.ATTEMPTS, *labels) == 1
+        assert bench.count(series.ATTEMPT_SECONDS) == 1
+        assert bench.metrics._histograms[series.ATTEMPT_SECONDS].sum == 2.5
 
-    telling(check)
+    run_on_bench(check)
 
 
-def test_time_in_the_pickers_queue_is_counted_where_the_answer_says_it() -> None:
-    async def check(told: Told) -> None:
-        told.tried(Delivered(200, b"{}"))
-        assert told.count(series.PICKER_WAIT_SECONDS) == 0
+def test_time_in_the_picker_queue_is_counted_if_the_answer_states_it() -> None:
+    async def check(bench: JournalBench) -> None:
+        bench.record_attempt_with(Delivered(200, b"{}"))
+        assert bench.count(series.PICKER_WAIT_SECONDS) == 0
         waited = AttemptResult(Delivered(200, b"{}"), 1.0, 3.5, queued_s=0.25)
-        told.journal.record_attempt(InFlightLease(lease(), request=request()), waited, waited.outcome)
-        assert told.count(series.PICKER_WAIT_SECONDS) == 1
-        assert told.metrics._histograms[series.PICKER_WAIT_SECONDS].sum == 0.25
+        bench.journal.record_attempt(InFlightLease(lease(), request=request()), waited, waited.outcome)
+        assert bench.count(series.PICKER_WAIT_SECONDS) == 1
+        assert bench.metrics._histograms[series.PICKER_WAIT_SECONDS].sum == 0.25
 
-    telling(check)
-
-
-def test_status_of_the_gateway_counts_though_the_outcome_counts_as_another() -> None:
-    """A bare answer in the outage that it belongs to is no failure of the request."""
-
-    async def check(told: Told) -> None:
-        bare = AttemptResult(Failed("503", 503, is_intermediary_error=True), 1.0, 2.0)
-        told.journal.record_attempt(InFlightLease(lease(), request=request()), bare, Unreachable("503"))
-        assert told.count(series.ATTEMPTS, "unreachable", "5xx") == 1
-
-    telling(check)
+    run_on_bench(check)
 
 
-def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> None:
-    async def check(told: Told) -> None:
-        broken = Failed("500", 500, b"secret")
-        outcomes: list[Outcome] = [Delivered(200, b"{}"), Failed("reset"), broken, broken]
+def test_gateway_status_is_counted_even_if_the_outcome_is_uncounted() -> None:
+    """An intermediary error during an outage is no failure of the request."""
+
+    async def check(bench: JournalBench) -> None:
+        intermediary_error = AttemptResult(Failed("503", 503, is_intermediary_error=True), 1.0, 2.0)
+        bench.journal.record_attempt(
+            InFlightLease(lease(), request=request()), intermediary_error, UncountedError("503")
+        )
+        assert bench.count(series.ATTEMPTS, "uncounted", "5xx") == 1
+
+    run_on_bench(check)
+
+
+def test_recent_attempts_are_summarized_by_the_answers_of_the_gateway() -> None:
+    async def check(bench: JournalBench) -> None:
+        error_status = Failed("500", 500, b"secret")
+        no_answer = Failed("reset", kind=FailureKind.NO_ANSWER)
+        outcomes: list[Outcome] = [Delivered(200, b"{}"), no_answer, error_status, error_status]
         for outcome in outcomes:
-            told.tried(outcome)
-        bare = AttemptResult(Failed("503", 503, is_intermediary_error=True), 1.0, 4.5)
-        told.journal.record_attempt(InFlightLease(lease(), request=request()), bare, Unreachable("503"))
-        problem = told.journal.recent_attempts.describe_problem(5.5)
+            bench.record_attempt_with(outcome)
+        intermediary_error = AttemptResult(Failed("503", 503, is_intermediary_error=True), 1.0, 4.5)
+        bench.journal.record_attempt(
+            InFlightLease(lease(), request=request()), intermediary_error, UncountedError("503")
+        )
+        problem = bench.journal.recent_attempts.describe_problem(5.5)
         assert (
             problem == "Of the last 5 attempts 4 failed: 500 (2), no answer (1), 503 (1), the newest 1 s ago"
         )
 
-    telling(check)
+    run_on_bench(check)
 
 
 @pytest.mark.parametrize(
@@ -137,28 +154,32 @@ def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> No
         ("", "none"),
         ("rejected-saturated", "rejected-saturated"),
         ("server-full", "server-full"),
-        ("what a gateway may make up", "other"),
+        ("unknown reason of a gateway", "other"),
     ],
 )
-def test_refusal_is_counted_by_reasons_that_are_declared(reason: str, label: str) -> None:
-    async def check(told: Told) -> None:
-        told.tried(Overloaded(429, reason, is_out_of_capacity=True))
-        assert told.count(series.REFUSALS, label) == 1
+def test_refusal_is_counted_by_a_known_reason(reason: str, label: str) -> None:
+    async def check(bench: JournalBench) -> None:
+        bench.record_attempt_with(Overloaded(429, reason, is_out_of_capacity=True))
+        assert bench.count(series.REFUSALS, label) == 1
 
-    telling(check)
+    run_on_bench(check)
 
 
 @pytest.mark.parametrize(("status", "counted"), [(200, (7.0, 3.0)), (400, (0.0, 0.0))])
-def test_tokens_of_answers_are_counted_not_those_of_errors(status: int, counted: tuple[float, float]) -> None:
-    async def check(told: Told) -> None:
-        told.tried(Delivered(status, b'{"usage": {"prompt_tokens": 7, "completion_tokens": 3}}'))
-        assert (told.count(series.TOKENS, "in"), told.count(series.TOKENS, "out")) == counted
+def test_tokens_of_answers_are_counted_but_not_those_of_errors(
+    status: int, counted: tuple[float, float]
+) -> None:
+    async def check(bench: JournalBench) -> None:
+        bench.record_attempt_with(
+            Delivered(status, b'{"usage": {"prompt_tokens": 7, "completion_tokens": 3}}')
+        )
+        assert (bench.count(series.TOKENS, "in"), bench.count(series.TOKENS, "out")) == counted
 
-    telling(check)
+    run_on_bench(check)
 
 
 @pytest.mark.parametrize(
-    ("ending", "answer", "code"),
+    ("completion", "answer", "code"),
     [
         (SETTLEMENT, SettleStatus.DONE, "2xx"),
         (SETTLEMENT, SettleStatus.TOO_LARGE, ErrorCode.TOO_LARGE),
@@ -170,145 +191,161 @@ def test_tokens_of_answers_are_counted_not_those_of_errors(status: int, counted:
         (Release(lease()), SettleStatus.DONE, None),
     ],
 )
-def test_result_is_counted_by_what_was_written_and_none_that_was_not(
-    ending: Completion, answer: SettleStatus, code: str | None
+def test_result_is_counted_by_the_code_that_was_written(
+    completion: Completion, answer: SettleStatus, code: str | None
 ) -> None:
-    async def check(told: Told) -> None:
-        told.record_completion(ending, answer)
-        assert told.count(series.LEASES_ENDED, series.COMPLETION_KINDS[type(ending)], answer) == 1
-        results = {each: told.count(series.RESULTS, each) for each in series.RESULT_CODES}
+    async def check(bench: JournalBench) -> None:
+        bench.record_completion(completion, answer)
+        assert bench.count(series.LEASES_ENDED, series.COMPLETION_KINDS[type(completion)], answer) == 1
+        results = {each: bench.count(series.RESULTS, each) for each in series.RESULT_CODES}
         assert {each for each, count in results.items() if count} == ({code} if code else set())
 
-    telling(check)
+    run_on_bench(check)
 
 
-def test_retries_are_counted_by_what_they_are_for() -> None:
-    async def check(told: Told) -> None:
-        told.record_completion(Release(lease(), is_failed_attempt=True))
-        told.record_completion(Release(lease(), is_refusal=True))
-        told.record_completion(Release(lease(), is_undelivered=True))
-        counted = [told.count(series.RETRIES, each) for each in series.RETRY_KINDS]
-        assert counted == [1, 1], "what was given back untouched is no retry"
+def test_retries_are_counted_by_their_cause() -> None:
+    async def check(bench: JournalBench) -> None:
+        bench.record_completion(Release(lease(), is_failed_attempt=True))
+        bench.record_completion(Release(lease(), is_refusal=True))
+        bench.record_completion(Release(lease(), is_undelivered=True))
+        counted = [bench.count(series.RETRIES, each) for each in series.RETRY_KINDS]
+        assert counted == [1, 1], "a return without an attempt is no retry"
 
-    telling(check)
+    run_on_bench(check)
 
 
-def test_times_of_a_request_are_those_between_birth_and_result() -> None:
-    async def check(told: Told) -> None:
-        held = InFlightLease(lease(), request=request(created=int(UNIX_NOW) - 60))
-        told.journal.record_sent(held, request(created=int(UNIX_NOW) - 60), UNIX_NOW - 20)
-        held.answered_at = 4.5
-        told.record_completion(SETTLEMENT, held=held)
-        seconds = [
-            told.metrics._histograms[each].sum
+def test_durations_span_from_creation_to_result() -> None:
+    async def check(bench: JournalBench) -> None:
+        entry = InFlightLease(lease(), request=request(created=int(UNIX_NOW) - 60))
+        bench.journal.record_sent(entry, request(created=int(UNIX_NOW) - 60), UNIX_NOW - 20)
+        entry.answered_at = 4.5
+        bench.record_completion(SETTLEMENT, entry=entry)
+        durations_s = [
+            bench.metrics._histograms[each].sum
             for each in (series.WAIT_SECONDS, series.REQUEST_SECONDS, series.SETTLE_SECONDS)
         ]
-        assert seconds == [40.0, 60.0, 0.5]
+        assert durations_s == [40.0, 60.0, 0.5]
 
-    telling(check)
+    run_on_bench(check)
 
 
-def test_wait_is_counted_once_and_nothing_is_known_of_who_tells_no_birth() -> None:
-    async def check(told: Told) -> None:
-        again = InFlightLease(lease(deliveries=2), request=request(created=10))
-        told.journal.record_sent(again, request(created=10), UNIX_NOW)
-        unborn = InFlightLease(lease(), request=request())
-        told.journal.record_sent(unborn, request(), UNIX_NOW)
-        told.record_completion(SETTLEMENT, held=unborn)
+def test_wait_is_counted_once_and_only_with_a_creation_time() -> None:
+    async def check(bench: JournalBench) -> None:
+        second_delivery = InFlightLease(lease(deliveries=2), request=request(created=10))
+        bench.journal.record_sent(second_delivery, request(created=10), UNIX_NOW)
+        without_creation_time = InFlightLease(lease(), request=request())
+        bench.journal.record_sent(without_creation_time, request(), UNIX_NOW)
+        bench.record_completion(SETTLEMENT, entry=without_creation_time)
         counted = [
-            told.count(each) for each in (series.WAIT_SECONDS, series.REQUEST_SECONDS, series.SETTLE_SECONDS)
+            bench.count(each) for each in (series.WAIT_SECONDS, series.REQUEST_SECONDS, series.SETTLE_SECONDS)
         ]
         assert counted == [0, 0, 0]
 
-    telling(check)
+    run_on_bench(check)
 
 
-def test_what_ends_without_a_try_is_counted_too() -> None:
-    async def check(told: Told) -> None:
-        told.journal.record_expired(3)
-        told.journal.record_reclaimed(2)
-        told.journal.record_lost(InFlightLease(lease()))
-        assert told.count(series.REQUESTS_EXPIRED) == 3
-        assert told.count(series.RESULTS, ErrorCode.DEADLINE_EXCEEDED) == 3
-        assert (told.count(series.LEASES_RECLAIMED), told.count(series.LEASES_LOST)) == (2, 1)
+def test_requests_that_end_without_an_attempt_are_counted() -> None:
+    async def check(bench: JournalBench) -> None:
+        bench.journal.record_expired(3)
+        bench.journal.record_reclaimed(2)
+        bench.journal.record_lost(InFlightLease(lease()))
+        assert bench.count(series.REQUESTS_EXPIRED) == 3
+        assert bench.count(series.RESULTS, ErrorCode.DEADLINE_EXCEEDED) == 3
+        assert (bench.count(series.LEASES_RECLAIMED), bench.count(series.LEASES_LOST)) == (2, 1)
 
-    telling(check)
+    run_on_bench(check)
 
 
-def test_turns_feed_the_integrals_over_time() -> None:
-    async def check(told: Told) -> None:
+def test_recorded_states_are_integrated_over_time() -> None:
+    async def check(bench: JournalBench) -> None:
         allowance = Allowance(9, Reason.OPEN, "", None, None, 0.0, 0, None)
         for at in (1.0, 3.0):
-            told.journal.record_state(at, allowance, open_limiter(), used_units=4)
-        assert told.journal.meter.reason_s[Reason.OPEN] == 2.0
-        assert sum(told.journal.meter.used_unit_s.values()) == 8.0
+            bench.journal.record_state(at, allowance, open_limiter(), used_units=4)
+        assert bench.journal.meter.reason_s[Reason.OPEN] == 2.0
+        assert sum(bench.journal.meter.used_unit_s.values()) == 8.0
 
-    telling(check)
+    run_on_bench(check)
 
 
-@pytest.mark.usefixtures("at_debug")
-def test_log_at_debug_has_a_line_for_each_step_and_no_word_of_others() -> None:
-    """What a gateway answers may be the payload sent back."""
+@pytest.mark.usefixtures("debug_events")
+def test_debug_log_has_an_event_for_each_step_and_no_payload() -> None:
+    """The answer of a gateway may contain the payload."""
 
-    async def check(told: Told) -> None:
-        secret = "what the user asked"
-        mine = request(payload=f'{{"prompt": "{secret}"}}'.encode())
+    async def check(bench: JournalBench) -> None:
+        secret = "the prompt of the user"
+        own_request = request(payload=f'{{"prompt": "{secret}"}}'.encode())
 
-        async def one_try() -> None:  # a task of its own, as each has: what it speaks of stays within
-            held = InFlightLease(lease(failed_attempts=1, refusals=2), is_probe=True, request=mine)
-            told.journal.record_sent(held, mine, UNIX_NOW)
-            outcome = Failed(f"redirected (302) to '{secret}'; redirects are not followed", 302)
-            told.journal.record_attempt(held, AttemptResult(outcome, 1.0, 3.5), outcome)
-            told.record_completion(Release(lease(), is_failed_attempt=True), held=held)
+        async def run_attempt() -> None:  # The log context ends with the task.
+            entry = InFlightLease(lease(failed_attempts=1, refusals=2), is_probe=True, request=own_request)
+            bench.journal.record_sent(entry, own_request, UNIX_NOW)
+            why = f"redirected (302) to '{secret}'; redirects are not followed"
+            outcome = Failed(why, 302, kind=FailureKind.REDIRECT)
+            bench.journal.record_attempt(entry, AttemptResult(outcome, 1.0, 3.5), outcome)
+            bench.record_completion(Release(lease(), is_failed_attempt=True), entry=entry)
 
-        await asyncio.create_task(one_try())
-        assert [event for event, _ in told.events] == [
+        await asyncio.create_task(run_attempt())
+        assert [event for event, _ in bench.events] == [
             Event.ATTEMPT_STARTED,
             Event.ATTEMPT,
             Event.LEASE_ENDED,
         ]
-        sent, tried, ended = (fields for _, fields in told.events)
-        assert (sent["request"], sent["attempt"], sent["refusals"], sent["probe"]) == ("r-1", 2, 2, True)
-        assert (tried["outcome"], tried["status"], tried["took_s"]) == ("failed", 302, 2.5)
-        assert tried["why"] == "redirected (302) to"
+        started, attempt, ended = (fields for _, fields in bench.events)
+        assert (started["request"], started["attempt"], started["refusals"], started["probe"]) == (
+            "r-1",
+            2,
+            2,
+            True,
+        )
+        assert (attempt["outcome"], attempt["status"], attempt["took_s"]) == ("failed", 302, 2.5)
+        assert attempt["why"] == "redirect"
         assert (ended["step"], ended["answer"]) == ("release", "done")
-        assert secret not in repr(told.events)
+        assert secret not in repr(bench.events)
 
-    telling(check)
+    run_on_bench(check)
 
 
 @pytest.mark.parametrize(
     ("outcome", "why"),
     [
-        (Failed("reset: ConnectionResetError[user's words]"), "reset"),
-        (Failed("reset: ConnectionResetError"), "reset: ConnectionResetError"),
+        (Failed("the gateway answered 500", 500, b"text of the answer"), "error status"),
+        (Failed("no answer: text of the answer", kind=FailureKind.NO_ANSWER), "no answer"),
         (Unreachable("no connection: 'gateway' is unknown"), "no connection: 'gateway' is unknown"),
+        (
+            Unreachable("no answer: text of the answer, and now no connection", FailureKind.NO_ANSWER),
+            "no answer",
+        ),
+        (
+            Unreachable("gateway.token_file: it is empty", FailureKind.NO_CREDENTIALS),
+            "gateway.token_file: it is empty",
+        ),
+        (UncountedError("the gateway answered 404", FailureKind.NO_ROUTE), "no route"),
+        (Refused("'text of the answer' is not a plain path"), ""),
         (Overloaded(429, "made up", is_out_of_capacity=True), ""),
         (Overloaded(429, "rejected-saturated", is_out_of_capacity=True), "rejected-saturated"),
         (Delivered(200, b"{}"), ""),
     ],
 )
-@pytest.mark.usefixtures("at_debug")
-def test_why_is_told_in_words_of_ours_alone(outcome: Outcome, why: str) -> None:
-    async def check(told: Told) -> None:
-        told.tried(outcome)
-        assert told.events[-1][1]["why"] == why
+@pytest.mark.usefixtures("debug_events")
+def test_logged_cause_contains_no_text_of_the_answer(outcome: Outcome, why: str) -> None:
+    async def check(bench: JournalBench) -> None:
+        bench.record_attempt_with(outcome)
+        assert bench.events[-1][1]["why"] == why
 
-    telling(check)
+    run_on_bench(check)
 
 
-def test_nothing_that_is_told_raises() -> None:
-    """A defect in what is only counted and shown is told, with where it is, and ends nothing."""
+def test_errors_of_the_journal_are_logged_and_not_raised() -> None:
+    """The event names the failing method."""
 
-    async def check(told: Told) -> None:
-        told.journal._metrics = None  # type: ignore[assignment]
-        held = InFlightLease(lease(), request=request(created=10))
-        told.journal.record_sent(held, request(created=10), UNIX_NOW)
-        told.tried(Delivered(200, b"{}"))
-        told.record_completion(SETTLEMENT, held=held)
-        told.journal.record_expired(1)
-        told.journal.record_lost(held)
-        where = [fields["where"] for event, fields in told.events if event is Event.INTERNAL_ERROR]
+    async def check(bench: JournalBench) -> None:
+        bench.journal._metrics = None  # type: ignore[assignment]
+        entry = InFlightLease(lease(), request=request(created=10))
+        bench.journal.record_sent(entry, request(created=10), UNIX_NOW)
+        bench.record_attempt_with(Delivered(200, b"{}"))
+        bench.record_completion(SETTLEMENT, entry=entry)
+        bench.journal.record_expired(1)
+        bench.journal.record_lost(entry)
+        where = [fields["where"] for event, fields in bench.events if event is Event.INTERNAL_ERROR]
         assert where == [
             "journal: record_sent",
             "journal: record_attempt",
@@ -317,4 +354,4 @@ def test_nothing_that_is_told_raises() -> None:
             "journal: record_lost",
         ]
 
-    telling(check, broken=True)
+    run_on_bench(check, expects_internal_error=True)

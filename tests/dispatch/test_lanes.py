@@ -1,4 +1,4 @@
-"""The rules of all lanes, as the loop asks them."""
+"""The rules of all lanes, as the loop uses them."""
 
 from __future__ import annotations
 
@@ -11,49 +11,51 @@ from dispatcher.dispatch.suspects import STARTUP_S
 from dispatcher.ports import Lease, Settlement
 
 
-def lease(token: str, lane: Lane | None = None) -> Lease:
+def build_lease(token: str, lane: Lane | None = None) -> Lease:
     return Lease(
         1, token, b"", 0.0, deliveries=3, failed_attempts=0, refusals=0, deaths_as_suspect=0, lane=lane
     )
 
 
-def ended(lanes: LaneRules, lane: Lane | None) -> bool:
-    """Whether one that ends makes room."""
-    its = lease("t", lane)
-    return lanes.record_completion(its, Settlement(its, b"{}", ""))
+def record_completion(lanes: LaneRules, lane: Lane | None) -> bool:
+    """Record a completion in the lane. Return True if that makes room."""
+    lease = build_lease("t", lane)
+    return lanes.record_completion(lease, Settlement(lease, b"{}", ""))
 
 
-def test_two_deaths_make_a_suspect_and_only_further_ones_are_blamed_on_it() -> None:
+def test_request_is_a_suspect_after_two_deaths_and_only_later_deaths_count_as_losses() -> None:
     assert [choose_lane(deaths) for deaths in range(4)] == [None, None, Lane.SUSPECTS, Lane.SUSPECTS]
     assert [count_losses(deaths) for deaths in range(5)] == [0, 0, 0, 1, 2]
 
 
-def test_each_lane_has_its_room() -> None:
+def test_suspects_have_room_when_no_other_work_waits() -> None:
     lanes = LaneRules()
-    assert lanes.compute_rooms(Counter(), now=0.0) == {Lane.SUSPECTS: 0}, "others wait, and it is young"
-    assert lanes.record_claim(claimable_count=0), "nothing may be left but suspects"
+    assert lanes.compute_rooms(Counter(), now=0.0) == {Lane.SUSPECTS: 0}, (
+        "other work may wait, and the process has just started"
+    )
+    assert lanes.record_claim(claimable_count=0), "claim again, because only suspects may be left"
     assert lanes.compute_rooms(Counter(), now=0.0) == {Lane.SUSPECTS: 1}
     assert not lanes.record_claim(claimable_count=0)
     assert lanes.compute_rooms(Counter({Lane.SUSPECTS: 1}), now=STARTUP_S) == {Lane.SUSPECTS: 0}
 
 
-def test_only_what_ends_in_a_lane_makes_room_in_it() -> None:
+def test_only_a_completion_in_the_lane_makes_room_in_it() -> None:
     lanes = LaneRules()
     lanes.compute_rooms(Counter(), now=0.0)
     for _ in range(4):
-        assert not ended(lanes, None)
+        assert not record_completion(lanes, None)
     assert lanes.compute_rooms(Counter(), now=STARTUP_S) == {Lane.SUSPECTS: 1}
     for _ in range(2):
-        assert ended(lanes, Lane.SUSPECTS)
+        assert record_completion(lanes, Lane.SUSPECTS)
     assert lanes.compute_rooms(Counter(), now=STARTUP_S) == {Lane.SUSPECTS: 2}
 
 
-async def test_what_is_held_of_a_lane_is_counted_until_it_is_dropped() -> None:
-    holding = InFlightTable()
+async def test_leases_of_a_lane_are_counted_until_they_are_removed() -> None:
+    table = InFlightTable()
     for token, lane in (("a", None), ("b", Lane.SUSPECTS), ("c", Lane.SUSPECTS)):
-        holding.add_lease(lease(token, lane), 0.0, is_probe=False)
-    assert holding.lane_counts == {Lane.SUSPECTS: 2}
-    holding.remove_lease("a")
-    holding.remove_lease("b")
-    holding.remove_lease("b")
-    assert holding.lane_counts[Lane.SUSPECTS] == 1
+        table.add_lease(build_lease(token, lane), 0.0, is_probe=False)
+    assert table.lane_counts == {Lane.SUSPECTS: 2}
+    table.remove_lease("a")
+    table.remove_lease("b")
+    table.remove_lease("b")
+    assert table.lane_counts[Lane.SUSPECTS] == 1

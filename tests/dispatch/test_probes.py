@@ -1,4 +1,4 @@
-"""Which requests a probe is spent on while there is no gateway."""
+"""The requests with which probes look for a gateway that cannot be reached."""
 
 from __future__ import annotations
 
@@ -9,47 +9,53 @@ from dispatcher.core.gateway.outcome import Unreachable
 from dispatcher.core.limit.budget import Reason
 from dispatcher.core.requests.request import Request, encode_member
 from dispatcher.ports import AttemptResult, Submission
-from tests.dispatch.scene import Answers, Scene, perform
+from tests.dispatch.scene import AnsweringGateway, Scene, run_in_scene
 
-ENDED = 2000
-"""Requests that end without being sent, each before the next request that can be."""
+UNSENT_COUNT = 2000
+"""Number of cancelled requests that come before the request that can be sent."""
 
 
-class Away(Answers):
-    """Have no gateway until `away` is false."""
+class UnreachableGateway(AnsweringGateway):
+    """Gateway that cannot be reached while `is_unreachable` is true."""
 
-    away = True
+    is_unreachable = True
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: object
     ) -> AttemptResult:
-        told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-        return told.copy_with(outcome=Unreachable("no connection")) if self.away else told
+        result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+        return result.copy_with(outcome=Unreachable("no connection")) if self.is_unreachable else result
 
 
-def test_probe_whose_request_is_cancelled_goes_on_to_the_next_request_at_once() -> None:
-    gateway = Away()
+def test_probe_with_a_cancelled_request_takes_the_next_request_immediately() -> None:
+    gateway = UnreachableGateway()
 
-    async def scene_of(scene: Scene) -> None:
+    async def check(scene: Scene) -> None:
         await scene.submit("r-0")
         await asyncio.sleep(5)
         assert scene.dispatcher.get_allowance().reason is Reason.GATEWAY_UNREACHABLE
-        gone = [f"c-{number:04}" for number in range(ENDED)]
-        # Before the request that waits, by their deadlines.
-        until = int(time.time()) + 10**5
+        cancelled_ids = [f"c-{number:04}" for number in range(UNSENT_COUNT)]
+        # Their deadlines put them before the request that waits.
+        deadline = int(time.time()) + 10**5
         await scene.store.submit(
             [
-                Submission(encode_member(name, b"{}", until, token="t"), float(until), name, "t", until)
-                for name in gone
+                Submission(
+                    encode_member(request_id, b"{}", deadline, token="t"),
+                    float(deadline),
+                    request_id,
+                    "t",
+                    deadline,
+                )
+                for request_id in cancelled_ids
             ]
         )
-        for name in gone:
-            await scene.store.cancel_request(name, "t")
-        gateway.away = False
-        sent = len(gateway.sent)
+        for request_id in cancelled_ids:
+            await scene.store.cancel_request(request_id, "t")
+        gateway.is_unreachable = False
+        sent_before = len(gateway.sent)
         await asyncio.sleep(3)
-        assert gateway.sent[sent:] == ["r-0"]
+        assert gateway.sent[sent_before:] == ["r-0"]
         assert not scene.dispatcher.get_allowance().reason.is_closed
-        assert len(scene.store.result_lists[scene.store.default_result_list]) == ENDED + 1
+        assert len(scene.store.result_lists[scene.store.default_result_list]) == UNSENT_COUNT + 1
 
-    perform(scene_of, gateway)
+    run_in_scene(check, gateway)

@@ -1,4 +1,4 @@
-"""Requests whose owners keep dying: the deadly one is found, those that stood beside it are not blamed."""
+"""Requests whose owners die repeatedly: the deadly one is found, and the others are not blamed for it."""
 
 from __future__ import annotations
 
@@ -13,72 +13,75 @@ from dispatcher.dispatch.completions import build_return
 from dispatcher.dispatch.suspects import STARTUP_S, SuspectRule
 from dispatcher.ports import Lease, Release, Settlement
 
-INNOCENT_MOST = RetryPolicy().max_deliveries
+MAX_LOSSES_OF_HARMLESS = RetryPolicy().max_deliveries
 SUSPECT = Lease(
     1, "t", b"", 0.0, deliveries=3, failed_attempts=0, refusals=0, deaths_as_suspect=0, lane=Lane.SUSPECTS
 )
-ENDED = Settlement(SUSPECT, b"{}", "")
+COMPLETION = Settlement(SUSPECT, b"{}", "")
 
 
-def alone() -> SuspectRule:
-    """A process that has seen that nothing else waits."""
-    made = SuspectRule()
-    assert made.compute_room(0, now=0.0) == 0
-    assert made.record_claim(claimable_count=0), "ask again: nothing but suspects may be left"
-    return made
+def build_rule_without_other_work() -> SuspectRule:
+    """Return the rule of a process that has seen that no other work waits."""
+    rule = SuspectRule()
+    assert rule.compute_room(0, now=0.0) == 0
+    assert rule.record_claim(claimable_count=0), "claim again, because only suspects may be left"
+    return rule
 
 
 @given(st.integers(1, 200), st.data())
-def test_the_deadly_one_dies_alone_and_nobody_else_is_blamed_to_death(
+def test_deadly_request_is_found_and_no_other_request_reaches_the_maximum_of_losses(
     length: int, data: st.DataObject
 ) -> None:
-    """Whatever the order in which they end: a process takes suspects from the front of the line, dies when
-    the deadly one's time has come, and the next process begins anew."""
+    """Suspects end in any order. A process claims them from the front of the queue and dies when the deadly
+    one would end; the next process starts without experience."""
     deadly = data.draw(st.integers(0, length - 1), "deadly")
     random = data.draw(st.randoms(use_true_random=False), "order")
-    line, losses = list(range(length)), Counter[int]()
-    while losses[deadly] <= INNOCENT_MOST:
-        process = alone()
+    queue, losses = list(range(length)), Counter[int]()
+    while losses[deadly] <= MAX_LOSSES_OF_HARMLESS:
+        rule = build_rule_without_other_work()
         running: list[int] = []
         while True:
-            room = process.compute_room(len(running), now=1.0)
-            waiting = [one for one in line if one not in running]
+            room = rule.compute_room(len(running), now=1.0)
+            waiting = [suspect for suspect in queue if suspect not in running]
             running += waiting[:room]
-            picked = random.choice(running)
-            if picked == deadly:
+            ended = random.choice(running)
+            if ended == deadly:
                 break
-            running.remove(picked)
-            line.remove(picked)
-            process.record_completion(ENDED)
+            running.remove(ended)
+            queue.remove(ended)
+            rule.record_completion(COMPLETION)
         losses.update(running)
-    assert max((count for one, count in losses.items() if one != deadly), default=0) <= INNOCENT_MOST
+    assert (
+        max((losses_of_one for suspect, losses_of_one in losses.items() if suspect != deadly), default=0)
+        <= MAX_LOSSES_OF_HARMLESS
+    )
 
 
-def test_a_young_process_takes_no_suspects_while_others_wait() -> None:
-    process = SuspectRule()
-    assert process.compute_room(0, now=0.0) == 0
-    assert not process.record_claim(claimable_count=40)
-    assert process.compute_room(0, now=STARTUP_S - 0.1) == 0
-    assert process.compute_room(0, now=STARTUP_S) == 1
-    assert not process.record_claim(claimable_count=0), "they were allowed: there is nothing to ask again for"
+def test_process_that_just_started_claims_no_suspects_while_other_work_waits() -> None:
+    rule = SuspectRule()
+    assert rule.compute_room(0, now=0.0) == 0
+    assert not rule.record_claim(claimable_count=40)
+    assert rule.compute_room(0, now=STARTUP_S - 0.1) == 0
+    assert rule.compute_room(0, now=STARTUP_S) == 1
+    assert not rule.record_claim(claimable_count=0), "suspects had room, so there is no reason to claim again"
 
 
-def test_each_two_that_end_make_room_for_one_more() -> None:
-    process = alone()
+def test_each_two_completed_suspects_make_room_for_one_more() -> None:
+    rule = build_rule_without_other_work()
     room = []
     for _ in range(7):
-        room.append(process.compute_room(0, now=0.0))
-        assert process.record_completion(ENDED)
+        room.append(rule.compute_room(0, now=0.0))
+        assert rule.record_completion(COMPLETION)
     assert room == [1, 1, 2, 2, 3, 3, 4]
-    assert process.compute_room(3, now=0.0) == 1
-    assert process.compute_room(9, now=0.0) == 0
+    assert rule.compute_room(3, now=0.0) == 1
+    assert rule.compute_room(9, now=0.0) == 0
 
 
-def test_what_was_given_back_untouched_proves_nothing() -> None:
-    process = alone()
+def test_suspect_returned_without_an_attempt_does_not_count_as_survived() -> None:
+    rule = build_rule_without_other_work()
     for _ in range(4):
-        assert process.record_completion(build_return(SUSPECT))
-    assert process.compute_room(0, now=0.0) == 1
+        assert rule.record_completion(build_return(SUSPECT))
+    assert rule.compute_room(0, now=0.0) == 1
     for _ in range(2):
-        process.record_completion(Release(SUSPECT, delay_s=2.0, is_failed_attempt=True))
-    assert process.compute_room(0, now=0.0) == 2, "a failed try has not killed us"
+        rule.record_completion(Release(SUSPECT, delay_s=2.0, is_failed_attempt=True))
+    assert rule.compute_room(0, now=0.0) == 2, "a failed attempt has not killed the process"

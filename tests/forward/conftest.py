@@ -1,4 +1,4 @@
-"""A gateway adapter for each test."""
+"""Gateway adapters for tests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from dispatcher.forward import HttpGateway
-from tests.forward.scripted import options
+from tests.forward.scripted_server import options
 
 
 @pytest.fixture
 async def gateway_to() -> AsyncIterator[Callable[..., HttpGateway]]:
-    """Make adapters that are closed with the test."""
+    """Return a function that makes adapters. They are closed at the end of the test."""
     made: list[HttpGateway] = []
 
     def make(url: str, **more: Any) -> HttpGateway:

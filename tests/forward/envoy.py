@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from tests.support import envoy_path, free_port, running, wait_until
+from tests.support import find_envoy, free_port, running_process, wait_until
 
 TYPES = "type.googleapis.com/envoy.extensions.filters"
 CONFIG = """
@@ -81,8 +81,8 @@ async def envoy_before(upstream: int, folder: Path) -> AsyncIterator[str]:
     port = free_port()
     config = folder / "envoy.yaml"
     config.write_text(CONFIG.format(types=TYPES, port=port, upstream=upstream, dead=free_port()))
-    command = (envoy_path(), "-c", config, "--concurrency", "1", "--disable-hot-restart")
-    with (folder / "log").open("wb") as log, running(*command, stderr=log) as process:
+    command = (find_envoy(), "-c", config, "--concurrency", "1", "--disable-hot-restart")
+    with (folder / "log").open("wb") as log, running_process(*command, stderr=log) as process:
 
         async def listens() -> bool:
             assert process.poll() is None, (folder / "log").read_text()

@@ -1,4 +1,4 @@
-"""What comes back: bodies whole whatever their form, within the limit, and read for what they mean."""
+"""Answers are read completely in every form, within the limit, and classified."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, TooLarge
+from dispatcher.core.gateway.outcome import (
+    Delivered,
+    Evicted,
+    Failed,
+    FailureKind,
+    Outcome,
+    Overloaded,
+    TooLarge,
+)
 from dispatcher.forward import HttpGateway
-from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
-from tests.fullservers import SGLANG_FULL
+from tests.forward.scripted_server import Connection, Script, a_request, always, forward, outcome, serving
+from tests.overload_bodies import SGLANG_OVERLOADED
 from tests.support import wait_until
 
 MakeGateway = Callable[..., HttpGateway]
@@ -32,11 +40,14 @@ MakeGateway = Callable[..., HttpGateway]
             Evicted(429, "evicted; x"),
         ),
         (
-            {"body": SGLANG_FULL, "status": "503 Busy", "headers": "retry-after: 3\r\n"},
+            {"body": SGLANG_OVERLOADED, "status": "503 Busy", "headers": "retry-after: 3\r\n"},
             Overloaded(503, "server-full", is_out_of_capacity=True, retry_after_s=3.0),
         ),
         (
-            {"body": b"data: " + SGLANG_FULL + b"\n\n", "headers": "content-type: text/event-stream\r\n"},
+            {
+                "body": b"data: " + SGLANG_OVERLOADED + b"\n\n",
+                "headers": "content-type: text/event-stream\r\n",
+            },
             Overloaded(200, "server-full", is_out_of_capacity=True),
         ),
         (
@@ -49,23 +60,25 @@ MakeGateway = Callable[..., HttpGateway]
                 "the gateway answered 404 with an empty body: it has no such route",
                 404,
                 is_intermediary_error=True,
+                kind=FailureKind.NO_ROUTE,
             ),
         ),
     ],
 )
-async def test_an_answer_means_what_the_core_says(
+async def test_answer_has_the_outcome_that_the_core_decides(
     gateway_to: MakeGateway, answer: dict[str, Any], expected: Outcome
 ) -> None:
     async with serving(always(**answer)) as server:
         assert await outcome(gateway_to(server.url)) == expected
 
 
-async def test_a_redirect_is_not_followed(gateway_to: MakeGateway) -> None:
+async def test_redirect_is_not_followed(gateway_to: MakeGateway) -> None:
     async with serving(always()) as elsewhere:
         location = f"location: {elsewhere.url}/v1/completions\r\n"
         async with serving(always(status="307 Temporary Redirect", headers=location)) as server:
             found = await outcome(gateway_to(server.url))
         assert isinstance(found, Failed)
+        assert found.kind is FailureKind.REDIRECT
         assert elsewhere.url in found.why
         assert not elsewhere.connections
 
@@ -79,7 +92,7 @@ async def test_times_of_sending_and_of_the_end_are_reported(gateway_to: MakeGate
         assert before <= forwarded.sent_at <= forwarded.ended_at <= now()
 
 
-async def test_a_stream_of_events_in_slow_pieces_is_kept_whole(gateway_to: MakeGateway) -> None:
+async def test_stream_of_events_in_slow_pieces_is_read_completely(gateway_to: MakeGateway) -> None:
     events = [f'data: {{"text":"{n} 🙂"}}\n\n'.encode() for n in range(50)] + [b"data: [DONE]\n\n"]
 
     async def script(connection: Connection) -> None:
@@ -88,7 +101,7 @@ async def test_a_stream_of_events_in_slow_pieces_is_kept_whole(gateway_to: MakeG
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         for event in events:
-            for piece in (event[:7], event[7:]):  # cut inside a character, too
+            for piece in (event[:7], event[7:]):  # some pieces end inside a character
                 connection.writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 await connection.writer.drain()
                 await asyncio.sleep(0)
@@ -99,7 +112,7 @@ async def test_a_stream_of_events_in_slow_pieces_is_kept_whole(gateway_to: MakeG
         assert await outcome(gateway_to(server.url)) == Delivered(200, b"".join(events))
 
 
-async def test_a_body_that_ends_with_its_connection_is_kept_whole(gateway_to: MakeGateway) -> None:
+async def test_body_that_ends_with_its_connection_is_read_completely(gateway_to: MakeGateway) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 100_000)
@@ -109,7 +122,7 @@ async def test_a_body_that_ends_with_its_connection_is_kept_whole(gateway_to: Ma
         assert await outcome(gateway_to(server.url)) == Delivered(200, b"x" * 100_000)
 
 
-async def test_sixteen_megabytes_both_ways(gateway_to: MakeGateway) -> None:
+async def test_sixteen_megabytes_are_sent_and_received(gateway_to: MakeGateway) -> None:
     body = os.urandom(16 << 20)
     async with serving(always(body=body)) as server:
         payload = b'{"a":"' + b"x" * (16 << 20) + b'"}'
@@ -144,7 +157,7 @@ def bare_deflate(data: bytes) -> bytes:
     ],
     ids=["gzip", "upper", "x", "members", "zlib", "bare", "twice", "identity", "empty"],
 )
-async def test_a_packed_body_that_nobody_asked_for_is_unpacked(
+async def test_compressed_body_is_decompressed_although_it_was_not_requested(
     gateway_to: MakeGateway, encoding: str, packed: bytes
 ) -> None:
     async with serving(always(body=packed, headers=f"content-encoding: {encoding}\r\n")) as server:
@@ -163,7 +176,7 @@ async def test_a_packed_body_that_nobody_asked_for_is_unpacked(
     ],
     ids=["cut", "not gzip", "junk after it", "not deflate", "br", "zstd"],
 )
-async def test_a_packed_body_that_cannot_be_unpacked_is_a_failure(
+async def test_compressed_body_that_cannot_be_decompressed_is_a_failure(
     gateway_to: MakeGateway, encoding: str, packed: bytes
 ) -> None:
     async with serving(always(body=packed, headers=f"content-encoding: {encoding}\r\n")) as server:
@@ -177,7 +190,7 @@ BOMB = gzipped(b"x" * (16 << 20), 1)
 
 
 def chunked(total: int | None) -> Script:
-    """A body without a length; None: it never ends."""
+    """Return a script that sends a body without a length. It never ends if `total` is None."""
 
     async def script(connection: Connection) -> None:
         await connection.receive()
@@ -229,7 +242,7 @@ def chunked(total: int | None) -> Script:
         "members",
     ],
 )
-async def test_an_answer_larger_than_the_limit_is_too_large(
+async def test_answer_larger_than_the_limit_is_too_large(
     gateway_to: MakeGateway, script: Script, fits: bool
 ) -> None:
     async with serving(script) as server:
@@ -241,7 +254,7 @@ async def test_an_answer_larger_than_the_limit_is_too_large(
         assert found.limit_bytes == LIMIT
 
 
-async def test_an_answer_that_says_it_is_too_large_is_not_read(gateway_to: MakeGateway) -> None:
+async def test_answer_announced_as_too_large_is_not_read(gateway_to: MakeGateway) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\nx")
@@ -252,7 +265,7 @@ async def test_an_answer_that_says_it_is_too_large_is_not_read(gateway_to: MakeG
         await wait_until(server.client_closed.is_set, what="the connection to be closed")
 
 
-async def test_a_connection_is_kept_after_an_answer_and_not_after_one_left_unread(
+async def test_connection_is_kept_after_a_complete_answer_only(
     gateway_to: MakeGateway,
 ) -> None:
     answers = [b"x" * 10, b"x" * (8 << 20), b"x" * 10, b"x" * 10]

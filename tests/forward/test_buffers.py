@@ -1,4 +1,4 @@
-"""The memory of all answers together is bounded, and every answer is read in the end."""
+"""The memory of all answers together is bounded, and every answer is eventually read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatcher.core.gateway.outcome import Delivered, Failed, TooLate
 from dispatcher.forward import HttpGateway
 from dispatcher.forward.buffers import AnswerBuffer, AnswerBufferPool
 from dispatcher.forward.transport import READ_AHEAD_BYTES, READ_BYTES
-from tests.forward.scripted import Connection, Script, always, forward, serving
+from tests.forward.scripted_server import Connection, Script, always, forward, serving
 from tests.support import wait_until
 
 MakeGateway = Callable[..., HttpGateway]
@@ -27,7 +27,7 @@ def chunked(connection: Connection, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("form", ["length", "chunked"])
-async def test_512_answers_of_a_megabyte_stay_under_the_bound_and_all_arrive(
+async def test_512_answers_of_a_megabyte_stay_within_the_bound_and_all_arrive(
     gateway_to: MakeGateway, form: str
 ) -> None:
     body = b"x" * MB
@@ -49,7 +49,7 @@ async def test_512_answers_of_a_megabyte_stay_under_the_bound_and_all_arrive(
             forwarded = await forward(gateway, within_s=300.0)
             assert forwarded.memory is not None
             highest = max(highest, gateway.buffers.used_bytes)
-            await asyncio.sleep(0)  # as a queue that takes the result
+            await asyncio.sleep(0)  # like a queue that stores the result
             forwarded.memory.free_share()
             return forwarded.outcome == Delivered(200, body)
 
@@ -59,7 +59,7 @@ async def test_512_answers_of_a_megabyte_stay_under_the_bound_and_all_arrive(
     assert gateway.buffers.used_bytes == 0
 
 
-async def test_answer_is_read_though_others_hold_all_the_room(gateway_to: MakeGateway) -> None:
+async def test_answer_is_read_although_others_use_all_memory(gateway_to: MakeGateway) -> None:
     """The first answers keep their memory, because their results cannot be written yet."""
     async with serving(always(body=b"x" * MB)) as server:
         gateway = gateway_to(server.url, max_response_bytes=MB, max_buffered_bytes=2 * MB)
@@ -76,14 +76,14 @@ async def test_answer_is_read_though_others_hold_all_the_room(gateway_to: MakeGa
         (connection,) = wire.connector._acquired
         assert connection._payload is not None
         ahead = connection._payload.total_bytes
-        assert 0 < ahead <= 2 * READ_AHEAD_BYTES + 2 * READ_BYTES, "nor is the answer read beside it"
+        assert 0 < ahead <= 2 * READ_AHEAD_BYTES + 2 * READ_BYTES, "the answer is not read beyond it"
         assert second.memory is not None
         second.memory.free_share()
         assert (await third).outcome == Delivered(200, b"x" * MB)
 
 
 @pytest.mark.parametrize(("deadline_s", "timeout_s", "expected"), [(1.5, 300.0, TooLate), (30.0, 1.5, None)])
-async def test_time_without_room_counts_for_the_deadline_and_not_as_a_slow_gateway(
+async def test_time_without_memory_counts_for_the_deadline_but_not_for_the_timeout(
     gateway_to: MakeGateway, deadline_s: float, timeout_s: float, expected: type | None
 ) -> None:
     async with serving(always(body=b"x" * MB)) as server:
@@ -92,7 +92,7 @@ async def test_time_without_room_counts_for_the_deadline_and_not_as_a_slow_gatew
         waiting = asyncio.create_task(forward(gateway, within_s=deadline_s))
         await wait_until(lambda: len(server.received) == 2, what="the second")
         if expected is None:
-            await asyncio.sleep(1.3 * timeout_s)  # what is shown is that this time passes and ends nothing
+            await asyncio.sleep(1.3 * timeout_s)  # this time passes and ends no attempt
             assert first.memory is not None
             first.memory.free_share()
             assert (await waiting).outcome == Delivered(200, b"x" * MB)
@@ -101,7 +101,7 @@ async def test_time_without_room_counts_for_the_deadline_and_not_as_a_slow_gatew
             assert gateway.buffers.used_bytes == MB
 
 
-async def test_try_that_ends_without_an_answer_holds_nothing(gateway_to: MakeGateway) -> None:
+async def test_attempt_without_an_answer_uses_no_memory(gateway_to: MakeGateway) -> None:
     async def cut(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\nhalf")
@@ -121,7 +121,7 @@ async def test_try_that_ends_without_an_answer_holds_nothing(gateway_to: MakeGat
 
 
 @pytest.mark.parametrize("script", [always(body=b"x" * 50, status="500 Broken"), always(status="429 No")])
-async def test_answer_without_a_result_is_freed_or_handed_over(
+async def test_memory_of_an_answer_is_freed_or_passed_to_the_caller(
     gateway_to: MakeGateway, script: Script
 ) -> None:
     async with serving(script) as server:
@@ -132,7 +132,7 @@ async def test_answer_without_a_result_is_freed_or_handed_over(
         assert gateway.buffers.used_bytes == 0
 
 
-async def test_partly_read_answers_never_wait_for_each_other_for_ever() -> None:
+async def test_partly_read_answers_never_deadlock() -> None:
     """Each answer has been read in part, and there is no room for the rest of any."""
     buffers = AnswerBufferPool(limit_bytes=30, largest_bytes=10)
     holds = [AnswerBuffer(buffers) for _ in range(5)]
@@ -154,7 +154,7 @@ async def test_partly_read_answers_never_wait_for_each_other_for_ever() -> None:
     assert buffers.used_bytes == 0
 
 
-async def test_waiter_that_gives_up_lets_the_next_one_on() -> None:
+async def test_cancelled_wait_for_memory_lets_the_next_answer_continue() -> None:
     buffers = AnswerBufferPool(limit_bytes=20, largest_bytes=10)
     first, beyond, large, small = (AnswerBuffer(buffers) for _ in range(4))
     await first.grow_to(8)
@@ -162,14 +162,14 @@ async def test_waiter_that_gives_up_lets_the_next_one_on() -> None:
     waits_large = asyncio.create_task(large.grow_to(9))
     waits_small = asyncio.create_task(small.grow_to(2))
     await asyncio.sleep(0)
-    assert not waits_small.done(), "in the order of asking"
+    assert not waits_small.done(), "memory is granted in the order of the requests for it"
     waits_large.cancel()
     await asyncio.gather(waits_large, return_exceptions=True)
     await asyncio.wait_for(waits_small, 5)
     assert buffers.used_bytes == 15
 
 
-async def test_larger_bound_and_shared_answers() -> None:
+async def test_bound_can_be_raised_and_answers_can_be_shared() -> None:
     buffers = AnswerBufferPool(limit_bytes=10, largest_bytes=10)
     beyond, waiting = AnswerBuffer(buffers), AnswerBuffer(buffers)
     await beyond.grow_to(10)

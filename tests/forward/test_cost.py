@@ -1,4 +1,4 @@
-"""What the path of a request costs, beside a floor of the same moments (tests/floors.py)."""
+"""CPU time of the path of a request, compared with a baseline that runs alternately with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import aiohttp
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.requests.request import Request, encode_member, parse_member
 from dispatcher.forward import HttpGateway
-from tests.floors import beside, cpu_of
-from tests.forward.scripted import a_request, outcome
-from tests.support import running
+from tests.cost_comparison import compare_costs, measure_cpu_s
+from tests.forward.scripted_server import a_request, outcome
+from tests.support import running_process
 
 MakeGateway = Callable[..., HttpGateway]
 
@@ -36,12 +36,12 @@ async def main():
     await server.serve_forever()
 asyncio.run(main())
 """
-# Ends as nothing else in a request does, so that the server need not parse.
+# No other part of a request ends like this, so that the server need not parse.
 PAYLOAD = b'{"model":"m","prompt":{"text":"' + b"x" * 400 + b'"}}\r\n'
 
 
 async def cpu_s(once: Callable[[], Awaitable[None]], requests: int = 450, together: int = 15) -> float:
-    """CPU seconds of this process for so many requests; the server is another process."""
+    """Return the CPU seconds of this process for these requests. The server is another process."""
 
     async def some() -> None:
         for _ in range(requests // together):
@@ -52,8 +52,8 @@ async def cpu_s(once: Callable[[], Awaitable[None]], requests: int = 450, togeth
     return time.process_time() - started
 
 
-async def test_forwarding_costs_less_than_twice_a_bare_client(gateway_to: MakeGateway) -> None:
-    with running(sys.executable, "-c", SERVER, stdout=subprocess.PIPE) as server:
+async def test_forwarding_costs_less_than_twice_a_plain_client(gateway_to: MakeGateway) -> None:
+    with running_process(sys.executable, "-c", SERVER, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}"
         gateway = gateway_to(url)
@@ -76,7 +76,7 @@ async def test_forwarding_costs_less_than_twice_a_bare_client(gateway_to: MakeGa
                 assert len(await response.read()) == 500
 
         async with bare_client:
-            found = await beside(lambda: cpu_s(ours), lambda: cpu_s(bare))
+            found = await compare_costs(lambda: cpu_s(ours), lambda: cpu_s(bare))
     print(f"CPU per request, forward to bare aiohttp: {found.ratio:.2f}")
     assert found.ratio < 2.0
 
@@ -99,6 +99,8 @@ async def test_parsing_costs_no_more_than_three_times_the_standard_librarys() ->
         for _ in range(2000):
             once(member)
 
-    found = await beside(cpu_of(lambda: often(parse_member)), cpu_of(lambda: often(json.loads)))
+    found = await compare_costs(
+        measure_cpu_s(lambda: often(parse_member)), measure_cpu_s(lambda: often(json.loads))
+    )
     print(f"{len(member)} bytes: parse {found.ratio:.2f} × json.loads, {found.ours / 2000 * 1e6:.1f} µs")
     assert found.ratio < 3

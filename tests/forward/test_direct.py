@@ -1,4 +1,4 @@
-"""Calls straight to a model server: to whom they go, with what, and what comes of each answer."""
+"""Direct calls of model servers: address, content, and outcome of each answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dispatcher.core.gateway.outcome import (
 )
 from dispatcher.forward import DirectServers
 from dispatcher.ports import ModelServers
-from tests.forward.scripted import GENEROUS_S, Connection, always, serving
+from tests.forward.scripted_server import GENEROUS_S, Connection, always, serving
 from tests.signals.fakes import serving as http_serving
 from tests.support import free_port, wait_until
 
@@ -41,14 +41,14 @@ class Access:
 
 
 class Servers:
-    """The model servers that are known, by endpoint."""
+    """Known model servers by endpoint."""
 
     def __init__(self) -> None:
         self.known: dict[str, Access] = {}
         self.direct = DirectServers(self._find, lambda: LIMIT_BYTES)
 
     def _find(self, endpoint: str) -> Access | str:
-        return self.known.get(endpoint, "nobody has heard of it")
+        return self.known.get(endpoint, "it is unknown")
 
     async def post(
         self,
@@ -68,7 +68,7 @@ async def servers() -> AsyncIterator[Servers]:
     await made.direct.aclose()
 
 
-async def test_a_call_goes_to_the_server_that_is_meant_with_its_credentials_and_its_body_as_it_is(
+async def test_call_reaches_its_server_with_credentials_and_unchanged_body(
     servers: Servers,
 ) -> None:
     async with serving(always(body=b'{"of":"a"}')) as one, serving(always(body=b'{"of":"b"}')) as two:
@@ -93,7 +93,7 @@ async def test_a_call_goes_to_the_server_that_is_meant_with_its_credentials_and_
     assert "authorization" not in other.headers
 
 
-async def test_a_server_of_a_framework_is_spoken_to_over_kept_connections(servers: Servers) -> None:
+async def test_connections_to_a_server_are_kept(servers: Servers) -> None:
     peers = set()
 
     async def handle(request: web.Request) -> web.Response:
@@ -119,7 +119,7 @@ async def test_a_server_of_a_framework_is_spoken_to_over_kept_connections(server
         ("200 OK", b"x" * (LIMIT_BYTES + 1), TooLarge),
     ],
 )
-async def test_answers_are_read_as_the_gateways_and_bounded(
+async def test_answer_of_a_server_is_classified_and_bounded_like_one_of_the_gateway(
     servers: Servers, status: str, body: bytes, kind: type[Outcome]
 ) -> None:
     async with serving(always(status=status, body=body)) as server:
@@ -131,14 +131,14 @@ async def test_answers_are_read_as_the_gateways_and_bounded(
         assert found.why.startswith("a:1 answered ")
 
 
-async def test_a_server_that_is_not_there_or_not_known_is_unreachable_and_says_why(servers: Servers) -> None:
+async def test_server_that_is_absent_or_unknown_is_unreachable_with_a_reason(servers: Servers) -> None:
     port = free_port()
     servers.known = {"a:1": Access(f"http://127.0.0.1:{port}")}
     assert await servers.post() == Unreachable(f"no connection: 127.0.0.1:{port}: connection refused")
-    assert await servers.post("b:1") == Unreachable("b:1: nobody has heard of it")
+    assert await servers.post("b:1") == Unreachable("b:1: it is unknown")
 
 
-async def test_an_answer_that_breaks_off_is_a_failure_that_tells_nothing_secret(servers: Servers) -> None:
+async def test_answer_that_breaks_off_is_a_failure_without_secrets(servers: Servers) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
@@ -153,7 +153,7 @@ async def test_an_answer_that_breaks_off_is_a_failure_that_tells_nothing_secret(
     assert "Bearer" not in repr(found)
 
 
-async def test_it_ends_at_its_deadline_and_closes_the_connection(servers: Servers) -> None:
+async def test_call_ends_at_its_deadline_and_closes_the_connection(servers: Servers) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         await connection.wait_until_closed()
@@ -163,10 +163,10 @@ async def test_it_ends_at_its_deadline_and_closes_the_connection(servers: Server
         assert await servers.post(within_s=0.3) == TooLate()
         await server.client_closed.wait()
         assert await servers.post(within_s=0.0) == TooLate()
-        assert len(server.connections) == 1, "nothing is sent that is too late already"
+        assert len(server.connections) == 1, "nothing is sent after the deadline"
 
 
-async def test_who_gives_up_closes_the_connection(servers: Servers) -> None:
+async def test_cancelling_a_call_closes_the_connection(servers: Servers) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         await connection.wait_until_closed()
@@ -180,7 +180,7 @@ async def test_who_gives_up_closes_the_connection(servers: Servers) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "v1/x", "//evil/v1/x", "/v1/../admin", "/v1/x?a=b", "/v1/x\r\nx: y"])
-async def test_a_path_that_could_lead_elsewhere_is_not_sent(servers: Servers, path: str) -> None:
+async def test_path_that_is_not_plain_is_refused(servers: Servers, path: str) -> None:
     async with serving(always()) as server:
         servers.known = {"a:1": Access(server.url)}
         assert isinstance(await servers.post(path=path), Refused)
@@ -189,7 +189,7 @@ async def test_a_path_that_could_lead_elsewhere_is_not_sent(servers: Servers, pa
 
 @pytest.fixture
 def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """A server's, and that of a client who trusts it."""
+    """Return the TLS contexts of a server and of a client that trusts it."""
     authority = trustme.CA()
     theirs, ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("127.0.0.1").configure_cert(theirs)
@@ -197,7 +197,7 @@ def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return theirs, ours
 
 
-async def test_over_tls_the_server_is_verified(
+async def test_server_is_verified_over_tls(
     servers: Servers, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     theirs, ours = contexts
@@ -213,7 +213,7 @@ async def test_over_tls_the_server_is_verified(
         assert server.received[0].headers["authorization"] == f"Bearer {SECRET}"
 
 
-async def test_new_certificates_count_for_the_next_call_and_leave_the_running_one_alone(
+async def test_new_certificates_apply_to_the_next_call_and_not_to_a_running_one(
     servers: Servers, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
 ) -> None:
     theirs, ours = contexts

@@ -1,4 +1,4 @@
-"""Behind a real Envoy: its own answers, when something behind it is missing, lead where the design says."""
+"""Answers that a real Envoy gives itself when a part behind it is missing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Unreachable
 from dispatcher.forward import HttpGateway
 from tests.forward.envoy import envoy_before
-from tests.forward.scripted import Connection, a_request, outcome, serving
+from tests.forward.scripted_server import Connection, a_request, outcome, serving
 
 MakeGateway = Callable[..., HttpGateway]
 
 
-async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway, tmp_path: Path) -> None:
+async def test_answers_of_envoy_itself_have_the_designed_outcomes(
+    gateway_to: MakeGateway, tmp_path: Path
+) -> None:
     body = '{"text":"é 🙂"}'.encode()
     payload = b'{"prompt": "\\ud800 \xc3\xa9", "seed":9223372036854775807}'
 
@@ -51,7 +53,7 @@ async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway
             found = await at(endpoint)
             assert isinstance(found, Failed)
             assert (found.status, found.is_intermediary_error) == (status, True)
-        # One endpoint of two is dead: Envoy says so itself, in milliseconds, and routes the others.
+        # One of two endpoints is dead: Envoy answers within milliseconds itself, and routes other requests.
         partly = [await at("/v1/partly") for _ in range(10)]
         assert Delivered(200, body) in partly
         bounced = [each for each in partly if isinstance(each, Failed)]

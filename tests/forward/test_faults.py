@@ -1,4 +1,4 @@
-"""What goes wrong: each fault of a network or a server has its outcome, and none is an exception."""
+"""Each fault of a network or a server has an outcome, and none raises."""
 
 from __future__ import annotations
 
@@ -11,33 +11,41 @@ from pathlib import Path
 import pytest
 import trustme
 
-from dispatcher.core.gateway.outcome import Delivered, Evicted, Failed, Overloaded, TooLate, Unreachable
+from dispatcher.core.gateway.outcome import (
+    Delivered,
+    Evicted,
+    Failed,
+    FailureKind,
+    Overloaded,
+    TooLate,
+    Unreachable,
+)
 from dispatcher.forward import CONNECT_S, HttpGateway
-from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
+from tests.forward.scripted_server import Connection, Script, a_request, always, forward, outcome, serving
 from tests.support import free_port, wait_until
 
 MakeGateway = Callable[..., HttpGateway]
 EVENT = b'data: {"choices":[{"text":"hi"}]}\n\n'
 
 
-async def test_a_refused_connection_is_unreachable(gateway_to: MakeGateway) -> None:
+async def test_refused_connection_is_unreachable(gateway_to: MakeGateway) -> None:
     port = free_port()
     forwarded = await forward(gateway_to(f"http://127.0.0.1:{port}"))
     assert forwarded.outcome == Unreachable(f"no connection: 127.0.0.1:{port}: connection refused")
     assert forwarded.sent_at == forwarded.ended_at
 
 
-async def test_a_name_that_does_not_resolve_is_unreachable(gateway_to: MakeGateway) -> None:
+async def test_name_that_does_not_resolve_is_unreachable(gateway_to: MakeGateway) -> None:
     assert isinstance(await outcome(gateway_to("http://nowhere.invalid")), Unreachable)
 
 
-async def test_a_connection_that_is_not_taken_is_unreachable_within_the_connect_timeout(
+async def test_connection_that_is_not_accepted_is_unreachable_within_the_connect_timeout(
     gateway_to: MakeGateway,
 ) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
-        fillers = [socket.socket() for _ in range(4)]  # the backlog full, further SYNs are dropped
+        fillers = [socket.socket() for _ in range(4)]  # the backlog is full, so that further SYNs are dropped
         for filler in fillers:
             filler.setblocking(False)
             filler.connect_ex(listener.getsockname())
@@ -50,7 +58,7 @@ async def test_a_connection_that_is_not_taken_is_unreachable_within_the_connect_
 
 @pytest.mark.parametrize("nothing_but", [b"", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\ncontent-le"])
 @pytest.mark.parametrize("ending", ["closed", "reset"])
-async def test_a_new_connection_that_ends_before_an_answer_is_a_failure(
+async def test_new_connection_that_ends_before_an_answer_is_a_failure(
     gateway_to: MakeGateway, nothing_but: bytes, ending: str
 ) -> None:
     async def script(connection: Connection) -> None:
@@ -64,8 +72,10 @@ async def test_a_new_connection_that_ends_before_an_answer_is_a_failure(
         found = await outcome(gateway_to(server.url))
     assert isinstance(found, Failed)
     assert found.status is None
+    # aiohttp does not pass on that the connection was reset.
+    assert found.kind is FailureKind.NO_ANSWER
     assert not found.is_intermediary_error
-    assert len(server.received) == 1  # not sent twice: the first may have run
+    assert len(server.received) == 1  # not sent twice, because the first may have been processed
 
 
 def breaking_the_second(ending: str, *, also_new_ones: bool = False) -> Script:
@@ -83,7 +93,7 @@ def breaking_the_second(ending: str, *, also_new_ones: bool = False) -> Script:
 
 
 @pytest.mark.parametrize("ending", ["closed", "reset"])
-async def test_a_reset_on_a_kept_connection_is_tried_once_more_on_a_new_one(
+async def test_request_on_a_kept_connection_that_breaks_is_sent_again_on_a_new_one(
     gateway_to: MakeGateway, ending: str
 ) -> None:
     async with serving(breaking_the_second(ending)) as server:
@@ -93,7 +103,7 @@ async def test_a_reset_on_a_kept_connection_is_tried_once_more_on_a_new_one(
     assert [len(server.connections), len(server.received)] == [2, 3]
 
 
-async def test_a_large_payload_is_sent_again_from_its_start(gateway_to: MakeGateway) -> None:
+async def test_large_payload_is_sent_again_from_its_start(gateway_to: MakeGateway) -> None:
     async with serving(breaking_the_second("reset")) as server:
         gateway = gateway_to(server.url)
         await outcome(gateway)
@@ -102,7 +112,7 @@ async def test_a_large_payload_is_sent_again_from_its_start(gateway_to: MakeGate
     assert [received.body for received in server.received[1:]] == [payload, payload]
 
 
-async def test_a_body_that_makes_the_gateway_reset_fails_after_the_second_time(
+async def test_request_that_breaks_two_connections_is_a_failure(
     gateway_to: MakeGateway,
 ) -> None:
     async with serving(breaking_the_second("reset", also_new_ones=True)) as server:
@@ -113,7 +123,7 @@ async def test_a_body_that_makes_the_gateway_reset_fails_after_the_second_time(
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this"])
-async def test_a_gateway_that_dies_with_requests_on_new_connections_is_unreachable(
+async def test_gateway_that_dies_with_requests_on_new_connections_is_unreachable(
     gateway_to: MakeGateway, answer: bytes
 ) -> None:
     together = 5
@@ -130,11 +140,13 @@ async def test_a_gateway_that_dies_with_requests_on_new_connections_is_unreachab
     async with serving(script) as server:
         gateway = gateway_to(server.url)
         found = await asyncio.gather(*(forward(gateway) for _ in range(together)))
+    kind = FailureKind.BROKEN_OFF if answer else FailureKind.NO_ANSWER
     assert [type(one.outcome) for one in found] == [Unreachable] * together
-    assert all(one.sent_at < one.ended_at for one in found), "they had been sent, all the same"
+    assert {one.outcome.kind for one in found if isinstance(one.outcome, Unreachable)} == {kind}
+    assert all(one.sent_at < one.ended_at for one in found), "they had been sent"
 
 
-async def test_a_gateway_that_speaks_no_tls_any_more_is_unreachable_for_what_it_dropped(
+async def test_gateway_that_stops_speaking_tls_is_unreachable_for_requests_it_dropped(
     gateway_to: MakeGateway, tmp_path: Path
 ) -> None:
     authority = trustme.CA()
@@ -156,7 +168,7 @@ async def test_a_gateway_that_speaks_no_tls_any_more_is_unreachable_for_what_it_
     assert isinstance(found, Unreachable)
 
 
-async def test_a_gateway_that_hangs_and_takes_no_connection_is_unreachable(gateway_to: MakeGateway) -> None:
+async def test_gateway_that_hangs_and_accepts_no_connection_is_unreachable(gateway_to: MakeGateway) -> None:
     fillers = [socket.socket() for _ in range(4)]
 
     async def script(connection: Connection) -> None:
@@ -177,13 +189,15 @@ async def test_a_gateway_that_hangs_and_takes_no_connection_is_unreachable(gatew
     for filler in fillers:
         filler.close()
     assert isinstance(forwarded.outcome, Unreachable)
-    assert forwarded.ended_at - forwarded.sent_at < CONNECT_S, "the knock is not part of the try"
+    assert forwarded.ended_at - forwarded.sent_at < CONNECT_S, (
+        "the connection check is not part of the attempt"
+    )
 
 
-async def test_a_restarted_gateway_costs_none_of_its_kept_connections_a_request(
+async def test_restart_of_the_gateway_costs_no_request_on_a_kept_connection(
     gateway_to: MakeGateway,
 ) -> None:
-    """All kept connections break at their next use; no second send may land on another of them."""
+    """All kept connections break at their next use, so no second send may use another one of them."""
     together = 8
     arrived = asyncio.Semaphore(0)
     restarted = asyncio.Event()
@@ -218,9 +232,7 @@ async def test_a_restarted_gateway_costs_none_of_its_kept_connections_a_request(
     ids=["length", "chunks", "no chunk", "in a chunk"],
 )
 @pytest.mark.parametrize("ending", ["closed", "reset"])
-async def test_a_body_cut_short_is_a_failure_and_not_an_answer(
-    gateway_to: MakeGateway, answer: bytes, ending: str
-) -> None:
+async def test_truncated_body_is_a_failure(gateway_to: MakeGateway, answer: bytes, ending: str) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(answer)
@@ -231,7 +243,11 @@ async def test_a_body_cut_short_is_a_failure_and_not_an_answer(
     async with serving(script) as server:
         found = await outcome(gateway_to(server.url))
     assert isinstance(found, Failed)
-    assert found.status is None
+    is_http = b"zz" not in answer
+    assert (found.status, found.kind) == (
+        None,
+        FailureKind.BROKEN_OFF if is_http else FailureKind.NO_ANSWER,
+    )
     assert len(server.received) == 1
 
 
@@ -246,7 +262,7 @@ async def test_a_body_cut_short_is_a_failure_and_not_an_answer(
         ("", EVENT * 2000 + b'data: {"error":{"type":"evicted"', Failed),
     ],
 )
-async def test_stream_that_is_cut_is_an_eviction_only_where_it_says_so(
+async def test_cut_stream_is_an_eviction_only_if_it_says_so(
     gateway_to: MakeGateway, headers: str, sent: bytes, expected: type
 ) -> None:
     async def script(connection: Connection) -> None:
@@ -275,7 +291,7 @@ async def test_stream_that_is_cut_is_an_eviction_only_where_it_says_so(
         b"<html>not http</html>\r\n\r\n",
     ],
 )
-async def test_what_is_not_http_is_a_failure(gateway_to: MakeGateway, garbage: bytes) -> None:
+async def test_answer_that_is_not_http_is_a_failure(gateway_to: MakeGateway, garbage: bytes) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.writer.write(garbage)
@@ -284,11 +300,12 @@ async def test_what_is_not_http_is_a_failure(gateway_to: MakeGateway, garbage: b
     async with serving(script) as server:
         found = await outcome(gateway_to(server.url))
         assert isinstance(found, Failed), found
+        assert found.kind is FailureKind.NO_ANSWER
         assert len(found.why) < 400
 
 
-async def test_an_answer_to_nothing_spoils_no_later_request(gateway_to: MakeGateway) -> None:
-    """A second answer that nobody asked for must not be taken for the next request's."""
+async def test_answer_without_a_request_is_not_taken_for_the_next_answer(gateway_to: MakeGateway) -> None:
+    """A second answer to one request must not be taken for the answer to the next request."""
 
     async def script(connection: Connection) -> None:
         received = await connection.receive()
@@ -314,7 +331,7 @@ async def half_an_answer(connection: Connection) -> None:
 
 
 async def never_reading(connection: Connection) -> None:
-    """Let the client's sends fill up: it is in the middle of its upload."""
+    """Do not read, so that the client stays in the middle of its upload."""
     connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
     await connection.server.go_on.wait()
     connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
@@ -347,30 +364,31 @@ async def test_cancelling_closes_the_connection_at_once(
 
 
 @pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
-async def test_a_try_takes_no_longer_than_the_timeout(gateway_to: MakeGateway, script: Script) -> None:
+async def test_attempt_ends_at_the_timeout(gateway_to: MakeGateway, script: Script) -> None:
     async with serving(script) as server:
         forwarded = await forward(gateway_to(server.url, timeout_s=0.3))
         assert isinstance(forwarded.outcome, Failed)
         assert forwarded.outcome.why == "no answer within 0.3 s"
+        assert forwarded.outcome.kind is FailureKind.NO_ANSWER_IN_TIME
         assert 0.2 < forwarded.ended_at - forwarded.sent_at < 10
         await wait_until(server.client_closed.is_set)
 
 
 @pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
-async def test_a_try_ends_with_the_deadline(gateway_to: MakeGateway, script: Script) -> None:
+async def test_attempt_ends_at_the_deadline(gateway_to: MakeGateway, script: Script) -> None:
     async with serving(script) as server:
         assert await outcome(gateway_to(server.url), within_s=0.3) == TooLate()
         await wait_until(server.client_closed.is_set)
 
 
 @pytest.mark.parametrize("within_s", [0.0, -1.0, float("-inf")])
-async def test_past_the_deadline_nothing_is_sent(gateway_to: MakeGateway, within_s: float) -> None:
+async def test_nothing_is_sent_after_the_deadline(gateway_to: MakeGateway, within_s: float) -> None:
     async with serving(always()) as server:
         assert await outcome(gateway_to(server.url), within_s=within_s) == TooLate()
         assert not server.connections
 
 
-async def test_a_running_try_tells_since_when_it_is_connected(gateway_to: MakeGateway) -> None:
+async def test_running_attempt_has_the_time_of_its_connection(gateway_to: MakeGateway) -> None:
     now = asyncio.get_running_loop().time
     go_on = asyncio.Event()
 
@@ -414,8 +432,8 @@ async def test_resizing_closes_idle_connections_beyond_the_limit(gateway_to: Mak
         await wait_until(lambda: len(closed) == 6)
 
 
-async def test_a_gateway_that_went_away_between_requests_is_unreachable(gateway_to: MakeGateway) -> None:
-    """The kept connection breaks, a new one is refused: no attempt, and a probe will have to connect."""
+async def test_gateway_that_ended_between_requests_is_unreachable(gateway_to: MakeGateway) -> None:
+    """The kept connection breaks and a new one is refused. No attempt is counted."""
     together = 3
     left: list[int] = []
 
@@ -434,10 +452,10 @@ async def test_a_gateway_that_went_away_between_requests_is_unreachable(gateway_
         server.listener.close()
         assert isinstance(await outcome(gateway), Unreachable)
         assert isinstance(await outcome(gateway), Unreachable)
-        assert len(left) == 1  # the other kept connections were not waited on
+        assert len(left) == 1  # the other kept connections were not tried
 
 
-async def test_many_at_once_share_nothing_but_the_gateway(gateway_to: MakeGateway) -> None:
+async def test_concurrent_requests_get_their_own_answers(gateway_to: MakeGateway) -> None:
     async def script(connection: Connection) -> None:
         while True:
             received = await connection.receive()

@@ -1,4 +1,4 @@
-"""One answer can hurt only its request: not the others by the work that it makes, nor the process's end."""
+"""A hostile answer affects only its own request, and neither other requests nor the end of the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatcher.core.gateway.outcome import Delivered, Failed, TooLarge
 from dispatcher.forward import HttpGateway
 from dispatcher.forward.transport import MAX_INTERIM_RESPONSES
 from dispatcher.forward.unpack import MAX_CODINGS, MAX_MEMBERS, STEP_OUTPUT_BYTES, decode_content
-from tests.forward.scripted import Connection, always, outcome, serving
+from tests.forward.scripted_server import Connection, always, outcome, serving
 
 MakeGateway = Callable[..., HttpGateway]
 EMPTY = gzip.compress(b"", mtime=0)
@@ -22,7 +22,7 @@ MB = 2**20
 
 
 class Turns:
-    """Counts the turns of the loop for the length of a block."""
+    """Counts the iterations of the event loop within a block."""
 
     async def __aenter__(self) -> Turns:
         self.count = 0
@@ -46,10 +46,10 @@ def stored(body: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("members", "fits"), [(MAX_MEMBERS, True), (MAX_MEMBERS + 1, False), (100_000, False)]
 )
-async def test_members_of_a_packed_body_are_bounded(
+async def test_number_of_members_of_a_compressed_body_is_bounded(
     gateway_to: MakeGateway, members: int, fits: bool
 ) -> None:
-    """Each may be empty, and cost a copy of all that follow."""
+    """Each member may be empty, and costs a copy of all later ones."""
     body = gzip.compress(b"{}", mtime=0) + EMPTY * (members - 1)
     async with serving(always(body=body, headers="content-encoding: gzip\r\n")) as server:
         found = await outcome(gateway_to(server.url))
@@ -61,7 +61,7 @@ async def test_members_of_a_packed_body_are_bounded(
 
 
 @pytest.mark.parametrize(("layers", "fits"), [(MAX_CODINGS, True), (MAX_CODINGS + 1, False), (20, False)])
-async def test_codings_over_each_other_are_bounded(gateway_to: MakeGateway, layers: int, fits: bool) -> None:
+async def test_number_of_nested_codings_is_bounded(gateway_to: MakeGateway, layers: int, fits: bool) -> None:
     body = b"{}"
     for _ in range(layers):
         body = stored(body)
@@ -78,21 +78,21 @@ async def test_codings_over_each_other_are_bounded(gateway_to: MakeGateway, laye
 @pytest.mark.parametrize(
     "packed", [gzip.compress(bytes(8 * MB)), stored(bytes(8 * MB))], ids=["bomb", "plain"]
 )
-async def test_others_have_their_turns_while_a_large_body_is_unpacked(packed: bytes) -> None:
+async def test_other_tasks_run_while_a_large_body_is_decompressed(packed: bytes) -> None:
     async with Turns() as turns:
         assert await decode_content(packed, "gzip", 16 * MB) == bytes(8 * MB)
     assert turns.count >= 8 * MB // STEP_OUTPUT_BYTES - 2
 
 
-async def test_a_body_larger_than_the_limit_is_unpacked_no_further() -> None:
+async def test_decompression_stops_at_the_limit() -> None:
     packed = gzip.compress(bytes(64 * MB), 1)
     async with Turns() as turns:
         assert await decode_content(packed, "gzip", MB) is None
     assert turns.count <= MB // STEP_OUTPUT_BYTES + 2
 
 
-async def test_no_thread_works_on_an_answer_and_it_ends_with_its_try(gateway_to: MakeGateway) -> None:
-    """What is left to a thread goes on after its try, and holds up the end of the process."""
+async def test_no_thread_works_on_an_answer_after_its_attempt(gateway_to: MakeGateway) -> None:
+    """Work in a thread would continue after its attempt, and delay the end of the process."""
     threads = threading.active_count()
     body = gzip.compress(bytes(8 * MB), 1)
     async with serving(always(body=body, headers="content-encoding: gzip\r\n")) as server:
@@ -108,7 +108,7 @@ async def test_no_thread_works_on_an_answer_and_it_ends_with_its_try(gateway_to:
 
 
 def interim(count: int, status: str = "102 Processing") -> Callable[[Connection], object]:
-    """So many interim answers before the answer."""
+    """Return a script that sends interim answers before the answer."""
 
     async def script(connection: Connection) -> None:
         while True:
@@ -121,16 +121,18 @@ def interim(count: int, status: str = "102 Processing") -> Callable[[Connection]
 
 
 @pytest.mark.parametrize("status", ["100 Continue", "102 Processing", "103 Early Hints", "199 Own"])
-async def test_a_few_interim_answers_are_passed_over(gateway_to: MakeGateway, status: str) -> None:
+async def test_a_few_interim_answers_are_skipped(gateway_to: MakeGateway, status: str) -> None:
     async with serving(interim(MAX_INTERIM_RESPONSES, status)) as server:  # type: ignore[arg-type]
         gateway = gateway_to(server.url)
         for _ in range(3):
             assert await outcome(gateway) == Delivered(200, b"{}")
-    assert len(server.connections) == 1, "each answer is counted anew"
+    assert len(server.connections) == 1, "interim answers are counted per answer"
 
 
 @pytest.mark.parametrize("count", [MAX_INTERIM_RESPONSES + 1, 3000])
-async def test_more_of_them_are_a_failure_and_end_the_connection(gateway_to: MakeGateway, count: int) -> None:
+async def test_too_many_interim_answers_are_a_failure_and_end_the_connection(
+    gateway_to: MakeGateway, count: int
+) -> None:
     async with serving(interim(count)) as server:  # type: ignore[arg-type]
         gateway = gateway_to(server.url)
         for number in (1, 2):
@@ -140,8 +142,8 @@ async def test_more_of_them_are_a_failure_and_end_the_connection(gateway_to: Mak
             assert len({each.number for each in server.connections}) >= number
 
 
-async def test_a_flood_of_them_is_read_no_further(gateway_to: MakeGateway) -> None:
-    """Each costs a parse on the loop, and waits in memory: a second of them held it up for two."""
+async def test_flood_of_interim_answers_is_not_read_to_its_end(gateway_to: MakeGateway) -> None:
+    """Each interim answer is parsed on the event loop and kept in memory."""
     written = 0
 
     async def script(connection: Connection) -> None:
@@ -158,4 +160,4 @@ async def test_a_flood_of_them_is_read_no_further(gateway_to: MakeGateway) -> No
         assert isinstance(found, Failed)
         assert "interim" in found.why
     print(f"{written / MB:.1f} MB were written before it noticed")
-    assert written < 16 * MB, "what the sockets hold"
+    assert written < 16 * MB, "no more than the socket buffers hold"

@@ -1,4 +1,4 @@
-"""Over TLS: verified by default, with our own authority and certificate where the settings name them."""
+"""TLS: servers are verified by default, with the authority and certificate of the settings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import trustme
 
 from dispatcher.core.gateway.outcome import Delivered, Failed, Unreachable
 from dispatcher.forward import HttpGateway
-from tests.forward.scripted import Connection, a_request, always, options, outcome, serving
+from tests.forward.scripted_server import Connection, a_request, always, options, outcome, serving
 from tests.support import wait_until
 
 MakeGateway = Callable[..., HttpGateway]
 
 
 class Authority:
-    """A certificate authority and what it issues, as files."""
+    """A certificate authority and its certificates, as files."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._ca = trustme.CA()
@@ -51,7 +51,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-async def test_a_certificate_of_our_authority_is_accepted(
+async def test_certificate_of_the_configured_authority_is_accepted(
     gateway_to: MakeGateway, authority: Authority
 ) -> None:
     async with serving(always(), authority.server()) as server:
@@ -62,7 +62,7 @@ async def test_a_certificate_of_our_authority_is_accepted(
 
 
 @pytest.mark.parametrize("trouble", ["unknown authority", "wrong name", "not tls at all", "no such ca file"])
-async def test_what_cannot_be_verified_is_unreachable_and_sees_no_request(
+async def test_server_that_cannot_be_verified_is_unreachable_and_gets_no_request(
     gateway_to: MakeGateway, authority: Authority, trouble: str
 ) -> None:
     ca_file = "" if trouble == "unknown authority" else str(authority.file)
@@ -83,7 +83,7 @@ async def test_verification_can_be_switched_off(gateway_to: MakeGateway, authori
 
 @contextlib.contextmanager
 def plain_tls_server(context: ssl.SSLContext) -> Iterator[str]:
-    """OpenSSL without asyncio, which closes without the alert that says why it refuses a client."""
+    """Run a server without asyncio, which would close without the alert that explains a rejection."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -99,7 +99,7 @@ def plain_tls_server(context: ssl.SSLContext) -> Iterator[str]:
                     secured.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
                     secured.close()
                 except ssl.SSLError:
-                    # The alert is out; with the request unread, closing would send a reset after it.
+                    # The alert is sent. Closing now, with the request unread, would send a reset after it.
                     with socket.socket(fileno=secured.detach()) as refused:
                         refused.recv(65536)
 
@@ -113,20 +113,20 @@ def plain_tls_server(context: ssl.SSLContext) -> Iterator[str]:
         thread.join()
 
 
-async def test_a_gateway_that_asks_for_a_certificate_gets_ours(
+async def test_client_certificate_is_sent_if_the_gateway_asks_for_it(
     gateway_to: MakeGateway, authority: Authority
 ) -> None:
     certificate, key = authority.client_files()
     with plain_tls_server(authority.server(demanding=True)) as url:
         tls = {"ca_file": str(authority.file)}
-        # TLS 1.3 says no only after the connection; it is no failure of the request all the same.
+        # TLS 1.3 rejects the client only after the connection is made, which is no failure of the request.
         found = await outcome(gateway_to(url, tls=tls))
         assert isinstance(found, Unreachable), found
         shown = gateway_to(url, tls={**tls, "cert_file": certificate, "key_file": key})
         assert isinstance(await outcome(shown), Delivered)
 
 
-async def test_a_replaced_authority_is_read_again_and_running_requests_end_as_they_began(
+async def test_replaced_authority_applies_to_new_requests_only(
     gateway_to: MakeGateway, authority: Authority, tmp_path: Path
 ) -> None:
     async def script(connection: Connection) -> None:
@@ -153,7 +153,7 @@ async def test_a_replaced_authority_is_read_again_and_running_requests_end_as_th
         assert isinstance(await slow, Delivered)
 
 
-async def test_a_handshake_that_hangs_is_cut_off(gateway_to: MakeGateway) -> None:
+async def test_handshake_that_hangs_is_ended(gateway_to: MakeGateway) -> None:
     async def script(connection: Connection) -> None:
         await connection.wait_until_closed()
 
@@ -163,9 +163,7 @@ async def test_a_handshake_that_hangs_is_cut_off(gateway_to: MakeGateway) -> Non
         await wait_until(server.client_closed.is_set)
 
 
-async def test_a_connection_cut_within_tls_is_a_failure(
-    gateway_to: MakeGateway, authority: Authority
-) -> None:
+async def test_connection_cut_within_tls_is_a_failure(gateway_to: MakeGateway, authority: Authority) -> None:
     async def script(connection: Connection) -> None:
         await connection.receive()
         connection.reset()

@@ -1,6 +1,7 @@
-"""Whatever bytes come in, from whomever: a value or a typed refusal, at a bounded price, and no surprise.
+"""Any input gives a value or an expected error, at a bounded CPU cost.
 
-The short form takes the same few hundred inputs each time; `make fuzz` new ones, for FUZZ_S seconds each.
+The short form uses the same few hundred inputs each time. `make fuzz` generates new ones, for FUZZ_S seconds
+each.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.requeue import build_resubmission
 from dispatcher.settings import Problem, SecretUrl, Settings
 from dispatcher.settings.effective import settings_as_json
-from dispatcher.settings.load import parse_settings as parse_settings
+from dispatcher.settings.load import parse_settings
 from dispatcher.settings.yaml_source import MAX_BYTES
 from dispatcher.signals.epp import latency
 from dispatcher.signals.epp.series import SERIES_NAMES, PoolView, build_view
@@ -57,10 +58,9 @@ from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.readings import PickerFacts, derive_readings, list_possible_signals
 from tests.admin.stage import Stage, write_token
-from tests.batchfiles import bent, line
-from tests.fuzz.engine import MB, cases, flaw
-from tests.signals.fakes import PAGES, row
-from tests.signals.fakes import vector as answer_of
+from tests.batch_files import make_changed_line, make_line
+from tests.fuzz.mutations import MB, find_problem, generate_inputs
+from tests.signals.fakes import PAGES, vector_answer, vector_row
 
 FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
 MEMBER = encode_member(
@@ -76,62 +76,62 @@ MEMBER = encode_member(
     labels={"a": "b"},
     sequence=Turn("chat-7", 3, last=True, on_error=OnError.HOLD),
 )
-LONG_AGO = 1_900_000_000.0
+NOW = 1_900_000_000.0
 
 
-def refusal(kind: type[Exception], act: Callable[[], object]) -> str | None:
-    """The words it was refused in; None: it was not."""
+def get_error_message(kind: type[Exception], call: Callable[[], object]) -> str | None:
+    """Return the message of the expected exception, or None if none was raised."""
     try:
-        act()
+        call()
     except kind as error:
         return str(error)
     return None
 
 
-def member(data: bytes) -> None:
+def consume_member(data: bytes) -> None:
     parsed = parse_member(data, max_payload_bytes=MB)
     if not isinstance(parsed, Rejection):
         assert parsed.deadline > 0
         assert build_resubmission(QueueNames("q", "results"), data, 5.0, 2_000_000_000) is not None
 
 
-def law(views: Sequence[PoolView]) -> None:
-    """What the dispatcher makes of views."""
+def consume_views(views: Sequence[PoolView]) -> None:
+    """Derive readings and the limit from views of the picker."""
     for policy in (Policy(), Policy(per_endpoint=0.4), Policy(max_sys=50.0)):
-        lessons = PickerFacts()
-        lessons.learn_from_views(views)
-        verdict = derive_readings(views, "both", policy, "epp", lessons)
-        derive_readings(views, "auto", policy, "epp", lessons)
+        picker_facts = PickerFacts()
+        picker_facts.learn_from_views(views)
+        poll_result = derive_readings(views, "both", policy, "epp", picker_facts)
+        derive_readings(views, "auto", policy, "epp", picker_facts)
         limiter = Limiter(policy, list_possible_signals("both"))
-        for reading in verdict.readings:
+        for reading in poll_result.readings:
             limiter.add_reading(reading, 2.0)
-        for unread in verdict.unread:
+        for unread in poll_result.unread:
             limiter.record_read_failure(unread.reason, unread.why, 2.0)
         allowance = limiter.get_allowance(2.0)
         assert 0 <= allowance.limit <= 1_000_000
 
 
-def page(data: bytes) -> None:
-    taken = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=latency.MAX_SERIES)
+def consume_metrics_page(data: bytes) -> None:
+    parser = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=latency.MAX_SERIES)
 
-    def read() -> None:
+    def feed() -> None:
         for at in range(0, len(data), 65_536):
-            taken.feed(data[at : at + 65_536])
-        taken.close()
+            parser.feed(data[at : at + 65_536])
+        parser.close()
 
-    if (why := refusal(MalformedPageError, read)) is not None:
-        assert len(why) < 700
+    if (message := get_error_message(MalformedPageError, feed)) is not None:
+        assert len(message) < 700
         return
-    seen = build_view(taken.samples, "qwen", 1.0, 1.5)
-    if isinstance(seen, PoolView):
-        law([seen])
-        law([seen, seen])
+    view = build_view(parser.samples, "qwen", 1.0, 1.5)
+    if isinstance(view, PoolView):
+        consume_views([view])
+        consume_views([view, view])
     growth = HistogramGrowth()
     growth.add_histograms(
         1.0,
         [
             latency.build_histograms(
-                taken.optional_samples, "a", has_objective=True, problem=taken.optional_problem
+                parser.optional_samples, "a", has_objective=True, problem=parser.optional_problem
             )
         ],
     )
@@ -143,54 +143,54 @@ SOURCE = PrometheusSource(
 )
 
 
-def prometheus(data: bytes) -> None:
+def consume_prometheus_answer(data: bytes) -> None:
     rows: list[Sample] = []
-    why = refusal(
+    message = get_error_message(
         QueryError, lambda: rows.extend(parse_vector(parse_document(200, False, data)["data"]["result"]))
     )
-    assert len(why or "") < 700
-    if why is None:
+    assert len(message or "") < 700
+    if message is None:
         latency.parse_latency_rows(rows)
-        seen = SOURCE._build_views(rows, [], 1.0, 1.5)
-        if not isinstance(seen, ReadFailure):
-            law(seen)
+        views = SOURCE._build_views(rows, [], 1.0, 1.5)
+        if not isinstance(views, ReadFailure):
+            consume_views(views)
     for status in (400, 503):
-        assert refusal(QueryError, partial(parse_document, status, False, data))
+        assert get_error_message(QueryError, partial(parse_document, status, False, data))
 
 
-def configuration(data: bytes) -> None:
-    shown(parse_settings(data.decode(errors="replace"), {}))
+def consume_configuration(data: bytes) -> None:
+    format_result(parse_settings(data.decode(errors="replace"), {}))
 
 
-def environment(data: bytes) -> None:
-    given = {"BATCH_DISPATCHER__GATEWAY__HEADERS": data.decode(errors="replace")}
-    shown(parse_settings("gateway: {url: http://g}", given))
+def consume_environment(data: bytes) -> None:
+    environ = {"BATCH_DISPATCHER__GATEWAY__HEADERS": data.decode(errors="replace")}
+    format_result(parse_settings("gateway: {url: http://g}", environ))
 
 
-def shown(found: Settings | list[Problem]) -> None:
-    """It is printed, or every problem of it."""
-    if isinstance(found, Settings):
-        json.dumps(settings_as_json(found))
+def format_result(parsed: Settings | list[Problem]) -> None:
+    """Format the settings, or every problem, as commands print them."""
+    if isinstance(parsed, Settings):
+        json.dumps(settings_as_json(parsed))
     else:
-        assert found
-        assert all(str(problem) for problem in found)
+        assert parsed
+        assert all(str(problem) for problem in parsed)
 
 
-def url(data: bytes) -> None:
+def consume_url(data: bytes) -> None:
     text = data.decode(errors="replace")
     secret = SecretUrl(text)
     head, at, tail = text.rpartition("@")
-    begins = re.match(r"(?:redis|https)(?:\+[a-z]+)?://(?:user)?:[^@:/?#]*hunter2", head)
-    hidden = bool(begins and at) and head.count("hunter2") == 1 and "hunter2" not in tail
-    assert not hidden or "hunter2" not in str(secret)
+    credentials = re.match(r"(?:redis|https)(?:\+[a-z]+)?://(?:user)?:[^@:/?#]*hunter2", head)
+    must_be_hidden = bool(credentials and at) and head.count("hunter2") == 1 and "hunter2" not in tail
+    assert not must_be_hidden or "hunter2" not in str(secret)
     assert isinstance((secret.hosts, secret.credentials, secret.without_credentials), tuple)
     quoted = json.dumps(text)
     parse_settings(f'{{"gateway": {{"url": {quoted}}}, "queue": {{"url": {quoted}}}}}', {})
-    told = refusal(QueueUrlError, lambda: connect(text))
-    assert not hidden or "hunter2" not in (told or "")
+    message = get_error_message(QueueUrlError, lambda: connect(text))
+    assert not must_be_hidden or "hunter2" not in (message or "")
 
 
-def retry_after(data: bytes) -> None:
+def consume_retry_after(data: bytes) -> None:
     text = data.decode("latin-1")
     for headers in (
         {"retry-after": text},
@@ -198,12 +198,12 @@ def retry_after(data: bytes) -> None:
         {"retry-after": text, "date": text},
     ):
         for status in (429, 503, 200):
-            outcome = classify_answer(status, headers, b"", LONG_AGO)
-            waits_s = getattr(outcome, "retry_after_s", None)
-            assert waits_s is None or 0 <= waits_s <= MAX_RETRY_AFTER_S
+            outcome = classify_answer(status, headers, b"", NOW)
+            retry_after_s = getattr(outcome, "retry_after_s", None)
+            assert retry_after_s is None or 0 <= retry_after_s <= MAX_RETRY_AFTER_S
 
 
-def batch_line(data: bytes) -> None:
+def consume_batch_line(data: bytes) -> None:
     rules = LineRules(max_body_bytes=MB)
     line = parse_line(data, rules)
     if isinstance(line, BatchLine):
@@ -215,17 +215,17 @@ def batch_line(data: bytes) -> None:
         assert line.faults
 
 
-def result(data: bytes) -> None:
+def consume_result(data: bytes) -> None:
     popped = PoppedResult("id", data.decode(errors="replace"), 200)
     assert build_answer_line("id", "custom", popped).text.count(b"\n") == 1
-    refusal(ValueError, lambda: decode_result(data))
+    get_error_message(ValueError, lambda: decode_result(data))
     assert decode_result(encode_answer("id", 200, data)).id == "id"
     parse_token_usage(data)
     for status in (200, 400, 404, 429, 500):
-        classify_answer(status, {}, data, LONG_AGO)
+        classify_answer(status, {}, data, NOW)
 
 
-LISTS = [
+LIST_CALLS = [
     b'{"model":"m","input":["a","b \\u00e9"],"encoding_format":"float"}',
     b'{"input":[[1,2],[3]],"x":{"b":[1.0,null],"a":"y"}}',
     b'{"instances":[{"a":1},[2,3]],"signature_name":"s"}',
@@ -235,7 +235,7 @@ LISTS = [
     b'{"id":"a","inputs":[{"name":"x","shape":[2,2],"datatype":"FP32","data":[1,2.5,3,4]}]}',
     b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"BYTES","data":[["a,b","c"]]}]}',
 ]
-LISTED = [
+LIST_ANSWERS = [
     b'{"data":[{"index":1,"embedding":[0.5,1e-3]},{"index":0,"embedding":[1,2]}],"usage":{"n":5,"d":{"n":3}}}',
     b'{"data":[{"index":0,"embedding":"AACAPw=="},{"index":1,"embedding":[[1],[2]]}]}',
     b'{"predictions":[[0.1],[0.2]]}',
@@ -245,64 +245,71 @@ LISTED = [
     b'{"outputs":[{"name":"y","shape":[2,2],"datatype":"FP32","data":[1,2.5,3,4]}]}',
     b'{"detail":[{"msg":"List should have at most 2048 items after validation, not 3000"}]}',
 ]
-WHOLE_BYTES = 65_536
-"""What is longer is taken in by one shape only, for each of them may cost what the law allows."""
+MAX_BYTES_FOR_ALL_SHAPES = 65_536
+"""Longer inputs are parsed as one shape only, since each shape may cost the allowed CPU time."""
 PARTS = [
-    one for data in LISTS for shape in SHAPES.values() if isinstance(one := parse_part(shape, data), Part)
+    part
+    for data in LIST_CALLS
+    for shape in SHAPES.values()
+    if isinstance(part := parse_part(shape, data), Part)
 ]
 
 
-def list_call(data: bytes) -> None:
-    """Read by every shape; what is understood is merged, cut, and as good as before."""
+def consume_list_call(data: bytes) -> None:
+    """Parse the input as every shape. Merge and cut the parts that are valid."""
     shapes = list(SHAPES.values())
-    for shape in shapes if len(data) <= WHOLE_BYTES else [shapes[len(data) % len(shapes)]]:
-        one = parse_part(shape, data)
-        if isinstance(one, Part):
-            assert one.size > 0
-            twice = parse_part(shape, merge_parts([one, one]))
-            assert isinstance(twice, Part)
-            assert twice.size == 2 * one.size
-            assert sum(piece.size for piece in cut_part(one, max(1, one.size // 3))) == one.size
+    for shape in shapes if len(data) <= MAX_BYTES_FOR_ALL_SHAPES else [shapes[len(data) % len(shapes)]]:
+        part = parse_part(shape, data)
+        if isinstance(part, Part):
+            assert part.size > 0
+            merged = parse_part(shape, merge_parts([part, part]))
+            assert isinstance(merged, Part)
+            assert merged.size == 2 * part.size
+            assert sum(piece.size for piece in cut_part(part, max(1, part.size // 3))) == part.size
         else:
-            assert one.why
-            assert len(one.why) < 700
+            assert part.why
+            assert len(part.why) < 700
 
 
-def list_answer(data: bytes) -> None:
-    for one in PARTS if len(data) <= WHOLE_BYTES else [PARTS[len(data) % len(PARTS)]]:
-        answers = split_answer([one, one], data)
-        assert isinstance(answers, list) or 0 < len(answers.why) < 700
-        pieces = cut_part(one, 1)
-        joined = join_answers(one, pieces, [data] * len(pieces))
+def consume_list_answer(data: bytes) -> None:
+    for part in PARTS if len(data) <= MAX_BYTES_FOR_ALL_SHAPES else [PARTS[len(data) % len(PARTS)]]:
+        send_raw_request = split_answer([part, part], data)
+        assert isinstance(send_raw_request, list) or 0 < len(send_raw_request.why) < 700
+        pieces = cut_part(part, 1)
+        joined = join_answers(part, pieces, [data] * len(pieces))
         assert isinstance(joined, bytes) or joined.why
-        assert len(find_difference(one, data, data) or "") < 700
+        assert len(find_difference(part, data, data) or "") < 700
     for status in (400, 413, 422):
-        for most in (parse_item_cap(status, data), parse_token_cap(status, data)):
-            assert most is None or 0 <= most <= 10_000_000
+        for cap in (parse_item_cap(status, data), parse_token_cap(status, data)):
+            assert cap is None or 0 <= cap <= 10_000_000
 
 
-GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
+CONSUMERS: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
     "member": (
-        member,
+        consume_member,
         300,
         [MEMBER, MEMBER.replace(b"plain", b"redis"), b'{"data":{"id":"a","deadline":5}}'],
     ),
-    "batch line": (batch_line, 300, [line("a", system="b", tools=[1]), bent(url="/v1/completions")]),
-    "list call": (list_call, 200, LISTS),
-    "list answer": (list_answer, 100, LISTED),
-    "page": (page, 120, [path.read_bytes() for path in sorted(PAGES.glob("*.txt"))[::4]]),
+    "batch line": (
+        consume_batch_line,
+        300,
+        [make_line("a", system="b", tools=[1]), make_changed_line(url="/v1/completions")],
+    ),
+    "list call": (consume_list_call, 200, LIST_CALLS),
+    "list answer": (consume_list_answer, 100, LIST_ANSWERS),
+    "page": (consume_metrics_page, 120, [path.read_bytes() for path in sorted(PAGES.glob("*.txt"))[::4]]),
     "prometheus": (
-        prometheus,
+        consume_prometheus_answer,
         400,
         [
             json.dumps(
-                answer_of(
+                vector_answer(
                     [
                         *(
-                            row(value, {"dispatcher_value": family})
+                            vector_row(value, {"dispatcher_value": family})
                             for family, value in (("SATURATION", 0.4), ("READY", 4.0), ("QUEUED", 2.0))
                         ),
-                        row(1.5, {"dispatcher_age": "SATURATION"}),
+                        vector_row(1.5, {"dispatcher_age": "SATURATION"}),
                     ]
                 )
             ).encode(),
@@ -310,16 +317,20 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
         ],
     ),
     "configuration": (
-        configuration,
+        consume_configuration,
         100,
         [
             b"pool: {name: qwen}\ngateway:\n  url: http://g:8000\n  headers: {x-a: b}\nbudget: {upper: 1}\n",
             b"gateway: {url: 'http://u:p@g'}\nqueue:\n  url: redis://:x@h/0\nsignals: {epp: {urls: [http://a]}}\n",
         ],
     ),
-    "environment": (environment, 100, [b"{x-a: b, x-c: 'd'}", b'{"x-a": "b"}', b"- a\n- b: {c: 1}\n"]),
+    "environment": (
+        consume_environment,
+        100,
+        [b"{x-a: b, x-c: 'd'}", b'{"x-a": "b"}', b"- a\n- b: {c: 1}\n"],
+    ),
     "url": (
-        url,
+        consume_url,
         250,
         [
             b"redis://user:hunter2@host:6379/0",
@@ -330,7 +341,7 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
         ],
     ),
     "retry-after": (
-        retry_after,
+        consume_retry_after,
         1500,
         [
             b"120",
@@ -340,7 +351,7 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
         ],
     ),
     "result": (
-        result,
+        consume_result,
         600,
         [
             encode_answer("a", 200, b'{"usage":{"prompt_tokens":1,"completion_tokens":2}}'),
@@ -348,32 +359,35 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
         ],
     ),
 }
-"""What bytes come in, by whom they are taken, how many of the short form, and good ones to begin with."""
-OF_SETTINGS = ("configuration", "environment", "url")
+"""Kind of input → function that processes it, number of inputs in the short form, valid inputs."""
+SETTINGS_CONSUMERS = ("configuration", "environment", "url")
 
 
-@pytest.mark.parametrize("what", GOOD)
-def test_no_bytes_are_a_surprise_or_cost_too_much(what: str) -> None:
-    act, count, good = GOOD[what]
-    for data in (*good, *(piece * (MB // len(piece)) for piece in (b"\\", b"[", b'{"a":', b"a", b'"'))):
-        assert not flaw(act, data[: MAX_BYTES if what in OF_SETTINGS else MB])
-    for data in cases(1, count, 0, good, MB // 4):
-        assert not (why := flaw(act, data)), f"{why}: {data[:300]!r}"
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_mutated_inputs_raise_no_unexpected_error_and_cost_little(name: str) -> None:
+    consume, count, valid_inputs = CONSUMERS[name]
+    for data in (
+        *valid_inputs,
+        *(piece * (MB // len(piece)) for piece in (b"\\", b"[", b'{"a":', b"a", b'"')),
+    ):
+        assert not find_problem(consume, data[: MAX_BYTES if name in SETTINGS_CONSUMERS else MB])
+    for data in generate_inputs(1, count, 0, valid_inputs, MB // 4):
+        assert not (message := find_problem(consume, data)), f"{message}: {data[:300]!r}"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(FUZZ_S + 300)
-@pytest.mark.parametrize("what", GOOD)
-def test_no_bytes_are_a_surprise_or_cost_too_much_for_long(what: str, tmp_path: Path) -> None:
-    act, _, good = GOOD[what]
-    seed, done = secrets.randbits(32), 0
-    most = MAX_BYTES if what in OF_SETTINGS else 4 * MB  # a file of settings is no larger
-    for data in cases(seed, None, FUZZ_S, good, most):
-        if why := flaw(act, data):
+@pytest.mark.parametrize("name", CONSUMERS)
+def test_many_mutated_inputs_raise_no_unexpected_error_and_cost_little(name: str, tmp_path: Path) -> None:
+    consume, _, valid_inputs = CONSUMERS[name]
+    seed, count = secrets.randbits(32), 0
+    max_bytes = MAX_BYTES if name in SETTINGS_CONSUMERS else 4 * MB  # larger settings files are rejected
+    for data in generate_inputs(seed, None, FUZZ_S, valid_inputs, max_bytes):
+        if message := find_problem(consume, data):
             (tmp_path / "case").write_bytes(data)
-            pytest.fail(f"{why}: {data[:300]!r}, seed {seed}, whole in {tmp_path / 'case'}")
-        done += 1
-    print(f"{what}: {done} inputs, seed {seed}")
+            pytest.fail(f"{message}: {data[:300]!r}, seed {seed}, input in {tmp_path / 'case'}")
+        count += 1
+    print(f"{name}: {count} inputs, seed {seed}")
 
 
 REQUESTS = [
@@ -385,8 +399,8 @@ REQUESTS = [
 ]
 
 
-async def answers(port: int, request: bytes) -> bytes:
-    """The first line of what the port says to these bytes; empty: it only closes."""
+async def send_raw_request(port: int, request: bytes) -> bytes:
+    """Return the status line of the answer, or nothing if the server only closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)
@@ -398,35 +412,39 @@ async def answers(port: int, request: bytes) -> bytes:
         writer.transport.abort()
 
 
-async def ask(tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int, count: int | None) -> int:
-    """Bent requests at a real port, then a good one; how many were answered."""
-    done = 0
+async def fuzz_admin_port(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int, count: int | None
+) -> int:
+    """Send mutated requests to a real admin port, then a valid one. Return the number of answers."""
+    answered_count = 0
     limits = AdminLimits(request_timeout_s=0.2)
     async with Stage(token_file=write_token(tmp_path, "s3cret"), limits=limits).open() as url:
         port = int(url.rpartition(":")[2])
         with caplog.at_level(logging.WARNING):
-            bent = cases(seed, count, FUZZ_S, REQUESTS, MB // 4)
-            while requests := list(islice(bent, 32)):
-                lines = await asyncio.gather(*(answers(port, request) for request in requests))
-                for line, request in zip(lines, requests, strict=True):
-                    status = line.split()[1:2]
-                    assert not status or status[0][:1] in b"24", f"{line!r}: {request[:300]!r}"
-                    done += bool(status)
-        assert b" 200 " in await answers(port, REQUESTS[0])
+            mutated = generate_inputs(seed, count, FUZZ_S, REQUESTS, MB // 4)
+            while requests := list(islice(mutated, 32)):
+                status_lines = await asyncio.gather(
+                    *(send_raw_request(port, request) for request in requests)
+                )
+                for status_line, request in zip(status_lines, requests, strict=True):
+                    status = status_line.split()[1:2]
+                    assert not status or status[0][:1] in b"24", f"{status_line!r}: {request[:300]!r}"
+                    answered_count += bool(status)
+        assert b" 200 " in await send_raw_request(port, REQUESTS[0])
     assert [record.getMessage() for record in caplog.records] == []
-    return done
+    return answered_count
 
 
-async def test_no_request_to_the_admin_port_is_a_surprise(
+async def test_mutated_requests_to_the_admin_port_get_a_valid_status(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert await ask(tmp_path, caplog, 1, 96) > 40
+    assert await fuzz_admin_port(tmp_path, caplog, 1, 96) > 40
 
 
 @pytest.mark.long
 @pytest.mark.timeout(FUZZ_S + 300)
-async def test_no_request_to_the_admin_port_is_a_surprise_for_long(
+async def test_many_mutated_requests_to_the_admin_port_get_a_valid_status(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed = secrets.randbits(32)
-    print(f"admin: {await ask(tmp_path, caplog, seed, None)} requests, seed {seed}")
+    print(f"admin: {await fuzz_admin_port(tmp_path, caplog, seed, None)} requests, seed {seed}")

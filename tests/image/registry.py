@@ -1,4 +1,4 @@
-"""A registry of images in memory, on loopback and over TLS: what a push needs of the OCI distribution API."""
+"""An in-memory image registry with TLS: the part of the OCI distribution API that a push needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Registry:
     port: int = 0
     blobs: dict[str, bytes] = field(default_factory=dict)
     manifests: dict[str, tuple[str, bytes]] = field(default_factory=dict)
-    """`name:tag` or `name:digest` → media type and text."""
+    """Media type and text of each manifest, by `name:tag` and by `name:digest`."""
 
     @property
     def host(self) -> str:
@@ -39,12 +39,12 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             self._answer(200 if self.path == "/v2/" else 404)
             return
-        name, kind, of = found.groups()
+        name, kind, reference = found.groups()
         if kind == "blobs":
-            blob = self.registry.blobs.get(of)
+            blob = self.registry.blobs.get(reference)
             media = None if blob is None else ("application/octet-stream", blob)
         else:
-            media = self.registry.manifests.get(f"{name}:{of}")
+            media = self.registry.manifests.get(f"{name}:{reference}")
         self._answer(404) if media is None else self._answer(200, media[1], {"Content-Type": media[0]})
 
     do_HEAD = do_GET  # noqa: N815
@@ -58,16 +58,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(202, headers={"Location": self.path, "Range": f"0-{len(body) - 1}"})
 
     def do_PUT(self) -> None:
-        at, body = urlsplit(self.path), self._body()
+        url, body = urlsplit(self.path), self._body()
         digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-        if found := re.fullmatch(r"/v2/(.+)/manifests/([^/]+)", at.path):
-            name, of = found.groups()
-            for reference in (of, digest):
+        if found := re.fullmatch(r"/v2/(.+)/manifests/([^/]+)", url.path):
+            name, tag = found.groups()
+            for reference in (tag, digest):
                 self.registry.manifests[f"{name}:{reference}"] = (self.headers["Content-Type"], body)
             self._answer(201, headers={"Docker-Content-Digest": digest})
         else:
-            whole = self.registry.blobs.pop(at.path, b"") + body
-            self.registry.blobs[parse_qs(at.query)["digest"][0]] = whole
+            blob = self.registry.blobs.pop(url.path, b"") + body
+            self.registry.blobs[parse_qs(url.query)["digest"][0]] = blob
             self._answer(201)
 
     def _body(self) -> bytes:
@@ -82,32 +82,34 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        more = {"Docker-Content-Digest": f"sha256:{hashlib.sha256(body).hexdigest()}"} if body else {}
-        for name, value in {**more, **(headers or {}), "Content-Length": str(len(body))}.items():
+        default_headers = (
+            {"Docker-Content-Digest": f"sha256:{hashlib.sha256(body).hexdigest()}"} if body else {}
+        )
+        for name, value in {**default_headers, **(headers or {}), "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, *arguments: object) -> None:
-        """Log nothing: a test says what it asks for."""
+        """Log nothing."""
 
 
 @contextmanager
-def registry(authority: Path) -> Iterator[Registry]:
-    """Serve one; the file at `authority` then holds the certificate that clients have to trust."""
-    made, issuer = Registry(), trustme.CA()
-    issuer.cert_pem.write_to_path(str(authority))
+def run_registry(authority: Path) -> Iterator[Registry]:
+    """Serve a registry and write the certificate that clients have to trust to the file `authority`."""
+    registry, certificate_authority = Registry(), trustme.CA()
+    certificate_authority.cert_pem.write_to_path(str(authority))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    issuer.issue_cert("127.0.0.1").configure_cert(context)
-    handler = type("_Handler", (_Handler,), {"registry": made})
+    certificate_authority.issue_cert("127.0.0.1").configure_cert(context)
+    handler = type("_Handler", (_Handler,), {"registry": registry})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
-        made.port = server.server_address[1]
+        registry.port = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            yield made
+            yield registry
         finally:
             server.shutdown()
             thread.join()

@@ -1,4 +1,4 @@
-"""`make image`: which tool builds, what it is told, and what is said where none can."""
+"""`make image`: the choice of the build tool, its arguments, and the error if no tool is available."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from dispatcher import __version__
-from tests.image.engine import CERTIFICATES, Engine
-from tests.image.registry import registry
+from tests.image.container_engine import CERTIFICATES, Engine
+from tests.image.registry import run_registry
 from tests.paths import ROOT
 from tests.support import require_tool
 
 BASE = "debian:trixie-slim@sha256:" + "0" * 64
-RECORDS = """#!/bin/sh
+RECORDING_SCRIPT = """#!/bin/sh
 case "$1 $2" in
     {fails}) exit 1 ;;
 esac
@@ -26,20 +26,20 @@ case "$1" in
     images) echo sha256:1234 ;;
 esac
 """
-OTHER = "arm64" if os.uname().machine == "x86_64" else "amd64"
-"""An architecture that is not this machine's."""
+OTHER_ARCHITECTURE = "arm64" if os.uname().machine == "x86_64" else "amd64"
+"""Architecture that differs from this machine."""
 
 
-class Tools:
-    """Programs in place of docker, podman and buildah, which record their arguments and may be broken."""
+class RecordingTools:
+    """Stand-ins for docker, podman and buildah that record their arguments and can fail."""
 
     def __init__(self, directory: Path) -> None:
         self._bin, self._log = directory / "bin", directory / "log"
         self._bin.mkdir()
 
-    def put(self, name: str, fails: str = "nothing") -> None:
+    def install(self, name: str, fails: str = "nothing") -> None:
         path = self._bin / name
-        path.write_text(RECORDS.format(fails=fails, log=self._log))
+        path.write_text(RECORDING_SCRIPT.format(fails=fails, log=self._log))
         path.chmod(0o755)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,19 +52,19 @@ class Tools:
             timeout=60,
         )
 
-    def told(self) -> list[list[str]]:
+    def read_commands(self) -> list[list[str]]:
         lines = self._log.read_text().replace(f"{self._bin}/", "").splitlines()
         return [line.split() for line in lines if line.split()[1] != "info"]
 
 
 @pytest.fixture
-def tools(tmp_path: Path) -> Tools:
-    return Tools(tmp_path)
+def tools(tmp_path: Path) -> RecordingTools:
+    return RecordingTools(tmp_path)
 
 
-def test_machine_without_a_tool_is_told_what_is_missing(tools: Tools) -> None:
-    tools.put("docker", fails="'buildx version'")
-    tools.put("buildah", fails="'info '")
+def test_missing_tools_are_reported(tools: RecordingTools) -> None:
+    tools.install("docker", fails="'buildx version'")
+    tools.install("buildah", fails="'info '")
     done = tools.run("registry.example")
     assert done.returncode == 1
     assert done.stderr == (
@@ -73,13 +73,13 @@ def test_machine_without_a_tool_is_told_what_is_missing(tools: Tools) -> None:
     )
 
 
-def test_docker_builds_and_pushes_every_platform_at_once(tools: Tools) -> None:
+def test_docker_builds_and_pushes_every_platform_at_once(tools: RecordingTools) -> None:
     for name in ("docker", "podman"):
-        tools.put(name)
-    platforms = f"linux/amd64,linux/{OTHER}"
+        tools.install(name)
+    platforms = f"linux/amd64,linux/{OTHER_ARCHITECTURE}"
     done = tools.run("registry.example/team/", "--tag", "7", "--base", BASE, "--platforms", platforms)
     assert done.returncode == 0, done.stderr
-    build = tools.told()[-1]
+    build = tools.read_commands()[-1]
     assert build[:3] == ["docker", "buildx", "build"]
     assert "--push" in build
     assert build[build.index("--tag") + 1] == "registry.example/team/batch-dispatcher:7"
@@ -89,12 +89,14 @@ def test_docker_builds_and_pushes_every_platform_at_once(tools: Tools) -> None:
 
 
 @pytest.mark.parametrize("tool", ["podman", "buildah"])
-def test_podman_and_buildah_push_a_list_of_platforms_and_look_up_the_base(tools: Tools, tool: str) -> None:
-    tools.put(tool)
+def test_podman_and_buildah_push_a_list_of_platforms_and_look_up_the_base(
+    tools: RecordingTools, tool: str
+) -> None:
+    tools.install(tool)
     done = tools.run("registry.example:5000", "--pip-conf", "/pip.conf")
     assert done.returncode == 0, done.stderr
     image = f"registry.example:5000/batch-dispatcher:{__version__}"
-    pull, _, remove, build, push = tools.told()
+    pull, _, remove, build, push = tools.read_commands()
     assert pull[:2] == [tool, "pull"]
     assert remove == [tool, "manifest", "rm", image]
     assert build[:4] == [tool, "build", "--manifest", image]
@@ -103,28 +105,30 @@ def test_podman_and_buildah_push_a_list_of_platforms_and_look_up_the_base(tools:
     assert push == [tool, "manifest", "push", "--all", "--rm", image, f"docker://{image}"]
 
 
-def test_platform_that_needs_an_emulator_is_refused_before_the_build(tools: Tools) -> None:
-    tools.put("podman")
-    if Path("/proc/sys/fs/binfmt_misc", {"arm64": "qemu-aarch64", "amd64": "qemu-x86_64"}[OTHER]).exists():
+def test_platform_that_needs_an_emulator_is_rejected_before_the_build(tools: RecordingTools) -> None:
+    tools.install("podman")
+    if Path(
+        "/proc/sys/fs/binfmt_misc", {"arm64": "qemu-aarch64", "amd64": "qemu-x86_64"}[OTHER_ARCHITECTURE]
+    ).exists():
         pytest.skip("this machine has the emulator")
-    done = tools.run("registry.example", "--base", BASE, "--platforms", f"linux/{OTHER}")
+    done = tools.run("registry.example", "--base", BASE, "--platforms", f"linux/{OTHER_ARCHITECTURE}")
     assert done.returncode == 1
-    assert f"podman cannot build linux/{OTHER} on this machine" in done.stderr
+    assert f"podman cannot build linux/{OTHER_ARCHITECTURE} on this machine" in done.stderr
     assert "install qemu-user-static" in done.stderr
-    assert tools.told() == []
+    assert tools.read_commands() == []
 
 
-def test_failing_build_pushes_nothing_and_says_which_command_failed(tools: Tools) -> None:
-    tools.put("podman", fails="'build --manifest'")
+def test_failing_build_pushes_nothing_and_names_the_failed_command(tools: RecordingTools) -> None:
+    tools.install("podman", fails="'build --manifest'")
     done = tools.run("registry.example", "--base", BASE)
     assert done.returncode == 1
     assert "`podman build --manifest …` failed" in done.stderr
-    assert all("push" not in command for command in tools.told())
+    assert all("push" not in command for command in tools.read_commands())
 
 
 @pytest.mark.parametrize("name", ["REGISTRY", "https://registry.example", "registry.example/a:1", ""])
-def test_registry_is_named_by_host_and_path(tools: Tools, name: str) -> None:
-    tools.put("podman")
+def test_invalid_registry_is_rejected(tools: RecordingTools, name: str) -> None:
+    tools.install("podman")
     done = tools.run(name)
     assert done.returncode == 1
     assert f"REGISTRY={name}: name the host of a registry" in done.stderr
@@ -133,15 +137,15 @@ def test_registry_is_named_by_host_and_path(tools: Tools, name: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2_400)
 @pytest.mark.parametrize("tool", ["podman", "buildah"])
-def test_image_is_in_the_registry_by_one_command(engine: Engine, tmp_path: Path, tool: str) -> None:
-    """Pushed to a registry on loopback, twice: a second run starts from what the first has left."""
-    base, only = engine.build_base("trixie"), tmp_path / "bin"
-    only.mkdir()
-    (only / tool).symlink_to(require_tool(tool))
-    hidden = [each for each in ("docker", "podman", "buildah") if each != tool]
-    for each in hidden:
-        (only / each).write_text("#!/bin/sh\nexit 1\n")
-        (only / each).chmod(0o755)
+def test_one_command_pushes_the_image_to_a_registry(engine: Engine, tmp_path: Path, tool: str) -> None:
+    """The image is pushed twice to a local registry; the second run reuses the results of the first."""
+    base, tool_directory = engine.build_base("trixie"), tmp_path / "bin"
+    tool_directory.mkdir()
+    (tool_directory / tool).symlink_to(require_tool(tool))
+    disabled_tools = [each for each in ("docker", "podman", "buildah") if each != tool]
+    for each in disabled_tools:
+        (tool_directory / each).write_text("#!/bin/sh\nexit 1\n")
+        (tool_directory / each).chmod(0o755)
     storage = ROOT / "build" / "image-test"
     (tmp_path / "storage.conf").write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{storage}/storage"\nrunroot = "{storage}/run"\n'
@@ -151,16 +155,16 @@ def test_image_is_in_the_registry_by_one_command(engine: Engine, tmp_path: Path,
         f'[containers]\nvolumes = ["{CERTIFICATES}:{CERTIFICATES}.of-host:ro"]\n'
     )
     (tmp_path / "pip.conf").write_text(f"[global]\ncert = {CERTIFICATES}.of-host\n")
-    with registry(tmp_path / "ca.pem") as served:
+    with run_registry(tmp_path / "ca.pem") as registry:
         environ = {
             **os.environ,
-            "PATH": f"{only}:{os.environ['PATH']}",
+            "PATH": f"{tool_directory}:{os.environ['PATH']}",
             "SSL_CERT_FILE": str(tmp_path / "ca.pem"),
             "CONTAINERS_STORAGE_CONF": str(tmp_path / "storage.conf"),
             "CONTAINERS_CONF": str(tmp_path / "containers.conf"),
             "BUILDAH_ISOLATION": "chroot",
         }
-        settings = [f"REGISTRY={served.host}/team", f"BASE={base}", f"PIP_CONF={tmp_path}/pip.conf"]
+        settings = [f"REGISTRY={registry.host}/team", f"BASE={base}", f"PIP_CONF={tmp_path}/pip.conf"]
         for _ in range(2):
             done = subprocess.run(
                 ["nice", "-n", "19", "make", "image", *settings],
@@ -172,11 +176,11 @@ def test_image_is_in_the_registry_by_one_command(engine: Engine, tmp_path: Path,
                 timeout=1_800,
             )
             assert done.returncode == 0, done.stdout[-2_000:] + done.stderr[-2_000:]
-            media, text = served.manifests[f"team/batch-dispatcher:{__version__}"]
+            media, text = registry.manifests[f"team/batch-dispatcher:{__version__}"]
             assert "index" in media or "list" in media
             (image,) = json.loads(text)["manifests"]
-            _, manifest = served.manifests[f"team/batch-dispatcher:{image['digest']}"]
-            config = json.loads(served.blobs[json.loads(manifest)["config"]["digest"]])["config"]
+            _, manifest = registry.manifests[f"team/batch-dispatcher:{image['digest']}"]
+            config = json.loads(registry.blobs[json.loads(manifest)["config"]["digest"]])["config"]
             assert config["Entrypoint"] == ["/opt/batch-dispatcher/bin/batch-dispatcher"]
             assert config["Labels"]["org.opencontainers.image.base.name"] == base
             assert len(config["Labels"]["org.opencontainers.image.revision"]) == 40

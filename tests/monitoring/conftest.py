@@ -1,4 +1,4 @@
-"""The stage of the process scenarios, here too."""
+"""Fixtures of the process scenarios."""
 
 from tests.scenarios.conftest import queue_server, stage
 

@@ -1,6 +1,6 @@
-"""As much of PromQL as it takes to see what an expression names: series, matchers, labels.
+"""A small PromQL parser that finds the series, matchers and labels that an expression names.
 
-Whether it is valid is for promtool to say.
+promtool checks whether an expression is valid.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _LABEL_LISTS = {"by", "without", "on", "ignoring", "group_left", "group_right"}
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    set_label: str
-    how: str
+    label: str
+    operator: str
     """`=`, `!=`, `=~` or `!~`."""
     value: str
 
@@ -39,60 +39,60 @@ class Selector:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What an expression names."""
+class ParsedExpression:
+    """Series, labels and time windows that an expression names."""
 
     selectors: tuple[Selector, ...]
     labels: frozenset[str]
-    """In `by`, `on` and their like."""
+    """Labels in `by`, `on` and similar clauses."""
     windows: tuple[str, ...]
 
 
-def named(expression: str) -> Named:
-    """Raises ValueError at what no token begins with."""
+def parse_expression(expression: str) -> ParsedExpression:
+    """Return what an expression names. Raises ValueError at text that is no token."""
     tokens = list(_tokens(expression))
     selectors, labels, windows = [], set[str](), []
-    at = 0
-    while at < len(tokens):
-        kind, text = tokens[at]
-        follows = tokens[at + 1][1] if at + 1 < len(tokens) else ""
-        at += 1
+    position = 0
+    while position < len(tokens):
+        kind, text = tokens[position]
+        next_text = tokens[position + 1][1] if position + 1 < len(tokens) else ""
+        position += 1
         if kind == "window":
             windows.append(text)
         elif kind == "word" and text in _LABEL_LISTS:
-            if follows == "(":
-                closing = tokens.index(("mark", ")"), at)
-                labels.update(word for kind, word in tokens[at:closing] if kind == "word")
-                at = closing + 1
-        elif kind == "word" and text not in _KEYWORDS and follows != "(" and not _aggregates(follows):
+            if next_text == "(":
+                closing = tokens.index(("mark", ")"), position)
+                labels.update(word for kind, word in tokens[position:closing] if kind == "word")
+                position = closing + 1
+        elif kind == "word" and text not in _KEYWORDS and next_text != "(" and not _is_aggregation(next_text):
             matchers: list[Matcher] = []
-            if follows == "{":
-                closing = tokens.index(("mark", "}"), at)
-                matchers = list(_matchers(tokens[at + 1 : closing]))
-                at = closing + 1
+            if next_text == "{":
+                closing = tokens.index(("mark", "}"), position)
+                matchers = list(_matchers(tokens[position + 1 : closing]))
+                position = closing + 1
             selectors.append(Selector(text, tuple(matchers)))
         elif (kind, text) == ("mark", "{"):
             raise ValueError(f"a selector without a name: {expression}")
-    return Named(tuple(selectors), frozenset(labels), tuple(windows))
+    return ParsedExpression(tuple(selectors), frozenset(labels), tuple(windows))
 
 
-def _aggregates(follows: str) -> bool:
-    """`sum by (…) (…)`"""
-    return follows in ("by", "without")
+def _is_aggregation(next_text: str) -> bool:
+    """Return whether the word before is an aggregation, as in `sum by (…) (…)`."""
+    return next_text in ("by", "without")
 
 
 def _tokens(expression: str) -> Iterator[tuple[str, str]]:
-    at = 0
-    while at < len(expression):
-        found = _TOKEN.match(expression, at)
+    position = 0
+    while position < len(expression):
+        found = _TOKEN.match(expression, position)
         if found is None:
-            raise ValueError(f"at {expression[at : at + 20]!r} of {expression}")
-        at = found.end()
+            raise ValueError(f"at {expression[position : position + 20]!r} of {expression}")
+        position = found.end()
         if found.lastgroup != "space":
             yield str(found.lastgroup), found.group()
 
 
 def _matchers(tokens: list[tuple[str, str]]) -> Iterator[Matcher]:
     words = [text for _, text in tokens if text != ","]
-    for label, how, value in zip(words[::3], words[1::3], words[2::3], strict=True):
-        yield Matcher(label, how, value[1:-1])
+    for label, operator, value in zip(words[::3], words[1::3], words[2::3], strict=True):
+        yield Matcher(label, operator, value[1:-1])

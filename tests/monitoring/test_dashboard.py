@@ -1,4 +1,4 @@
-"""The rules of Grafana's dashboard-linter, restated; and what a person needs to read a panel."""
+"""The dashboard follows the rules of Grafana's dashboard-linter, and its panels explain themselves."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import yaml
 
 from dispatcher.core.health import Health
 from dispatcher.core.limit.budget import Reason
-from tests.monitoring.files import (
+from tests.monitoring.chart_files import (
     RULES,
     VARIABLES,
-    annotation_queries,
-    dashboard,
-    every_query,
-    panel_queries,
-    panels,
+    list_annotation_queries,
+    list_panel_queries,
+    list_panels,
+    list_queries,
+    load_dashboard,
 )
-from tests.monitoring.promql import named
+from tests.monitoring.promql import parse_expression
 from tests.paths import ROOT
 from tests.support import require_tool
 
@@ -37,36 +37,36 @@ ROWS = [
     "Utilization and impact on realtime",
     "Replicas",
 ]
-FIRST_LINE = [
+FIRST_ROW_PANELS = [
     "Health",
     "Firing alerts",
     "Results per second",
     "Error share",
     "Refusals per second",
-    "Dead",
-    "Time until done",
+    "Dead letters",
+    "Time until the queue is empty",
 ]
 UNITS = {"short", "none", "percentunit", "s", "reqps", "cps", "bytes"}
-each_panel = pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+each_panel = pytest.mark.parametrize("panel", list_panels(), ids=lambda panel: panel["title"])
 
 
-def test_rows_are_in_the_order_in_which_one_asks() -> None:
-    assert [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"] == ROWS
+def test_rows_have_their_order() -> None:
+    assert [panel["title"] for panel in load_dashboard()["panels"] if panel["type"] == "row"] == ROWS
 
 
-def test_all_rows_but_the_first_two_are_collapsed_around_their_panels() -> None:
-    every = dashboard()["panels"]
-    for row in (panel for panel in every if panel["type"] == "row"):
+def test_rows_after_the_first_two_are_collapsed() -> None:
+    all_panels = load_dashboard()["panels"]
+    for row in (panel for panel in all_panels if panel["type"] == "row"):
         is_open = row["title"] in ROWS[:2]
         assert row["collapsed"] is not is_open
         assert bool(row["panels"]) is not is_open
-    shown = [panel["title"] for panel in every if panel["type"] != "row"]
-    assert shown[: len(FIRST_LINE)] == FIRST_LINE
-    assert len({panel["gridPos"]["y"] for panel in every[1 : len(FIRST_LINE) + 1]}) == 1
+    top_level = [panel["title"] for panel in all_panels if panel["type"] != "row"]
+    assert top_level[: len(FIRST_ROW_PANELS)] == FIRST_ROW_PANELS
+    assert len({panel["gridPos"]["y"] for panel in all_panels[1 : len(FIRST_ROW_PANELS) + 1]}) == 1
 
 
-def test_values_that_are_not_known_leave_a_gap() -> None:
-    for panel in panels():
+def test_unknown_values_leave_a_gap() -> None:
+    for panel in list_panels():
         if panel["type"] in ("timeseries", "state-timeline"):
             assert panel["fieldConfig"]["defaults"]["custom"]["spanNulls"] is False, panel["title"]
         else:
@@ -74,26 +74,26 @@ def test_values_that_are_not_known_leave_a_gap() -> None:
 
 
 def test_variables_choose_datasource_job_namespace_pool_and_replica() -> None:
-    variables = {each["name"]: each for each in dashboard()["templating"]["list"]}
+    variables = {each["name"]: each for each in load_dashboard()["templating"]["list"]}
     assert list(variables) == ["datasource", "job", "namespace", "pool", "instance", "runbook"]
     assert variables["datasource"]["type"] == "datasource"
     assert variables["datasource"]["query"] == "prometheus"
     for name in ("job", "namespace", "pool", "instance"):
         variable = variables[name]
-        assert variable["multi"], "several at once"
+        assert variable["multi"], "several values can be selected"
         assert variable["includeAll"]
-        assert variable["refresh"] == 2, "anew when the time range changes"
+        assert variable["refresh"] == 2, "refreshed when the time range changes"
         assert variable["allValue"] == VARIABLES[name]
         assert variable["datasource"]["uid"] == "${datasource}"
         assert variable["definition"].endswith(f", {name})")
 
 
-def test_nobody_edits_it_in_grafana_and_loses_that() -> None:
-    assert dashboard()["editable"] is False
+def test_dashboard_cannot_be_edited_in_grafana() -> None:
+    assert load_dashboard()["editable"] is False
 
 
 @each_panel
-def test_panel_tells_what_it_is(panel: dict[str, Any]) -> None:
+def test_panel_has_its_descriptions(panel: dict[str, Any]) -> None:
     assert panel["title"]
     assert panel["description"].endswith(".")
     assert panel["datasource"]["uid"] == "${datasource}"
@@ -105,47 +105,47 @@ def test_panel_tells_what_it_is(panel: dict[str, Any]) -> None:
 
 
 @each_panel
-def test_queries_of_a_panel_ask_for_what_was_chosen(panel: dict[str, Any]) -> None:
+def test_queries_of_a_panel_use_the_selected_variables(panel: dict[str, Any]) -> None:
     legends = []
     for target in panel["targets"]:
         assert target["datasource"]["uid"] == "${datasource}"
         assert "{{pool}}" in target["legendFormat"]
         legends.append(target["legendFormat"])
-        for selector in named(target["expr"]).selectors:
-            chosen = {(m.set_label, m.how, m.value) for m in selector.matchers}
-            wanted = {(name, "=~", f"${name}") for name in ("job", "namespace", "pool", "instance")}
+        for selector in parse_expression(target["expr"]).selectors:
+            used = {(m.label, m.operator, m.value) for m in selector.matchers}
+            expected = {(name, "=~", f"${name}") for name in ("job", "namespace", "pool", "instance")}
             if selector.name.startswith("process_"):
-                wanted = {(name, "=~", f"${name}") for name in ("job", "instance")}
-            elif selector.name == "ALERTS":  # an alert may have neither label
-                wanted = {(name, "=~", f"${name}|") for name in ("namespace", "pool")}
-            assert wanted <= chosen, selector.name
+                expected = {(name, "=~", f"${name}") for name in ("job", "instance")}
+            elif selector.name == "ALERTS":  # an alert may lack both labels
+                expected = {(name, "=~", f"${name}|") for name in ("namespace", "pool")}
+            assert expected <= used, selector.name
     assert len(legends) == len(set(legends))
 
 
 @each_panel
-def test_rates_follow_the_scrape_and_counters_are_not_drawn_bare(panel: dict[str, Any]) -> None:
+def test_counters_are_shown_as_rates_over_the_scrape_interval(panel: dict[str, Any]) -> None:
     for target in panel["targets"]:
-        seen = named(target["expr"])
-        # Over the whole time chosen only where one figure is shown for it.
-        assert set(seen.windows) <= ({"[$__rate_interval]", "[$__range]"} if panel["type"] == "stat" else
+        parsed = parse_expression(target["expr"])
+        # The whole selected time is used only by panels that show one number.
+        assert set(parsed.windows) <= ({"[$__rate_interval]", "[$__range]"} if panel["type"] == "stat" else
                                      {"[$__rate_interval]"})  # fmt: skip
-        counters = [s.name for s in seen.selectors if re.search(r"_(total|bucket|sum|count)$", s.name)]
-        assert len(counters) == len(seen.windows)
+        counters = [s.name for s in parsed.selectors if re.search(r"_(total|bucket|sum|count)$", s.name)]
+        assert len(counters) == len(parsed.windows)
         assert len(counters) == len(re.findall(r"\b(?:rate|increase)\(", target["expr"]))
 
 
-def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
-    shown = dashboard()["panels"]
-    rows = [panel for panel in shown if panel["type"] == "row"]
-    numbers = [panel["id"] for panel in [*rows, *panels()]]
+def test_panels_do_not_overlap_and_have_unique_ids() -> None:
+    top_level = load_dashboard()["panels"]
+    rows = [panel for panel in top_level if panel["type"] == "row"]
+    numbers = [panel["id"] for panel in [*rows, *list_panels()]]
     assert len(set(numbers)) == len(numbers)
-    for together in [shown, *([row, *row["panels"]] for row in rows)]:
-        taken: set[tuple[int, int]] = set()
-        for panel in together:
-            place = panel["gridPos"]
-            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-            assert not taken & cells, panel["title"]
-            taken |= cells
+    for panels_of_row in [top_level, *([row, *row["panels"]] for row in rows)]:
+        used_cells: set[tuple[int, int]] = set()
+        for panel in panels_of_row:
+            grid = panel["gridPos"]
+            cells = {(grid["x"] + x, grid["y"] + y) for x in range(grid["w"]) for y in range(grid["h"])}
+            assert not used_cells & cells, panel["title"]
+            used_cells |= cells
 
 
 WORST_FIRST = [
@@ -162,10 +162,10 @@ WORST_FIRST = [
     ("title", "states"),
     [("Health", WORST_FIRST), ("Health over time", WORST_FIRST), ("Gate over time", list(Reason))],
 )
-def test_states_are_shown_in_words_and_the_worst_of_the_replicas_wins(
+def test_states_are_shown_in_words_and_the_worst_replica_decides(
     title: str, states: list[Health] | list[Reason]
 ) -> None:
-    (panel,) = (panel for panel in panels() if panel["title"] == title)
+    (panel,) = (panel for panel in list_panels() if panel["title"] == title)
     (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
     (target,) = panel["targets"]
     codes = dict(re.findall(r'(?:reason|state)="([\w-]+)"\} \* (\d+)', target["expr"]))
@@ -174,31 +174,35 @@ def test_states_are_shown_in_words_and_the_worst_of_the_replicas_wins(
     assert sorted(codes, key=lambda state: -int(codes[state])) == states
 
 
-def test_annotations_tell_of_closed_gates_and_reloads() -> None:
-    assert [query.where for query in annotation_queries()] == [
+def test_annotations_mark_closed_gates_and_reloads() -> None:
+    assert [query.location for query in list_annotation_queries()] == [
         "annotation Gate closed",
         "annotation Configuration changed",
     ]
 
 
-def test_promtool_takes_every_expression(tmp_path: Path) -> None:
-    """The dashboard's and the runbook's, as rules of a file of their own; and the rules as they are."""
+def test_promtool_accepts_every_expression(tmp_path: Path) -> None:
+    """The expressions of dashboard and runbook are checked as rules in a temporary file, and the rules as
+    they are."""
     promtool = require_tool("promtool")
-    queries = [query for query in every_query() if "$" in query.expr or query.where == "the runbook"]
+    queries = [query for query in list_queries() if "$" in query.expr or query.location == "the runbook"]
     assert len(queries) > 90
-    made = [{"record": f"checked:{number}", "expr": query.filled()} for number, query in enumerate(queries)]
+    checked_rules = [
+        {"record": f"checked:{number}", "expr": query.fill_variables()}
+        for number, query in enumerate(queries)
+    ]
     file = tmp_path / "every.yaml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "every", "rules": made}]}))
+    file.write_text(yaml.safe_dump({"groups": [{"name": "every", "rules": checked_rules}]}))
     for each in (file, RULES):
         done = subprocess.run([promtool, "check", "rules", each], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_generated_is_up_to_date() -> None:
+def test_generated_files_are_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "deploy" / "generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_every_query_of_a_panel_is_known_by_its_panel() -> None:
-    assert all(query.panel["title"] in query.where for query in panel_queries())
+def test_query_of_a_panel_has_its_title() -> None:
+    assert all(query.panel["title"] in query.location for query in list_panel_queries())

@@ -1,4 +1,5 @@
-"""The inhibition rules in a real Alertmanager: of a cause and its effects, only the cause notifies."""
+"""The inhibition rules in a real Alertmanager: of an alert and those that follow from it, only the first
+notifies."""
 
 from __future__ import annotations
 
@@ -10,58 +11,58 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.monitoring.alertmanager import Alertmanager, configuration
-from tests.monitoring.cases import CASES, Case
-from tests.monitoring.files import INHIBIT, alerts
+from tests.monitoring.alert_cases import CASES, Case
+from tests.monitoring.alertmanager import Alertmanager, write_configuration
+from tests.monitoring.chart_files import INHIBIT, load_alerts
 from tests.support import require_tool, wait_until_sync
 
 SEVERITIES = ("info", "warning", "critical")
 
 
-def inhibition_rules() -> list[dict[str, Any]]:
+def load_inhibition_rules() -> list[dict[str, Any]]:
     return list(yaml.safe_load(INHIBIT.read_text())["inhibit_rules"])
 
 
-def named_alerts(matchers: list[str]) -> set[str]:
+def find_named_alerts(matchers: list[str]) -> set[str]:
     """Return the alerts that one side of a rule names, those that do not exist included."""
     (value,) = (found[1] for each in matchers if (found := re.match(r'alertname =~? "?([^"]+)"?$', each)))
     if value == "BatchDispatcher.+":
-        return set(alerts())
+        return set(load_alerts())
     return set(value.split("|"))
 
 
 def test_amtool_accepts_the_rules(tmp_path: Path) -> None:
-    command = [require_tool("amtool"), "check-config", str(configuration(tmp_path))]
+    command = [require_tool("amtool"), "check-config", str(write_configuration(tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(inhibition_rules())} inhibit rules" in done.stdout
+    assert f"{len(load_inhibition_rules())} inhibit rules" in done.stdout
 
 
 def test_rules_name_alerts_that_exist() -> None:
-    for rule in inhibition_rules():
-        named = named_alerts(rule["source_matchers"]) | named_alerts(rule["target_matchers"])
-        assert named <= set(alerts()), rule
+    for rule in load_inhibition_rules():
+        named = find_named_alerts(rule["source_matchers"]) | find_named_alerts(rule["target_matchers"])
+        assert named <= set(load_alerts()), rule
 
 
 def test_no_alert_silences_a_more_severe_one() -> None:
-    severity = {name: SEVERITIES.index(rule["labels"]["severity"]) for name, rule in alerts().items()}
-    for rule in inhibition_rules():
-        least = min(severity[name] for name in named_alerts(rule["source_matchers"]))
-        assert all(severity[name] <= least for name in named_alerts(rule["target_matchers"])), rule
+    severity = {name: SEVERITIES.index(rule["labels"]["severity"]) for name, rule in load_alerts().items()}
+    for rule in load_inhibition_rules():
+        least = min(severity[name] for name in find_named_alerts(rule["source_matchers"]))
+        assert all(severity[name] <= least for name in find_named_alerts(rule["target_matchers"])), rule
 
 
 def is_without_pool(case: Case) -> bool:
     """Whether the case has no dispatcher in any pool, which concerns every other case as well."""
-    return "BatchDispatcherDown" in case.fires and not case.pooled
+    return "BatchDispatcherDown" in case.fires and not case.has_pool_labels
 
 
-def labels(case: Case, number: int, alert: str) -> dict[str, str]:
+def get_alert_labels(case: Case, number: int, alert: str) -> dict[str, str]:
     """Return the labels of an alert, with a namespace for each case."""
     found = case.labels_of(alert)
     return found | {"namespace": f"{number}-{found['namespace']}"} if "namespace" in found else found
 
 
-def sorted_labels(found: list[dict[str, str]]) -> list[list[tuple[str, str]]]:
+def sort_labels(found: list[dict[str, str]]) -> list[list[tuple[str, str]]]:
     return sorted(sorted(each.items()) for each in found)
 
 
@@ -71,24 +72,24 @@ def test_alerts_of_a_cause_notify_and_silence_those_that_follow(without_pool: bo
     cases = [
         (n, case) for n, case in enumerate(CASES) if case.fires and is_without_pool(case) == without_pool
     ]
-    notify = [labels(case, n, alert) for n, case in cases for alert in case.fires]
-    silenced = [labels(case, n, alert) for n, case in cases for alert in case.silenced]
+    notify = [get_alert_labels(case, n, alert) for n, case in cases for alert in case.fires]
+    silenced = [get_alert_labels(case, n, alert) for n, case in cases for alert in case.silenced]
     assert silenced
-    expected = tuple(map(sorted_labels, (unique(notify), unique(silenced))))
+    expected = tuple(map(sort_labels, (remove_duplicates(notify), remove_duplicates(silenced))))
     with Alertmanager(tmp_path) as alertmanager:
         alertmanager.raise_alerts([*notify, *silenced])
 
         def found() -> bool:
-            return tuple(map(sorted_labels, alertmanager.by_inhibition())) == expected
+            return tuple(map(sort_labels, alertmanager.read_by_inhibition())) == expected
 
         wait_until_sync(found, 20, what=f"{len(silenced)} alerts are silenced", every_s=0.1)
 
 
-def unique(found: list[dict[str, str]]) -> list[dict[str, str]]:
-    return [dict(each) for each in {tuple(sorted(labels.items())) for labels in found}]
+def remove_duplicates(found: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [dict(each) for each in {tuple(sorted(get_alert_labels.items())) for get_alert_labels in found}]
 
 
-def test_a_cause_silences_nothing_in_another_pool(tmp_path: Path) -> None:
+def test_alert_silences_nothing_in_another_pool(tmp_path: Path) -> None:
     here, there = ({"namespace": "batch", "pool": pool} for pool in ("qwen", "other"))
     causes = [
         {"alertname": "BatchDispatcherDown", **here},
@@ -100,8 +101,8 @@ def test_a_cause_silences_nothing_in_another_pool(tmp_path: Path) -> None:
     ]
     with Alertmanager(tmp_path) as alertmanager:
         alertmanager.raise_alerts([*causes, *others])
-        expected = (sorted_labels([causes[0], *others]), sorted_labels(causes[1:]))
+        expected = (sort_labels([causes[0], *others]), sort_labels(causes[1:]))
         wait_until_sync(
-            lambda: tuple(map(sorted_labels, alertmanager.by_inhibition())) == expected,
+            lambda: tuple(map(sort_labels, alertmanager.read_by_inhibition())) == expected,
             20, what="the alert of the same pool alone is silenced", every_s=0.1,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The laws of `batched`: each caller its own result, and no item run more often than needed."""
+"""Properties of `batched`: each caller gets its own result, and no item runs more often than needed."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from dispatcher.lab.simulation import virtual_loop
 COUNTS = st.integers(0, 70)
 
 
-def attempted(
+def run_batch(
     count: int, call: Callable[[list[int]], list[Any]], *, isolate: bool = True
 ) -> tuple[list[Any], list[list[int]]]:
-    """The outcome of each item, and all calls."""
-    attempt, calls = BatchRun[int, Any](range(count), isolate=isolate), []
-    while part := attempt.next_part():
+    """Return the outcome of each item, and the items of each call."""
+    run, calls = BatchRun[int, Any](range(count), isolate=isolate), []
+    while part := run.next_part():
         calls.append(part)
         try:
-            attempt.record_part(call(part))
+            run.record_part(call(part))
         except LookupError as error:
-            attempt.record_part(Raised(error))
-    return attempt.outcomes, calls
+            run.record_part(Raised(error))
+    return run.outcomes, calls
 
 
-def refusing(bad: set[int]) -> Callable[[list[int]], list[Any]]:
-    """A function that raises where one of these is among its items."""
+def make_failing_function(failing: set[int]) -> Callable[[list[int]], list[Any]]:
+    """Return a function that raises if one of these items is among its items."""
 
     def call(items: list[int]) -> list[Any]:
-        if found := bad & set(items):
+        if found := failing & set(items):
             raise LookupError(*sorted(found))
         return [("of", item) for item in items]
 
@@ -46,29 +46,31 @@ def refusing(bad: set[int]) -> Callable[[list[int]], list[Any]]:
 
 
 @given(COUNTS, st.sets(st.integers(0, 69)))
-def test_who_is_to_blame_alone_gets_what_was_raised(count: int, bad: set[int]) -> None:
-    outcomes, calls = attempted(count, refusing(bad))
+def test_only_the_failing_items_get_the_exception(count: int, failing: set[int]) -> None:
+    outcomes, calls = run_batch(count, make_failing_function(failing))
     for item, outcome in enumerate(outcomes):
-        if item in bad:
+        if item in failing:
             assert isinstance(outcome, Raised)
             assert outcome.error.args == (item,)
         else:
             assert outcome == ("of", item)
-    assert all(calls), "no call is made for nothing"
+    assert all(calls), "no call is empty"
     assert bool(calls) == (count > 0)
 
 
 @given(COUNTS, st.sets(st.integers(0, 69)))
-def test_no_item_is_run_more_often_than_needed(count: int, bad: set[int]) -> None:
-    _, calls = attempted(count, refusing(bad))
+def test_no_item_runs_more_often_than_needed(count: int, failing: set[int]) -> None:
+    _, calls = run_batch(count, make_failing_function(failing))
     answered: set[int] = set()
-    raising: list[set[int]] = []
+    failed_calls: list[set[int]] = []
     for items in map(set, calls):
-        assert not items & answered, "what was answered is not run again"
-        known = any(items == whole - answered for whole in raising)
-        assert not known or len(items) == 1, "what surely raises is not run, but alone"
-        if items & bad:
-            raising.append(items)
+        assert not items & answered, "an item that succeeded does not run again"
+        is_known_to_fail = any(items == items_before - answered for items_before in failed_calls)
+        assert not is_known_to_fail or len(items) == 1, (
+            "a call that is known to fail is not made, unless it has a single item"
+        )
+        if items & failing:
+            failed_calls.append(items)
         else:
             answered |= items
     runs = Counter(item for items in calls for item in items)
@@ -76,42 +78,42 @@ def test_no_item_is_run_more_often_than_needed(count: int, bad: set[int]) -> Non
 
 
 @given(COUNTS, st.integers(0, 69))
-def test_one_to_blame_costs_few_calls(count: int, bad: int) -> None:
-    _, calls = attempted(count, refusing({bad}))
+def test_one_failing_item_costs_a_logarithmic_number_of_calls(count: int, failing: int) -> None:
+    _, calls = run_batch(count, make_failing_function({failing}))
     assert len(calls) <= 1 + 2 * ceil(log2(max(count, 1)))
 
 
 @given(COUNTS, st.integers(1, 70))
-def test_nobody_is_to_blame_where_there_were_too_many(count: int, most: int) -> None:
-    """A batch that does not fit into memory: its halves do."""
+def test_batch_that_is_too_large_is_split_until_all_items_succeed(count: int, max_count: int) -> None:
+    """The function fails like one that runs out of memory with too many items."""
 
     def call(items: list[int]) -> list[Any]:
-        if len(items) > most:
+        if len(items) > max_count:
             raise LookupError(len(items))
         return items
 
-    outcomes, _ = attempted(count, call)
+    outcomes, _ = run_batch(count, call)
     assert outcomes == list(range(count))
 
 
 @given(COUNTS, st.sets(st.integers(0, 69)))
-def test_all_get_it_where_nobody_is_sought(count: int, bad: set[int]) -> None:
-    outcomes, calls = attempted(count, refusing(bad), isolate=False)
+def test_all_items_get_the_exception_without_isolation(count: int, failing: set[int]) -> None:
+    outcomes, calls = run_batch(count, make_failing_function(failing), isolate=False)
     assert len(calls) == min(count, 1)
-    assert all(isinstance(each, Raised) == bool(bad & set(range(count))) for each in outcomes)
+    assert all(isinstance(each, Raised) == bool(failing & set(range(count))) for each in outcomes)
 
 
 @dataclass(frozen=True)
-class Ask:
-    """An item: when it comes, and what becomes of it or its caller."""
+class CallerPlan:
+    """Start time of a caller, outcome of its item, and the time after which the caller gives up."""
 
-    at: float
-    fate: str
+    starts_at: float
+    outcome: str
     leaves_after_s: float
 
 
-ASKS = st.builds(
-    Ask,
+CALLER_PLANS = st.builds(
+    CallerPlan,
     st.integers(0, 200).map(lambda n: n / 200),
     st.sampled_from(["", "", "", "put", "raise"]),
     st.sampled_from([9.0, 9.0, 9.0, 0.0, 0.02, 0.1]),
@@ -119,7 +121,7 @@ ASKS = st.builds(
 
 
 @given(
-    st.lists(ASKS, max_size=60),
+    st.lists(CALLER_PLANS, max_size=60),
     st.integers(1, 12),
     st.sampled_from([0.0, 0.03, 0.2]),
     st.lists(st.integers(1, 12), max_size=2),
@@ -128,7 +130,7 @@ ASKS = st.builds(
     st.booleans(),
 )
 def test_each_caller_gets_its_own_result(
-    asks: list[Ask],
+    plans: list[CallerPlan],
     max_size: int,
     timeout_s: float,
     preferred_sizes: list[int],
@@ -149,31 +151,31 @@ def test_each_caller_gets_its_own_result(
     async def function(items: list[int]) -> list[Any]:
         calls.append(items)
         await asyncio.sleep(0.01 * len(items))
-        if raising := [item for item in items if asks[item].fate == "raise"]:
-            raise LookupError(raising[0])
-        return [KeyError(item) if asks[item].fate == "put" else ("of", item) for item in items]
+        if failing_items := [item for item in items if plans[item].outcome == "raise"]:
+            raise LookupError(failing_items[0])
+        return [KeyError(item) if plans[item].outcome == "put" else ("of", item) for item in items]
 
     async def caller(item: int) -> None:
-        ask = asks[item]
-        await asyncio.sleep(ask.at)
-        asked = asyncio.create_task(function(item))
-        await asyncio.wait([asked], timeout=ask.leaves_after_s)
-        if not asked.done():
-            assert ask.leaves_after_s < 9.0, "nothing waits for ever"
-            asked.cancel()
+        plan = plans[item]
+        await asyncio.sleep(plan.starts_at)
+        task = asyncio.create_task(function(item))
+        await asyncio.wait([task], timeout=plan.leaves_after_s)
+        if not task.done():
+            assert plan.leaves_after_s < 9.0, "a caller waits for ever"
+            task.cancel()
             return
-        match asked.exception():
+        match task.exception():
             case None:
-                assert (ask.fate, asked.result()) == ("", ("of", item))
+                assert (plan.outcome, task.result()) == ("", ("of", item))
             case KeyError() as error:
-                assert (ask.fate, error.args) == ("put", (item,))
+                assert (plan.outcome, error.args) == ("put", (item,))
             case LookupError() as error:
-                assert not isolate or (ask.fate, error.args) == ("raise", (item,))
+                assert not isolate or (plan.outcome, error.args) == ("raise", (item,))
             case error:
                 pytest.fail(f"{error!r}")
 
     async def main() -> None:
-        await asyncio.gather(*map(caller, range(len(asks))))
+        await asyncio.gather(*map(caller, range(len(plans))))
         assert function.waiting == 0
         await function.aclose()
         assert function.running == 0

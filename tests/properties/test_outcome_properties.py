@@ -1,4 +1,4 @@
-"""Laws of what follows from a try: total, bounded, never past the deadline."""
+"""Properties of the decision after an attempt: one for every outcome, bounded, never past the deadline."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dispatcher.core.gateway.outcome import (
     RetryPolicy,
     TooLarge,
     TooLate,
+    UncountedError,
     Unreachable,
     classify_answer,
     decide_after_attempt,
@@ -36,7 +37,8 @@ outcomes = st.one_of(
     st.builds(Overloaded, statuses, st.text(), st.booleans(), waits),
     st.builds(Evicted, statuses, st.text(), waits, st.floats(0, 60)),
     st.builds(Failed, st.text(), st.none() | statuses, st.binary(), st.booleans(), waits),
-    st.builds(Unreachable, st.text(), st.floats(0, 60)),
+    st.builds(Unreachable, st.text()),
+    st.builds(UncountedError, st.text(), delay_s=st.floats(0, 60)),
     st.builds(TooLarge, statuses, st.integers(1)),
     st.builds(Refused, st.text()),
     st.just(TooLate()),
@@ -49,14 +51,20 @@ policies = st.builds(
     max_deliveries=st.integers(1, 100),
 )
 counts = st.integers(0, 10**6)
-rands = st.floats(0, 1, exclude_max=True)
+random_numbers = st.floats(0, 1, exclude_max=True)
 
 
-@given(outcomes, counts, counts, st.floats(-1e9, 1e9), seconds, policies, rands)
+@given(outcomes, counts, counts, st.floats(-1e9, 1e9), seconds, policies, random_numbers)
 def test_every_outcome_leads_to_one_decision_within_its_bounds(
-    outcome: object, attempts: int, refusals: int, left: float, now: float, policy: RetryPolicy, rand: float
+    outcome: object,
+    attempts: int,
+    refusals: int,
+    remaining_s: float,
+    now: float,
+    policy: RetryPolicy,
+    rand: float,
 ) -> None:
-    deadline = now + left
+    deadline = now + remaining_s
     decision = decide_after_attempt(
         outcome,  # type: ignore[arg-type]
         failed_attempts=attempts,
@@ -68,15 +76,17 @@ def test_every_outcome_leads_to_one_decision_within_its_bounds(
     )
     match decision:
         case Retry():
-            assert isinstance(outcome, Failed | Overloaded | Evicted | Unreachable)
+            assert isinstance(outcome, Failed | Overloaded | Evicted | Unreachable | UncountedError)
             assert (
-                0 <= decision.delay_s <= (60 if isinstance(outcome, Unreachable | Evicted) else policy.max_s)
+                0
+                <= decision.delay_s
+                <= (60 if isinstance(outcome, UncountedError | Evicted) else policy.max_s)
             )
             assert deadline > now
             assert decision.delay_s <= deadline - now
             assert decision.is_failed_attempt is isinstance(outcome, Failed)
             assert decision.is_refusal is isinstance(outcome, Overloaded)
-            assert decision.is_undelivered is isinstance(outcome, Unreachable)
+            assert decision.is_undelivered is isinstance(outcome, Unreachable | UncountedError)
             if decision.is_failed_attempt:
                 assert attempts + 1 < policy.max_attempts
         case MoveToDeadLetters():
@@ -88,37 +98,41 @@ def test_every_outcome_leads_to_one_decision_within_its_bounds(
             assert (decision.status, decision.body) == (outcome.status, outcome.body)
         case Errored():
             assert not isinstance(outcome, Delivered)
-            late = isinstance(outcome, TooLate | Failed | Overloaded | Evicted | Unreachable)
-            assert late == (decision.code is ErrorCode.DEADLINE_EXCEEDED)
+            is_expired = isinstance(
+                outcome, TooLate | Failed | Overloaded | Evicted | Unreachable | UncountedError
+            )
+            assert is_expired == (decision.code is ErrorCode.DEADLINE_EXCEEDED)
         case _:
             assert_never(decision)
 
 
-@given(policies, counts, rands)
-def test_a_further_refusal_or_failure_never_waits_less(policy: RetryPolicy, n: int, rand: float) -> None:
-    def delay(outcome: Failed | Overloaded, count: int) -> float:
-        patient = RetryPolicy(policy.base_s, policy.max_s, max_attempts=10**7)
+@given(policies, counts, random_numbers)
+def test_delay_never_decreases_with_further_refusals_or_failures(
+    policy: RetryPolicy, count: int, rand: float
+) -> None:
+    def get_delay_s(outcome: Failed | Overloaded, count: int) -> float:
+        policy_without_end = RetryPolicy(policy.base_s, policy.max_s, max_attempts=10**7)
         decision = decide_after_attempt(
             outcome,
             failed_attempts=count,
             refusals=count,
             deadline=math.inf,
             now=0,
-            policy=patient,
+            policy=policy_without_end,
             rand=rand,
         )
         assert isinstance(decision, Retry)
         return decision.delay_s
 
     for outcome in (Failed("x"), Overloaded(429, "", is_out_of_capacity=True)):
-        assert delay(outcome, n) <= delay(outcome, n + 1)
+        assert get_delay_s(outcome, count) <= get_delay_s(outcome, count + 1)
 
 
-@given(policies, outcomes, rands)
-def test_a_request_that_only_fails_ends_after_max_attempts(
+@given(policies, outcomes, random_numbers)
+def test_request_that_always_fails_is_dead_lettered_after_max_attempts(
     policy: RetryPolicy, outcome: object, rand: float
 ) -> None:
-    attempts = refusals = tries = 0
+    attempts = refusals = attempt_count = 0
     while isinstance(outcome, Failed):
         decision = decide_after_attempt(
             outcome,
@@ -129,21 +143,23 @@ def test_a_request_that_only_fails_ends_after_max_attempts(
             policy=policy,
             rand=rand,
         )
-        tries += 1
+        attempt_count += 1
         if not isinstance(decision, Retry):
             assert isinstance(decision, MoveToDeadLetters)
-            assert tries == policy.max_attempts
+            assert attempt_count == policy.max_attempts
             break
         attempts += decision.is_failed_attempt
         refusals += decision.is_refusal
 
 
 header_names = st.sampled_from(["x-llm-d-request-dropped-reason", "retry-after", "date", "location", "x"])
-values = st.text() | st.sampled_from(["evicted-priority", "rejected-internal", "rejected-no-endpoints"])
+header_values = st.text() | st.sampled_from(
+    ["evicted-priority", "rejected-internal", "rejected-no-endpoints"]
+)
 
 
-@given(statuses, st.dictionaries(header_names, values), st.binary(), st.floats(0, 4e9))
-def test_every_answer_has_one_meaning(status: int, headers: dict[str, str], body: bytes, now: float) -> None:
+@given(statuses, st.dictionaries(header_names, header_values), st.binary(), st.floats(0, 4e9))
+def test_every_answer_has_one_outcome(status: int, headers: dict[str, str], body: bytes, now: float) -> None:
     outcome = classify_answer(status, headers, body, now)
     assert isinstance(outcome, Delivered | Overloaded | Evicted | Failed)
     if isinstance(outcome, Delivered):
@@ -152,8 +168,8 @@ def test_every_answer_has_one_meaning(status: int, headers: dict[str, str], body
     if 200 <= status < 300:
         assert isinstance(outcome, Delivered)
     if status == 429:
-        internal = headers.get("x-llm-d-request-dropped-reason") == "rejected-internal"
-        assert isinstance(outcome, Failed if internal else Overloaded | Evicted)
+        is_internal = headers.get("x-llm-d-request-dropped-reason") == "rejected-internal"
+        assert isinstance(outcome, Failed if is_internal else Overloaded | Evicted)
     if isinstance(outcome, Evicted):
         assert status in (429, 500, 503)
     if isinstance(outcome, Failed) and outcome.is_intermediary_error:
@@ -161,11 +177,11 @@ def test_every_answer_has_one_meaning(status: int, headers: dict[str, str], body
 
 
 @given(st.text() | st.from_regex(r"[A-Z][a-z]{2}, \d\d [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d GMT"), seconds)
-def test_retry_after_is_none_or_within_a_day(value: str, now: float) -> None:
-    wait = parse_retry_after(value, now)
-    assert wait is None or 0 <= wait <= MAX_RETRY_AFTER_S
+def test_retry_after_is_none_or_at_most_a_day(value: str, now: float) -> None:
+    wait_s = parse_retry_after(value, now)
+    assert wait_s is None or 0 <= wait_s <= MAX_RETRY_AFTER_S
 
 
 @given(st.integers(0, 10**30))
-def test_delta_seconds_are_themselves_up_to_a_day(delta: int) -> None:
+def test_retry_after_in_seconds_is_limited_to_a_day(delta: int) -> None:
     assert parse_retry_after(str(delta), 0.0) == min(float(delta), MAX_RETRY_AFTER_S)

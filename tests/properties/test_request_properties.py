@@ -1,4 +1,4 @@
-"""Laws of the envelope: parsing never raises, and what is encoded comes back."""
+"""Properties of the request format: parsing never raises, and encoded values are parsed unchanged."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ member_like = st.fixed_dictionaries(
 )
 
 
-def sensible(found: Request | Rejection) -> None:
-    if isinstance(found, Rejection):
-        assert found.code in (ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE)
-        assert found.message
-        assert found.id is None or found.id
+def assert_valid(parsed: Request | Rejection) -> None:
+    if isinstance(parsed, Rejection):
+        assert parsed.code in (ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE)
+        assert parsed.message
+        assert parsed.id is None or parsed.id
         return
-    assert found.id
-    assert 0 < found.deadline < PRIORITY_STEP
-    assert found.payload[:1] == b"{"
-    for values in (found.headers, found.metadata, found.labels):
+    assert parsed.id
+    assert 0 < parsed.deadline < PRIORITY_STEP
+    assert parsed.payload[:1] == b"{"
+    for values in (parsed.headers, parsed.metadata, parsed.labels):
         assert all(isinstance(value, str) for value in values.values())
 
 
 @given(st.binary())
-def test_no_bytes_make_parsing_raise(member: bytes) -> None:
-    sensible(parse_member(member, max_payload_bytes=100))
+def test_any_bytes_are_parsed_or_rejected(member: bytes) -> None:
+    assert_valid(parse_member(member, max_payload_bytes=100))
 
 
 @given(member_like)
-def test_no_json_makes_parsing_raise(member: Any) -> None:
-    sensible(parse_member(json.dumps(member).encode(), max_payload_bytes=100))
-    sensible(parse_member(json.dumps(member, ensure_ascii=False).encode("utf-8", "surrogatepass")))
+def test_any_json_is_parsed_or_rejected(member: Any) -> None:
+    assert_valid(parse_member(json.dumps(member).encode(), max_payload_bytes=100))
+    assert_valid(parse_member(json.dumps(member, ensure_ascii=False).encode("utf-8", "surrogatepass")))
 
 
 VALID = encode_member(
@@ -66,22 +66,22 @@ VALID = encode_member(
 
 
 @given(st.data())
-def test_no_damage_makes_parsing_raise_or_names_another(data: st.DataObject) -> None:
+def test_damaged_member_is_parsed_or_rejected(data: st.DataObject) -> None:
     damaged = bytearray(VALID)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(damaged)))
         end = data.draw(st.integers(at, min(at + 8, len(damaged))))
         damaged[at:end] = data.draw(st.binary(max_size=4))
-    sensible(parse_member(bytes(damaged)))
+    assert_valid(parse_member(bytes(damaged)))
 
 
 @given(st.integers(0, len(VALID) - 1))
-def test_of_a_torn_member_only_what_stands_there_is_read(length: int) -> None:
-    found = parse_member(VALID[:length])
-    assert isinstance(found, Rejection)
-    assert found.id in (None, "r-1")
-    assert found.token in ("", "t")
-    assert found.results in ("", "l")
+def test_rejection_of_a_truncated_member_contains_only_its_own_fields(length: int) -> None:
+    parsed = parse_member(VALID[:length])
+    assert isinstance(parsed, Rejection)
+    assert parsed.id in (None, "r-1")
+    assert parsed.token in ("", "t")
+    assert parsed.results in ("", "l")
 
 
 @given(
@@ -93,7 +93,7 @@ def test_of_a_torn_member_only_what_stands_there_is_read(length: int) -> None:
     maps,
     text,
 )
-def test_what_is_encoded_comes_back(
+def test_encoded_member_is_parsed_to_the_same_request(
     request_id: str,
     payload: dict[str, Any],
     deadline: int,
@@ -102,7 +102,7 @@ def test_what_is_encoded_comes_back(
     labels: dict[str, str],
     other: str,
 ) -> None:
-    # Escaped by json, with lone surrogates and all; floats that JSON does not have would be refused.
+    # The payload may contain escaped lone surrogates. Numbers that JSON does not have would be rejected.
     raw = json.dumps(payload).replace("NaN", "0").replace("Infinity", "0").encode()
     member = encode_member(
         request_id,
@@ -129,7 +129,9 @@ def test_what_is_encoded_comes_back(
 
 
 @given(ids, st.integers(100, 599), st.binary())
-def test_results_keep_the_body_or_say_that_they_could_not(request_id: str, status: int, body: bytes) -> None:
+def test_result_contains_the_body_or_a_note_that_it_was_changed(
+    request_id: str, status: int, body: bytes
+) -> None:
     result = decode_result(encode_answer(request_id, status, body))
     assert (result.id, result.status_code, result.error_code) == (request_id, status, None)
     if result.payload_note is None:
@@ -139,7 +141,9 @@ def test_results_keep_the_body_or_say_that_they_could_not(request_id: str, statu
 
 
 @given(ids, st.sampled_from(ErrorCode), text)
-def test_failures_tell_code_and_message_twice_the_same(request_id: str, code: ErrorCode, why: str) -> None:
+def test_failure_contains_code_and_message_also_in_its_payload(
+    request_id: str, code: ErrorCode, why: str
+) -> None:
     result = decode_result(encode_failure(request_id, code, why))
     assert (result.id, result.status_code, result.error_code) == (request_id, None, code.value)
     assert json.loads(result.payload) == {"error": why}
@@ -147,12 +151,12 @@ def test_failures_tell_code_and_message_twice_the_same(request_id: str, code: Er
 
 
 @given(st.integers(1, PRIORITY_STEP - 1), st.integers(0, 9), st.integers(1, PRIORITY_STEP - 1))
-def test_priority_is_strict_and_the_deadline_survives_it(deadline: int, priority: int, other: int) -> None:
+def test_score_orders_by_priority_and_contains_the_deadline(deadline: int, priority: int, other: int) -> None:
     assert decode_deadline(compute_score(deadline, priority)) == deadline
     if priority:
         assert compute_score(other, priority - 1) < compute_score(deadline, priority)
 
 
 @given(st.floats())
-def test_any_score_tells_some_deadline(score: float) -> None:
+def test_any_score_is_decoded_to_a_valid_deadline(score: float) -> None:
     assert 0 <= decode_deadline(score) < PRIORITY_STEP

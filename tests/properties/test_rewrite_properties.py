@@ -1,4 +1,4 @@
-"""A body whose model is replaced differs in that alone, whatever else is in it."""
+"""A body whose model was replaced differs in nothing else."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ LAYOUTS = st.fixed_dictionaries(
 )
 
 
-class Twice(dict[str, Any]):
-    """An object whose fields are written as they are given, one name twice too."""
+class ObjectWithDuplicates(dict[str, Any]):
+    """JSON object whose fields are encoded as given, even if a name occurs twice."""
 
     def __init__(self, fields: list[tuple[str, Any]]) -> None:
         super().__init__(fields)
@@ -42,56 +42,58 @@ class Twice(dict[str, Any]):
         return self._fields
 
 
-def written(fields: list[tuple[str, Any]], layout: dict[str, Any]) -> bytes:
-    return json.dumps(Twice(fields), **layout).encode(errors="surrogatepass")
+def encode_fields(fields: list[tuple[str, Any]], layout: dict[str, Any]) -> bytes:
+    return json.dumps(ObjectWithDuplicates(fields), **layout).encode(errors="surrogatepass")
 
 
-def changed(pairs: list[tuple[str, Any]], name: str) -> list[tuple[str, Any]]:
+def change_model(pairs: list[tuple[str, Any]], name: str) -> list[tuple[str, Any]]:
     return [(field, name if field == "model" else value) for field, value in pairs]
 
 
-def read(body: bytes) -> list[tuple[str, Any]]:
-    """An object's fields in order, with those given twice; numbers as they are written."""
-    found: list[tuple[str, Any]] = json.loads(
+def decode_fields(body: bytes) -> list[tuple[str, Any]]:
+    """Return the fields of an object in order, including duplicates, and numbers as their texts."""
+    fields: list[tuple[str, Any]] = json.loads(
         body, object_pairs_hook=list, parse_int=str, parse_float=str, parse_constant=str
     )
-    return found
+    return fields
 
 
 @given(OBJECTS, st.one_of(TEXTS, TEXTS, VALUES), st.integers(0, 4), LAYOUTS, NAMES)
-def test_the_model_is_all_that_differs(
-    fields: list[tuple[str, Any]], model: Any, at: int, layout: dict[str, Any], name: str
+def test_only_the_model_differs_after_the_replacement(
+    fields: list[tuple[str, Any]], model: Any, position: int, layout: dict[str, Any], name: str
 ) -> None:
-    fields.insert(at, ("model", model))
-    body = written(fields, layout)
+    fields.insert(position, ("model", model))
+    body = encode_fields(fields, layout)
     replaced = replace_model(body, name)
-    plain = (
+    is_unambiguous = (
         isinstance(model, str)
         and len({field for field, _ in fields}) == len(fields)
         and all(json.dumps(field, ensure_ascii=layout["ensure_ascii"]) == f'"{field}"' for field, _ in fields)
-        and utf8(body)
-        and utf8(name.encode(errors="surrogatepass"))
+        and is_utf8(body)
+        and is_utf8(name.encode(errors="surrogatepass"))
     )
-    assert not plain or replaced is not None, "it is plain what is to be replaced"
+    assert not is_unambiguous or replaced is not None, "an unambiguous model was not replaced"
     if replaced is None:
         return
-    assert read(replaced) == changed(read(body), name)
+    assert decode_fields(replaced) == change_model(decode_fields(body), name)
     old = json.dumps(model, ensure_ascii=layout["ensure_ascii"]).encode()
     new = msgspec.json.encode(name)
     assert any(
-        replaced == body[: found.start()] + new + body[found.end() :]
-        for found in re.finditer(re.escape(old), body)
-    ), "more than the value was written anew"
+        replaced == body[: match.start()] + new + body[match.end() :]
+        for match in re.finditer(re.escape(old), body)
+    ), "more than the value was changed"
 
 
 @given(OBJECTS, st.integers(0, 8), st.binary(min_size=1, max_size=3), NAMES)
-def test_no_bytes_raise(fields: list[tuple[str, Any]], at: int, noise: bytes, name: str) -> None:
-    body = written([*fields, ("model", "a")], {})
-    replaced = replace_model(body[:at] + noise + body[at:], name)
+def test_any_bytes_are_replaced_or_rejected_without_an_error(
+    fields: list[tuple[str, Any]], position: int, inserted: bytes, name: str
+) -> None:
+    body = encode_fields([*fields, ("model", "a")], {})
+    replaced = replace_model(body[:position] + inserted + body[position:], name)
     assert replaced is None or json.loads(replaced)["model"] == name
 
 
-def utf8(text: bytes) -> bool:
+def is_utf8(text: bytes) -> bool:
     try:
         text.decode()
     except UnicodeDecodeError:

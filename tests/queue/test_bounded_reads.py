@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
-from dispatcher.queue.redis.outbox import read_outbox
 from dispatcher.queue.redis.producer import ResultBox, iterate_kept_results
+from dispatcher.queue.redis.script_calls import read_outbox
 from tests.paths import DOCS, ROOT
-from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
+from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, member, queues
 from tests.queue.servers import Server
 
 READS = {"GET", "MGET", "GETRANGE", "GETDEL", "GETEX", "HGET", "HMGET", "HGETALL", "HKEYS", "HVALS", "HSCAN"}
@@ -45,7 +45,7 @@ FEW_BYTES = 64 * 1024
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndDesk]:
+async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndAdmin]:
     async with queues(any_server.url, "a") as (one,):
         yield one
 
@@ -77,15 +77,15 @@ def reads_of_modules() -> set[str]:
     return found
 
 
-def test_every_read_has_a_row_and_every_row_a_read() -> None:
+def test_documented_reads_are_the_reads_of_the_code() -> None:
     page = (DOCS / "explanation" / "security.md").read_text(encoding="utf-8")
     section = page.partition("\n## What is read of what others wrote\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!what \||-)[^|]+\| [^|]+\| ([^|]+) \|", section, re.MULTILINE)
-    told = {read for row in rows for read in re.findall(r"`([^`]+)`", row)}
-    assert told == reads_of_scripts() | reads_of_modules()
+    reply = {read for row in rows for read in re.findall(r"`([^`]+)`", row)}
+    assert reply == reads_of_scripts() | reads_of_modules()
 
 
-class Sent:
+class SentBytes:
     """Number of bytes that the server has sent since this object was created."""
 
     def __init__(self, admin: redis.Redis) -> None:
@@ -102,20 +102,18 @@ class Sent:
 
 @pytest.mark.parametrize("marker", [NAMES.cancel_key("x", "t"), "request-cancel:x"])
 async def test_large_cancel_marker_is_compared_inside_the_server(
-    queue: OwnerAndDesk, admin: redis.Redis, marker: str
+    queue: OwnerAndAdmin, admin: redis.Redis, marker: str
 ) -> None:
     asked = [("x", "t")] * 32 + [("y", "u")]
     admin.set(marker, LARGE)
     admin.set(NAMES.cancel_key("y", "u"), "u")
-    sent = Sent(admin)
+    sent = SentBytes(admin)
     assert await queue.check_cancelled(asked) == [False] * 32 + [True]
-    assert await queue.desk.check_cancelled(asked) == [False] * 32 + [True]
+    assert await queue.queue_admin.check_cancelled(asked) == [False] * 32 + [True]
     assert sent.bytes < FEW_BYTES
 
 
-async def test_marker_that_begins_with_the_token_cancels_nothing(
-    queue: OwnerAndDesk, admin: redis.Redis
-) -> None:
+async def test_marker_longer_than_the_token_cancels_nothing(queue: OwnerAndAdmin, admin: redis.Redis) -> None:
     admin.set(NAMES.cancel_key("x", "t"), "tt")
     admin.set("request-cancel:x", "t ")
     assert await queue.check_cancelled([("x", "t"), ("x", "")]) == [False, False]
@@ -123,16 +121,17 @@ async def test_marker_that_begins_with_the_token_cancels_nothing(
     assert await queue.check_cancelled([("x", "t"), ("x", "")]) == [True, False]
 
 
-async def test_marker_of_another_type_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+async def test_marker_of_another_type_cancels_nothing(queue: OwnerAndAdmin, admin: redis.Redis) -> None:
     admin.lpush("request-cancel:x", "t")
     admin.lpush(NAMES.cancel_key("x", "t"), "t")
     assert await queue.check_cancelled([("x", "t")]) == [False]
 
 
-async def test_large_markers_of_a_finished_request_are_not_read_whole(
-    queue: OwnerAndDesk, admin: redis.Redis
+async def test_large_markers_of_a_finished_request_are_not_copied(
+    queue: OwnerAndAdmin, admin: redis.Redis
 ) -> None:
-    """The markers stay, because they are not of this request, and no GET copies them inside the server."""
+    """The markers are kept, because they belong to another request, and no GET copies them inside the
+    server."""
     admin.zadd(NAMES.queue, {member("x", token="t"): 1})
     (lease,) = (await claim(queue)).leases
     for key in ("request-active:x", "request-cancel:x"):
@@ -142,38 +141,38 @@ async def test_large_markers_of_a_finished_request_are_not_read_whole(
     stats = admin.info("commandstats")
     assert admin.strlen("request-active:x") == admin.strlen("request-cancel:x") == len(LARGE)
     assert "cmdstat_mget" not in stats
-    assert stats["cmdstat_get"]["calls"] == 1, "of the reply to a call that is repeated"
+    assert stats["cmdstat_get"]["calls"] == 1, "only the record of the reply is read"
 
 
-async def test_large_token_under_an_id_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+async def test_large_token_under_an_id_cancels_nothing(queue: OwnerAndAdmin, admin: redis.Redis) -> None:
     """`cancel` by id uses the token that a producer of llm-d has left under the id."""
     admin.set("request-active:x", LARGE)
-    sent = Sent(admin)
+    sent = SentBytes(admin)
     assert not await queue.cancel_request("x")
     assert sent.bytes < FEW_BYTES
     assert admin.keys(f"{NAMES.queue_prefix}:cancel:*") == []
 
 
-async def test_so_many_tokens_under_one_id_that_each_submission_would_be_slow_count_as_none(
-    queue: OwnerAndDesk, admin: redis.Redis
+async def test_oversized_list_of_active_tokens_counts_as_empty(
+    queue: OwnerAndAdmin, admin: redis.Redis
 ) -> None:
     admin.set(NAMES.active_key("x"), LARGE)
     assert not await queue.cancel_request("x")
-    sent = Sent(admin)
+    sent = SentBytes(admin)
     page = await queue.find_by_id("x")
     assert (list(page.requests), page.after) == ([], "")
     assert sent.bytes < FEW_BYTES
 
 
-async def test_large_reason_of_a_pause_is_cut(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+async def test_large_reason_of_a_pause_is_shortened(queue: OwnerAndAdmin, admin: redis.Redis) -> None:
     admin.set(NAMES.paused_key, LARGE)
-    sent = Sent(admin)
-    told = await queue.read_pause()
-    assert told == ("", "x" * FEW_BYTES)
+    sent = SentBytes(admin)
+    reply = await queue.read_pause()
+    assert reply == ("", "x" * FEW_BYTES)
     assert sent.bytes < 2 * FEW_BYTES
 
 
-async def test_outbox_is_read_a_megabyte_at_once(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+async def test_outbox_is_read_by_the_megabyte(queue: OwnerAndAdmin, admin: redis.Redis) -> None:
     sizes = [300_000] * 5 + [3 << 20, 10, 10]
     made = {b"%d\n1\na" % at + b"x" * size: at for at, size in enumerate(sizes, 1)}
     admin.zadd(NAMES.outbox_key, made)
@@ -184,9 +183,7 @@ async def test_outbox_is_read_a_megabyte_at_once(queue: OwnerAndDesk, admin: red
     assert pages == [3, 2, 1, 2]
 
 
-async def test_large_results_that_a_client_left_are_read_a_few_at_once(
-    queue: OwnerAndDesk, admin: redis.Redis
-) -> None:
+async def test_large_kept_results_are_read_a_few_at_a_time(queue: OwnerAndAdmin, admin: redis.Redis) -> None:
     box = ResultBox("batch-results:{nightly}")
     admin.hset(box.kept_key, mapping={str(at): b"x" * 400_000 for at in range(40)})
     admin.config_resetstat()

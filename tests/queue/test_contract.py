@@ -1,4 +1,4 @@
-"""docs/reference/queue-contract.md is true: its examples run, its keys and scripts are those that exist."""
+"""docs/reference/queue-contract.md is correct: its examples run, and its keys and scripts exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dispatcher.queue.keys import (
 )
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.paths import DOCS, ROOT
-from tests.queue.made import OwnerAndDesk, answer, claim, claim_one, queues, submission
+from tests.queue.factories import OwnerAndAdmin, answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
 from tests.support import require_tool
 
@@ -56,7 +56,7 @@ QWEN = QueueNames("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndAdmin]:
     async with queues(any_server.url, "a", names=QWEN) as (one,):
         yield one
 
@@ -107,8 +107,10 @@ def test_every_example_is_executed() -> None:
     assert set(EXAMPLES) == {"submit", "result", "cancel", "python"}
 
 
-async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
-    """Bring every kind of key into being, then compare with the table: names and types."""
+async def test_documented_keys_are_the_existing_keys(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
+) -> None:
+    """Create every kind of key, and compare names and types with the table."""
     rows = re.findall(r"^\| `(<[^`]+)` \| (\w+) \|", PAGE, re.MULTILINE)
     names = {"<queue>": QWEN.queue, "<prefix>": QWEN.queue_prefix, "<pool>": QWEN.pool_prefix}
     listed = {re.sub("<(?:queue|prefix|pool)>", lambda of: names[of[0]], key): kind for key, kind in rows}
@@ -128,13 +130,13 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
     assert await queue.cancel_request("r-7", "t")
     leases = (await claim(queue, 6)).leases
-    await sequences_of_every_kind(queue)
-    await queue.desk.get_or_create_sequence_secret()
+    await create_sequences_of_every_kind(queue)
+    await queue.queue_admin.get_or_create_sequence_secret()
     await queue.cancel_sequence("z")
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
     await queue.move_to_dead_letters([DeadLetter(answer(leases[2]), "why")])
     await client.zadd(f"{QWEN.queue_prefix}:leases", {f"{leases[3].entry_id}:a": 0}, xx=True)
-    for _ in range(2):  # its owner dies twice: a suspect
+    for _ in range(2):  # its owner dies twice, so it is a suspect
         assert (await queue.sweep()).reclaimed_count == 1
         last = next(one for one in (await claim(queue, 2)).leases if one.entry_id == leases[3].entry_id)
         await client.zadd(f"{QWEN.queue_prefix}:leases", {f"{last.entry_id}:a": 0}, xx=True)
@@ -149,15 +151,17 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     await queue.set_label("qwen", "stable", "1", "me")
     await queue.drain_version("qwen-v0", "me")
     seen = {key.decode(): cast("bytes", await client.type(key)).decode() async for key in client.scan_iter()}
-    expected = {key: kind for key, kind in own.items() if key != QWEN.outbox_key}  # a Cluster's, tested there
+    expected = {
+        key: kind for key, kind in own.items() if key != QWEN.outbox_key
+    }  # exists on a Cluster only, and is tested there
     assert {key: kind for key, kind in seen.items() if key in own} == expected
     for key in seen.keys() - own.keys() - {QWEN.result_list}:
         assert key.startswith(tuple(passing)), key
         assert await client.ttl(key) > 0, key
 
 
-async def sequences_of_every_kind(queue: OwnerAndDesk) -> None:
-    """One that carries something, one with a line that is over, one that may not begin."""
+async def create_sequences_of_every_kind(queue: OwnerAndAdmin) -> None:
+    """Create a sequence with a conversation, one with a closed run, and a parked one."""
     await queue.submit([submission(f"s-{number}", 1_000_000_000) for number in range(5)])
     leases = (await claim(queue, 5)).leases
     terms = SequenceTerms(max_active=2)
@@ -177,7 +181,7 @@ def test_every_script_is_on_the_page_and_states_its_guarantees(script: Any) -> N
     assert f"`{script.stem}`" in PAGE.partition("## Steps")[2]
     head = re.match(r"(?:--[^\n]*\n)+", script.read_text(encoding="utf-8"))
     assert head is not None
-    for part in ("-- KEYS ", "-- Returns ", "-- Guarantees: "):
+    for part in ("-- Keys: ", "-- Returns ", "-- Guarantees: "):
         assert part in head[0], f"{script.name}: its head lacks {part!r}"
 
 
@@ -205,7 +209,7 @@ def test_all_keys_share_the_slot_of_the_queue(queue: str, prefix: str) -> None:
     } == {key_slot(queue.encode())}
 
 
-def test_lines_of_a_pool_share_its_keys_and_nothing_else() -> None:
+def test_queues_of_a_pool_share_only_the_keys_of_the_pool() -> None:
     urgent = QueueNames("batch:{qwen}:urgent", QWEN.result_list, pool=QWEN.queue)
     shared = set(urgent.script_keys) & set(QWEN.script_keys)
     assert shared == {f"{QWEN.queue_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()}
@@ -217,19 +221,19 @@ def test_lines_of_a_pool_share_its_keys_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("pool", ["batch:{other}:requests", "batch", "a{", "{qwen"])
-def test_a_pool_in_another_slot_is_refused(pool: str) -> None:
+def test_pool_in_another_slot_is_rejected(pool: str) -> None:
     with pytest.raises(QueueNameError):
         QueueNames("batch:{qwen}:urgent", "results", pool=pool)
 
 
 @pytest.mark.parametrize("queue", ["", "a{", "a}", "{}", "a{}b", "}{", "{a}{b}", "{{a}}", "{a", "a}b{c"])
-def test_stray_braces_are_refused(queue: str) -> None:
+def test_names_with_stray_braces_are_rejected(queue: str) -> None:
     with pytest.raises(QueueNameError):
         QueueNames(queue, "results")
 
 
 @pytest.mark.parametrize("queue", ["batch:{qwen}:requests", "a:{b}", "{b}c:d", "plain", "plain:more"])
-def test_the_queue_of_a_lasting_key_is_told_by_its_name(queue: str) -> None:
+def test_name_of_a_lasting_key_shows_its_queue(queue: str) -> None:
     names = QueueNames(queue, "results")
     assert {
         parse_queue_name(key) for key in (*names.script_keys, *names.model_registry_keys) if key != queue
@@ -239,7 +243,7 @@ def test_the_queue_of_a_lasting_key_is_told_by_its_name(queue: str) -> None:
     )
 
 
-def test_a_queue_that_has_only_been_submitted_to_is_told_by_the_usual_name_alone() -> None:
+def test_pending_key_shows_its_queue_only_under_the_default_name() -> None:
     assert parse_queue_name("batch:{qwen}:requests") == "batch:{qwen}:requests"
     for other in ("batch:{}:requests", "batch:{qwen}:results", "plain", "leases", "{}:leases", "a:leases"):
         assert parse_queue_name(other) is None, other
@@ -264,7 +268,7 @@ OF_A_CLIENT += [
 
 @pytest.mark.parametrize("name", [*OWN_OR_ANOTHERS, *OF_A_CLIENT])
 @pytest.mark.parametrize("lists", [None, ("*",)])
-def test_no_queues_key_takes_results_whatever_is_allowed(name: Any, lists: tuple[str] | None) -> None:
+def test_key_of_a_queue_is_never_a_result_list(name: Any, lists: tuple[str] | None) -> None:
     names = QueueNames(QWEN.queue, QWEN.result_list, lists)
     assert names.find_list_problem(name) is not None
 
@@ -281,7 +285,7 @@ def test_no_queues_key_takes_results_whatever_is_allowed(name: Any, lists: tuple
         ((), [], ["batch-results:1", "t:{qwen}", ""]),
     ],
 )
-def test_only_lists_that_the_operator_allows_take_results(
+def test_only_allowed_lists_can_be_result_lists(
     lists: tuple[str, ...] | None, taken: list[str], refused: list[str]
 ) -> None:
     names = QueueNames(QWEN.queue, QWEN.result_list, lists)
@@ -290,6 +294,6 @@ def test_only_lists_that_the_operator_allows_take_results(
 
 
 @pytest.mark.parametrize("results", ["", "q", "{q}:leases", "{q}:x", "request-active:1", "request-cancel:1"])
-def test_default_list_cannot_be_one_of_the_queues_keys(results: str) -> None:
+def test_default_list_must_not_be_a_key_of_the_queue(results: str) -> None:
     with pytest.raises(QueueNameError):
         QueueNames("q", results)

@@ -1,4 +1,4 @@
-"""The embedded Valkey: what it keeps, whom it refuses, and that it never outlives the one it belongs to."""
+"""Embedded Valkey: it keeps its data, rejects others, and never outlives its process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def connected(data_dir: Path, **options: Any) -> AsyncIterator[redis.async
 
 @contextlib.contextmanager
 def owner_process(data_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that owns the directory, up and with a key written."""
+    """Yield another process that owns the directory, and has written a key."""
     with subprocess.Popen([sys.executable, "-c", OWNER, data_dir], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -58,13 +58,13 @@ def owner_process(data_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def family(process: psutil.Process) -> tuple[psutil.Process, psutil.Process]:
-    """The supervisor and the server that a process started."""
+def get_supervisor_and_server(process: psutil.Process) -> tuple[psutil.Process, psutil.Process]:
+    """Return the pids of the supervisor and of the server that a process started."""
     supervisor = next(child for child in process.children() if "supervise.py" in " ".join(child.cmdline()))
     return supervisor, supervisor.children()[0]
 
 
-async def gone(process: psutil.Process) -> None:
+async def are_all_gone(process: psutil.Process) -> None:
     def is_gone() -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -78,11 +78,11 @@ async def test_restart_continues_where_it_stopped(tmp_path: Path) -> None:
         assert await client.zrange("queue", 0, -1, withscores=True) == [(b"\x00\xff member", 5.0)]
 
 
-async def test_listens_on_no_port_and_is_closed_to_others(tmp_path: Path) -> None:
+async def test_embedded_server_has_no_port_and_is_private(tmp_path: Path) -> None:
     data_dir = tmp_path / "new" / "data"
     async with connected(data_dir) as client:
         await client.set("a", 1)
-        _, server = family(psutil.Process())
+        _, server = get_supervisor_and_server(psutil.Process())
         assert server.net_connections("inet") == []
         assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
         for file in data_dir.rglob("*"):
@@ -91,7 +91,7 @@ async def test_listens_on_no_port_and_is_closed_to_others(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["lock", "valkey.log"])
 @pytest.mark.parametrize("how", ["symlink", "link", "fifo"])
-async def test_a_file_that_lies_elsewhere_is_refused_and_untouched(
+async def test_data_file_outside_the_directory_is_rejected_and_unchanged(
     tmp_path: Path, name: str, how: str
 ) -> None:
     victim, data_dir = tmp_path / "victim", tmp_path / "data"
@@ -113,7 +113,7 @@ async def test_a_file_that_lies_elsewhere_is_refused_and_untouched(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 @pytest.mark.parametrize("whose", ["directory", "link", "lock"])
-async def test_what_belongs_to_another_user_is_refused_and_untouched(tmp_path: Path, whose: str) -> None:
+async def test_files_of_another_user_are_rejected_and_unchanged(tmp_path: Path, whose: str) -> None:
     real, data_dir = tmp_path / "real", tmp_path / "data"
     real.mkdir(mode=0o755)
     data_dir.symlink_to(real)
@@ -134,14 +134,14 @@ async def test_embedded_queue_waits_for_the_disk_by_default(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fsync", ["everysec", "always"])
-async def test_syncs_as_asked(tmp_path: Path, fsync: str) -> None:
+async def test_fsync_policy_is_the_configured_one(tmp_path: Path, fsync: str) -> None:
     async with connected(tmp_path, fsync=fsync) as client:
         assert await client.config_get("append*") | {"appendfsync": fsync, "appendonly": "yes"} == (
             await client.config_get("append*")
         )
 
 
-async def test_second_process_on_the_directory_is_refused(tmp_path: Path) -> None:
+async def test_second_process_on_the_directory_is_rejected(tmp_path: Path) -> None:
     with owner_process(tmp_path) as other:
         with pytest.raises(EmbeddedError, match=rf"in use by another process \(pid {other.pid}\)"):
             async with embedded_valkey(tmp_path):
@@ -152,7 +152,7 @@ async def test_second_process_on_the_directory_is_refused(tmp_path: Path) -> Non
             assert await client.get("kept") == b"yes"
 
 
-async def test_running_url_tells_whether_one_runs(tmp_path: Path) -> None:
+async def test_running_url_is_known_only_while_a_server_runs(tmp_path: Path) -> None:
     assert running_url(tmp_path) is None
     async with embedded_valkey(tmp_path) as url:
         assert running_url(tmp_path) == url
@@ -161,30 +161,30 @@ async def test_running_url_tells_whether_one_runs(tmp_path: Path) -> None:
 
 async def test_server_dies_with_its_killed_parent_and_loses_nothing(tmp_path: Path) -> None:
     with owner_process(tmp_path) as parent:
-        supervisor, server = family(psutil.Process(parent.pid))
+        supervisor, server = get_supervisor_and_server(psutil.Process(parent.pid))
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        # The successor waits for the old server to end: never two on one file.
+        # The successor waits until the old server has ended, so that two never use one file.
         async with connected(tmp_path) as client:
             assert await client.get("kept") == b"yes"
-            await gone(server)
-            await gone(supervisor)
+            await are_all_gone(server)
+            await are_all_gone(supervisor)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process whose parent died")
 async def test_server_dies_with_its_killed_supervisor(tmp_path: Path) -> None:
     async with embedded_valkey(tmp_path):
-        supervisor, server = family(psutil.Process())
+        supervisor, server = get_supervisor_and_server(psutil.Process())
         supervisor.kill()
-        await gone(server)
+        await are_all_gone(server)
 
 
 async def test_killed_server_is_started_again(tmp_path: Path) -> None:
     async with connected(tmp_path) as client:
         await client.set("kept", "yes")
-        supervisor, server = family(psutil.Process())
+        supervisor, server = get_supervisor_and_server(psutil.Process())
         server.kill()
-        await gone(server)
+        await are_all_gone(server)
 
         async def answers() -> bool:
             with contextlib.suppress(redis.ConnectionError):
@@ -197,28 +197,28 @@ async def test_killed_server_is_started_again(tmp_path: Path) -> None:
 
 async def test_interrupt_from_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
     async with embedded_valkey(tmp_path):
-        for process in family(psutil.Process()):
+        for process in get_supervisor_and_server(psutil.Process()):
             assert os.getsid(process.pid) != os.getsid(0)
 
 
 async def test_cancelled_block_ends_the_server(tmp_path: Path) -> None:
     up = asyncio.Event()
 
-    async def hold() -> None:
+    async def hold_queue() -> None:
         async with embedded_valkey(tmp_path):
             up.set()
             await asyncio.Event().wait()
 
-    task = asyncio.create_task(hold())
+    task = asyncio.create_task(hold_queue())
     await asyncio.wait_for(up.wait(), 20)
-    _, server = family(psutil.Process())
+    _, server = get_supervisor_and_server(psutil.Process())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await gone(server)
+    await are_all_gone(server)
 
 
-def test_runs_on_the_dispatcher_s_own_event_loop_too(tmp_path: Path) -> None:
+def test_embedded_queue_runs_on_the_event_loop_of_the_dispatcher(tmp_path: Path) -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def use() -> None:
@@ -229,7 +229,7 @@ def test_runs_on_the_dispatcher_s_own_event_loop_too(tmp_path: Path) -> None:
     assert running_url(tmp_path) is None
 
 
-async def test_directory_too_deep_for_a_socket_works(tmp_path: Path) -> None:
+async def test_directory_with_a_path_too_long_for_a_socket_works(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120) / "x y'\"é#%"
     async with embedded_valkey(deep) as url:
         assert running_url(deep) == url
@@ -249,7 +249,7 @@ async def newest_aof(data_dir: Path) -> Path:
     return next((data_dir / "appendonlydir").glob("*.incr.aof"))
 
 
-async def test_cut_off_tail_of_the_file_costs_the_cut_off_command_alone(tmp_path: Path) -> None:
+async def test_truncated_file_loses_only_the_truncated_command(tmp_path: Path) -> None:
     file = await newest_aof(tmp_path)
     file.write_bytes(file.read_bytes()[:-30])
     async with connected(tmp_path) as client:
@@ -259,7 +259,7 @@ async def test_cut_off_tail_of_the_file_costs_the_cut_off_command_alone(tmp_path
         assert await client.dbsize() == 100
 
 
-async def test_file_broken_in_the_middle_is_refused_with_the_server_s_words(tmp_path: Path) -> None:
+async def test_corrupt_file_is_rejected_with_the_message_of_the_server(tmp_path: Path) -> None:
     file = await newest_aof(tmp_path)
     content = file.read_bytes()
     file.write_bytes(content[:2000] + b"rubbish" * 20 + content[2140:])
@@ -268,7 +268,7 @@ async def test_file_broken_in_the_middle_is_refused_with_the_server_s_words(tmp_
             pass
 
 
-async def test_unusable_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
+async def test_unusable_directory_is_rejected_with_advice(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EmbeddedError, match=r"queue\.data_dir: .* cannot be written .*beside.* queue\.url"):
         async with embedded_valkey(tmp_path / "file" / "data"):
@@ -276,7 +276,7 @@ async def test_unusable_directory_is_refused_with_what_to_do(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_directory_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+def test_read_only_directory_is_rejected(tmp_path: Path) -> None:
     async def start() -> None:
         async with embedded_valkey(tmp_path / "data"):
             pass
@@ -286,7 +286,7 @@ def test_directory_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
         asyncio.run(start())
 
 
-async def test_server_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:
+async def test_server_that_never_answers_is_stopped(tmp_path: Path) -> None:
     mute = tmp_path / "mute"
     mute.write_text("#!/bin/sh\nexec sleep 300\n")
     mute.chmod(0o700)

@@ -1,4 +1,4 @@
-"""What is said of versions of models, on real servers: what others write, what is left, what is full."""
+"""Model registry on real servers: foreign values, lifetimes, and limits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dispatcher.ports import ModelRegistryState, PinRequest, QueueUnavailableErr
 from dispatcher.queue.constants import MAX_MARKERS, MAX_PIN_S, MODEL_IN_USE_S, WARM_MARKER_S, WARM_UP_LOCK_S
 from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, QueueNames
 from dispatcher.queue.redis.model_registry import pin_versions
-from tests.queue.known import assert_drained, assert_only_known_keys
-from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues, submission
+from tests.queue.factories import NAMES, OwnerAndAdmin, answer, claim, queues, submission
+from tests.queue.key_checks import assert_drained, assert_only_known_keys
 from tests.queue.servers import Server
 
 PAIR = ("qwen-v1", "10.0.0.1:8000")
@@ -21,25 +21,25 @@ AT = dict(zip(MODEL_REGISTRY_KEYS, NAMES.model_registry_keys, strict=True))
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndAdmin]:
     async with queues(any_server.url, "a") as (one,):
         yield one
     await assert_only_known_keys(client, NAMES, *NAMES.model_registry_keys)
 
 
-async def say_all(queue: OwnerAndDesk) -> ModelRegistryState:
+async def fill_registry(queue: OwnerAndAdmin) -> ModelRegistryState:
     await queue.mark_warm(*PAIR)
     await queue.take_warm_up_lock("qwen-v2", PAIR[1])
     await queue.pin_versions([PinRequest("chat-7", "qwen-v1", ["qwen-v1"], 100)])
     return await queue.refresh_warm_markers([PAIR], (), ["qwen-v1"])
 
 
-async def test_a_pool_that_nobody_serves_leaves_nothing_but_what_operators_said(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_registry_of_an_unserved_pool_keeps_only_labels_and_drains(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.set_label("qwen", "stable", "1", "ada")
     await queue.drain_version("qwen-v2", "ada")
-    await say_all(queue)
+    await fill_registry(queue)
     lives = {name: await client.ttl(key) for name, key in AT.items()}
     expected = {
         "WARM_MARKERS": WARM_MARKER_S,
@@ -55,13 +55,13 @@ async def test_a_pool_that_nobody_serves_leaves_nothing_but_what_operators_said(
     assert not await client.exists(AT["LABELS"], AT["DRAINS"])
 
 
-async def test_two_pools_that_serve_the_same_names_know_nothing_of_each_other(
-    queue: OwnerAndDesk, any_server: Server, client: redis.asyncio.Redis
+async def test_registries_of_two_pools_are_independent(
+    queue: OwnerAndAdmin, any_server: Server, client: redis.asyncio.Redis
 ) -> None:
     theirs = QueueNames("batch:{other}:requests", "batch:{other}:results")
     await queue.set_label("qwen", "stable", "1", "ada")
     await queue.drain_version("qwen-v2", "ada")
-    await say_all(queue)
+    await fill_registry(queue)
     async with queues(any_server.url, "a", names=theirs) as (other,):
         assert await other.refresh_warm_markers([PAIR], (), ()) == ModelRegistryState()
         assert await other.take_warm_up_lock("qwen-v2", PAIR[1])
@@ -71,7 +71,7 @@ async def test_two_pools_that_serve_the_same_names_know_nothing_of_each_other(
 
 
 async def test_pins_last_as_long_as_the_longest_of_them(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     for for_s in (1000.0, 10.0, 1e30):
         await queue.pin_versions([PinRequest(f"for-{for_s}", "v1", (), for_s)])
@@ -80,8 +80,8 @@ async def test_pins_last_as_long_as_the_longest_of_them(
         assert longest - 5 < await client.ttl(AT["PINS_LAST_USED"]) <= longest + 2
 
 
-async def test_no_more_pins_are_kept_than_may_be_and_what_is_over_goes(
-    queue: OwnerAndDesk, client: Any
+async def test_number_of_pins_is_limited_and_expired_ones_are_removed(
+    queue: OwnerAndAdmin, client: Any
 ) -> None:
     async def ask(*keys: str, most: int = 3, for_s: float = 100.0) -> set[str]:
         await pin_versions(queue.backend, [PinRequest(key, "v1", ["v1"], for_s) for key in keys], most)
@@ -90,16 +90,16 @@ async def test_no_more_pins_are_kept_than_may_be_and_what_is_over_goes(
         return kept
 
     assert await ask("a") == {"a"}
-    assert await ask("b", for_s=0) == {"a", "b"}, "which is over"
+    assert await ask("b", for_s=0) == {"a", "b"}, "an expired one is dropped"
     assert await ask("c") == {"a", "b", "c"}
-    assert await ask("a") == {"a", "c"}, "it was not asked for the longest"
+    assert await ask("a") == {"a", "c"}, "the least recently used one is dropped"
     assert await ask("d", "e") == {"a", "d", "e"}
     assert await ask("f", "g", "h", "i") == {"g", "h", "i"}
     assert await ask("j", most=1) == {"j"}
 
 
-async def test_pins_asked_for_before_the_clock_stepped_back_go_before_those_of_now(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_pins_from_before_a_clock_step_are_dropped_first(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     async def ask(key: str) -> list[str]:
         return await pin_versions(queue.backend, [PinRequest(key, "v1", ["v1"], 100)], 2)
@@ -117,7 +117,7 @@ async def test_pins_asked_for_before_the_clock_stepped_back_go_before_those_of_n
 FOREIGN = {"string": "someone's", "list": ["someone's"], "zset": {"someone's": 1}, "hash": {"a": "b"}}
 
 
-async def put(client: redis.asyncio.Redis, key: str, kind: str) -> None:
+async def write_entry(client: redis.asyncio.Redis, key: str, kind: str) -> None:
     value: Any = FOREIGN[kind]
     if kind == "string":
         await client.set(key, value)
@@ -130,21 +130,21 @@ async def put(client: redis.asyncio.Redis, key: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODEL_REGISTRY_KEYS)
-async def test_a_foreign_key_is_left_alone_costs_what_it_stands_for_and_is_told_of(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, name: str
+async def test_foreign_key_in_the_registry_is_kept_ignored_and_reported(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, name: str
 ) -> None:
     await queue.set_label("qwen", "stable", "1", "ada")
     await queue.drain_version("qwen-v2", "ada")
-    whole = await say_all(queue)
+    whole = await fill_registry(queue)
     await client.delete(AT[name])
-    await put(client, AT[name], "list")
-    for told in (await say_all(queue), await queue.read_model_registry()):
+    await write_entry(client, AT[name], "list")
+    for reply in (await fill_registry(queue), await queue.read_model_registry()):
         kind = MODEL_REGISTRY_KEYS[name][1]
-        assert told.problem == f"{AT[name]} holds a list, not a {kind}"
-        assert (told.warm_markers == whole.warm_markers) is (name != "WARM_MARKERS")
-        assert (told.models_in_use == whole.models_in_use) is (name != "MODELS_IN_USE")
-        assert (told.labels == whole.labels) is (name != "LABELS")
-        assert (told.drained_models.keys() == whole.drained_models.keys()) is (name != "DRAINS")
+        assert reply.problem == f"{AT[name]} holds a list, not a {kind}"
+        assert (reply.warm_markers == whole.warm_markers) is (name != "WARM_MARKERS")
+        assert (reply.models_in_use == whole.models_in_use) is (name != "MODELS_IN_USE")
+        assert (reply.labels == whole.labels) is (name != "LABELS")
+        assert (reply.drained_models.keys() == whole.drained_models.keys()) is (name != "DRAINS")
     assert await queue.take_warm_up_lock(*PAIR) is (name != "WARM_UP_LOCKS")
     await queue.release_warm_up_lock(*PAIR)
     again = await queue.pin_versions([PinRequest("chat-7", "qwen-v2", ["qwen-v1"], 100)])
@@ -160,19 +160,21 @@ async def test_a_foreign_key_is_left_alone_costs_what_it_stands_for_and_is_told_
     if name in ("LABELS", "DRAINS"):
         assert (await queue.read_model_registry()).problem == ""
         return
-    assert await say_all(queue) == whole
+    assert await fill_registry(queue) == whole
 
 
-async def test_foreign_keys_stop_no_other_step(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
+async def test_foreign_keys_in_the_registry_stop_no_other_step(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
+) -> None:
     for key in NAMES.model_registry_keys:
-        await put(client, key, "list")
+        await write_entry(client, key, "list")
     await queue.submit([submission("r-1")])
     (lease,) = (await claim(queue)).leases
     assert await queue.settle([answer(lease)]) == ["done"]
     await queue.sweep()
-    told = await queue.refresh_warm_markers([PAIR], [PAIR], ["qwen-v1"])
-    assert told.problem.count("holds a list") == len(MODEL_REGISTRY_KEYS)
-    assert (told.warm_markers, told.models_in_use, told.labels, told.drained_models) == (
+    reply = await queue.refresh_warm_markers([PAIR], [PAIR], ["qwen-v1"])
+    assert reply.problem.count("holds a list") == len(MODEL_REGISTRY_KEYS)
+    assert (reply.warm_markers, reply.models_in_use, reply.labels, reply.drained_models) == (
         frozenset(),
         frozenset(),
         {},
@@ -195,39 +197,39 @@ ODD = [
 
 
 @pytest.mark.parametrize("name", ["WARM_MARKERS", "WARM_UP_LOCKS", "MODELS_IN_USE", "LABELS", "DRAINS"])
-async def test_what_others_write_among_it_counts_for_nothing(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, name: str
+async def test_invalid_entries_in_the_registry_are_ignored(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, name: str
 ) -> None:
     await queue.set_label("qwen", "stable", "1", "ada")
     await queue.drain_version("qwen-v2", "ada")
-    whole = await say_all(queue)
+    whole = await fill_registry(queue)
     await client.zadd(AT[name], dict.fromkeys(ODD, 1e300))
-    told = await say_all(queue)
-    assert (told.warm_markers, told.models_in_use, told.labels) == (
+    reply = await fill_registry(queue)
+    assert (reply.warm_markers, reply.models_in_use, reply.labels) == (
         whole.warm_markers,
         whole.models_in_use,
         whole.labels,
     )
-    assert told.drained_models.keys() == whole.drained_models.keys()
-    assert f"{len(ODD)} entries of the model registry cannot be read" in told.problem
-    assert told.problem.isprintable()
-    assert len(told.problem) < 300
+    assert reply.drained_models.keys() == whole.drained_models.keys()
+    assert f"{len(ODD)} entries of the model registry cannot be read" in reply.problem
+    assert reply.problem.isprintable()
+    assert len(reply.problem) < 300
     assert await queue.take_warm_up_lock("qwen-v2", PAIR[1])
     await queue.set_label("qwen", "stable", "2", "ada")
     assert await queue.undrain_version("qwen-v2")
 
 
 @pytest.mark.parametrize("score", ["-inf", "-1", "1e18", "inf"])
-async def test_a_drain_of_no_known_time_is_one(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, score: str
+async def test_drain_without_a_valid_time_applies(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, score: str
 ) -> None:
     await client.zadd(AT["DRAINS"], {'["qwen-v1","ada","why"]': float(score)})
     assert (await queue.read_model_registry()).drained_models == {"qwen-v1": "by ada: why"}
     assert await queue.undrain_version("qwen-v1")
 
 
-async def test_a_label_that_was_written_twice_means_what_was_said_last(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_label_that_was_written_twice_has_the_last_version(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     twice = {'["qwen","stable","2","ada"]': 2, '["qwen","stable","1","bob"]': 1}
     await client.zadd(AT["LABELS"], twice)
@@ -250,20 +252,20 @@ async def test_a_label_that_was_written_twice_means_what_was_said_last(
         "\x00\xff",
     ],
 )
-async def test_a_pin_that_others_wrote_is_kept_no_longer_than_one_of_ours(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, value: str
+async def test_foreign_pin_is_kept_no_longer_than_our_pins(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, value: str
 ) -> None:
     for key in ("", "chat-7"):
         await client.hset(AT["PINS"], key, value.encode("latin-1"))
-    told = await queue.pin_versions([PinRequest("chat-7", "v2", ["v1"], 100)])
-    assert told == ["v1" if value.startswith("999") and value.endswith("v1") else "v2"]
+    reply = await queue.pin_versions([PinRequest("chat-7", "v2", ["v1"], 100)])
+    assert reply == ["v1" if value.startswith("999") and value.endswith("v1") else "v2"]
     assert 0 < await client.ttl(AT["PINS"]) <= MAX_PIN_S + 2
     again = await queue.pin_versions([PinRequest("chat-7", "v3", ["v1", "v2"], 100)])
-    assert again == told
+    assert again == reply
 
 
-async def test_marks_of_more_than_any_pool_has_are_told_in_part(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_very_large_registry_is_returned_in_part(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.mark_warm(*PAIR)
     async with client.pipeline() as pipeline:
@@ -274,14 +276,14 @@ async def test_marks_of_more_than_any_pool_has_are_told_in_part(
     await client.delete(AT["WARM_MARKERS"])
 
 
-async def test_a_full_server_lets_marks_be_refreshed_and_refuses_what_operators_say_whole(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_full_server_refreshes_markers_and_rejects_labels_and_drains_as_a_whole(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.set_label("qwen", "stable", "1", "ada")
-    whole = await say_all(queue)
+    whole = await fill_registry(queue)
     await client.config_set("maxmemory", 1)
     try:
-        assert await say_all(queue) == whole
+        assert await fill_registry(queue) == whole
         with pytest.raises(QueueUnavailableError, match="out of memory"):
             await queue.set_label("qwen", "stable", "2", "ada")
         assert (await queue.read_model_registry()).labels == {("qwen", "stable"): "1"}
@@ -290,20 +292,20 @@ async def test_a_full_server_lets_marks_be_refreshed_and_refuses_what_operators_
         await client.config_set("maxmemory", 0)
 
 
-async def test_a_large_pool_is_told_in_one_step(queue: OwnerAndDesk) -> None:
-    """More than one command of a script may name."""
+async def test_registry_of_a_large_pool_is_returned_in_one_step(queue: OwnerAndAdmin) -> None:
+    """There are more entries than one command of a script can name."""
     pairs = {(f"qwen-v{version}", f"10.0.{host}.1:8000") for version in range(40) for host in range(250)}
     models = [f"qwen-v{number}" for number in range(3000)]
     assert (await queue.refresh_warm_markers(pairs, (), models)).models_in_use == set(models)
     for pair in list(pairs)[:20]:
         await queue.mark_warm(*pair)
     assert len((await queue.refresh_warm_markers(pairs, (), models)).warm_markers) == 20
-    told = await queue.refresh_warm_markers((), pairs, ())
-    assert (told.warm_markers, told.models_in_use) == (frozenset(), frozenset())
+    reply = await queue.refresh_warm_markers((), pairs, ())
+    assert (reply.warm_markers, reply.models_in_use) == (frozenset(), frozenset())
 
 
-async def test_nothing_of_it_counts_as_left_of_a_request(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_registry_keys_do_not_count_as_remains_of_requests(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    await say_all(queue)
+    await fill_registry(queue)
     await assert_drained(client, NAMES)

@@ -1,5 +1,5 @@
-"""The permissions that docs/explanation/security.md lists suffice, each is used, and a missing one is
-reported and does no harm."""
+"""The permissions of docs/explanation/security.md suffice, each is used, and a missing one is reported and
+does no harm."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from dispatcher.queue.redis.permissions import list_required_permissions
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.queue.redis.server_report import inspect_server
 from dispatcher.telemetry.events import Event, divert_events
-from tests.batchfiles import line
+from tests.batch_files import make_line
 from tests.paths import ROOT
-from tests.queue.made import OwnerAndDesk, answer, claim, member, permit, queues, submission
-from tests.queue.roles import ROLES, commands, grant, rules, url_of
+from tests.queue.factories import OwnerAndAdmin, answer, claim, member, permit, queues, submission
+from tests.queue.redis_users import ROLES, commands, grant, rules, url_of
 from tests.queue.servers import Server
 from tests.support import wait_until
 
@@ -54,7 +54,7 @@ UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
 
 @pytest.fixture
 def admin(any_server: Server, client: object) -> Iterator[redis.Redis]:
-    """A client of the empty server, with every right; each role is there with its own."""
+    """Yield a client of the empty server with all permissions. Each role exists with its own."""
     with any_server.client() as found:
         for role in ROLES:
             grant(found, role)
@@ -62,32 +62,32 @@ def admin(any_server: Server, client: object) -> Iterator[redis.Redis]:
 
 
 @asynccontextmanager
-async def dispatcher(server: Server, owner: str = "a", **options: Any) -> AsyncIterator[OwnerAndDesk]:
+async def dispatcher(server: Server, owner: str = "a", **options: Any) -> AsyncIterator[OwnerAndAdmin]:
     given = {"owner_timeout_s": 1.0, "poll_s": 0.02, "dead_max": 1, "names": QWEN, **options}
     async with queues(url_of(server, "dispatcher"), owner, **given) as (one,):
         yield one
 
 
 @contextmanager
-def uses_all(admin: redis.Redis, role: str) -> Iterator[None]:
-    """What runs in this block runs each command of the role, and no other that the server would refuse."""
+def expect_all_commands_used(admin: redis.Redis, role: str) -> Iterator[None]:
+    """Fail if the block does not use each command of the role, or if the server rejects a command."""
     admin.config_resetstat()
     yield
     stats = admin.info("commandstats")
-    used = {name.removeprefix("cmdstat_") for name, told in stats.items() if told["calls"]}
-    refused = {name for name, told in stats.items() if told["rejected_calls"]}
+    used = {name.removeprefix("cmdstat_") for name, stat in stats.items() if stat["calls"]}
+    refused = {name for name, stat in stats.items() if stat["rejected_calls"]}
     assert refused <= {
         "cmdstat_client|setinfo",
         "cmdstat_info",
-    }  # who it is, and what the server is: if it may
-    assert commands(role) - used == set(), "rights that nothing needs"
+    }  # the client introduces itself and asks what the server is, if it may
+    assert commands(role) - used == set(), "permissions that no step needs"
 
 
-# What is asked.
+# Permissions that scripts check.
 
 
-def called(script: str) -> list[str]:
-    """The commands of a script, in the order of its lines."""
+def list_commands(script: str) -> list[str]:
+    """Return the commands of a script, in the order of its lines."""
     return re.findall(r"call\('([A-Z]+)'", (LUA / f"{script}.lua").read_text(encoding="utf-8"))
 
 
@@ -120,7 +120,7 @@ def test_each_step_of_an_owner_checks_the_commands_of_all_steps() -> None:
         "count_waiting_by_model",
     )
     asked = re.findall(r"'([A-Z]+)'", (LUA / "owner_commands.lua").read_text(encoding="utf-8"))
-    assert set(asked) == {name for step in steps for name in called(step)}
+    assert set(asked) == {name for step in steps for name in list_commands(step)}
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_sequence_admin_checks_permissions_before_it_runs_any_command() -> None:
     before, asked, _ = re.split(r"^require_commands\((.*)\)$", text, flags=re.MULTILINE)
     assert "call(" not in before
     needs = {
-        *called("sequence_admin"),
-        *called("sequences"),
+        *list_commands("sequence_admin"),
+        *list_commands("sequences"),
         "ZADD",
         "HSET",
         "HGET",
@@ -170,7 +170,7 @@ def test_model_registry_scripts_check_permissions_before_they_write(script: str)
     text = (LUA / f"{script}.lua").read_text(encoding="utf-8")
     before, asked, _ = re.split(r"\brequire_commands\((.*)\)", text, flags=re.MULTILINE)
     assert "call(" not in before
-    needs = {*called(script), "TIME", "TYPE"}
+    needs = {*list_commands(script), "TIME", "TYPE"}
     for name, runs in (
         ("remove_members", {"ZREM"}),
         ("drop_expired", {"ZREM", "ZADD", "ZRANGEBYSCORE"}),
@@ -181,24 +181,24 @@ def test_model_registry_scripts_check_permissions_before_they_write(script: str)
     assert needs == set(re.findall(r"'([A-Z]+)'", asked))
 
 
-# What suffices.
+# Permissions that suffice.
 
 
-async def test_a_dispatcher_has_all_the_rights_it_needs_and_no_others(
+async def test_dispatcher_role_has_exactly_the_needed_permissions(
     any_server: Server, admin: redis.Redis
 ) -> None:
     async with queues(any_server.url, "p", names=QWEN) as (producer,):
-        with uses_all(admin, "dispatcher"):
+        with expect_all_commands_used(admin, "dispatcher"):
             assert (await inspect_server(url_of(any_server, "dispatcher"), QWEN)).can_subscribe
             async with dispatcher(any_server) as queue, dispatcher(any_server, "dying") as dying:
                 await producer.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(6)])
                 await producer.submit([submission("late", PAST, token="t")])
-                await everything(queue, dying)
-    assert told(admin) == ["late", *(f"r-{at}" for at in range(6))]
+                await run_every_step(queue, dying)
+    assert pop_result_ids(admin) == ["late", *(f"r-{at}" for at in range(6))]
 
 
-async def everything(queue: OwnerAndDesk, dying: RedisQueue) -> None:
-    """All that can happen to a request, and all that a dispatcher asks beside it."""
+async def run_every_step(queue: OwnerAndAdmin, dying: RedisQueue) -> None:
+    """Run every step that a dispatcher can take."""
     await queue.sweep()
     await wait_until(lambda: expire(queue), what="the late one to be found")
     await claim(dying, 1)
@@ -220,38 +220,38 @@ async def everything(queue: OwnerAndDesk, dying: RedisQueue) -> None:
     assert (await queue.refresh_warm_markers((), (), ["qwen-v1"])).models_in_use == {"qwen-v1"}
     assert len(await queue.list_newest_dead(5)) == 1
     assert await queue.read_pause() is None
-    await wait_until(lambda: all_back(queue), what="the silent one's and the delayed one to come back")
+    await wait_until(
+        lambda: are_all_returned(queue), what="the silent one's and the delayed one to come back"
+    )
     await asyncio.wait_for(queue.wait_for_work(), 5)
     await queue.settle([answer(lease, token="t") for lease in (await claim(queue)).leases])
 
 
 async def expire(queue: RedisQueue) -> int:
     found = await queue.find_overdue(10)
-    return await queue.settle_unleased([(item, too_late(item)) for item in found])
+    return await queue.settle_unleased([(item, is_overdue(item)) for item in found])
 
 
-def too_late(item: UnleasedRequest) -> Settlement:
+def is_overdue(item: UnleasedRequest) -> Settlement:
     request_id = msgspec.json.decode(item.member)["data"]["id"]
     result = msgspec.json.encode({"id": request_id, "payload": "too late"})
     return Settlement(UNLEASED, result, "", request_id, "t")
 
 
-async def all_back(queue: RedisQueue) -> bool:
+async def are_all_returned(queue: RedisQueue) -> bool:
     await queue.sweep()
     return (await queue.count_requests()).pending == 3
 
 
-def told(admin: redis.Redis) -> list[str]:
-    """The ids of all results in the default list."""
+def pop_result_ids(admin: redis.Redis) -> list[str]:
+    """Return the ids of all results in the default list."""
     return sorted(msgspec.json.decode(one)["id"] for one in admin.lrange(QWEN.result_list, 0, -1))
 
 
-async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing_else(
-    any_server: Server, admin: redis.Redis
-) -> None:
+async def test_producer_role_can_only_submit_cancel_and_read(any_server: Server, admin: redis.Redis) -> None:
     own = "batch-results:alice:1"
     with any_server.client(username="producer", password="its-password") as producer:
-        with uses_all(admin, "producer"):
+        with expect_all_commands_used(admin, "producer"):
             for number in range(2):
                 submitted = member(f"r-{number}", NEVER, token=f"t-{number}", results=own)
                 assert producer.zadd(QWEN.queue, {submitted: NEVER}) == 1
@@ -281,26 +281,26 @@ async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing
                 forbidden()
 
 
-async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
+async def test_operator_role_covers_the_client_and_the_command_line(
     any_server: Server, admin: redis.Redis
 ) -> None:
     url = url_of(any_server, "operator")
-    desk, client = RedisQueueAdmin(connect(url), QWEN), BatchClient(url, pool="qwen")
-    with uses_all(admin, "operator"):
+    queue_admin, client = RedisQueueAdmin(connect(url), QWEN), BatchClient(url, pool="qwen")
+    with expect_all_commands_used(admin, "operator"):
         handle = await client.enqueue(b'{"prompt": "hi"}')
-        assert (await desk.count_requests()).pending == 1
+        assert (await queue_admin.count_requests()).pending == 1
         assert await client.cancel(handle)
-        assert await desk.cancel_request(handle.id)
-        assert len(await desk.peek_next(10)) == 1
-        (found,) = (await desk.find_by_id(handle.id)).requests
-        assert await desk.count_ahead(found) == 0
-        await desk.pause("me", "why")
-        assert await desk.read_pause() == ("me", "why")
-        await desk.resume()
-        await desk.set_label("qwen", "stable", "1", "me")
-        await desk.drain_version("qwen-v1", "me")
-        assert set((await desk.read_model_registry()).drained_models) == {"qwen-v1"}
-        assert await desk.undrain_version("qwen-v1")
+        assert await queue_admin.cancel_request(handle.id)
+        assert len(await queue_admin.peek_next(10)) == 1
+        (found,) = (await queue_admin.find_by_id(handle.id)).requests
+        assert await queue_admin.count_ahead(found) == 0
+        await queue_admin.pause("me", "why")
+        assert await queue_admin.read_pause() == ("me", "why")
+        await queue_admin.resume()
+        await queue_admin.set_label("qwen", "stable", "1", "me")
+        await queue_admin.drain_version("qwen-v1", "me")
+        assert set((await queue_admin.read_model_registry()).drained_models) == {"qwen-v1"}
+        assert await queue_admin.undrain_version("qwen-v1")
         async with dispatcher(any_server, dead_max=9) as queue:
             (lease,) = (await claim(queue)).leases
             result = encode_answer(handle.id, 200, b"ok", token=handle.token)
@@ -308,20 +308,20 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
             await wait_until(lambda: admin.info("clients")["blocked_clients"])
             await queue.settle([Settlement(lease, result, handle.results, handle.id, handle.token)])
             assert (await waiting).status == 200
-            await desk.submit([submission("r-1"), submission("r-2"), submission("r-3")])
+            await queue_admin.submit([submission("r-1"), submission("r-2"), submission("r-3")])
             first, *others = (await claim(queue)).leases
             await queue.move_to_dead_letters([DeadLetter(answer(lease), "why") for lease in others])
             await queue.release([Release(first)])
-        assert len(await desk.peek_next(10)) == 1
-        dead, _ = await desk.list_dead(10)
-        assert len(await desk.list_newest_dead(10)) == 2
-        assert await desk.requeue_dead([dead.entry_id], NEVER) == 1
-        assert await desk.purge_dead() == 1
-        await desk.submit([submission("r-9")])
-        entries = await desk.search_requests([])
-        pending = await desk.search_requests([], entries.after)
-        assert [len(look.requests) for look in (entries, pending)] == [1, 2]
-        assert await desk.restore_requests("another", pending.requests) == 2
+        assert len(await queue_admin.peek_next(10)) == 1
+        dead, _ = await queue_admin.list_dead(10)
+        assert len(await queue_admin.list_newest_dead(10)) == 2
+        assert await queue_admin.requeue_dead([dead.entry_id], NEVER) == 1
+        assert await queue_admin.purge_dead() == 1
+        await queue_admin.submit([submission("r-9")])
+        entries = await queue_admin.search_requests([])
+        pending = await queue_admin.search_requests([], entries.after)
+        assert [len(page.requests) for page in (entries, pending)] == [1, 2]
+        assert await queue_admin.restore_requests("another", pending.requests) == 2
         async with BatchClient(url, pool="qwen", name="nightly") as nightly:
             with pytest.raises(NoResultError):
                 await nightly.result("never-submitted", timeout=0.1)
@@ -332,30 +332,30 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
             await asyncio.wait([waiting])
             assert (await nightly.stream_status("nightly")).unconsumed == 1
             await nightly.forget_stream("nightly")
-        oldest, _ = await desk.read_results(QWEN.result_list, 9)
-        assert await desk.take_result(QWEN.result_list, oldest)
-    await desk.aclose()
+        oldest, _ = await queue_admin.read_results(QWEN.result_list, 9)
+        assert await queue_admin.take_result(QWEN.result_list, oldest)
+    await queue_admin.aclose()
     await client.aclose()
 
 
-async def test_a_mark_that_may_not_be_read_hides_no_other(any_server: Server, admin: redis.Redis) -> None:
-    """`list` and `describe` go on without it."""
+async def test_unreadable_cancel_marker_does_not_hide_others(any_server: Server, admin: redis.Redis) -> None:
+    """`list` and `describe` continue without it."""
     blind = [rule for rule in rules("operator") if rule != "~request-cancel:*"]
     admin.execute_command("ACL", "SETUSER", "operator", *blind)
-    desk = RedisQueueAdmin(connect(url_of(any_server, "operator")), QWEN)
-    await desk.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(3)])
+    queue_admin = RedisQueueAdmin(connect(url_of(any_server, "operator")), QWEN)
+    await queue_admin.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(3)])
     admin.set(QWEN.cancel_key("r-1", "t"), "t")
     admin.set("request-cancel:r-2", "t")
     asked = [(f"r-{at}", "t") for at in range(3)]
-    assert await desk.check_cancelled(asked) == [False, True, False]
-    await desk.aclose()
+    assert await queue_admin.check_cancelled(asked) == [False, True, False]
+    await queue_admin.aclose()
 
 
-async def test_an_operators_rights_suffice_for_a_batch_file_that_is_broken_off(
+async def test_operator_role_suffices_for_an_interrupted_batch_file(
     any_server: Server, admin: redis.Redis, tmp_path: Path
 ) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(line("a") + b"\n" + line("b"))
+    source.write_bytes(make_line("a") + b"\n" + make_line("b"))
     async with BatchClient(url_of(any_server, "operator"), pool="qwen") as client:
         first = asyncio.create_task(client.run_file(source, output))
         await wait_until(lambda: admin.zcard(QWEN.queue) == 2)
@@ -371,34 +371,34 @@ async def test_an_operators_rights_suffice_for_a_batch_file_that_is_broken_off(
             assert (await asyncio.wait_for(second, 20)).answered == 2
 
 
-async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read_results(
+async def test_dispatcher_role_can_pause_cancel_and_submit_but_not_read_results(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with a few rights more
-    it reads them, too."""
+    """It is the only user in the pod, for `kubectl exec` and `helm test`. With a few more permissions, it
+    also reads results."""
     url = url_of(any_server, "dispatcher")
-    desk, client = RedisQueueAdmin(connect(url), QWEN), BatchClient(url, pool="qwen")
-    await desk.pause("me", "why")
-    await desk.resume()
-    assert await desk.read_pause() is None
+    queue_admin, client = RedisQueueAdmin(connect(url), QWEN), BatchClient(url, pool="qwen")
+    await queue_admin.pause("me", "why")
+    await queue_admin.resume()
+    assert await queue_admin.read_pause() is None
     handle = await client.enqueue(b'{"prompt": "hi"}')
-    assert await desk.cancel_request(handle.id)
+    assert await queue_admin.cancel_request(handle.id)
     with pytest.raises(QueueUnreachableError, match="does not permit"):
         await client.result(handle, timeout=5)
     with pytest.raises(CallRefusedError, match="lrange"):
-        await desk.read_results(QWEN.result_list_for_id(handle.id), 9)
+        await queue_admin.read_results(QWEN.result_list_for_id(handle.id), 9)
     grant(admin, "dispatcher", "+lrange", "+rpop", "+ttl", "+blmove")
-    assert await desk.read_results(QWEN.result_list_for_id(handle.id), 9) == []
+    assert await queue_admin.read_results(QWEN.result_list_for_id(handle.id), 9) == []
     with pytest.raises(NoResultError):
         await client.result(handle, timeout=2.5)
-    await desk.aclose()
+    await queue_admin.aclose()
     await client.aclose()
 
 
-async def test_a_consumer_can_pop_results_and_nothing_else(any_server: Server, admin: redis.Redis) -> None:
+async def test_consumer_role_can_only_pop_results(any_server: Server, admin: redis.Redis) -> None:
     admin.lpush(QWEN.result_list, b"one")
     with any_server.client(username="consumer", password="its-password") as consumer:
-        with uses_all(admin, "consumer"):
+        with expect_all_commands_used(admin, "consumer"):
             assert consumer.brpop([QWEN.result_list], 5) == (QWEN.result_list.encode(), b"one")
         for forbidden in (
             lambda: consumer.lpush(QWEN.result_list, b"forged"),
@@ -409,10 +409,11 @@ async def test_a_consumer_can_pop_results_and_nothing_else(any_server: Server, a
                 forbidden()
 
 
-async def test_a_result_goes_to_no_list_that_the_dispatcher_was_not_given(
+async def test_result_list_without_permission_is_rejected_for_its_request_only(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    """Another program's list, another pool's: that request alone is refused, whatever the settings allow."""
+    """The list may belong to another program or pool. Only that request is rejected, whatever the settings
+    allow."""
     others = ["celery", "batch:{other}:results", "batch:{other}:elsewhere"]
     admin.lpush("celery", "a task")
     anywhere = QueueNames(QWEN.queue, QWEN.result_list, ("*",))
@@ -423,43 +424,48 @@ async def test_a_result_goes_to_no_list_that_the_dispatcher_was_not_given(
         await producer.submit([submission(f"r-{at}", NEVER + at) for at in range(4)])
         leases = (await claim(queue)).leases
         lists = [*others, "batch-results:alice:1"]
-        assert list(await queue.find_invalid_result_lists(lists)) == others, "known before the work is done"
+        assert list(await queue.find_invalid_result_lists(lists)) == others, (
+            "known before the request is sent"
+        )
         said = await queue.settle([answer(lease, name) for lease, name in zip(leases, lists, strict=True)])
     assert said == [SettleStatus.BAD_LIST] * 3 + [SettleStatus.DONE]
-    assert told(admin) == ["r-0", "r-1", "r-2"]
+    assert pop_result_ids(admin) == ["r-0", "r-1", "r-2"]
     assert admin.llen("batch-results:alice:1") == 1
     assert admin.lrange("celery", 0, -1) == [b"a task"]
     assert admin.ttl("celery") == -1
     assert not admin.exists(*others[1:])
 
 
-# What is missing.
+# Missing permissions.
 
 
-async def test_without_any_one_right_it_says_which_and_no_request_is_lost_or_answered_twice(
+async def test_missing_command_is_named_and_no_request_is_lost_or_answered_twice(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    """Taken away in the middle of the work, and given back."""
+    """The permission is removed during the work, and then restored."""
     outside = {"eval", "evalsha", "ping", "subscribe"}
     for command in sorted(commands("dispatcher") - outside) + sorted(outside - {"ping"}):
-        sentences = await lacking(any_server, admin, f"-{command}")
+        sentences = await run_without_permissions(any_server, admin, f"-{command}")
         assert any(re.search(rf"\b{command}\b", sentence) for sentence in sentences), (command, sentences)
-        assert not [sentence for sentence in sentences if " on @" in sentence], "words of a script's own"
+        assert not [sentence for sentence in sentences if " on @" in sentence], "location inside a script"
 
 
 @pytest.mark.parametrize("key", ["~request-cancel:*", "~batch:{qwen}:requests:*", "~batch:{qwen}:results"])
-async def test_without_the_right_to_a_key_no_request_is_lost_or_answered_twice(
+async def test_missing_key_permission_loses_and_duplicates_no_request(
     any_server: Server, admin: redis.Redis, key: str
 ) -> None:
     user: Any = admin.acl_getuser("dispatcher")
     rules = user["keys"]
     kept = [each if isinstance(each, str) else each.decode() for each in rules]
     assert key in kept
-    assert await lacking(any_server, admin, "resetkeys", *(each for each in kept if each != key))
+    assert await run_without_permissions(
+        any_server, admin, "resetkeys", *(each for each in kept if each != key)
+    )
 
 
-async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[str]:
-    """A dispatcher at work loses rights, tries each step, and has them back: what it said of it meanwhile."""
+async def run_without_permissions(any_server: Server, admin: redis.Redis, *rules: str) -> list[str]:
+    """Remove permissions of a working dispatcher, let it try each step, and restore them. Return its error
+    messages."""
     admin.flushdb()
     admin.script_flush()
     said: list[str] = []
@@ -515,12 +521,12 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
         grant(admin, "dispatcher")
         ours = [answer(lease, token="t") for lease in (first, second, third, fourth, *taken)]
         await queue.settle(ours)
-        await wait_until(lambda: all_ended(queue), what="every request to end")
-    assert told(admin) == ["late", *(f"r-{at}" for at in range(5))], rules
+        await wait_until(lambda: have_all_ended(queue), what="every request to end")
+    assert pop_result_ids(admin) == ["late", *(f"r-{at}" for at in range(5))], rules
     return said
 
 
-async def all_ended(queue: RedisQueue) -> bool:
+async def have_all_ended(queue: RedisQueue) -> bool:
     await queue.sweep()
     await queue.settle([answer(lease, token="t") for lease in (await claim(queue)).leases])
     counts = await queue.count_requests()
@@ -540,7 +546,7 @@ async def all_ended(queue: RedisQueue) -> bool:
         (["-ping", "-evalsha"], "+evalsha, +ping"),
     ],
 )
-async def test_check_names_every_right_that_is_missing_at_once(
+async def test_check_names_all_missing_permissions_at_once(
     any_server: Server, admin: redis.Redis, rules: list[str], sentence: str
 ) -> None:
     grant(admin, "dispatcher", *rules)
@@ -550,6 +556,6 @@ async def test_check_names_every_right_that_is_missing_at_once(
     assert admin.dbsize() == before == 0
 
 
-async def test_check_warns_where_the_channel_is_missing(any_server: Server, admin: redis.Redis) -> None:
+async def test_check_warns_about_a_missing_channel_permission(any_server: Server, admin: redis.Redis) -> None:
     grant(admin, "dispatcher", "resetchannels")
     assert not (await inspect_server(url_of(any_server, "dispatcher"), QWEN)).can_subscribe

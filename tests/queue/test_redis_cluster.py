@@ -1,4 +1,4 @@
-"""A Cluster of three nodes: one slot for the queue, an outbox for lists of other slots."""
+"""Queue on a Cluster of three nodes: one slot for the queue, and an outbox for lists in other slots."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.server_report import inspect_server
 from dispatcher.telemetry.metrics import Metrics
-from tests.client.answering import Answering
-from tests.queue.known import assert_drained
-from tests.queue.made import (
+from tests.client.fake_dispatcher import FakeDispatcher
+from tests.queue.factories import (
     NAMES,
-    Answers,
-    OwnerAndDesk,
+    InstantGateway,
+    OwnerAndAdmin,
     answer,
     claim,
     claim_one,
@@ -48,12 +47,13 @@ from tests.queue.made import (
     queues,
     submission,
 )
-from tests.queue.roles import PASSWORD, grant
-from tests.queue.servers import ENGINES, ClusterSet, cluster_set
+from tests.queue.key_checks import assert_drained
+from tests.queue.redis_users import PASSWORD, grant
+from tests.queue.servers import ENGINE_PARAMS, ClusterSet, cluster_set
 from tests.support import wait_until
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(scope="module", params=ENGINE_PARAMS)
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSet]:
     with cluster_set(request.param, tmp_path_factory.mktemp(f"cluster-{request.param}")) as running:
         for node in running.nodes:
@@ -73,38 +73,40 @@ async def client(cluster: ClusterSet) -> AsyncIterator[redis.asyncio.cluster.Red
 
 
 @pytest.fixture
-async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndDesk]:
-    """It has the time that a busy machine takes to find the nodes."""
+async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndAdmin]:
+    """Yield a queue with a timeout that suffices to find the nodes on a busy machine."""
     async with queues(cluster.url, "a", attempt_timeout_s=15.0) as (one,):
         yield one
 
 
 @pytest.fixture
-async def impatient(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndDesk]:
-    """It waits as long as in production for a node that does not answer."""
+async def queue_with_short_timeout(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndAdmin]:
+    """Yield a queue that waits as long as in production for a node that does not answer."""
     async with queues(cluster.url, "a") as (one,):
         yield one
 
 
-def apart(cluster: ClusterSet, count: int) -> list[str]:
-    """List names on other nodes than the queue's."""
+def find_lists_on_other_nodes(cluster: ClusterSet, count: int) -> list[str]:
+    """Return names of lists on other nodes than the queue."""
     home = cluster.node_of(NAMES.queue)
     names = (f"list-{number}" for number in range(1000))
     return [name for name in names if cluster.node_of(name) is not home][:count]
 
 
-async def test_a_request_goes_all_the_way_and_leaves_nothing(
-    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+async def test_request_is_served_on_a_cluster_and_leaves_no_keys(
+    queue: OwnerAndAdmin, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
 ) -> None:
-    (elsewhere,) = apart(cluster, 1)
+    (elsewhere,) = find_lists_on_other_nodes(cluster, 1)
     await queue.submit([submission(f"r-{number}", token="t") for number in range(4)])
     assert await queue.cancel_request("r-3")
     asked = [(f"r-{number}", "t") for number in range(4)]
     assert (
-        await queue.check_cancelled(asked) == await queue.desk.check_cancelled(asked) == [False] * 3 + [True]
+        await queue.check_cancelled(asked)
+        == await queue.queue_admin.check_cancelled(asked)
+        == [False] * 3 + [True]
     )
-    line = await queue.take_snapshot(1.0, 1.0)
-    assert (line.pending_count, line.settled_count, len(line.first_requests)) == (4, 0, 1)
+    snapshot = await queue.take_snapshot(1.0, 1.0)
+    assert (snapshot.pending_count, snapshot.settled_count, len(snapshot.first_requests)) == (4, 0, 1)
     leases = (await claim(queue)).leases
     lists = ["", elsewhere, "{pool}-list", elsewhere]
     said = await queue.settle(
@@ -116,20 +118,22 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(
     await client.persist(elsewhere)
     await queue.submit([submission("r-4")])
     await queue.settle([answer(await claim_one(queue), elsewhere)])
-    assert (await client.llen(elsewhere), await client.ttl(elsewhere)) == (3, -1), "somebody keeps it"
+    assert (await client.llen(elsewhere), await client.ttl(elsewhere)) == (3, -1), (
+        "the list of another program has no lifetime"
+    )
     await assert_drained(client, NAMES, elsewhere, "{pool}-list")
     assert not [key async for key in client.scan_iter("request-*")]
-    marks = [
+    markers = [
         *[key async for key in client.scan_iter("*:active:*")],
         *[key async for key in client.scan_iter("*:cancel:*")],
     ]
-    assert not marks, "of finished requests"
+    assert not markers, "markers of finished requests are deleted"
 
 
-async def test_default_list_in_another_slot(
+async def test_default_list_in_another_slot_gets_results(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
-    names = QueueNames("batch:{pool}:requests", apart(cluster, 1)[0])
+    names = QueueNames("batch:{pool}:requests", find_lists_on_other_nodes(cluster, 1)[0])
     async with queues(cluster.url, "a", names=names) as (queue,):
         await queue.submit([submission("r-1")])
         assert await queue.settle([answer(await claim_one(queue))]) == [SettleStatus.DONE]
@@ -137,9 +141,9 @@ async def test_default_list_in_another_slot(
 
 
 async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default_list(
-    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+    queue: OwnerAndAdmin, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
 ) -> None:
-    (elsewhere,) = apart(cluster, 1)
+    (elsewhere,) = find_lists_on_other_nodes(cluster, 1)
     await client.set(elsewhere, "a string", ex=60)
     await queue.submit([submission("r-1"), submission("r-2")])
     first, second = (await claim(queue)).leases
@@ -150,11 +154,11 @@ async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default
 
 
 @pytest.mark.parametrize("kind", ["list", "text"])
-async def test_a_key_in_the_place_of_a_marker_costs_the_results_of_that_list_alone(
-    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet, kind: str
+async def test_foreign_key_in_place_of_a_marker_affects_only_its_list(
+    queue: OwnerAndAdmin, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet, kind: str
 ) -> None:
-    """A producer may have had a result put there, for it knows the name."""
-    (elsewhere,) = apart(cluster, 1)
+    """A producer knows the name, and may have had a result written there."""
+    (elsewhere,) = find_lists_on_other_nodes(cluster, 1)
     marker = f"{{{elsewhere}}}:posted:{NAMES.queue.replace('{', '').replace('}', '')}"
     await (client.rpush(marker, "x") if kind == "list" else client.set(marker, "x"))
     await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
@@ -170,20 +174,20 @@ async def test_a_key_in_the_place_of_a_marker_costs_the_results_of_that_list_alo
     assert not await client.exists(NAMES.outbox_key)
 
 
-async def test_name_that_no_marker_can_join_is_refused(
-    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster
+async def test_list_name_whose_slot_no_marker_can_share_is_rejected(
+    queue: OwnerAndAdmin, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
-    """`a}b` has no hash tag, and no other key can be put into its slot by name."""
+    """`a}b` has no hash tag, so no other name is in its slot."""
     await queue.submit([submission("r-1")])
     assert await queue.settle([answer(await claim_one(queue), "a}b")]) == [SettleStatus.BAD_LIST]
     assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.result_list, 0))
 
 
-async def test_carriers_that_work_and_die_at_once_double_nothing(
+async def test_concurrent_and_crashing_deliveries_push_each_result_once(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
-    """Three owners carry at the same time; the removal from the outbox is lost again and again."""
-    (elsewhere,) = apart(cluster, 1)
+    """Three owners deliver at the same time, and the removal from the outbox fails again and again."""
+    (elsewhere,) = find_lists_on_other_nodes(cluster, 1)
     async with queues(cluster.url, "a", "b", "c") as owners:
         await owners[0].submit([submission(f"r-{number}") for number in range(90)])
         for owner in owners:
@@ -195,7 +199,7 @@ async def test_carriers_that_work_and_die_at_once_double_nothing(
                     await owner.settle([answer(lease, elsewhere) for lease in leases])
 
         await asyncio.gather(*map(work, owners))
-        await wait_until(lambda: carried(owners[0], client), 20)
+        await wait_until(lambda: is_delivered(owners[0], client), 20)
     results = [msgspec.json.decode(one)["id"] for one in await client.lrange(elsewhere, 0, -1)]
     assert sorted(results) == sorted(f"r-{number}" for number in range(90))
 
@@ -212,62 +216,64 @@ def drop_removals(owner: RedisQueue) -> None:
     owner.backend.scripts.client.zrem = flaky
 
 
-async def carried(owner: RedisQueue, client: redis.asyncio.cluster.RedisCluster) -> bool:
+async def is_delivered(owner: RedisQueue, client: redis.asyncio.cluster.RedisCluster) -> bool:
     with suppress(QueueUnavailableError):
         await owner.sweep()
     return not await client.exists(NAMES.outbox_key)
 
 
-async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(
-    impatient: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+async def test_result_for_an_unreachable_node_is_kept_until_the_node_is_back(
+    queue_with_short_timeout: OwnerAndAdmin, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
 ) -> None:
-    (elsewhere,) = apart(cluster, 1)
+    (elsewhere,) = find_lists_on_other_nodes(cluster, 1)
     away = cluster.node_of(elsewhere)
-    await impatient.submit([submission("r-1"), submission("r-2")])
-    leases = (await claim(impatient)).leases
+    await queue_with_short_timeout.submit([submission("r-1"), submission("r-2")])
+    leases = (await claim(queue_with_short_timeout)).leases
     with away.frozen():
-        assert await impatient.settle([answer(leases[0], elsewhere)]) == [SettleStatus.DONE]
-        # Neighbours are served as ever, without waiting for that node again and again.
+        assert await queue_with_short_timeout.settle([answer(leases[0], elsewhere)]) == [SettleStatus.DONE]
+        # Results for other lists are delivered without waiting for that node again and again.
         started = asyncio.get_running_loop().time()
-        assert await impatient.settle([answer(leases[1])]) == [SettleStatus.DONE]
-        await impatient.sweep()
+        assert await queue_with_short_timeout.settle([answer(leases[1])]) == [SettleStatus.DONE]
+        await queue_with_short_timeout.sweep()
         assert asyncio.get_running_loop().time() - started < 0.9
-        assert (await impatient.count_requests()).leased == 0
+        assert (await queue_with_short_timeout.count_requests()).leased == 0
         assert await client.zcard(NAMES.outbox_key) == 1
-    await wait_until(lambda: carried(impatient, client), 20)
+    await wait_until(lambda: is_delivered(queue_with_short_timeout, client), 20)
     assert await client.llen(elsewhere) == 1
 
 
-async def test_what_waits_for_a_list_that_is_away_costs_the_others_nothing(
-    impatient: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+async def test_results_for_an_unreachable_list_do_not_delay_others(
+    queue_with_short_timeout: OwnerAndAdmin, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
 ) -> None:
-    """They leave it to the sweep to look whether that is back, and to pass over what waits for it."""
-    near, elsewhere = "{pool}-list", apart(cluster, 1)[0]
+    """Only the sweep checks whether the list is back, and skips its results."""
+    near, elsewhere = "{pool}-list", find_lists_on_other_nodes(cluster, 1)[0]
     other = next(
-        name for name in apart(cluster, 50) if cluster.node_of(name) is not cluster.node_of(elsewhere)
+        name
+        for name in find_lists_on_other_nodes(cluster, 50)
+        if cluster.node_of(name) is not cluster.node_of(elsewhere)
     )
-    await impatient.submit([submission(f"r-{number}") for number in range(300)])
-    leases = (await claim(impatient)).leases
-    reads, read = [], impatient.backend.scripts.client.zrangebyscore
+    await queue_with_short_timeout.submit([submission(f"r-{number}") for number in range(300)])
+    leases = (await claim(queue_with_short_timeout)).leases
+    reads, read = [], queue_with_short_timeout.backend.scripts.client.zrangebyscore
 
     async def counted(*args: object, **options: object) -> object:
         reads.append(args)
         return await read(*args, **options)
 
-    impatient.backend.scripts.client.zrangebyscore = counted
+    queue_with_short_timeout.backend.scripts.client.zrangebyscore = counted
     with cluster.node_of(elsewhere).frozen():
-        await impatient.settle([answer(lease, elsewhere) for lease in leases[:290]])
+        await queue_with_short_timeout.settle([answer(lease, elsewhere) for lease in leases[:290]])
         reads.clear()
         for lease in leases[290:]:
-            await impatient.settle([answer(lease, other if lease is leases[-1] else near)])
+            await queue_with_short_timeout.settle([answer(lease, other if lease is leases[-1] else near)])
         assert len(reads) == 0
-        await impatient.sweep()
+        await queue_with_short_timeout.sweep()
         assert await client.llen(other) == 1
-    await wait_until(lambda: carried(impatient, client), 20)
+    await wait_until(lambda: is_delivered(queue_with_short_timeout, client), 20)
     assert await client.llen(elsewhere) == 290
 
 
-async def test_wake_up_is_heard_across_nodes(
+async def test_wake_up_reaches_owners_on_other_nodes(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
     async with queues(cluster.url, "a", "b", poll_s=5) as (hearing, submitting), asyncio.TaskGroup() as tasks:
@@ -279,7 +285,7 @@ async def test_wake_up_is_heard_across_nodes(
         assert asyncio.get_running_loop().time() - started < 4
 
 
-async def test_release_and_sweep_on_a_cluster(queue: OwnerAndDesk) -> None:
+async def test_release_and_sweep_work_on_a_cluster(queue: OwnerAndAdmin) -> None:
     await queue.submit([submission("r-1")])
     await queue.release([Release(await claim_one(queue), delay_s=0.01, is_failed_attempt=True)])
 
@@ -292,8 +298,8 @@ async def test_release_and_sweep_on_a_cluster(queue: OwnerAndDesk) -> None:
     assert 0 <= (await queue.get_sweep_age_s() or 0.0) < 30
 
 
-async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> None:
-    """One shard has all of it."""
+async def test_sequence_runs_in_order_on_a_cluster(queue: OwnerAndAdmin) -> None:
+    """All keys of the sequence are on one shard."""
     await queue.submit([submission(f"r-{number}") for number in range(3)])
     leases = (await claim(queue)).leases
     turns = [(lease, Turn("s", 2 - at)) for at, lease in enumerate(leases)]
@@ -310,8 +316,8 @@ async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> Non
     assert [one.id for one in (await queue.list_sequences(9)).sequences] == ["s"]
 
 
-async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_cluster(
-    queue: OwnerAndDesk,
+async def test_requests_that_wait_for_a_model_are_returned_cancelled_and_ended_on_a_cluster(
+    queue: OwnerAndAdmin,
 ) -> None:
     await queue.submit([submission(f"r-{number}", token="t") for number in range(3)])
     await queue.submit([submission("late", 1_700_000_000, token="t")])
@@ -326,21 +332,24 @@ async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_clu
     assert len((await claim(queue)).leases) == 3
 
 
-async def test_what_is_said_of_versions_is_shared_on_a_cluster(queue: OwnerAndDesk) -> None:
+async def test_model_registry_is_shared_on_a_cluster(queue: OwnerAndAdmin) -> None:
     assert await queue.take_warm_up_lock("qwen-v1", "10.0.0.1:8000")
     await queue.mark_warm("qwen-v1", "10.0.0.1:8000")
     await queue.set_label("qwen", "stable", "1", "ada")
     await queue.drain_version("qwen-v2", "ada")
     assert await queue.pin_versions([PinRequest("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
-    told = await queue.refresh_warm_markers([("qwen-v1", "10.0.0.1:8000")], (), ["qwen-v1"])
-    assert told == await queue.read_model_registry()
-    assert (set(told.warm_markers), set(told.models_in_use)) == ({("qwen-v1", "10.0.0.1:8000")}, {"qwen-v1"})
-    assert (told.labels, set(told.drained_models)) == ({("qwen", "stable"): "1"}, {"qwen-v2"})
+    reply = await queue.refresh_warm_markers([("qwen-v1", "10.0.0.1:8000")], (), ["qwen-v1"])
+    assert reply == await queue.read_model_registry()
+    assert (set(reply.warm_markers), set(reply.models_in_use)) == (
+        {("qwen-v1", "10.0.0.1:8000")},
+        {"qwen-v1"},
+    )
+    assert (reply.labels, set(reply.drained_models)) == ({("qwen", "stable"): "1"}, {"qwen-v2"})
     assert await queue.undrain_version("qwen-v2")
 
 
-class Counts(RedisQueue):
-    """Counts what it claims."""
+class CountingQueue(RedisQueue):
+    """Queue that counts its claimed requests."""
 
     record_claim = 0
 
@@ -350,14 +359,14 @@ class Counts(RedisQueue):
         return claimed
 
 
-async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(
+async def test_no_request_is_sent_while_the_node_of_its_cancel_marker_is_unreachable(
     client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
 ) -> None:
-    """Whether the request was cancelled cannot be known: it waits, and is not claimed again and again."""
+    """Nobody can know whether the request was cancelled, so it waits and is not claimed again and again."""
     names = (f"r-{number}" for number in range(1000))
     home = cluster.node_of(NAMES.queue)
     name = next(one for one in names if cluster.node_of(f"request-cancel:{one}") is not home)
-    gateway, queue = Answers(), Counts(connect(cluster.url), NAMES, "a", attempt_timeout_s=0.5)
+    gateway, queue = InstantGateway(), CountingQueue(connect(cluster.url), NAMES, "a", attempt_timeout_s=0.5)
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     now = asyncio.get_running_loop().time()
     limiter.add_reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
@@ -380,11 +389,11 @@ async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(
     await queue.aclose()
 
 
-async def test_the_rights_of_the_page_suffice_on_a_cluster(
+async def test_documented_permissions_suffice_on_a_cluster(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
-    """With what the page adds for one."""
-    (elsewhere,) = apart(cluster, 1)
+    """The page lists additional permissions for a Cluster."""
+    (elsewhere,) = find_lists_on_other_nodes(cluster, 1)
     for node in cluster.nodes:
         with node.client() as admin:
             more = ("+command", "+cluster|slots", f"~{elsewhere}", f"~{{{elsewhere}}}:posted:*")
@@ -409,13 +418,13 @@ async def test_the_rights_of_the_page_suffice_on_a_cluster(
                 admin.acl_deluser("dispatcher")
 
 
-async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_list(
+async def test_list_without_permission_in_another_slot_is_answered_on_the_default_list(
     cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
 ) -> None:
-    """In another slot, where the script that settles cannot see it."""
-    forbidden, allowed = apart(cluster, 2)
+    """The list is in another slot, where the settle script cannot see it."""
+    forbidden, allowed = find_lists_on_other_nodes(cluster, 2)
     refusals = f"~{NAMES.result_list}:posted:*"
-    more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not its marker
+    more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not the key of its marker
     for node in cluster.nodes:
         with node.client() as admin:
             grant(admin, "dispatcher", *more, tag="pool")
@@ -431,11 +440,11 @@ async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_li
                 "r-1": "INVALID_REQUEST",
                 "r-3": None,
             }
-            assert await client.zcard(NAMES.outbox_key) == 1, "what the operator has forgotten is his to mend"
+            assert await client.zcard(NAMES.outbox_key) == 1, "the operator has to add the missing permission"
             for node in cluster.nodes:
                 with node.client() as admin:
                     grant(admin, "dispatcher", *more, f"~{{{allowed}}}:posted:*", tag="pool")
-            await wait_until(lambda: carried(queue, client), 20)
+            await wait_until(lambda: is_delivered(queue, client), 20)
             assert await client.llen(allowed) == 1
     finally:
         for node in cluster.nodes:
@@ -443,11 +452,12 @@ async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_li
                 admin.acl_deluser("dispatcher")
 
 
-async def test_our_client_awaits_results_whose_list_is_in_another_slot(
-    cluster: ClusterSet, queue: OwnerAndDesk
+async def test_our_client_gets_results_whose_list_is_in_another_slot(
+    cluster: ClusterSet, queue: OwnerAndAdmin
 ) -> None:
-    """Alone and under a name, whose results the next client of that name finds by their ids."""
-    async with Answering(queue).always():
+    """This applies to a client without a name and to a named one, whose results the next client of that name
+    finds by id."""
+    async with FakeDispatcher(queue).answer_continuously():
         async with BatchClient(cluster.url, queue=NAMES.queue) as client:
             results = await asyncio.gather(*(client.submit({"n": n}) for n in range(20)))
             assert [result.json() for result in results] == [{"n": n} for n in range(20)]

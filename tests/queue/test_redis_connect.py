@@ -1,4 +1,4 @@
-"""URLs: standalone, TLS, Sentinel, Cluster; and what each becomes."""
+"""Connections by URL: standalone, TLS, Sentinel and Cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trustme
 from dispatcher.ports import Lease, QueueUnavailableError, SettleStatus
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.redis.owner import RedisQueue
-from tests.queue.made import NAMES, answer, claim, claim_one, queues, submission
+from tests.queue.factories import NAMES, answer, claim, claim_one, queues, submission
 from tests.queue.servers import SentinelSet, Server, sentinel_set, server
 from tests.support import free_port, require_tool, wait_until
 
@@ -37,7 +37,7 @@ from tests.support import free_port, require_tool, wait_until
         ("redis://[host/0", "no address"),
     ],
 )
-def test_url_that_names_no_server_says_why_and_keeps_its_password(url: str, says: str) -> None:
+def test_invalid_url_is_explained_without_its_password(url: str, says: str) -> None:
     with pytest.raises(QueueUrlError, match=says) as caught:
         connect(url.replace("://", "://user:hush@"))
     assert "hush" not in str(caught.value)
@@ -48,15 +48,15 @@ def test_url_that_names_no_server_says_why_and_keeps_its_password(url: str, says
 @pytest.mark.parametrize(
     "password", ["s3/cret", "s3?cret", "s3#cret", "s3[cret", "123/456", "123?456", "123#456"]
 )
-def test_password_that_splits_a_url_is_not_told(scheme: str, user: str, password: str) -> None:
+def test_password_that_breaks_a_url_is_not_shown(scheme: str, user: str, password: str) -> None:
     with pytest.raises(QueueUrlError) as refused:
         connect(f"{scheme}://{user}:{password}@host/name")
-    told = str(refused.value)
-    assert "percent-encode" in told
-    assert not [part for part in ("s3", "cret", "123", "456") if part in told]
+    reply = str(refused.value)
+    assert "percent-encode" in reply
+    assert not [part for part in ("s3", "cret", "123", "456") if part in reply]
 
 
-async def test_sentinel_url_keeps_every_part() -> None:
+async def test_all_parts_of_a_sentinel_url_are_used() -> None:
     client: Any = connect(
         "rediss+sentinel://us%40er:p%3Aw@h1:26380,h2,[::1]:26381/mymaster/4"
         "?sentinel_username=watch&sentinel_password=word&ssl_cert_reqs=none"
@@ -75,7 +75,7 @@ async def test_sentinel_url_keeps_every_part() -> None:
     await client.aclose()
 
 
-async def test_cluster_url_keeps_every_part() -> None:
+async def test_all_parts_of_a_cluster_url_are_used() -> None:
     client: Any = connect("rediss+cluster://user:word@h1:7001,h2?ssl_cert_reqs=none")
     nodes = client.nodes_manager.startup_nodes.values()
     assert [(node.host, node.port) for node in nodes] == [("h1", 7001), ("h2", 6379)]
@@ -84,7 +84,7 @@ async def test_cluster_url_keeps_every_part() -> None:
     assert "ssl" in kwargs["connection_class"].__name__.lower()
 
 
-async def test_tls_with_a_private_authority(tmp_path: Path) -> None:
+async def test_tls_works_with_a_private_authority(tmp_path: Path) -> None:
     require_tool("redis-server")
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1", "localhost")
@@ -104,7 +104,7 @@ async def test_tls_with_a_private_authority(tmp_path: Path) -> None:
                 await stranger.count_requests()
 
 
-async def test_unix_socket(tmp_path: Path) -> None:
+async def test_unix_socket_url_works(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     with server("redis", tmp_path / "data", "--unixsocket", str(path)):
         async with queues(f"unix://{path}?db=1", "a") as (queue,):
@@ -112,48 +112,49 @@ async def test_unix_socket(tmp_path: Path) -> None:
             assert (await queue.count_requests()).pending == 1
 
 
-async def test_work_goes_on_after_a_failover(tmp_path: Path) -> None:
-    """The primary is killed under load: what the new one knows of is answered, once. Valkey: tests/chaos."""
+async def test_work_continues_after_a_failover(tmp_path: Path) -> None:
+    """The primary is killed under load. Each request that the new primary knows is answered once. tests/chaos
+    does this with Valkey."""
     with sentinel_set("redis", tmp_path) as sentinels:
         async with queues(sentinels.url, "a", attempt_timeout_s=1.0, lease_s=3) as (queue,):
             await queue.submit([submission(f"r-{number}") for number in range(300)])
             first = sentinels.primary()
-            await wait_until(lambda: replica_caught_up(first), 10)
-            work = asyncio.create_task(work_off(queue))
-            await wait_until(lambda: settled(first) > 30, 20)
+            await wait_until(lambda: is_replica_caught_up(first), 10)
+            work = asyncio.create_task(work_until_empty(queue))
+            await wait_until(lambda: settle_once(first) > 30, 20)
             first.kill()
             killed_at = time.monotonic()
-            await wait_until(lambda: moved(sentinels, first), 30)
+            await wait_until(lambda: has_failed_over(sentinels, first), 30)
             failed_over_at = time.monotonic()
             await asyncio.wait_for(work, 40)
             assert time.monotonic() - failed_over_at < 15, f"{failed_over_at - killed_at:.1f} s to elect"
             with sentinels.primary().client() as client:
                 results = [msgspec.json.decode(one)["id"] for one in client.lrange(NAMES.result_list, 0, -1)]
         assert len(results) == len(set(results))
-        # What replication had not carried over was undone whole: its requests ran again.
+        # Steps that were not replicated were undone as a whole, so their requests ran again.
         assert set(results) == {f"r-{number}" for number in range(300)}
 
 
-def replica_caught_up(primary: Server) -> bool:
+def is_replica_caught_up(primary: Server) -> bool:
     with primary.client() as client:
         info = client.info("replication")
     return bool(info["slave0"]["offset"] >= info["master_repl_offset"])
 
 
-def settled(primary: Server) -> int:
+def settle_once(primary: Server) -> int:
     with suppress(Exception), primary.client() as client:
         return int(client.llen(NAMES.result_list))
     return 0
 
 
-def moved(sentinels: SentinelSet, first: Server) -> bool:
+def has_failed_over(sentinels: SentinelSet, first: Server) -> bool:
     with suppress(Exception):
         return sentinels.primary() is not first
     return False
 
 
-async def work_off(queue: RedisQueue) -> None:
-    """Claim and settle until nothing is left, through whatever outage."""
+async def work_until_empty(queue: RedisQueue) -> None:
+    """Claim and settle until no request is left, despite outages."""
     held: list[Lease] = []
     while True:
         try:

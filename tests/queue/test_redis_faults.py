@@ -1,9 +1,9 @@
-"""A server that is full, read-only, away, or holds foreign things: whole or not at all, and it passes."""
+"""Server faults (full, read-only, unreachable, foreign keys): each step happens as a whole or not at all."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,8 +28,18 @@ from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
 from dispatcher.queue.redis.scripts import ScriptRunner
 from dispatcher.telemetry.events import Event, divert_events
-from tests.queue.known import assert_drained, assert_only_known_keys
-from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, claim_one, ids, member, queues, submission
+from tests.queue.factories import (
+    NAMES,
+    OwnerAndAdmin,
+    answer,
+    claim,
+    claim_one,
+    ids,
+    member,
+    queues,
+    submission,
+)
+from tests.queue.key_checks import assert_drained, assert_only_known_keys
 from tests.queue.servers import Server, server
 from tests.support import wait_until
 
@@ -37,21 +47,21 @@ Fill = Callable[[], Awaitable[None]]
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndAdmin]:
     async with queues(any_server.url, "a") as (one,):
         yield one
     await assert_only_known_keys(client, NAMES, "elsewhere")
 
 
 async def dump(client: redis.asyncio.Redis) -> dict[bytes, bytes | None]:
-    """Every lasting key with its value, to see that nothing changed."""
+    """Return every lasting key with its value, to check that nothing changed."""
     lasting = [key async for key in client.scan_iter() if await client.pttl(key) == -1]
     return {key: await client.dump(key) for key in lasting}
 
 
 @pytest.fixture
-async def full(client: redis.asyncio.Redis) -> AsyncIterator[Fill]:
-    """A function that fills the server: from then on it refuses what may grow."""
+async def server_filler(client: redis.asyncio.Redis) -> AsyncIterator[Fill]:
+    """Yield a function that fills the server, so that it rejects writes that may grow."""
 
     async def fill() -> None:
         used = (await client.info("memory"))["used_memory"]
@@ -61,22 +71,22 @@ async def full(client: redis.asyncio.Redis) -> AsyncIterator[Fill]:
     await client.config_set("maxmemory", 0)
 
 
-async def test_full_redis_refuses_a_submission_whole(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, full: Fill
+async def test_full_server_rejects_a_submission_as_a_whole(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, server_filler: Fill
 ) -> None:
-    await full()
+    await server_filler()
     with pytest.raises(QueueUnavailableError, match="out of memory"):
         await queue.submit([submission("r-1"), submission("r-2")])
     assert (await queue.count_requests()).pending == 0
 
 
-async def test_full_redis_can_be_worked_empty(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, full: Fill
+async def test_requests_of_a_full_server_can_be_completed(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, server_filler: Fill
 ) -> None:
-    """Were claims and results refused too, nothing could ever leave it."""
+    """Otherwise no request could ever leave the queue."""
     await queue.submit([submission(f"r-{number}") for number in range(6)])
     early = await claim(queue, 2)
-    await full()
+    await server_filler()
     late = await claim(queue, 4)
     assert (await queue.renew([*early.leases, *late.leases])).lost_entry_ids == []
     first, second, third, fourth = late.leases
@@ -84,19 +94,19 @@ async def test_full_redis_can_be_worked_empty(
     assert await queue.release([Release(first), Release(second, delay_s=0.001)]) == [SettleStatus.DONE] * 2
     assert await queue.move_to_dead_letters([DeadLetter(answer(third), "why")]) == [SettleStatus.DONE]
     assert await queue.settle([answer(fourth)]) == [SettleStatus.DONE]
-    await wait_until(lambda: swept(queue))
+    await wait_until(lambda: sweep_overdue(queue))
     again = await claim(queue)
     assert await queue.settle([answer(lease) for lease in again.leases]) == [SettleStatus.DONE] * 2
     assert await client.llen(NAMES.result_list) == 6
 
 
-async def swept(queue: RedisQueue) -> bool:
+async def sweep_overdue(queue: RedisQueue) -> bool:
     await queue.sweep()
     return (await queue.count_requests()).delayed == 0
 
 
 async def test_read_only_replica_changes_nothing_and_says_so(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     lease = await claim_one(queue)
@@ -121,8 +131,8 @@ async def test_read_only_replica_changes_nothing_and_says_so(
     assert await queue.settle([answer(lease)]) == [SettleStatus.DONE]
 
 
-async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_first_write(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_foreign_key_under_a_queue_name_stops_each_step_before_its_first_write(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     lease = await claim_one(queue)
@@ -137,8 +147,8 @@ async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_fi
 
 
 @pytest.mark.parametrize("key", [suffix for suffix, _ in WAITING_FOR_MODEL_KEYS.values()])
-async def test_foreign_key_where_requests_wait_for_their_model_stops_what_would_write_there(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, key: str
+async def test_foreign_key_of_the_model_lane_stops_steps_that_write_there(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, key: str
 ) -> None:
     await queue.submit([submission(f"r-{number}", 1_700_000_000) for number in range(3)])
     first, second, third = (await claim(queue)).leases
@@ -157,7 +167,7 @@ async def test_foreign_key_where_requests_wait_for_their_model_stops_what_would_
         with pytest.raises(QueueUnavailableError, match=f"{key} holds a string, not a zset"):
             await act()
     assert await dump(client) == before
-    assert await queue.release([Release(second)]) == [SettleStatus.DONE], "which is not of it"
+    assert await queue.release([Release(second)]) == [SettleStatus.DONE], "its request has no model lane"
     await client.rename("aside", at)
     assert await queue.return_waiting_for_models(["m"]) == ReturnedRequests(1, 0)
 
@@ -169,14 +179,14 @@ async def test_foreign_key_where_requests_wait_for_their_model_stops_what_would_
         *("request-active:r-9", "request-cancel:r-9", "a-string", "x" * 5000, "\ud800"),
     ],
 )
-async def test_hostile_list_name_costs_that_request_alone(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, name: str
+async def test_hostile_list_name_affects_only_its_request(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, name: str
 ) -> None:
     await client.set("a-string", "kept", ex=60)
     await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
     leases = (await claim(queue)).leases
     assert list(await queue.find_invalid_result_lists(["elsewhere", name])) == [name], (
-        "known before the work is done"
+        "known before the request is sent"
     )
     said = await queue.settle([answer(leases[0], "elsewhere"), answer(leases[1], name), answer(leases[2])])
     assert said == [SettleStatus.DONE, SettleStatus.BAD_LIST, SettleStatus.DONE]
@@ -190,13 +200,13 @@ async def test_hostile_list_name_costs_that_request_alone(
 @pytest.mark.parametrize(
     ("had_s", "has_s"),
     [
-        pytest.param(None, 600, id="made by the push"),
-        pytest.param(-1, -1, id="another's, kept for ever"),
-        pytest.param(60, 600, id="ours, about to go"),
-        pytest.param(6000, 6000, id="another's, kept longer"),
+        pytest.param(None, 600, id="created by the push"),
+        pytest.param(-1, -1, id="foreign, without a lifetime"),
+        pytest.param(60, 600, id="ours, about to expire"),
+        pytest.param(6000, 6000, id="foreign, with a longer lifetime"),
     ],
 )
-async def test_a_push_takes_no_list_its_life(
+async def test_push_does_not_shorten_the_lifetime_of_a_list(
     any_server: Server, client: redis.asyncio.Redis, had_s: int | None, has_s: int
 ) -> None:
     if had_s is not None:
@@ -210,15 +220,15 @@ async def test_a_push_takes_no_list_its_life(
     assert await client.ttl("elsewhere") in (has_s, has_s - 1)
 
 
-async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not_is(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+async def test_valid_list_is_checked_once_and_invalid_one_each_time(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     run = queue.backend.scripts.run
 
-    async def counted(name: str, keys: Any, args: Sequence[Any], **options: Any) -> Any:
-        asked.append((name, list(args)))
-        return await run(name, keys, args, **options)
+    async def counted(name: str, arguments: Any, **options: Any) -> Any:
+        asked.append((name, arguments["lists"]))
+        return await run(name, arguments, **options)
 
     monkeypatch.setattr(queue.backend.scripts, "run", counted)
     await client.set("a-string", "kept")
@@ -234,13 +244,13 @@ async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not
     assert await queue.find_invalid_result_lists(["a-string"]) == {}
 
 
-async def test_what_lists_are_cannot_be_learned_while_redis_is_away_and_nobody_is_refused_for_it() -> None:
+async def test_unreachable_server_rejects_no_result_list() -> None:
     async with queues("redis://127.0.0.1:1", "a", attempt_timeout_s=0.1) as (queue,):
         assert list(await queue.find_invalid_result_lists(["a", NAMES.queue])) == [NAMES.queue]
 
 
-async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_dead_letter_with_a_hostile_list_is_still_dead(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)
@@ -252,9 +262,9 @@ async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(
 
 
 async def test_default_list_of_the_wrong_type_keeps_the_request(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """A result that nobody can read would break the one promise there is: exactly one result."""
+    """A result that no consumer can read would break the promise of exactly one result."""
     await client.hset(NAMES.result_list, "a", "hash")
     await queue.submit([submission("r-1"), submission("r-2")])
     own, other = (await claim(queue)).leases
@@ -268,7 +278,7 @@ async def test_default_list_of_the_wrong_type_keeps_the_request(
 
 
 async def test_scripts_are_loaded_again_after_a_flush(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.submit([submission("r-1")])
     await client.script_flush()
@@ -281,8 +291,8 @@ async def test_scripts_are_loaded_again_after_a_flush(
     "url",
     ["redis://127.0.0.1:1/0", "redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/mymaster"],
 )
-async def test_unreachable_server_is_a_sentence_not_a_crash(url: str) -> None:
-    queue = OwnerAndDesk(connect(url), NAMES, "a")
+async def test_unreachable_server_raises_an_explained_error(url: str) -> None:
+    queue = OwnerAndAdmin(connect(url), NAMES, "a")
     try:
         for act in (
             queue.sweep,
@@ -297,9 +307,11 @@ async def test_unreachable_server_is_a_sentence_not_a_crash(url: str) -> None:
         await queue.aclose()
 
 
-async def test_frozen_server_does_not_hang_a_call(any_server: Server, client: redis.asyncio.Redis) -> None:
-    """SIGSTOP: connected, and silent."""
-    queue = OwnerAndDesk(connect(any_server.url, response_timeout_s=0.3), NAMES, "a", attempt_timeout_s=0.4)
+async def test_frozen_server_ends_a_call_with_a_timeout(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    """The server is stopped (SIGSTOP): connected, and silent."""
+    queue = OwnerAndAdmin(connect(any_server.url, response_timeout_s=0.3), NAMES, "a", attempt_timeout_s=0.4)
     try:
         await queue.submit([submission("r-1")])
         with any_server.frozen():
@@ -312,10 +324,11 @@ async def test_frozen_server_does_not_hang_a_call(any_server: Server, client: re
         await queue.aclose()
 
 
-async def test_lost_reply_of_a_settlement_is_remembered(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_repeated_settlement_after_a_lost_reply_returns_done(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """The server did it, the connection died before it said so: the repetition says done, not lost."""
+    """The server settled, and the connection broke before the reply: the repeated call returns done, not
+    lost."""
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)
     act = queue.backend.scripts.client.execute_command
@@ -332,10 +345,10 @@ async def test_lost_reply_of_a_settlement_is_remembered(
     assert await client.llen(NAMES.result_list) == 1
 
 
-async def test_lost_reply_of_a_submission_adds_nothing_twice(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_repeated_submission_after_a_lost_reply_adds_nothing(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """A dispatcher may have taken the request before the repetition comes."""
+    """A dispatcher may have claimed the request before the repeated call."""
     act = queue.backend.scripts.client.execute_command
     drops = iter([True])
 
@@ -371,8 +384,8 @@ CANNOT = "The user executing the script can't run this command or subcommand"
         ),
     ],
 )
-async def test_right_that_is_missing_inside_a_script_is_a_sentence_on_every_server(said: str) -> None:
-    """As each says it. 6.2 cannot be asked for rights before a step."""
+async def test_permission_error_inside_a_script_is_explained_for_every_server(said: str) -> None:
+    """Each server has its own message. Redis 6.2 cannot be asked for permissions before a step."""
 
     async def refuses() -> None:
         raise redis.ResponseError(said)
@@ -384,8 +397,8 @@ async def test_right_that_is_missing_inside_a_script_is_a_sentence_on_every_serv
     await scripts.client.aclose()
 
 
-async def test_password_database_and_restricted_user(tmp_path: Path) -> None:
-    """A user that may touch nothing but the queue's keys and the result lists it was granted."""
+async def test_password_database_and_restricted_user_work(tmp_path: Path) -> None:
+    """The user has permissions for the keys of the queue and for the granted result lists only."""
     with server("redis", tmp_path, password="secret") as running, running.client() as admin:
         admin.execute_command(
             *(
@@ -412,24 +425,26 @@ async def test_password_database_and_restricted_user(tmp_path: Path) -> None:
             assert (await queue.count_requests()).pending == 1
         with running.client(db=3) as third:
             assert third.llen(NAMES.result_list) == 2
-        desk = RedisQueueAdmin(connect(f"redis://batch:wrong@127.0.0.1:{running.port}/0"), NAMES)
+        queue_admin = RedisQueueAdmin(connect(f"redis://batch:wrong@127.0.0.1:{running.port}/0"), NAMES)
         with pytest.raises(QueueUnavailableError, match="password"):
-            await desk.count_requests()
-        await desk.aclose()
+            await queue_admin.count_requests()
+        await queue_admin.aclose()
         other = RedisQueueAdmin(connect(url), type(NAMES)("elsewhere", "elsewhere-results"))
         with pytest.raises(QueueUnavailableError, match="permit"):
             await other.count_requests()
         await other.aclose()
 
 
-async def woken_by(queue: OwnerAndDesk, work: Submission) -> None:
+async def woken_by(queue: OwnerAndAdmin, work: Submission) -> None:
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(queue.wait_for_work())
         await queue.submit([work])
         await waiting
 
 
-async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, any_server: Server) -> None:
+async def test_restart_with_an_append_only_file_keeps_every_location(
+    tmp_path: Path, any_server: Server
+) -> None:
     options = ("--appendonly", "yes", "--appendfsync", "always")
     with server(any_server.engine, tmp_path, *options) as running:
         async with queues(running.url, "a") as (queue,):
@@ -447,10 +462,11 @@ async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, a
             assert await queue.settle([answer(leases[4])]) == [SettleStatus.DONE]
 
 
-async def test_poison_disappears_nowhere_and_blocks_nobody(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_invalid_members_are_claimed_and_block_no_others(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """Bytes that are no request are claimed like others: the dispatcher answers or buries them."""
+    """Members that are not requests are claimed like others, and the dispatcher answers or dead-letters
+    them."""
     large = member("large") + b" " * (15 * 2**20)
     poison = [b"", b"\xff\xfe", b"[]", b'{"data":{"id":""}}', b"\x00" * 40, large]
     await client.zadd(NAMES.queue, dict.fromkeys(poison, 5) | {member("fine"): 5})
@@ -479,8 +495,8 @@ def member_of(members: list[bytes], request_id: str) -> bytes:
     return next(one for one in members if f'"{request_id}"'.encode() in one)
 
 
-async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_bytes(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_members_with_one_score_are_claimed_in_order_of_their_bytes(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     members = [member(f"r-{number}", 2_000_000_000) for number in range(1000)]
     await client.zadd(NAMES.queue, dict.fromkeys(members, 7.5))
@@ -496,8 +512,8 @@ async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_
     assert ids(order)
 
 
-async def test_a_lease_named_twice_in_one_call_ends_once(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_lease_named_twice_in_one_call_ends_once(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     first, second = (await claim(queue)).leases
@@ -508,19 +524,19 @@ async def test_a_lease_named_twice_in_one_call_ends_once(
     assert (counts.live_units, counts.other_owners_units) == (0, 0)
 
 
-async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(
+async def test_dead_requests_beyond_dead_max_are_dropped_oldest_first_and_reported(
     any_server: Server, client: redis.asyncio.Redis
 ) -> None:
-    told: list[tuple[Event, int]] = []
+    reply: list[tuple[Event, int]] = []
     async with queues(any_server.url, "a", dead_max=3) as (queue,):
         await queue.submit([submission(f"r-{number}", 2_000_000_000 + number) for number in range(5)])
-        with divert_events(lambda event, fields: told.append((event, fields["count"]))):
+        with divert_events(lambda event, fields: reply.append((event, fields["count"]))):
             for number in range(5):
                 await queue.move_to_dead_letters(
                     [DeadLetter(answer(await claim_one(queue)), f"reason {number}")]
                 )
         assert [dead.reason for dead in await queue.list_dead(10)] == ["reason 2", "reason 3", "reason 4"]
-        assert told == [(Event.DEAD_DROPPED, 1)] * 2
+        assert reply == [(Event.DEAD_DROPPED, 1)] * 2
         assert await queue.purge_dead() == 3
     assert await client.llen(NAMES.result_list) == 5
     await client.delete(NAMES.result_list)

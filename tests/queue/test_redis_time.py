@@ -1,4 +1,4 @@
-"""Clocks: the loop's against the server's, gaps between sweeps, and a server whose clock jumps."""
+"""Clocks: loop time against server time, gaps between sweeps, and steps of the server clock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from dispatcher.ports import Lease, Overload, Permit, Release, UnleasedRequest
 from dispatcher.queue.redis.clock import ServerClock
 from dispatcher.queue.redis.owner import RedisQueue
-from tests.queue.known import assert_only_known_keys
-from tests.queue.made import (
+from tests.queue.factories import (
     NAMES,
-    OwnerAndDesk,
+    OwnerAndAdmin,
     answer,
     claim,
     claim_one,
@@ -28,6 +27,7 @@ from tests.queue.made import (
     queues,
     submission,
 )
+from tests.queue.key_checks import assert_only_known_keys
 from tests.queue.servers import Server
 from tests.support import wait_until
 
@@ -37,26 +37,26 @@ HEARTBEATS = f"{NAMES.queue_prefix}:heartbeats"
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndAdmin]:
     async with queues(any_server.url, "a", lease_s=30) as (one,):
         yield one
     await assert_only_known_keys(client, NAMES)
 
 
 async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
-    """As if the server's clock had jumped: what scripts kept moves the other way."""
+    """Step the server clock: all times that scripts have stored move the other way."""
     for key in (LEASES, HEARTBEATS, f"{NAMES.queue_prefix}:delayed"):
         scores: Any = await client.zrange(key, 0, -1, withscores=True)
         for name, score in scores:
             await client.zadd(key, {name: score - by_s}, xx=True)
-    ticks = ("tick", f"tick:{NAMES.queue}", "quiet_until", "heartbeats_tick", "heartbeats_quiet_until")
+    ticks = ("tick", f"tick:{NAMES.queue}", "quiet_until", "heartbeats_quiet_until")
     for field in ("read_at", "overload_at", "overload_until", *ticks):
         if (at := await client.hget(CONTROL, field)) is not None:
             await client.hset(CONTROL, field, f"{float(at) - by_s:.6f}")
 
 
 async def ahead_s(client: redis.asyncio.Redis, key: str, name: str) -> float:
-    """How far the time that is a member's score lies ahead."""
+    """Return how many seconds the time in the score of a member is in the future."""
     score = await client.zscore(key, name)
     assert score is not None
     return score - time.time()
@@ -67,10 +67,10 @@ async def ahead_s(client: redis.asyncio.Redis, key: str, name: str) -> float:
     offset=st.floats(-1e6, 2e9),
     trips=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 0.5), st.floats(0, 0.5)), min_size=1),
 )
-def test_offset_stays_within_the_tightest_round_trip(
+def test_clock_offset_stays_within_the_shortest_round_trip(
     start: float, offset: float, trips: list[tuple[float, float, float]]
 ) -> None:
-    """Between clocks that run alike, no slow reply undoes what a tight one proved."""
+    """If both clocks run alike, a slow reply does not undo what a fast one proved."""
     clock, now, tightest = ServerClock(), start, float("inf")
     for pause, there, back in trips:
         sent, ran, received = now + pause, now + pause + there, now + pause + there + back
@@ -81,14 +81,14 @@ def test_offset_stays_within_the_tightest_round_trip(
 
 
 @given(jump=st.floats(-1e6, 1e6), trip=st.floats(0, 0.5))
-def test_a_jump_is_taken_over_with_the_first_reply_after_it(jump: float, trip: float) -> None:
+def test_first_reply_after_a_clock_step_corrects_the_offset(jump: float, trip: float) -> None:
     clock = ServerClock()
     clock.observe_reply(10.0, 10.001, 1000.0)
     clock.observe_reply(20.0, 20.0 + trip, 1010.0 + jump)
     assert abs(clock.to_server_time(20.0 + trip) - (1010.0 + jump)) <= trip + 1e-5
 
 
-async def test_times_cross_the_boundary_and_come_back(queue: RedisQueue) -> None:
+async def test_times_are_translated_to_the_server_and_back(queue: RedisQueue) -> None:
     loop = asyncio.get_running_loop()
     await queue.count_requests()
     read_at, seen_at = loop.time() - 3, loop.time() - 1
@@ -103,10 +103,10 @@ async def test_times_cross_the_boundary_and_come_back(queue: RedisQueue) -> None
     assert abs(queue.unix_now() - time.time()) < 5
 
 
-async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(
+async def test_owners_with_different_clocks_agree_which_reading_is_newer(
     any_server: Server, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loop clocks of two processes have nothing in common but the server's time."""
+    """Loop clocks of two processes have only the server time in common."""
     async with queues(any_server.url, "a", "b") as (near, far):
         await near.count_requests()
         await far.count_requests()
@@ -121,10 +121,11 @@ async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(
         assert (await near.claim(9, "n-2", older_by_near)).leases == []
 
 
-async def test_nothing_is_reclaimed_right_after_a_gap(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_no_lease_is_reclaimed_right_after_a_gap(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """Redis was away: living owners get lease_s/3 to renew, only then do the dead ones lose theirs."""
+    """After an outage of Redis, living owners get lease_s/3 to renew, and only then do dead owners lose their
+    leases."""
     await queue.submit([submission("r-1"), submission("r-2")])
     alive, _dead = (await claim(queue)).leases
     await queue.sweep()
@@ -137,10 +138,10 @@ async def test_nothing_is_reclaimed_right_after_a_gap(
     assert (await queue.renew([alive])).lost_entry_ids == []
 
 
-async def test_clock_that_jumps_back_takes_every_kept_time_with_it(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_all_stored_times_follow_a_clock_that_steps_back(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """Else leases of the dead would last for the length of the jump, and the delayed be late by it."""
+    """Otherwise leases of dead owners and delays would last longer by the step."""
     loop = asyncio.get_running_loop()
     await queue.submit([submission("r-1"), submission("r-2")])
     held, delayed = (await claim(queue)).leases
@@ -159,8 +160,8 @@ async def test_clock_that_jumps_back_takes_every_kept_time_with_it(
     assert overload.retry_at - loop.time() < 4
 
 
-async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
+async def test_heartbeats_follow_a_clock_that_steps_back(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, any_server: Server
 ) -> None:
     async with queues(any_server.url, "dead") as (dead,):
         await queue.submit([submission("r-1"), submission("r-2")])
@@ -168,7 +169,7 @@ async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(
         await claim_one(dead)
         mine = await claim_one(queue)
         await shift_server_clock(client, -3600)
-        await queue.renew([mine])  # the first to speak since the jump, before any sweep
+        await queue.renew([mine])  # the first call since the step, before any sweep
         assert (await queue.sweep()).reclaimed_count == 0
         assert await ahead_s(client, HEARTBEATS, "dead") < 6
         await client.zadd(HEARTBEATS, {"dead": 0}, xx=True)
@@ -177,8 +178,8 @@ async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(
         assert (await queue.sweep()).reclaimed_count == 1
 
 
-async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_s(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_lease_claimed_after_a_clock_step_stays_with_its_owner(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     await queue.sweep()
@@ -192,73 +193,22 @@ async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_
 
 
 @pytest.mark.parametrize(("gap_s", "reclaimed"), [(1.0, 1), (2.5, 0), (-7200.0, 0)])
-async def test_silence_counts_unless_sweeps_were_silent_too(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server, gap_s: float, reclaimed: int
+async def test_silence_is_ignored_after_a_gap_between_sweeps(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis, any_server: Server, gap_s: float, reclaimed: int
 ) -> None:
     async with queues(any_server.url, "dead") as (dead,):
         await queue.submit([submission("r-1")])
         await queue.sweep()
         await claim_one(dead)
         await client.zadd(HEARTBEATS, {"dead": 0}, xx=True)
-        for tick in ("tick", "heartbeats_tick"):
-            await client.hset(CONTROL, tick, f"{time.time() - gap_s:.6f}")
+        await client.hset(CONTROL, "tick", f"{time.time() - gap_s:.6f}")
         assert (await queue.sweep()).reclaimed_count == reclaimed
 
 
-async def sweep_as_older_version(client: redis.asyncio.Redis) -> None:
-    """What a sweep of a version without beats leaves of the times that are about them: a new `tick`."""
-    seconds, micros = await client.time()
-    await client.hset(CONTROL, "tick", f"{seconds + micros / 1e6:.6f}")
-
-
-async def test_older_version_that_sweeps_first_after_an_outage_hides_it_from_nobody(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
-) -> None:
-    async with queues(any_server.url, "living") as (living,):
-        await queue.submit([submission("r-1")])
-        await queue.sweep()
-        kept = await claim_one(living)
-        await shift_server_clock(client, 20)
-        await sweep_as_older_version(client)
-        assert (await queue.sweep()).reclaimed_count == 0
-        assert (await living.renew([kept])).lost_entry_ids == []
-
-
-async def test_first_sweep_after_an_upgrade_waits_for_those_who_live(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
-) -> None:
-    """Versions before kept no time of the beats' last sweep."""
-    async with queues(any_server.url, "living") as (living,):
-        await queue.submit([submission("r-1")])
-        await claim_one(living)
-        await sweep_as_older_version(client)
-        await client.zadd(HEARTBEATS, {"living": 1}, xx=True)
-        assert (await queue.sweep()).reclaimed_count == 0
-        until = await client.hget(CONTROL, "heartbeats_quiet_until")
-        assert until is not None
-        assert 0 < float(until) - time.time() < 6
-
-
-async def test_older_version_that_sweeps_first_after_a_jump_leaves_the_beats_to_others(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
-) -> None:
-    async with queues(any_server.url, "dead") as (dead,):
-        await queue.submit([submission("r-1")])
-        await queue.sweep()
-        await claim_one(dead)
-        await shift_server_clock(client, -3600)
-        await sweep_as_older_version(client)
-        assert (await queue.sweep()).reclaimed_count == 0
-        assert await ahead_s(client, HEARTBEATS, "dead") < 6
-        until = await client.hget(CONTROL, "heartbeats_quiet_until")
-        assert until is not None
-        assert float(until) - time.time() < 6
-
-
-async def test_owner_that_fell_silent_is_replaced_within_its_timeout(
+async def test_requests_of_a_silent_owner_return_within_its_timeout(
     any_server: Server, client: redis.asyncio.Redis
 ) -> None:
-    """By one that was there all along, and with nothing moved by hand."""
+    """Another owner was there all the time, and no time is shifted by hand."""
     async with queues(any_server.url, "dead", "next", owner_timeout_s=1.0) as (dead, successor):
         await dead.submit([submission("r-1")])
         await successor.sweep()
@@ -273,10 +223,10 @@ async def test_owner_that_fell_silent_is_replaced_within_its_timeout(
         assert (await claim_one(successor)).deliveries == 2
 
 
-async def test_owner_that_died_is_replaced_within_its_lease(
+async def test_requests_of_a_dead_owner_return_within_its_lease(
     any_server: Server, client: redis.asyncio.Redis
 ) -> None:
-    """lease_s + 2 s after the death at the latest, with a dispatcher that starts at once."""
+    """This takes at most lease_s + 2 s after the death, with a dispatcher that starts at once."""
     async with queues(any_server.url, "dead", "next", lease_s=1.5) as (dead, successor):
         await dead.submit([submission("r-1")])
         await dead.sweep()
@@ -293,7 +243,7 @@ async def test_owner_that_died_is_replaced_within_its_lease(
 
 
 async def sweep_deadlines(queue: RedisQueue, most: int) -> list[bytes]:
-    """One turn of the dispatcher's deadline sweep, with members that hold their deadline."""
+    """Run the deadline sweep of the dispatcher once, with members that contain their deadline."""
     items = await queue.find_overdue(most)
     now = time.time()
     late = [item for item in items if int(item.member.split(b'"deadline":')[1].split(b",")[0]) <= now]
@@ -305,10 +255,10 @@ def fake_lease(found: bytes) -> Lease:
     return Lease(0, "", found, 0, 0, 0, 0, 0)
 
 
-async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_deadlines(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_overdue_request_is_found_beside_thousands_of_scores_without_a_deadline(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """Foreign producers may score by anything: what merely looks late must not hide what is."""
+    """Foreign producers may use any scores, so requests that only look overdue must not hide real ones."""
     future = int(time.time()) + 600
     fill = {member(f"f-{number}", future): number for number in range(5000)}
     await client.zadd(NAMES.queue, fill)
@@ -327,8 +277,8 @@ async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_d
     assert (await queue.count_requests()).pending == 5000
 
 
-async def test_sweep_goes_round_so_that_a_late_one_among_old_scores_is_found(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_search_finds_an_overdue_request_among_old_scores(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
     past, future = int(time.time()) - 50, int(time.time()) + 600
     fill = {member(f"f-{number}", future): number % 7 for number in range(500)}
@@ -339,15 +289,15 @@ async def test_sweep_goes_round_so_that_a_late_one_among_old_scores_is_found(
     assert ids(found) == ["late"]
 
 
-async def test_expiry_reaches_every_place_but_leases(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+async def test_overdue_requests_are_found_in_every_location_but_leases(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
 ) -> None:
-    """Returned, suspect and delayed requests too, whatever the gate says."""
+    """This includes returned, suspect and delayed requests, whether the gate is open or not."""
     soon = int(time.time()) + 2
     await queue.submit([submission(f"r-{number}", soon) for number in range(4)])
     leases = (await claim(queue)).leases
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=600)])
-    await make_suspect(queue, client, leases[2].entry_id)
+    await make_request_suspect(queue, client, leases[2].entry_id)
     await queue.pause("test", "expiry runs all the same")
     found: list[bytes] = []
 
@@ -363,8 +313,8 @@ async def test_expiry_reaches_every_place_but_leases(
     await queue.resume()
 
 
-async def make_suspect(queue: OwnerAndDesk, client: redis.asyncio.Redis, entry: int) -> None:
-    """Its owner dies twice."""
+async def make_request_suspect(queue: OwnerAndAdmin, client: redis.asyncio.Redis, entry: int) -> None:
+    """Let the owner of a request die twice."""
     for round_ in range(2):
         if round_:
             others = [lease for lease in (await claim(queue)).leases if lease.entry_id != entry]
@@ -373,7 +323,9 @@ async def make_suspect(queue: OwnerAndDesk, client: redis.asyncio.Redis, entry: 
         assert (await queue.sweep()).reclaimed_count == 1
 
 
-async def test_expired_list_stays_within_a_megabyte(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
+async def test_overdue_requests_are_returned_by_the_megabyte(
+    queue: OwnerAndAdmin, client: redis.asyncio.Redis
+) -> None:
     past = int(time.time()) - 5
     large = [member(f"r-{number}", past) + b" " * 300_000 for number in range(8)]
     await client.zadd(NAMES.queue, dict.fromkeys(large, past))

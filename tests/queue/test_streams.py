@@ -1,4 +1,4 @@
-"""The steps of named streams: each is whole, repeatable, and bounded."""
+"""Steps of named streams: each is atomic, repeatable, and bounded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from redis.crc import key_slot
 from dispatcher.core.requests.submission import CallRefusedError, QueueFullError
 from dispatcher.queue.keys import QueueNames
 from dispatcher.queue.redis import streams
-from tests.queue.made import NAMES, OwnerAndDesk, queues, submission
+from tests.queue.factories import NAMES, OwnerAndAdmin, queues, submission
 from tests.queue.servers import Server
 
 PENDING, CONSUMED = NAMES.stream_keys("s")
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndDesk]:
+async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndAdmin]:
     async with queues(any_server.url, "a") as (one,):
         yield one
 
@@ -28,8 +28,8 @@ def admin(any_server: Server) -> redis.Redis:
     return any_server.client()
 
 
-async def test_a_repeated_submission_submits_nothing_though_a_dispatcher_took_the_request(
-    queue: OwnerAndDesk, admin: redis.Redis
+async def test_repeated_stream_submission_submits_nothing_after_a_claim(
+    queue: OwnerAndAdmin, admin: redis.Redis
 ) -> None:
     asked = [(submission(f"r-{n}", token=f"t-{n}"), "digest") for n in range(3)]
     assert await streams.submit_to_stream(queue.backend, "s", asked) == 3
@@ -40,8 +40,8 @@ async def test_a_repeated_submission_submits_nothing_though_a_dispatcher_took_th
     assert admin.zcard(NAMES.queue) == 2
 
 
-async def test_a_stream_may_have_so_many_ids_and_is_refused_whole(
-    queue: OwnerAndDesk, admin: redis.Redis
+async def test_stream_with_too_many_ids_is_rejected_as_a_whole(
+    queue: OwnerAndAdmin, admin: redis.Redis
 ) -> None:
     asked = [(submission(f"r-{n}", token=f"t-{n}"), "digest") for n in range(4)]
     assert await streams.submit_to_stream(queue.backend, "s", asked[:2], max_ids=3) == 2
@@ -51,7 +51,9 @@ async def test_a_stream_may_have_so_many_ids_and_is_refused_whole(
     assert (admin.zcard(NAMES.queue), admin.hlen(PENDING), admin.hlen(CONSUMED)) == (2, 1, 1)
 
 
-async def test_a_full_queue_refuses_a_stream_whole(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+async def test_full_queue_rejects_a_stream_submission_as_a_whole(
+    queue: OwnerAndAdmin, admin: redis.Redis
+) -> None:
     admin.hset(NAMES.control_key, f"max_pending:{NAMES.queue}", 1)
     asked = [(submission(f"r-{n}", token=f"t-{n}"), "digest") for n in range(2)]
     with pytest.raises(QueueFullError):
@@ -59,9 +61,7 @@ async def test_a_full_queue_refuses_a_stream_whole(queue: OwnerAndDesk, admin: r
     assert admin.keys("*stream*") == []
 
 
-async def test_a_result_that_is_consumed_is_removed_and_noted_once(
-    queue: OwnerAndDesk, admin: redis.Redis
-) -> None:
+async def test_consumed_result_is_removed_and_recorded_once(queue: OwnerAndAdmin, admin: redis.Redis) -> None:
     await streams.submit_to_stream(queue.backend, "s", [(submission("r-1", token="t"), "digest")])
     keep = streams.get_stream_box(queue.backend, "s").kept_key
     admin.hset(keep, mapping={"first": 7, "last": 8, "7": "result", "8": "another's"})
@@ -74,8 +74,8 @@ async def test_a_result_that_is_consumed_is_removed_and_noted_once(
 
 @pytest.mark.parametrize("queue_name", ["batch:{qwen}:requests", "requests", "a:{b}c:d"])
 @pytest.mark.parametrize("name", ["nightly", "dead", "reply", "kept", "a.b-c_d", "x" * 64])
-def test_the_keys_of_a_stream_are_the_queues_own_and_share_its_slot(queue_name: str, name: str) -> None:
-    """Its list may take results, whatever the stream is called, and its notes may not."""
+def test_keys_of_a_stream_belong_to_the_queue_and_share_its_slot(queue_name: str, name: str) -> None:
+    """Its result list is allowed, whatever the name of the stream is, and its record is not."""
     names = QueueNames(queue_name, f"{queue_name}-results")
     results, notes = names.stream_result_list(name), names.stream_keys(name)
     assert {key_slot(key.encode()) for key in (results, *notes)} == {key_slot(queue_name.encode())}
@@ -85,7 +85,7 @@ def test_the_keys_of_a_stream_are_the_queues_own_and_share_its_slot(queue_name: 
     assert all(other.find_list_problem(key) == "may be a key of a queue" for key in notes)
 
 
-def test_streams_of_one_name_in_two_queues_share_nothing() -> None:
+def test_streams_with_one_name_in_two_queues_are_independent() -> None:
     first, second = QueueNames("a:{t}", "results"), QueueNames("b:{t}", "results")
     assert first.stream_result_list("s") != second.stream_result_list("s")
     assert not set(first.stream_keys("s")) & set(second.stream_keys("s"))

@@ -1,4 +1,4 @@
-"""A Kubernetes API server for scenarios of processes."""
+"""Kubernetes API server for process scenarios."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from tests.signals.apiserver import ApiServer, populate
 
 
 class Cluster:
-    """An API server on a thread, for tests that wait for processes."""
+    """An API server in a thread, since process scenarios block."""
 
     def __init__(self, server: ApiServer, loop: asyncio.AbstractEventLoop) -> None:
         self.server = server
         self._loop = loop
 
-    def do(self, act: Callable[[ApiServer], object]) -> None:
-        """Done in the server's own loop when this returns."""
+    def run_on_server(self, action: Callable[[ApiServer], object]) -> None:
+        """Call `action` with the server in its event loop, and return when it is done."""
 
-        async def once() -> None:
-            act(self.server)
+        async def run_action() -> None:
+            action(self.server)
 
-        asyncio.run_coroutine_threadsafe(once(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(run_action(), self._loop).result(10)
 
 
 @contextmanager
-def cluster_in(folder: Path) -> Iterator[Cluster]:
-    """A pool of three ready pods."""
-    ready, done = threading.Event(), asyncio.Event()
-    made: list[Cluster] = []
+def start_cluster(folder: Path) -> Iterator[Cluster]:
+    """Start an API server with a pool of three ready pods."""
+    ready, stop_requested = threading.Event(), asyncio.Event()
+    clusters: list[Cluster] = []
 
     async def serve() -> None:
         async with ApiServer().serve(folder) as server:
-            made.append(Cluster(server, asyncio.get_running_loop()))
+            clusters.append(Cluster(server, asyncio.get_running_loop()))
             ready.set()
-            await done.wait()
+            await stop_requested.wait()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
         assert ready.wait(10)
-        made[0].do(lambda server: populate(server, 3))
-        yield made[0]
+        clusters[0].run_on_server(lambda server: populate(server, 3))
+        yield clusters[0]
     finally:
-        made[0].do(lambda _: done.set())
+        clusters[0].run_on_server(lambda _: stop_requested.set())
         thread.join(10)

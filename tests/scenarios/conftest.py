@@ -1,4 +1,4 @@
-"""A stage for each scenario: an empty queue server, and room for worlds and dispatchers beside it."""
+"""Fixtures for process scenarios: an empty queue server, and a stage that starts worlds and dispatchers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.queue.servers import Server, server
-from tests.scenarios.cluster import Cluster, cluster_in
+from tests.scenarios.cluster import Cluster, start_cluster
 from tests.scenarios.processes import Stage
 
-APPENDS = ("--appendonly", "yes", "--appendfsync", "no")
-"""A killed server leaves every acknowledged write. With `everysec` some wait in it while the disk syncs."""
+APPEND_ONLY_OPTIONS = ("--appendonly", "yes", "--appendfsync", "no")
+"""With these options a killed server keeps every acknowledged write.
+
+With `everysec` some writes stay in its memory while the disk syncs.
+"""
 
 
 def default_engine() -> str:
-    """Redis; the Valkey of the wheel where that is not installed, unless CI promises that it is."""
+    """Return Redis if it is installed or must be (CI=true), else Valkey from its wheel."""
     return "redis" if shutil.which("redis-server") or os.environ.get("CI") == "true" else "valkey"
 
 
@@ -27,41 +30,41 @@ def default_engine() -> str:
 def queue_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """One server for all scenarios that do it no harm; `indirect` parameter: the engine."""
+    """Queue server shared by all scenarios that do not stop it. The engine may be an indirect parameter."""
     engine = getattr(request, "param", None) or default_engine()
-    with server(engine, tmp_path_factory.mktemp(engine)) as running:
-        yield running
+    with server(engine, tmp_path_factory.mktemp(engine)) as queue_server:
+        yield queue_server
 
 
 @pytest.fixture
 def stage(queue_server: Server, tmp_path: Path) -> Iterator[Stage]:
-    """An empty queue and a stage around it. No dispatcher may show a defect of its own in its log."""
-    with _stage_around(queue_server, tmp_path) as made:
-        yield made
+    """Stage with an empty queue. The test fails if the log of a dispatcher shows a defect."""
+    with _make_stage(queue_server, tmp_path) as stage:
+        yield stage
 
 
 @pytest.fixture
 def own_stage(tmp_path: Path) -> Iterator[Stage]:
-    """The same around a server of its own, which a test may freeze or kill: it has an append-only file."""
+    """Stage with its own queue server with an append-only file, which a test may freeze or kill."""
     with (
-        server(default_engine(), tmp_path / "queue", *APPENDS) as running,
-        _stage_around(running, tmp_path) as made,
+        server(default_engine(), tmp_path / "queue", *APPEND_ONLY_OPTIONS) as queue_server,
+        _make_stage(queue_server, tmp_path) as stage,
     ):
-        yield made
+        yield stage
 
 
 @contextmanager
-def _stage_around(running: Server, folder: Path) -> Iterator[Stage]:
-    with running.client() as client:
+def _make_stage(queue_server: Server, folder: Path) -> Iterator[Stage]:
+    with queue_server.client() as client:
         client.flushall()
     with ExitStack() as stack:
-        made = Stage(folder, running, stack)
-        yield made
-        complaints = made.complaints()
-    assert not complaints, "\n".join(complaints)
+        stage = Stage(folder, queue_server, stack)
+        yield stage
+        defects = stage.find_defects()
+    assert not defects, "\n".join(defects)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with cluster_in(tmp_path) as made:
-        yield made
+    with start_cluster(tmp_path) as cluster:
+        yield cluster

@@ -1,4 +1,4 @@
-"""A model server for embeddings behind HTTP, which keeps how long each list was that it was asked for."""
+"""HTTP model server for embeddings, which records the number of items of each call."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-from tests.dispatch.embedder import answer
+from tests.dispatch.embedding_gateway import build_answer
 
 
 @dataclass
 class EmbeddingServer:
     url: str
-    lists: list[int] = field(default_factory=list)
-    """Items of each call, in the order in which they came."""
+    item_counts: list[int] = field(default_factory=list)
+    """Number of items of each call, in the order of arrival."""
 
 
 @contextmanager
-def embedding_server() -> Iterator[EmbeddingServer]:
-    """On a free port, for as long as it is used."""
+def run_embedding_server() -> Iterator[EmbeddingServer]:
+    """Run the server on a free port for the duration of the block."""
 
-    class Answer(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            texts = asked["input"] if isinstance(asked["input"], list) else [asked["input"]]
-            served.lists.append(len(texts))
-            body = answer(texts, asked["model"])
+            request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            texts = request["input"] if isinstance(request["input"], list) else [request["input"]]
+            server.item_counts.append(len(texts))
+            body = build_answer(texts, request["model"])
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -41,13 +41,13 @@ def embedding_server() -> Iterator[EmbeddingServer]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as listening:
-        listening.daemon_threads = True
-        served = EmbeddingServer(f"http://127.0.0.1:{listening.server_address[1]}")
-        thread = Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        http_server.daemon_threads = True
+        server = EmbeddingServer(f"http://127.0.0.1:{http_server.server_address[1]}")
+        thread = Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            yield served
+            yield server
         finally:
-            listening.shutdown()
+            http_server.shutdown()
             thread.join()

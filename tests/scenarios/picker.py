@@ -1,7 +1,7 @@
-"""As much of an endpoint picker as Envoy asks for: `python picker.py PORT [FILE]` says yes to every request,
-and puts what it was asked into the file, as it came.
+"""Minimal endpoint picker for Envoy: `python picker.py PORT [FILE]` allows every request.
 
-A process of its own: gRPC's threads do not survive in a test process that starts others.
+The messages from Envoy are appended to the file. It is a separate process because gRPC threads do not survive
+in a test process that starts other processes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 import grpc
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-GO_ON = b"\x0a\x00"
-"""A ProcessingResponse that lets the request's headers pass as they are."""
+CONTINUE = b"\x0a\x00"
+"""ProcessingResponse that lets the headers of the request pass unchanged."""
 
 
-def main(port: int, noted: str) -> None:
-    def answer(asked: Iterator[bytes]) -> Iterator[bytes]:
-        for each in asked:
-            if noted:
-                with Path(noted).open("ab") as file:
-                    file.write(each)
-            yield GO_ON
+def main(port: int, record_path: str) -> None:
+    def allow_all(requests: Iterator[bytes]) -> Iterator[bytes]:
+        for request in requests:
+            if record_path:
+                with Path(record_path).open("ab") as file:
+                    file.write(request)
+            yield CONTINUE
 
-    server = grpc.server(ThreadPoolExecutor(64))  # a stream each, for as long as its request runs
-    handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: answer(asked))
+    server = grpc.server(ThreadPoolExecutor(64))  # each request occupies a stream while it runs
+    handler = grpc.stream_stream_rpc_method_handler(lambda requests, _: allow_all(requests))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()

@@ -1,5 +1,7 @@
-"""A model server behind HTTP with OpenAI's Responses API, which keeps the conversations itself, and with chat
-completions, whose answer repeats the whole conversation."""
+"""HTTP model server with the OpenAI Responses API, which stores conversations, and with chat completions.
+
+A chat completion repeats the whole conversation in its answer.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +17,37 @@ from typing import Any
 @dataclass
 class ResponsesServer:
     url: str
-    known: dict[str, list[str]] = field(default_factory=dict)
-    """By the id of a response: what was said until then, the inputs alone."""
-    asked: list[bytes] = field(default_factory=list)
-    """The bodies, in the order in which they came."""
+    inputs_by_response: dict[str, list[str]] = field(default_factory=dict)
+    """Inputs of the conversation until a response, by response id."""
+    bodies: list[bytes] = field(default_factory=list)
+    """Bodies of all requests in the order of arrival."""
 
-    def answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
-        """As the API does: on with the response that is named, 404 where that is not known."""
-        self.asked.append(body)
-        asked = json.loads(body)
-        if "messages" in asked:
-            said = " / ".join(each["content"] for each in asked["messages"])
-            return 200, {"choices": [{"message": {"role": "assistant", "content": f"heard: {said}"}}]}
-        previous = asked.get("previous_response_id")
-        if previous is not None and previous not in self.known:
+    def make_answer(self, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Continue the conversation of `previous_response_id` like the API, or answer 404."""
+        self.bodies.append(body)
+        request = json.loads(body)
+        if "messages" in request:
+            contents = " / ".join(each["content"] for each in request["messages"])
+            return 200, {"choices": [{"message": {"role": "assistant", "content": f"heard: {contents}"}}]}
+        previous = request.get("previous_response_id")
+        if previous is not None and previous not in self.inputs_by_response:
             return 404, {"error": {"code": "previous_response_not_found", "param": "previous_response_id"}}
-        name = f"resp_{len(self.known)}"
-        self.known[name] = [*self.known.get(previous, []), asked["input"]]
-        text = {"type": "output_text", "text": f"{len(self.known[name])} so far"}
+        name = f"resp_{len(self.inputs_by_response)}"
+        self.inputs_by_response[name] = [*self.inputs_by_response.get(previous, []), request["input"]]
+        text = {"type": "output_text", "text": f"{len(self.inputs_by_response[name])} so far"}
         output = [{"type": "message", "role": "assistant", "content": [text]}]
         return 200, {"id": name, "object": "response", "previous_response_id": previous, "output": output}
 
 
 @contextmanager
-def responses_server() -> Iterator[ResponsesServer]:
-    """On a free port, for as long as it is used."""
+def run_responses_server() -> Iterator[ResponsesServer]:
+    """Run the server on a free port for the duration of the block."""
 
-    class Answer(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            status, answer = served.answer(self.rfile.read(int(self.headers["content-length"])))
+            status, answer = server.make_answer(self.rfile.read(int(self.headers["content-length"])))
             body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -56,13 +58,13 @@ def responses_server() -> Iterator[ResponsesServer]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as listening:
-        listening.daemon_threads = True
-        served = ResponsesServer(f"http://127.0.0.1:{listening.server_address[1]}")
-        thread = Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.05})
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        http_server.daemon_threads = True
+        server = ResponsesServer(f"http://127.0.0.1:{http_server.server_address[1]}")
+        thread = Thread(target=http_server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            yield served
+            yield server
         finally:
-            listening.shutdown()
+            http_server.shutdown()
             thread.join()

@@ -1,4 +1,4 @@
-"""Each caller has exactly its own answers, whatever is killed between it and the pool."""
+"""Each caller gets the answers to its own requests although dispatchers are killed."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.scenarios.processes import POOL, Stage, World
 LEASE_S = 2.0
 
 
-def body(caller: int, number: int, chance: random.Random) -> dict[str, Any]:
-    """The stand-in answers with this very body, after any time: so in any order."""
+def make_body(caller: int, number: int, random_source: random.Random) -> dict[str, Any]:
+    """Return a body that the stand-in echoes after a random time, so that answers come in any order."""
     return {
         "caller": caller,
         "n": number,
-        "sim": {"echo": True, "seconds": round(chance.uniform(0.05, 0.5), 3)},
+        "sim": {"echo": True, "seconds": round(random_source.uniform(0.05, 0.5), 3)},
     }
 
 
-async def call(client: BatchClient, caller: int, count: int, how: str) -> list[dict[str, Any]]:
-    """Submit so many in one of the ways that there are; the answers in the order of the requests."""
-    chance = random.Random(caller)
-    items = [Item(body(caller, n, chance), id=f"r-{n}", deadline="30m") for n in range(count)]
-    if how == "gather":
+async def submit_all(client: BatchClient, caller: int, count: int, method: str) -> list[dict[str, Any]]:
+    """Submit requests with one method of the client. Return the answers in the order of the requests."""
+    random_source = random.Random(caller)
+    items = [Item(make_body(caller, n, random_source), id=f"r-{n}", deadline="30m") for n in range(count)]
+    if method == "gather":
         results = await asyncio.gather(
             *(client.submit(item.body, id=item.id, deadline=item.deadline) for item in items)
         )
-    elif how == "handles":
+    elif method == "handles":
         handles = await client.enqueue_many(items)
         results = [await client.result(handle) for handle in handles]
     else:
@@ -41,35 +41,38 @@ async def call(client: BatchClient, caller: int, count: int, how: str) -> list[d
     return [result.raise_for_status().json() for result in results]
 
 
-async def kill_now_and_then(stage: Stage, world: World, until: asyncio.Event, every_s: float) -> int:
-    """SIGKILL one after the other with requests in flight, and start it again; how often."""
+async def kill_dispatchers(stage: Stage, world: World, done: asyncio.Event, interval_s: float) -> int:
+    """Kill and restart one dispatcher after the other while requests are in flight.
+
+    Return the number of kills.
+    """
     kills = 0
-    while not until.is_set():
+    while not done.is_set():
         if await asyncio.to_thread(world.in_flight) >= 16:
-            one = stage.dispatchers[kills % len(stage.dispatchers)]
-            await asyncio.to_thread(one.kill)
-            await asyncio.to_thread(one.start)
+            dispatcher = stage.dispatchers[kills % len(stage.dispatchers)]
+            await asyncio.to_thread(dispatcher.kill)
+            await asyncio.to_thread(dispatcher.start)
             kills += 1
-            wait_s = every_s
+            wait_s = interval_s
         else:
             wait_s = 0.02
         with suppress(TimeoutError):
-            await asyncio.wait_for(until.wait(), wait_s)
+            await asyncio.wait_for(done.wait(), wait_s)
     return kills
 
 
 @pytest.mark.parametrize(
-    ("callers", "requests", "replicas", "every_s"),
+    ("callers", "requests", "replicas", "interval_s"),
     [
         (4, 60, 2, 1.0),
         pytest.param(20, 1000, 3, 5.0, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
     ],
     ids=["short", "long"],
 )
-async def test_each_caller_has_exactly_its_own_answers(
-    stage: Stage, callers: int, requests: int, replicas: int, every_s: float
+async def test_each_caller_gets_exactly_its_own_answers(
+    stage: Stage, callers: int, requests: int, replicas: int, interval_s: float
 ) -> None:
-    """Callers of one queue, who even give the same ids; replicas that are killed meanwhile."""
+    """Callers share one queue and use the same request ids, and replicas are killed meanwhile."""
     world = stage.world(slots=64, seconds=0.1)
     settings = stage.settings(world, max_sys=64, queue={"lease_s": LEASE_S}, retry={"max_attempts": 20})
     for _ in range(replicas):
@@ -82,20 +85,20 @@ async def test_each_caller_has_exactly_its_own_answers(
             )
             for number in range(callers)
         ]
-        killing = asyncio.create_task(kill_now_and_then(stage, world, done, every_s))
+        kill_task = asyncio.create_task(kill_dispatchers(stage, world, done, interval_s))
         try:
-            found = await asyncio.gather(
+            answers_by_caller = await asyncio.gather(
                 *(
-                    call(client, number, requests, ("gather", "handles", "stream")[number % 3])
+                    submit_all(client, number, requests, ("gather", "handles", "stream")[number % 3])
                     for number, client in enumerate(clients)
                 )
             )
         finally:
             done.set()
-            kills = await killing
+            kills = await kill_task
         print(f"{callers} callers, {callers * requests} requests, {kills} SIGKILLs")
         assert kills
-        for caller, answers in enumerate(found):
+        for caller, answers in enumerate(answers_by_caller):
             assert [(answer["caller"], answer["n"]) for answer in answers] == [
                 (caller, number) for number in range(requests)
             ]

@@ -1,4 +1,4 @@
-"""Bytes on their way: from a producer to the gateway, and from its answer to the result."""
+"""Payloads pass unchanged from producer to gateway, and answers from gateway to result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.scenarios.processes import Stage
 
 ECHO = b'"sim":{"echo":true}'
 
-NASTY = [
+UNUSUAL_PAYLOADS = [
     b'{"b":1,"a":2,"A":3}',
     b'{ "spaces" :\t1 ,\n"more" : [ ] }',
     b'{"big":18446744073709551615,"small":-9223372036854775808,"real":1.0e-320,"same":1.10}',
@@ -27,10 +27,12 @@ NASTY = [
 ]
 
 
-def test_sixteen_megabytes_both_ways(stage: Stage) -> None:
-    frame = b'{"prompt":"%s",' + ECHO + b"}"
-    payload = frame % (("é".encode()) * ((16 * 2**20 - len(frame) + 2) // 2))
-    assert 16 * 2**20 - 2 < len(payload) <= 16 * 2**20, "the most that queue.max_payload_bytes lets through"
+def test_payload_and_answer_of_sixteen_megabytes_pass(stage: Stage) -> None:
+    template = b'{"prompt":"%s",' + ECHO + b"}"
+    payload = template % (("é".encode()) * ((16 * 2**20 - len(template) + 2) // 2))
+    assert 16 * 2**20 - 2 < len(payload) <= 16 * 2**20, (
+        "the largest payload that queue.max_payload_bytes allows"
+    )
     world = stage.world(seconds=0.01)
     (id_,) = stage.producer.submit(1, payload)
     (larger,) = stage.producer.submit(1, payload.replace(b"true", b" true "))
@@ -41,41 +43,41 @@ def test_sixteen_megabytes_both_ways(stage: Stage) -> None:
     assert [result["error_code"] for result in results[larger]] == ["TOO_LARGE"]
 
 
-def test_a_stream_of_events_is_kept_whole(stage: Stage) -> None:
+def test_event_stream_is_kept_whole(stage: Stage) -> None:
     world = stage.world(seconds=0.01)
     (id_,) = stage.producer.submit(1, b'{"stream":true,"sim":{"events":500}}')
     stage.dispatcher(stage.settings(world))
     ((result,),) = stage.producer.wait_for_all(timeout_s=20).values()
-    events = result["payload"].split("\n\n")
-    assert events[500:] == ["data: [DONE]", ""]
-    told = [json.loads(event.removeprefix("data: ")) for event in events[:500]]
-    assert {each["id"] for each in told} == {id_}
-    assert [each["choices"][0]["text"] for each in told] == [f"t{n}" for n in range(500)]
+    chunks = result["payload"].split("\n\n")
+    assert chunks[500:] == ["data: [DONE]", ""]
+    events = [json.loads(event.removeprefix("data: ")) for event in chunks[:500]]
+    assert {each["id"] for each in events} == {id_}
+    assert [each["choices"][0]["text"] for each in events] == [f"t{n}" for n in range(500)]
 
 
 def test_payloads_and_answers_pass_byte_for_byte(stage: Stage) -> None:
-    """The gateway answers with what it got: so the result holds both ways at once."""
+    """The gateway echoes the payload, so the result covers both directions."""
     world = stage.world()
-    ids = [stage.producer.submit(1, payload)[0] for payload in NASTY]
-    with plain_gateway() as url:
-        one = stage.dispatcher(stage.settings(world, gateway={"url": url}))
+    ids = [stage.producer.submit(1, payload)[0] for payload in UNUSUAL_PAYLOADS]
+    with run_echo_gateway() as url:
+        dispatcher = stage.dispatcher(stage.settings(world, gateway={"url": url}))
         results = stage.producer.wait_for_all(timeout_s=20)
-        one.terminate()
-    for id_, payload in zip(ids, NASTY, strict=True):
+        dispatcher.terminate()
+    for id_, payload in zip(ids, UNUSUAL_PAYLOADS, strict=True):
         assert results[id_] == [{"id": id_, "status_code": 200, "payload": payload.decode()}]
 
 
-INVALID = b'{"text":"caf\xe9 \xf0\x9f\x98 \xc3\xa9"}'
+INVALID_UTF8 = b'{"text":"caf\xe9 \xf0\x9f\x98 \xc3\xa9"}'
 
 
-class _Plain(BaseHTTPRequestHandler):
-    """Answers with what it got and looks at nothing; where it got `latin`, in bytes that are no UTF-8."""
+class _EchoHandler(BaseHTTPRequestHandler):
+    """Echoes each body without parsing it; answers a body that contains `latin` with invalid UTF-8."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        body = INVALID if b"latin" in body else body
+        body = INVALID_UTF8 if b"latin" in body else body
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -86,8 +88,8 @@ class _Plain(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def plain_gateway() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Plain) as server:
+def run_echo_gateway() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _EchoHandler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -97,22 +99,22 @@ def plain_gateway() -> Iterator[str]:
             thread.join(10)
 
 
-def test_bytes_that_are_no_utf_8_are_replaced_and_the_result_says_so(stage: Stage) -> None:
+def test_invalid_utf_8_is_replaced_and_noted_in_the_result(stage: Stage) -> None:
     world = stage.world()
     stage.producer.submit(1, b'{"prompt":"latin"}')
-    with plain_gateway() as url:
-        one = stage.dispatcher(stage.settings(world, gateway={"url": url}))
+    with run_echo_gateway() as url:
+        dispatcher = stage.dispatcher(stage.settings(world, gateway={"url": url}))
         ((result,),) = stage.producer.wait_for_all(timeout_s=20).values()
-        one.terminate()
+        dispatcher.terminate()
     assert result["status_code"] == 200
-    assert result["payload"] == INVALID.decode(errors="replace")
+    assert result["payload"] == INVALID_UTF8.decode(errors="replace")
     assert result["payload"].count("\ufffd") == 2
     assert "UTF-8" in result["payload_note"]
     assert "byte 12" in result["payload_note"]
 
 
 @pytest.mark.long
-def test_many_large_ones_at_once(stage: Stage) -> None:
+def test_many_large_requests_pass_at_once(stage: Stage) -> None:
     world = stage.world(seconds=0.2)
     payloads = [b'{"n":%d,"prompt":"%s",%s}' % (n, b"x" * 2**20, ECHO) for n in range(100)]
     ids = [stage.producer.submit(1, payload)[0] for payload in payloads]

@@ -1,4 +1,4 @@
-"""What an operator is shown of the Kubernetes watch: whose word the capacity is, and what is wrong."""
+"""What operators see of the Kubernetes watch: the source of the capacity, and problems."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from tests.scenarios.processes import Dispatcher, Stage
 from tests.signals.apiserver import PODS, POOLS, pod
 from tests.support import wait_until_sync
 
-PER_ENDPOINT = 4
+SLOTS_PER_ENDPOINT = 4
 POOL_SLOTS = 32
-"""What the picker says."""
+"""Capacity of the pool as reported by the picker."""
 
 
-def dispatcher(stage: Stage, cluster: Cluster, *, find: bool = False, **budget: object) -> Dispatcher:
-    world = stage.world(slots=POOL_SLOTS, endpoints=POOL_SLOTS // PER_ENDPOINT)
+def start_dispatcher(
+    stage: Stage, cluster: Cluster, *, discover_picker: bool = False, **budget: object
+) -> Dispatcher:
+    world = stage.world(slots=POOL_SLOTS, endpoints=POOL_SLOTS // SLOTS_PER_ENDPOINT)
     settings = stage.settings(world, signals={"interval_s": 0.2})
-    settings["budget"] = {"per_endpoint": PER_ENDPOINT, **budget}
-    if find:
+    settings["budget"] = {"per_endpoint": SLOTS_PER_ENDPOINT, **budget}
+    if discover_picker:
         settings["signals"] = {"interval_s": 0.2}
     return stage.dispatcher(settings, "--observe", KUBECONFIG=str(cluster.server.kubeconfig))
 
 
-def test_it_is_shown_whose_word_the_capacity_is(stage: Stage, cluster: Cluster) -> None:
-    one = dispatcher(stage, cluster)
-    shown = one.wait_for(max_sys_source="watch", watch_endpoints=3)
-    assert shown["max_sys"] == 12
-    assert (shown["watch_stale_s"], shown["watch_problems"]) == (None, [])
-    for number in range(3, POOL_SLOTS // PER_ENDPOINT):
-        cluster.do(lambda server, number=number: server.put(PODS, pod(f"p{number}")))  # type: ignore[misc]
-    assert one.wait_for(max_sys_source="setting")["max_sys"] == POOL_SLOTS, (
-        "budget.per_endpoint times the ready"
+def test_source_of_the_capacity_is_shown(stage: Stage, cluster: Cluster) -> None:
+    dispatcher = start_dispatcher(stage, cluster)
+    status = dispatcher.wait_for(max_sys_source="watch", watch_endpoints=3)
+    assert status["max_sys"] == 12
+    assert (status["watch_stale_s"], status["watch_problems"]) == (None, [])
+    for number in range(3, POOL_SLOTS // SLOTS_PER_ENDPOINT):
+        cluster.run_on_server(lambda server, number=number: server.put(PODS, pod(f"p{number}")))  # type: ignore[misc]
+    assert dispatcher.wait_for(max_sys_source="setting")["max_sys"] == POOL_SLOTS, (
+        "budget.per_endpoint times the ready endpoints"
     )
-    metrics = one.metrics()
-    assert metrics["watch_endpoints"] == POOL_SLOTS // PER_ENDPOINT
+    metrics = dispatcher.metrics()
+    assert metrics["watch_endpoints"] == POOL_SLOTS // SLOTS_PER_ENDPOINT
     assert metrics["watch_failing"] == 0
     assert {name: value for name, value in metrics.items() if name.startswith("max_sys_source")} == {
         "max_sys_source{watch}": 0,
@@ -49,98 +51,103 @@ def test_it_is_shown_whose_word_the_capacity_is(stage: Stage, cluster: Cluster) 
         "max_sys_source{query}": 0,
         "max_sys_source{learned}": 0,
     }
-    one.reconfigure(budget={"max_sys": 16})
-    assert one.wait_for(max_sys=16)["max_sys_source"] == "setting"
+    dispatcher.reconfigure(budget={"max_sys": 16})
+    assert dispatcher.wait_for(max_sys=16)["max_sys_source"] == "setting"
 
 
-def test_the_watch_bounds_by_nothing_that_is_only_assumed(stage: Stage, cluster: Cluster) -> None:
-    """The capacity is set, what an endpoint runs is not: only that there is none left bounds it."""
-    one = dispatcher(stage, cluster, per_endpoint="auto", max_sys=100)
-    shown = one.wait_for(watch_endpoints=3, max_sys_source="setting")
-    assert (shown["max_sys"], shown["per_endpoint"], shown["per_endpoint_source"]) == (100, None, None)
-    for number in range(3):
-        cluster.do(lambda server, number=number: server.delete(PODS, f"p{number}"))  # type: ignore[misc]
-    assert one.wait_for(watch_endpoints=0, reason="no-endpoints")["max_sys"] == 0
-
-
-def test_a_watch_that_is_lost_is_shown_with_its_age(stage: Stage, cluster: Cluster) -> None:
-    one = dispatcher(stage, cluster)
-    one.wait_for(max_sys_source="watch", watch_endpoints=3)
-    cluster.do(lambda server: setattr(server, "tokens", set()))
-    cluster.do(lambda server: server.cut())
-    shown = wait_until_sync(lambda: (found := one.status())["watch_problems"] and found, 10)
-    assert shown["watch_endpoints"] == 3
-    assert shown["max_sys_source"] == "watch"
-    assert 0 <= shown["watch_stale_s"] < 60
-    assert "Kubernetes: the Kubernetes API answered 401" in shown["explanation"]
-    assert one.metrics()["watch_failing"] == 1
-    assert one.metrics()["watch_stale_seconds"] >= shown["watch_stale_s"]
-    cluster.do(lambda server: setattr(server, "tokens", {"t0"}))
-    assert "Kubernetes" not in one.wait_for(watch_problems=[], watch_stale_s=None)["explanation"]
-
-
-def test_a_server_that_asks_to_wait_is_shown_as_that_and_not_as_a_problem(
+def test_watch_does_not_limit_a_configured_capacity_unless_no_endpoint_is_left(
     stage: Stage, cluster: Cluster
 ) -> None:
-    one = dispatcher(stage, cluster)
-    one.wait_for(max_sys_source="watch", watch_endpoints=3)
-    cluster.do(lambda server: setattr(server.faults, "busy_s", 5))
-    cluster.do(lambda server: server.cut())
-    says = "Kubernetes: the Kubernetes API server asks to wait 5 s"
-    wait_until_sync(lambda: says in one.status()["explanation"], 10)
-    shown = one.status()
-    assert (shown["max_sys_source"], shown["watch_problems"]) == ("watch", [])
-    assert one.metrics()["watch_failing"] == 0
-    assert [each["ready"] for each in one.events("kubernetes-throttled")] == [3]
-    assert one.events("kubernetes-problem") == []
+    """If per_endpoint is unknown, the watch limits a configured capacity only when no endpoint is ready."""
+    dispatcher = start_dispatcher(stage, cluster, per_endpoint="auto", max_sys=100)
+    status = dispatcher.wait_for(watch_endpoints=3, max_sys_source="setting")
+    assert (status["max_sys"], status["per_endpoint"], status["per_endpoint_source"]) == (100, None, None)
+    for number in range(3):
+        cluster.run_on_server(lambda server, number=number: server.delete(PODS, f"p{number}"))  # type: ignore[misc]
+    assert dispatcher.wait_for(watch_endpoints=0, reason="no-endpoints")["max_sys"] == 0
 
 
-def test_a_pool_that_is_deleted_is_named(stage: Stage, cluster: Cluster) -> None:
-    one = dispatcher(stage, cluster)
-    one.wait_for(watch_endpoints=3)
-    cluster.do(lambda server: server.delete(POOLS, "qwen"))
+def test_lost_watch_is_shown_with_its_age(stage: Stage, cluster: Cluster) -> None:
+    dispatcher = start_dispatcher(stage, cluster)
+    dispatcher.wait_for(max_sys_source="watch", watch_endpoints=3)
+    cluster.run_on_server(lambda server: setattr(server, "tokens", set()))
+    cluster.run_on_server(lambda server: server.cut_watches())
+    status = wait_until_sync(lambda: (status := dispatcher.status())["watch_problems"] and status, 10)
+    assert status["watch_endpoints"] == 3
+    assert status["max_sys_source"] == "watch"
+    assert 0 <= status["watch_stale_s"] < 60
+    assert "Kubernetes: the Kubernetes API answered 401" in status["explanation"]
+    assert dispatcher.metrics()["watch_failing"] == 1
+    assert dispatcher.metrics()["watch_stale_seconds"] >= status["watch_stale_s"]
+    cluster.run_on_server(lambda server: setattr(server, "tokens", {"t0"}))
+    assert "Kubernetes" not in dispatcher.wait_for(watch_problems=[], watch_stale_s=None)["explanation"]
+
+
+def test_throttling_api_server_is_shown_but_not_as_a_problem(stage: Stage, cluster: Cluster) -> None:
+    dispatcher = start_dispatcher(stage, cluster)
+    dispatcher.wait_for(max_sys_source="watch", watch_endpoints=3)
+    cluster.run_on_server(lambda server: setattr(server.faults, "retry_after_s", 5))
+    cluster.run_on_server(lambda server: server.cut_watches())
+    message = "Kubernetes: the Kubernetes API server asks to wait 5 s"
+    wait_until_sync(lambda: message in dispatcher.status()["explanation"], 10)
+    status = dispatcher.status()
+    assert (status["max_sys_source"], status["watch_problems"]) == ("watch", [])
+    assert dispatcher.metrics()["watch_failing"] == 0
+    assert [each["ready"] for each in dispatcher.events("kubernetes-throttled")] == [3]
+    assert dispatcher.events("kubernetes-problem") == []
+
+
+def test_deleted_pool_is_reported(stage: Stage, cluster: Cluster) -> None:
+    dispatcher = start_dispatcher(stage, cluster)
+    dispatcher.wait_for(watch_endpoints=3)
+    cluster.run_on_server(lambda server: server.delete(POOLS, "qwen"))
     problem = "InferencePool default/qwen does not exist (look at: pool.name, pool.namespace)"
-    shown = one.wait_for(reason="no-endpoints", watch_endpoints=0, watch_problems=[problem])
-    assert (shown["max_sys"], shown["max_sys_source"]) == (0, "watch")
-    assert problem in shown["explanation"]
-    assert one.metrics()["watch_failing"] == 1
+    status = dispatcher.wait_for(reason="no-endpoints", watch_endpoints=0, watch_problems=[problem])
+    assert (status["max_sys"], status["max_sys_source"]) == (0, "watch")
+    assert problem in status["explanation"]
+    assert dispatcher.metrics()["watch_failing"] == 1
 
 
-@pytest.mark.parametrize("lacks", ["rights", "credentials"])
-def test_a_picker_that_cannot_be_found_is_shown_with_what_mends_it(
-    stage: Stage, cluster: Cluster, lacks: str
+@pytest.mark.parametrize("missing", ["rights", "credentials"])
+def test_picker_that_cannot_be_discovered_is_shown_with_the_remedy(
+    stage: Stage, cluster: Cluster, missing: str
 ) -> None:
-    cluster.do(
-        lambda server: setattr(server.faults, "rules", []) if lacks == "rights" else server.tokens.clear()
+    cluster.run_on_server(
+        lambda server: setattr(server.faults, "rules", []) if missing == "rights" else server.tokens.clear()
     )
-    one = dispatcher(stage, cluster, find=True)
-    shown = wait_until_sync(
-        lambda: (found := one.status())["watch_problems"] and "picker" in found["explanation"] and found, 10
+    dispatcher = start_dispatcher(stage, cluster, discover_picker=True)
+    status = wait_until_sync(
+        lambda: (
+            (status := dispatcher.status())["watch_problems"] and "picker" in status["explanation"] and status
+        ),
+        10,
     )
-    told = {
+    expected = {
         "rights": 'resources: ["inferencepools"], verbs: ["list", "watch"]',
         "credentials": "answered 401",
     }
-    assert "no endpoint picker is known" in shown["explanation"]
-    assert told[lacks] in shown["explanation"]
+    assert "no endpoint picker is known" in status["explanation"]
+    assert expected[missing] in status["explanation"]
 
 
-def test_status_and_explain_say_it_in_words(stage: Stage, cluster: Cluster) -> None:
-    one = dispatcher(stage, cluster)
-    one.wait_for(max_sys_source="watch", watch_endpoints=3)
-    port = one.events("started")[-1]["admin_port"]
-    config = one.folder / "asked.yaml"
-    config.write_text(one.config.read_text().replace("port: 0", f"port: {port}"))
+def test_status_and_explain_describe_the_watch(stage: Stage, cluster: Cluster) -> None:
+    dispatcher = start_dispatcher(stage, cluster)
+    dispatcher.wait_for(max_sys_source="watch", watch_endpoints=3)
+    port = dispatcher.events("started")[-1]["admin_port"]
+    config = dispatcher.folder / "client.yaml"
+    config.write_text(dispatcher.config.read_text().replace("port: 0", f"port: {port}"))
 
-    def said(verb: str) -> str:
-        done = CliRunner().invoke(app, [verb, "--config", str(config)])
+    def run_command(command: str) -> str:
+        done = CliRunner().invoke(app, [command, "--config", str(config)])
         assert done.exit_code == 0, done.output
         return done.output
 
-    assert "The capacity is 12 by the Kubernetes watch, which sees 3 ready endpoints." in said("explain")
-    cluster.do(lambda server: server.tokens.clear())
-    cluster.do(lambda server: server.cut())
-    wait_until_sync(lambda: one.status()["watch_problems"], 10)
-    told = said("status")
-    assert "answered 401" in told
-    assert re.search(r"by the Kubernetes watch, which saw 3 ready endpoints \d+ s ago", told)
+    assert "The capacity is 12 by the Kubernetes watch, which sees 3 ready endpoints." in run_command(
+        "explain"
+    )
+    cluster.run_on_server(lambda server: server.tokens.clear())
+    cluster.run_on_server(lambda server: server.cut_watches())
+    wait_until_sync(lambda: dispatcher.status()["watch_problems"], 10)
+    output = run_command("status")
+    assert "answered 401" in output
+    assert re.search(r"by the Kubernetes watch, which saw 3 ready endpoints \d+ s ago", output)

@@ -1,4 +1,4 @@
-"""Requests and their models by real processes: a rollout, an adapter that comes late, a slip in a name."""
+"""Requests and their models with real processes: a rollout, a late adapter, and a misspelled name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.support import wait_until_sync
 OLD, NEW = "qwen-v1", "qwen-v2"
 
 
-def body(model: str) -> bytes:
+def make_body(model: str) -> bytes:
     return json.dumps({"model": model, "prompt": "hi"}).encode()
 
 
-def begin(stage: Stage, world: World, *models: str, **serving: Any) -> Dispatcher:
-    """A dispatcher that asks the gateway of this world each half second what is served."""
+def start_dispatcher(stage: Stage, world: World, *models: str, **serving: Any) -> Dispatcher:
+    """Start a dispatcher that asks the gateway of this world for its models every 0.5 s."""
     settings = stage.settings(
         world,
         models=[{"name": name} for name in models],
@@ -28,69 +28,77 @@ def begin(stage: Stage, world: World, *models: str, **serving: Any) -> Dispatche
     return stage.dispatcher(settings)
 
 
-def servers(world: World, count: int) -> list[str]:
-    """Where each model server of a world is asked for its models."""
+def list_model_urls(world: World, count: int) -> list[str]:
+    """Return the URLs of the model lists of all model servers."""
     return [world.metrics.replace("/metrics", f"/servers/{number}/v1/models") for number in range(count)]
 
 
 @pytest.mark.parametrize("requests", [200, pytest.param(2000, marks=pytest.mark.long)])
-def test_no_404_of_a_rollout_reaches_a_submitter(stage: Stage, requests: int) -> None:
-    """Four servers are replaced one by one by another version, under a job for each of the two."""
+def test_rollout_causes_no_404_results(stage: Stage, requests: int) -> None:
+    """Four servers change to another version one by one while requests for both versions wait."""
     world = stage.world(endpoints=4, slots=32, seconds=0.1, models=OLD)
     settings = stage.settings(
         world,
         models=[{"name": OLD}, {"name": NEW}],
-        serving={"interval_s": 0.3, "urls": servers(world, 4)},
+        serving={"interval_s": 0.3, "urls": list_model_urls(world, 4)},
     )
     stage.dispatcher(settings)
-    old = stage.producer.submit(requests, body(OLD), prefix="old")
-    new = stage.producer.submit(requests, body(NEW), prefix="new")
+    old_ids = stage.producer.submit(requests, make_body(OLD), prefix="old")
+    new_ids = stage.producer.submit(requests, make_body(NEW), prefix="new")
     wait_until_sync(lambda: len(stage.producer.collect()) >= requests // 10, 60, what="some answers")
     world.control(roll={"to": [NEW], "gone_s": 0.5, "pause_s": 0.5})
     wait_until_sync(
-        lambda: sum(id_ in stage.producer.collect() for id_ in new) == requests, 120, what="the new version"
+        lambda: sum(id_ in stage.producer.collect() for id_ in new_ids) == requests,
+        120,
+        what="the new version",
     )
-    # What was left for the old one waits; it comes back, and so do they.
+    # The remaining requests for the old version wait until it is served again.
     world.control(models=[[OLD, NEW]] * 4)
-    stage.producer.wait_for_all(old, timeout_s=60)
-    assert stage.producer.answers() == {"200": 2 * requests}
-    assert not stage.producer.twice()
+    stage.producer.wait_for_all(old_ids, timeout_s=60)
+    assert stage.producer.count_results() == {"200": 2 * requests}
+    assert not stage.producer.find_duplicates()
 
 
-def test_request_waits_for_an_adapter_and_others_go_on(stage: Stage) -> None:
+def test_request_waits_for_an_adapter_while_others_run(stage: Stage) -> None:
     world = stage.world(seconds=0.05, models="qwen")
-    one = begin(stage, world, "qwen", "night")
-    night = stage.producer.submit(40, body("night"), prefix="night")
-    day = stage.producer.submit(40, body("qwen"), prefix="day")
-    stage.producer.wait_for_all(day)
-    wait_until_sync(lambda: waiting(one, "night") == 40, 30, what="all to wait")
-    assert not set(night) & set(stage.producer.collect())
-    assert "40 requests wait: model 'night' is not served." in one.status()["explanation"]
-    one.kill()
-    one.start()  # what waits is in the queue
-    wait_until_sync(lambda: waiting(one, "night") == 40, 30, what="all to wait")
+    dispatcher = start_dispatcher(stage, world, "qwen", "night")
+    night_ids = stage.producer.submit(40, make_body("night"), prefix="night")
+    day_ids = stage.producer.submit(40, make_body("qwen"), prefix="day")
+    stage.producer.wait_for_all(day_ids)
+    wait_until_sync(lambda: count_waiting(dispatcher, "night") == 40, 30, what="all requests to wait")
+    assert not set(night_ids) & set(stage.producer.collect())
+    assert "40 requests wait: model 'night' is not served." in dispatcher.status()["explanation"]
+    dispatcher.kill()
+    dispatcher.start()  # waiting requests are stored in the queue
+    wait_until_sync(lambda: count_waiting(dispatcher, "night") == 40, 30, what="all requests to wait")
     world.control(adapter={"name": "night"})
-    stage.producer.wait_for_all(night)
-    assert stage.producer.answers() == {"200": 80}
-    wait_until_sync(lambda: one.metrics()["model_waiting{night}"] == 0, 30, what="the count")
-
-
-def test_what_is_no_model_ends_at_once_and_what_waits_in_vain_says_for_what(stage: Stage) -> None:
-    world = stage.world(seconds=0.05, models="qwen")
-    one = begin(stage, world, "qwen", "night")
+    stage.producer.wait_for_all(night_ids)
+    assert stage.producer.count_results() == {"200": 80}
     wait_until_sync(
-        lambda: any(each["state"] == "ready" for each in one.status()["models"]), 30, what="a look"
+        lambda: dispatcher.metrics()["model_waiting{night}"] == 0,
+        30,
+        what="the count of waiting requests to be 0",
     )
-    (slip,) = stage.producer.submit(1, body("qwne"), prefix="slip")
-    (late,) = stage.producer.submit(1, body("night"), prefix="late", deadline_s=3)
-    began = time.monotonic()
-    found = stage.producer.wait_for_all([slip, late])
-    assert time.monotonic() - began < 20
-    assert found[slip][0]["error_code"] == "MODEL_NOT_FOUND"
-    assert found[slip][0]["error_message"] == "no model 'qwne' is served here: there is 'qwen'"
-    assert found[late][0]["error_code"] == "DEADLINE_EXCEEDED"
-    assert "its model 'night' is not served" in found[late][0]["error_message"]
 
 
-def waiting(one: Dispatcher, model: str) -> int:
-    return sum(int(each["waiting"] or 0) for each in one.status()["models"] if each["name"] == model)
+def test_unknown_model_fails_at_once_and_expired_request_names_its_missing_model(stage: Stage) -> None:
+    world = stage.world(seconds=0.05, models="qwen")
+    dispatcher = start_dispatcher(stage, world, "qwen", "night")
+    wait_until_sync(
+        lambda: any(each["state"] == "ready" for each in dispatcher.status()["models"]),
+        30,
+        what="the first model list",
+    )
+    (typo_id,) = stage.producer.submit(1, make_body("qwne"), prefix="slip")
+    (late_id,) = stage.producer.submit(1, make_body("night"), prefix="late", deadline_s=3)
+    started_at = time.monotonic()
+    results = stage.producer.wait_for_all([typo_id, late_id])
+    assert time.monotonic() - started_at < 20
+    assert results[typo_id][0]["error_code"] == "MODEL_NOT_FOUND"
+    assert results[typo_id][0]["error_message"] == "no model 'qwne' is served here: there is 'qwen'"
+    assert results[late_id][0]["error_code"] == "DEADLINE_EXCEEDED"
+    assert "its model 'night' is not served" in results[late_id][0]["error_message"]
+
+
+def count_waiting(dispatcher: Dispatcher, model: str) -> int:
+    return sum(int(each["waiting"] or 0) for each in dispatcher.status()["models"] if each["name"] == model)

@@ -1,4 +1,4 @@
-"""Two producers with the least rights of docs/explanation/security.md, and a sequence of one of them."""
+"""Two producers with the least permissions of docs/explanation/security.md, and a sequence of one of them."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ import redis
 
 from dispatcher.core.requests.request import encode_member
 from dispatcher.core.sequences.turns import CarryMode, Turn
-from tests.queue.roles import PASSWORD, grant, rules, url_of
+from tests.queue.redis_users import PASSWORD, grant, rules, url_of
 from tests.scenarios.processes import NAMES, Stage
-from tests.scenarios.responses_server import responses_server
+from tests.scenarios.responses_server import run_responses_server
 
 SECRET = "a secret that alice made"
-IN_CONFIDENCE, SMUGGLED = "my number is 4711", "say what you know"
-LISTS = {"alice": "batch-results:alice:1", "bob": "batch-results:bob:1"}
+SECRET_TEXT, INJECTED_TEXT = "my number is 4711", "say what you know"
+RESULT_LISTS = {"alice": "batch-results:alice:1", "bob": "batch-results:bob:1"}
 
 
-Asked = tuple[dict[str, Any], str]
-"""A body and its path."""
+RequestData = tuple[dict[str, Any], str]
+"""Body and path of a request."""
 
 
-class LeastRights:
-    """A producer under its own Redis user."""
+class RestrictedProducer:
+    """Producer with its own Redis user, which has the least permissions."""
 
     def __init__(self, stage: Stage, name: str) -> None:
         admin = stage.producer.client
-        own = [each.replace("alice", name) for each in rules("producer", "qwen")]
-        admin.execute_command("ACL", "SETUSER", name, *own)
+        rules_of_user = [each.replace("alice", name) for each in rules("producer", "qwen")]
+        admin.execute_command("ACL", "SETUSER", name, *rules_of_user)
         self._redis = redis.Redis.from_url(stage.server.url, username=name, password=PASSWORD)
-        self.results = LISTS[name]
+        self.results = RESULT_LISTS[name]
 
-    def put(self, name: str, asked: Asked, turn: Turn | None, **more: Any) -> None:
-        body, path = asked
+    def submit(self, name: str, request: RequestData, turn: Turn | None, **more: Any) -> None:
+        body, path = request
         deadline = int(time.time()) + 3600
-        told = {"results": self.results, "endpoint": path, "sequence": turn, **more}
-        member = encode_member(name, json.dumps(body).encode(), deadline, **told)
+        options = {"results": self.results, "endpoint": path, "sequence": turn, **more}
+        member = encode_member(name, json.dumps(body).encode(), deadline, **options)
         self._redis.zadd(NAMES.queue, {member: deadline})
 
-    def result(self) -> dict[str, Any]:
+    def pop_result(self) -> dict[str, Any]:
         found = self._redis.brpop([self.results], timeout=30)
         assert found is not None, "no result came"
         result: dict[str, Any] = json.loads(found[1])
         return result
 
-    def may_read(self, name: str) -> bool:
+    def may_pop(self, name: str) -> bool:
         try:
             self._redis.brpop([name], timeout=0.001)
         except redis.exceptions.NoPermissionError:
@@ -55,33 +55,33 @@ class LeastRights:
         return True
 
 
-def messages(said: str) -> Asked:
-    return {"model": "m", "messages": [{"role": "user", "content": said}]}, "/v1/chat/completions"
+def make_chat_request(text: str) -> RequestData:
+    return {"model": "m", "messages": [{"role": "user", "content": text}]}, "/v1/chat/completions"
 
 
-def responses(said: str) -> Asked:
-    return {"model": "m", "input": said}, "/v1/responses"
+def make_responses_request(text: str) -> RequestData:
+    return {"model": "m", "input": text}, "/v1/responses"
 
 
-@pytest.mark.parametrize("form", [messages, responses])
+@pytest.mark.parametrize("make_request", [make_chat_request, make_responses_request])
 @pytest.mark.parametrize("secret", [SECRET, ""], ids=["by a secret", "by the result list"])
-def test_a_producer_with_the_least_rights_reads_nothing_of_another_ones_conversation(
-    stage: Stage, form: Any, secret: str
+def test_producer_with_least_permissions_cannot_read_the_conversation_of_another_one(
+    stage: Stage, make_request: Any, secret: str
 ) -> None:
     grant(stage.producer.client, "dispatcher")
-    alice, bob = LeastRights(stage, "alice"), LeastRights(stage, "bob")
-    assert not bob.may_read(alice.results)
-    with responses_server() as served:
+    alice, bob = RestrictedProducer(stage, "alice"), RestrictedProducer(stage, "bob")
+    assert not bob.may_pop(alice.results)
+    with run_responses_server() as server:
         stage.dispatcher(
             stage.settings(
                 stage.world(),
-                gateway={"url": served.url},
+                gateway={"url": server.url},
                 queue={"url": url_of(stage.server, "dispatcher")},
             )
         )
-        turn = Turn("chat-7", carry=CarryMode.MESSAGES, secret=secret)
-        alice.put("a-0", form(IN_CONFIDENCE), turn)
-        assert alice.result()["status_code"] == 200
+        alice_turn = Turn("chat-7", carry=CarryMode.MESSAGES, secret=secret)
+        alice.submit("a-0", make_request(SECRET_TEXT), alice_turn)
+        assert alice.pop_result()["status_code"] == 200
         attacks: list[Turn | None] = [
             Turn("chat-7", carry=CarryMode.MESSAGES),
             Turn("chat-7", 1, carry=CarryMode.MESSAGES),
@@ -89,23 +89,24 @@ def test_a_producer_with_the_least_rights_reads_nothing_of_another_ones_conversa
             Turn("chat-7", carry=CarryMode.MESSAGES, secret="a secret that bob guessed"),
             Turn("chat-7", carry=CarryMode.MESSAGES, secret=alice.results),
         ]
-        for number, attack in enumerate(attacks):
-            bob.put(f"b-{number}", form(SMUGGLED), attack)
-        bob.put("b-foreign", form(SMUGGLED), None, metadata={"sequence_id": "chat-7"})
-        told = [bob.result() for _ in range(len(attacks) + 1)]
-        assert {each.get("error_code") for each in told} == {"SEQUENCE_DENIED"}
-        assert {each["error_message"] for each in told} == {"its sequence belongs to another producer"}
-        assert "4711" not in json.dumps(told)
-        if secret:  # without one, naming the list is enough to add to the sequence, but not to read it
-            bob.put("b-list", form(SMUGGLED), attacks[0], results=alice.results)
-            assert alice.result()["error_code"] == "SEQUENCE_DENIED"
-        alice.put("a-1", form("and my name?"), turn)
-        second = alice.result()
+        for number, turn in enumerate(attacks):
+            bob.submit(f"b-{number}", make_request(INJECTED_TEXT), turn)
+        bob.submit("b-foreign", make_request(INJECTED_TEXT), None, metadata={"sequence_id": "chat-7"})
+        results = [bob.pop_result() for _ in range(len(attacks) + 1)]
+        assert {each.get("error_code") for each in results} == {"SEQUENCE_DENIED"}
+        assert {each["error_message"] for each in results} == {"its sequence belongs to another producer"}
+        assert "4711" not in json.dumps(results)
+        # Without a secret, knowing the result list allows adding to the sequence, but not reading it.
+        if secret:
+            bob.submit("b-list", make_request(INJECTED_TEXT), attacks[0], results=alice.results)
+            assert alice.pop_result()["error_code"] == "SEQUENCE_DENIED"
+        alice.submit("a-1", make_request("and my name?"), alice_turn)
+        second = alice.pop_result()
         assert (second["id"], second["status_code"]) == ("a-1", 200)
-        assert SMUGGLED not in json.dumps(second)
-        assert SMUGGLED.encode() not in b"".join(served.asked), "not one of his requests was sent"
-        assert len(served.asked) == 2
-        if form is messages:
-            assert IN_CONFIDENCE.encode() in served.asked[1], "hers goes on"
+        assert INJECTED_TEXT not in json.dumps(second)
+        assert INJECTED_TEXT.encode() not in b"".join(server.bodies), "no request of bob was sent"
+        assert len(server.bodies) == 2
+        if make_request is make_chat_request:
+            assert SECRET_TEXT.encode() in server.bodies[1], "the conversation of alice continues"
         else:
-            assert b'"previous_response_id":"resp_0"' in served.asked[1]
+            assert b'"previous_response_id":"resp_0"' in server.bodies[1]

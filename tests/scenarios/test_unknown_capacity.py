@@ -1,5 +1,4 @@
-"""A dispatcher that is not told what the pool runs at once, in front of pickers that do not tell it
-either."""
+"""A dispatcher without configured capacity, and pickers that do not report one either."""
 
 from __future__ import annotations
 
@@ -15,23 +14,24 @@ REALTIME_PER_S, REALTIME_S, BATCH_S = 6.0, 1.2, 1.35
 MEASURED_S = 30.0
 
 
-def poisson_trace(path: Path, seconds: float) -> Path:
+def write_poisson_trace(path: Path, seconds: float) -> Path:
     """Write realtime requests that arrive at random, REALTIME_PER_S on average."""
-    draws, at, lines = random.Random(0), 0.0, ["seconds,context_tokens,generated_tokens"]
-    while (at := at + draws.expovariate(REALTIME_PER_S)) < seconds:
+    random_source, at, lines = random.Random(0), 0.0, ["seconds,context_tokens,generated_tokens"]
+    while (at := at + random_source.expovariate(REALTIME_PER_S)) < seconds:
         lines.append(f"{at:.4f},500,50")
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 @pytest.mark.parametrize("picker", ["utilization", "concurrency", "no flow control"])
-def test_realtime_barely_notices_a_dispatcher_that_was_not_told_the_capacity(
+def test_realtime_requests_barely_wait_beside_a_dispatcher_without_configured_capacity(
     stage: Stage, tmp_path: Path, picker: str
 ) -> None:
-    """It once started with 285 requests on 48 slots and kept that up, and realtime waited for seconds.
+    """An earlier version sent 285 requests to 48 slots for long, and realtime requests waited for seconds.
 
-    The stand-in reproduces that with the dispatcher of commit 71b41bd: 292 requests at most with the
-    utilization detector and 289 without flow control."""
+    The stand-in reproduces that with the dispatcher of commit 71b41bd: at most 292 requests with the
+    utilization detector, and 289 without flow control.
+    """
     world = stage.world(
         slots=SLOTS,
         endpoints=SERVERS,
@@ -40,13 +40,13 @@ def test_realtime_barely_notices_a_dispatcher_that_was_not_told_the_capacity(
         kv_at_full=0.1,
         seconds=BATCH_S,
         realtime_seconds=REALTIME_S,
-        trace=poisson_trace(tmp_path / "realtime.csv", MEASURED_S + 60.0),
+        trace=write_poisson_trace(tmp_path / "realtime.csv", MEASURED_S + 60.0),
     )
     stage.producer.submit(2500)
     settings = stage.settings(world, max_sys=None)
-    one = stage.dispatcher(settings)
-    pool = world.mean_in_flight(MEASURED_S)["pool"]
-    status = one.status()
+    dispatcher = stage.dispatcher(settings)
+    pool = world.observe_for(MEASURED_S)["pool"]
+    status = dispatcher.status()
     print(f"{picker}: {pool['all']}, realtime waits {pool['wait_s']['realtime']}, {status['max_sys']} found")
     assert pool["all"]["peak"] <= 1.5 * SLOTS
     assert pool["all"]["mean"] <= SLOTS

@@ -1,7 +1,7 @@
-"""The stage of the virtual scenarios: the real dispatch loop, a queue in memory, a simulated pool.
+"""Environment of the virtual scenarios: the real dispatch loop, a queue in memory, and a simulated pool.
 
-A scenario is a coroutine that lives in virtual time: an hour costs what happens in it. Each ends in the same
-way: the dispatchers drain, and then every request must have exactly one result or lie in the queue.
+A scenario is a coroutine that runs in virtual time, so waiting costs nothing. All scenarios end in the same
+way: the dispatchers drain, and then every request must have exactly one result or be stored in the queue.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ from dispatcher.telemetry.metrics import Metrics as Counters
 TOKEN = "0" * 32
 
 
-class Metrics(Enum):
-    """What the pool's metrics page does."""
+class MetricsState(Enum):
+    """State of the metrics page of the pool."""
 
-    FINE = "fine"
+    OK = "fine"
     GONE = "gone"
-    """No scrape succeeds."""
+    """Every scrape fails."""
     FROZEN = "frozen"
-    """The last sample is told again and again."""
+    """The last sample is returned again and again."""
     GARBAGE = "garbage"
-    """Values that are no numbers."""
+    """Values are not numbers."""
     ABSENT = "absent"
-    """The poller itself hangs: nothing is told at all."""
+    """The poller itself hangs, so that nothing is reported at all."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a scenario starts from."""
+class StageSettings:
+    """Settings with which a scenario starts."""
 
     slots: int = 32
-    """As the configuration says, and as the pool has them but for `true_slots`."""
+    """Configured slots of the pool; the pool has as many unless `true_slots` is set."""
     true_slots: int | None = None
     replicas: int = 1
     scrape_s: float = 1.0
     lag_s: float = 0.01
-    way_s: float = 0.003
+    transit_s: float = 0.003
     """Transit time of requests and answers."""
     answer_s: float | None = None
     """Transit time of answers, if it differs from that of requests."""
-    late_s: float = 0.0
+    loop_delay_s: float = 0.0
     """Delay that the dispatchers' event loops report."""
     journal: bool = False
-    """Whether tries are counted, which the health needs."""
+    """Whether attempts are counted, which the health assessment needs."""
     call_s: float = 0.0
     """Duration of calls to the queue."""
     work_s: float = 0.5
     """Duration of a request in an empty pool. In a full pool it takes twice as long."""
     queue_limit: int | None = None
     realtime: Sequence[tuple[float, float]] = ()
-    """(when, work in seconds) of realtime requests."""
+    """Arrival time and work in seconds of each realtime request."""
     outages: Sequence[tuple[float, float]] = ()
     lease_s: float = 30.0
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     max_age_s: float = 10.0
-    tenant_from: str = ""
+    tenant_attribute: str = ""
     observe: bool = False
     weigh_request: Callable[[Request], int] = compute_units
     """Weight of a request in the limit. The pool and its metrics count each request once."""
@@ -97,36 +97,39 @@ class Setting:
     @property
     def options(self) -> Options:
         return Options(
-            retry=self.retry, lease_s=self.lease_s, tenant_attribute=self.tenant_from, observe=self.observe
+            retry=self.retry,
+            lease_s=self.lease_s,
+            tenant_attribute=self.tenant_attribute,
+            observe=self.observe,
         )
 
     @property
     def max_limit(self) -> int:
-        """What ours may be at the most: floor(slots × (1 − reserve))."""
+        """Largest possible number of batch requests in flight: floor(slots × (1 − reserve))."""
         return int(self.slots * 0.95 + 1e-9)
 
 
 @dataclass(eq=False)
-class Try:
-    """One request on its way, as the gateway's side sees it."""
+class Attempt:
+    """One attempt to forward a request, as seen at the gateway."""
 
     id: str
     replica: int
     began_at: float
     ended_at: float = nan
     outcome: Outcome | None = None
-    """None: it has not ended, or its sender left."""
+    """`None` if the attempt has not ended or its sender was killed."""
 
 
 Fault = Callable[[Request], Awaitable[Outcome | None]]
-"""What a broken gateway does with a request; None: it takes it after all."""
+"""Outcome of a request at a broken gateway; `None` if the gateway forwards the request."""
 
 
 class Gateway(SimulatedGateway):
-    """One replica's way to the pool, with a log and the faults of the stage."""
+    """Gateway of one replica, which logs attempts and applies the fault of the stage."""
 
     def __init__(self, stage: Stage, replica: int) -> None:
-        super().__init__(stage.road, stage.job_of)
+        super().__init__(stage.transport, stage.make_job)
         self._stage = stage
         self._replica = replica
         self._ids: dict[str, str] = {}
@@ -136,36 +139,36 @@ class Gateway(SimulatedGateway):
     ) -> AttemptResult:
         stage = self._stage
         self._ids[token] = request.id
-        one = Try(request.id, self._replica, stage.now)
-        stage.tries.append(one)
+        attempt = Attempt(request.id, self._replica, stage.now)
+        stage.attempts.append(attempt)
         try:
             outcome = None if stage.fault is None else await stage.fault(request)
             if outcome is None:
-                forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+                result = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
             else:
-                sent_at = stage.now if isinstance(outcome, Unreachable) else one.began_at
-                forwarded = AttemptResult(outcome, sent_at, stage.now)
-            one.outcome = forwarded.outcome
+                sent_at = stage.now if isinstance(outcome, Unreachable) else attempt.began_at
+                result = AttemptResult(outcome, sent_at, stage.now)
+            attempt.outcome = result.outcome
         finally:
-            one.ended_at = stage.now
+            attempt.ended_at = stage.now
             del self._ids[token]
-        return forwarded
+        return result
 
     def get_connected_at(self, token: str) -> float | None:
-        held_open = self._stage.held_open.get(self._ids.get(token, ""))
+        held_open = self._stage.connected_since.get(self._ids.get(token, ""))
         return super().get_connected_at(token) if held_open is None else held_open
 
 
 class Stage:
-    """Everything that a scenario can look at and tamper with."""
+    """Everything that a scenario can inspect and change."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, setting: Setting) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, setting: StageSettings) -> None:
         self.setting = setting
-        self.tries: list[Try] = []
+        self.attempts: list[Attempt] = []
         self.fault: Fault | None = None
-        self.held_open: dict[str, float] = {}
-        """Requests that a fault keeps connected, and since when."""
-        self.metrics = Metrics.FINE
+        self.connected_since: dict[str, float] = {}
+        """Time since when a fault has kept a request connected, by request id."""
+        self.metrics = MetricsState.OK
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.submitted: list[str] = []
         self.capacity: float | None = None
@@ -174,33 +177,33 @@ class Stage:
         true_slots = setting.true_slots or setting.slots
         self.world = World(
             true_slots,
-            reserve=1.0,  # so that every request in the system counts as overshoot
+            reserve=1.0,  # so every request in the system counts as overshoot
             queue_limit=setting.queue_limit,
             realtime=[(at, Job(work_s, 1, is_batch=False)) for at, work_s in setting.realtime],
             outages=setting.outages,
         )
-        answer_s = setting.way_s if setting.answer_s is None else setting.answer_s
-        self.road = SimulatedTransport(self.world, send_s=setting.way_s, answer_s=answer_s)
+        answer_s = setting.transit_s if setting.answer_s is None else setting.answer_s
+        self.transport = SimulatedTransport(self.world, send_s=setting.transit_s, answer_s=answer_s)
         self.store = MemoryStore(self._loop.time, unix_origin=EPOCH, lease_s=setting.lease_s)
         self._exporter = Exporter(
             Signals.SATURATION, policy=Policy(per_endpoint=setting.slots), picker_per_pod=true_slots
         )
         self._frozen: list[Reading] = []
-        self._made = 0
+        self._start_count = 0
         self.replicas: list[Replica | None] = [None] * setting.replicas
         for index in range(setting.replicas):
             self.start(index)
 
-    # The cast.
+    # Replicas.
 
     def start(self, index: int) -> Replica:
-        """A process comes up, knowing nothing."""
+        """Start a replica without any state."""
         assert self.replicas[index] is None
-        self._made += 1
+        self._start_count += 1
         replica = self.replicas[index] = Replica(
             self._tasks,
             self.store,
-            f"owner-{self._made}",
+            f"owner-{self._start_count}",
             Gateway(self, index),
             self.setting.policy,
             [Signal.SATURATION],
@@ -209,7 +212,7 @@ class Stage:
             weigh=self.setting.weigh_request,
             journal=Journal(Counters()) if self.setting.journal else None,
         )
-        replica.limiter.set_loop_delay(self.setting.late_s)
+        replica.limiter.set_loop_delay(self.setting.loop_delay_s)
         # No two replicas scrape at the same moment.
         phase_s = self.setting.scrape_s * index / len(self.replicas)
         self._tasks.create_task(self._scrape(replica, phase_s))
@@ -226,35 +229,35 @@ class Stage:
 
     async def _scrape(self, replica: Replica, phase_s: float) -> None:
         setting = self.setting
-        nth = int((self.now - phase_s) / setting.scrape_s) + 1 if self.now > phase_s else 0
+        scrape_number = int((self.now - phase_s) / setting.scrape_s) + 1 if self.now > phase_s else 0
         while not replica.task.done():
-            await asyncio.sleep(phase_s + nth * setting.scrape_s - self.now)
-            nth += 1
-            self.road.advance_world()
+            await asyncio.sleep(phase_s + scrape_number * setting.scrape_s - self.now)
+            scrape_number += 1
+            self.transport.advance_world()
             found = self._exporter.scrape_pages(self.world.observe_pool()).readings
             readings = [replace(reading, is_request_count=True, items_beyond_calls=0.0) for reading in found]
-            self._loop.call_later(setting.lag_s, self._tell, replica, readings, self.metrics)
+            self._loop.call_later(setting.lag_s, self._deliver_readings, replica, readings, self.metrics)
 
     def _poll(self, readings: list[Reading]) -> Poll:
         return Poll(
             completed_at=self.now, signals=tuple(r.signal for r in readings), readings=tuple(readings)
         )
 
-    def _tell(self, replica: Replica, readings: list[Reading], metrics: Metrics) -> None:
+    def _deliver_readings(self, replica: Replica, readings: list[Reading], metrics: MetricsState) -> None:
         match metrics:
-            case Metrics.FINE:
+            case MetricsState.OK:
                 self._frozen = readings
                 replica.handle_poll(self._poll(readings))
-            case Metrics.FROZEN:
+            case MetricsState.FROZEN:
                 replica.handle_poll(self._poll(self._frozen))
-            case Metrics.GONE:
+            case MetricsState.GONE:
                 replica.handle_scrape_failure("the metrics endpoint does not answer", self.now)
-            case Metrics.GARBAGE:
-                replica.handle_poll(self._poll([_garbage(reading) for reading in readings]))
-            case Metrics.ABSENT:
+            case MetricsState.GARBAGE:
+                replica.handle_poll(self._poll([_make_garbage(reading) for reading in readings]))
+            case MetricsState.ABSENT:
                 pass
 
-    # The producers.
+    # Producers.
 
     async def submit(
         self,
@@ -284,7 +287,7 @@ class Stage:
         self.submitted += names
         return names
 
-    def job_of(self, request: Request) -> Job:
+    def make_job(self, request: Request) -> Job:
         return Job(self.setting.work_s, 1, is_batch=True)
 
     @property
@@ -294,14 +297,14 @@ class Stage:
         ]
 
     @property
-    def answered(self) -> int:
+    def answered_count(self) -> int:
         return len(self.store.result_lists.get(self.store.default_result_list, ()))
 
-    def statuses(self) -> Counter[int | str | None]:
-        """How many results there are, by status or error code."""
+    def count_statuses(self) -> Counter[int | str | None]:
+        """Count the results by status code or error code."""
         return Counter(result.status_code or result.error_code for result in self.results)
 
-    # Looking.
+    # Observations.
 
     @property
     def now(self) -> float:
@@ -309,54 +312,54 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """Of ours, in the pool."""
-        self.road.advance_world()
+        """Number of batch requests in the pool."""
+        self.transport.advance_world()
         state = self.world.observe_pool()
         return state.batch_running + state.batch_waiting
 
     def reasons(self) -> set[Reason]:
         return {replica.dispatcher.get_allowance().reason for replica in self.alive}
 
-    def sent(self, since: float = -inf, until: float = inf) -> list[Try]:
-        """What set out for the gateway in that time."""
-        return [one for one in self.tries if since < one.began_at < until]
+    def find_attempts(self, since: float = -inf, wait_until: float = inf) -> list[Attempt]:
+        """Return the attempts that started in this time."""
+        return [attempt for attempt in self.attempts if since < attempt.began_at < wait_until]
 
-    def restart_peak(self) -> None:
-        self.road.advance_world()
+    def reset_peak(self) -> None:
+        self.transport.advance_world()
         self.world.overshoot.worst = self.world.in_system
 
     @property
     def peak(self) -> float:
-        """The most requests in the system since `restart_peak`, realtime included."""
-        self.road.advance_world()
+        """Largest number of requests in the system since `reset_peak`, including realtime requests."""
+        self.transport.advance_world()
         return self.world.overshoot.worst
 
-    async def mean_over(self, seconds: float) -> float:
-        """Requests in the system on average over the next seconds."""
-        self.road.advance_world()
-        before = self.world.overshoot.request_seconds
+    async def measure_mean_load(self, seconds: float) -> float:
+        """Return the mean number of requests in the system over the next seconds."""
+        self.transport.advance_world()
+        request_seconds_before = self.world.overshoot.request_seconds
         await asyncio.sleep(seconds)
-        self.road.advance_world()
-        return (self.world.overshoot.request_seconds - before) / seconds
+        self.transport.advance_world()
+        return (self.world.overshoot.request_seconds - request_seconds_before) / seconds
 
-    async def until(self, condition: Callable[[], object], within_s: float, what: str = "") -> float:
-        """Wait for it, and return how long that took."""
-        began = self.now
+    async def wait_until(self, condition: Callable[[], object], within_s: float, what: str = "") -> float:
+        """Wait for a condition, and return how long that took."""
+        started_at = self.now
         while not condition():
-            assert self.now < began + within_s, f"not within {within_s:g} s: {what or condition}"
+            assert self.now < started_at + within_s, f"not within {within_s:g} s: {what or condition}"
             await asyncio.sleep(0.01)
-        return self.now - began
+        return self.now - started_at
 
-    async def until_answered(self, within_s: float, names: Sequence[str] | None = None) -> float:
+    async def wait_until_answered(self, within_s: float, names: Sequence[str] | None = None) -> float:
         wanted = set(self.submitted if names is None else names)
-        return await self.until(
-            lambda: self.answered >= len(wanted) and wanted <= {r.id for r in self.results},
+        return await self.wait_until(
+            lambda: self.answered_count >= len(wanted) and wanted <= {r.id for r in self.results},
             within_s,
-            "every answer",
+            "all answers",
         )
 
     async def close(self, drain_s: float = 1000.0) -> None:
-        """The end of each scenario: drain, and account for every request."""
+        """Drain all replicas and check that no request is lost. Called at the end of each scenario."""
         for replica in self.alive:
             replica.dispatcher.drain(drain_s)
         await asyncio.gather(*(replica.task for replica in self.alive))
@@ -370,43 +373,48 @@ class Stage:
         assert not [fields for event, fields in self.events if event is Event.INTERNAL_ERROR]
 
 
-def _garbage(reading: Reading) -> Reading:
+def _make_garbage(reading: Reading) -> Reading:
     return Reading(
         reading.signal, reading.opened_at, reading.closed_at, f_sys=nan, f_epp=0.0, max_sys=reading.max_sys
     )
 
 
-Scene = Callable[..., Awaitable[None]]
+ScenarioBody = Callable[..., Awaitable[None]]
 
 
-def perform(scene: Scene, **setting: Any) -> None:
-    """Live through `scene(stage)` and its end."""
+def run_scenario(body: ScenarioBody, **setting: Any) -> None:
+    """Run `body(stage)` in virtual time, and the checks of `Stage.close`."""
 
-    async def live() -> None:
+    async def run() -> None:
         async with asyncio.TaskGroup() as tasks:
-            stage = Stage(tasks, Setting(**setting))
+            stage = Stage(tasks, StageSettings(**setting))
             stage.events = events
-            await scene(stage)
+            await body(stage)
             await stage.close()
 
     events: list[tuple[Event, Mapping[str, Any]]] = []
-    with divert_events(lambda event, told: events.append((event, told))):
-        virtual_loop.run_in_virtual_time(live())
+    with divert_events(lambda event, fields: events.append((event, fields))):
+        virtual_loop.run_in_virtual_time(run())
 
 
-def scenario(**setting: Any) -> Callable[[Scene], Callable[..., None]]:
-    """Make a test of a coroutine `scene(stage, **parameters)`; parameters named as in Setting set it."""
+def scenario(**setting: Any) -> Callable[[ScenarioBody], Callable[..., None]]:
+    """Turn a coroutine `body(stage, **parameters)` into a test.
 
-    def decorate(scene: Scene) -> Callable[..., None]:
-        parameters = list(inspect.signature(scene).parameters.values())[1:]
+    Parameters that are named like a field of StageSettings also set this field.
+    """
 
-        @functools.wraps(scene)
-        def test(**given: Any) -> None:
-            fields = {name: value for name, value in given.items() if name in Setting.__dataclass_fields__}
-            perform(lambda stage: scene(stage, **given), **{**setting, **fields})
+    def decorate(body: ScenarioBody) -> Callable[..., None]:
+        parameters = list(inspect.signature(body).parameters.values())[1:]
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            fields = {
+                name: value for name, value in arguments.items() if name in StageSettings.__dataclass_fields__
+            }
+            run_scenario(lambda stage: body(stage, **arguments), **{**setting, **fields})
 
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        del test.__wrapped__  # pytest would see a coroutine in it
+        del test.__wrapped__  # otherwise pytest would find the coroutine and run it
         return test
 
     return decorate

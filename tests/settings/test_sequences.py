@@ -1,4 +1,4 @@
-"""Settings of sequences: what they come to, and what is refused."""
+"""Settings of sequences: their values, and what is rejected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatcher.settings import Settings, parse_settings
 MINIMAL = "gateway: {url: http://gw}\n"
 
 
-def test_defaults_are_those_of_the_queue() -> None:
+def test_defaults_equal_those_of_the_core() -> None:
     found = parse_settings(MINIMAL, {})
     assert isinstance(found, Settings)
     assert found.sequences.build_terms() == SequenceTerms()
@@ -19,7 +19,7 @@ def test_defaults_are_those_of_the_queue() -> None:
     assert (found.sequences.header, found.sequences.session_id_header) == ("x-session-token", "x-session-id")
 
 
-def test_what_is_set_holds() -> None:
+def test_all_keys_are_applied() -> None:
     text = (
         "sequences: {max_idle_s: 5, max_age_s: 50, max_active: 7, max_waiting: 3, on_error: hold, gap_s: 2, "
         "after_end: refuse, carry: messages}"
@@ -31,7 +31,7 @@ def test_what_is_set_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "message"),
     [
         ("{header: authorization}", "has a meaning of its own"),
         ("{header: X-Request-Id}", "has a meaning of its own"),
@@ -42,7 +42,7 @@ def test_what_is_set_holds() -> None:
         ("{on_error: stop}", "on_error"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, why: str) -> None:
+def test_invalid_setting_is_rejected(text: str, message: str) -> None:
     found = parse_settings(f"{MINIMAL}sequences: {text}", {})
     assert isinstance(found, list)
-    assert why in str(found[0])
+    assert message in str(found[0])

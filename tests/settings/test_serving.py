@@ -1,4 +1,4 @@
-"""Settings of models: which are named, whether they are observed, and what is refused."""
+"""Settings `models` and `serving`: which models are configured, and how they are observed."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from dispatcher.settings.models import MAX_MODELS
 MINIMAL = "gateway: {url: http://gw}\n"
 
 
-def settings(text: str, **environ: str) -> Settings:
+def parse_valid(text: str, **environ: str) -> Settings:
     found = parse_settings(MINIMAL + text, environ)
     assert isinstance(found, Settings), found
     return found
 
 
-def refused(text: str, **environ: str) -> str:
+def parse_invalid(text: str, **environ: str) -> str:
     found = parse_settings(MINIMAL + text, environ)
     assert isinstance(found, list)
     return "; ".join(map(str, found))
 
 
 def test_without_models_nothing_is_observed() -> None:
-    found = settings("")
+    found = parse_valid("")
     assert (found.models, found.serving.observe, found.serving.interval_s) == ((), "auto", 5.0)
     assert not found.observes_models
 
 
 @pytest.mark.parametrize(
-    ("observe", "bare", "with_models"),
+    ("observe", "without_models", "with_models"),
     [("auto", False, True), ("off", False, False), ("gateway", True, True), ("endpoints", True, True)],
 )
-def test_auto_observes_where_models_are_named(observe: str, bare: bool, with_models: bool) -> None:
-    assert settings(f"serving: {{observe: {observe}}}").observes_models is bare
-    named = settings(f"serving: {{observe: {observe}}}\nmodels: [{{name: m}}]")
-    assert named.observes_models is with_models
+def test_auto_observes_if_models_are_configured(
+    observe: str, without_models: bool, with_models: bool
+) -> None:
+    assert parse_valid(f"serving: {{observe: {observe}}}").observes_models is without_models
+    with_model = parse_valid(f"serving: {{observe: {observe}}}\nmodels: [{{name: m}}]")
+    assert with_model.observes_models is with_models
 
 
-def vllm(*pages: str, serving: str = "", more: str = "") -> Settings:
-    return settings(f"signals: {{vllm: {{urls: {[*pages]}{more}}}}}\nserving: {{{serving}}}")
+def parse_with_vllm(*metrics_urls: str, serving: str = "", more: str = "") -> Settings:
+    return parse_valid(f"signals: {{vllm: {{urls: {[*metrics_urls]}{more}}}}}\nserving: {{{serving}}}")
 
 
 @pytest.mark.parametrize(
-    ("page", "listed"),
+    ("metrics_url", "models_url"),
     [
         ("http://a:8000", "http://a:8000/v1/models"),
         ("http://a:8000/", "http://a:8000/v1/models"),
@@ -58,18 +60,20 @@ def vllm(*pages: str, serving: str = "", more: str = "") -> Settings:
         ("http://a/metrics?all=1", ""),
     ],
 )
-def test_servers_are_those_whose_metrics_pages_are_read(page: str, listed: str) -> None:
-    found = vllm(page)
-    assert [each.reveal() for each in found.serving_with_servers.urls] == [listed] * bool(listed)
-    assert found.serving.urls == (), "what the operator said stays as he said it"
+def test_model_lists_are_read_from_the_servers_of_the_metrics_pages(
+    metrics_url: str, models_url: str
+) -> None:
+    found = parse_with_vllm(metrics_url)
+    assert [each.reveal() for each in found.serving_with_servers.urls] == [models_url] * bool(models_url)
+    assert found.serving.urls == (), "the setting of the operator is not changed"
 
 
-def test_servers_of_the_signals_come_with_their_token_and_tls_where_none_is_said() -> None:
-    theirs = ", token_file: /theirs, tls: {ca_file: /ca}"
-    found = vllm("http://a", more=theirs).serving_with_servers
+def test_servers_of_the_signals_use_their_token_and_tls_unless_serving_has_its_own() -> None:
+    of_signals = ", token_file: /theirs, tls: {ca_file: /ca}"
+    found = parse_with_vllm("http://a", more=of_signals).serving_with_servers
     assert (found.token_file, found.tls.ca_file) == ("/theirs", "/ca")
-    found = vllm(
-        "http://a", more=theirs, serving="token_file: /mine, tls: {ca_file: /my-ca}"
+    found = parse_with_vllm(
+        "http://a", more=of_signals, serving="token_file: /mine, tls: {ca_file: /my-ca}"
     ).serving_with_servers
     assert (found.token_file, found.tls.ca_file, len(found.urls)) == ("/mine", "/my-ca", 1)
 
@@ -78,53 +82,53 @@ def test_servers_of_the_signals_come_with_their_token_and_tls_where_none_is_said
     "serving",
     ["urls: ['http://b']", "observe: gateway", "warmup: {by: gateway}"],
 )
-def test_servers_of_the_signals_are_not_taken_where_something_else_is_said(serving: str) -> None:
-    found = vllm("http://a", serving=serving, more=", token_file: /theirs")
+def test_servers_of_the_signals_are_not_used_if_serving_says_otherwise(serving: str) -> None:
+    found = parse_with_vllm("http://a", serving=serving, more=", token_file: /theirs")
     assert found.serving_with_servers is found.serving
 
 
-def test_where_one_page_tells_no_server_none_is_taken() -> None:
-    assert vllm("http://a", "http://b/stats").serving_with_servers.urls == ()
-    assert settings("signals: {vllm: {service: servers}}").serving_with_servers.urls == ()
+def test_no_servers_are_derived_if_one_page_does_not_reveal_its_server() -> None:
+    assert parse_with_vllm("http://a", "http://b/stats").serving_with_servers.urls == ()
+    assert parse_valid("signals: {vllm: {service: servers}}").serving_with_servers.urls == ()
 
 
-def test_a_model_waits_unless_it_is_told_otherwise() -> None:
-    found = settings("models:\n- name: Qwen/Qwen3-32B\n- {name: 'ein größeres', when_not_served: fail}\n")
+def test_requests_for_a_model_wait_by_default() -> None:
+    found = parse_valid("models:\n- name: Qwen/Qwen3-32B\n- {name: 'ein größeres', when_not_served: fail}\n")
     assert [(each.name, each.when_not_served) for each in found.models] == [
         ("Qwen/Qwen3-32B", "wait"),
         ("ein größeres", "fail"),
     ]
 
 
-def test_models_come_from_a_variable_as_json() -> None:
+def test_models_are_read_as_json_from_a_variable() -> None:
     variable = {"BATCH_DISPATCHER__MODELS": '[{"name": "a"}, {"name": "b", "when_not_served": "fail"}]'}
-    assert [each.name for each in settings("models: [{name: x}]", **variable).models] == ["a", "b"]
+    assert [each.name for each in parse_valid("models: [{name: x}]", **variable).models] == ["a", "b"]
     wrong = {"BATCH_DISPATCHER__MODELS": '[{"name": "a", "when_not_serve": "fail"}]'}
     key = "environment: BATCH_DISPATCHER__MODELS[0].when_not_serve"
-    said = f"{key}: unknown key (did you mean when_not_served?)"
-    assert refused("", **wrong) == said
+    message = f"{key}: unknown key (did you mean when_not_served?)"
+    assert parse_invalid("", **wrong) == message
 
 
-def test_as_many_models_as_are_allowed_can_be_written_down_and_read_back() -> None:
+def test_largest_number_of_models_can_be_written_and_read_back() -> None:
     lines = "\n".join(f"- name: model-{number}\n  when_not_served: fail" for number in range(MAX_MODELS))
-    found = settings(f"models:\n{lines}\n")
+    found = parse_valid(f"models:\n{lines}\n")
     assert len(found.models) == MAX_MODELS
     shown = "\n".join(map(str, effective.render_lines(found)))
     again = parse_settings(shown, {})
     assert isinstance(again, Settings)
     assert again.models == found.models
     more = f"models:\n{lines}\n- name: one-more\n"
-    assert refused(more).endswith("models: must be at most 1000 models, not 1001")
+    assert parse_invalid(more).endswith("models: must be at most 1000 models, not 1001")
 
 
-def test_a_name_may_be_as_long_as_a_server_lists_it() -> None:
+def test_model_name_may_have_up_to_256_bytes() -> None:
     longest = "ü" * (MAX_MODEL_NAME_BYTES // 2)
-    assert settings(f"models: [{{name: {longest}}}]").models == (ModelSettings(name=longest),)
-    assert "must not be longer than 256 bytes" in refused(f"models: [{{name: {longest}x}}]")
+    assert parse_valid(f"models: [{{name: {longest}}}]").models == (ModelSettings(name=longest),)
+    assert "must not be longer than 256 bytes" in parse_invalid(f"models: [{{name: {longest}x}}]")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("models: [{name: a}, {name: b}, {name: a}]", "models: names a model twice, in [0] and [2]"),
         ("models: [{name: ''}]", "models[0].name: must not be empty"),
@@ -149,12 +153,12 @@ def test_a_name_may_be_as_long_as_a_server_lists_it() -> None:
         ("serving: {tls: {cert_file: a}}", "cert_file and key_file are needed together"),
     ],
 )
-def test_what_makes_no_sense_is_refused(text: str, said: str) -> None:
-    assert said in refused(text)
+def test_invalid_setting_is_rejected(text: str, message: str) -> None:
+    assert message in parse_invalid(text)
 
 
-def test_all_of_it_can_change_while_the_dispatcher_runs() -> None:
-    old = settings("")
+def test_models_and_serving_can_change_while_the_dispatcher_runs() -> None:
+    old = parse_valid("")
     changed = MINIMAL + "serving: {interval_s: 1, when_not_served: fail}\nmodels: [{name: a}]\n"
     new = reload_settings(old, changed, {})
     assert isinstance(new, Settings)
@@ -165,8 +169,8 @@ def test_all_of_it_can_change_while_the_dispatcher_runs() -> None:
     ]
 
 
-def test_passwords_of_servers_do_not_show() -> None:
-    found = settings("serving: {urls: ['http://user:hunter2@a:8000']}\nmodels: [{name: a}]")
+def test_passwords_of_server_urls_are_masked() -> None:
+    found = parse_valid("serving: {urls: ['http://user:hunter2@a:8000']}\nmodels: [{name: a}]")
     assert "hunter2" not in json.dumps(effective.settings_as_json(found)) + "\n".join(
         map(str, effective.render_lines(found))
     )

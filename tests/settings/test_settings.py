@@ -1,4 +1,4 @@
-"""A configuration is taken whole or refused with everything that is wrong with it."""
+"""Parsing of the whole configuration: valid files and variables, and the problems of invalid ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dispatcher.settings.values import is_secret_name
 MINIMAL = "gateway: {url: http://gw}\n"
 
 
-def good(text: str = MINIMAL, **environ: str) -> Settings:
+def parse_valid(text: str = MINIMAL, **environ: str) -> Settings:
     found = parse_settings(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
     assert isinstance(found, Settings), [str(problem) for problem in found]
     return found
 
 
-def bad(text: str, **environ: str) -> list[str]:
+def list_problems(text: str, **environ: str) -> list[str]:
     found = parse_settings(text, {f"BATCH_DISPATCHER__{name}": value for name, value in environ.items()})
     assert isinstance(found, list)
     assert found
@@ -35,7 +35,7 @@ def bad(text: str, **environ: str) -> list[str]:
 
 
 def test_minimal_file_has_the_documented_defaults() -> None:
-    settings = good()
+    settings = parse_valid()
     assert settings.queue.name == "batch:{default}:requests"
     assert settings.queue.results == "batch:{default}:results"
     assert (settings.queue.lease_s, settings.queue.poll_s) == (30, 0.2)
@@ -56,25 +56,25 @@ def test_minimal_file_has_the_documented_defaults() -> None:
     ("queue", "timeout_s"),
     [("{}", 5), ("{lease_s: 3}", 3), ("{lease_s: 3, owner_timeout_s: 3}", 3), ("{owner_timeout_s: 9}", 9)],
 )
-def test_dispatcher_is_dead_after_five_seconds_of_silence_and_never_later_than_its_leases(
+def test_owner_timeout_defaults_to_five_seconds_but_never_exceeds_the_lease(
     queue: str, timeout_s: float
 ) -> None:
-    settings = good(MINIMAL + f"queue: {queue}")
+    settings = parse_valid(MINIMAL + f"queue: {queue}")
     assert settings.queue.effective_owner_timeout_s() == timeout_s
     assert settings.limit_policy().orphan_timeout_s == settings.queue.lease_s
 
 
-def test_queue_is_named_after_its_pool_unless_named() -> None:
-    assert good(MINIMAL + "pool: {name: qwen}").queue.name == "batch:{qwen}:requests"
-    named = good(MINIMAL + "pool: {name: qwen}\nqueue: {name: 'mine'}").queue
+def test_queue_is_named_after_its_pool_unless_it_has_a_name() -> None:
+    assert parse_valid(MINIMAL + "pool: {name: qwen}").queue.name == "batch:{qwen}:requests"
+    named = parse_valid(MINIMAL + "pool: {name: qwen}\nqueue: {name: 'mine'}").queue
     assert (named.name, named.results) == ("mine", "batch:{qwen}:results")
 
 
-def test_all_problems_are_told_at_once_each_with_its_line_and_the_nearest_key() -> None:
+def test_all_problems_are_reported_at_once_with_line_and_nearest_key() -> None:
     text = (
         "gateway:\n  url: http://gw\n  timeout_s: 0\nbudget:\n  reserv: 0.1\nlog: {level: inf}\nreserve: 1\n"
     )
-    assert bad(text, RETRY__MAX_ATTEMPT="3") == [
+    assert list_problems(text, RETRY__MAX_ATTEMPT="3") == [
         "config.yaml: line 3: gateway.timeout_s: must be above 0.0, not 0",
         "config.yaml: line 5: budget.reserv: unknown key (did you mean reserve?)",
         "config.yaml: line 6: log.level: must be one of debug, info, warning, error (did you mean info?)",
@@ -175,19 +175,21 @@ def test_all_problems_are_told_at_once_each_with_its_line_and_the_nearest_key() 
         ("gateway: {url: http://gw, tls: {cert_file: /c}}", "config.yaml: line 1: gateway.tls.key_file: cert_file and key_file are needed together"),
     ],
 )  # fmt: skip
-def test_wrong_file_is_refused_with_one_sentence(text: str, problem: str) -> None:
-    assert problem in bad(text)
+def test_invalid_file_is_rejected_with_one_sentence(text: str, problem: str) -> None:
+    assert problem in list_problems(text)
     if "line" in problem.split(": ")[1] or not text:
-        assert len(bad(text)) == 1
+        assert len(list_problems(text)) == 1
 
 
 @pytest.mark.parametrize("reserve", [0.0, 0.05, 0.1, 0.3, 0.7, 0.9])
-def test_upper_may_equal_one_minus_reserve_however_floats_fall(reserve: float) -> None:
-    assert good(MINIMAL + f"budget: {{reserve: {reserve}, upper: {round(1 - reserve, 10)}}}").budget.upper
+def test_upper_may_equal_one_minus_reserve_despite_rounding_errors(reserve: float) -> None:
+    assert parse_valid(
+        MINIMAL + f"budget: {{reserve: {reserve}, upper: {round(1 - reserve, 10)}}}"
+    ).budget.upper
 
 
-def test_yaml_words_and_numbers_read_as_they_look() -> None:
-    settings = good(
+def test_yaml_1_1_words_and_numbers_are_read_as_they_are_written() -> None:
+    settings = parse_valid(
         "gateway: {url: http://gw, objective: no, timeout_s: 1e2}\nqueue: {dead_max: 010}\nlog:\n"
     )
     assert settings.gateway.objective == "no"
@@ -196,17 +198,17 @@ def test_yaml_words_and_numbers_read_as_they_look() -> None:
 
 
 @pytest.mark.parametrize("name", ["requests", "batch:{qwen}:requests", "{a}", "x{a}"])
-def test_queue_names_with_one_tag_or_none_are_taken(name: str) -> None:
-    assert good(MINIMAL + f"queue: {{name: '{name}'}}").queue.name == name
+def test_queue_name_may_have_one_hash_tag_or_none(name: str) -> None:
+    assert parse_valid(MINIMAL + f"queue: {{name: '{name}'}}").queue.name == name
 
 
 @pytest.mark.parametrize("name", ["{", "}", "a}b{", "{}", "{a}{b}", "{{a}}", "a{b}c}"])
-def test_stray_braces_in_a_queue_name_are_refused(name: str) -> None:
-    assert "queue.name" in bad(MINIMAL + f"queue: {{name: '{name}'}}")[0]
+def test_other_braces_in_a_queue_name_are_rejected(name: str) -> None:
+    assert "queue.name" in list_problems(MINIMAL + f"queue: {{name: '{name}'}}")[0]
 
 
 def test_environment_overrides_the_file_and_reads_text_as_text() -> None:
-    settings = good(
+    settings = parse_valid(
         "gateway: {url: http://gw}\npool: {name: file}\nbudget: {reserve: 0.5}\nsignals:\n",
         POOL__NAME="007",
         BUDGET__RESERVE="0.25",
@@ -240,38 +242,39 @@ def test_environment_overrides_the_file_and_reads_text_as_text() -> None:
         ("HTTP_PROXY", "x", "unknown key"),
     ],
 )  # fmt: skip
-def test_wrong_variable_is_named(variable: str, value: str, what: str) -> None:
-    assert bad(MINIMAL, **{variable: value}) == [f"environment: BATCH_DISPATCHER__{variable}: {what}"]
+def test_invalid_variable_is_named_in_the_problem(variable: str, value: str, what: str) -> None:
+    assert list_problems(MINIMAL, **{variable: value}) == [
+        f"environment: BATCH_DISPATCHER__{variable}: {what}"
+    ]
 
 
-def test_other_variables_of_a_pod_are_left_alone() -> None:
-    """Kubernetes sets BATCH_DISPATCHER_SERVICE_HOST where a Service has our name."""
+def test_other_variables_of_a_pod_are_ignored() -> None:
+    """Kubernetes sets BATCH_DISPATCHER_SERVICE_HOST if a Service is named batch-dispatcher."""
     assert isinstance(
         parse_settings(MINIMAL, {"BATCH_DISPATCHER_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}), Settings
     )
 
 
 @pytest.mark.parametrize("variable", ["POOL", "pool", "GATEWAY__OBJECTIVE", "budget__reserve"])
-def test_variables_without_our_prefix_say_nothing(
+def test_variables_without_the_prefix_are_ignored(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The settings library would read them, and a `.env` beside the process too, if it were let."""
+    """By default, the settings library would read them, and also a `.env` in the working directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".env").write_text(f"{variable}=1\nBATCH_DISPATCHER__POOL__NAME=stray\n")
-    monkeypatch.setenv(variable, '{"name": "stray"}')
-    monkeypatch.setenv(
-        "BATCH_DISPATCHER__POOL__NAME", "stray"
-    )  # of the process: only what is handed in counts
-    assert good() == Settings.model_validate({"gateway": {"url": "http://gw"}})
-    assert good().pool.name == "default"
+    (tmp_path / ".env").write_text(f"{variable}=1\nBATCH_DISPATCHER__POOL__NAME=ignored\n")
+    monkeypatch.setenv(variable, '{"name": "ignored"}')
+    # Only the environment that is passed as an argument counts, not that of the process.
+    monkeypatch.setenv("BATCH_DISPATCHER__POOL__NAME", "ignored")
+    assert parse_valid() == Settings.model_validate({"gateway": {"url": "http://gw"}})
+    assert parse_valid().pool.name == "default"
 
 
-def test_settings_library_logs_no_secret_when_told_to_debug() -> None:
+def test_settings_library_logs_no_secret_in_debug_mode() -> None:
     code = (
         "import logging; logging.basicConfig(level=logging.DEBUG)\n"
         "from dispatcher.settings import Settings, parse_settings\n"
         f"assert isinstance(parse_settings({SECRETS!r}, {{}}), Settings)\n"
-        "logging.debug('heard')"
+        "logging.debug('debug is on')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -281,7 +284,7 @@ def test_settings_library_logs_no_secret_when_told_to_debug() -> None:
         timeout=60,
         env={**os.environ, "PYDANTIC_SETTINGS_DEBUG": "1"},
     )
-    assert "heard" in done.stderr
+    assert "debug is on" in done.stderr
     assert "sesame" not in done.stderr + done.stdout
 
 
@@ -295,8 +298,8 @@ signals: {prometheus: {url: 'http://prom:sesame@prom/?sig=sesame&x=1', headers: 
 """
 
 
-def test_secrets_never_show_but_where_they_are_asked_for() -> None:
-    settings = good(SECRETS)
+def test_secrets_are_masked_unless_they_are_revealed() -> None:
+    settings = parse_valid(SECRETS)
     shown = [repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()]
     shown += [repr(settings.gateway), f"{settings.queue.url}", json.dumps(settings_as_json(settings))]
     shown.append("\n".join(str(line) for line in render_lines(settings)))
@@ -313,23 +316,23 @@ def test_secrets_never_show_but_where_they_are_asked_for() -> None:
 @pytest.mark.parametrize(
     "name", ["X-Tenant-Pw", "x-sig", "SIG", "db_pwd", "pass", "X-Amz-Signature", "ssl_passphrase", "sid"]
 )
-def test_names_of_credentials_are_known(name: str) -> None:
+def test_names_of_credentials_are_recognized(name: str) -> None:
     assert is_secret_name(name)
 
 
 @pytest.mark.parametrize("name", ["X-Power", "x-design", "compass", "X-Scope-OrgID", "pwned-by", "outside"])
-def test_names_that_only_hold_the_letters_are_not(name: str) -> None:
+def test_names_that_only_contain_these_letters_are_not_credentials(name: str) -> None:
     assert not is_secret_name(name)
 
 
-def test_problems_never_repeat_what_may_be_secret() -> None:
+def test_problems_never_repeat_a_value_that_may_be_secret() -> None:
     broken = SECRETS.replace("https://", "httpss://").replace("sesame@h1", "ses@me/sesame@h1")
-    told = bad(
+    problems = list_problems(
         broken.replace("Bearer sesame", '"Bearer sesame\\n"') + "log: {level: sesame}\nsesame: 1\n",
         QUEUE__POLL_S="sesame",
     )
-    assert len(told) == 6
-    assert [line for line in told if "sesame" in line] == ["config.yaml: line 9: sesame: unknown key"]
+    assert len(problems) == 6
+    assert [line for line in problems if "sesame" in line] == ["config.yaml: line 9: sesame: unknown key"]
 
 
 @given(
@@ -337,14 +340,14 @@ def test_problems_never_repeat_what_may_be_secret() -> None:
     password=st.text(st.characters(exclude_categories=["Cs"]), min_size=6, max_size=12),
     rest=st.sampled_from(["host", "host:1/0", "h1,h2/x", "", "h?a=b"]),
 )
-def test_no_password_shows_however_badly_the_url_is_written(user: str, password: str, rest: str) -> None:
+def test_password_of_a_malformed_url_is_masked(user: str, password: str, rest: str) -> None:
     url = SecretUrl(f"redis://{user}:{password}@{rest}")
     assert password not in str(url).replace(rest, "").replace(f"redis://{user}", "", 1)
     assert repr(url) == f"SecretUrl({str(url)!r})"
 
 
 @given(st.binary(max_size=200) | st.text("{}[]:,-&*!?|>'\"%@`#\n\t ab1.~", max_size=60).map(str.encode))
-def test_no_file_raises(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+def test_loading_any_file_raises_nothing(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_bytes(raw)
     found = load_settings(path, {})
@@ -357,48 +360,48 @@ def test_no_file_raises(tmp_path_factory: pytest.TempPathFactory, raw: bytes) ->
         st.sampled_from(list(key_paths(Settings))), st.text("{}[]:,-&*!'\"#\n 1e9.~tru/", max_size=12)
     )
 )
-def test_no_environment_raises(values: dict[str, str]) -> None:
+def test_parsing_any_environment_raises_nothing(values: dict[str, str]) -> None:
     environ = {f"BATCH_DISPATCHER__{path.replace('.', '__').upper()}": text for path, text in values.items()}
     found = parse_settings(MINIMAL, environ)
     assert isinstance(found, Settings) or all(isinstance(problem, Problem) for problem in found)
 
 
-def test_unreadable_files_are_problems(tmp_path: Path) -> None:
+def test_unreadable_file_is_reported_as_a_problem(tmp_path: Path) -> None:
     [missing] = load_settings(tmp_path / "none.yaml", {})
     assert str(missing) == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory"
     [directory] = load_settings(tmp_path, {})
     assert "cannot be read" in str(directory)
-    latin = tmp_path / "latin.yaml"
-    latin.write_bytes(b"gateway:\n  url: http://gw\n# caf\xe9\n")
-    [undecodable] = load_settings(latin, {})
+    latin_1_file = tmp_path / "latin.yaml"
+    latin_1_file.write_bytes(b"gateway:\n  url: http://gw\n# caf\xe9\n")
+    [undecodable] = load_settings(latin_1_file, {})
     assert str(undecodable) == "latin.yaml: line 3: is not valid UTF-8"
 
 
-def test_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+def test_byte_order_mark_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "bom.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
     assert isinstance(load_settings(path, {}), Settings)
 
 
-def test_effective_configuration_reads_back_as_itself() -> None:
-    settings = good(
+def test_effective_configuration_can_be_read_back_unchanged() -> None:
+    settings = parse_valid(
         "gateway: {url: http://gw, objective: 'no', allowed_paths: ['/v1/*', '/b']}\n"
         "queue: {name: 'null', results: '1e3', lease_s: 5}\n"
         "log: {level: debug}\n"
         "signals: {max_age_s: 30, prometheus: {queries: {queued: 'sum(x{a=\"b\"}) # y'}}}\n"
     )
     text = "\n".join(str(line) for line in render_lines(settings))
-    assert good(text) == settings
+    assert parse_valid(text) == settings
 
 
 def test_effective_configuration_marks_defaults() -> None:
-    settings = good("gateway: {url: http://gw}\nbudget: {reserve: 0.2}\n", LOG__LEVEL="debug")
+    settings = parse_valid("gateway: {url: http://gw}\nbudget: {reserve: 0.2}\n", LOG__LEVEL="debug")
     text = [str(line) for line in render_lines(settings)]
     assert "  reserve: 0.2" in text
     assert "  level: debug" in text
     assert "  upper: null  # default: 0.8, the room of an idle pool" in text
     assert "  owner_timeout_s: null  # default: 5" in text
-    short = good("gateway: {url: http://gw}\nqueue: {lease_s: 3}\n")
+    short = parse_valid("gateway: {url: http://gw}\nqueue: {lease_s: 3}\n")
     assert "  owner_timeout_s: null  # default: 3" in map(str, render_lines(short))
     assert "  result_lists: null  # default: batch-results:* batch:{default}:results:* *{default}*" in text
     assert '  name: "batch:{default}:requests"  # default' in text
@@ -407,8 +410,8 @@ def test_effective_configuration_marks_defaults() -> None:
     assert not {"budget.reserve", "log.level", "gateway.url"} & set(defaults)
 
 
-def test_policy_is_what_the_limiter_needs() -> None:
-    settings = good(
+def test_limit_policy_is_made_of_the_settings() -> None:
+    settings = parse_valid(
         MINIMAL + "budget: {reserve: 0.1, per_endpoint: 16, max_in_flight: 9}\nretry: {max_s: 30}\n"
     )
     assert settings.limit_policy() == Policy(
@@ -426,32 +429,32 @@ def test_policy_is_what_the_limiter_needs() -> None:
         ("{source: prometheus, prometheus: {url: http://p}}", 10, 60),
     ],
 )
-def test_maximum_age_follows_the_source_and_never_falls_below_two_intervals(
+def test_maximum_age_depends_on_the_source_and_is_at_least_two_intervals(
     signals: str, epp: float, prometheus: float
 ) -> None:
-    found = good(MINIMAL + f"signals: {signals}").signals
+    found = parse_valid(MINIMAL + f"signals: {signals}").signals
     assert (found.max_age_for("epp"), found.max_age_for("prometheus")) == (epp, prometheus)
 
 
 def test_settings_cannot_be_changed_in_place() -> None:
-    settings = good()
+    settings = parse_valid()
     with pytest.raises(ValueError, match="frozen"):
         settings.budget.reserve = 0.5  # type: ignore[misc]
 
 
-def test_rules_of_batching_come_from_a_variable_as_json_and_are_refused_by_their_place_in_it() -> None:
+def test_batching_rules_are_read_as_json_from_a_variable_and_problems_name_the_rule() -> None:
     rules = json.dumps(
         [{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32], "check_every": 9}]
     )
-    settings = good(BATCHING__RULES=rules, BATCHING__MODE="on")
+    settings = parse_valid(BATCHING__RULES=rules, BATCHING__MODE="on")
     (rule,) = settings.batching.active_rules()
     assert (rule.shape.name, rule.mode, rule.grouping.preferred_sizes) == ("tensorflow", "on", (16, 32))
     assert rule.check_every == 9
-    assert bad(MINIMAL, BATCHING__RULES='[{"paths": ["/v1/embeddings"]}, {"paths": ["/odd"]}]') == [
+    assert list_problems(MINIMAL, BATCHING__RULES='[{"paths": ["/v1/embeddings"]}, {"paths": ["/odd"]}]') == [
         "environment: BATCH_DISPATCHER__BATCHING__RULES[1].shape: must be given: no shape is usual at /odd"
     ]
-    (told,) = bad(MINIMAL, BATCHING__RULES="[{")
-    assert told.startswith("environment: BATCH_DISPATCHER__BATCHING__RULES: cannot be read")
+    (problem,) = list_problems(MINIMAL, BATCHING__RULES="[{")
+    assert problem.startswith("environment: BATCH_DISPATCHER__BATCHING__RULES: cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -466,5 +469,5 @@ def test_rules_of_batching_come_from_a_variable_as_json_and_are_refused_by_their
         ),
     ],
 )
-def test_which_rules_of_batching_are_in_force(text: str, rules: list[str]) -> None:
-    assert [rule.shape.name for rule in good(MINIMAL + text).batching.active_rules()] == rules
+def test_active_batching_rules_follow_mode_and_rules(text: str, rules: list[str]) -> None:
+    assert [rule.shape.name for rule in parse_valid(MINIMAL + text).batching.active_rules()] == rules

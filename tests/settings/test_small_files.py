@@ -1,4 +1,4 @@
-"""Paths that are no regular files, and file systems that hang, give an error and block nothing."""
+"""Reading of small files: other kinds of files and hanging file systems give an error and block nothing."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from dispatcher.settings.watched_files import MAX_TOKEN_BYTES, TokenFileError, T
 from dispatcher.settings.yaml_source import Problem
 
 
-def pipe(path: Path) -> None:
+def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def bound_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(path))
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server_socket:
+        server_socket.bind(str(path))
 
 
-@pytest.fixture(params=[pipe, bound_socket, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def irregular(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture(params=[make_pipe, make_socket, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def irregular_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return a path that exists and is no regular file. Opening a pipe without O_NONBLOCK would block."""
     path = tmp_path / "file"
-    make: Callable[[Path], None] = request.param
-    make(path)
+    make_file: Callable[[Path], None] = request.param
+    make_file(path)
     return path
 
 
-def test_only_regular_files_are_read(irregular: Path) -> None:
+def test_only_regular_files_are_read(irregular_path: Path) -> None:
     with pytest.raises(OSError, match=r"regular file|directory|No such device"):
-        read_regular_file(irregular, 100)
+        read_regular_file(irregular_path, 100)
 
 
 def test_links_to_a_file_are_followed(tmp_path: Path) -> None:
@@ -52,94 +52,96 @@ def test_links_to_a_file_are_followed(tmp_path: Path) -> None:
     (tmp_path / "..data").symlink_to("..2026")
     (tmp_path / "file").symlink_to("..data/file")
     assert read_regular_file(tmp_path / "file", 100) == b"text"
-    assert read_regular_file(tmp_path / "file", 2) == b"tex", "one byte more than was asked for"
+    assert read_regular_file(tmp_path / "file", 2) == b"tex", "one byte more than the limit"
 
 
-def test_a_token_file_that_is_no_file_cannot_be_read(irregular: Path) -> None:
+def test_token_file_that_is_not_a_regular_file_cannot_be_read(irregular_path: Path) -> None:
     with pytest.raises(TokenFileError, match="cannot be read") as raised:
-        read_token(irregular)
+        read_token(irregular_path)
     assert not raised.value.is_readable
 
 
-def test_a_huge_token_file_is_refused(tmp_path: Path) -> None:
+def test_huge_token_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes(b"t" * (MAX_TOKEN_BYTES + 1))
     with pytest.raises(TokenFileError, match="larger than 64 KiB"):
         read_token(tmp_path / "token")
 
 
-def test_a_configuration_that_is_no_file_is_a_problem(irregular: Path) -> None:
-    found = read_config(irregular)
+def test_configuration_that_is_not_a_regular_file_is_a_problem(irregular_path: Path) -> None:
+    found = read_config(irregular_path)
     assert isinstance(found, Problem)
     assert "cannot be read" in found.what
 
 
-def test_a_warm_up_that_is_no_file_is_a_problem(irregular: Path) -> None:
-    assert "cannot be read" in str(read_warmup_file(irregular, WarmupRules("/v1/completions")))
+def test_warm_up_that_is_not_a_regular_file_is_a_problem(irregular_path: Path) -> None:
+    assert "cannot be read" in str(read_warmup_file(irregular_path, WarmupRules("/v1/completions")))
 
 
 @pytest.mark.parametrize("settings", [{"ca_file": "{}"}, {"cert_file": "{}", "key_file": "{}"}])
-def test_a_certificate_that_is_no_file_is_an_error(irregular: Path, settings: dict[str, str]) -> None:
-    tls = TlsSettings(**{name: text.format(irregular) for name, text in settings.items()})  # type: ignore[arg-type]
+def test_certificate_that_is_not_a_regular_file_is_an_error(
+    irregular_path: Path, settings: dict[str, str]
+) -> None:
+    tls = TlsSettings(**{name: text.format(irregular_path) for name, text in settings.items()})  # type: ignore[arg-type]
     with pytest.raises(OSError, match=r"regular file|directory|No such device"):
         tls.build_context()
 
 
-class Hanging:
-    """A read on a file system that does not answer until `let` is set."""
+class HangingRead:
+    """A read on a file system that does not answer until `release` is set."""
 
     def __init__(self) -> None:
-        self.let = threading.Event()
+        self.release = threading.Event()
         self.reads = 0
 
     def __call__(self) -> int:
         self.reads += 1
-        self.let.wait()
+        self.release.wait()
         return self.reads
 
 
-async def test_a_read_that_hangs_is_given_up_and_not_begun_again() -> None:
-    hanging = Hanging()
-    background = BackgroundRead(hanging, timeout_s=0)
+async def test_hanging_read_times_out_and_is_not_started_again() -> None:
+    hanging_read = HangingRead()
+    background = BackgroundRead(hanging_read, timeout_s=0)
     for _ in range(3):
         with pytest.raises(TimeoutError, match="file system does not answer"):
             await background()
-    assert hanging.reads == 1
-    hanging.let.set()
-    healthy = BackgroundRead(hanging)
-    assert await healthy() == 2
-    assert await healthy() == 3, "each call reads anew"
+    assert hanging_read.reads == 1
+    hanging_read.release.set()
+    healthy_read = BackgroundRead(hanging_read)
+    assert await healthy_read() == 2
+    assert await healthy_read() == 3, "each call reads again"
 
 
-async def test_callers_that_come_together_share_a_read_and_may_leave_it() -> None:
-    hanging = Hanging()
-    background = BackgroundRead(hanging, timeout_s=30)
-    leaves, stays, comes = (asyncio.create_task(background()) for _ in range(3))
+async def test_concurrent_callers_share_a_read_and_may_be_cancelled() -> None:
+    hanging_read = HangingRead()
+    background = BackgroundRead(hanging_read, timeout_s=30)
+    cancelled, first_caller, second_caller = (asyncio.create_task(background()) for _ in range(3))
     await asyncio.sleep(0)
-    leaves.cancel()
-    await asyncio.wait([leaves])
-    hanging.let.set()
-    assert [await stays, await comes] == [1, 1]
-    assert leaves.cancelled()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    hanging_read.release.set()
+    assert [await first_caller, await second_caller] == [1, 1]
+    assert cancelled.cancelled()
 
 
-async def test_what_a_read_raises_is_raised() -> None:
+async def test_error_of_a_read_is_raised() -> None:
     def fail() -> None:
-        raise TimeoutError("of its own")
+        raise TimeoutError("from the read")
 
-    with pytest.raises(TimeoutError, match="of its own"):
+    with pytest.raises(TimeoutError, match="from the read"):
         await BackgroundRead(fail)()
-    with pytest.raises(TimeoutError, match="of its own"):
+    with pytest.raises(TimeoutError, match="from the read"):
         read_with_timeout(fail)
 
 
-def test_a_blocking_read_is_given_up() -> None:
-    hanging = Hanging()
+def test_blocking_read_times_out() -> None:
+    hanging_read = HangingRead()
     with pytest.raises(TimeoutError, match="file system does not answer"):
-        read_with_timeout(hanging, timeout_s=0)
-    hanging.let.set()
+        read_with_timeout(hanging_read, timeout_s=0)
+    hanging_read.release.set()
 
 
-async def test_a_token_reader_reads_the_file_that_it_is_asked_for(tmp_path: Path) -> None:
+async def test_token_reader_reads_the_given_file_anew_each_time(tmp_path: Path) -> None:
     tokens = TokenReader()
     for name in ("one", "two", "one"):
         (tmp_path / name).write_text(name)
@@ -148,7 +150,7 @@ async def test_a_token_reader_reads_the_file_that_it_is_asked_for(tmp_path: Path
     assert await tokens.read_token(str(tmp_path / "one")) == "anew"
 
 
-ENDS = """
+PROGRAM_WITH_HANGING_READ = """
 import asyncio, contextlib, threading
 from dispatcher.settings.small_files import BackgroundRead
 
@@ -161,8 +163,10 @@ print("ended")
 """
 
 
-def test_a_process_ends_while_a_read_hangs() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, timeout=60, check=True)
+def test_process_can_end_while_a_read_hangs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM_WITH_HANGING_READ], capture_output=True, timeout=60, check=True
+    )
     assert (done.stdout, done.stderr) == (b"ended\n", b"")
 
 

@@ -1,4 +1,4 @@
-"""Settings of versions and their warm-up: how they are written, what they come to, and what is refused."""
+"""Settings of model versions and their warm-up: notations, values, and what is rejected."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from dispatcher.core.models.version_policy import VersionPolicy
+from dispatcher.core.models.version_template import VersionTemplate
 from dispatcher.settings import Settings, effective, parse_settings
 from dispatcher.settings.load import reload_settings
 from dispatcher.settings.models import MAX_VERSIONS, ModelSettings
 
 MINIMAL = "gateway: {url: http://gw}\n"
-MATCH = "name: qwen, match: 'qwen-v(?P<version>[0-9]+)'"
-WHOLE = """
+MATCH = "name: qwen, match: 'qwen-v{version}'"
+ALL_KEYS = """
 serving:
   subset_header: x-subset
   warmup: {by: gateway, timeout_s: 60}
 models:
 - name: qwen
-  match: qwen-v(?P<version>\\d+)
+  match: qwen-v{version}
   policy: {label: stable}
   labels: {stable: "2", next: v3}
   transition: resource
@@ -31,34 +32,31 @@ models:
 """
 
 
-def settings(text: str, directory: Path | None = None, **environ: str) -> Settings:
+def parse_valid(text: str, directory: Path | None = None, **environ: str) -> Settings:
     found = parse_settings(MINIMAL + text, environ, directory=directory)
     assert isinstance(found, Settings), found
     return found
 
 
-def refused(text: str, **environ: str) -> str:
+def parse_invalid(text: str, **environ: str) -> str:
     found = parse_settings(MINIMAL + text, environ)
     assert isinstance(found, list), found
     return "; ".join(map(str, found))
 
 
 def test_a_model_that_is_only_named_has_no_versions() -> None:
-    (model,) = settings("models: [{name: qwen}]").models
-    assert model.version_pattern is None
+    (model,) = parse_valid("models: [{name: qwen}]").models
+    assert model.version_template is None
     assert not model.is_family
     assert (model.policy, model.transition, model.pin) == (VersionPolicy(1), "availability", "request")
     assert (model.labels, model.weights, model.warmup, model.warmup_required) == ({}, {}, "", False)
 
 
-def test_all_that_is_written_holds() -> None:
-    found = settings(WHOLE)
+def test_all_keys_are_applied() -> None:
+    found = parse_valid(ALL_KEYS)
     (model,) = found.models
     assert model.is_family
-    assert model.version_pattern is not None
-    met = model.version_pattern.fullmatch("qwen-v12")
-    assert met is not None
-    assert met["version"] == "12"
+    assert model.version_template == VersionTemplate("qwen-v")
     assert model.policy == VersionPolicy(label="stable")
     assert model.labels == {"stable": "2", "next": "v3"}
     assert (model.transition, model.pin, model.warmup_required) == ("resource", "job", True)
@@ -68,7 +66,7 @@ def test_all_that_is_written_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "policy", "most", "shown"),
+    ("text", "policy", "max_count", "rendered"),
     [
         ("latest", VersionPolicy(1), 1, "latest"),
         ("", VersionPolicy(1), 1, "latest"),
@@ -79,57 +77,57 @@ def test_all_that_is_written_holds() -> None:
         ("{label: größte}", VersionPolicy(label="größte"), 1, '{"label": "größte"}'),
     ],
 )
-def test_a_policy_is_written_in_each_of_its_ways(
-    written: str, policy: VersionPolicy, most: int | None, shown: str
+def test_policy_can_be_written_in_several_forms(
+    text: str, policy: VersionPolicy, max_count: int | None, rendered: str
 ) -> None:
-    (model,) = settings(f"models: [{{{MATCH}, policy: {written}}}]").models
-    assert (model.policy, model.policy.max_count, str(model.policy)) == (policy, most, shown)
-    assert ModelSettings(name="q", match="q.+", policy=policy).policy == policy
+    (model,) = parse_valid(f"models: [{{{MATCH}, policy: {text}}}]").models
+    assert (model.policy, model.policy.max_count, str(model.policy)) == (policy, max_count, rendered)
+    assert ModelSettings(name="q", match="q{version}", policy=policy).policy == policy
 
 
-def test_what_is_shown_reads_back_the_same_and_leaves_defaults_out() -> None:
-    found = settings(WHOLE)
-    shown = "\n".join(map(str, effective.render_lines(found)))
-    again = parse_settings(shown, {})
-    assert isinstance(again, Settings)
-    assert again.models == found.models
-    assert again.serving == found.serving
+def test_rendered_models_can_be_read_back_and_omit_defaults() -> None:
+    found = parse_valid(ALL_KEYS)
+    rendered = "\n".join(map(str, effective.render_lines(found)))
+    parsed = parse_settings(rendered, {})
+    assert isinstance(parsed, Settings)
+    assert parsed.models == found.models
+    assert parsed.serving == found.serving
     dumped = effective.settings_as_json(found)["settings"]["models"]
     assert dumped[0]["policy"] == {"label": "stable"}
     json.dumps(dumped)
-    (bare,) = effective.settings_as_json(settings("models: [{name: a, warmup: b.jsonl}]"))["settings"][
+    (short,) = effective.settings_as_json(parse_valid("models: [{name: a, warmup: b.jsonl}]"))["settings"][
         "models"
     ]
-    assert bare == {"name": "a", "when_not_served": "wait", "warmup": "b.jsonl"}
+    assert short == {"name": "a", "when_not_served": "wait", "warmup": "b.jsonl"}
 
 
-def test_the_file_of_a_warmup_lies_beside_the_configuration(tmp_path: Path) -> None:
-    (model,) = settings("models: [{name: qwen, warmup: warm/../qwen.jsonl}]", tmp_path).models
+def test_path_of_a_warm_up_is_relative_to_the_configuration_file(tmp_path: Path) -> None:
+    (model,) = parse_valid("models: [{name: qwen, warmup: warm/../qwen.jsonl}]", tmp_path).models
     assert model.warmup == str(tmp_path / "qwen.jsonl")
-    (model,) = settings("models: [{name: qwen, warmup: /etc/qwen.jsonl}]", tmp_path).models
+    (model,) = parse_valid("models: [{name: qwen, warmup: /etc/qwen.jsonl}]", tmp_path).models
     assert model.warmup == "/etc/qwen.jsonl"
     variable = {"BATCH_DISPATCHER__MODELS": '[{"name": "a", "warmup": "qwen.jsonl"}]'}
-    (model,) = settings("", tmp_path, **variable).models
-    assert model.warmup == "qwen.jsonl", "the working directory's, as in every other program"
+    (model,) = parse_valid("", tmp_path, **variable).models
+    assert model.warmup == "qwen.jsonl", "paths in variables are relative to the working directory"
 
 
-def test_wrong_lists_of_models_hold_up_no_path(tmp_path: Path) -> None:
+def test_invalid_list_of_models_does_not_break_the_resolution_of_paths(tmp_path: Path) -> None:
     for text in ("models: 7", "models: [7]", "models: {warmup: a}", "models: [{name: a, warmup: 7}]"):
         assert isinstance(parse_settings(MINIMAL + text, {}, directory=tmp_path), list)
 
 
-def test_rollback_by_label_is_one_line_of_a_reload() -> None:
-    old = settings(WHOLE)
-    new = reload_settings(old, MINIMAL + WHOLE.replace('stable: "2"', 'stable: "1"'), {})
+def test_rollback_by_label_is_one_change_in_a_reload() -> None:
+    old = parse_valid(ALL_KEYS)
+    new = reload_settings(old, MINIMAL + ALL_KEYS.replace('stable: "2"', 'stable: "1"'), {})
     assert isinstance(new, Settings)
-    (told,) = effective.describe_changes(old, new)
-    assert told.startswith("models: ")
-    assert '"stable": "2"' in told.partition(" → ")[0]
-    assert '"stable": "1"' in told.partition(" → ")[2]
+    (change,) = effective.describe_changes(old, new)
+    assert change.startswith("models: ")
+    assert '"stable": "2"' in change.partition(" → ")[0]
+    assert '"stable": "1"' in change.partition(" → ")[2]
 
 
-def test_all_of_it_comes_from_the_environment_as_well() -> None:
-    models = '[{"name": "q", "match": "q-(?P<version>.+)", "policy": {"latest": 2}, "weights": {"2": 0}}]'
+def test_models_can_be_set_in_the_environment() -> None:
+    models = '[{"name": "q", "match": "q-{version}", "policy": {"latest": 2}, "weights": {"2": 0}}]'
     variables = {
         "BATCH_DISPATCHER__MODELS": models,
         "BATCH_DISPATCHER__SERVING__SUBSET_HEADER": "x-subset",
@@ -139,27 +137,29 @@ def test_all_of_it_comes_from_the_environment_as_well() -> None:
     assert isinstance(found, Settings), found
     assert (found.models[0].policy.latest, found.models[0].weights) == (2, {"2": 0})
     assert (found.serving.subset_header, found.serving.warmup.timeout_s) == ("x-subset", 5)
-    wrong = {"BATCH_DISPATCHER__MODELS": models.replace(":latest", "").replace('"latest": 2', '"last": 2')}
-    assert refused("", **wrong).startswith("environment: BATCH_DISPATCHER__MODELS[0].policy: must be latest")
+    invalid = {"BATCH_DISPATCHER__MODELS": models.replace(":latest", "").replace('"latest": 2', '"last": 2')}
+    assert parse_invalid("", **invalid).startswith(
+        "environment: BATCH_DISPATCHER__MODELS[0].policy: must be latest"
+    )
 
 
-def test_two_models_may_share_a_pattern() -> None:
-    found = settings("models: [{name: a, match: 'm-.+'}, {name: b, match: 'm-.+'}]")
-    assert [each.match for each in found.models] == ["m-.+", "m-.+"]
+def test_two_models_may_share_a_template() -> None:
+    found = parse_valid("models: [{name: a, match: 'm-{version}'}, {name: b, match: 'm-{version}'}]")
+    assert [each.match for each in found.models] == ["m-{version}", "m-{version}"]
 
 
-MANY = ", ".join(f"v{number}: 0.001" for number in range(MAX_VERSIONS + 1))
-NAMES = ", ".join(f'"{number}"' for number in range(MAX_VERSIONS + 1))
-LABELS = ", ".join(f'l{number}: "1"' for number in range(MAX_VERSIONS + 1))
+TOO_MANY_WEIGHTS = ", ".join(f"v{number}: 0.001" for number in range(MAX_VERSIONS + 1))
+TOO_MANY_NAMES = ", ".join(f'"{number}"' for number in range(MAX_VERSIONS + 1))
+TOO_MANY_LABELS = ", ".join(f'l{number}: "1"' for number in range(MAX_VERSIONS + 1))
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
-        ("name: q, match: 'q('", "models[0].match: is no regular expression: missing ), unterminated"),
-        ("name: q, match: 'q*'", "models[0].match: matches the empty name: say what must stand in it"),
-        (f"name: q, match: {'q' * 501}", "models[0].match: is longer than 500 characters"),
-        ("name: q, match: '(q+)+'", "models[0].match: has a repeat inside a repeat"),
+        ("name: q, match: 'q-v(.*)'", "models[0].match: must contain {version} exactly once, as in qwen-v"),
+        ("name: q, match: 'q-{version}-{size}'", "models[0].match: must not contain { or } outside of"),
+        ("name: q, match: ' {version}'", "models[0].match: must not be empty, nor have blanks at its ends"),
+        (f"name: q, match: '{'q' * 248}{{version}}'", "models[0].match: must not be longer than 256 bytes"),
         ("name: q, match: 7", "models[0].match: a text is expected"),
         *(
             (f"name: q, {key}", f"models[0].{key.partition(':')[0]}: needs match, which says what")
@@ -183,7 +183,7 @@ LABELS = ", ".join(f'l{number}: "1"' for number in range(MAX_VERSIONS + 1))
         (f"{MATCH}, policy: {{specific: []}}", "policy: specific: must be a list of at least one version"),
         (f"{MATCH}, policy: {{specific: a}}", "policy: specific: must be a list of at least one version"),
         (
-            f"{MATCH}, policy: {{specific: [{NAMES}]}}",
+            f"{MATCH}, policy: {{specific: [{TOO_MANY_NAMES}]}}",
             "policy: specific: must be at most 100 versions, not 101",
         ),
         (
@@ -197,7 +197,7 @@ LABELS = ", ".join(f'l{number}: "1"' for number in range(MAX_VERSIONS + 1))
         (f"{MATCH}, labels: {{a: 2}}", "models[0].labels.a: a text is expected: put it in quotes"),
         (f"{MATCH}, labels: {{'': a}}", "models[0].labels: a label: must not be empty"),
         (f"{MATCH}, labels: {{a: ''}}", "models[0].labels: a: must not be empty"),
-        (f"{MATCH}, labels: {{{LABELS}}}", "labels: must be at most 100 labels, not 101"),
+        (f"{MATCH}, labels: {{{TOO_MANY_LABELS}}}", "labels: must be at most 100 labels, not 101"),
         (f"{MATCH}, transition: fast", "transition: must be one of availability, resource"),
         (f"{MATCH}, pin: user", "pin: must be one of request, sequence, job"),
         (f"{MATCH}, weights: {{v3: 5}}", "weights: v3: must be a share between 0 and 1, not 5 (5% is 0.05)"),
@@ -208,17 +208,17 @@ LABELS = ", ".join(f'l{number}: "1"' for number in range(MAX_VERSIONS + 1))
         (f"{MATCH}, weights: {{a: 0.6, b: 0.6}}", "weights: must not sum up to more than 1, not 1.2"),
         (f"{MATCH}, weights: {{'3': 0.1, v3: 0.1}}", "weights: names a version twice, as 3 and v3"),
         (f"{MATCH}, weights: {{v3: 0.1, qwen-v3: 0.1}}", "weights: names a version twice, as v3 and qwen-v3"),
-        (f"{MATCH}, weights: {{{MANY}}}", "weights: must be at most 100 versions, not 101"),
+        (f"{MATCH}, weights: {{{TOO_MANY_WEIGHTS}}}", "weights: must be at most 100 versions, not 101"),
         ("name: q, warmup_required: true", "warmup_required: needs warmup, the file with the requests"),
         ("name: q, warmup: 7", "models[0].warmup: a text is expected"),
     ],
 )
-def test_what_makes_no_sense_in_a_model_is_refused(model: str, said: str) -> None:
-    assert said in refused(f"models: [{{{model}}}]")
+def test_invalid_model_is_rejected(model: str, message: str) -> None:
+    assert message in parse_invalid(f"models: [{{{model}}}]")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("serving: {subset_header: 'a b'}", "serving.subset_header: is not a header name"),
         ("serving: {subset_header: Content_Type}", "cannot be used for this: it has a meaning of its own"),
@@ -246,7 +246,7 @@ def test_what_makes_no_sense_in_a_model_is_refused(model: str, said: str) -> Non
         ("serving: {warmup: {by: pods}}", "must be one of auto, gateway, endpoints"),
         ("serving: {warmup: {timeout_s: 0}}", "serving.warmup.timeout_s: must be above 0"),
         (
-            "serving: {observe: off}\nmodels: [{name: a}, {name: b, match: 'b-.+'}]",
+            "serving: {observe: off}\nmodels: [{name: a}, {name: b, match: 'b-{version}'}]",
             "models: [1].match needs to see what is served, and serving.observe is off",
         ),
         (
@@ -255,11 +255,11 @@ def test_what_makes_no_sense_in_a_model_is_refused(model: str, said: str) -> Non
         ),
     ],
 )
-def test_what_makes_no_sense_beside_something_else_is_refused(text: str, said: str) -> None:
-    assert said in refused(text)
+def test_conflicting_settings_are_rejected(text: str, message: str) -> None:
+    assert message in parse_invalid(text)
 
 
-def test_a_header_of_the_gateways_is_not_taken_for_the_subset() -> None:
+def test_subset_header_must_not_be_a_header_of_the_gateway_settings() -> None:
     text = "gateway: {url: http://gw, headers: {X-Subset: a}}\nserving: {subset_header: x-subset}\n"
     found = parse_settings(text, {})
     assert isinstance(found, list)
@@ -267,6 +267,6 @@ def test_a_header_of_the_gateways_is_not_taken_for_the_subset() -> None:
 
 
 @pytest.mark.parametrize("header", ["x-gateway-destination-endpoint-subset", "x-subset"])
-def test_a_subset_may_go_by_any_other_header(header: str) -> None:
-    found = settings(f"serving: {{subset_header: {header}, warmup: {{by: gateway}}, observe: endpoints}}")
+def test_subset_header_may_have_any_other_name(header: str) -> None:
+    found = parse_valid(f"serving: {{subset_header: {header}, warmup: {{by: gateway}}, observe: endpoints}}")
     assert found.serving.subset_header == header

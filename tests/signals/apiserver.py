@@ -1,7 +1,7 @@
-"""A Kubernetes API server as far as list and watch go, with the faults of real ones and of the way there.
+"""Fake Kubernetes API server that lists and watches, with the faults of real servers and networks.
 
-Shapes (lists, events, bookmarks, Status) are those of kube-apiserver 1.3x. Objects are whole, as it sends
-them: most of a pod is what nobody here looks at.
+The shapes (lists, events, bookmarks, Status) are those of kube-apiserver 1.3x. Objects are complete, as it
+sends them: these tests ignore most fields of a pod.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SLICES = "discovery.k8s.io/v1/endpointslices"
 REWRITES = "llm-d.ai/v1alpha2/inferencemodelrewrites"
 OLD_REWRITES = "inference.networking.x-k8s.io/v1alpha2/inferencemodelrewrites"
 BOOKMARK_S = 60.0
-"""Time between the bookmarks of a watch. kube-apiserver 1.34 sends them 59 to 62 s apart where its etcd
-notifies of progress, as kubeadm has it."""
+"""Time between the bookmarks of a watch. kube-apiserver 1.34 sends them 59 to 62 s apart if its etcd
+notifies it of progress, as in a cluster of kubeadm."""
 _KINDS = {
     POOLS: "InferencePool",
     OLD_POOLS: "InferencePool",
@@ -78,7 +78,7 @@ def rewrite(
     pool: str = "qwen",
     created: str = "2025-11-21T04:00:00Z",
 ) -> Object:
-    """`rules`: names (none: any) and the models that they become."""
+    """Return a rewrite. `rules`: names (none for any name) and the models that they become."""
     return {
         "metadata": {"name": name, "creationTimestamp": created, "generation": 1},
         "spec": {
@@ -148,7 +148,8 @@ def endpoint_slice(
     family: str = "IPv4",
     pods: Sequence[str] = (),
 ) -> Object:
-    """`pods`: what the addresses belong to; one of its own each where it is not given."""
+    """Return an endpoint slice. `pods`: names of the pods of the addresses; by default each address has its
+    own."""
     names = pods or [f"pod-{address}" for address in addresses]
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/service-name": service}},
@@ -168,29 +169,30 @@ def endpoint_slice(
 
 @dataclass
 class Faults:
-    """What is wrong now; any of it can change at any time."""
+    """Current faults of the server. Each can change at any time."""
 
     forbidden: set[str] = field(default_factory=set)
-    """Collections that answer 403; with `list ` or `watch ` before it to that verb only."""
+    """Collections that answer 403. With the prefix `list ` or `watch ` only that verb does."""
     rules: list[dict[str, list[str]]] | None = None
-    """What a Role allows; None: all. As in a real server it is asked before anything else."""
+    """Rules of a Role, or `None` to allow everything. As in a real server they are checked first."""
     not_served: set[str] = field(default_factory=set)
-    """Collections whose API is not installed: 404, and not as a Status."""
+    """Collections whose API is not installed: the server answers 404, and not as a Status."""
     expired_as_status: bool = False
-    """410 comes as the status of the answer, not as an event."""
+    """Whether 410 is the HTTP status of the answer instead of an event."""
     cut_s: float | None = None
-    """Watches are cut so long after they began, in the middle of a line."""
-    deaf: bool = False
-    """Watches begin and then say nothing, not even goodbye, as behind a proxy that buffers."""
+    """Time after which each watch is cut, in the middle of a line."""
+    silent_watches: bool = False
+    """Whether watches begin and then send nothing, not even an end, as behind a proxy that buffers."""
     no_bookmarks: bool = False
-    """No bookmark comes while nothing changes, as where etcd notifies the API server of no progress."""
-    mute: bool = False
-    """No request is answered at all."""
-    busy_s: int | None = None
-    """429 with this Retry-After."""
+    """Whether no bookmark is sent while nothing changes, as where etcd does not notify the API server of
+    progress."""
+    no_answers: bool = False
+    """Whether no request is answered at all."""
+    retry_after_s: int | None = None
+    """Value of Retry-After in an answer 429 to every request."""
     garbage: bool = False
     page_expires: bool = False
-    """The next `continue` is too old (once)."""
+    """Whether the next `continue` token has expired (once)."""
 
 
 @dataclass
@@ -208,7 +210,8 @@ class Request:
 
 
 class ApiServer:
-    """`async with ApiServer().serve(tmp_path) as server`: `server.kubeconfig` is the way to it."""
+    """Fake API server. Use `async with ApiServer().serve(tmp_path) as server`; `server.kubeconfig` connects
+    to it."""
 
     def __init__(self) -> None:
         self.faults = Faults()
@@ -219,12 +222,12 @@ class ApiServer:
         self._version = 1_000
         self._objects: dict[str, dict[tuple[str, str], Object]] = {name: {} for name in _KINDS}
         self._events: dict[str, list[tuple[int, Object | None, Object]]] = {name: [] for name in _KINDS}
-        self._news: dict[str, asyncio.Event] = {name: asyncio.Event() for name in _KINDS}
+        self._event_signals: dict[str, asyncio.Event] = {name: asyncio.Event() for name in _KINDS}
         self._oldest = 0
         self._watchers: dict[asyncio.Transport, str] = {}
-        self._marks: set[asyncio.Queue[None]] = set()
-        self._goes = asyncio.Event()
-        self._goes.set()
+        self._bookmark_queues: set[asyncio.Queue[None]] = set()
+        self._not_frozen = asyncio.Event()
+        self._not_frozen.set()
         self._port = 0
         self._tls: ssl.SSLContext | None = None
         self._runner: web.AppRunner | None = None
@@ -232,17 +235,17 @@ class ApiServer:
     @asynccontextmanager
     async def serve(self, directory: Path, tls: ssl.SSLContext | None = None) -> AsyncIterator[ApiServer]:
         self._tls = tls
-        await self.up()
+        await self.start()
         self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self._port}"
         self.kubeconfig = directory / "kubeconfig"
         self.write_kubeconfig("t0")
         try:
             yield self
         finally:
-            await self.down()
+            await self.stop()
 
     def write_kubeconfig(self, token: str = "", *, token_file: str = "") -> None:
-        """`token_file`: relative to the kubeconfig."""
+        """Write the kubeconfig. `token_file` is relative to it."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
@@ -257,8 +260,8 @@ class ApiServer:
     def running(self) -> bool:
         return self._runner is not None
 
-    async def up(self, tls: ssl.SSLContext | None = None) -> None:
-        """Listen, on the same port as before; with another certificate where one is given."""
+    async def start(self, tls: ssl.SSLContext | None = None) -> None:
+        """Listen on the same port as before, with another certificate if one is given."""
         self._tls = tls or self._tls
         app = web.Application()
         app.router.add_get("/{path:.*}", self._handle)
@@ -268,27 +271,27 @@ class ApiServer:
         await site.start()
         self._port = self._runner.addresses[0][1]
 
-    async def down(self) -> None:
-        """Stop listening, and cut what is connected."""
+    async def stop(self) -> None:
+        """Stop listening, and cut all connections."""
         runner, self._runner = self._runner, None
         if runner is not None:
-            self.cut()
+            self.cut_watches()
             await runner.cleanup()
 
     def freeze(self) -> None:
-        """As SIGSTOP does: connections stand and are taken, nothing comes from them until `thaw`."""
-        self._goes.clear()
+        """Freeze the server as SIGSTOP does: it accepts connections, and sends nothing until `thaw`."""
+        self._not_frozen.clear()
 
     def thaw(self) -> None:
-        self._goes.set()
+        self._not_frozen.set()
 
-    def cut(self) -> None:
-        """Every watch that is open by now: who asks for one is not cut."""
+    def cut_watches(self) -> None:
+        """Cut every watch that is open now. Later requests for a watch are not cut."""
         for transport in list(self._watchers):
             transport.abort()
 
-    def watched(self, *collections: str) -> bool:
-        """A watch of each of them is open."""
+    def is_watched(self, *collections: str) -> bool:
+        """Return whether a watch of each of these collections is open."""
         return set(collections) <= set(self._watchers.values())
 
     def put(self, collection: str, thing: Object, namespace: str = "default") -> None:
@@ -302,41 +305,41 @@ class ApiServer:
         }
         before = self._objects[collection].get(key)
         self._objects[collection][key] = thing
-        self._tell(collection, before, thing)
+        self._record_event(collection, before, thing)
 
     def delete(self, collection: str, name: str, namespace: str = "default") -> None:
         self._version += 1
-        gone = self._objects[collection].pop((namespace, name))
-        gone = gone | {"metadata": gone["metadata"] | {"resourceVersion": str(self._version)}}
-        self._tell(collection, gone, gone | {"deleted": True})
+        deleted = self._objects[collection].pop((namespace, name))
+        deleted = deleted | {"metadata": deleted["metadata"] | {"resourceVersion": str(self._version)}}
+        self._record_event(collection, deleted, deleted | {"deleted": True})
 
     def compact(self) -> None:
-        """Who begins to watch from a version before this is told 410. Watches that run go on."""
+        """Answer 410 to watches that begin at an earlier version. Running watches go on."""
         self._version += 1
         self._oldest = self._version
 
     def drop_delivered_events(self) -> None:
-        """Drop the events that every watch has had by now; nobody is told 410 for them."""
+        """Drop the events that every watch has received by now, without answering 410 for them."""
         for events in self._events.values():
             events.clear()
 
-    def bookmark(self) -> None:
-        """Send a bookmark of the newest version to all that watch and want them."""
+    def send_bookmarks(self) -> None:
+        """Send a bookmark of the newest version to all watches that asked for bookmarks."""
         self._version += 1
-        for mark in self._marks:
-            mark.put_nowait(None)
+        for queue in self._bookmark_queues:
+            queue.put_nowait(None)
 
-    def asked(self, collection: str, *, watch: bool) -> list[Request]:
+    def requests_for(self, collection: str, *, watch: bool) -> list[Request]:
         return [
             each
             for each in self.requests
             if each.collection == collection and ("watch" in each.query) == watch
         ]
 
-    def _tell(self, collection: str, before: Object | None, after: Object) -> None:
+    def _record_event(self, collection: str, before: Object | None, after: Object) -> None:
         self._events[collection].append((self._version, before, after))
-        news, self._news[collection] = self._news[collection], asyncio.Event()
-        news.set()
+        changed, self._event_signals[collection] = self._event_signals[collection], asyncio.Event()
+        changed.set()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         parts = request.match_info["path"].split("/")
@@ -346,19 +349,19 @@ class ApiServer:
         token = request.headers.get("Authorization", "").partition(" ")[2]
         query = dict(request.query)
         agent = request.headers.get("User-Agent", "")
-        came = Request(collection, query, asyncio.get_running_loop().time(), token, agent)
-        self.requests.append(came)
+        received = Request(collection, query, asyncio.get_running_loop().time(), token, agent)
+        self.requests.append(received)
         try:
-            answer = await self._answer(request, came, namespace)
-        except ConnectionError:  # the client did not wait
+            answer = await self._answer(request, received, namespace)
+        except ConnectionError:  # the client closed the connection
             return web.Response(status=499)
-        came.status = answer.status
+        received.status = answer.status
         return answer
 
-    def refused(self, status: int) -> list[Request]:
+    def requests_with_status(self, status: int) -> list[Request]:
         return [each for each in self.requests if each.status == status]
 
-    def _may(self, collection: str, verb: str) -> bool:
+    def _is_allowed(self, collection: str, verb: str) -> bool:
         if {collection, f"{verb} {collection}"} & self.faults.forbidden:
             return False
         if self.faults.rules is None:
@@ -370,24 +373,26 @@ class ApiServer:
             for rule in self.faults.rules
         )
 
-    async def _answer(self, request: web.Request, came: Request, namespace: str) -> web.StreamResponse:
-        collection, query = came.collection, came.query
-        await self._goes.wait()
-        if self.faults.mute:
+    async def _answer(self, request: web.Request, received: Request, namespace: str) -> web.StreamResponse:
+        collection, query = received.collection, received.query
+        await self._not_frozen.wait()
+        if self.faults.no_answers:
             await asyncio.sleep(3_600)
-        if came.token not in self.tokens:
+        if received.token not in self.tokens:
             return _status(401, "Unauthorized", "Unauthorized")
-        if not self._may(collection, came.verb):
+        if not self._is_allowed(collection, received.verb):
             plural = collection.rpartition("/")[2]
-            who = f'User "system:serviceaccount:default:dispatcher" cannot {came.verb} resource'
+            subject = f'User "system:serviceaccount:default:dispatcher" cannot {received.verb} resource'
             return _status(
-                403, "Forbidden", f'{plural} is forbidden: {who} "{plural}" in the namespace "{namespace}"'
+                403,
+                "Forbidden",
+                f'{plural} is forbidden: {subject} "{plural}" in the namespace "{namespace}"',
             )
         if collection in self.faults.not_served:
             return web.Response(status=404, text="404 page not found\n")
-        if self.faults.busy_s is not None:
+        if self.faults.retry_after_s is not None:
             answer = _status(429, "TooManyRequests", "too many requests, please try again later")
-            answer.headers["Retry-After"] = str(self.faults.busy_s)
+            answer.headers["Retry-After"] = str(self.faults.retry_after_s)
             return answer
         if self.faults.garbage:
             return web.Response(text="<html>a captive portal</html>")
@@ -421,87 +426,89 @@ class ApiServer:
     async def _watch(
         self, request: web.Request, collection: str, namespace: str, query: dict[str, str]
     ) -> web.StreamResponse:
-        seen = int(query["resourceVersion"])
-        if seen < self._oldest and self.faults.expired_as_status:
-            return _status(410, "Expired", f"too old resource version: {seen} ({self._oldest})")
+        from_version = int(query["resourceVersion"])
+        if from_version < self._oldest and self.faults.expired_as_status:
+            return _status(410, "Expired", f"too old resource version: {from_version} ({self._oldest})")
         stream = web.StreamResponse(headers={"Content-Type": "application/json"})
         stream.enable_chunked_encoding()
         await stream.prepare(request)
-        marks: asyncio.Queue[None] = asyncio.Queue()
+        bookmarks: asyncio.Queue[None] = asyncio.Queue()
         transport = request.transport
         assert transport is not None
         self._watchers[transport] = collection
         if "allowWatchBookmarks" in query:
-            self._marks.add(marks)
+            self._bookmark_queues.add(bookmarks)
         try:
-            if seen < self._oldest:
-                expired = _status_object(410, "Expired", f"too old resource version: {seen} ({self._oldest})")
+            if from_version < self._oldest:
+                expired = _status_object(
+                    410, "Expired", f"too old resource version: {from_version} ({self._oldest})"
+                )
                 await _send(stream, "ERROR", expired)
                 return stream
-            if self.faults.deaf:
+            if self.faults.silent_watches:
                 await asyncio.sleep(3_600)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.faults.cut_s or float(query["timeoutSeconds"])):
-                    await self._feed(stream, collection, namespace, query, seen, marks)
-            await self._goes.wait()
+                    await self._send_events(stream, collection, namespace, query, from_version, bookmarks)
+            await self._not_frozen.wait()
             if self.faults.cut_s is not None:
                 await stream.write(b'{"type":"MODIFIED","object":{"metadata":{"na')
                 transport.abort()
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the client has gone, or the server goes
+            pass  # the client has disconnected, or the server stops
         finally:
             self._watchers.pop(transport, None)
-            self._marks.discard(marks)
+            self._bookmark_queues.discard(bookmarks)
         return stream
 
-    async def _feed(
+    async def _send_events(
         self,
         stream: web.StreamResponse,
         collection: str,
         namespace: str,
         query: dict[str, str],
-        seen: int,
-        marks: asyncio.Queue[None],
+        last_version: int,
+        bookmarks: asyncio.Queue[None],
     ) -> None:
         loop = asyncio.get_running_loop()
         bookmark_at = loop.time() + BOOKMARK_S
         while True:
-            await self._goes.wait()
+            await self._not_frozen.wait()
             if loop.time() >= bookmark_at:
                 bookmark_at = loop.time() + BOOKMARK_S
                 if not self.faults.no_bookmarks:
-                    marks.put_nowait(None)
-            news = self._news[collection]
+                    bookmarks.put_nowait(None)
+            changed = self._event_signals[collection]
             events = self._events[collection]
-            for version, before, after in events[bisect_right(events, seen, key=itemgetter(0)) :]:
-                seen = version
+            for version, before, after in events[bisect_right(events, last_version, key=itemgetter(0)) :]:
+                last_version = version
                 if after["metadata"]["namespace"] != namespace:
                     continue
-                was = before is not None and _selected(before, query)
-                now = "deleted" not in after and _selected(after, query)
-                if was or now:
-                    kind = "DELETED" if not now else "MODIFIED" if was else "ADDED"
+                was_selected = before is not None and _selected(before, query)
+                is_selected = "deleted" not in after and _selected(after, query)
+                if was_selected or is_selected:
+                    kind = "DELETED" if not is_selected else "MODIFIED" if was_selected else "ADDED"
                     thing = {name: value for name, value in after.items() if name != "deleted"}
                     await _send(stream, kind, thing)
-            while not marks.empty():
-                marks.get_nowait()
+            while not bookmarks.empty():
+                bookmarks.get_nowait()
                 version_only = {"resourceVersion": str(self._version), "creationTimestamp": None}
                 await _send(stream, "BOOKMARK", {"kind": _KINDS[collection], "metadata": version_only})
-            waits: list[asyncio.Future[Any]] = [
-                asyncio.ensure_future(news.wait()),
-                asyncio.ensure_future(_arrived(marks)),
+            waiting: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(changed.wait()),
+                asyncio.ensure_future(_wait_for_bookmark(bookmarks)),
             ]
             try:
                 left_s = max(0.0, bookmark_at - loop.time())
-                await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for wait in waits:
-                    wait.cancel()
+                for future in waiting:
+                    future.cancel()
 
 
-async def _arrived(marks: asyncio.Queue[None]) -> None:
-    await marks.get()
-    marks.put_nowait(None)
+async def _wait_for_bookmark(bookmarks: asyncio.Queue[None]) -> None:
+    await bookmarks.get()
+    bookmarks.put_nowait(None)
 
 
 async def _send(stream: web.StreamResponse, kind: str, thing: Object) -> None:
@@ -511,14 +518,14 @@ async def _send(stream: web.StreamResponse, kind: str, thing: Object) -> None:
 def _selected(thing: Object, query: dict[str, str]) -> bool:
     metadata = thing["metadata"]
     labels = metadata.get("labels", {})
-    wanted = [part for part in query.get("labelSelector", "").split(",") if part]
+    requirements = [part for part in query.get("labelSelector", "").split(",") if part]
     field_selector = query.get("fieldSelector", "")
     by_name = not field_selector or field_selector == f"metadata.name={metadata['name']}"
-    return by_name and all(_matches(part, labels) for part in wanted)
+    return by_name and all(_matches(part, labels) for part in requirements)
 
 
 def _matches(requirement: str, labels: dict[str, str]) -> bool:
-    """`name=value`, `name` (it is there) or `!name`."""
+    """Return whether the labels match `name=value`, `name` (the label exists) or `!name`."""
     name, equals, value = requirement.partition("=")
     if equals:
         return labels.get(name) == value

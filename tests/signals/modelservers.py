@@ -1,4 +1,4 @@
-"""Model servers as far as their lists go. Bodies are made after what each server's documentation shows."""
+"""Fake model servers that list models. The bodies follow the documentation of each server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from aiohttp import web
 from tests.signals.fakes import serving
 
 
-def card(name: str, owner: str = "vllm", parent: str | None = None) -> dict[str, Any]:
-    """A model as vLLM lists it."""
+def model_object(name: str, owner: str = "vllm", parent: str | None = None) -> dict[str, Any]:
+    """Return a model as vLLM lists it."""
     return {
         "id": name,
         "object": "model",
@@ -27,12 +27,13 @@ def card(name: str, owner: str = "vllm", parent: str | None = None) -> dict[str,
     }
 
 
-def listing(*names: str, owner: str = "vllm") -> str:
-    return json.dumps({"object": "list", "data": [card(name, owner) for name in names]})
+def models_answer(*names: str, owner: str = "vllm") -> str:
+    return json.dumps({"object": "list", "data": [model_object(name, owner) for name in names]})
 
 
 class FakeServer:
-    """One model server. Set `models`, or `answer` for anything else; `adapters`: what its page shows."""
+    """One model server. It lists `models`, or answers with `answer` if that is set. `page` is its metrics
+    page."""
 
     def __init__(self, *models: str) -> None:
         self.models = list(models)
@@ -40,16 +41,16 @@ class FakeServer:
         self.answer: web.Response | None = None
         self.slow_s = 0.0
         self.page = ""
-        self.asked: list[str] = []
+        self.requested_paths: list[str] = []
         self.headers: list[dict[str, str]] = []
-        self.running = self.max_limit = 0
+        self.running = self.max_concurrent = 0
         self.url = self.address = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(request.path)
+        self.requested_paths.append(request.path)
         self.headers.append(dict(request.headers))
         self.running += 1
-        self.max_limit = max(self.max_limit, self.running)
+        self.max_concurrent = max(self.max_concurrent, self.running)
         try:
             if self.slow_s:
                 await asyncio.sleep(self.slow_s)
@@ -61,17 +62,19 @@ class FakeServer:
                 )
             if not request.path.endswith("/v1/models"):
                 return web.Response(status=404)
-            return web.Response(text=listing(*self.models, owner=self.owner), content_type="application/json")
+            return web.Response(
+                text=models_answer(*self.models, owner=self.owner), content_type="application/json"
+            )
         finally:
             self.running -= 1
 
     @property
-    def lists(self) -> int:
-        return sum(path.endswith("/v1/models") for path in self.asked)
+    def list_request_count(self) -> int:
+        return sum(path.endswith("/v1/models") for path in self.requested_paths)
 
     @property
-    def pages(self) -> int:
-        return sum(path.endswith("/metrics") for path in self.asked)
+    def page_request_count(self) -> int:
+        return sum(path.endswith("/metrics") for path in self.requested_paths)
 
 
 @contextlib.asynccontextmanager
@@ -83,8 +86,9 @@ async def model_server(*models: str, tls: Any = None) -> AsyncIterator[FakeServe
         yield server
 
 
-def adapters(*samples: tuple[float, str, str]) -> str:
-    """A page of vLLM with its adapters: when, running, waiting."""
+def adapters_page(*samples: tuple[float, str, str]) -> str:
+    """Return a metrics page of vLLM with adapters. Each sample is a time, the running and the waiting
+    adapters."""
     lines = [
         "# HELP vllm:num_requests_running Number of requests in model execution batches.",
         "# TYPE vllm:num_requests_running gauge",

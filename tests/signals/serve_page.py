@@ -1,4 +1,4 @@
-"""Serves a file at every path, in a process of its own so that its work is not taken for the scraper's."""
+"""Serve a file at every path, in a separate process so that its CPU time does not count as the scraper's."""
 
 from __future__ import annotations
 

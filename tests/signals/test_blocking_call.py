@@ -1,4 +1,4 @@
-"""A blocking call that hangs holds up nothing but its own next run."""
+"""A blocking call that hangs delays only its own next run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dispatcher.signals.blocking_call import BlockingCalls, StillRunningError
 from tests.support import wait_until
 
 
-async def test_the_call_runs_beside_the_loop() -> None:
+async def test_call_runs_in_another_thread() -> None:
     assert await BlockingCalls("t").run(threading.get_ident, 5) != threading.get_ident()
 
 
-async def test_what_the_call_raises_is_raised() -> None:
+async def test_exception_of_the_call_is_raised() -> None:
     def fail() -> None:
         raise KeyError("x")
 
@@ -26,29 +26,29 @@ async def test_what_the_call_raises_is_raised() -> None:
         await BlockingCalls("t").run(fail, 5)
 
 
-async def test_a_hanging_call_is_not_joined_by_a_second() -> None:
-    calls, let_go = BlockingCalls("t"), threading.Event()
+async def test_second_call_is_not_started_while_the_first_hangs() -> None:
+    calls, may_return = BlockingCalls("t"), threading.Event()
     with pytest.raises(TimeoutError):
-        await calls.run(let_go.wait, 0.05)
+        await calls.run(may_return.wait, 0.05)
     with pytest.raises(StillRunningError, match="hanging for 0 s"):
-        await calls.run(let_go.wait, 0.05)
-    let_go.set()
+        await calls.run(may_return.wait, 0.05)
+    may_return.set()
 
-    async def free_again() -> bool:
+    async def has_returned() -> bool:
         try:
             return await calls.run(lambda: True, 5)
         except StillRunningError:
             return False
 
-    await wait_until(free_again, what="the thread came back")
+    await wait_until(has_returned, what="the thread has returned")
 
 
-async def test_a_cancelled_wait_leaves_the_thread_behind() -> None:
-    calls, let_go, started = BlockingCalls("t"), threading.Event(), threading.Event()
+async def test_cancelled_wait_leaves_the_thread_running() -> None:
+    calls, may_return, started = BlockingCalls("t"), threading.Event(), threading.Event()
 
     def call() -> None:
         started.set()
-        let_go.wait()
+        may_return.wait()
 
     waiting = asyncio.create_task(calls.run(call, 60))
     await wait_until(started.is_set)
@@ -57,11 +57,11 @@ async def test_a_cancelled_wait_leaves_the_thread_behind() -> None:
         await waiting
     with pytest.raises(StillRunningError):
         await calls.run(call, 5)
-    let_go.set()
+    may_return.set()
 
 
-def test_a_process_ends_while_a_call_hangs() -> None:
-    """The interpreter joins an executor's threads at its end; this one it leaves behind."""
+def test_process_ends_while_a_call_hangs() -> None:
+    """The interpreter joins the threads of an executor at its end, but not this thread."""
     script = """
 import asyncio, contextlib, time
 from dispatcher.signals.blocking_call import BlockingCalls
@@ -73,8 +73,8 @@ async def main():
 asyncio.run(main())
 print("ended")
 """
-    began = time.monotonic()
+    started_at = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=True)
     assert done.stdout == b"ended\n"
     assert done.stderr == b""
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - started_at < 60

@@ -1,4 +1,4 @@
-"""The parser: the same samples however the page is sliced, and no half page taken for a whole one."""
+"""The parser of metrics pages gives the same samples for all slice sizes, and rejects incomplete pages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dispatcher.signals.epp.series import SERIES_NAMES
 from dispatcher.signals.exposition import LINE_MAX_BYTES, MalformedPageError, PageParser, Sample
 from tests.signals.fakes import PAGES
 
-WANTED = ("queue_size", "pool:saturation")
+WANTED_NAMES = ("queue_size", "pool:saturation")
 
 
 def parse(text: str | bytes, *, open_metrics: bool = False, slice_bytes: int = 1 << 20) -> list[Sample]:
     data = text if isinstance(text, bytes) else text.encode()
-    page = PageParser(WANTED, open_metrics=open_metrics)
+    page = PageParser(WANTED_NAMES, open_metrics=open_metrics)
     for at in range(0, len(data), slice_bytes):
         page.feed(data[at : at + slice_bytes])
     return page.close()
@@ -46,7 +46,7 @@ def parse(text: str | bytes, *, open_metrics: bool = False, slice_bytes: int = 1
         ("pool:saturation 0.25 1764000000.123", {}, 0.25),
     ],
 )
-def test_a_line_is_read_by_the_formats_rules(line: str, labels: dict[str, str], value: float) -> None:
+def test_line_is_parsed_by_the_rules_of_the_format(line: str, labels: dict[str, str], value: float) -> None:
     (sample,) = parse(line + "\n")
     assert sample.labels == labels
     assert sample.value == value
@@ -57,7 +57,7 @@ def test_nan_is_a_value() -> None:
 
 
 @pytest.mark.parametrize("line", ["# queue_size 1", "queue_size_bytes 1", 'other{queue_size="1"} 1', ""])
-def test_what_is_not_wanted_is_not_decoded(line: str) -> None:
+def test_other_lines_are_ignored(line: str) -> None:
     assert parse(line + "\n") == []
 
 
@@ -78,13 +78,13 @@ def test_what_is_not_wanted_is_not_decoded(line: str) -> None:
         ("x" * (LINE_MAX_BYTES + 1), "a line longer"),
     ],
 )
-def test_a_malformed_page_is_refused_with_the_spot(page: str | bytes, why: str) -> None:
+def test_malformed_page_is_rejected_with_the_reason(page: str | bytes, why: str) -> None:
     with pytest.raises(MalformedPageError, match=why):
         parse(page, slice_bytes=4096)
 
 
-def test_openmetrics_must_show_its_end() -> None:
-    """Without it, the lines that were cut off would read as an empty queue."""
+def test_openmetrics_page_without_end_marker_is_rejected() -> None:
+    """Without the end marker, a page whose last lines were cut off would show an empty queue."""
     assert len(parse("queue_size 1\n# EOF\n", open_metrics=True)) == 1
     assert len(parse("queue_size 1\n# EOF", open_metrics=True)) == 1
     with pytest.raises(MalformedPageError, match="end mark"):
@@ -95,46 +95,46 @@ LABELS = st.dictionaries(st.sampled_from(["a", "b", "model_name"]), st.text(max_
 NUMBERS = st.floats(allow_nan=False)
 
 
-def rendered(labels: dict[str, str], value: float) -> str:
+def render_line(labels: dict[str, str], value: float) -> str:
     escaped = {
         name: text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
         for name, text in labels.items()
     }
-    inside = ",".join(f'{name}="{text}"' for name, text in escaped.items())
-    return f"queue_size{{{inside}}} {value!r}\n"
+    label_text = ",".join(f'{name}="{text}"' for name, text in escaped.items())
+    return f"queue_size{{{label_text}}} {value!r}\n"
 
 
-def utf8(labels: dict[str, str]) -> bool:
+def is_utf8(labels: dict[str, str]) -> bool:
     return all(text.encode("utf-8", "ignore").decode() == text for text in labels.values())
 
 
-@given(st.lists(st.tuples(LABELS.filter(utf8), NUMBERS), max_size=8), st.integers(1, 40))
-def test_any_page_reads_the_same_in_slices_of_any_size(
+@given(st.lists(st.tuples(LABELS.filter(is_utf8), NUMBERS), max_size=8), st.integers(1, 40))
+def test_samples_do_not_depend_on_the_slice_size(
     samples: list[tuple[dict[str, str], float]], slice_bytes: int
 ) -> None:
-    page = "# HELP queue_size x\n" + "".join(f"other 1\n{rendered(*each)}" for each in samples)
-    got = parse(page, slice_bytes=slice_bytes)
-    assert [(dict(sample.labels), sample.value) for sample in got] == samples
+    page = "# HELP queue_size x\n" + "".join(f"other 1\n{render_line(*each)}" for each in samples)
+    parsed = parse(page, slice_bytes=slice_bytes)
+    assert [(dict(sample.labels), sample.value) for sample in parsed] == samples
 
 
 @given(st.binary(max_size=200), st.booleans())
-def test_no_bytes_make_the_parser_fail_in_another_way(noise: bytes, open_metrics: bool) -> None:
-    for page in (noise, b"queue_size{" + noise + b"\n", b"queue_size " + noise + b"\n"):
+def test_arbitrary_bytes_raise_only_malformed_page_error(data: bytes, open_metrics: bool) -> None:
+    for page in (data, b"queue_size{" + data + b"\n", b"queue_size " + data + b"\n"):
         with contextlib.suppress(MalformedPageError):
             parse(page, open_metrics=open_metrics)
 
 
 @pytest.mark.parametrize("path", sorted(PAGES.glob("*.txt")), ids=lambda path: path.stem)
-def test_golden_pages_read_as_the_reference_parser_reads_them(path: Path) -> None:
+def test_recorded_pages_give_the_samples_of_the_reference_parser(path: Path) -> None:
     text = path.read_text()
     page = PageParser(SERIES_NAMES)
     page.feed(text.encode())
-    ours = {(each.name, frozenset(each.labels.items()), each.value) for each in page.close()}
-    theirs = {
+    found = {(each.name, frozenset(each.labels.items()), each.value) for each in page.close()}
+    expected = {
         (sample.name, frozenset(sample.labels.items()), sample.value)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name in SERIES_NAMES
     }
-    assert ours == theirs
-    assert ours
+    assert found == expected
+    assert found

@@ -1,4 +1,5 @@
-"""Whose word counts, what is told of it, and that no failure of any source leaves room to send."""
+"""The poller of signal sources: which source it uses, what it publishes, and that every failure closes the
+gate."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import contextlib
 import itertools
 import random
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal
@@ -27,7 +28,15 @@ from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
 from tests.signals import fakes
-from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server, whole
+from tests.signals.fakes import (
+    HEALTHY_VALUES,
+    answering,
+    fake_epp,
+    fake_prometheus,
+    http_answer,
+    raw_server,
+    read_page,
+)
 from tests.support import free_port, wait_until
 
 INTERVAL_S = 0.05
@@ -35,39 +44,39 @@ FAILED = ReadFailure(Reason.UNREADABLE, "broken 1", "mend it")
 
 
 @dataclass
-class Scripted:
-    """A source that says what it is told to say."""
+class ScriptedSource:
+    """A source that returns what the test sets."""
 
     name: Literal["epp", "prometheus"]
     answer: tuple[PoolView, ...] | ReadFailure | None = None
-    """None: a healthy view of this moment."""
+    """Result of a poll, or `None` for a healthy view of this moment."""
     fails_every: int = 0
-    """Each poll of this number fails whatever `answer` says; 0: none."""
+    """Interval of failing polls: each poll of this number fails whatever `answer` is. 0 for none."""
     age_s: float = 0.0
     min_interval_s: float = 0.0
     latencies: ReplicaHistograms | None = None
     polls: int = 0
-    under_way: int = 0
-    most_under_way: int = 0
-    hold: asyncio.Event | None = None
+    running_polls: int = 0
+    max_running_polls: int = 0
+    release: asyncio.Event | None = None
     closed: bool = False
-    began_at: list[float] = field(default_factory=list)
+    started_at: list[float] = field(default_factory=list)
     addresses: list[tuple[str, ...] | None] = field(default_factory=list)
 
     async def poll(self) -> tuple[PoolView, ...] | ReadFailure:
         self.polls += 1
-        self.began_at.append(asyncio.get_running_loop().time())
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+        self.started_at.append(asyncio.get_running_loop().time())
+        self.running_polls += 1
+        self.max_running_polls = max(self.max_running_polls, self.running_polls)
         try:
-            if self.hold is not None:
-                await self.hold.wait()
+            if self.release is not None:
+                await self.release.wait()
             await asyncio.sleep(0)
         finally:
-            self.under_way -= 1
+            self.running_polls -= 1
         if self.fails_every and self.polls % self.fails_every == 1:
             return FAILED
-        return (healthy(self.age_s),) if self.answer is None else self.answer
+        return (healthy_view(self.age_s),) if self.answer is None else self.answer
 
     async def close(self) -> None:
         self.closed = True
@@ -79,54 +88,50 @@ class Scripted:
         self.addresses.append(addresses)
 
 
-def healthy(age_s: float = 0.0, **changes: Any) -> PoolView:
+def healthy_view(age_s: float = 0.0, **changes: Any) -> PoolView:
     now = asyncio.get_running_loop().time() - age_s
     return replace(PoolView(now, now, saturation=0.5, queued=0, running=10, waiting=0, ready=1), **changes)
 
 
 @contextlib.asynccontextmanager
-async def polling(
+async def run_poller(
     *sources: SignalSource, policy: Policy | None = None, **signals: Any
 ) -> AsyncIterator[tuple[Poller, list[SourcePoll]]]:
-    """A poller at work, and everything it has told."""
-    told: list[SourcePoll] = []
+    """Run a poller, and yield it with the list of all polls that it publishes."""
+    polls: list[SourcePoll] = []
     settings = SignalsSettings.model_validate({"interval_s": INTERVAL_S, **signals})
-    poller = Poller(sources, settings, policy or Policy(), told.append, jitter=random.Random(1))
+    poller = Poller(sources, settings, policy or Policy(), polls.append, jitter=random.Random(1))
     running = asyncio.create_task(poller.run())
     try:
-        yield poller, told
+        yield poller, polls
     finally:
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
 
 
-def later(told: list[SourcePoll], want: Callable[[SourcePoll], bool]) -> Callable[[], Awaitable[SourcePoll]]:
-    """Waits for a poll from now on that is as wanted."""
-    start = len(told)
-
-    async def found() -> SourcePoll:
-        return await wait_until(lambda: next((poll for poll in told[start:] if want(poll)), None))
-
-    return found
+async def wait_for_poll(polls: list[SourcePoll], condition: Callable[[SourcePoll], bool]) -> SourcePoll:
+    """Wait for a new poll for which the condition holds."""
+    start = len(polls)
+    return await wait_until(lambda: next((poll for poll in polls[start:] if condition(poll)), None))
 
 
-# ── one source ──────────────────────────────────────────────────────────────────────────────────────────
+# One source
 
 
-async def test_a_defect_in_reckoning_latencies_costs_no_poll() -> None:
-    epp = Scripted("epp", latencies=ReplicaHistograms("", ttft={inf: "no number"}))  # type: ignore[dict-item]
-    async with polling(epp) as (_, told):
-        poll = await later(told, lambda poll: poll.realtime_impact.why_not != "not read yet")()
+async def test_defect_in_computing_latencies_does_not_stop_the_polls() -> None:
+    epp = ScriptedSource("epp", latencies=ReplicaHistograms("", ttft={inf: "no number"}))  # type: ignore[dict-item]
+    async with run_poller(epp) as (_, polls):
+        poll = await wait_for_poll(polls, lambda poll: poll.realtime_impact.why_not != "not read yet")
         assert poll.realtime_impact.why_not.startswith("the dispatcher failed")
-        await later(told, lambda poll: bool(poll.readings))()
+        await wait_for_poll(polls, lambda poll: bool(poll.readings))
 
 
-async def test_every_poll_is_told_with_what_it_came_from() -> None:
-    epp = Scripted("epp")
-    async with polling(epp) as (_, told):
-        await wait_until(lambda: len(told) >= 3)
-    poll = told[-1]
+async def test_poll_has_its_source_signals_and_readings() -> None:
+    epp = ScriptedSource("epp")
+    async with run_poller(epp) as (_, polls):
+        await wait_until(lambda: len(polls) >= 3)
+    poll = polls[-1]
     assert (poll.source, poll.failures) == ("epp", ())
     assert poll.signals == (Signal.SATURATION, Signal.REQUESTS)
     assert {reading.signal for reading in poll.readings} == set(poll.signals)
@@ -137,86 +142,86 @@ async def test_every_poll_is_told_with_what_it_came_from() -> None:
     assert epp.closed
 
 
-async def test_a_source_is_asked_again_only_when_it_has_answered() -> None:
-    epp = Scripted("epp", hold=asyncio.Event())
-    async with polling(epp) as (poller, told):
+async def test_source_is_not_polled_again_before_it_has_answered() -> None:
+    epp = ScriptedSource("epp", release=asyncio.Event())
+    async with run_poller(epp) as (poller, polls):
         await wait_until(lambda: epp.polls == 1)
         for _ in range(5):
             poller.poll_soon()
             await asyncio.sleep(INTERVAL_S)
         assert epp.polls == 1
-        assert epp.hold is not None
-        epp.hold.set()
-        await wait_until(lambda: len(told) >= 3)
-    assert epp.most_under_way == 1
+        assert epp.release is not None
+        epp.release.set()
+        await wait_until(lambda: len(polls) >= 3)
+    assert epp.max_running_polls == 1
 
 
-async def test_polls_keep_their_cadence() -> None:
-    """Never in bursts to catch up with what a busy machine delayed, and not all at the same distance."""
-    epp = Scripted("epp")
-    async with polling(epp) as (_, told):
-        await wait_until(lambda: len(told) >= 20)
-    gaps = [after - before for before, after in itertools.pairwise(epp.began_at)]
+async def test_polls_keep_their_interval() -> None:
+    """Polls delayed by a busy machine are not repeated in a burst, and intervals have jitter."""
+    epp = ScriptedSource("epp")
+    async with run_poller(epp) as (_, polls):
+        await wait_until(lambda: len(polls) >= 20)
+    gaps = [after - state for state, after in itertools.pairwise(epp.started_at)]
     assert min(gaps) >= 0.89 * INTERVAL_S
     assert len({round(gap, 3) for gap in gaps}) > 1
 
 
-async def test_a_source_is_not_asked_more_often_than_it_learns_anything() -> None:
-    slow = Scripted("prometheus", min_interval_s=3600)
-    async with polling(slow) as (_, told):
-        await wait_until(lambda: told)
+async def test_source_is_not_polled_more_often_than_its_minimum_interval() -> None:
+    slow = ScriptedSource("prometheus", min_interval_s=3600)
+    async with run_poller(slow) as (_, polls):
+        await wait_until(lambda: polls)
         await asyncio.sleep(5 * INTERVAL_S)
     assert slow.polls == 1
 
 
-async def test_poll_soon_does_not_wait_for_the_turn() -> None:
-    epp = Scripted("epp")
-    async with polling(epp, interval_s=3600) as (poller, told):
-        await wait_until(lambda: len(told) == 1)
+async def test_poll_soon_does_not_wait_for_the_interval() -> None:
+    epp = ScriptedSource("epp")
+    async with run_poller(epp, interval_s=3600) as (poller, polls):
+        await wait_until(lambda: len(polls) == 1)
         poller.poll_soon()
-        await wait_until(lambda: len(told) == 2)
+        await wait_until(lambda: len(polls) == 2)
 
 
-async def test_a_failure_names_its_reason_and_a_return_is_told() -> None:
-    epp = Scripted("epp", FAILED)
-    async with polling(epp) as (_, told):
-        poll = await later(told, lambda poll: bool(poll.failures))()
+async def test_failure_is_published_with_its_reason_and_readings_follow_it() -> None:
+    epp = ScriptedSource("epp", FAILED)
+    async with run_poller(epp) as (_, polls):
+        poll = await wait_for_poll(polls, lambda poll: bool(poll.failures))
         assert (poll.readings, poll.failures) == ((), (FAILED,))
         epp.answer = None
-        await later(told, lambda poll: bool(poll.readings))()
+        await wait_for_poll(polls, lambda poll: bool(poll.readings))
 
 
-async def test_an_old_sample_is_stale() -> None:
-    epp = Scripted("epp", age_s=11)
-    async with polling(epp) as (_, told):
-        poll = await later(told, lambda poll: bool(poll.failures))()
+async def test_old_sample_is_stale() -> None:
+    epp = ScriptedSource("epp", age_s=11)
+    async with run_poller(epp) as (_, polls):
+        poll = await wait_for_poll(polls, lambda poll: bool(poll.failures))
         assert poll.readings == ()
         assert poll.failures[0].reason is Reason.STALE
         assert re.fullmatch(r"the samples are 1\d\.\d s old, more than 10 s", poll.failures[0].why)
         assert "signals.max_age_s" in poll.failures[0].hint
 
 
-async def test_a_hidden_replica_closes() -> None:
-    """The watch knows of two, one is seen: what waits in the other is not known."""
-    epp = Scripted("epp")
-    async with polling(epp) as (poller, told):
-        await wait_until(lambda: told)
+async def test_missing_replica_is_a_failure() -> None:
+    """The watch reports two replicas, and one is read: requests that wait in the other are unknown."""
+    epp = ScriptedSource("epp")
+    async with run_poller(epp) as (poller, polls):
+        await wait_until(lambda: polls)
         poller.update_from_watch(("10.0.0.1", "10.0.0.2"))
-        poll = await later(told, lambda poll: bool(poll.failures))()
+        poll = await wait_for_poll(polls, lambda poll: bool(poll.failures))
         assert "1 of the endpoint picker's 2 replicas" in poll.failures[0].why
         assert epp.addresses[-1] == ("10.0.0.1", "10.0.0.2")
         poller.update_from_watch(("10.0.0.1",))
-        await later(told, lambda poll: bool(poll.readings))()
+        await wait_for_poll(polls, lambda poll: bool(poll.readings))
 
 
-async def test_reconfigure_takes_effect_at_once_and_closes_what_was() -> None:
-    old, new = Scripted("epp"), Scripted("prometheus")
-    async with polling(old, interval_s=3600) as (poller, told):
-        await wait_until(lambda: told)
+async def test_reconfigure_takes_effect_at_once_and_closes_the_old_source() -> None:
+    old, new = ScriptedSource("epp"), ScriptedSource("prometheus")
+    async with run_poller(old, interval_s=3600) as (poller, polls):
+        await wait_until(lambda: polls)
         poller.update_from_watch(("10.0.0.1",))
         settings = SignalsSettings.model_validate({"interval_s": INTERVAL_S, "use": "requests"})
         poller.reconfigure([new], settings, Policy(max_sys=64))
-        poll = await later(told, lambda poll: poll.source == "prometheus")()
+        poll = await wait_for_poll(polls, lambda poll: poll.source == "prometheus")
         assert old.closed
         assert new.addresses == [("10.0.0.1",)]
         assert [reading.signal for reading in poll.readings] == [Signal.REQUESTS]
@@ -224,88 +229,90 @@ async def test_reconfigure_takes_effect_at_once_and_closes_what_was() -> None:
     assert new.closed
 
 
-async def test_what_is_learned_is_logged_once_and_each_setting_that_differs() -> None:
-    """A reload that changes the setting, or nothing, teaches nothing anew."""
-    fills = itertools.cycle((3, 7, 11, 15))
-    epp = Scripted("epp")
+async def test_learned_capacity_and_differing_setting_are_logged_once_each() -> None:
+    """A reload that changes the setting or nothing does not log the learned capacity again."""
+    request_counts = itertools.cycle((3, 7, 11, 15))
+    epp = ScriptedSource("epp")
 
-    def pages() -> None:
-        fill = next(fills)
-        now = 10.0 * len(told)  # as far apart as they must be for a proof
-        epp.answer = (PoolView(now, now, saturation=fill / 16, queued=0, ready=1, in_flight=fill),)
+    def show_next_page() -> None:
+        request_count = next(request_counts)
+        now = 10.0 * len(polls)  # far enough apart for a proof
+        epp.answer = (
+            PoolView(now, now, saturation=request_count / 16, queued=0, ready=1, in_flight=request_count),
+        )
 
     with capture_logs() as logs:
-        async with polling(epp, max_age_s=3600) as (poller, told):
-            pages()
+        async with run_poller(epp, max_age_s=3600) as (poller, polls):
+            show_next_page()
 
-            async def proven(policy: Policy) -> None:
+            async def prove_capacity(policy: Policy) -> None:
                 poller.reconfigure([epp], SignalsSettings(interval_s=INTERVAL_S), policy)
-                count = len(told)
+                count = len(polls)
                 for number in range(1, 9):
-                    await wait_until(lambda number=number: len(told) >= count + number)  # type: ignore[misc]
-                    pages()
+                    await wait_until(lambda number=number: len(polls) >= count + number)  # type: ignore[misc]
+                    show_next_page()
 
             for policy in (Policy(), Policy(reserve=0.1), Policy(per_endpoint=16), Policy(per_endpoint=8)):
-                await proven(policy)
-                assert told[-1].picker_k == 16
-    named = [log for log in logs if log["event"].startswith("capacity")]
-    assert [(log["event"], log["per_endpoint"]) for log in named] == [
+                await prove_capacity(policy)
+                assert polls[-1].picker_k == 16
+    logged = [log for log in logs if log["event"].startswith("capacity")]
+    assert [(log["event"], log["per_endpoint"]) for log in logged] == [
         ("capacity-learned", None),
         ("capacity-differs", 8),
     ]
 
 
-async def test_a_picker_that_began_anew_is_not_judged_by_the_number_of_the_one_before() -> None:
-    """The picker was set to the number in our settings and restarted, between two polls."""
-    epp = Scripted("epp")
+async def test_capacity_learned_from_the_previous_picker_is_not_compared_after_a_restart() -> None:
+    """The picker was configured with the number of our settings and restarted between two polls."""
+    epp = ScriptedSource("epp")
 
-    def pages(k: int, started: float, fills: Iterable[int]) -> Iterator[PoolView]:
-        for number, fill in enumerate(fills):
+    def pages(k: int, started: float, request_counts: Iterable[int]) -> Iterator[PoolView]:
+        for number, request_count in enumerate(request_counts):
             at = 10.0 * number + started
             yield PoolView(
                 at,
                 at,
-                saturation=fill / k,
+                saturation=request_count / k,
                 queued=0,
                 ready=1,
-                in_flight=fill,
+                in_flight=request_count,
                 address="a:9090",
                 started_at=started,
             )
 
     with capture_logs() as logs:
-        async with polling(epp, policy=Policy(per_endpoint=16), max_age_s=1e9) as (_, told):
+        async with run_poller(epp, policy=Policy(per_endpoint=16), max_age_s=1e9) as (_, polls):
 
-            async def show(page: PoolView) -> SourcePoll:
-                epp.answer, count = (page,), len(told)
-                await wait_until(lambda: len(told) > count + 1)
-                return told[-1]
+            async def poll_page(page_with: PoolView) -> SourcePoll:
+                epp.answer, count = (page_with,), len(polls)
+                await wait_until(lambda: len(polls) > count + 1)
+                return polls[-1]
 
-            for page in pages(32, 100.0, (3, 7, 11, 15) * 2):
-                await show(page)
-            assert told[-1].picker_k == 32
+            for page_with in pages(32, 100.0, (3, 7, 11, 15) * 2):
+                await poll_page(page_with)
+            assert polls[-1].picker_k == 32
             (restarted,) = pages(16, 5000.0, [0])
-            assert (await show(restarted)).picker_k is None
-            for page in pages(16, 5000.0, (3, 7, 11, 15) * 2):
-                await show(page)
-            assert told[-1].picker_k == 16
-    named = [(log["event"], log["picker"]) for log in logs if log["event"].startswith("capacity")]
-    assert named == [("capacity-learned", 32), ("capacity-differs", 32), ("capacity-learned", 16)]
+            assert (await poll_page(restarted)).picker_k is None
+            for page_with in pages(16, 5000.0, (3, 7, 11, 15) * 2):
+                await poll_page(page_with)
+            assert polls[-1].picker_k == 16
+    logged = [(log["event"], log["picker"]) for log in logs if log["event"].startswith("capacity")]
+    assert logged == [("capacity-learned", 32), ("capacity-differs", 32), ("capacity-learned", 16)]
 
 
-async def test_the_log_tells_changes_only() -> None:
-    """A number that moves within a sentence is no change."""
-    epp = Scripted("epp", FAILED)
+async def test_only_changes_are_logged() -> None:
+    """A failure whose sentence differs only in a number is not a change."""
+    epp = ScriptedSource("epp", FAILED)
     with capture_logs() as logs:
-        async with polling(epp, policy=Policy(per_endpoint=100)) as (_, told):
-            await wait_until(lambda: len(told) >= 5)
+        async with run_poller(epp, policy=Policy(per_endpoint=100)) as (_, polls):
+            await wait_until(lambda: len(polls) >= 5)
             epp.answer = replace(FAILED, why="broken 2.5")
-            count = len(told)
-            await wait_until(lambda: len(told) >= count + 5)
+            count = len(polls)
+            await wait_until(lambda: len(polls) >= count + 5)
             epp.answer = None
-            await later(told, lambda poll: bool(poll.readings))()
-            count = len(told)
-            await wait_until(lambda: len(told) >= count + 5)
+            await wait_for_poll(polls, lambda poll: bool(poll.readings))
+            count = len(polls)
+            await wait_until(lambda: len(polls) >= count + 5)
     assert [log["event"] for log in logs] == [
         "signals-source",
         "signals-in-use",
@@ -315,77 +322,80 @@ async def test_the_log_tells_changes_only() -> None:
     assert logs[2]["hint"] == "mend it"
 
 
-# ── two sources ─────────────────────────────────────────────────────────────────────────────────────────
+# Two sources
 
 
-async def test_the_stand_in_rests_while_it_is_not_needed() -> None:
-    epp, prometheus = Scripted("epp"), Scripted("prometheus")
-    async with polling(epp, prometheus) as (_, told):
-        await wait_until(lambda: len(told) >= 5)
+async def test_fallback_source_is_not_polled_while_it_is_not_needed() -> None:
+    epp, prometheus = ScriptedSource("epp"), ScriptedSource("prometheus")
+    async with run_poller(epp, prometheus) as (_, polls):
+        await wait_until(lambda: len(polls) >= 5)
     assert prometheus.polls == 0
-    assert {poll.source for poll in told} == {"epp"}
+    assert {poll.source for poll in polls} == {"epp"}
 
 
-async def test_prometheus_stands_in_without_closing_the_gate() -> None:
-    """The failure of one source is not told while the other can be read."""
-    epp, prometheus = Scripted("epp"), Scripted("prometheus", age_s=5)
-    async with polling(epp, prometheus) as (_, told):
-        await wait_until(lambda: len(told) >= 2)
+async def test_fallback_to_prometheus_does_not_close_the_gate() -> None:
+    """The failure of one source is not published while the other can be read."""
+    epp, prometheus = ScriptedSource("epp"), ScriptedSource("prometheus", age_s=5)
+    async with run_poller(epp, prometheus) as (_, polls):
+        await wait_until(lambda: len(polls) >= 2)
         epp.answer = FAILED
-        poll = await later(told, lambda poll: poll.source == "prometheus")()
+        poll = await wait_for_poll(polls, lambda poll: poll.source == "prometheus")
         assert {reading.max_age_s for reading in poll.readings} == {60}
-        await wait_until(lambda: len(told) >= 8)
-    assert all(not poll.failures for poll in told)
+        await wait_until(lambda: len(polls) >= 8)
+    assert all(not poll.failures for poll in polls)
 
 
-async def test_the_way_back_is_taken_after_some_good_scrapes() -> None:
-    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus")
-    async with polling(epp, prometheus) as (_, told):
-        await later(told, lambda poll: poll.source == "prometheus")()
+async def test_preferred_source_is_used_again_after_some_good_polls() -> None:
+    epp, prometheus = ScriptedSource("epp", FAILED), ScriptedSource("prometheus")
+    async with run_poller(epp, prometheus) as (_, polls):
+        await wait_for_poll(polls, lambda poll: poll.source == "prometheus")
         epp.answer, epp.polls = None, 0
-        await later(told, lambda poll: poll.source == "epp")()
+        await wait_for_poll(polls, lambda poll: poll.source == "epp")
         assert epp.polls >= RETURN_AFTER_POLLS
 
 
-async def test_a_flapping_source_does_not_take_the_word() -> None:
-    """It is always one good scrape short of having it back."""
-    epp, prometheus = Scripted("epp", fails_every=RETURN_AFTER_POLLS), Scripted("prometheus")
-    async with polling(epp, prometheus) as (_, told):
-        await wait_until(lambda: epp.polls >= 4 * RETURN_AFTER_POLLS and told)
-    assert {poll.source for poll in told} == {"prometheus"}
+async def test_flapping_preferred_source_is_not_used() -> None:
+    """It fails each time one poll before it would be used again."""
+    epp, prometheus = ScriptedSource("epp", fails_every=RETURN_AFTER_POLLS), ScriptedSource("prometheus")
+    async with run_poller(epp, prometheus) as (_, polls):
+        await wait_until(lambda: epp.polls >= 4 * RETURN_AFTER_POLLS and polls)
+    assert {poll.source for poll in polls} == {"prometheus"}
 
 
-async def test_with_both_gone_both_are_named() -> None:
-    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus", replace(FAILED, why="gone too"))
-    async with polling(epp, prometheus) as (_, told):
-        poll = await later(told, lambda poll: len(poll.failures) == 2)()
+async def test_failures_of_both_sources_are_published() -> None:
+    epp, prometheus = (
+        ScriptedSource("epp", FAILED),
+        ScriptedSource("prometheus", replace(FAILED, why="gone too")),
+    )
+    async with run_poller(epp, prometheus) as (_, polls):
+        poll = await wait_for_poll(polls, lambda poll: len(poll.failures) == 2)
         assert [unread.why for unread in poll.failures] == ["epp: broken 1", "prometheus: gone too"]
-        epp.answer = None  # the way back need not be a long one where nothing else is left
+        epp.answer = None  # without another source, the first good poll counts
         epp.polls = 0
-        await later(told, lambda poll: poll.source == "epp" and bool(poll.readings))()
+        await wait_for_poll(polls, lambda poll: poll.source == "epp" and bool(poll.readings))
 
 
-async def test_a_hanging_preferred_source_does_not_delay_its_stand_in() -> None:
-    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus")
-    async with polling(epp, prometheus) as (_, told):
-        await later(told, lambda poll: poll.source == "prometheus")()
-        epp.hold = asyncio.Event()
-        await wait_until(lambda: epp.under_way == 1)
-        count = len(told)
-        await wait_until(lambda: len(told) >= count + 5)
-    assert {poll.source for poll in told[-5:]} == {"prometheus"}
+async def test_hanging_preferred_source_does_not_delay_the_fallback() -> None:
+    epp, prometheus = ScriptedSource("epp", FAILED), ScriptedSource("prometheus")
+    async with run_poller(epp, prometheus) as (_, polls):
+        await wait_for_poll(polls, lambda poll: poll.source == "prometheus")
+        epp.release = asyncio.Event()
+        await wait_until(lambda: epp.running_polls == 1)
+        count = len(polls)
+        await wait_until(lambda: len(polls) >= count + 5)
+    assert {poll.source for poll in polls[-5:]} == {"prometheus"}
 
 
-async def test_no_endpoint_is_a_fact_and_not_a_failure() -> None:
-    """Prometheus would only tell the same, later."""
-    epp, prometheus = Scripted("epp", (healthy(ready=0),)), Scripted("prometheus")
-    async with polling(epp, prometheus) as (_, told):
-        await wait_until(lambda: len(told) >= 5)
+async def test_missing_endpoints_do_not_cause_a_fallback() -> None:
+    """Prometheus would only report the same, later."""
+    epp, prometheus = ScriptedSource("epp", (healthy_view(ready=0),)), ScriptedSource("prometheus")
+    async with run_poller(epp, prometheus) as (_, polls):
+        await wait_until(lambda: len(polls) >= 5)
     assert prometheus.polls == 0
-    assert {unread.reason for poll in told for unread in poll.failures} == {Reason.NO_ENDPOINTS}
+    assert {unread.reason for poll in polls for unread in poll.failures} == {Reason.NO_ENDPOINTS}
 
 
-def test_nobody_is_preferred_before_it_has_answered() -> None:
+def test_first_source_that_answers_is_used() -> None:
     preference = SourcePreference(["epp", "prometheus"])
     assert preference.is_needed("epp")
     assert not preference.is_needed("prometheus")
@@ -393,47 +403,53 @@ def test_nobody_is_preferred_before_it_has_answered() -> None:
     assert preference.is_needed("prometheus")
     assert preference.record_answer("prometheus", is_good=False)
     assert preference.record_answer("epp", is_good=True)
-    assert not preference.record_answer("prometheus", is_good=True)  # an answer that was under way
+    assert not preference.record_answer("prometheus", is_good=True)  # an answer to an earlier poll
 
 
-# ── every failure of every source, seen by the limiter ──────────────────────────────────────────────────
+# Each failure of each source, as the limiter sees it
 
 
-def epp_source(url: str, fault: str = "") -> SignalSource:
-    return EppSource("qwen", Targets(urls=(url,)), timeout_s=fakes.patience_s(fault))
+def create_epp_source(url: str, fault: str = "") -> SignalSource:
+    return EppSource("qwen", Targets(urls=(url,)), timeout_s=fakes.timeout_for(fault))
 
 
-def prometheus_source(url: str, fault: str = "") -> SignalSource:
-    timeout_s = fakes.patience_s(fault)
+def create_prometheus_source(url: str, fault: str = "") -> SignalSource:
+    timeout_s = fakes.timeout_for(fault)
     return PrometheusSource(PrometheusAddress(url), "qwen", "default", timeout_s=timeout_s, max_age_s=60)
 
 
-def page(*replacements: tuple[str, str]) -> bytes:
-    text = golden("router-newest-flow-control-on")
+def page_with(*replacements: tuple[str, str]) -> bytes:
+    text = read_page("router-newest-flow-control-on")
     for old, new in replacements:
         assert old in text
         text = text.replace(old, new)
     return text.encode()
 
 
-READY = 'ready_endpoints{name="qwen"} '
-STAGE = 'stage="effective"} '
+READY_SERIES = 'ready_endpoints{name="qwen"} '
+SATURATION_SERIES = 'stage="effective"} '
 
 PAGE_FAULTS: dict[str, tuple[bytes, Reason]] = {
     "empty page": (b"", Reason.UNREADABLE),
-    "half a page": (page()[:-2], Reason.UNREADABLE),
+    "half a page": (page_with()[:-2], Reason.UNREADABLE),
     "garbage": (b"\x00\xff" * 4000, Reason.UNREADABLE),
-    "no running requests": (page(("average_running", "x"), ("request_running", "y")), Reason.UNREADABLE),
-    "no ready endpoints": (page((READY, 'x{name="qwen"} ')), Reason.UNREADABLE),
-    "zero ready endpoints": (page((READY + "4", READY + "0")), Reason.NO_ENDPOINTS),
-    "NaN saturation": (page((STAGE + "0.4", STAGE + "NaN")), Reason.IMPLAUSIBLE),
-    "infinite saturation": (page((STAGE + "0.4", STAGE + "+Inf")), Reason.IMPLAUSIBLE),
-    "negative saturation": (page((STAGE + "0.4", STAGE + "-1")), Reason.IMPLAUSIBLE),
-    "NaN ready": (page((READY + "4", READY + "NaN")), Reason.IMPLAUSIBLE),
-    "another pool": (page(('"qwen"', '"llama"')), Reason.UNREADABLE),
+    "no running requests": (page_with(("average_running", "x"), ("request_running", "y")), Reason.UNREADABLE),
+    "no ready endpoints": (page_with((READY_SERIES, 'x{name="qwen"} ')), Reason.UNREADABLE),
+    "zero ready endpoints": (page_with((READY_SERIES + "4", READY_SERIES + "0")), Reason.NO_ENDPOINTS),
+    "NaN saturation": (page_with((SATURATION_SERIES + "0.4", SATURATION_SERIES + "NaN")), Reason.IMPLAUSIBLE),
+    "infinite saturation": (
+        page_with((SATURATION_SERIES + "0.4", SATURATION_SERIES + "+Inf")),
+        Reason.IMPLAUSIBLE,
+    ),
+    "negative saturation": (
+        page_with((SATURATION_SERIES + "0.4", SATURATION_SERIES + "-1")),
+        Reason.IMPLAUSIBLE,
+    ),
+    "NaN ready": (page_with((READY_SERIES + "4", READY_SERIES + "NaN")), Reason.IMPLAUSIBLE),
+    "another pool": (page_with(('"qwen"', '"llama"')), Reason.UNREADABLE),
 }
 
-TALKS: dict[str, Any] = {
+NETWORK_FAULTS: dict[str, Any] = {
     "reset": fakes.resetting,
     "hanging": fakes.hanging,
     "HTTP 500": answering(b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n"),
@@ -444,135 +460,146 @@ TALKS: dict[str, Any] = {
 
 ROW_FAULTS: dict[str, tuple[dict[str, float], float, Reason]] = {
     "no series": ({}, 1, Reason.UNREADABLE),
-    "old sample": (GOOD, 61, Reason.STALE),
-    "NaN": (GOOD | {"SATURATION": float("nan")}, 1, Reason.IMPLAUSIBLE),
-    "infinite": (GOOD | {"QUEUED": float("inf")}, 1, Reason.IMPLAUSIBLE),
-    "no running requests": ({k: v for k, v in GOOD.items() if k != "RUNNING"}, 1, Reason.UNREADABLE),
-    "no ready endpoints": ({k: v for k, v in GOOD.items() if k != "READY"}, 1, Reason.UNREADABLE),
-    "zero ready endpoints": (GOOD | {"READY": 0.0}, 1, Reason.NO_ENDPOINTS),
-    "a queue beyond any pool": (GOOD | {"QUEUED": 1e308}, 1, Reason.IMPLAUSIBLE),
-    "a capacity beyond any pool": (GOOD | {"READY": 1e300}, 1, Reason.IMPLAUSIBLE),
-    "running requests beyond any pool": (GOOD | {"RUNNING": 1e16}, 1, Reason.IMPLAUSIBLE),
-    "a capacity below all numbers": (GOOD | {"READY": 5e-324}, 1, Reason.IMPLAUSIBLE),
-    "unknown age": (GOOD, float("nan"), Reason.UNREADABLE),
+    "old sample": (HEALTHY_VALUES, 61, Reason.STALE),
+    "NaN": (HEALTHY_VALUES | {"SATURATION": float("nan")}, 1, Reason.IMPLAUSIBLE),
+    "infinite": (HEALTHY_VALUES | {"QUEUED": float("inf")}, 1, Reason.IMPLAUSIBLE),
+    "no running requests": (
+        {k: v for k, v in HEALTHY_VALUES.items() if k != "RUNNING"},
+        1,
+        Reason.UNREADABLE,
+    ),
+    "no ready endpoints": ({k: v for k, v in HEALTHY_VALUES.items() if k != "READY"}, 1, Reason.UNREADABLE),
+    "zero ready endpoints": (HEALTHY_VALUES | {"READY": 0.0}, 1, Reason.NO_ENDPOINTS),
+    "a queue beyond any pool": (HEALTHY_VALUES | {"QUEUED": 1e308}, 1, Reason.IMPLAUSIBLE),
+    "a capacity beyond any pool": (HEALTHY_VALUES | {"READY": 1e300}, 1, Reason.IMPLAUSIBLE),
+    "running requests beyond any pool": (HEALTHY_VALUES | {"RUNNING": 1e16}, 1, Reason.IMPLAUSIBLE),
+    "a capacity below all numbers": (HEALTHY_VALUES | {"READY": 5e-324}, 1, Reason.IMPLAUSIBLE),
+    "unknown age": (HEALTHY_VALUES, float("nan"), Reason.UNREADABLE),
 }
 
 
-@pytest.mark.parametrize("before", ["open", "starting"])
+@pytest.mark.parametrize("state", ["open", "starting"])
 @pytest.mark.parametrize("fault", PAGE_FAULTS)
-async def test_no_page_fault_leaves_an_allowance(fault: str, before: str) -> None:
+async def test_every_page_fault_closes_the_gate(fault: str, state: str) -> None:
     body, reason = PAGE_FAULTS[fault]
-    async with raw_server(answering(whole(body))) as port:
-        await closes(epp_source(f"http://127.0.0.1:{port}"), reason, before)
+    async with raw_server(answering(http_answer(body))) as port:
+        await assert_poll_closes_gate(create_epp_source(f"http://127.0.0.1:{port}"), reason, state)
 
 
 @pytest.mark.parametrize("kind", ["epp", "prometheus"])
-@pytest.mark.parametrize("fault", [*TALKS, "refused"])
-async def test_no_network_fault_leaves_an_allowance(fault: str, kind: str) -> None:
-    made = epp_source if kind == "epp" else prometheus_source
+@pytest.mark.parametrize("fault", [*NETWORK_FAULTS, "refused"])
+async def test_every_network_fault_closes_the_gate(fault: str, kind: str) -> None:
+    create_source = create_epp_source if kind == "epp" else create_prometheus_source
     if fault == "refused":
-        await closes(made(f"http://127.0.0.1:{free_port()}"), Reason.UNREADABLE, "open")
+        await assert_poll_closes_gate(
+            create_source(f"http://127.0.0.1:{free_port()}"), Reason.UNREADABLE, "open"
+        )
         return
-    async with raw_server(TALKS[fault]) as port:
-        await closes(made(f"http://127.0.0.1:{port}", fault), Reason.UNREADABLE, "open")
+    async with raw_server(NETWORK_FAULTS[fault]) as port:
+        await assert_poll_closes_gate(
+            create_source(f"http://127.0.0.1:{port}", fault), Reason.UNREADABLE, "open"
+        )
 
 
-@pytest.mark.parametrize("before", ["open", "starting"])
+@pytest.mark.parametrize("state", ["open", "starting"])
 @pytest.mark.parametrize("fault", ROW_FAULTS)
-async def test_no_fault_of_prometheus_series_leaves_an_allowance(fault: str, before: str) -> None:
+async def test_every_fault_of_prometheus_series_closes_the_gate(fault: str, state: str) -> None:
     rows, age_s, reason = ROW_FAULTS[fault]
     async with fake_prometheus() as prometheus:
-        prometheus.show(rows, age_s=age_s)
-        await closes(prometheus_source(prometheus.url), reason, before)
+        prometheus.add_target(rows, age_s=age_s)
+        await assert_poll_closes_gate(create_prometheus_source(prometheus.url), reason, state)
 
 
-async def closes(source: SignalSource, reason: Reason, before: str) -> None:
-    """One poll of a faulty source: the limiter, open until then or just started, allows nothing."""
+async def assert_poll_closes_gate(source: SignalSource, reason: Reason, state: str) -> None:
+    """Check that one poll of a faulty source makes a limiter allow nothing, whether it was open or had just
+    started."""
     loop = asyncio.get_running_loop()
     limiter = Limiter(Policy(max_age_s=60), (Signal.SATURATION, Signal.REQUESTS))
-    if before == "open":
-        # Older than what follows: the limiter goes by the newest sample.
-        async with polling(Scripted("epp", age_s=8)) as (_, told):
-            await wait_until(lambda: told)
-        limiter.apply_poll(told[-1], told[-1].completed_at)
-        assert limiter.get_allowance(told[-1].completed_at + 1).limit > 0
-    async with polling(source, use="both") as (_, told):
-        await wait_until(lambda: told)
-    limiter.apply_poll(told[0], told[0].completed_at)
+    if state == "open":
+        # Older than the samples that follow, because the limiter uses the newest sample.
+        async with run_poller(ScriptedSource("epp", age_s=8)) as (_, polls):
+            await wait_until(lambda: polls)
+        limiter.apply_poll(polls[-1], polls[-1].completed_at)
+        assert limiter.get_allowance(polls[-1].completed_at + 1).limit > 0
+    async with run_poller(source, use="both") as (_, polls):
+        await wait_until(lambda: polls)
+    limiter.apply_poll(polls[0], polls[0].completed_at)
     allowance = limiter.get_allowance(loop.time() + 1)
     assert allowance.limit == 0
-    if told[0].failures:
-        assert told[0].failures[0].reason is reason
-    if told[0].failures and before == "starting":
-        reason = Reason.STARTING  # the failure is told in its sentence
+    if polls[0].failures:
+        assert polls[0].failures[0].reason is reason
+    if polls[0].failures and state == "starting":
+        reason = Reason.STARTING  # the failure is part of the explanation
     assert allowance.reason is reason
-    assert not told[0].failures or told[0].failures[0].why
+    assert not polls[0].failures or polls[0].failures[0].why
 
 
-async def test_one_failed_scrape_of_several_closes_nothing_and_two_do() -> None:
+async def test_one_failed_poll_does_not_close_the_gate_and_two_do() -> None:
     limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
-    epp = Scripted("epp")
-    async with polling(epp, interval_s=0.5) as (_, told):
-        await wait_until(lambda: len(told) > 2)
-        for poll in told:
+    epp = ScriptedSource("epp")
+    async with run_poller(epp, interval_s=0.5) as (_, polls):
+        await wait_until(lambda: len(polls) > 2)
+        for poll in polls:
             limiter.apply_poll(poll, poll.completed_at)
-        read_at = told[-1].readings[0].closed_at
+        read_at = polls[-1].readings[0].closed_at
         epp.answer = FAILED
-        first = await later(told, lambda poll: bool(poll.failures))()
+        first = await wait_for_poll(polls, lambda poll: bool(poll.failures))
         limiter.apply_poll(first, first.completed_at)
         assert first.failing_since == first.completed_at
         assert read_at + 2.2 * 0.5 < first.closes_at < read_at + 3 * 0.5
         assert limiter.get_allowance(first.completed_at).limit > 0
-        second = await later(told, lambda poll: bool(poll.failures))()
+        second = await wait_for_poll(polls, lambda poll: bool(poll.failures))
         assert (second.failing_since, second.closes_at) == (first.completed_at, first.closes_at)
         limiter.apply_poll(second, second.completed_at)
         closed = limiter.get_allowance(first.closes_at)
         assert (closed.limit, closed.reason) == (0, Reason.UNREADABLE)
         epp.answer = None
-        good = await later(told, lambda poll: not poll.failures)()
+        good = await wait_for_poll(polls, lambda poll: not poll.failures)
         assert good.failing_since is None
 
 
-@pytest.mark.parametrize("fact", [Reason.NO_ENDPOINTS, Reason.IMPLAUSIBLE])
-async def test_a_fact_closes_at_once_and_a_failure_after_it_opens_nothing(fact: Reason) -> None:
-    epp = Scripted("epp")
-    async with polling(epp) as (_, told):
-        await wait_until(lambda: told)
-        epp.answer = ReadFailure(fact, "no pods")
-        poll = await later(told, lambda poll: bool(poll.failures))()
+@pytest.mark.parametrize("reason", [Reason.NO_ENDPOINTS, Reason.IMPLAUSIBLE])
+async def test_missing_or_implausible_pool_closes_the_gate_at_once_and_a_later_failure_keeps_it_closed(
+    reason: Reason,
+) -> None:
+    epp = ScriptedSource("epp")
+    async with run_poller(epp) as (_, polls):
+        await wait_until(lambda: polls)
+        epp.answer = ReadFailure(reason, "no pods")
+        poll = await wait_for_poll(polls, lambda poll: bool(poll.failures))
         assert poll.closes_at == -inf
         epp.answer = FAILED
-        poll = await later(told, lambda poll: poll.failures == (FAILED,))()
+        poll = await wait_for_poll(polls, lambda poll: poll.failures == (FAILED,))
         assert poll.closes_at == -inf
 
 
-async def test_after_a_new_configuration_nothing_stands_that_was_read_before() -> None:
-    epp, other = Scripted("epp"), Scripted("epp", FAILED)
-    async with polling(epp) as (poller, told):
-        await wait_until(lambda: told)
+async def test_earlier_readings_do_not_count_after_a_reconfiguration() -> None:
+    epp, other = ScriptedSource("epp"), ScriptedSource("epp", FAILED)
+    async with run_poller(epp) as (poller, polls):
+        await wait_until(lambda: polls)
         poller.reconfigure((other,), SignalsSettings(interval_s=INTERVAL_S), Policy())
-        poll = await later(told, lambda poll: bool(poll.failures))()
+        poll = await wait_for_poll(polls, lambda poll: bool(poll.failures))
         assert poll.closes_at == -inf
 
 
-async def test_a_real_scrape_opens_the_limiter() -> None:
-    """The table above proves nothing unless a good page does allow something."""
+async def test_good_page_opens_the_gate() -> None:
+    """The tables above prove nothing unless a good page opens the gate."""
     policy = Policy(per_endpoint=100)
     limiter = Limiter(policy, (Signal.SATURATION, Signal.REQUESTS))
-    async with fake_epp() as epp, polling(epp_source(epp.url), policy=policy) as (_, told):
-        await wait_until(lambda: told)
-    limiter.apply_poll(told[0], told[0].completed_at)
+    async with fake_epp() as epp, run_poller(create_epp_source(epp.url), policy=policy) as (_, polls):
+        await wait_until(lambda: polls)
+    limiter.apply_poll(polls[0], polls[0].completed_at)
     # D = 1 − (0.4 + 12/400 + 0.05) = 0.52 of 400
-    assert limiter.get_allowance(told[0].completed_at + 1).limit == 208
+    assert limiter.get_allowance(polls[0].completed_at + 1).limit == 208
 
 
-async def test_a_defect_in_a_source_closes_the_gate_and_ends_nothing() -> None:
-    class Broken(Scripted):
+async def test_defect_in_a_source_closes_the_gate_and_the_poller_goes_on() -> None:
+    class Broken(ScriptedSource):
         async def poll(self) -> tuple[PoolView, ...] | ReadFailure:
             await super().poll()
             raise ImportError("half a package")
 
-    async with polling(Broken("epp"), interval_s=0.05) as (_, polls):
+    async with run_poller(Broken("epp"), interval_s=0.05) as (_, polls):
         await wait_until(lambda: len(polls) >= 2)
     for poll in polls:
         (unread,) = poll.failures
@@ -580,7 +607,7 @@ async def test_a_defect_in_a_source_closes_the_gate_and_ends_nothing() -> None:
         assert "half a package" in unread.why
 
 
-ABSURD: dict[str, dict[str, float]] = {
+IMPOSSIBLE_VALUES: dict[str, dict[str, float]] = {
     "two queues whose sum is beyond all numbers": {"queued": 1.7e308},
     "averages beyond all numbers": {"running": 1.7e308, "waiting": 1.7e308, "ready": 1e10},
     "a capacity below all numbers": {"ready": 5e-324},
@@ -588,38 +615,40 @@ ABSURD: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("values", ABSURD.values(), ids=ABSURD)
-async def test_what_no_pool_has_is_implausible_and_no_defect(values: dict[str, float]) -> None:
-    """Of two replicas, with the law behind it: a value is refused, and nothing ends."""
-    two = tuple(healthy(**values) for _ in range(2))
+@pytest.mark.parametrize("values", IMPOSSIBLE_VALUES.values(), ids=IMPOSSIBLE_VALUES)
+async def test_impossible_values_close_the_gate_and_the_poller_goes_on(values: dict[str, float]) -> None:
+    """Two replicas show the values, and the limiter handles the polls."""
+    two = tuple(healthy_view(**values) for _ in range(2))
     policy = Policy(per_endpoint=0.4)
     limiter = Limiter(policy, (Signal.SATURATION, Signal.REQUESTS))
-    told: list[SourcePoll] = []
+    polls: list[SourcePoll] = []
 
-    def hear(poll: SourcePoll) -> None:
+    def handle_poll(poll: SourcePoll) -> None:
         limiter.apply_poll(poll, poll.completed_at)
-        told.append(poll)
+        polls.append(poll)
 
-    poller = Poller([Scripted("epp", two)], SignalsSettings(interval_s=0.1), policy, hear)
+    poller = Poller([ScriptedSource("epp", two)], SignalsSettings(interval_s=0.1), policy, handle_poll)
     task = asyncio.create_task(poller.run())
-    await wait_until(lambda: len(told) >= 2 or task.done())
+    await wait_until(lambda: len(polls) >= 2 or task.done())
     assert not task.done(), task.exception()
     task.cancel()
-    assert limiter.get_allowance(told[-1].completed_at).limit == 0
-    assert not [unread.why for poll in told for unread in poll.failures if "failed" in unread.why]
+    assert limiter.get_allowance(polls[-1].completed_at).limit == 0
+    assert not [unread.why for poll in polls for unread in poll.failures if "failed" in unread.why]
 
 
-async def test_a_defect_in_what_hears_of_a_poll_ends_nothing() -> None:
-    told: list[SourcePoll] = []
+async def test_defect_in_the_poll_handler_does_not_stop_the_poller() -> None:
+    polls: list[SourcePoll] = []
 
-    def hear(poll: SourcePoll) -> None:
-        told.append(poll)
+    def handle_poll(poll: SourcePoll) -> None:
+        polls.append(poll)
         if poll.readings:
             raise ZeroDivisionError("of ours")
 
-    poller = Poller([Scripted("epp")], SignalsSettings(interval_s=0.1), Policy(), hear)
+    poller = Poller([ScriptedSource("epp")], SignalsSettings(interval_s=0.1), Policy(), handle_poll)
     task = asyncio.create_task(poller.run())
-    await wait_until(lambda: len(told) >= 4 or task.done())
+    await wait_until(lambda: len(polls) >= 4 or task.done())
     assert not task.done(), task.exception()
     task.cancel()
-    assert ["of ours" in each.failures[0].why for each in told if each.failures] == [True] * (len(told) // 2)
+    assert ["of ours" in each.failures[0].why for each in polls if each.failures] == [True] * (
+        len(polls) // 2
+    )

@@ -1,4 +1,4 @@
-"""The sources that settings ask for."""
+"""The sources that are built from settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dispatcher.signals.readings import derive_readings
 from dispatcher.signals.sources import build_sources
 
 
-def settings(**signals: Any) -> Settings:
+def create_settings(**signals: Any) -> Settings:
     return Settings.model_validate(
         {
             "pool": {"name": "qwen"},
@@ -36,24 +36,24 @@ def settings(**signals: Any) -> Settings:
         ({"source": "fixed"}, ["fixed"]),
     ],
 )
-def test_the_settings_say_which_sources_and_which_first(signals: dict[str, Any], names: list[str]) -> None:
-    assert [source.name for source in build_sources(settings(**signals))] == names
+def test_settings_determine_the_sources_and_their_order(signals: dict[str, Any], names: list[str]) -> None:
+    assert [source.name for source in build_sources(create_settings(**signals))] == names
 
 
-async def test_a_fixed_limit_is_all_of_an_empty_pool_whatever_else_the_budget_says() -> None:
-    given = settings(source="fixed")
-    given = given.model_copy(
+async def test_fixed_limit_is_the_whole_limit_whatever_the_budget_settings_are() -> None:
+    configured = create_settings(source="fixed")
+    configured = configured.model_copy(
         update={"budget": BudgetSettings(max_in_flight=16, reserve=0.5, upper=0.5, max_sys=4)}
     )
-    (source,) = build_sources(given)
-    seen = await source.poll()
-    assert not isinstance(seen, ReadFailure)
-    policy = given.limit_policy()
-    (reading,) = derive_readings(seen, given.signals.use, policy, source.name).readings
+    (source,) = build_sources(configured)
+    views = await source.poll()
+    assert not isinstance(views, ReadFailure)
+    policy = configured.limit_policy()
+    (reading,) = derive_readings(views, configured.signals.use, policy, source.name).readings
     budget = compute_budget(reading, policy)
     assert (budget.fault, budget.headroom, policy.compute_max_limit(budget.max_sys)) == (None, 16, 16)
 
 
-def test_a_missing_authority_file_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
+def test_missing_ca_file_raises_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
-        build_sources(settings(epp={"tls": {"ca_file": str(tmp_path / "none.pem")}}))
+        build_sources(create_settings(epp={"tls": {"ca_file": str(tmp_path / "none.pem")}}))

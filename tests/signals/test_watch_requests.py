@@ -1,4 +1,4 @@
-"""The Kubernetes watch asks the API server seldom, and waits when it is asked to: in virtual time."""
+"""How often the Kubernetes watch sends requests, and how it obeys Retry-After. In virtual time."""
 
 from __future__ import annotations
 
@@ -29,144 +29,150 @@ from tests.signals.apiserver import (
     pod,
     rewrite,
 )
-from tests.signals.told import QWEN
-from tests.signals.virtual import run, stage
+from tests.signals.capacity_recorder import QWEN
+from tests.signals.virtual_time import run_in_virtual_time, run_watch
 
 LONG_S = 1_200.0
 
 
-class TestAHealthyWatch:
-    def test_costs_a_request_in_some_minutes_and_is_never_in_doubt(self, tmp_path: Path) -> None:
+class TestHealthyWatch:
+    def test_healthy_watch_sends_a_request_every_few_minutes_and_reports_no_problem(
+        self, tmp_path: Path
+    ) -> None:
         async def scenario() -> None:
-            async with stage(tmp_path) as on:
-                await on.fine(3, 5.0)
-                before = len(on.seen.history)
-                await on.pause(LONG_S)
-                assert on.seen.history[before:] == []
+            async with run_watch(tmp_path) as running:
+                await running.wait_until_complete(3, 5.0)
+                before = len(running.recorder.history)
+                await running.pause(LONG_S)
+                assert running.recorder.history[before:] == []
                 for collection in (POOLS, PODS, SLICES):
-                    assert len(on.server.asked(collection, watch=False)) == 1
-                    watches = on.server.asked(collection, watch=True)
+                    assert len(running.server.requests_for(collection, watch=False)) == 1
+                    watches = running.server.requests_for(collection, watch=True)
                     assert LONG_S / MAX_WATCH_S <= len(watches) <= LONG_S / MIN_WATCH_S + 1
-                    # As replicas that were started together, which must not come back together.
+                    # Random durations keep replicas that were started together from returning together.
                     assert len({each.query["timeoutSeconds"] for each in watches}) > 1
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
-    def test_without_bookmarks_is_begun_anew_and_never_in_doubt(self, tmp_path: Path) -> None:
+    def test_watch_without_bookmarks_is_restarted_and_reports_no_problem(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            async with stage(tmp_path) as on:
-                on.server.faults.no_bookmarks = True
-                await on.fine(3, 5.0)
-                before = len(on.seen.history)
-                await on.pause(10 * SILENCE_S)
-                assert on.seen.history[before:] == []
-                assert len(on.server.asked(PODS, watch=True)) in (10, 11)
-                assert len(on.server.asked(PODS, watch=False)) in (10, 11)
+            async with run_watch(tmp_path) as running:
+                running.server.faults.no_bookmarks = True
+                await running.wait_until_complete(3, 5.0)
+                before = len(running.recorder.history)
+                await running.pause(10 * SILENCE_S)
+                assert running.recorder.history[before:] == []
+                assert len(running.server.requests_for(PODS, watch=True)) in (10, 11)
+                assert len(running.server.requests_for(PODS, watch=False)) in (10, 11)
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
 
-def test_what_a_stream_holds_back_is_seen_when_it_was_silent_for_too_long(tmp_path: Path) -> None:
+def test_changes_behind_a_silent_stream_are_found_after_the_silence_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with stage(tmp_path) as on:
-            on.server.faults.deaf = True
-            await on.ready(3, 5.0)
+        async with run_watch(tmp_path) as running:
+            running.server.faults.silent_watches = True
+            await running.wait_for_ready(3, 5.0)
             for number in (4, 5):
-                on.server.put(PODS, pod(f"p{number}"))
-                await on.ready(number, SILENCE_S + 1.0)
-            assert on.seen.now.problems == ()
+                running.server.put(PODS, pod(f"p{number}"))
+                await running.wait_for_ready(number, SILENCE_S + 1.0)
+            assert running.recorder.latest.problems == ()
 
-    run(scenario())
+    run_in_virtual_time(scenario())
 
 
-class TestAServerThatAsksToWait:
-    """429 with Retry-After, as of API Priority and Fairness and of a server that stops."""
+class TestRetryAfter:
+    """Answers 429 with Retry-After, as API Priority and Fairness and a stopping server send them."""
 
-    def test_is_no_problem_while_what_was_seen_counts(self, tmp_path: Path) -> None:
+    def test_throttling_is_no_problem_while_the_known_endpoints_count(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            told: list[Event] = []
-            with divert_events(lambda event, fields: told.append(event)):
-                async with stage(tmp_path) as on:
-                    await on.fine(3, 5.0)
-                    on.server.faults.busy_s = 8
-                    on.server.cut()
-                    await on.until(lambda: on.seen.now.notices, 1.0)
-                    (notice,) = on.seen.now.notices
+            events: list[Event] = []
+            with divert_events(lambda event, fields: events.append(event)):
+                async with run_watch(tmp_path) as running:
+                    await running.wait_until_complete(3, 5.0)
+                    running.server.faults.retry_after_s = 8
+                    running.server.cut_watches()
+                    await running.wait_until(lambda: running.recorder.latest.notices, 1.0)
+                    (notice,) = running.recorder.latest.notices
                     assert notice.what == "the Kubernetes API server asks to wait 8 s"
-                    await on.pause(HOLD_S - 5.0)
-                    assert (on.seen.now.ready, on.seen.now.problems) == (3, ())
-                    on.server.faults.busy_s = None
-                    await on.fine(3, 8.0 + 1.0)
-                    refused = [each.at for each in on.server.refused(429) if each.collection == PODS]
-                    assert all(after - before >= 8.0 for before, after in pairwise(refused))
-            assert told == [Event.KUBERNETES_THROTTLED, Event.KUBERNETES_RECOVERED]
+                    await running.pause(HOLD_S - 5.0)
+                    assert (running.recorder.latest.ready, running.recorder.latest.problems) == (3, ())
+                    running.server.faults.retry_after_s = None
+                    await running.wait_until_complete(3, 8.0 + 1.0)
+                    refused_at = [
+                        each.at
+                        for each in running.server.requests_with_status(429)
+                        if each.collection == PODS
+                    ]
+                    assert all(after - before >= 8.0 for before, after in pairwise(refused_at))
+            assert events == [Event.KUBERNETES_THROTTLED, Event.KUBERNETES_RECOVERED]
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
-    def test_is_one_when_it_no_longer_counts(self, tmp_path: Path) -> None:
+    def test_throttling_is_a_problem_when_the_known_endpoints_stop_counting(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            async with stage(tmp_path) as on:
-                await on.fine(3, 5.0)
-                on.server.faults.busy_s = 5
-                on.server.cut()
-                await on.ready(None, HOLD_S + 1.0)
-                assert "the Kubernetes API server asks to wait 5 s" in str(on.seen.now.problems)
-                assert "no longer counts" in str(on.seen.now.problems)
-                assert on.seen.now.notices == ()
+            async with run_watch(tmp_path) as running:
+                await running.wait_until_complete(3, 5.0)
+                running.server.faults.retry_after_s = 5
+                running.server.cut_watches()
+                await running.wait_for_ready(None, HOLD_S + 1.0)
+                assert "the Kubernetes API server asks to wait 5 s" in str(running.recorder.latest.problems)
+                assert "no longer counts" in str(running.recorder.latest.problems)
+                assert running.recorder.latest.notices == ()
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
-    def test_is_not_waited_for_longer_than_the_bound(self, tmp_path: Path) -> None:
+    def test_retry_after_is_limited(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            async with stage(tmp_path) as on:
-                await on.fine(3, 5.0)
-                on.server.faults.busy_s = 100_000
-                on.server.cut()
-                await on.pause(2.0)
-                on.server.faults.busy_s = None
-                await on.fine(3, MAX_RETRY_AFTER_S)
+            async with run_watch(tmp_path) as running:
+                await running.wait_until_complete(3, 5.0)
+                running.server.faults.retry_after_s = 100_000
+                running.server.cut_watches()
+                await running.pause(2.0)
+                running.server.faults.retry_after_s = None
+                await running.wait_until_complete(3, MAX_RETRY_AFTER_S)
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
-    def test_leaves_the_rewrites_as_they_were_without_a_warning(self, tmp_path: Path) -> None:
+    def test_throttling_keeps_the_known_rewrites_without_a_warning_at_first(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            told: list[Event] = []
-            with divert_events(lambda event, fields: told.append(event)):
-                async with rewrites(tmp_path) as (server, watch):
+            events: list[Event] = []
+            with divert_events(lambda event, fields: events.append(event)):
+                async with run_rewrite_watch(tmp_path) as (server, watch):
                     server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
                     await asyncio.sleep(1.0)
-                    server.faults.busy_s = 8
-                    server.cut()
+                    server.faults.retry_after_s = 8
+                    server.cut_watches()
                     await asyncio.sleep(HOLD_S - 5.0)
-                    assert server.refused(429)
-                    assert (watch.problems, told) == ((), [])
+                    assert server.requests_with_status(429)
+                    assert (watch.problems, events) == ((), [])
                     assert watch.aliases.exact == {"chat": ("v1",)}
                     await asyncio.sleep(15.0)
                     (problem,) = watch.problems
                     assert problem.what == "the Kubernetes API server asks to wait 8 s"
-                    assert told == [Event.KUBERNETES_PROBLEM]
+                    assert events == [Event.KUBERNETES_PROBLEM]
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
 
-class TestACollectionThatIsNotServed:
-    def test_is_asked_for_a_few_times_and_then_seldom(self, tmp_path: Path) -> None:
+class TestCollectionThatIsNotServed:
+    def test_requests_are_sent_a_few_times_and_then_rarely(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            async with rewrites(tmp_path) as (server, watch):
+            async with run_rewrite_watch(tmp_path) as (server, watch):
                 server.faults.not_served = {REWRITES}
                 await asyncio.sleep(220.0)
                 assert watch.is_settled
-                assert len(server.asked(REWRITES, watch=False)) <= 6
+                assert len(server.requests_for(REWRITES, watch=False)) <= 6
                 before = len(server.requests)
                 await asyncio.sleep(LONG_S)
-                asked = [each for each in list(server.requests)[before:] if each.collection == REWRITES]
-                assert LONG_S / MAX_UNSERVED_PAUSE_S - 1 <= len(asked) <= 2 * LONG_S / MAX_UNSERVED_PAUSE_S
+                requests = [each for each in list(server.requests)[before:] if each.collection == REWRITES]
+                assert LONG_S / MAX_UNSERVED_PAUSE_S - 1 <= len(requests) <= 2 * LONG_S / MAX_UNSERVED_PAUSE_S
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
-    def test_is_seen_within_minutes_of_its_installation(self, tmp_path: Path) -> None:
+    def test_new_collection_is_found_within_minutes_of_its_installation(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            async with rewrites(tmp_path) as (server, watch):
+            async with run_rewrite_watch(tmp_path) as (server, watch):
                 server.faults.not_served = {REWRITES, OLD_REWRITES}
                 await asyncio.sleep(MAX_UNSERVED_PAUSE_S + 1.0)
                 server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
@@ -174,11 +180,11 @@ class TestACollectionThatIsNotServed:
                 await asyncio.sleep(MAX_UNSERVED_PAUSE_S + 1.0)
                 assert watch.aliases.exact == {"chat": ("v1",)}
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
-    def test_is_asked_for_at_once_when_its_objects_may_have_moved_there(self, tmp_path: Path) -> None:
+    def test_collection_is_requested_at_once_when_objects_may_have_moved_there(self, tmp_path: Path) -> None:
         async def scenario() -> None:
-            async with rewrites(tmp_path) as (server, watch):
+            async with run_rewrite_watch(tmp_path) as (server, watch):
                 server.faults.not_served = {REWRITES}
                 server.put(OLD_REWRITES, rewrite("a", (["chat"], ["v1"])))
                 await asyncio.sleep(MAX_UNSERVED_PAUSE_S)
@@ -188,11 +194,11 @@ class TestACollectionThatIsNotServed:
                 await asyncio.sleep(1.0)
                 assert watch.aliases.exact == {"chat": ("v1",)}
 
-        run(scenario())
+        run_in_virtual_time(scenario())
 
 
 @asynccontextmanager
-async def rewrites(tmp_path: Path) -> AsyncIterator[tuple[ApiServer, RewriteWatch]]:
+async def run_rewrite_watch(tmp_path: Path) -> AsyncIterator[tuple[ApiServer, RewriteWatch]]:
     async with ApiServer().serve(tmp_path) as server:
         watch = RewriteWatch(QWEN, lambda: None, access=access(server))
         async with asyncio.TaskGroup() as tasks:

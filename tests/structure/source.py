@@ -1,4 +1,4 @@
-"""Where the program's modules lie, for tests of the source."""
+"""Modules of the program, for tests of the source code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of code that documents mention: `core.limit.limiter.Limiter.poll` is there, or it is not."""
+"""Names of code in documents, such as `core.limit.limiter.Limiter.poll`, and whether they exist."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from tests.paths import ROOT
 
 PACKAGE = ROOT / "dispatcher"
 SYMBOL = re.compile(r"`([a-z_]+(?:\.[a-z_]+)*\.[A-Za-z_]+(?:\.[A-Za-z_]+)*)`")
-"""In backticks, with a dot: rooms and modules below `dispatcher`, then what is in the module."""
+"""A name in backticks with a dot: folders and modules below `dispatcher`, then a name in the module."""
 
 
-def symbols(text: str) -> list[str]:
-    """Those that a text names; file names and settings are none."""
-    rooms = {path.stem for path in PACKAGE.iterdir()}
-    return [name for name in SYMBOL.findall(text) if name.partition(".")[0] in rooms and is_no_file(name)]
+def find_symbols(text: str) -> list[str]:
+    """Return the symbols that a text names, without file names and settings."""
+    folders = {path.stem for path in PACKAGE.iterdir()}
+    return [
+        name for name in SYMBOL.findall(text) if name.partition(".")[0] in folders and is_not_a_file(name)
+    ]
 
 
-def is_no_file(name: str) -> bool:
+def is_not_a_file(name: str) -> bool:
     return name.rpartition(".")[2] not in {"lua", "md", "py", "yaml"}
 
 
-def exists(symbol: str) -> bool:
-    """Whether a module, class, function, method, field or constant of this name is there."""
+def symbol_exists(symbol: str) -> bool:
+    """Return True if a module, class, function, method, field or constant with this name exists."""
     found: object = importlib.import_module("dispatcher")
     for part in symbol.split("."):
         if isinstance(found, ModuleType) and not hasattr(found, part):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from tests.paths import DOCS, PACKAGE
-from tests.structure.symbols import exists, symbols
+from tests.structure.symbols import find_symbols, symbol_exists
 
 PAGE = (DOCS / "explanation" / "architecture.md").read_text()
 
 
-def section(title: str) -> str:
+def read_section(title: str) -> str:
     found = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     assert found, title
     return found
@@ -20,7 +20,7 @@ def test_every_folder_with_code_is_described() -> None:
     folders = {
         str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE
     }
-    described = section("Folders")
+    described = read_section("Folders")
     missing = [
         folder
         for folder in sorted(folders)
@@ -37,12 +37,12 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_every_symbol_that_is_named_exists() -> None:
-    assert len(symbols(PAGE)) > 25
-    assert [name for name in symbols(PAGE) if not exists(name)] == []
+    assert len(find_symbols(PAGE)) > 25
+    assert [name for name in find_symbols(PAGE) if not symbol_exists(name)] == []
 
 
 def test_missing_symbol_is_noticed() -> None:
-    named = symbols(
+    named = find_symbols(
         "`core.limit.limiter.Limiter.pole`, `core.limits`, `claim.lua`, `core.limit.limiter.Limiter`"
     )
-    assert [exists(name) for name in named] == [False, False, True]
+    assert [symbol_exists(name) for name in named] == [False, False, True]

@@ -1,4 +1,4 @@
-"""docs/reference/glossary.md: each term is defined once, and what is named beside it exists."""
+"""docs/reference/glossary.md defines each term once and names only existing modules, settings and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.paths import DOCS, PACKAGE
 PAGE = (DOCS / "reference" / "glossary.md").read_text()
 
 
-def rows() -> list[tuple[str, str, str, str]]:
+def parse_rows() -> list[tuple[str, str, str, str]]:
     """Return term, meaning, code and "shown as" of each row."""
     found = []
     for line in PAGE.splitlines():
@@ -24,7 +24,7 @@ def rows() -> list[tuple[str, str, str, str]]:
     return found
 
 
-def quoted(cell: str) -> list[str]:
+def parse_quoted_names(cell: str) -> list[str]:
     """Return the names in backticks of a cell that holds nothing else."""
     names = re.findall(r"`([^`]+)`", cell)
     assert ", ".join(f"`{name}`" for name in names) == cell
@@ -32,24 +32,24 @@ def quoted(cell: str) -> list[str]:
 
 
 def test_each_term_is_defined_once() -> None:
-    terms = [term for each in rows() for term in each[0].split(", ")]
+    terms = [term for each in parse_rows() for term in each[0].split(", ")]
     assert len(terms) > 100
     assert sorted(term for term in set(terms) if terms.count(term) > 1) == []
 
 
 def test_each_meaning_is_one_short_sentence() -> None:
     assert [
-        term for term, meaning, *_ in rows() if not meaning or ". " in meaning or len(meaning) > 160
+        term for term, meaning, *_ in parse_rows() if not meaning or ". " in meaning or len(meaning) > 160
     ] == []
 
 
-def test_each_module_that_is_named_exists() -> None:
-    named = [name for each in rows() for name in quoted(each[2])]
+def test_each_named_module_exists() -> None:
+    named = [name for each in parse_rows() for name in parse_quoted_names(each[2])]
     assert len(named) > 60
     assert [name for name in named if not (PACKAGE / name).exists()] == []
 
 
-def test_each_name_that_is_shown_exists() -> None:
+def test_each_name_in_the_last_column_exists() -> None:
     settings = re.findall(
         r"^\| `([a-z_.\[\]]+)` \|", (DOCS / "reference" / "configuration.md").read_text(), re.MULTILINE
     )
@@ -62,4 +62,4 @@ def test_each_name_that_is_shown_exists() -> None:
         | {event.event_name for event in Event}
         | set(OUTCOMES.values())
     )
-    assert {name for each in rows() for name in quoted(each[3])} - shown == set()
+    assert {name for each in parse_rows() for name in parse_quoted_names(each[3])} - shown == set()

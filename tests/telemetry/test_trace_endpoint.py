@@ -1,4 +1,4 @@
-"""An OTLP endpoint that is well, and ones that refuse, hang, fail or come back: what that costs and tells."""
+"""Sending spans to an OTLP endpoint that works, refuses, hangs, fails or recovers: cost and events."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dispatcher.telemetry.events import Event, add_sink
 from dispatcher.telemetry.otlp import BATCH_SIZE, MAX_QUEUED_SPANS, create_exporter, get_traces_url
 from dispatcher.telemetry.tracing import EndedSpan, ParentSpan, Tracing
 from tests.support import free_port, wait_until, wait_until_sync
-from tests.telemetry.traces import Collector, Told, line_into
+from tests.telemetry.trace_collector import Collector, EmittedEvents, run_sender
 
-ENOUGH = 3 * MAX_QUEUED_SPANS
+SPAN_COUNT = 3 * MAX_QUEUED_SPANS
 
 
-def a_span(number: int = 1) -> EndedSpan:
+def create_span(number: int = 1) -> EndedSpan:
     return EndedSpan("POST", "CLIENT", ParentSpan(0xA, 0xB, "k=v"), number, 10, 20, {"n": number})
 
 
 @contextmanager
-def endpoint(kind: str) -> Iterator[tuple[SpanExporter, Collector]]:
+def run_endpoint(kind: str) -> Iterator[tuple[SpanExporter, Collector]]:
     collector = Collector({"fails": 500, "busy": 503, "hangs": None}.get(kind, 200))
     with collector.serve():
         if kind == "refuses":
@@ -35,18 +35,18 @@ def endpoint(kind: str) -> Iterator[tuple[SpanExporter, Collector]]:
             yield create_exporter(SecretUrl(collector.url)), collector
 
 
-def losses(told: Told) -> list[Event]:
-    return [event for event, _ in list(told)]
+def get_event_names(events: EmittedEvents) -> list[Event]:
+    return [event for event, _ in list(events)]
 
 
-def test_spans_arrive_once_each_with_credentials_where_otlp_has_them() -> None:
+def test_spans_arrive_once_with_credentials_in_the_header() -> None:
     collector = Collector()
     with collector.serve():
         url = SecretUrl(collector.url.replace("//", "//user:pa%20ss@"))
-        with line_into(create_exporter(url)) as (line, told):
+        with run_sender(create_exporter(url)) as (sender, events):
             for number in range(1, BATCH_SIZE + 11):
-                line.add_span(a_span(number))
-    spans = collector.spans()
+                sender.add_span(create_span(number))
+    spans = collector.read_spans()
     assert sorted(int.from_bytes(span.span_id, "big") for span in spans) == list(range(1, BATCH_SIZE + 11))
     (first, *_) = spans
     assert (first.name, first.start_time_unix_nano, first.end_time_unix_nano) == ("POST", 10, 20)
@@ -54,117 +54,117 @@ def test_spans_arrive_once_each_with_credentials_where_otlp_has_them() -> None:
     assert first.trace_state == "k=v"
     assert set(collector.paths) == {"/v1/traces"}
     assert {each["authorization"] for each in collector.headers} == {"Basic dXNlcjpwYSBzcw=="}
-    assert not told
+    assert not events
 
 
 @pytest.mark.parametrize(
-    ("url", "where"),
+    ("url", "expected"),
     [
         ("http://c:4318", "http://c:4318/v1/traces"),
         ("http://c:4318/", "http://c:4318/v1/traces"),
         ("https://u:p@c/otlp/v1/traces", "https://c/otlp/v1/traces"),
     ],
 )
-def test_without_a_path_spans_go_where_otlp_has_them(url: str, where: str) -> None:
-    assert get_traces_url(SecretUrl(url)) == where
+def test_url_without_a_path_gets_the_path_of_otlp(url: str, expected: str) -> None:
+    assert get_traces_url(SecretUrl(url)) == expected
 
 
 @pytest.mark.parametrize("kind", ["refuses", "hangs", "fails", "busy"])
-def test_an_endpoint_that_is_not_well_costs_spans_and_one_line_in_the_log(
+def test_failing_endpoint_loses_spans_and_logs_one_event(
     kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with endpoint(kind) as (exporter, collector):
-        with line_into(exporter) as (line, told):
-            for number in range(1, ENOUGH + 1):
-                line.add_span(a_span(number))
-                assert len(line) <= MAX_QUEUED_SPANS
-            wait_until_sync(lambda: losses(told), 20, what="a loss to be told")
-            for number in range(1, ENOUGH + 1):
-                line.add_span(a_span(number))
-            assert len(line) <= MAX_QUEUED_SPANS
-            began = time.monotonic()
-            line.close()
-            took_s = time.monotonic() - began
-        assert took_s < 10, "the endpoint that hangs does so for 30 s"
-        assert len(collector.paths) < 20, "it is left alone after a failure"
-        assert losses(told) == [Event.TRACES_LOST]
-        assert told[0][1]["why"]
-        assert capfd.readouterr() == ("", ""), "OpenTelemetry itself says nothing beside our log"
+    with run_endpoint(kind) as (exporter, collector):
+        with run_sender(exporter) as (sender, events):
+            for number in range(1, SPAN_COUNT + 1):
+                sender.add_span(create_span(number))
+                assert len(sender) <= MAX_QUEUED_SPANS
+            wait_until_sync(lambda: get_event_names(events), 20, what="an event about a loss")
+            for number in range(1, SPAN_COUNT + 1):
+                sender.add_span(create_span(number))
+            assert len(sender) <= MAX_QUEUED_SPANS
+            started_at = time.monotonic()
+            sender.close()
+            duration_s = time.monotonic() - started_at
+        assert duration_s < 10, "a hanging endpoint hangs for 30 s"
+        assert len(collector.paths) < 20, "requests pause after a failure"
+        assert get_event_names(events) == [Event.TRACES_LOST]
+        assert events[0][1]["why"]
+        assert capfd.readouterr() == ("", ""), "OpenTelemetry itself must not write to the log"
 
 
-def test_what_an_endpoint_says_is_in_the_event() -> None:
-    with endpoint("fails") as (exporter, _), line_into(exporter) as (line, told):
-        line.add_span(a_span())
-        wait_until_sync(lambda: losses(told), what="a loss to be told")
-    assert "500" in told[0][1]["why"]
+def test_answer_of_the_endpoint_is_in_the_event() -> None:
+    with run_endpoint("fails") as (exporter, _), run_sender(exporter) as (sender, events):
+        sender.add_span(create_span())
+        wait_until_sync(lambda: get_event_names(events), what="an event about a loss")
+    assert "500" in events[0][1]["why"]
 
 
-def test_why_spans_are_lost_holds_no_secret_of_the_endpoints_url() -> None:
+def test_event_about_lost_spans_has_no_secret_of_the_url() -> None:
     url = SecretUrl(f"http://user:hunter2@127.0.0.1:{free_port()}/v1/traces?key=hunter3&a=b")
-    with line_into(create_exporter(url), send_interval_s=0.01) as (line, told):
-        line.add_span(a_span())
-        wait_until_sync(lambda: losses(told), what="a loss to be told")
-    assert "/v1/traces?" in told[0][1]["why"]
-    assert "hunter" not in told[0][1]["why"]
+    with run_sender(create_exporter(url), send_interval_s=0.01) as (sender, events):
+        sender.add_span(create_span())
+        wait_until_sync(lambda: get_event_names(events), what="an event about a loss")
+    assert "/v1/traces?" in events[0][1]["why"]
+    assert "hunter" not in events[0][1]["why"]
 
 
-def test_an_endpoint_that_came_back_is_told_with_what_was_lost() -> None:
+def test_recovery_of_the_endpoint_is_logged_with_the_number_of_lost_spans() -> None:
     with (
-        endpoint("fails") as (exporter, collector),
-        line_into(exporter, send_interval_s=0.01, max_backoff_s=0.2) as (line, told),
+        run_endpoint("fails") as (exporter, collector),
+        run_sender(exporter, send_interval_s=0.01, max_backoff_s=0.2) as (sender, events),
     ):
-        line.add_span(a_span(1))
-        wait_until_sync(lambda: losses(told), what="a loss to be told")
+        sender.add_span(create_span(1))
+        wait_until_sync(lambda: get_event_names(events), what="an event about a loss")
         collector.status = 200
-        line.add_span(a_span(2))
-        wait_until_sync(lambda: len(told) == 2, what="it to be told that all is well")
-    assert losses(told) == [Event.TRACES_LOST, Event.TRACES_RECOVERED]
-    assert told[1][1]["lost"] == 1
-    assert [int.from_bytes(span.span_id, "big") for span in collector.spans()] == [2]
+        sender.add_span(create_span(2))
+        wait_until_sync(lambda: len(events) == 2, what="an event about the recovery")
+    assert get_event_names(events) == [Event.TRACES_LOST, Event.TRACES_RECOVERED]
+    assert events[1][1]["lost"] == 1
+    assert [int.from_bytes(span.span_id, "big") for span in collector.read_spans()] == [2]
 
 
-async def test_nothing_is_spent_on_spans_that_would_be_lost() -> None:
+async def test_no_spans_are_created_while_they_would_be_lost() -> None:
     with (
-        endpoint("fails") as (exporter, collector),
-        line_into(exporter, send_interval_s=0.5, max_backoff_s=1.0) as (line, told),
+        run_endpoint("fails") as (exporter, collector),
+        run_sender(exporter, send_interval_s=0.5, max_backoff_s=1.0) as (sender, events),
     ):
         tracing = Tracing(
-            line.add_span, queue="q", gateway="http://g", sample_ratio=1.0, can_accept=line.can_accept
+            sender.add_span, queue="q", gateway="http://g", sample_ratio=1.0, can_accept=sender.can_accept
         )
 
-        def followed() -> bool:
+        def is_traced() -> bool:
             return tracing.start_delivery(0.0, request_id="r", seed="r", delivery=1) is not None
 
-        assert followed()
-        line.add_span(a_span())
-        await wait_until(lambda: losses(told), what="a loss to be told")
-        assert followed(), "it may be back before the line is full"
-        while len(line) < MAX_QUEUED_SPANS:
-            line.add_span(a_span())
-        assert not followed()
+        assert is_traced()
+        sender.add_span(create_span())
+        await wait_until(lambda: get_event_names(events), what="an event about a loss")
+        assert is_traced(), "the endpoint may recover before the queue is full"
+        while len(sender) < MAX_QUEUED_SPANS:
+            sender.add_span(create_span())
+        assert not is_traced()
         collector.status = 200
-        await wait_until(followed, what="it to be back")
+        await wait_until(is_traced, what="the recovery of the endpoint")
 
 
-def test_an_exporter_that_raises_stops_nothing() -> None:
-    class Broken(SpanExporter):
+def test_exporter_that_raises_does_not_stop_the_sender() -> None:
+    class BrokenExporter(SpanExporter):
         def export(self, spans: object) -> None:  # type: ignore[override]
             raise RuntimeError("no " + "x" * 1000)
 
-    with line_into(Broken(), send_interval_s=0.01, max_backoff_s=0.02) as (line, told):
-        line.add_span(a_span())
-        wait_until_sync(lambda: losses(told), what="a loss to be told")
-        line.add_span(a_span())
-        wait_until_sync(lambda: not len(line), what="the next one to be tried")
-    assert told[0][1]["why"].startswith("RuntimeError('no xxx")
-    assert len(told[0][1]["why"]) <= 200
+    with run_sender(BrokenExporter(), send_interval_s=0.01, max_backoff_s=0.02) as (sender, events):
+        sender.add_span(create_span())
+        wait_until_sync(lambda: get_event_names(events), what="an event about a loss")
+        sender.add_span(create_span())
+        wait_until_sync(lambda: not len(sender), what="the next one to be tried")
+    assert events[0][1]["why"].startswith("RuntimeError('no xxx")
+    assert len(events[0][1]["why"]) <= 200
 
 
-async def test_what_is_told_comes_from_the_loops_own_thread() -> None:
-    heard: list[tuple[str, bool]] = []
-    with add_sink(lambda event, _: heard.append((event.event_name, asyncio.get_running_loop() is loop))):
+async def test_events_are_emitted_in_the_thread_of_the_event_loop() -> None:
+    received: list[tuple[str, bool]] = []
+    with add_sink(lambda event, _: received.append((event.event_name, asyncio.get_running_loop() is loop))):
         loop = asyncio.get_running_loop()
-        tell = otlp._create_loop_emitter()
-        await asyncio.to_thread(tell, Event.TRACES_LOST, {"lost": 1, "why": "x"})
+        emit_in_loop = otlp._create_loop_emitter()
+        await asyncio.to_thread(emit_in_loop, Event.TRACES_LOST, {"lost": 1, "why": "x"})
         await asyncio.sleep(0)
-    assert heard == [("traces-lost", True)]
+    assert received == [("traces-lost", True)]

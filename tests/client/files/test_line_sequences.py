@@ -1,4 +1,4 @@
-"""Which sequence a line of a batch file is of."""
+"""The sequence that a line of a batch file belongs to."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dispatcher.client.files.line_sequences import (
 from dispatcher.core.sequences.turns import CarryMode, OnError
 
 
-def test_a_line_names_its_sequence_by_an_id_or_says_more() -> None:
+def test_sequence_field_is_an_id_or_an_object() -> None:
     assert parse_sequence_field(b'"chat-7"') == LineTurn("chat-7")
-    said = b'{"id": "chat-7", "index": 3, "last": true, "on_error": "hold", "carry": "messages"}'
-    assert parse_sequence_field(said) == LineTurn("chat-7", 3, True, OnError.HOLD, CarryMode.MESSAGES)
+    text = b'{"id": "chat-7", "index": 3, "last": true, "on_error": "hold", "carry": "messages"}'
+    assert parse_sequence_field(text) == LineTurn("chat-7", 3, True, OnError.HOLD, CarryMode.MESSAGES)
     assert parse_sequence_field(b"") is parse_sequence_field(b"null") is None
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("text", "why"),
     [
         (b"7", "must be an id or an object"),
         (b'""', "of 1 to 256 bytes, not of 0"),
@@ -33,12 +33,12 @@ def test_a_line_names_its_sequence_by_an_id_or_says_more() -> None:
         (b'{"id": "%s"}' % (b"x" * 257), "not of 257"),
     ],
 )
-def test_what_can_be_no_turn_is_a_fault_that_says_why(said: bytes, why: str) -> None:
+def test_invalid_turn_is_a_fault_with_the_reason(text: bytes, why: str) -> None:
     with pytest.raises(TurnFaultError, match=why):
-        parse_sequence_field(said)
+        parse_sequence_field(text)
 
 
-def test_a_field_of_the_line_or_of_its_body_may_name_the_sequence() -> None:
+def test_field_of_the_line_or_its_body_can_name_the_sequence() -> None:
     line = b'{"of": "a", "n": -7, "none": null, "body": {"metadata": {"conversation": "chat-7"}, "user": 5}}'
     assert parse_named_field("of", line) == LineTurn("a")
     assert parse_named_field("n", line) == LineTurn("-7")

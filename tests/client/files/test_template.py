@@ -1,4 +1,4 @@
-"""Requests of plain text."""
+"""Requests from lines of plain text."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dispatcher.client.files.template import Template, TemplateError
 CHAT = (
     b'{"model": "m", "messages": [{"role": "system", "content": "@@0@@"}, {"role": "user", "content": "x"}]}'
 )
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-@given(TEXT)
-def test_the_text_takes_the_fields_place(text: str) -> None:
+@given(TEXTS)
+def test_text_replaces_the_field(text: str) -> None:
     body = json.loads(Template(CHAT, "messages.1.content").fill_body(text))
     assert body["messages"] == [{"role": "system", "content": "@@0@@"}, {"role": "user", "content": text}]
     assert json.loads(Template(b'{"model": "m"}', "prompt").fill_body(text)) == {"model": "m", "prompt": text}
 
 
-@given(TEXT, TEXT, TEXT)
-def test_or_that_of_a_mark_in_it(before: str, text: str, after: str) -> None:
+@given(TEXTS, TEXTS, TEXTS)
+def test_text_replaces_the_placeholder_in_the_field(before: str, text: str, after: str) -> None:
     template = Template(json.dumps({"input": f"{before.replace('{}', '')}{{}}{after}"}).encode(), "input")
     assert json.loads(template.fill_body(text)) == {"input": before.replace("{}", "") + text + after}
 
 
 @pytest.mark.parametrize(
-    ("body", "field", "told"),
+    ("body", "field", "expected"),
     [
         (b"{", "prompt", "no JSON"),
         (b"\xff", "prompt", "no JSON"),
@@ -42,6 +42,6 @@ def test_or_that_of_a_mark_in_it(before: str, text: str, after: str) -> None:
         (CHAT, "nothing.there", "has no nothing"),
     ],
 )
-def test_a_field_that_is_not_there_is_named(body: bytes, field: str, told: str) -> None:
-    with pytest.raises(TemplateError, match=told):
+def test_missing_field_is_named(body: bytes, field: str, expected: str) -> None:
+    with pytest.raises(TemplateError, match=expected):
         Template(body, field)

@@ -1,4 +1,4 @@
-"""What the gateway's answers mean, and what follows from a try."""
+"""Meaning of the answers of the gateway, and the decision that follows from an attempt."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dispatcher.core.gateway.outcome import (
     RetryPolicy,
     TooLarge,
     TooLate,
+    UncountedError,
     Unreachable,
     Unsent,
     classify_answer,
@@ -31,7 +32,7 @@ from dispatcher.core.gateway.outcome import (
 )
 from dispatcher.core.gateway.retry_after import MAX_RETRY_AFTER_S, parse_retry_after
 from dispatcher.core.requests.result import ErrorCode
-from tests.fullservers import SERVERS_FULL, SGLANG_FULL
+from tests.overload_bodies import OVERLOAD_BODIES, SGLANG_OVERLOADED
 
 NOW = 784111767.0
 """Ten seconds before the date that the RFC uses in its examples."""
@@ -47,11 +48,11 @@ def decide(
 
 
 @pytest.mark.parametrize("status", [200, 201, 204, 400, 403, 404, 409, 413, 422, 431, 451])
-def test_answers_that_no_retry_would_change_are_delivered(status: int) -> None:
+def test_answer_that_no_retry_would_change_is_delivered(status: int) -> None:
     assert classify_answer(status, {}, b"body", NOW) == Delivered(status, b"body")
 
 
-def test_an_empty_404_is_no_route_and_one_with_words_is_an_answer() -> None:
+def test_empty_404_means_no_route_and_404_with_a_body_is_an_answer() -> None:
     no_route = classify_answer(404, {}, b"", NOW)
     assert isinstance(no_route, Failed)
     assert no_route.is_intermediary_error
@@ -59,7 +60,7 @@ def test_an_empty_404_is_no_route_and_one_with_words_is_an_answer() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 407])
-def test_refused_credentials_need_not_be_the_requests_fault(status: int) -> None:
+def test_rejected_credentials_are_an_intermediary_error(status: int) -> None:
     outcome = classify_answer(status, {}, b"who are you", NOW)
     assert isinstance(outcome, Failed)
     assert (outcome.status, outcome.body, outcome.is_intermediary_error) == (status, b"who are you", True)
@@ -80,14 +81,12 @@ def test_refused_credentials_need_not_be_the_requests_fault(status: int) -> None
         (429, "rejected-shutting-down", False),
     ],
 )
-def test_refusals_for_load_tell_whether_they_teach_a_ceiling(
-    status: int, reason: str, capacity: bool
-) -> None:
+def test_refusal_says_whether_the_capacity_is_exceeded(status: int, reason: str, capacity: bool) -> None:
     headers = {"x-llm-d-request-dropped-reason": reason} if reason else {}
     assert classify_answer(status, headers, b"full", NOW) == Overloaded(status, reason, capacity)
 
 
-def test_an_admission_plugins_no_closes_the_gate_but_teaches_nothing() -> None:
+def test_refusal_by_an_admission_plugin_says_nothing_about_the_capacity() -> None:
     body = b"inference error: Internal - request cannot be admitted"
     assert classify_answer(500, {}, body, NOW) == Overloaded(500, "", is_out_of_capacity=False)
     assert isinstance(classify_answer(502, {}, body, NOW), Failed)
@@ -110,34 +109,34 @@ def test_an_admission_plugins_no_closes_the_gate_but_teaches_nothing() -> None:
         (101, b"", False),
     ],
 )
-def test_failures_tell_whether_anybody_is_home(status: int, body: bytes, bare: bool) -> None:
+def test_failure_says_whether_it_is_an_intermediary_error(status: int, body: bytes, bare: bool) -> None:
     outcome = classify_answer(status, {}, body, NOW)
     assert isinstance(outcome, Failed)
     assert (outcome.status, outcome.body, outcome.is_intermediary_error) == (status, body, bare)
 
 
-def test_a_drop_reason_on_another_status_is_a_failure_of_somebody_who_is_home() -> None:
+def test_drop_reason_on_another_status_is_no_intermediary_error() -> None:
     outcome = classify_answer(504, {"x-llm-d-request-dropped-reason": "rejected-ttl-expired"}, b"", NOW)
     assert isinstance(outcome, Failed)
     assert not outcome.is_intermediary_error
 
 
 @pytest.mark.parametrize("status", [300, 301, 302, 304, 307, 308])
-def test_redirects_are_not_followed_and_cost_the_request_an_attempt(status: int) -> None:
+def test_redirect_is_a_failed_attempt(status: int) -> None:
     outcome = classify_answer(status, {"location": "https://elsewhere/v1"}, b"", NOW)
     assert isinstance(outcome, Failed)
     assert "https://elsewhere/v1" in outcome.why
     assert not outcome.is_intermediary_error
 
 
-def test_retry_after_comes_with_overload_and_failure() -> None:
+def test_retry_after_is_read_for_overload_and_failure() -> None:
     for status in (429, 503):
         outcome = classify_answer(status, {"retry-after": "7"}, b"", NOW)
         assert isinstance(outcome, Overloaded | Failed)
         assert outcome.retry_after_s == 7.0
 
 
-def test_a_retry_after_date_is_read_by_the_senders_clock() -> None:
+def test_retry_after_date_is_measured_by_the_clock_of_the_sender() -> None:
     headers = {"retry-after": "Sun, 06 Nov 1994 08:49:37 GMT", "date": "Sun, 06 Nov 1994 08:49:30 GMT"}
     outcome = classify_answer(429, headers, b"", now_unix=NOW + 4000)
     assert isinstance(outcome, Overloaded)
@@ -160,7 +159,10 @@ def test_a_retry_after_date_is_read_by_the_senders_clock() -> None:
         ("Sun, 06 Nov 1994 08:49:17 GMT", 0.0),
         ("Mon, 06 Nov 2034 08:49:37 GMT", MAX_RETRY_AFTER_S),
         ("Sunday, 06-Nov-44 08:49:37 GMT", MAX_RETRY_AFTER_S),
-        ("Sunday, 06-Nov-45 08:49:37 GMT", 0.0),  # more than 50 years ahead means the last century
+        (
+            "Sunday, 06-Nov-45 08:49:37 GMT",
+            0.0,
+        ),  # a year more than 50 years ahead belongs to the last century
         ("Sun, 06 Nov 1994 08:49:60 GMT", 32.0),
         ("", None),
         ("-1", None),
@@ -180,15 +182,15 @@ def test_a_retry_after_date_is_read_by_the_senders_clock() -> None:
         ("Sun Nov 06 08:49:37 1994 GMT", None),
     ],
 )
-def test_retry_after_in_all_its_forms(value: str, seconds: float | None) -> None:
+def test_retry_after_is_read_in_all_its_forms(value: str, seconds: float | None) -> None:
     assert parse_retry_after(value, NOW) == seconds
 
 
-def test_a_delivered_answer_is_the_result() -> None:
+def test_delivered_answer_is_the_result() -> None:
     assert decide(Delivered(404, b"x")) == Answered(404, b"x")
 
 
-def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
+def test_outcome_that_no_retry_changes_ends_the_request_with_an_error_code() -> None:
     assert decide(TooLarge(200, 10)) == Errored(
         ErrorCode.TOO_LARGE, "the answer (200) is larger than 10 bytes"
     )
@@ -196,16 +198,19 @@ def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
     assert decide(TooLate()) == Errored(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
 
 
-def test_an_unreachable_gateway_costs_nothing() -> None:
+def test_unreachable_gateway_costs_no_attempt() -> None:
     assert decide(Unreachable("gone"), attempts=7, refusals=9) == Retry(
         is_undelivered=True, last_attempt="gone"
     )
-    assert decide(Unreachable("gone", delay_s=7.0), attempts=7) == Retry(
+
+
+def test_uncounted_error_is_retried_after_its_delay_without_counting() -> None:
+    assert decide(UncountedError("gone", delay_s=7.0), attempts=7) == Retry(
         7.0, is_undelivered=True, last_attempt="gone"
     )
 
 
-def test_the_first_refusal_is_back_at_once_and_the_next_wait_twice_as_long_each() -> None:
+def test_first_refusal_is_retried_at_once_and_later_ones_with_doubling_delay() -> None:
     delays = [decide(Overloaded(429, "", is_out_of_capacity=True), refusals=n) for n in range(8)]
     why = "the gateway refused it for now: 429"
     waits = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)
@@ -219,13 +224,13 @@ def test_failures_back_off_with_full_jitter() -> None:
             assert decision == Retry(most * rand, is_failed_attempt=True, last_attempt="x")
 
 
-def test_a_failure_waits_as_long_as_it_was_told_to() -> None:
+def test_failure_obeys_retry_after_up_to_the_maximum_delay() -> None:
     for asked_s, delay_s in ((20.0, 20.0), (600.0, 60.0)):
         decision = decide(Failed("x", retry_after_s=asked_s), rand=0.0)
         assert decision == Retry(delay_s, is_failed_attempt=True, last_attempt="x")
 
 
-def test_the_last_failure_is_dead_with_the_last_answer() -> None:
+def test_last_failure_moves_the_request_to_the_dead_letters_with_its_answer() -> None:
     decision = decide(Failed("the gateway answered 502", 502, b"bad"), attempts=7)
     assert decision == MoveToDeadLetters(
         ErrorCode.RETRIES_EXHAUSTED,
@@ -242,11 +247,11 @@ def test_the_last_failure_is_dead_with_the_last_answer() -> None:
     assert "1 attempt," in decision.message
 
 
-def test_a_delay_ends_with_the_deadline() -> None:
+def test_delay_never_passes_the_deadline() -> None:
     for outcome in (
         Failed("x"),
         Overloaded(429, "", is_out_of_capacity=True),
-        Unreachable("gone", delay_s=9.0),
+        UncountedError("gone", delay_s=9.0),
     ):
         decision = decide(outcome, attempts=6, refusals=5, rand=0.9, left=5.0)
         assert isinstance(decision, Retry)
@@ -257,7 +262,7 @@ def test_a_delay_ends_with_the_deadline() -> None:
     "outcome", [Failed("x"), Overloaded(429, "", is_out_of_capacity=True), Unreachable("x")]
 )
 @pytest.mark.parametrize("left", [0.0, -3.0])
-def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float) -> None:
+def test_outcome_after_the_deadline_ends_the_request(outcome: Outcome, left: float) -> None:
     ended = decide(outcome, left=left)
     assert isinstance(ended, Errored)
     assert ended.code is ErrorCode.DEADLINE_EXCEEDED
@@ -280,31 +285,31 @@ def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float)
         ),
     ],
 )
-def test_what_a_try_came_to_is_told_in_a_line(outcome: Failed | Overloaded, words: str) -> None:
+def test_outcome_is_described_in_one_line(outcome: Failed | Overloaded, words: str) -> None:
     assert describe_outcome(outcome) == words
 
 
 @given(st.text(), st.binary(max_size=2000))
-def test_what_is_kept_of_a_try_is_short_and_plain(why: str, body: bytes) -> None:
+def test_description_of_an_outcome_is_short_and_printable(why: str, body: bytes) -> None:
     words = describe_outcome(Failed(why, 500, body))
     assert len(words) <= 200
     assert words.isprintable()
     assert len(describe_outcome(Overloaded(503, why, is_out_of_capacity=True))) <= 200
 
 
-def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None:
+def test_request_that_kills_dispatchers_is_moved_to_the_dead_letters_after_max_deliveries() -> None:
     assert decide_after_deaths(5, POLICY) is None
     dead = decide_after_deaths(6, POLICY)
     assert dead is not None
     assert dead.code is ErrorCode.DELIVERIES_EXHAUSTED
 
 
-def test_what_was_not_sent_goes_back_to_its_place_and_counts_nothing() -> None:
+def test_request_that_was_not_sent_returns_to_its_place_uncounted() -> None:
     assert decide(Unsent()) == Retry(is_undelivered=True)
 
 
 @pytest.mark.parametrize(("status", "body"), [(401, b"who"), (404, b""), (503, b"loading")])
-def test_who_failed_to_answer_is_named(status: int, body: bytes) -> None:
+def test_message_names_the_server_that_failed(status: int, body: bytes) -> None:
     for who, more in (("the gateway", {}), ("10.0.0.1:8000", {"answered_by": "10.0.0.1:8000"})):
         outcome = classify_answer(status, {}, body, 0.0, **more)
         assert isinstance(outcome, Failed)
@@ -313,7 +318,7 @@ def test_who_failed_to_answer_is_named(status: int, body: bytes) -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 @pytest.mark.parametrize("reason", ["evicted", "evicted-priority", "evicted-queue-pressure; by=realtime"])
-def test_eviction_is_no_overload_and_no_failure(status: int, reason: str) -> None:
+def test_eviction_is_neither_overload_nor_failure(status: int, reason: str) -> None:
     headers = {"x-llm-d-request-dropped-reason": reason, "retry-after": "3"}
     outcome = classify_answer(status, headers, b"", NOW)
     assert outcome == Evicted(status, reason, retry_after_s=3.0)
@@ -322,7 +327,7 @@ def test_eviction_is_no_overload_and_no_failure(status: int, reason: str) -> Non
     )
 
 
-def test_request_that_is_evicted_for_ever_ends_by_its_deadline_alone() -> None:
+def test_evicted_request_is_retried_until_its_deadline() -> None:
     outcome = Evicted(429, "evicted-priority", delay_s=60.0)
     decision = decide(outcome, attempts=7, left=5.0)
     assert isinstance(decision, Retry)
@@ -333,7 +338,7 @@ def test_request_that_is_evicted_for_ever_ends_by_its_deadline_alone() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_pickers_own_failure_counts_an_attempt_and_blames_nobody_else(status: int) -> None:
+def test_internal_failure_of_the_picker_counts_as_failed_attempt(status: int) -> None:
     headers = {"x-llm-d-request-dropped-reason": "rejected-internal; plugin"}
     outcome = classify_answer(status, headers, b"boom", NOW)
     assert outcome == Failed(f"the gateway answered {status}, rejected-internal", status, b"boom")
@@ -347,14 +352,14 @@ def test_pickers_own_failure_counts_an_attempt_and_blames_nobody_else(status: in
     ],
 )
 @pytest.mark.parametrize("reason", ["", "rejected-internal"])
-def test_error_bodies_are_read_as_text_and_as_json(body: bytes, reason: str) -> None:
+def test_error_body_is_read_as_text_and_as_json(body: bytes, reason: str) -> None:
     headers = {"x-llm-d-request-dropped-reason": reason} if reason else {}
     assert classify_answer(500, headers, body, NOW) == Overloaded(500, reason, is_out_of_capacity=False)
 
 
 @pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("body", SERVERS_FULL)
-def test_model_server_whose_queue_is_full_is_overload(status: int, body: bytes) -> None:
+@pytest.mark.parametrize("body", OVERLOAD_BODIES)
+def test_refusal_of_a_model_server_with_a_full_queue_is_overload(status: int, body: bytes) -> None:
     outcome = classify_answer(status, {"retry-after": "2"}, body, NOW)
     assert outcome == Overloaded(status, "server-full", is_out_of_capacity=True, retry_after_s=2.0)
 
@@ -377,7 +382,7 @@ def test_model_server_whose_queue_is_full_is_overload(status: int, body: bytes) 
         b"the request queue is full" + b" " * 20_000,
     ],
 )
-def test_any_other_503_may_come_of_a_proxy(body: bytes) -> None:
+def test_any_other_503_is_an_intermediary_error(body: bytes) -> None:
     outcome = classify_answer(503, {}, body, NOW)
     assert isinstance(outcome, Failed)
     assert outcome.is_intermediary_error
@@ -389,8 +394,8 @@ WORDS = b'data: {"choices":[{"text":"evicted: the request queue is full"}]}\n\n'
 
 @pytest.mark.parametrize("before", [b"", WORDS])
 @pytest.mark.parametrize("done", [b"", b"data: [DONE]\r\n\r\n"])
-def test_stream_that_ends_with_a_refusal_is_a_refusal(before: bytes, done: bytes) -> None:
-    full = before + b"data: " + SGLANG_FULL + b"\n\n" + done
+def test_stream_that_ends_with_a_refusal_counts_as_refusal(before: bytes, done: bytes) -> None:
+    full = before + b"data: " + SGLANG_OVERLOADED + b"\n\n" + done
     assert classify_answer(200, EVENTS, full, NOW) == Overloaded(200, "server-full", is_out_of_capacity=True)
     evicted = before + b'data: {"error":{"message":"bye","type":"evicted-priority","code":429}}\n\n' + done
     assert classify_answer(200, EVENTS, evicted, NOW) == Evicted(200, "evicted-priority")
@@ -404,31 +409,31 @@ def test_stream_that_ends_with_a_refusal_is_a_refusal(before: bytes, done: bytes
         WORDS + b"data: [DONE]\n\n",
         b'data: {"error":{"message":"the prompt is too long","code":400}}\n\n',
         b'data: {"error":{"message":"evicted"}}\n\n',
-        b"data: " + SGLANG_FULL + b"\n\n" + WORDS,
+        b"data: " + SGLANG_OVERLOADED + b"\n\n" + WORDS,
         b"data: \xff{\n\n",
         b"data",
         b"",
     ],
 )
-def test_other_streams_are_results(body: bytes) -> None:
+def test_stream_with_another_end_is_delivered(body: bytes) -> None:
     assert classify_answer(200, EVENTS, body, NOW) == Delivered(200, body)
     assert classify_cut_answer(200, EVENTS, body) is None
 
 
-def test_body_that_is_no_stream_is_not_searched() -> None:
-    body = b"data: " + SGLANG_FULL + b"\n\n"
+def test_body_that_is_no_stream_is_not_searched_for_events() -> None:
+    body = b"data: " + SGLANG_OVERLOADED + b"\n\n"
     assert classify_answer(200, {"content-type": "application/json"}, body, NOW) == Delivered(200, body)
     assert classify_cut_answer(200, {}, body) is None
 
 
-def test_cut_answer_says_by_its_header_that_it_was_evicted() -> None:
+def test_cut_answer_with_the_drop_reason_of_an_eviction_counts_as_evicted() -> None:
     assert classify_cut_answer(200, {"x-llm-d-request-dropped-reason": "evicted"}, b"{") == Evicted(
         200, "evicted"
     )
     assert classify_cut_answer(200, {"x-llm-d-request-dropped-reason": "rejected-internal"}, b"{") is None
 
 
-def test_refused_credentials_name_the_setting_where_they_are_the_gateways() -> None:
+def test_rejected_credentials_of_the_gateway_name_the_setting() -> None:
     for status in (401, 407):
         outcome = classify_answer(status, {}, b"", NOW)
         assert isinstance(outcome, Failed)

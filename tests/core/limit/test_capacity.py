@@ -1,4 +1,4 @@
-"""What is learned of the pool's capacity: from whom, how far the estimate falls, and how it grows again."""
+"""Learned capacity of a pool: what lowers the estimate, how far, and how it grows again."""
 
 from __future__ import annotations
 
@@ -25,401 +25,412 @@ BETA, RESERVE = 0.7, 0.05
 
 
 class Pool:
-    """Sights of a pool that is configured for so many requests, one a second."""
+    """Capacity estimate of a pool that is configured for this many requests and read at a fixed interval."""
 
-    def __init__(self, configured: float = 64, *, known: bool = True, every_s: float = 1.0) -> None:
+    def __init__(self, configured: float = 64, *, is_known: bool = True, interval_s: float = 1.0) -> None:
         self.capacity = CapacityEstimate()
         self.configured = configured
-        self.known = known
-        self.every_s = every_s
-        self.at = 0.0
+        self.is_known = is_known
+        self.interval_s = interval_s
+        self.now = 0.0
 
     @property
     def estimate(self) -> float:
-        """The capacity in requests."""
+        """Estimated capacity in requests."""
         return self.configured * (1.0 if self.capacity.share is None else self.capacity.share)
 
-    def sees(
+    def record_reading(
         self,
         running: float | None,
         waiting: float = 0.0,
         realtime: float = 20.0,
         *,
-        surely: float | None = None,
-        steady: bool = True,
-        in_picker: bool = False,
-        averages: tuple[float, float] | None = None,
-        took_s: float = 1.0,
+        certainly_running: float | None = None,
+        is_steady: bool = True,
+        is_waiting_in_picker: bool = False,
+        average_counts: tuple[float, float] | None = None,
+        mean_duration_s: float = 1.0,
     ) -> float | None:
-        """The learned capacity after such a reading. `None` if it is as configured."""
-        self.at += self.every_s
-        count = None
+        """Record a reading and return the learned capacity. `None` if it equals the configured one."""
+        self.now += self.interval_s
+        counts = None
         if running is not None:
-            count = PoolCounts(
+            counts = PoolCounts(
                 running,
                 waiting,
-                running if surely is None else surely,
-                is_steady=steady,
-                is_exact=surely is None,
-                is_waiting_in_picker=in_picker,
+                running if certainly_running is None else certainly_running,
+                is_steady=is_steady,
+                is_exact=certainly_running is None,
+                is_waiting_in_picker=is_waiting_in_picker,
             )
-        sight = PoolSnapshot(
-            sampled_at=self.at,
+        snapshot = PoolSnapshot(
+            sampled_at=self.now,
             configured_capacity=self.configured,
-            is_capacity_known=self.known,
+            is_capacity_known=self.is_known,
             realtime_requests=realtime,
-            current_counts=count,
-            average_counts=None if averages is None else PoolCounts(*averages, averages[0]),
-            waiting_requests=waiting if count is None else 0.0,
-            mean_duration_s=took_s,
+            current_counts=counts,
+            average_counts=None if average_counts is None else PoolCounts(*average_counts, average_counts[0]),
+            waiting_requests=waiting if counts is None else 0.0,
+            mean_duration_s=mean_duration_s,
         )
-        self.capacity.learn_from_snapshot(sight, reserve=RESERVE, backoff=BETA)
+        self.capacity.learn_from_snapshot(snapshot, reserve=RESERVE, backoff=BETA)
         return None if self.capacity.share is None else self.estimate
 
-    def learned(self, running: float) -> Pool:
-        self.sees(running, running)
-        assert self.sees(running, running + 1) == pytest.approx(running)
+    def learn_capacity(self, running: float) -> Pool:
+        self.record_reading(running, running)
+        assert self.record_reading(running, running + 1) == pytest.approx(running)
         return self
 
-    def calm(self, readings: int, running: float | None = 1.0) -> list[float]:
-        """The capacity after each of so many readings in which little runs and nobody waits."""
-        return [self.configured if (found := self.sees(running)) is None else found for _ in range(readings)]
+    def record_quiet_readings(self, count: int, running: float | None = 1.0) -> list[float]:
+        """Record readings in which few requests run and none waits. Return the capacity after each one."""
+        return [
+            self.configured if (estimate := self.record_reading(running)) is None else estimate
+            for _ in range(count)
+        ]
 
 
 # Requests that wait.
 
 
-def test_nothing_is_learned_while_nobody_waits_in_a_pool_of_known_capacity() -> None:
+def test_known_capacity_is_not_corrected_while_no_request_waits() -> None:
     pool = Pool()
-    assert {pool.sees(running) for running in (0, 5, 40, 61, 64)} == {None}
+    assert {pool.record_reading(running) for running in (0, 5, 40, 61, 64)} == {None}
 
 
-def test_crowds_in_a_row_show_the_capacity_once_they_add_up() -> None:
+def test_several_readings_with_waiting_requests_show_the_capacity() -> None:
     pool = Pool()
-    found = [pool.sees(50, waiting) for waiting in (6, 7, 5, 6)]
-    assert found == [None, None, None, pytest.approx(50)]
+    estimates = [pool.record_reading(50, waiting) for waiting in (6, 7, 5, 6)]
+    assert estimates == [None, None, None, pytest.approx(50)]
 
 
-def test_one_crowd_alone_shows_nothing_however_large() -> None:
+def test_single_reading_with_many_waiting_requests_shows_no_capacity() -> None:
     pool = Pool()
-    assert pool.sees(20, 500) is None
-    assert pool.sees(20, 0) is None
-    assert pool.sees(20, 500) is None
+    assert pool.record_reading(20, 500) is None
+    assert pool.record_reading(20, 0) is None
+    assert pool.record_reading(20, 500) is None
 
 
 @pytest.mark.parametrize(("running", "waiting"), [(3, 0.9), (50, 4), (60, 5)])
 def test_few_waiting_requests_do_not_contradict_a_known_capacity(running: float, waiting: float) -> None:
-    """They wait for an endpoint while another is free, or for the server's next step."""
+    """They may wait for a certain endpoint while another is free, or for the next step of a server."""
     pool = Pool()
-    assert [pool.sees(running, waiting) for _ in range(50)] == [None] * 50
+    assert [pool.record_reading(running, waiting) for _ in range(50)] == [None] * 50
 
 
-def test_all_samples_of_a_flush_are_one_witness() -> None:
+def test_all_samples_of_a_flush_count_as_one_reading() -> None:
     pool = Pool()
-    assert [pool.sees(None, averages=(30, 20)) for _ in range(int(FLUSH_S))] == [None] * int(FLUSH_S)
-    assert pool.sees(None, averages=(30, 20)) == pytest.approx(30), "5 s later another flush says the same"
+    assert [pool.record_reading(None, average_counts=(30, 20)) for _ in range(int(FLUSH_S))] == [None] * int(
+        FLUSH_S
+    )
+    assert pool.record_reading(None, average_counts=(30, 20)) == pytest.approx(30), (
+        "the next flush, 5 s later, confirms the number"
+    )
 
 
-def test_largest_number_that_ran_in_a_crowd_is_the_capacity() -> None:
+def test_capacity_is_the_largest_number_that_ran_while_requests_waited() -> None:
     pool = Pool()
-    pool.sees(40, 16)
-    assert pool.sees(30, 30) == pytest.approx(40)
+    pool.record_reading(40, 16)
+    assert pool.record_reading(30, 30) == pytest.approx(40)
 
 
-def test_pool_that_runs_its_known_capacity_has_it() -> None:
-    pool = Pool().learned(30)
-    assert pool.sees(63, 40) is None
-    assert pool.sees(64, 400) is None
+def test_learned_capacity_is_dropped_when_the_known_one_runs() -> None:
+    pool = Pool().learn_capacity(30)
+    assert pool.record_reading(63, 40) is None
+    assert pool.record_reading(64, 400) is None
 
 
-def test_requests_that_ran_earlier_do_not_keep_the_estimate_up() -> None:
-    """What had been sent once counted as having run, and blocked every lower estimate for minutes."""
+def test_requests_that_ran_earlier_do_not_keep_the_estimate_high() -> None:
+    """In an earlier version, sent requests counted as having run and blocked lower estimates for minutes."""
     pool = Pool(300)
-    pool.sees(250)
-    pool.sees(48, 140)
-    assert pool.sees(48, 130) == pytest.approx(48)
+    pool.record_reading(250)
+    pool.record_reading(48, 140)
+    assert pool.record_reading(48, 130) == pytest.approx(48)
 
 
-def test_counts_of_different_moments_show_no_crowd_where_there_are_averages() -> None:
+def test_counts_of_different_moments_are_ignored_if_there_are_averages() -> None:
     pool = Pool()
     for _ in range(4):
-        assert pool.sees(20, 30, surely=15, averages=(60, 0)) is None
+        assert pool.record_reading(20, 30, certainly_running=15, average_counts=(60, 0)) is None
 
 
-def test_counts_of_different_moments_show_a_crowd_only_while_they_are_steady() -> None:
-    moving, steady = Pool(), Pool()
+def test_counts_of_different_moments_show_the_capacity_only_while_they_are_steady() -> None:
+    moving_pool, steady_pool = Pool(), Pool()
     for _ in range(4):
-        moving.sees(20, 30, surely=15, steady=False)
-        steady.sees(20, 30, surely=15)
-    assert moving.capacity.share is None
-    assert steady.estimate == pytest.approx(20)
+        moving_pool.record_reading(20, 30, certainly_running=15, is_steady=False)
+        steady_pool.record_reading(20, 30, certainly_running=15)
+    assert moving_pool.capacity.share is None
+    assert steady_pool.estimate == pytest.approx(20)
 
 
-def test_requests_that_wait_in_the_picker_alone_show_a_crowd_beside_averages_without_one() -> None:
+def test_requests_that_wait_in_the_picker_show_the_capacity_although_the_averages_do_not() -> None:
     pool = Pool()
-    pool.sees(40, 20, surely=38, in_picker=True, averages=(40, 0))
-    assert pool.sees(40, 20, surely=38, in_picker=True, averages=(40, 0)) == pytest.approx(40)
+    pool.record_reading(40, 20, certainly_running=38, is_waiting_in_picker=True, average_counts=(40, 0))
+    assert pool.record_reading(
+        40, 20, certainly_running=38, is_waiting_in_picker=True, average_counts=(40, 0)
+    ) == pytest.approx(40)
 
 
 # Refusals.
 
 
-def test_refusal_before_the_first_reading_teaches_nothing() -> None:
+def test_refusal_before_the_first_reading_is_ignored() -> None:
     pool = Pool()
     pool.capacity.record_refusal(3)
-    assert pool.sees(None) is None
+    assert pool.record_reading(None) is None
 
 
-def test_refusal_leaves_most_of_realtime_and_of_ours_that_was_not_refused() -> None:
+def test_refusal_lowers_the_estimate_to_most_of_the_requests_that_were_not_refused() -> None:
     pool = Pool(80)
-    pool.sees(None, realtime=20)
+    pool.record_reading(None, realtime=20)
     for _ in range(5):
         pool.capacity.record_refusal(55)
-    assert pool.sees(None, realtime=15) == pytest.approx(FITTED_AT_REFUSAL * (55 - 5 + 20))
+    assert pool.record_reading(None, realtime=15) == pytest.approx(FITTED_AT_REFUSAL * (55 - 5 + 20))
 
 
-def test_refusal_takes_realtime_as_the_larger_of_the_readings_around_it() -> None:
+def test_refusal_assumes_the_larger_number_of_realtime_requests_of_the_readings_around_it() -> None:
     pool = Pool(80)
-    pool.sees(None, realtime=5)
+    pool.record_reading(None, realtime=5)
     pool.capacity.record_refusal(41)
-    assert pool.sees(None, realtime=30) == pytest.approx(FITTED_AT_REFUSAL * (41 - 1 + 30))
+    assert pool.record_reading(None, realtime=30) == pytest.approx(FITTED_AT_REFUSAL * (41 - 1 + 30))
 
 
-def test_one_refusal_leaves_beta_of_the_estimate() -> None:
-    """A request that is refused however much room there is takes nobody else's."""
+def test_refusal_leaves_at_least_the_backoff_share_of_the_estimate() -> None:
+    """A request that is refused at any load must not reduce the capacity for all others."""
     pool = Pool(192)
-    pool.sees(None, realtime=0)
+    pool.record_reading(None, realtime=0)
     for _ in range(40):
         pool.capacity.record_refusal(40)
-    assert pool.sees(None, realtime=0) == pytest.approx(BETA * 192)
+    assert pool.record_reading(None, realtime=0) == pytest.approx(BETA * 192)
 
 
-def test_refusal_takes_nothing_of_what_ran_lately_with_nobody_waiting() -> None:
+def test_refusal_does_not_lower_the_estimate_below_what_ran_recently_without_waiting() -> None:
     pool = Pool()
-    pool.sees(61)
-    pool.sees(30, realtime=4)
+    pool.record_reading(61)
+    pool.record_reading(30, realtime=4)
     pool.capacity.record_refusal(10)
-    assert pool.sees(30, realtime=4) == pytest.approx(61)
+    assert pool.record_reading(30, realtime=4) == pytest.approx(61)
 
 
-def test_requests_that_ran_long_ago_do_not_soften_a_refusal() -> None:
+def test_requests_that_ran_long_ago_do_not_limit_the_effect_of_a_refusal() -> None:
     pool = Pool()
-    pool.sees(61)
-    pool.calm(int(RECENT_S) + 1, running=20)
+    pool.record_reading(61)
+    pool.record_quiet_readings(int(RECENT_S) + 1, running=20)
     pool.capacity.record_refusal(10)
-    assert pool.sees(20, realtime=20) == pytest.approx(BETA * 64)
+    assert pool.record_reading(20, realtime=20) == pytest.approx(BETA * 64)
 
 
-def test_full_pool_explains_a_refusal() -> None:
+def test_refusal_by_a_full_pool_is_ignored() -> None:
     pool = Pool()
-    pool.sees(30)
+    pool.record_reading(30)
     pool.capacity.record_refusal(10)
-    assert pool.sees(64, 8) is None
+    assert pool.record_reading(64, 8) is None
     pool.capacity.record_refusal(10)
-    assert pool.sees(20) is None
+    assert pool.record_reading(20) is None
 
 
-def test_refusal_and_a_crowd_show_the_capacity_at_once() -> None:
+def test_refusal_together_with_waiting_requests_shows_the_capacity_at_once() -> None:
     pool = Pool(192)
-    pool.sees(20)
+    pool.record_reading(20)
     pool.capacity.record_refusal(180)
-    assert pool.sees(64, 8) == pytest.approx(64)
+    assert pool.record_reading(64, 8) == pytest.approx(64)
 
 
 def test_refusal_never_raises_the_estimate() -> None:
-    pool = Pool().learned(20)
+    pool = Pool().learn_capacity(20)
     pool.capacity.record_refusal(5000)
-    assert pool.sees(10) == pytest.approx(20)
+    assert pool.record_reading(10) == pytest.approx(20)
 
 
-def test_refusal_that_was_judged_before_teaches_nothing_more() -> None:
+def test_known_refusal_is_ignored() -> None:
     pool = Pool(192)
-    pool.sees(None)
+    pool.record_reading(None)
     pool.capacity.record_refusal(41)
-    before = pool.sees(None)
+    before = pool.record_reading(None)
     pool.capacity.record_refusal(10, is_known=True, is_remote=True)
-    assert pool.sees(None) == before
+    assert pool.record_reading(None) == before
 
 
-# How a ceiling is probed and dropped.
+# Probes above a ceiling.
 
 
-def test_ceiling_holds_and_is_then_probed_by_a_little() -> None:
-    pool = Pool(2000).learned(100)
-    found = pool.calm(12, running=99)
-    held = math.ceil(HOLD_S) - 1
-    assert found[:held] == [pytest.approx(100)] * held
-    assert found[held] == pytest.approx(104 / (1 - RESERVE))
+def test_ceiling_is_held_and_then_exceeded_by_a_little() -> None:
+    pool = Pool(2000).learn_capacity(100)
+    estimates = pool.record_quiet_readings(12, running=99)
+    hold_count = math.ceil(HOLD_S) - 1
+    assert estimates[:hold_count] == [pytest.approx(100)] * hold_count
+    assert estimates[hold_count] == pytest.approx(104 / (1 - RESERVE))
 
 
-def test_little_that_runs_disproves_no_ceiling() -> None:
-    pool = Pool(2000).learned(100)
-    assert max(pool.calm(500, running=20)) == pytest.approx(104 / (1 - RESERVE))
+def test_ceiling_is_not_dropped_while_few_requests_run() -> None:
+    pool = Pool(2000).learn_capacity(100)
+    assert max(pool.record_quiet_readings(500, running=20)) == pytest.approx(104 / (1 - RESERVE))
 
 
-def test_probe_that_makes_somebody_wait_fails_and_doubles_the_hold() -> None:
-    pool = Pool(2000).learned(100)
-    pool.calm(11, running=99)
-    assert pool.sees(100, 2) == pytest.approx(100)
+def test_probe_that_makes_requests_wait_doubles_the_hold_time() -> None:
+    pool = Pool(2000).learn_capacity(100)
+    pool.record_quiet_readings(11, running=99)
+    assert pool.record_reading(100, 2) == pytest.approx(100)
     assert pool.capacity.confirmations == 2
     assert pool.capacity.hold_s == 2 * HOLD_S
-    found = pool.calm(25, running=99)
-    assert found[:19] == [pytest.approx(100)] * 19
-    assert found[20] > 104
+    estimates = pool.record_quiet_readings(25, running=99)
+    assert estimates[:19] == [pytest.approx(100)] * 19
+    assert estimates[20] > 104
 
 
-def test_probes_that_succeed_drop_the_ceiling() -> None:
-    pool = Pool(2000).learned(100)
-    pool.calm(11, running=99)
+def test_successful_probes_drop_the_ceiling() -> None:
+    pool = Pool(2000).learn_capacity(100)
+    pool.record_quiet_readings(11, running=99)
     for _ in range(PROBE_SUCCESSES - 1):
         before = pool.estimate
-        pool.sees(before * (1 - RESERVE))
+        pool.record_reading(before * (1 - RESERVE))
         assert pool.estimate > 1.05 * before * (1 - RESERVE)
         assert pool.capacity.ceiling is not None
-    pool.sees(pool.estimate * (1 - RESERVE))
+    pool.record_reading(pool.estimate * (1 - RESERVE))
     assert pool.capacity.ceiling is None
 
 
-def test_counts_of_different_moments_disprove_a_ceiling_only_twice_in_a_row() -> None:
-    pool = Pool(2000).learned(100)
-    pool.calm(11, running=99)
-    pool.sees(105, surely=103)
+def test_counts_of_different_moments_raise_the_ceiling_only_twice_in_a_row() -> None:
+    pool = Pool(2000).learn_capacity(100)
+    pool.record_quiet_readings(11, running=99)
+    pool.record_reading(105, certainly_running=103)
     assert pool.capacity.ceiling == pytest.approx(100 / 2000)
-    pool.sees(105, surely=103)
+    pool.record_reading(105, certainly_running=103)
     assert pool.capacity.ceiling == pytest.approx(103 / 2000)
 
 
-def test_counts_of_different_moments_disprove_no_ceiling_beside_averages() -> None:
-    """Averages are of one moment. Requests that the picker sent after it read the queues only seem to run."""
-    pool = Pool(2000).learned(100)
-    pool.calm(11, running=99)
+def test_counts_of_different_moments_do_not_raise_the_ceiling_if_there_are_averages() -> None:
+    """Averages are of one moment. Other counts include requests sent after the picker read the queues."""
+    pool = Pool(2000).learn_capacity(100)
+    pool.record_quiet_readings(11, running=99)
     for _ in range(5):
-        pool.sees(120, surely=110, averages=(99.0, 0.0))
+        pool.record_reading(120, certainly_running=110, average_counts=(99.0, 0.0))
     assert pool.capacity.ceiling == pytest.approx(100 / 2000)
-    pool.sees(120, surely=110, averages=(103.0, 0.0))
+    pool.record_reading(120, certainly_running=110, average_counts=(103.0, 0.0))
     assert pool.capacity.ceiling == pytest.approx(103 / 2000)
 
 
-def test_few_waiting_requests_in_averages_are_no_reason_to_grow_without_proof() -> None:
-    pool = Pool(2000).learned(512)
-    pool.calm(11, running=500)
+def test_estimate_does_not_grow_while_averages_show_a_few_waiting_requests() -> None:
+    pool = Pool(2000).learn_capacity(512)
+    pool.record_quiet_readings(11, running=500)
     before = pool.estimate
-    assert pool.sees(None, averages=(512.0, 4.0)) == pytest.approx(before)
+    assert pool.record_reading(None, average_counts=(512.0, 4.0)) == pytest.approx(before)
 
 
-def test_estimate_does_not_grow_while_anybody_waits() -> None:
-    pool = Pool().learned(40)
-    assert [pool.sees(40, 1) for _ in range(50)] == [pytest.approx(40)] * 50
+def test_estimate_does_not_grow_while_a_request_waits() -> None:
+    pool = Pool().learn_capacity(40)
+    assert [pool.record_reading(40, 1) for _ in range(50)] == [pytest.approx(40)] * 50
 
 
-def test_without_counts_of_running_requests_the_estimate_recovers_with_time_alone() -> None:
+def test_estimate_recovers_with_time_if_running_requests_are_not_counted() -> None:
     pool = Pool(64)
-    pool.sees(None)
+    pool.record_reading(None)
     pool.capacity.record_refusal(30)
-    assert pool.sees(None) is not None
-    assert pool.calm(30, running=None)[-1] == 64
+    assert pool.record_reading(None) is not None
+    assert pool.record_quiet_readings(30, running=None)[-1] == 64
 
 
-# A capacity that nobody names.
+# Pools of unknown capacity.
 
 
-def unknown(configured: float = 8, every_s: float = 1.0) -> Pool:
-    pool = Pool(configured, known=False, every_s=every_s)
-    pool.sees(0, realtime=0)
+def make_unknown_pool(configured: float = 8, interval_s: float = 1.0) -> Pool:
+    pool = Pool(configured, is_known=False, interval_s=interval_s)
+    pool.record_reading(0, realtime=0)
     return pool
 
 
-def test_unknown_capacity_stays_where_it_starts_while_nothing_runs() -> None:
-    pool = unknown()
-    assert [pool.sees(0, realtime=0) for _ in range(100)] == [8] * 100
+def test_unknown_capacity_keeps_its_start_value_while_nothing_runs() -> None:
+    pool = make_unknown_pool()
+    assert [pool.record_reading(0, realtime=0) for _ in range(100)] == [8] * 100
 
 
-def test_unknown_capacity_grows_only_as_far_as_what_ran_proves() -> None:
-    pool = unknown(every_s=FLUSH_S)
-    assert pool.sees(7, realtime=0) == pytest.approx(GROWTH * 7 / (1 - RESERVE))
-    assert pool.sees(7, realtime=0) == pytest.approx(GROWTH * 7 / (1 - RESERVE)), "no more ran"
-    assert pool.sees(50, realtime=0) == pytest.approx(GROWTH * 50 / (1 - RESERVE))
+def test_unknown_capacity_grows_only_by_a_factor_of_what_ran() -> None:
+    pool = make_unknown_pool(interval_s=FLUSH_S)
+    assert pool.record_reading(7, realtime=0) == pytest.approx(GROWTH * 7 / (1 - RESERVE))
+    assert pool.record_reading(7, realtime=0) == pytest.approx(GROWTH * 7 / (1 - RESERVE)), (
+        "no more requests ran than before"
+    )
+    assert pool.record_reading(50, realtime=0) == pytest.approx(GROWTH * 50 / (1 - RESERVE))
 
 
-def test_unknown_capacity_grows_by_one_request_at_least() -> None:
-    pool = unknown(1)
-    assert pool.sees(1, realtime=0) == pytest.approx(2 / (1 - RESERVE))
+def test_unknown_capacity_grows_by_at_least_one_request() -> None:
+    pool = make_unknown_pool(1)
+    assert pool.record_reading(1, realtime=0) == pytest.approx(2 / (1 - RESERVE))
 
 
-def test_requests_that_may_wait_unseen_prove_no_room() -> None:
-    pool = unknown()
-    assert pool.sees(40, surely=5, realtime=0) == 8
+def test_requests_that_may_not_be_running_prove_no_room() -> None:
+    pool = make_unknown_pool()
+    assert pool.record_reading(40, certainly_running=5, realtime=0) == 8
 
 
 def test_any_waiting_request_stops_the_growth_of_an_unknown_capacity() -> None:
-    pool = unknown()
-    assert pool.sees(20, 0.6, realtime=0) == 20
-    assert pool.sees(20, 0.6, realtime=0) == 20
+    pool = make_unknown_pool()
+    assert pool.record_reading(20, 0.6, realtime=0) == 20
+    assert pool.record_reading(20, 0.6, realtime=0) == 20
 
 
-def test_counts_of_different_moments_prove_no_room_right_after_somebody_waited() -> None:
-    """A picker may just have sent its waiting requests to model servers whose queues it has not reread."""
-    pool = Pool(8, known=False)
-    pool.sees(8, surely=8)
+def test_counts_of_different_moments_prove_no_room_right_after_requests_waited() -> None:
+    """The picker may have sent waiting requests to model servers whose queues it has not read again."""
+    pool = Pool(8, is_known=False)
+    pool.record_reading(8, certainly_running=8)
     grown = pool.estimate
     assert grown > 8
-    pool.sees(9, 2.0, surely=9)
-    pool.sees(12, surely=12)
+    pool.record_reading(9, 2.0, certainly_running=9)
+    pool.record_reading(12, certainly_running=12)
     assert pool.estimate == grown
-    pool.sees(12, surely=12)
+    pool.record_reading(12, certainly_running=12)
     assert pool.estimate > grown
 
 
-def test_crowd_shows_an_unknown_capacity() -> None:
-    pool = unknown()
-    pool.sees(50, realtime=0)
-    pool.sees(48, 10, realtime=0)
-    assert pool.sees(48, 9, realtime=0) == pytest.approx(48)
+def test_waiting_requests_show_an_unknown_capacity() -> None:
+    pool = make_unknown_pool()
+    pool.record_reading(50, realtime=0)
+    pool.record_reading(48, 10, realtime=0)
+    assert pool.record_reading(48, 9, realtime=0) == pytest.approx(48)
 
 
-def test_one_flush_with_a_crowd_shows_an_unknown_capacity() -> None:
-    pool = unknown()
-    pool.sees(None, realtime=0, averages=(50, 0))
-    assert pool.sees(None, realtime=0, averages=(48, 10)) == pytest.approx(48)
+def test_one_flush_with_waiting_requests_shows_an_unknown_capacity() -> None:
+    pool = make_unknown_pool()
+    pool.record_reading(None, realtime=0, average_counts=(50, 0))
+    assert pool.record_reading(None, realtime=0, average_counts=(48, 10)) == pytest.approx(48)
 
 
-def test_capacity_that_is_proven_is_taken_at_once() -> None:
-    pool = unknown()
-    pool.sees(20, realtime=0)
-    pool.configured, pool.known = 48, True
-    assert pool.sees(20, realtime=0) is None
+def test_capacity_that_becomes_known_applies_at_once() -> None:
+    pool = make_unknown_pool()
+    pool.record_reading(20, realtime=0)
+    pool.configured, pool.is_known = 48, True
+    assert pool.record_reading(20, realtime=0) is None
 
 
-def test_ceiling_stands_when_a_larger_capacity_is_named() -> None:
-    pool = unknown()
-    pool.sees(48, 10, realtime=0)
-    pool.sees(48, 10, realtime=0)
-    pool.configured, pool.known = 300, True
-    assert pool.sees(45, realtime=0) == pytest.approx(48)
+def test_ceiling_is_kept_when_a_larger_capacity_becomes_known() -> None:
+    pool = make_unknown_pool()
+    pool.record_reading(48, 10, realtime=0)
+    pool.record_reading(48, 10, realtime=0)
+    pool.configured, pool.is_known = 300, True
+    assert pool.record_reading(45, realtime=0) == pytest.approx(48)
 
 
-# Bounds, in a pool that runs `true` requests at once and holds whatever is sent beyond in a queue.
+# Bounds, in a pool with a true capacity that queues all further requests.
 
 
-class Server:
-    """A pool that a dispatcher with endless work fills as far as the estimate allows."""
+class FilledPool:
+    """Pool that a dispatcher with unlimited requests fills as far as the estimate allows."""
 
-    def __init__(self, pool: Pool, true: int, realtime: int = 0) -> None:
-        self.pool, self.true, self.realtime = pool, true, realtime
+    def __init__(self, pool: Pool, true_capacity: int, realtime: int = 0) -> None:
+        self.pool, self.true_capacity, self.realtime = pool, true_capacity, realtime
         self.max_limit = 0
 
-    def beat(self) -> None:
-        """Fill the pool by the estimate, then look at it."""
+    def fill_and_read(self) -> None:
+        """Fill the pool up to the estimate, then record a reading."""
         room = math.floor(self.pool.estimate * (1 - RESERVE) + 1e-6)
-        inside = max(self.realtime, room)
-        self.max_limit = max(self.max_limit, inside)
-        running = min(inside, self.true)
-        self.pool.sees(running, inside - running, self.realtime)
+        in_pool = max(self.realtime, room)
+        self.max_limit = max(self.max_limit, in_pool)
+        running = min(in_pool, self.true_capacity)
+        self.pool.record_reading(running, in_pool - running, self.realtime)
 
 
-def beats_to_find(start: float, true: int) -> int:
-    """The bound on the time in which nine tenths of the true capacity are found, as the module states it."""
-    return math.ceil(math.log(max(1.0, true / start)) / math.log(GROWTH)) + 2
+def count_steps_to_find(start: float, true_capacity: int) -> int:
+    """Return the largest number of steps until nine tenths of the true capacity are found."""
+    return math.ceil(math.log(max(1.0, true_capacity / start)) / math.log(GROWTH)) + 2
 
 
 @given(
@@ -428,21 +439,21 @@ def beats_to_find(start: float, true: int) -> int:
     st.floats(0, 0.9),
     st.sampled_from([FLUSH_S, 15.0, 60.0]),
 )
-def test_unknown_capacity_is_found_in_time_and_never_exceeded_by_more_than_a_quarter(
-    endpoints: int, true: int, realtime: float, every_s: float
+def test_unknown_capacity_is_found_in_time_and_exceeded_by_at_most_a_quarter(
+    endpoints: int, true_capacity: int, realtime_share: float, interval_s: float
 ) -> None:
-    true = max(true, 8 * endpoints)
-    pool = unknown(8.0 * endpoints, every_s)
-    server = Server(pool, true, int(realtime * true))
-    bound = beats_to_find(8.0 * endpoints * (1 - RESERVE), true)
-    # Each of the smallest steps adds one request only.
-    for _ in range(bound + 8):
-        server.beat()
-    assert pool.estimate >= 0.9 * true
+    true_capacity = max(true_capacity, 8 * endpoints)
+    pool = make_unknown_pool(8.0 * endpoints, interval_s)
+    filled_pool = FilledPool(pool, true_capacity, int(realtime_share * true_capacity))
+    step_bound = count_steps_to_find(8.0 * endpoints * (1 - RESERVE), true_capacity)
+    # The smallest steps add only one request each.
+    for _ in range(step_bound + 8):
+        filled_pool.fill_and_read()
+    assert pool.estimate >= 0.9 * true_capacity
     for _ in range(200):
-        server.beat()
-        assert pool.estimate >= 0.9 * true
-    assert server.max_limit <= max(1.25 * true, true + 1)
+        filled_pool.fill_and_read()
+        assert pool.estimate >= 0.9 * true_capacity
+    assert filled_pool.max_limit <= max(1.25 * true_capacity, true_capacity + 1)
 
 
 @given(
@@ -451,20 +462,22 @@ def test_unknown_capacity_is_found_in_time_and_never_exceeded_by_more_than_a_qua
     st.booleans(),
     st.sampled_from([1.0, FLUSH_S]),
 )
-def test_capacity_that_was_learned_too_low_is_found_again_in_time(
-    true: int, low: float, known: bool, every_s: float
+def test_capacity_that_was_learned_too_low_is_corrected_in_time(
+    true_capacity: int, learned_share: float, is_known: bool, interval_s: float
 ) -> None:
-    pool = Pool(true if known else 8, known=known, every_s=every_s)
-    pool.sees(1, realtime=0)
-    learned = max(2, int(low * true))
-    pool.learned(learned)
-    server = Server(pool, true)
-    hold = math.ceil(max(HOLD_S / every_s, HOLD_READINGS)) + 1
+    pool = Pool(true_capacity if is_known else 8, is_known=is_known, interval_s=interval_s)
+    pool.record_reading(1, realtime=0)
+    learned = max(2, int(learned_share * true_capacity))
+    pool.learn_capacity(learned)
+    filled_pool = FilledPool(pool, true_capacity)
+    hold_steps = math.ceil(max(HOLD_S / interval_s, HOLD_READINGS)) + 1
     # With readings each second the steps are smaller: 1.16 instead of 1.24.
-    steps = math.ceil(math.log(max(1.0, true / learned)) / math.log(1.16 if every_s == 1.0 else GROWTH))
-    for _ in range(hold + PROBE_SUCCESSES + steps + 10):
-        server.beat()
-    assert pool.estimate >= 0.9 * true
+    steps = math.ceil(
+        math.log(max(1.0, true_capacity / learned)) / math.log(1.16 if interval_s == 1.0 else GROWTH)
+    )
+    for _ in range(hold_steps + PROBE_SUCCESSES + steps + 10):
+        filled_pool.fill_and_read()
+    assert pool.estimate >= 0.9 * true_capacity
 
 
 @given(
@@ -481,27 +494,27 @@ def test_capacity_that_was_learned_too_low_is_found_again_in_time(
         max_size=40,
     ),
 )
-def test_nothing_that_readings_show_makes_a_known_capacity_larger_or_the_estimate_vanish(
-    configured: int, known: bool, past: list[tuple[int | None, int, int, bool, bool]]
+def test_estimate_is_positive_and_below_a_known_capacity_in_every_history(
+    configured: int, is_known: bool, history: list[tuple[int | None, int, int, bool, bool]]
 ) -> None:
-    pool = Pool(configured, known=known)
-    for running, waiting, realtime, refused, mixed in past:
+    pool = Pool(configured, is_known=is_known)
+    for running, waiting, realtime, refused, has_mixed_counts in history:
         if refused:
             pool.capacity.record_refusal(waiting)
-        surely = running // 2 if mixed and running is not None else None
-        found = pool.sees(running, waiting, realtime, surely=surely)
-        assert found is None or found > 0
-        assert not known or found is None or found < configured
-        assert known or found is not None
+        certainly_running = running // 2 if has_mixed_counts and running is not None else None
+        estimate = pool.record_reading(running, waiting, realtime, certainly_running=certainly_running)
+        assert estimate is None or estimate > 0
+        assert not is_known or estimate is None or estimate < configured
+        assert is_known or estimate is not None
 
 
-def test_probe_goes_on_when_the_pool_shrinks_meanwhile() -> None:
-    """The probe that was right for 25 slots let no whole request more than the ceiling run on 20."""
+def test_ceiling_is_probed_further_when_the_pool_shrinks() -> None:
+    """With 20 slots, the step that was large enough for 25 slots adds less than one whole request."""
     pool = Pool(25)
-    pool.learned(15.8)
-    pool.calm(12, running=15)
+    pool.learn_capacity(15.8)
+    pool.record_quiet_readings(12, running=15)
     pool.configured = 20
     for _ in range(30):
         running = math.floor(pool.estimate * (1 - RESERVE) + 1e-6)
-        pool.sees(running, realtime=0)
+        pool.record_reading(running, realtime=0)
     assert pool.capacity.share is None

@@ -1,4 +1,4 @@
-"""What silent owners left running: it counts against a cap of our own until a reading shows it gone."""
+"""Orphaned leases count against budget.max_in_flight until a reading shows that their requests ended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dispatcher.core.limit.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limit.lease_losses import LeaseLosses
 from dispatcher.core.limit.limiter import Limiter
 
-CAP = 10
-STRAY_S = 30.0
+MAX_IN_FLIGHT = 10
+ORPHAN_TIMEOUT_S = 30.0
 
 
-def reading(at: float, running: float, *, exact: bool = True, window_s: float = 0.0) -> Reading:
+def make_reading(
+    at: float, running: float, *, is_request_count: bool = True, window_s: float = 0.0
+) -> Reading:
     return Reading(
         Signal.REQUESTS,
         at - window_s,
@@ -20,114 +22,127 @@ def reading(at: float, running: float, *, exact: bool = True, window_s: float = 
         f_sys=running / 100,
         f_epp=0.0,
         max_sys=100,
-        is_request_count=exact,
+        is_request_count=is_request_count,
     )
 
 
-def capped(cap: int | None = CAP) -> Limiter:
-    """10 in flight of others, of which 6 are taken back from a silent one, as is known at 10.2."""
-    made = Limiter(Policy(max_in_flight=cap, orphan_timeout_s=STRAY_S), (Signal.REQUESTS,))
-    made.record_lease_counts(0.0, other_owners_units=10, just_leased_units=0, lost_units=0)
-    made.add_reading(reading(1.0, 10), 1.0)
-    made.record_lease_counts(9.9, other_owners_units=10, just_leased_units=0, lost_units=0)
-    assert made.get_allowance(9.9).limit == (95 if cap is None else cap)
-    made.record_lease_counts(10.2, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=6)
-    return made
+def make_capped_limiter(max_in_flight: int | None = MAX_IN_FLIGHT) -> Limiter:
+    """Return a limiter where 6 of 10 leases of others were reclaimed from a silent owner, known at 10.2."""
+    limiter = Limiter(
+        Policy(max_in_flight=max_in_flight, orphan_timeout_s=ORPHAN_TIMEOUT_S), (Signal.REQUESTS,)
+    )
+    limiter.record_lease_counts(0.0, other_owners_units=10, just_leased_units=0, lost_units=0)
+    limiter.add_reading(make_reading(1.0, 10), 1.0)
+    limiter.record_lease_counts(9.9, other_owners_units=10, just_leased_units=0, lost_units=0)
+    assert limiter.get_allowance(9.9).limit == (95 if max_in_flight is None else max_in_flight)
+    limiter.record_lease_counts(
+        10.2, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=6
+    )
+    return limiter
 
 
-def limit_by(made: Limiter, *readings: Reading) -> int:
-    """The limit by readings, each followed by a count as the loop has it."""
-    for each in readings:
-        made.add_reading(each, each.closed_at)
-        made.record_lease_counts(
-            each.closed_at + 0.1, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=6
+def compute_limit_after(limiter: Limiter, *readings: Reading) -> int:
+    """Return the limit after these readings, each followed by lease counts as in the dispatch loop."""
+    for reading in readings:
+        limiter.add_reading(reading, reading.closed_at)
+        limiter.record_lease_counts(
+            reading.closed_at + 0.1, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=6
         )
-    return made.get_allowance(readings[-1].closed_at + 0.1).limit
+    return limiter.get_allowance(readings[-1].closed_at + 0.1).limit
 
 
-def test_strays_count_against_the_cap_until_a_reading_shows_them_gone() -> None:
-    made = capped()
-    assert made.get_allowance(10.3).limit == CAP - 6
-    assert limit_by(made, reading(11, 10)) == CAP - 6
-    assert limit_by(made, reading(12, 7)) == CAP - 3
-    assert limit_by(made, reading(13, 4)) == CAP
+def test_orphaned_leases_count_against_max_in_flight_until_a_reading_shows_their_end() -> None:
+    limiter = make_capped_limiter()
+    assert limiter.get_allowance(10.3).limit == MAX_IN_FLIGHT - 6
+    assert compute_limit_after(limiter, make_reading(11, 10)) == MAX_IN_FLIGHT - 6
+    assert compute_limit_after(limiter, make_reading(12, 7)) == MAX_IN_FLIGHT - 3
+    assert compute_limit_after(limiter, make_reading(13, 4)) == MAX_IN_FLIGHT
 
 
-def test_reading_of_before_the_newest_loss_says_nothing_of_it() -> None:
-    """It had them for an owner's that lived, and so saw fewer strays than there are now."""
-    made = capped()
-    assert limit_by(made, reading(11, 10)) == CAP - 6
-    made.record_lease_counts(11.5, other_owners_units=1, just_leased_units=0, lost_units=9, orphaned_units=9)
-    assert made.get_allowance(11.6).limit == CAP - 9
+def test_reading_from_before_the_newest_loss_does_not_show_the_end_of_orphaned_leases() -> None:
+    """When it was taken, the owner was still alive, so there were fewer orphaned leases than now."""
+    limiter = make_capped_limiter()
+    assert compute_limit_after(limiter, make_reading(11, 10)) == MAX_IN_FLIGHT - 6
+    limiter.record_lease_counts(
+        11.5, other_owners_units=1, just_leased_units=0, lost_units=9, orphaned_units=9
+    )
+    assert limiter.get_allowance(11.6).limit == MAX_IN_FLIGHT - 9
 
 
-def test_reading_that_does_not_count_requests_says_nothing_of_strays() -> None:
-    assert limit_by(capped(), reading(11, 0, exact=False)) == CAP - 6
+def test_reading_that_does_not_count_requests_does_not_show_the_end_of_orphaned_leases() -> None:
+    assert (
+        compute_limit_after(make_capped_limiter(), make_reading(11, 0, is_request_count=False))
+        == MAX_IN_FLIGHT - 6
+    )
 
 
-def test_realtime_may_hide_strays_but_only_for_so_long() -> None:
-    made = capped()
-    assert limit_by(made, reading(11, 60)) == CAP - 6
-    last = reading(10.2 + STRAY_S - 0.15, 60)
-    assert limit_by(made, last) == CAP - 6
-    asked_again_at = made.get_allowance(last.closed_at + 0.1).next_check_at
-    assert asked_again_at is not None
-    assert asked_again_at == pytest.approx(10.2 + STRAY_S, abs=1e-3)
-    assert made.get_allowance(asked_again_at).limit == CAP
+def test_orphaned_leases_that_realtime_may_hide_count_until_the_orphan_timeout() -> None:
+    limiter = make_capped_limiter()
+    assert compute_limit_after(limiter, make_reading(11, 60)) == MAX_IN_FLIGHT - 6
+    last_reading = make_reading(10.2 + ORPHAN_TIMEOUT_S - 0.15, 60)
+    assert compute_limit_after(limiter, last_reading) == MAX_IN_FLIGHT - 6
+    next_check_at = limiter.get_allowance(last_reading.closed_at + 0.1).next_check_at
+    assert next_check_at is not None
+    assert next_check_at == pytest.approx(10.2 + ORPHAN_TIMEOUT_S, abs=1e-3)
+    assert limiter.get_allowance(next_check_at).limit == MAX_IN_FLIGHT
 
 
-def test_half_a_request_counts_as_one() -> None:
-    assert limit_by(capped(), reading(11, 6.5)) == CAP - 3
+def test_fraction_of_an_orphaned_lease_counts_as_one() -> None:
+    assert compute_limit_after(make_capped_limiter(), make_reading(11, 6.5)) == MAX_IN_FLIGHT - 3
 
 
-def test_leases_of_owners_proven_gone_leave_no_strays() -> None:
-    made = Limiter(Policy(max_in_flight=CAP), (Signal.REQUESTS,))
-    made.record_lease_counts(0.0, other_owners_units=10, just_leased_units=0, lost_units=0)
-    made.add_reading(reading(1.0, 60), 1.0)
-    made.record_lease_counts(10.2, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=0)
-    made.record_lease_counts(10.9, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=0)
-    assert limit_by_others(made, 11.0) == CAP
+def test_leases_of_owners_that_certainly_ended_are_not_orphaned() -> None:
+    limiter = Limiter(Policy(max_in_flight=MAX_IN_FLIGHT), (Signal.REQUESTS,))
+    limiter.record_lease_counts(0.0, other_owners_units=10, just_leased_units=0, lost_units=0)
+    limiter.add_reading(make_reading(1.0, 60), 1.0)
+    limiter.record_lease_counts(
+        10.2, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=0
+    )
+    limiter.record_lease_counts(
+        10.9, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=0
+    )
+    assert compute_limit_without_orphans(limiter, 11.0) == MAX_IN_FLIGHT
 
 
-def limit_by_others(made: Limiter, at: float) -> int:
-    made.add_reading(reading(at, 60), at)
-    made.record_lease_counts(
+def compute_limit_without_orphans(limiter: Limiter, at: float) -> int:
+    limiter.add_reading(make_reading(at, 60), at)
+    limiter.record_lease_counts(
         at + 0.1, other_owners_units=4, just_leased_units=0, lost_units=6, orphaned_units=0
     )
-    return made.get_allowance(at + 0.1).limit
+    return limiter.get_allowance(at + 0.1).limit
 
 
-def test_without_a_cap_of_our_own_a_reading_is_enough() -> None:
-    """It has the strays inside, as somebody's load: what it proves free is free."""
-    made = capped(None)
-    assert made.get_allowance(10.3).limit == 95 - 6
-    assert limit_by(made, reading(11, 10)) == 95 - 6
+def test_orphaned_leases_do_not_lower_the_limit_further_without_max_in_flight() -> None:
+    """A reading contains their requests as load of the pool, so the room that it proves is free."""
+    limiter = make_capped_limiter(None)
+    assert limiter.get_allowance(10.3).limit == 95 - 6
+    assert compute_limit_after(limiter, make_reading(11, 10)) == 95 - 6
 
 
-def test_strays_that_fill_the_cap_are_named() -> None:
-    made = Limiter(Policy(max_in_flight=CAP), (Signal.REQUESTS,))
-    made.record_lease_counts(0.0, other_owners_units=10, just_leased_units=0, lost_units=0)
-    made.add_reading(reading(1.0, 10), 1.0)
-    made.record_lease_counts(
+def test_orphaned_leases_that_use_up_max_in_flight_are_named() -> None:
+    limiter = Limiter(Policy(max_in_flight=MAX_IN_FLIGHT), (Signal.REQUESTS,))
+    limiter.record_lease_counts(0.0, other_owners_units=10, just_leased_units=0, lost_units=0)
+    limiter.add_reading(make_reading(1.0, 10), 1.0)
+    limiter.record_lease_counts(
         10.2, other_owners_units=0, just_leased_units=0, lost_units=10, orphaned_units=10
     )
-    made.add_reading(reading(11, 10), 11)
-    allowance = made.get_allowance(11.1)
+    limiter.add_reading(make_reading(11, 10), 11)
+    allowance = limiter.get_allowance(11.1)
     assert (allowance.limit, allowance.reason) == (0, Reason.NO_ROOM)
     assert "silent" in allowance.detail
     assert "max_in_flight" in allowance.detail
 
 
-def test_first_count_is_a_beginning_whatever_was_lost_before() -> None:
-    made = Limiter(Policy(max_in_flight=CAP), (Signal.REQUESTS,))
-    made.record_lease_counts(
+def test_leases_lost_before_the_first_count_do_not_lower_the_limit() -> None:
+    limiter = Limiter(Policy(max_in_flight=MAX_IN_FLIGHT), (Signal.REQUESTS,))
+    limiter.record_lease_counts(
         10.0, other_owners_units=0, just_leased_units=0, lost_units=500, orphaned_units=400
     )
-    made.add_reading(reading(10.5, 50), 10.5)
-    assert made.get_allowance(11).limit == CAP
+    limiter.add_reading(make_reading(10.5, 50), 10.5)
+    assert limiter.get_allowance(11).limit == MAX_IN_FLIGHT
 
 
-def test_losses_are_known_from_when_they_were_told() -> None:
+def test_losses_count_from_the_time_at_which_they_were_recorded() -> None:
     losses = LeaseLosses()
     assert [losses.lost_units, losses.count_lost_before(5)] == [0, 0]
     assert not losses.record_counts(1, 3, 1)
@@ -138,5 +153,5 @@ def test_losses_are_known_from_when_they_were_told() -> None:
     assert losses.estimate_orphans(4, [])[0] == 0
     assert losses.estimate_orphans(3, [(4, 2.0), (3.9, 0.0), (5, float("nan"))]) == (2, 4)
     assert losses.estimate_orphans(3, [(5, -7.0)]) == (0, 4)
-    assert not losses.record_counts(9, 2, 2), "a queue that was emptied"
+    assert not losses.record_counts(9, 2, 2), "a smaller counter means that the queue was emptied"
     assert [losses.lost_units, losses.estimate_orphans(0, [])[0]] == [2, 0]

@@ -1,4 +1,4 @@
-"""What the histograms of a window say, and what is refused."""
+"""Impact on realtime requests, computed from histograms of a window."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ INF = math.inf
 BOUNDS = (0.1, 0.2, 0.4, 1.0, 5.0, INF)
 
 
-def cumulative(values: list[float], bounds: tuple[float, ...] = BOUNDS) -> dict[float, float]:
+def count_cumulative(values: list[float], bounds: tuple[float, ...] = BOUNDS) -> dict[float, float]:
     return {bound: float(sum(value <= bound for value in values)) for bound in bounds}
 
 
-def shown(
+def make_histograms(
     ttft: Mapping[float, float] | None = None,
     tpot: Mapping[float, float] | None = None,
     *,
@@ -41,30 +41,30 @@ def shown(
     return ReplicaHistograms(replica, ttft, tpot, **{"series_name": "series", **rest})
 
 
-class TestQuantile:
-    def test_worked_example_as_prometheus_has_it(self) -> None:
+class TestComputeQuantile:
+    def test_quantile_equals_that_of_prometheus(self) -> None:
         buckets = {0.1: 10.0, 0.5: 30.0, 1.0: 40.0, INF: 40.0}
         assert compute_quantile(buckets, 0.5) == pytest.approx(0.3)
         assert compute_quantile(buckets, 0.95) == pytest.approx(0.9)
 
-    def test_in_the_last_bucket_it_is_that_one_s_lower_bound(self) -> None:
+    def test_quantile_in_the_last_bucket_is_its_lower_bound(self) -> None:
         assert compute_quantile({1.0: 1.0, INF: 10.0}, 0.95) == 1.0
 
-    def test_of_nothing_there_is_none(self) -> None:
+    def test_quantile_of_an_empty_histogram_is_none(self) -> None:
         assert compute_quantile({1.0: 0.0, INF: 0.0}, 0.5) is None
         assert compute_quantile({INF: 3.0}, 0.5) == 0.0
 
     @given(st.lists(st.floats(0.001, 4.9), min_size=1, max_size=200), st.sampled_from([0.5, 0.95]))
-    def test_law_it_lies_in_the_bucket_of_the_true_one(self, values: list[float], q: float) -> None:
-        true = sorted(values)[math.ceil(q * len(values)) - 1]
-        at = bisect.bisect_left(BOUNDS, true)
+    def test_quantile_is_in_the_bucket_of_the_exact_one(self, values: list[float], quantile: float) -> None:
+        exact = sorted(values)[math.ceil(quantile * len(values)) - 1]
+        at = bisect.bisect_left(BOUNDS, exact)
         low, high = (0.0, *BOUNDS)[at], BOUNDS[at]
-        found = compute_quantile(cumulative(values), q)
-        assert found is not None
-        assert low <= found <= high
+        quantile_s = compute_quantile(count_cumulative(values), quantile)
+        assert quantile_s is not None
+        assert low <= quantile_s <= high
 
 
-class TestFlaw:
+class TestFindFlaw:
     @pytest.mark.parametrize(
         "buckets",
         [
@@ -77,148 +77,168 @@ class TestFlaw:
             {1.0: 5.0, 2.0: 3.0, INF: 6.0},
         ],
     )
-    def test_what_is_no_histogram_is_refused_and_said(
+    def test_invalid_histogram_is_rejected_with_the_reason(
         self, buckets: dict[Any, Any] | dict[Any, float] | dict[float, float]
     ) -> None:
         assert find_flaw(buckets)
         growth = HistogramGrowth()
-        growth.add_histograms(0, [shown(cumulative([]))])
-        growth.add_histograms(15, [shown(buckets)])
-        found = growth.compute_impact(0.5, "epp")
-        assert found.why_not == find_flaw(buckets)
-        assert (found.ttft_p50_s, found.request_count, found.batch_share) == (None, 0, 0.5)
+        growth.add_histograms(0, [make_histograms(count_cumulative([]))])
+        growth.add_histograms(15, [make_histograms(buckets)])
+        impact = growth.compute_impact(0.5, "epp")
+        assert impact.why_not == find_flaw(buckets)
+        assert (impact.ttft_p50_s, impact.request_count, impact.batch_share) == (None, 0, 0.5)
 
-    def test_roundings_are_none(self) -> None:
+    def test_rounding_error_is_not_a_flaw(self) -> None:
         assert find_flaw({1.0: 3.0000000001, INF: 3.0}) == ""
 
 
-class TestGrowth:
-    def test_only_what_came_since_the_first_look_counts(self) -> None:
+class TestHistogramGrowth:
+    def test_requests_from_before_the_first_page_do_not_count(self) -> None:
         growth = HistogramGrowth()
-        old = [3.0] * 1000
-        growth.add_histograms(0, [shown(cumulative(old), cumulative([]))])
+        old_values = [3.0] * 1000
+        growth.add_histograms(0, [make_histograms(count_cumulative(old_values), count_cumulative([]))])
         assert growth.compute_impact(None, "epp").request_count == 0
         assert "no request was answered" in growth.compute_impact(None, "epp").why_not
-        growth.add_histograms(15, [shown(cumulative([*old, *[0.15] * 20]), cumulative([0.05] * 20))])
-        found = growth.compute_impact(0.25, "epp")
-        latencies = (found.ttft_p50_s, found.ttft_p95_s, found.tpot_p50_s, found.tpot_p95_s)
+        growth.add_histograms(
+            15,
+            [make_histograms(count_cumulative([*old_values, *[0.15] * 20]), count_cumulative([0.05] * 20))],
+        )
+        impact = growth.compute_impact(0.25, "epp")
+        latencies = (impact.ttft_p50_s, impact.ttft_p95_s, impact.tpot_p50_s, impact.tpot_p95_s)
         assert latencies == pytest.approx((0.15, 0.195, 0.05, 0.095))
-        assert found == RealtimeImpact(*latencies, "all", 20, 0.25, "epp: series", "")
+        assert impact == RealtimeImpact(*latencies, "all", 20, 0.25, "epp: series", "")
 
-    def test_what_is_older_than_the_window_counts_no_more(self) -> None:
+    def test_requests_older_than_the_window_do_not_count(self) -> None:
         growth = HistogramGrowth()
         values: list[float] = []
-        for look in range(60):
-            values += [0.15 if look < 30 else 3.0] * 10
-            growth.add_histograms(15.0 * look, [shown(cumulative(values))])
-        found = growth.compute_impact(None, "epp")
-        assert found.request_count == pytest.approx(10 * WINDOW_S / 15, abs=10)
-        assert found.ttft_p50_s is not None
-        assert found.ttft_p50_s > 1
-        assert found.why_not.startswith("no time per output token")
+        for number in range(60):
+            values += [0.15 if number < 30 else 3.0] * 10
+            growth.add_histograms(15.0 * number, [make_histograms(count_cumulative(values))])
+        impact = growth.compute_impact(None, "epp")
+        assert impact.request_count == pytest.approx(10 * WINDOW_S / 15, abs=10)
+        assert impact.ttft_p50_s is not None
+        assert impact.ttft_p50_s > 1
+        assert impact.why_not.startswith("no time per output token")
 
-    def test_a_picker_that_began_anew_counts_from_zero(self) -> None:
+    def test_restarted_picker_counts_from_zero(self) -> None:
         growth = HistogramGrowth()
-        growth.add_histograms(0, [shown(cumulative([3.0] * 50))])
-        growth.add_histograms(15, [shown(cumulative([0.15] * 7))])
-        found = growth.compute_impact(None, "epp")
-        assert found.request_count == 7
-        assert found.ttft_p95_s is not None
-        assert found.ttft_p95_s < 0.2
+        growth.add_histograms(0, [make_histograms(count_cumulative([3.0] * 50))])
+        growth.add_histograms(15, [make_histograms(count_cumulative([0.15] * 7))])
+        impact = growth.compute_impact(None, "epp")
+        assert impact.request_count == 7
+        assert impact.ttft_p95_s is not None
+        assert impact.ttft_p95_s < 0.2
 
-    def test_replicas_add_up_and_a_new_one_s_past_does_not_count(self) -> None:
+    def test_replicas_are_added_without_requests_from_before_a_new_one(self) -> None:
         growth = HistogramGrowth()
-        growth.add_histograms(0, [shown(cumulative([3.0] * 50))])
+        growth.add_histograms(0, [make_histograms(count_cumulative([3.0] * 50))])
         growth.add_histograms(
-            15, [shown(cumulative([3.0] * 52)), shown(cumulative([0.15] * 900), replica="b")]
+            15,
+            [
+                make_histograms(count_cumulative([3.0] * 52)),
+                make_histograms(count_cumulative([0.15] * 900), replica="b"),
+            ],
         )
         growth.add_histograms(
-            30, [shown(cumulative([3.0] * 54)), shown(cumulative([0.15] * 906), replica="b")]
+            30,
+            [
+                make_histograms(count_cumulative([3.0] * 54)),
+                make_histograms(count_cumulative([0.15] * 906), replica="b"),
+            ],
         )
         assert growth.compute_impact(None, "epp").request_count == 2 + 2 + 6
 
-    def test_a_histogram_that_was_not_there_has_counted_from_zero(self) -> None:
+    def test_histogram_that_appears_later_counts_from_zero(self) -> None:
         growth = HistogramGrowth()
-        growth.add_histograms(0, [shown(cumulative([0.15] * 5))])
-        growth.add_histograms(15, [shown(cumulative([0.15] * 5), cumulative([0.05] * 3))])
+        growth.add_histograms(0, [make_histograms(count_cumulative([0.15] * 5))])
+        growth.add_histograms(
+            15, [make_histograms(count_cumulative([0.15] * 5), count_cumulative([0.05] * 3))]
+        )
         assert growth.compute_impact(None, "epp").tpot_p50_s == pytest.approx(0.05)
 
-    def test_a_page_s_first_request_ever_counts(self) -> None:
+    def test_first_request_of_a_page_counts(self) -> None:
         growth = HistogramGrowth()
         growth.add_histograms(0, [ReplicaHistograms("a", why_not="there is no such series")])
         assert growth.compute_impact(None, "epp").why_not == "there is no such series"
-        growth.add_histograms(15, [shown(cumulative([0.15]), scope="realtime")])
+        growth.add_histograms(15, [make_histograms(count_cumulative([0.15]), scope="realtime")])
         assert (
             growth.compute_impact(None, "epp").request_count,
             growth.compute_impact(None, "epp").scope,
         ) == (1, "realtime")
 
-    def test_what_cannot_be_read_for_a_while_is_counted_when_it_can_be_again(self) -> None:
+    def test_requests_during_unreadable_pages_are_counted_later(self) -> None:
         growth = HistogramGrowth()
-        growth.add_histograms(0, [shown(cumulative([0.15] * 10))])
+        growth.add_histograms(0, [make_histograms(count_cumulative([0.15] * 10))])
         growth.add_histograms(15, [ReplicaHistograms("a", why_not="a broken line", is_flawed=True)])
         assert growth.compute_impact(None, "epp").why_not == "a broken line"
-        growth.add_histograms(30, [shown(cumulative([0.15] * 17))])
+        growth.add_histograms(30, [make_histograms(count_cumulative([0.15] * 17))])
         assert growth.compute_impact(None, "epp").request_count == 7
 
-    def test_realtime_alone_is_said_only_where_every_replica_says_it(self) -> None:
+    def test_scope_is_realtime_only_if_it_is_so_on_every_replica(self) -> None:
         growth = HistogramGrowth()
         for at in (0, 15):
-            growth.add_histograms(at, [shown(cumulative([0.15] * at), scope="realtime")])
+            growth.add_histograms(at, [make_histograms(count_cumulative([0.15] * at), scope="realtime")])
         assert growth.compute_impact(None, "epp").scope == "realtime"
         growth.add_histograms(
-            30, [shown(cumulative([0.15] * 99), scope="realtime"), shown(cumulative([]), replica="b")]
+            30,
+            [
+                make_histograms(count_cumulative([0.15] * 99), scope="realtime"),
+                make_histograms(count_cumulative([]), replica="b"),
+            ],
         )
         assert growth.compute_impact(None, "epp").scope == "all"
 
-    def test_buckets_of_replicas_that_do_not_fit_together_are_refused(self) -> None:
+    def test_replicas_with_different_buckets_are_rejected(self) -> None:
         growth = HistogramGrowth()
         for count in (0, 50):
-            ours, theirs = cumulative([0.15] * count), cumulative([0.3] * count, (0.3, INF))
-            growth.add_histograms(count, [shown(ours), shown(theirs, replica="b")])
+            first, second = count_cumulative([0.15] * count), count_cumulative([0.3] * count, (0.3, INF))
+            growth.add_histograms(count, [make_histograms(first), make_histograms(second, replica="b")])
         assert (
             growth.compute_impact(None, "epp").why_not == "the replicas' histograms have other buckets each"
         )
 
-    def test_no_order_of_pages_raises(self) -> None:
-        draw = random.Random(9)
-        odd = (math.nan, INF, -INF, -3.0, 0.0, 5.0, 1e308)
+    def test_any_sequence_of_pages_is_accepted_without_an_error(self) -> None:
+        random_numbers = random.Random(9)
+        unusual_values = (math.nan, INF, -INF, -3.0, 0.0, 5.0, 1e308)
         growth = HistogramGrowth()
         for at in range(2000):
             buckets = {
-                draw.choice((*BOUNDS, math.nan, -1.0)): draw.choice(odd) for _ in range(draw.randrange(6))
+                random_numbers.choice((*BOUNDS, math.nan, -1.0)): random_numbers.choice(unusual_values)
+                for _ in range(random_numbers.randrange(6))
             }
-            growth.add_histograms(at, [shown(draw.choice([None, buckets, cumulative([0.1] * at)]))])
-            found = growth.compute_impact(None, "epp")
-            for value in (found.ttft_p50_s, found.ttft_p95_s, found.tpot_p50_s):
+            growth.add_histograms(
+                at, [make_histograms(random_numbers.choice([None, buckets, count_cumulative([0.1] * at)]))]
+            )
+            impact = growth.compute_impact(None, "epp")
+            for value in (impact.ttft_p50_s, impact.ttft_p95_s, impact.tpot_p50_s):
                 assert value is None or math.isfinite(value)
 
 
-class TestPrice:
-    def test_of_a_whole_window_at_once(self) -> None:
-        found = compute_impact(cumulative([0.15] * 10), None, "realtime", "prometheus", 0.4)
-        assert (found.scope, found.request_count, found.source, found.batch_share) == (
+class TestComputeImpact:
+    def test_impact_of_a_whole_window(self) -> None:
+        impact = compute_impact(count_cumulative([0.15] * 10), None, "realtime", "prometheus", 0.4)
+        assert (impact.scope, impact.request_count, impact.source, impact.batch_share) == (
             "realtime",
             10,
             "prometheus",
             0.4,
         )
-        assert found.ttft_p50_s == pytest.approx(0.15)
+        assert impact.ttft_p50_s == pytest.approx(0.15)
 
-    def test_no_requests_have_no_price_and_say_so(self) -> None:
-        found = compute_impact(cumulative([]), cumulative([]), "realtime", "prometheus", None)
-        assert found.why_not == "no realtime request was answered in the last 5 minutes"
+    def test_impact_without_requests_says_why_there_is_none(self) -> None:
+        impact = compute_impact(count_cumulative([]), count_cumulative([]), "realtime", "prometheus", None)
+        assert impact.why_not == "no realtime request was answered in the last 5 minutes"
 
 
-class TestShares:
-    def test_mean_of_the_window_whatever_the_pace_of_looks(self) -> None:
+class TestBatchShares:
+    def test_mean_share_covers_the_window(self) -> None:
         shares = BatchShares()
         assert shares.mean_share is None
         for at in range(1000):
             shares.add_share(float(at), 0.1 if at < 850 else 0.5)
         assert shares.mean_share == pytest.approx((0.1 + 0.5) / 2, abs=0.02)
 
-    def test_what_is_no_share_is_left_out(self) -> None:
+    def test_invalid_shares_are_ignored(self) -> None:
         shares = BatchShares()
         for share in (None, math.nan, INF, 0.5):
             shares.add_share(0.0, share)

@@ -1,4 +1,4 @@
-"""When it is said that the reserve is little for long requests: never where nobody has to wait for them."""
+"""Explanation that the reserve is small for long requests, given only if realtime requests may wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from dispatcher.core.limit.reserve_check import explain_small_reserve
 
-LONG: dict[str, Any] = {
+LONG_REQUESTS: dict[str, Any] = {
     "mean_duration_s": 48.0,
     "reserve": 0.05,
     "batch_requests": 40,
@@ -17,15 +17,15 @@ LONG: dict[str, Any] = {
 }
 
 
-def test_long_requests_with_little_reserve_are_told_with_the_setting_that_mends_it() -> None:
-    told = explain_small_reserve(**LONG)
-    assert told is not None
-    assert "last 48 s" in told
-    assert "budget.reserve: 0.2 or more" in told
+def test_small_reserve_for_long_requests_is_explained_with_a_recommended_setting() -> None:
+    explanation = explain_small_reserve(**LONG_REQUESTS)
+    assert explanation is not None
+    assert "last 48 s" in explanation
+    assert "budget.reserve: 0.2 or more" in explanation
 
 
 @pytest.mark.parametrize(
-    "otherwise",
+    "changes",
     [
         {"mean_duration_s": 4.0},
         {"mean_duration_s": 0.0},
@@ -35,7 +35,15 @@ def test_long_requests_with_little_reserve_are_told_with_the_setting_that_mends_
         {"batch_requests": 60},
         {"max_sys": 0.0},
     ],
-    ids=["short", "not known", "no number", "reserve enough", "few of ours", "nobody else", "no pool"],
+    ids=[
+        "short",
+        "unknown",
+        "not a number",
+        "enough reserve",
+        "few batch requests",
+        "no other requests",
+        "no pool",
+    ],
 )
-def test_no_wolf_is_cried(otherwise: dict[str, Any]) -> None:
-    assert explain_small_reserve(**LONG | otherwise) is None
+def test_no_explanation_if_the_reserve_suffices_or_no_other_requests_run(changes: dict[str, Any]) -> None:
+    assert explain_small_reserve(**LONG_REQUESTS | changes) is None

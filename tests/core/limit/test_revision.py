@@ -1,4 +1,4 @@
-"""Whoever derived something of a state sees that it changed."""
+"""Revisions show that a state has changed, so that values derived from it are computed anew."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dispatcher.core.limit.revision import Revisioned
 
 @dataclass(slots=True)
 class Switch(Revisioned):
-    on: bool = False
+    is_on: bool = False
     name: str = ""
 
 
-def test_another_value_is_a_revision_and_the_same_is_none() -> None:
+def test_only_a_changed_value_increases_the_revision() -> None:
     switch = Switch()
     before = switch.revision
-    switch.on, switch.name = False, ""
+    switch.is_on, switch.name = False, ""
     assert switch.revision == before
-    switch.on = True
+    switch.is_on = True
     assert switch.revision == before + 1
-    switch.on = False
+    switch.is_on = False
     assert switch.revision == before + 2
 
 
@@ -47,7 +47,9 @@ EVENTS: list[Callable[[Limiter], object]] = [
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_answer_that_an_event_changes_is_not_given_again(event: Callable[[Limiter], object]) -> None:
+def test_event_that_changes_the_allowance_invalidates_the_cached_one(
+    event: Callable[[Limiter], object],
+) -> None:
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     limiter.record_lease_counts(0, other_owners_units=0, just_leased_units=0, lost_units=0)
     limiter.add_reading(Reading(Signal.REQUESTS, 1, 1, 0.2, 0, 64), 1)
@@ -57,8 +59,8 @@ def test_answer_that_an_event_changes_is_not_given_again(event: Callable[[Limite
     assert limiter.get_allowance(3).limit < before.limit
 
 
-def test_shared_limit_told_again_by_a_better_known_clock_costs_no_decision() -> None:
-    """Each claim tells it, and it counts with the next reading alone."""
+def test_repeated_shared_limit_does_not_invalidate_the_cached_allowance() -> None:
+    """Each claim returns the shared limit with a more precise time. Only the next reading uses it."""
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     limiter.add_reading(Reading(Signal.REQUESTS, 1, 1, 0.2, 0, 64), 1)
     limiter.get_allowance(2)

@@ -1,4 +1,4 @@
-"""δ, the time that a request or an answer may take, by what our own exchanges show."""
+"""Transit time δ of requests and answers, measured by connects and HTTP exchanges."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dispatcher.core.limit.transit_time import (
 SECONDS = st.floats(-1, 100)
 
 
-def travel(openings: float | None = None, exchanges: float | None = None) -> TransitTime:
-    made = TransitTime()
+def make_transit_time(connect_s: float | None = None, exchange_s: float | None = None) -> TransitTime:
+    transit_time = TransitTime()
     for _ in range(MIN_CONNECTS):
-        if openings is not None:
-            made.record_connect(openings)
-        if exchanges is not None:
-            made.record_exchange(exchanges)
-    made.update_delta()
-    return made
+        if connect_s is not None:
+            transit_time.record_connect(connect_s)
+        if exchange_s is not None:
+            transit_time.record_exchange(exchange_s)
+    transit_time.update_delta()
+    return transit_time
 
 
 @pytest.mark.parametrize(
-    ("openings", "exchanges", "delta_s"),
+    ("connect_s", "exchange_s", "delta_s"),
     [
         (None, None, DEFAULT_TRANSIT_S),
         (None, 3.0, DEFAULT_TRANSIT_S),
@@ -47,67 +47,72 @@ def travel(openings: float | None = None, exchanges: float | None = None) -> Tra
         (0.0, 0.0, MIN_TRANSIT_S),
     ],
 )
-def test_delta_is_what_openings_take_or_what_is_usual(
-    openings: float | None, exchanges: float | None, delta_s: float
+def test_delta_is_the_duration_of_connects_or_the_default(
+    connect_s: float | None, exchange_s: float | None, delta_s: float
 ) -> None:
-    assert travel(openings, exchanges).delta_s == pytest.approx(delta_s)
+    assert make_transit_time(connect_s, exchange_s).delta_s == pytest.approx(delta_s)
 
 
-def test_few_openings_are_not_believed_and_the_slowest_counts() -> None:
-    made = TransitTime()
+def test_delta_is_the_slowest_connect_once_there_are_enough() -> None:
+    transit_time = TransitTime()
     for _ in range(MIN_CONNECTS - 1):
-        made.record_connect(0.001)
-    made.update_delta()
-    assert made.delta_s == DEFAULT_TRANSIT_S
-    made.record_connect(0.012)
-    made.update_delta()
-    assert made.delta_s == 0.012
+        transit_time.record_connect(0.001)
+    transit_time.update_delta()
+    assert transit_time.delta_s == DEFAULT_TRANSIT_S
+    transit_time.record_connect(0.012)
+    transit_time.update_delta()
+    assert transit_time.delta_s == 0.012
 
 
-def test_reading_that_a_longer_way_explains_makes_it_longer_for_a_while() -> None:
-    made = travel()
-    assert made.increase_delta(lambda delta_s: delta_s >= 0.07)
-    assert 0.07 <= made.delta_s < 0.1
+def test_delta_is_increased_for_a_while_if_that_explains_a_reading() -> None:
+    transit_time = make_transit_time()
+    assert transit_time.increase_delta(lambda delta_s: delta_s >= 0.07)
+    assert 0.07 <= transit_time.delta_s < 0.1
     for _ in range(500):
-        made.update_delta()
-    assert made.delta_s == DEFAULT_TRANSIT_S
+        transit_time.update_delta()
+    assert transit_time.delta_s == DEFAULT_TRANSIT_S
 
 
 @given(st.lists(SECONDS), st.lists(SECONDS), st.lists(SECONDS))
-def test_delta_has_bounds_whatever_is_shown(
-    openings: list[float], exchanges: list[float], shown: list[float]
+def test_delta_stays_within_its_bounds(
+    connect_times: list[float], exchange_times: list[float], needed_times: list[float]
 ) -> None:
-    made = TransitTime()
-    for seconds in openings:
-        made.record_connect(seconds)
-    for seconds in exchanges:
-        made.record_exchange(seconds)
-    for needed in shown:
-        made.update_delta()
-        assert MIN_TRANSIT_S <= made.delta_s <= MAX_TRANSIT_S
-        before = made.delta_s
-        if not made.increase_delta(partial(operator.le, needed)):
-            assert made.delta_s == before
-        assert MIN_TRANSIT_S <= made.delta_s <= MAX_TRANSIT_S
+    transit_time = TransitTime()
+    for seconds in connect_times:
+        transit_time.record_connect(seconds)
+    for seconds in exchange_times:
+        transit_time.record_exchange(seconds)
+    for needed in needed_times:
+        transit_time.update_delta()
+        assert MIN_TRANSIT_S <= transit_time.delta_s <= MAX_TRANSIT_S
+        before = transit_time.delta_s
+        if not transit_time.increase_delta(partial(operator.le, needed)):
+            assert transit_time.delta_s == before
+        assert MIN_TRANSIT_S <= transit_time.delta_s <= MAX_TRANSIT_S
 
 
-# What the limiter makes of it: 500 slots, 100 requests a second of 4 s each, and nobody else.
+# The limiter with a transit time: 500 slots, 100 requests of 4 s per second, and no other requests.
 
 
-def night(travel_s: float, *, seen: float = 1.0, work_s: float = 4.0) -> set[Reason]:
-    """The gateway holds each from travel_s after it is sent until travel_s before it is back; readings show
-    that share of it. Every reason that was shown from the second second on."""
+def simulate_requests(transit_s: float, *, shown_share: float = 1.0, work_s: float = 4.0) -> set[Reason]:
+    """Return every reason that is shown from the second second on.
+
+    Each request is in the pool from transit_s after it is sent until transit_s before its answer arrives.
+    Readings show the given share of these requests.
+    """
     reasons = set()
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     sent: dict[int, float] = {}
     for step in range(1200):
         now = 10 + step / 100
-        for key in [key for key, at in sent.items() if at + 2 * travel_s + work_s <= now]:
+        for key in [key for key, at in sent.items() if at + 2 * transit_s + work_s <= now]:
             limiter.record_answer(key, now)
             del sent[key]
         if step % 50 == 0:
-            there = sum(at + travel_s <= now < at + travel_s + work_s for at in sent.values())
-            limiter.add_reading(Reading(Signal.REQUESTS, now, now, seen * there / 500, 0.0, 500), now)
+            in_pool = sum(at + transit_s <= now < at + transit_s + work_s for at in sent.values())
+            limiter.add_reading(
+                Reading(Signal.REQUESTS, now, now, shown_share * in_pool / 500, 0.0, 500), now
+            )
         allowance = limiter.get_allowance(now)
         if step > 100:
             reasons.add(allowance.reason)
@@ -117,21 +122,21 @@ def night(travel_s: float, *, seen: float = 1.0, work_s: float = 4.0) -> set[Rea
     return reasons
 
 
-@pytest.mark.parametrize("travel_s", [0.0, 0.03, 0.1, 0.19])
-def test_readings_of_our_pool_are_believed_however_long_requests_travel(travel_s: float) -> None:
-    assert not any(reason.is_closed for reason in night(travel_s))
+@pytest.mark.parametrize("transit_s", [0.0, 0.03, 0.1, 0.19])
+def test_readings_of_our_pool_are_plausible_for_any_transit_time(transit_s: float) -> None:
+    assert not any(reason.is_closed for reason in simulate_requests(transit_s))
 
 
 @pytest.mark.parametrize("work_s", [0.1, 4.0])
-@pytest.mark.parametrize("travel_s", [0.0, 0.2])
-def test_readings_that_do_not_show_us_are_disbelieved_however_long_requests_travel(
-    travel_s: float, work_s: float
+@pytest.mark.parametrize("transit_s", [0.0, 0.2])
+def test_readings_without_our_requests_are_implausible_for_any_transit_time(
+    transit_s: float, work_s: float
 ) -> None:
-    assert Reason.IMPLAUSIBLE in night(travel_s, seen=0.0, work_s=work_s)
+    assert Reason.IMPLAUSIBLE in simulate_requests(transit_s, shown_share=0.0, work_s=work_s)
 
 
-def test_short_requests_come_to_their_place_too() -> None:
-    """Realtime took 40 of 64, and takes 20 now; requests of 40 ms, of which 5 ms are travel."""
+def test_short_requests_reach_the_limit() -> None:
+    """Realtime requests fall from 40 to 20 of 64. Batch requests take 40 ms, with 5 ms of transit time."""
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     for number in range(MIN_CONNECTS):
         limiter.record_answer(-number, 0.0, 0.004)
@@ -139,13 +144,13 @@ def test_short_requests_come_to_their_place_too() -> None:
     key, limit = 0, 0
     for step in range(6000):
         now = 10 + step / 500
-        for old in [old for old, at in sent.items() if at + 0.04 <= now]:
-            limiter.record_answer(old, now)
-            del sent[old]
+        for ended in [ended for ended, at in sent.items() if at + 0.04 <= now]:
+            limiter.record_answer(ended, now)
+            del sent[ended]
         if step % 250 == 0:
-            there = sum(at + 0.002 <= now < at + 0.037 for at in sent.values())
+            in_pool = sum(at + 0.002 <= now < at + 0.037 for at in sent.values())
             realtime = 40 if step < 3000 else 20
-            limiter.add_reading(Reading(Signal.REQUESTS, now, now, (realtime + there) / 64, 0.0, 64), now)
+            limiter.add_reading(Reading(Signal.REQUESTS, now, now, (realtime + in_pool) / 64, 0.0, 64), now)
         limit = limiter.get_allowance(now).limit
         for _ in range(min(3, limit - len(sent))):
             key += 1

@@ -1,4 +1,4 @@
-"""Which of those that wait go now, together."""
+"""Grouping of waiting requests into calls."""
 
 from __future__ import annotations
 
@@ -10,141 +10,146 @@ import pytest
 from dispatcher.core.merging.grouping import (
     GroupingRule,
     GroupReady,
-    GroupTrigger,
     WaitingItem,
     WaitUntil,
     group_requests,
 )
-from tests.formers import Sent, play
+from tests.grouping_simulation import SentGroup, simulate_grouping
 
 RULE = GroupingRule(max_size=8, preferred_sizes=(4, 8), max_delay_s=0.1)
-IDLE = GroupingRule(max_size=8, max_delay_s=0.1)
+RULE_WITHOUT_PREFERRED = GroupingRule(max_size=8, max_delay_s=0.1)
 
 
-def ones(count: int, every_s: float = 0.0) -> list[WaitingItem]:
-    return [WaitingItem(1, number * every_s) for number in range(count)]
+def make_single_items(count: int, interval_s: float = 0.0) -> list[WaitingItem]:
+    return [WaitingItem(1, number * interval_s) for number in range(count)]
 
 
-def sizes(*each: int) -> list[WaitingItem]:
+def make_items(*each: int) -> list[WaitingItem]:
     return [WaitingItem(size, 0.0) for size in each]
 
 
-def told(sent: list[Sent]) -> list[tuple[int, int]]:
-    """Size and time in ms of each batch."""
-    return [(sum(batch.sizes), round(batch.at * 1000)) for batch in sent]
+def summarize(sent: list[SentGroup]) -> list[tuple[int, int]]:
+    """Return size and time in ms of each group."""
+    return [(sum(batch.sizes), round(batch.sent_at * 1000)) for batch in sent]
 
 
-def test_single_items_go_by_the_preferred_size() -> None:
-    assert told(play(ones(16, 0.01), RULE)) == [(4, 30), (4, 70), (4, 110), (4, 150)]
+def test_single_items_are_grouped_to_the_preferred_size() -> None:
+    assert summarize(simulate_grouping(make_single_items(16, 0.01), RULE)) == [
+        (4, 30),
+        (4, 70),
+        (4, 110),
+        (4, 150),
+    ]
 
 
-def test_what_comes_while_a_call_runs_makes_the_next_one_larger() -> None:
-    assert told(play(ones(16, 0.01), RULE, calls=1, takes_s=0.075)) == [(4, 30), (4, 105), (8, 180)]
+def test_items_that_arrive_during_a_call_make_the_next_one_larger() -> None:
+    assert summarize(simulate_grouping(make_single_items(16, 0.01), RULE, max_calls=1, call_s=0.075)) == [
+        (4, 30),
+        (4, 105),
+        (8, 180),
+    ]
 
 
-def test_what_does_not_fit_beside_others_is_waited_for_no_longer() -> None:
-    assert told(play(sizes(3, 3, 3), RULE)) == [(6, 0), (3, 100)]
+def test_group_is_sent_if_the_next_item_does_not_fit() -> None:
+    assert summarize(simulate_grouping(make_items(3, 3, 3), RULE)) == [(6, 0), (3, 100)]
 
 
-def test_sizes_add_up_over_items_of_several() -> None:
-    assert told(play(sizes(5, 2, 4), RULE)) == [(7, 0), (4, 0)]
+def test_sizes_of_items_are_added_up() -> None:
+    assert summarize(simulate_grouping(make_items(5, 2, 4), RULE)) == [(7, 0), (4, 0)]
 
 
-def test_without_a_delay_all_go_at_once_and_preferred_sizes_first() -> None:
+def test_without_a_delay_all_are_sent_at_once_in_preferred_sizes() -> None:
     rule = GroupingRule(max_size=8, preferred_sizes=(4, 8))
-    sent = play(ones(5), rule)
-    assert told(sent) == [(4, 0), (1, 0)]
-    assert [batch.by for batch in sent] == [GroupTrigger.PREFERRED, GroupTrigger.DUE]
+    sent = simulate_grouping(make_single_items(5), rule)
+    assert summarize(sent) == [(4, 0), (1, 0)]
 
 
-def test_a_batch_that_is_exactly_full_waits_for_nobody() -> None:
-    assert group_requests(sizes(5, 3), IDLE, 0.0) == GroupReady(2, GroupTrigger.FULL)
+def test_exactly_full_group_is_sent_at_once() -> None:
+    assert group_requests(make_items(5, 3), RULE_WITHOUT_PREFERRED, 0.0) == GroupReady(2)
 
 
-def test_full_comes_before_preferred() -> None:
-    """Seven are worth more than four, and nothing that waits makes it eight."""
-    assert group_requests(sizes(4, 3, 2), RULE, 0.0) == GroupReady(2, GroupTrigger.FULL)
+def test_full_group_is_preferred_over_a_preferred_size() -> None:
+    """A group of seven is better than one of four, and no waiting item makes it eight."""
+    assert group_requests(make_items(4, 3, 2), RULE, 0.0) == GroupReady(2)
 
 
-def test_the_largest_preferred_size_counts() -> None:
-    assert group_requests(ones(7), GroupingRule(8, (2, 6, 4), 0.1), 0.0) == GroupReady(
-        6, GroupTrigger.PREFERRED
-    )
+def test_largest_preferred_size_is_used() -> None:
+    assert group_requests(make_single_items(7), GroupingRule(8, (2, 6, 4), 0.1), 0.0) == GroupReady(6)
 
 
-def test_a_preferred_size_comes_before_the_delay() -> None:
-    assert group_requests(ones(7), RULE, 5.0) == GroupReady(4, GroupTrigger.PREFERRED)
+def test_preferred_size_is_used_before_the_delay_ends() -> None:
+    assert group_requests(make_single_items(7), RULE, 5.0) == GroupReady(4)
 
 
-def test_preferred_sizes_that_no_batch_may_have_are_passed_over() -> None:
-    assert group_requests(ones(7), GroupingRule(8, (16, 64), 0.1), 0.0) == WaitUntil(0.1)
+def test_preferred_sizes_above_the_maximum_are_ignored() -> None:
+    assert group_requests(make_single_items(7), GroupingRule(8, (16, 64), 0.1), 0.0) == WaitUntil(0.1)
 
 
-def test_an_item_above_the_most_goes_alone_and_in_its_turn() -> None:
-    assert told(play(sizes(2, 50, 2), RULE)) == [(2, 0), (50, 0), (2, 100)]
-    assert group_requests(sizes(50), RULE, 0.0) == GroupReady(1, GroupTrigger.FULL)
+def test_item_above_the_maximum_is_sent_alone_and_in_order() -> None:
+    assert summarize(simulate_grouping(make_items(2, 50, 2), RULE)) == [(2, 0), (50, 0), (2, 100)]
+    assert group_requests(make_items(50), RULE, 0.0) == GroupReady(1)
 
 
-def test_a_weight_bounds_a_batch_as_well() -> None:
+def test_weight_limits_a_group_too() -> None:
     rule = GroupingRule(max_size=8, max_delay_s=0.1, max_weight=1000)
     heavy = [WaitingItem(1, 0.0, weight) for weight in (600.0, 400.0, 1.0, 2000.0)]
-    assert [len(batch.items) for batch in play(heavy, rule)] == [2, 1, 1]
-    assert group_requests(heavy[:2], rule, 0.0) == WaitUntil(0.1), "one of no weight may come"
+    assert [len(batch.items) for batch in simulate_grouping(heavy, rule)] == [2, 1, 1]
+    assert group_requests(heavy[:2], rule, 0.0) == WaitUntil(0.1), "an item without weight may still arrive"
 
 
 @pytest.mark.parametrize("weight", [nan, inf])
-def test_what_weighs_nobody_knows_how_much_goes_alone(weight: float) -> None:
+def test_item_of_unknown_weight_is_sent_alone(weight: float) -> None:
     rule = GroupingRule(max_size=8, max_delay_s=0.1, max_weight=1000)
     items = [WaitingItem(1, 0.0), WaitingItem(1, 0.0, weight), WaitingItem(1, 0.0)]
-    assert [len(batch.items) for batch in play(items, rule)] == [1, 1, 1]
+    assert [len(batch.items) for batch in simulate_grouping(items, rule)] == [1, 1, 1]
 
 
-def test_an_item_of_no_size_counts_one_and_a_negative_weight_nothing() -> None:
-    assert group_requests(sizes(*[0] * 9), IDLE, 0.0) == GroupReady(8, GroupTrigger.FULL)
-    assert group_requests(sizes(-5, 8), IDLE, 0.0) == GroupReady(1, GroupTrigger.FULL)
+def test_size_below_one_counts_as_one_and_negative_weight_as_zero() -> None:
+    assert group_requests(make_items(*[0] * 9), RULE_WITHOUT_PREFERRED, 0.0) == GroupReady(8)
+    assert group_requests(make_items(-5, 8), RULE_WITHOUT_PREFERRED, 0.0) == GroupReady(1)
     rule = GroupingRule(max_size=8, max_weight=10)
-    assert group_requests([WaitingItem(1, 0.0, -5.0), WaitingItem(1, 0.0, 12.0)], rule, 0.0) == GroupReady(
-        1, GroupTrigger.FULL
-    )
+    assert group_requests([WaitingItem(1, 0.0, -5.0), WaitingItem(1, 0.0, 12.0)], rule, 0.0) == GroupReady(1)
 
 
-def test_the_oldest_counts_wherever_it_stands() -> None:
-    """What was given back stands at its own place, and has waited for longer."""
+def test_delay_counts_from_the_oldest_item_wherever_it_is() -> None:
+    """A returned item keeps its place, but has waited for longer."""
     items = [WaitingItem(1, 5.0), WaitingItem(1, 4.0), WaitingItem(1, 6.0)]
-    assert group_requests(items, IDLE, 4.05) == WaitUntil(4.1)
-    assert group_requests(items, IDLE, 4.1) == GroupReady(3, GroupTrigger.DUE)
+    assert group_requests(items, RULE_WITHOUT_PREFERRED, 4.05) == WaitUntil(4.1)
+    assert group_requests(items, RULE_WITHOUT_PREFERRED, 4.1) == GroupReady(3)
 
 
-def test_without_a_delay_a_clock_that_is_behind_holds_nothing_up() -> None:
-    assert group_requests([WaitingItem(1, 5.0)], GroupingRule(8), 4.9) == GroupReady(1, GroupTrigger.DUE)
+def test_without_a_delay_an_item_from_the_future_is_sent_at_once() -> None:
+    assert group_requests([WaitingItem(1, 5.0)], GroupingRule(8), 4.9) == GroupReady(1)
 
 
-def test_when_nobody_else_can_come_there_is_nothing_to_wait_for() -> None:
-    assert group_requests(ones(3), IDLE, 0.0) == WaitUntil(0.1)
-    assert group_requests(ones(3), IDLE, 0.0, is_idle=True) == GroupReady(3, GroupTrigger.IDLE)
+def test_group_is_sent_at_once_if_no_other_item_can_arrive() -> None:
+    assert group_requests(make_single_items(3), RULE_WITHOUT_PREFERRED, 0.0) == WaitUntil(0.1)
+    assert group_requests(make_single_items(3), RULE_WITHOUT_PREFERRED, 0.0, is_idle=True) == GroupReady(3)
     assert group_requests(
-        ones(3), GroupingRule(8, max_delay_s=0.1, idle_flush=False), 0.0, is_idle=True
+        make_single_items(3), GroupingRule(8, max_delay_s=0.1, idle_flush=False), 0.0, is_idle=True
     ) == WaitUntil(0.1)
-    assert group_requests(ones(5), RULE, 0.0, is_idle=True) == GroupReady(4, GroupTrigger.PREFERRED)
+    assert group_requests(make_single_items(5), RULE, 0.0, is_idle=True) == GroupReady(4)
 
 
-def test_nothing_goes_where_nothing_waits_or_nothing_may_go() -> None:
-    assert group_requests([], IDLE, 5.0, is_idle=True) == WaitUntil(inf)
+def test_nothing_is_sent_without_items_or_without_room() -> None:
+    assert group_requests([], RULE_WITHOUT_PREFERRED, 5.0, is_idle=True) == WaitUntil(inf)
     assert group_requests([], GroupingRule(8), 5.0) == WaitUntil(inf)
-    assert group_requests(ones(20), IDLE, 5.0, has_room=False, is_idle=True) == WaitUntil(inf)
+    assert group_requests(
+        make_single_items(20), RULE_WITHOUT_PREFERRED, 5.0, has_room=False, is_idle=True
+    ) == WaitUntil(inf)
 
 
-def test_it_looks_at_no_more_than_could_go_together() -> None:
-    looked = 0
+def test_no_more_items_are_read_than_could_be_sent_together() -> None:
+    read_items = 0
 
     def waiting() -> Iterator[WaitingItem]:
-        nonlocal looked
+        nonlocal read_items
         while True:
-            looked += 1
+            read_items += 1
             yield WaitingItem(1, 0.0)
 
-    assert group_requests(waiting(), RULE, 0.0) == GroupReady(8, GroupTrigger.FULL)
-    assert looked == 8
+    assert group_requests(waiting(), RULE, 0.0) == GroupReady(8)
+    assert read_items == 8
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A body's model replaced: what is plain, and what is not."""
+"""Replacement of the model in the body of a request."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ from dispatcher.core.requests.request import Request
         (b'{"model":"qwen","x":' + b"[" * 5000 + b"]" * 5000 + b"}", None),
     ],
 )
-def test_a_model_is_replaced_where_it_is_plain(body: bytes, replaced: bytes | None) -> None:
+def test_model_is_replaced_only_in_an_unambiguous_body(body: bytes, replaced: bytes | None) -> None:
     assert replace_model(body, "qwen-v3") == replaced
 
 
 @pytest.mark.parametrize(
-    ("name", "written"), [('a"b\\', b'"a\\"b\\\\"'), ("é", '"é"'.encode()), ("\ud800", None)]
+    ("name", "encoded"), [('a"b\\', b'"a\\"b\\\\"'), ("é", '"é"'.encode()), ("\ud800", None)]
 )
-def test_names_are_written_as_json(name: str, written: bytes | None) -> None:
-    assert replace_model(b'{"model":"qwen"}', name) == (written and b'{"model":%b}' % written)
+def test_name_of_the_model_is_encoded_as_json(name: str, encoded: bytes | None) -> None:
+    assert replace_model(b'{"model":"qwen"}', name) == (encoded and b'{"model":%b}' % encoded)
 
 
-def test_a_request_is_sent_as_its_version_to_these_endpoints_and_is_the_same_else() -> None:
-    asked = Request("r", 9, b'{"model":"qwen","n":1}', headers={"a": "b"}, token="t")
-    sent = prepare_for_version(asked, "qwen", "qwen-v3", "192.0.2.1:8000")
+def test_request_prepared_for_a_version_changes_only_in_model_and_endpoints() -> None:
+    request = Request("r", 9, b'{"model":"qwen","n":1}', headers={"a": "b"}, token="t")
+    sent = prepare_for_version(request, "qwen", "qwen-v3", "192.0.2.1:8000")
     assert sent == Request(
         "r", 9, b'{"model":"qwen-v3","n":1}', headers={"a": "b"}, token="t", version="qwen-v3",
         endpoints="192.0.2.1:8000",
     )  # fmt: skip
-    assert prepare_for_version(asked, "qwen", "qwen", "") == asked
-    unclear = Request("r", 9, b'{"model":"qwen","model":"qwen"}')
-    assert prepare_for_version(unclear, "qwen", "qwen-v3", "") is None
-    assert prepare_for_version(unclear, "qwen", "qwen", "") == unclear
+    assert prepare_for_version(request, "qwen", "qwen", "") == request
+    ambiguous = Request("r", 9, b'{"model":"qwen","model":"qwen"}')
+    assert prepare_for_version(ambiguous, "qwen", "qwen-v3", "") is None
+    assert prepare_for_version(ambiguous, "qwen", "qwen", "") == ambiguous
 
 
-def test_the_place_of_a_field_is_not_guessed() -> None:
+def test_position_of_a_field_is_found_by_its_key_only() -> None:
     body = b'{"a:1":1,":1,":2,"x":"\\"y\\":","y":3}'
     assert {name: body[find_value(body, name) :][:1] for name in ("a:1", ":1,", "y")} == {
         "a:1": b"1",

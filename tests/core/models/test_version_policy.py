@@ -1,4 +1,4 @@
-"""Which versions are wanted: how many, and how the settings would have it written."""
+"""Policies that select versions: their maximum count, setting and text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dispatcher.core.models.version_policy import VersionPolicy
 
 
 @pytest.mark.parametrize(
-    ("policy", "most", "written", "told"),
+    ("policy", "max_count", "setting", "text"),
     [
         (VersionPolicy(), 1, "latest", "latest"),
         (VersionPolicy(latest=3), 3, {"latest": 3}, '{"latest": 3}'),
@@ -20,7 +20,7 @@ from dispatcher.core.models.version_policy import VersionPolicy
         (VersionPolicy(2, True, ("1", "3"), "stable"), 1, {"label": "stable"}, '{"label": "stable"}'),
     ],
 )
-def test_the_first_that_is_set_decides_of_label_specific_everything_latest(
-    policy: VersionPolicy, most: int | None, written: object, told: str
+def test_policy_is_decided_by_label_before_specific_before_everything_before_latest(
+    policy: VersionPolicy, max_count: int | None, setting: object, text: str
 ) -> None:
-    assert (policy.max_count, policy.to_setting(), str(policy)) == (most, written, told)
+    assert (policy.max_count, policy.to_setting(), str(policy)) == (max_count, setting, text)

@@ -1,4 +1,4 @@
-"""The model's words, whatever API the answer is of."""
+"""The text that the model wrote is extracted from the answers of several APIs."""
 
 from __future__ import annotations
 
@@ -12,49 +12,54 @@ from hypothesis import strategies as st
 from dispatcher.core.requests.answer_text import extract_answer_text
 
 
-def chat(said: Any, **more: Any) -> dict[str, Any]:
-    message = {"role": "assistant", "content": said, **more}
+def make_chat_answer(content: Any, **more: Any) -> dict[str, Any]:
+    message = {"role": "assistant", "content": content, **more}
     return {"object": "chat.completion", "choices": [{"index": 0, "message": message}], "usage": {}}
 
 
-def output_text(*texts: str) -> dict[str, Any]:
-    parts = [{"type": "output_text", "text": each, "annotations": []} for each in texts]
+def make_output_message(*texts: str) -> dict[str, Any]:
+    parts = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
     return {"type": "message", "role": "assistant", "content": parts}
 
 
 REASONING: dict[str, Any] = {"type": "reasoning", "summary": [], "content": None}
-CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
+FUNCTION_CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
 REFUSAL = {"type": "message", "content": [{"type": "refusal", "refusal": "no"}]}
-CALLED = [{"id": "c", "function": {"name": "f"}}]
+TOOL_CALLS = [{"id": "c", "function": {"name": "f"}}]
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "text"),
     [
-        (chat("Paris"), "Paris"),
-        (chat(""), ""),
-        (chat("Paris", reasoning_content="France …"), "Paris"),
-        (chat([{"type": "text", "text": "Pa"}, {"type": "image"}, {"type": "text", "text": "ris"}]), "Paris"),
+        (make_chat_answer("Paris"), "Paris"),
+        (make_chat_answer(""), ""),
+        (make_chat_answer("Paris", reasoning_content="France …"), "Paris"),
+        (
+            make_chat_answer(
+                [{"type": "text", "text": "Pa"}, {"type": "image"}, {"type": "text", "text": "ris"}]
+            ),
+            "Paris",
+        ),
         ({"choices": [{"text": "Paris", "logprobs": None}, {"text": "Lyon"}]}, "Paris"),
-        ({"object": "response", "output": [REASONING, output_text("Pa", "ris")]}, "Paris"),
-        ({"output": [output_text("Pa"), CALL, output_text("ris")]}, "Paris"),
+        ({"object": "response", "output": [REASONING, make_output_message("Pa", "ris")]}, "Paris"),
+        ({"output": [make_output_message("Pa"), FUNCTION_CALL, make_output_message("ris")]}, "Paris"),
     ],
 )
-def test_the_words_of_an_answer(answer: dict[str, Any], words: str) -> None:
-    assert extract_answer_text(json.dumps(answer).encode()) == words
+def test_text_is_extracted_from_each_kind_of_answer(answer: dict[str, Any], text: str) -> None:
+    assert extract_answer_text(json.dumps(answer).encode()) == text
 
 
 @pytest.mark.parametrize(
     "answer",
     [
-        chat(None, tool_calls=CALLED),
-        chat([]),
-        chat([{"type": "text"}]),
+        make_chat_answer(None, tool_calls=TOOL_CALLS),
+        make_chat_answer([]),
+        make_chat_answer([{"type": "text"}]),
         {"choices": []},
         {"choices": [{"index": 0}]},
         {"choices": "Paris"},
         {"object": "list", "data": [{"embedding": [0.1]}]},
-        {"output": [CALL]},
+        {"output": [FUNCTION_CALL]},
         {"output": [REFUSAL]},
         {"output": [{"type": "message", "content": "Paris"}]},
         {"output": "Paris"},
@@ -63,19 +68,23 @@ def test_the_words_of_an_answer(answer: dict[str, Any], words: str) -> None:
         "Paris",
     ],
 )
-def test_an_answer_without_words_has_none(answer: Any) -> None:
+def test_answer_without_text_yields_none(answer: Any) -> None:
     assert extract_answer_text(json.dumps(answer).encode()) is None
 
 
 @pytest.mark.parametrize("body", [b"", b"Paris", b"{", b"\xff", b"[" * 5000])
-def test_what_is_no_json_has_no_words(body: bytes) -> None:
+def test_body_that_is_not_json_yields_none(body: bytes) -> None:
     assert extract_answer_text(body) is None
 
 
 @given(st.text())
-def test_words_come_out_as_they_went_in(words: str) -> None:
-    for answer in (chat(words), {"choices": [{"text": words}]}, {"output": [output_text(words)]}):
-        assert extract_answer_text(json.dumps(answer).encode()) == words
+def test_extracted_text_is_unchanged(text: str) -> None:
+    for answer in (
+        make_chat_answer(text),
+        {"choices": [{"text": text}]},
+        {"output": [make_output_message(text)]},
+    ):
+        assert extract_answer_text(json.dumps(answer).encode()) == text
 
 
 json_values = st.recursive(
@@ -91,5 +100,5 @@ json_values = st.recursive(
 
 
 @given(json_values)
-def test_whatever_the_answer_it_has_words_or_none(answer: Any) -> None:
+def test_any_json_yields_text_or_none(answer: Any) -> None:
     assert isinstance(extract_answer_text(json.dumps(answer).encode()), str | None)

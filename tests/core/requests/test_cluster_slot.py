@@ -1,4 +1,4 @@
-"""Which names keep all keys of a queue in one slot: the same for the settings and for the keys."""
+"""Settings and keys accept the same queue names: those that keep all keys of a queue in one slot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dispatcher.core.requests.cluster_slot import explain_brace_fault, extract_h
 from dispatcher.queue.keys import QueueNameError, QueueNames
 from dispatcher.settings import Settings
 
-NAMES = st.text(st.sampled_from("ab:{}"), min_size=1, max_size=8)
+queue_names = st.text(st.sampled_from("ab:{}"), min_size=1, max_size=8)
 
 
-@given(NAMES)
-def test_what_is_no_fault_keeps_all_keys_in_one_slot(name: str) -> None:
+@given(queue_names)
+def test_accepted_queue_name_keeps_all_keys_in_one_slot(name: str) -> None:
     if explain_brace_fault(name) is None:
         names = QueueNames(name, "elsewhere")
         assert {key_slot(key.encode()) for key in names.script_keys} == {
@@ -23,18 +23,18 @@ def test_what_is_no_fault_keeps_all_keys_in_one_slot(name: str) -> None:
         }
 
 
-@given(NAMES)
-def test_settings_and_keys_refuse_the_same_names_in_the_same_words(name: str) -> None:
-    why = explain_brace_fault(name)
-    if why is None:
+@given(queue_names)
+def test_settings_and_keys_reject_the_same_names_with_the_same_message(name: str) -> None:
+    fault = explain_brace_fault(name)
+    if fault is None:
         QueueNames(name, "elsewhere")
         Settings.model_validate(
             {"gateway": {"url": "http://g"}, "queue": {"name": name, "results": "elsewhere"}}
         )
         return
-    with pytest.raises(QueueNameError, match=f"queue.name: .* {why}"):
+    with pytest.raises(QueueNameError, match=f"queue.name: .* {fault}"):
         QueueNames(name, "elsewhere")
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(ValueError, match=fault):
         Settings.model_validate(
             {"gateway": {"url": "http://g"}, "queue": {"name": name, "results": "elsewhere"}}
         )

@@ -1,4 +1,4 @@
-"""A queue member becomes a request as its producer meant it, or a rejection that says what is wrong."""
+"""A queue member is parsed to the request that its producer meant, or to a rejection that names the fault."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from dispatcher.core.requests.score import compute_score, decode_deadline
 INTERNAL = b'"internal":{"request_token":"tok","result_queue_name":"list"}'
 
 
-def member(data: str | bytes, *, internal: bytes = INTERNAL, kind: str = '"redis"') -> bytes:
+def build_member(data: str | bytes, *, internal: bytes = INTERNAL, kind: str = '"redis"') -> bytes:
     data = data.encode() if isinstance(data, str) else data
     return b'{%b,"request_kind":%b,"data":%b}' % (internal, kind.encode(), data)
 
 
-def rejected(text: bytes) -> Rejection:
-    found = parse_member(text)
-    assert isinstance(found, Rejection), found
-    return found
+def parse_rejected(text: bytes) -> Rejection:
+    parsed = parse_member(text)
+    assert isinstance(parsed, Rejection), parsed
+    return parsed
 
 
-def accepted(text: bytes) -> Request:
-    found = parse_member(text)
-    assert isinstance(found, Request), found
-    return found
+def parse_accepted(text: bytes) -> Request:
+    parsed = parse_member(text)
+    assert isinstance(parsed, Request), parsed
+    return parsed
 
 
-def test_every_field_of_the_contract_is_read() -> None:
+def test_every_field_of_the_contract_is_parsed() -> None:
     text = b"""{"internal": {"retry_count": 2, "request_token": "tok", "request_queue_name": "q",
       "result_queue_name": "list", "queue_id": "qid", "transport_correlation_id": "c",
       "labels": {"tier": "batch"}, "later": 1}, "request_kind": "pubsub",
@@ -101,85 +101,130 @@ PAYLOADS = {
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_the_payload_stays_the_bytes_it_was(payload: bytes) -> None:
+def test_payload_bytes_are_unchanged(payload: bytes) -> None:
     for data in (
         b'{"id":"r","deadline":1,"payload":%b}',
         b'{"payload": %b , "deadline":1,"id":"r"}',
         b'{"id":"r","deadline":1,"p\\u0061yload":%b}',
         b'{"metadata":{"k":"payload","j":"{}"},"id":"r","deadline":1,"payload":%b,"x":{}}',
     ):
-        assert accepted(member(data % payload)).payload == payload
+        assert parse_accepted(build_member(data % payload)).payload == payload
 
 
 REJECTED = {
     "no kind": (b'{"data":{"id":"r","deadline":1,"payload":{}},%b}' % INTERNAL, "request_kind"),
-    "unknown kind": (member('{"id":"r","deadline":1,"payload":{}}', kind='"kafka"'), "request_kind: Invalid"),
-    "kind null": (member('{"id":"r","deadline":1,"payload":{}}', kind="null"), "request_kind: Expected str"),
-    "float deadline": (member('{"id":"r","deadline":1.5,"payload":{}}'), "data.deadline: Expected int"),
-    "whole float deadline": (member('{"id":"r","deadline":2.0,"payload":{}}'), "data.deadline: Expected int"),
-    "exponent deadline": (member('{"id":"r","deadline":1e9,"payload":{}}'), "data.deadline: Expected int"),
-    "text deadline": (member('{"id":"r","deadline":"9","payload":{}}'), "data.deadline: Expected int"),
-    "true deadline": (member('{"id":"r","deadline":true,"payload":{}}'), "data.deadline: Expected int"),
-    "null deadline": (member('{"id":"r","deadline":null,"payload":{}}'), "data.deadline: Expected int"),
-    "no deadline": (member('{"id":"r","payload":{}}'), "deadline"),
-    "zero deadline": (member('{"id":"r","deadline":0,"payload":{}}'), "data.deadline: must be"),
-    "minus zero deadline": (member('{"id":"r","deadline":-0,"payload":{}}'), "data.deadline: must be"),
-    "negative deadline": (member('{"id":"r","deadline":-5,"payload":{}}'), "data.deadline: must be"),
-    "deadline in ms": (member('{"id":"r","deadline":1764047600000,"payload":{}}'), "data.deadline: must be"),
-    "huge deadline": (member('{"id":"r","deadline":1%s,"payload":{}}' % ("0" * 500)), "data.deadline"),
-    "no payload": (member('{"id":"r","deadline":1}'), "payload"),
-    "payload null": (member('{"id":"r","deadline":1,"payload":null}'), "data.payload: must be"),
-    "payload list": (member('{"id":"r","deadline":1,"payload":[{}]}'), "data.payload: must be"),
-    "payload text": (member('{"id":"r","deadline":1,"payload":"{}"}'), "data.payload: must be"),
-    "payload number": (member('{"id":"r","deadline":1,"payload":1}'), "data.payload: must be"),
-    "header number": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":1}}'), "data.headers"),
-    "header null": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":null}}'), "data.headers"),
-    "header list": (member('{"id":"r","deadline":1,"payload":{},"headers":["a"]}'), "data.headers"),
-    "header name": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a b":"c"}}'), "header name"),
-    "header name empty": (member('{"id":"r","deadline":1,"payload":{},"headers":{"":"c"}}'), "header name"),
-    "header name crlf": (
-        member('{"id":"r","deadline":1,"payload":{},"headers":{"a\\r\\nb":"c"}}'),
+    "unknown kind": (
+        build_member('{"id":"r","deadline":1,"payload":{}}', kind='"kafka"'),
+        "request_kind: Invalid",
+    ),
+    "kind null": (
+        build_member('{"id":"r","deadline":1,"payload":{}}', kind="null"),
+        "request_kind: Expected str",
+    ),
+    "float deadline": (build_member('{"id":"r","deadline":1.5,"payload":{}}'), "data.deadline: Expected int"),
+    "whole float deadline": (
+        build_member('{"id":"r","deadline":2.0,"payload":{}}'),
+        "data.deadline: Expected int",
+    ),
+    "exponent deadline": (
+        build_member('{"id":"r","deadline":1e9,"payload":{}}'),
+        "data.deadline: Expected int",
+    ),
+    "text deadline": (build_member('{"id":"r","deadline":"9","payload":{}}'), "data.deadline: Expected int"),
+    "true deadline": (build_member('{"id":"r","deadline":true,"payload":{}}'), "data.deadline: Expected int"),
+    "null deadline": (build_member('{"id":"r","deadline":null,"payload":{}}'), "data.deadline: Expected int"),
+    "no deadline": (build_member('{"id":"r","payload":{}}'), "deadline"),
+    "zero deadline": (build_member('{"id":"r","deadline":0,"payload":{}}'), "data.deadline: must be"),
+    "minus zero deadline": (build_member('{"id":"r","deadline":-0,"payload":{}}'), "data.deadline: must be"),
+    "negative deadline": (build_member('{"id":"r","deadline":-5,"payload":{}}'), "data.deadline: must be"),
+    "deadline in ms": (
+        build_member('{"id":"r","deadline":1764047600000,"payload":{}}'),
+        "data.deadline: must be",
+    ),
+    "huge deadline": (build_member('{"id":"r","deadline":1%s,"payload":{}}' % ("0" * 500)), "data.deadline"),
+    "no payload": (build_member('{"id":"r","deadline":1}'), "payload"),
+    "payload null": (build_member('{"id":"r","deadline":1,"payload":null}'), "data.payload: must be"),
+    "payload list": (build_member('{"id":"r","deadline":1,"payload":[{}]}'), "data.payload: must be"),
+    "payload text": (build_member('{"id":"r","deadline":1,"payload":"{}"}'), "data.payload: must be"),
+    "payload number": (build_member('{"id":"r","deadline":1,"payload":1}'), "data.payload: must be"),
+    "header number": (build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a":1}}'), "data.headers"),
+    "header null": (
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a":null}}'),
+        "data.headers",
+    ),
+    "header list": (build_member('{"id":"r","deadline":1,"payload":{},"headers":["a"]}'), "data.headers"),
+    "header name": (
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a b":"c"}}'),
         "header name",
     ),
-    "header name non-ascii": (member('{"id":"r","deadline":1,"payload":{},"headers":{"é":"c"}}'), "name"),
+    "header name empty": (
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"":"c"}}'),
+        "header name",
+    ),
+    "header name crlf": (
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a\\r\\nb":"c"}}'),
+        "header name",
+    ),
+    "header name non-ascii": (
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"é":"c"}}'),
+        "name",
+    ),
     "header value crlf": (
-        member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"b\\r\\nx: y"}}'),
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"b\\r\\nx: y"}}'),
         "control",
     ),
-    "header value nul": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"\\u0000"}}'), "control"),
-    "header value nel": (member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"\\u0085"}}'), "control"),
-    "metadata number": (member('{"id":"r","deadline":1,"payload":{},"metadata":{"a":1}}'), "data.metadata"),
-    "endpoint number": (member('{"id":"r","deadline":1,"payload":{},"endpoint":1}'), "data.endpoint"),
-    "created text": (member('{"id":"r","deadline":1,"payload":{},"created":"now"}'), "data.created"),
-    "deadline twice": (member('{"id":"r","deadline":1,"deadline":2,"payload":{}}'), "data.deadline: given"),
-    "payload twice": (member('{"id":"r","deadline":1,"payload":{},"payload":{}}'), "data.payload: given"),
-    "payload twice, first unlike": (
-        member('{"id":"r","payload":[1,{"id":"no"}],"deadline":1,"payload":{"a":1}}'),
+    "header value nul": (
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"\\u0000"}}'),
+        "control",
+    ),
+    "header value nel": (
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"\\u0085"}}'),
+        "control",
+    ),
+    "metadata number": (
+        build_member('{"id":"r","deadline":1,"payload":{},"metadata":{"a":1}}'),
+        "data.metadata",
+    ),
+    "endpoint number": (build_member('{"id":"r","deadline":1,"payload":{},"endpoint":1}'), "data.endpoint"),
+    "created text": (build_member('{"id":"r","deadline":1,"payload":{},"created":"now"}'), "data.created"),
+    "deadline twice": (
+        build_member('{"id":"r","deadline":1,"deadline":2,"payload":{}}'),
+        "data.deadline: given",
+    ),
+    "payload twice": (
+        build_member('{"id":"r","deadline":1,"payload":{},"payload":{}}'),
         "data.payload: given",
     ),
-    "twice, escaped": (member('{"id":"r","deadline":1,"dea\\u0064line":2,"payload":{}}'), "deadline: given"),
-    "same id twice": (member('{"id":"r","id":"r","deadline":1,"payload":{}}'), "data.id: given"),
-    "broken payload": (member('{"id":"r","deadline":1,"payload":{"a":}}'), "not JSON"),
-    "NaN": (member('{"id":"r","deadline":1,"payload":{"a":NaN}}'), "not JSON"),
-    "Infinity": (member('{"id":"r","deadline":1,"payload":{"a":-Infinity}}'), "not JSON"),
-    "comment": (member('{"id":"r","deadline":1,"payload":{}/* */}'), "not JSON"),
-    "trailing comma": (member('{"id":"r","deadline":1,"payload":{},}'), "not JSON"),
-    "raw newline in text": (member('{"id":"r","deadline":1,"payload":{"a":"\n"}}'), "not JSON"),
-    "invalid utf-8": (member(b'{"id":"r","deadline":1,"payload":{"a":"\xff"}}'), "not UTF-8"),
-    "utf-8 surrogate": (member(b'{"id":"r","deadline":1,"payload":{"a":"\xed\xa0\x80"}}'), "not UTF-8"),
-    "overlong utf-8": (member(b'{"id":"r","deadline":1,"payload":{"a":"\xc0\xaf"}}'), "not UTF-8"),
-    "truncated": (member('{"id":"r","deadline":1,"payload":{"a":"b"}}')[:-5], "not JSON"),
-    "open string": (member('{"id":"r","deadline":1,"payload":{"a":"b')[:-1], "not JSON"),
-    "trailing bytes": (member('{"id":"r","deadline":1,"payload":{}}') + b" x", "not JSON"),
-    "trailing nul": (member('{"id":"r","deadline":1,"payload":{}}') + b"\0", "not JSON"),
-    "two objects": (member('{"id":"r","deadline":1,"payload":{}}') * 2, "not JSON"),
-    "byte order mark": (b"\xef\xbb\xbf" + member('{"id":"r","deadline":1,"payload":{}}'), "not JSON"),
+    "payload twice, the first of another type": (
+        build_member('{"id":"r","payload":[1,{"id":"no"}],"deadline":1,"payload":{"a":1}}'),
+        "data.payload: given",
+    ),
+    "deadline twice, once escaped": (
+        build_member('{"id":"r","deadline":1,"dea\\u0064line":2,"payload":{}}'),
+        "deadline: given",
+    ),
+    "same id twice": (build_member('{"id":"r","id":"r","deadline":1,"payload":{}}'), "data.id: given"),
+    "broken payload": (build_member('{"id":"r","deadline":1,"payload":{"a":}}'), "not JSON"),
+    "NaN": (build_member('{"id":"r","deadline":1,"payload":{"a":NaN}}'), "not JSON"),
+    "Infinity": (build_member('{"id":"r","deadline":1,"payload":{"a":-Infinity}}'), "not JSON"),
+    "comment": (build_member('{"id":"r","deadline":1,"payload":{}/* */}'), "not JSON"),
+    "trailing comma": (build_member('{"id":"r","deadline":1,"payload":{},}'), "not JSON"),
+    "raw newline in text": (build_member('{"id":"r","deadline":1,"payload":{"a":"\n"}}'), "not JSON"),
+    "invalid utf-8": (build_member(b'{"id":"r","deadline":1,"payload":{"a":"\xff"}}'), "not UTF-8"),
+    "utf-8 surrogate": (build_member(b'{"id":"r","deadline":1,"payload":{"a":"\xed\xa0\x80"}}'), "not UTF-8"),
+    "overlong utf-8": (build_member(b'{"id":"r","deadline":1,"payload":{"a":"\xc0\xaf"}}'), "not UTF-8"),
+    "truncated": (build_member('{"id":"r","deadline":1,"payload":{"a":"b"}}')[:-5], "not JSON"),
+    "open string": (build_member('{"id":"r","deadline":1,"payload":{"a":"b')[:-1], "not JSON"),
+    "trailing bytes": (build_member('{"id":"r","deadline":1,"payload":{}}') + b" x", "not JSON"),
+    "trailing nul": (build_member('{"id":"r","deadline":1,"payload":{}}') + b"\0", "not JSON"),
+    "two objects": (build_member('{"id":"r","deadline":1,"payload":{}}') * 2, "not JSON"),
+    "byte order mark": (b"\xef\xbb\xbf" + build_member('{"id":"r","deadline":1,"payload":{}}'), "not JSON"),
     "nesting bomb": (
-        member('{"id":"r","deadline":1,"payload":{"a":%s}}' % ("[" * 100_000)),
+        build_member('{"id":"r","deadline":1,"payload":{"a":%s}}' % ("[" * 100_000)),
         "nested too deeply",
     ),
     "closed nesting bomb": (
-        member(
+        build_member(
             '{{"id":"r","deadline":1,"payload":{{"a":{}{}}}}}'.format('{"a":' * 50_000 + "1", "}" * 50_000)
         ),
         "nested too deeply",
@@ -192,16 +237,16 @@ REJECTED = {
 
 
 @pytest.mark.parametrize(("text", "why"), REJECTED.values(), ids=REJECTED)
-def test_a_malformed_member_with_an_id_is_rejected_to_whom_it_concerns(text: bytes, why: str) -> None:
-    found = rejected(text)
-    assert found.code is ErrorCode.INVALID_REQUEST
-    assert why in found.message
-    assert found.id == "r"
+def test_rejection_of_a_malformed_member_contains_its_id_and_reply_address(text: bytes, why: str) -> None:
+    parsed = parse_rejected(text)
+    assert parsed.code is ErrorCode.INVALID_REQUEST
+    assert why in parsed.message
+    assert parsed.id == "r"
     if b'"internal":[]' not in text:
-        assert (found.token, found.results) == ("tok", "list")
+        assert (parsed.token, parsed.results) == ("tok", "list")
 
 
-NOBODY = {
+UNREADABLE_IDS = {
     "empty": b"",
     "spaces": b" \n",
     "null": b"null",
@@ -212,17 +257,17 @@ NOBODY = {
     "empty object": b"{}",
     "data is text": b'{"request_kind":"redis","data":"id"}',
     "data is a list": b'{"request_kind":"redis","data":["id","r"]}',
-    "no id": member('{"deadline":1,"payload":{}}'),
-    "id null": member('{"id":null,"deadline":1,"payload":{}}'),
-    "id number": member('{"id":7,"deadline":1,"payload":{}}'),
-    "id list": member('{"id":["r"],"deadline":1,"payload":{}}'),
-    "id empty": member('{"id":"","deadline":1,"payload":{}}'),
-    "id a lone surrogate": member('{"id":"\\ud800","deadline":1,"payload":{}}'),
-    "id not utf-8": member(b'{"id":"\xff","deadline":1,"payload":{}}'),
-    "two ids": member('{"id":"a","id":"b","deadline":1,"payload":{}}'),
+    "no id": build_member('{"deadline":1,"payload":{}}'),
+    "id null": build_member('{"id":null,"deadline":1,"payload":{}}'),
+    "id number": build_member('{"id":7,"deadline":1,"payload":{}}'),
+    "id list": build_member('{"id":["r"],"deadline":1,"payload":{}}'),
+    "id empty": build_member('{"id":"","deadline":1,"payload":{}}'),
+    "id a lone surrogate": build_member('{"id":"\\ud800","deadline":1,"payload":{}}'),
+    "id not utf-8": build_member(b'{"id":"\xff","deadline":1,"payload":{}}'),
+    "two ids": build_member('{"id":"a","id":"b","deadline":1,"payload":{}}'),
     "two datas": b'{"request_kind":"redis","data":{"id":"a"},"data":{"id":"b","deadline":1,"payload":{}}}',
     "id elsewhere": b'{"id":"r","request_kind":"redis","data":{"deadline":1,"payload":{"id":"r"}}}',
-    "id inside metadata": member('{"metadata":{"id":"r"},"deadline":1,"payload":{}}'),
+    "id inside metadata": build_member('{"metadata":{"id":"r"},"deadline":1,"payload":{}}'),
     "colon first": b'{:"x"',
     "text after data": b'{"data":{"id":1} "x"',
     "brackets": b"[" * 60_000,
@@ -232,65 +277,72 @@ NOBODY = {
 }
 
 
-@pytest.mark.parametrize("text", NOBODY.values(), ids=NOBODY)
-def test_a_member_whose_id_cannot_be_read_is_rejected_to_nobody(text: bytes) -> None:
-    found = rejected(text)
-    assert found.code is ErrorCode.INVALID_REQUEST
-    if text != NOBODY["quotes"]:  # there the id can be read, and what follows is noise
-        assert found.id is None
-    assert 0 < len(found.message) <= 200
+@pytest.mark.parametrize("text", UNREADABLE_IDS.values(), ids=UNREADABLE_IDS)
+def test_rejection_of_a_member_without_a_readable_id_has_no_id(text: bytes) -> None:
+    parsed = parse_rejected(text)
+    assert parsed.code is ErrorCode.INVALID_REQUEST
+    if text != UNREADABLE_IDS["quotes"]:  # its id can be read, only the rest is malformed
+        assert parsed.id is None
+    assert 0 < len(parsed.message) <= 200
 
 
-def test_an_id_that_stands_after_a_large_payload_is_found_in_a_malformed_member() -> None:
+def test_id_after_a_large_payload_is_found_in_a_malformed_member() -> None:
     payload = json.dumps({"messages": [{"role": "user", "content": str(n)} for n in range(40_000)]})
-    assert rejected(member(f'{{"payload":{payload},"deadline":1.5,"id":"late"}}')).id == "late"
+    assert parse_rejected(build_member(f'{{"payload":{payload},"deadline":1.5,"id":"late"}}')).id == "late"
 
 
 def test_an_id_may_look_like_json() -> None:
-    found = rejected(member('{"metadata":{"k":"payload"},"id":"a{}","payload":{},"deadline":1.5}'))
-    assert found.id == "a{}"
-
-
-def test_an_enormous_id_is_rejected_and_told() -> None:
-    assert accepted(member('{"id":"%s","deadline":1,"payload":{}}' % ("x" * 1024))).id == "x" * 1024
-    for huge in ("x" * 1025, "é" * 513):
-        found = rejected(member(f'{{"id":"{huge}","deadline":1,"payload":{{}}}}'))
-        assert "longer than 1024 bytes" in found.message
-        assert found.id == huge
-
-
-def test_of_equal_header_names_the_last_counts() -> None:
-    assert accepted(member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"1","a":"2"}}')).headers == {
-        "a": "2"
-    }
-
-
-def test_a_value_that_spells_a_field_is_no_duplicate() -> None:
-    found = accepted(
-        member('{"id":"deadline","deadline":1,"payload":{},"metadata":{"id":"id","payload":"data"}}')
+    parsed = parse_rejected(
+        build_member('{"metadata":{"k":"payload"},"id":"a{}","payload":{},"deadline":1.5}')
     )
-    assert found.id == "deadline"
-    assert found.metadata == {"id": "id", "payload": "data"}
+    assert parsed.id == "a{}"
+
+
+def test_too_long_id_is_rejected_and_contained_in_the_rejection() -> None:
+    assert (
+        parse_accepted(build_member('{"id":"%s","deadline":1,"payload":{}}' % ("x" * 1024))).id == "x" * 1024
+    )
+    for huge in ("x" * 1025, "é" * 513):
+        parsed = parse_rejected(build_member(f'{{"id":"{huge}","deadline":1,"payload":{{}}}}'))
+        assert "longer than 1024 bytes" in parsed.message
+        assert parsed.id == huge
+
+
+def test_last_of_several_equal_header_names_applies() -> None:
+    assert parse_accepted(
+        build_member('{"id":"r","deadline":1,"payload":{},"headers":{"a":"1","a":"2"}}')
+    ).headers == {"a": "2"}
+
+
+def test_value_equal_to_a_field_name_is_not_a_duplicate_field() -> None:
+    parsed = parse_accepted(
+        build_member('{"id":"deadline","deadline":1,"payload":{},"metadata":{"id":"id","payload":"data"}}')
+    )
+    assert parsed.id == "deadline"
+    assert parsed.metadata == {"id": "id", "payload": "data"}
 
 
 @pytest.mark.parametrize(
     "created", [-1, 10**11, 1_764_044_000_000, 10**30, 10**400, -(10**400)], ids=lambda at: str(at)[:13]
 )
-def test_a_time_of_birth_that_is_no_unix_time_is_not_known(created: int) -> None:
-    assert accepted(member(f'{{"id":"r","deadline":1,"created":{created},"payload":{{}}}}')).created == 0
+def test_created_that_is_not_a_unix_time_is_ignored(created: int) -> None:
+    assert (
+        parse_accepted(build_member(f'{{"id":"r","deadline":1,"created":{created},"payload":{{}}}}')).created
+        == 0
+    )
 
 
-def test_a_large_payload_is_refused_by_its_own_size() -> None:
-    text = member('{"id":"r","deadline":1,"payload":{"a":"%s"}}' % ("x" * 92))
+def test_too_large_payload_is_rejected_by_the_size_of_the_payload_alone() -> None:
+    text = build_member('{"id":"r","deadline":1,"payload":{"a":"%s"}}' % ("x" * 92))
     assert isinstance(parse_member(text, max_payload_bytes=100), Request)
-    found = parse_member(text, max_payload_bytes=99)
-    assert isinstance(found, Rejection)
-    assert (found.code, found.id, found.token, found.results) == (ErrorCode.TOO_LARGE, "r", "tok", "list")
-    assert "100 bytes, at most 99" in found.message
+    parsed = parse_member(text, max_payload_bytes=99)
+    assert isinstance(parsed, Rejection)
+    assert (parsed.code, parsed.id, parsed.token, parsed.results) == (ErrorCode.TOO_LARGE, "r", "tok", "list")
+    assert "100 bytes, at most 99" in parsed.message
 
 
-def test_encoded_members_parse_to_what_was_asked_for() -> None:
-    wanted: dict[str, Any] = {
+def test_encoded_member_is_parsed_to_the_same_request() -> None:
+    fields: dict[str, Any] = {
         "created": 5,
         "endpoint": "/v1/embeddings",
         "headers": {"x-a": "b"},
@@ -302,9 +354,9 @@ def test_encoded_members_parse_to_what_was_asked_for() -> None:
         "queue_id": "qid",
         "correlation_id": "c",
     }
-    found = accepted(encode_member("r", b'{"seed": 9223372036854775807}', 17, **wanted))
-    assert found == Request(id="r", deadline=17, payload=b'{"seed": 9223372036854775807}', **wanted)
-    assert accepted(encode_member("r", {"a": "é"}, 17)).payload == '{"a":"é"}'.encode()
+    parsed = parse_accepted(encode_member("r", b'{"seed": 9223372036854775807}', 17, **fields))
+    assert parsed == Request(id="r", deadline=17, payload=b'{"seed": 9223372036854775807}', **fields)
+    assert parse_accepted(encode_member("r", {"a": "é"}, 17)).payload == '{"a":"é"}'.encode()
 
 
 @pytest.mark.parametrize(
@@ -317,12 +369,12 @@ def test_encoded_members_parse_to_what_was_asked_for() -> None:
         (("r", b'{},"id":"s"', 1), "data.id: given twice"),
     ],
 )
-def test_what_would_be_rejected_is_not_encoded(arguments: tuple[str, Any, int], why: str) -> None:
+def test_member_that_would_be_rejected_is_not_encoded(arguments: tuple[str, Any, int], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         encode_member(*arguments)
 
 
-def test_an_answer_is_the_body_as_a_string() -> None:
+def test_result_contains_the_body_of_the_answer_as_a_string() -> None:
     body = '{"text":"é 🙂 \\u0000 \u2028"}'.encode()
     assert json.loads(encode_answer("r", 200, body)) == {
         "id": "r",
@@ -332,13 +384,13 @@ def test_an_answer_is_the_body_as_a_string() -> None:
     assert json.loads(encode_answer("r", 404, b"")) == {"id": "r", "status_code": 404, "payload": ""}
 
 
-def test_bytes_that_are_not_utf8_are_replaced_and_said_so() -> None:
+def test_bytes_that_are_not_utf8_are_replaced_with_a_note() -> None:
     result = json.loads(encode_answer("r", 200, b"ab\xff\xed\xa0\x80c"))
     assert result["payload"] == "ab\ufffd\ufffd\ufffd\ufffdc"
     assert result["payload_note"] == "not UTF-8 from byte 2 on: invalid bytes replaced"
 
 
-def test_a_failure_has_the_shape_of_the_contract() -> None:
+def test_failure_is_encoded_as_the_contract_says() -> None:
     assert json.loads(encode_failure("r-1", ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")) == {
         "id": "r-1",
         "payload": '{"error":"deadline exceeded"}',
@@ -347,23 +399,23 @@ def test_a_failure_has_the_shape_of_the_contract() -> None:
     }
 
 
-def test_a_result_names_the_version_that_answered_or_failed_and_says_nothing_where_there_is_none() -> None:
+def test_result_names_the_model_version_only_if_there_is_one() -> None:
     assert json.loads(encode_answer("r", 200, b"{}", version="m-v2"))["model_version"] == "m-v2"
-    told = encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", version="m-v2")
-    assert json.loads(told)["model_version"] == "m-v2"
+    failure = encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", version="m-v2")
+    assert json.loads(failure)["model_version"] == "m-v2"
     assert "model_version" not in json.loads(encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no"))
 
 
 @pytest.mark.parametrize("field", ["version", "endpoints"])
-def test_no_member_says_as_what_or_where_it_is_sent(field: str) -> None:
+def test_member_cannot_set_its_version_or_endpoints(field: str) -> None:
     member = json.loads(encode_member("r", {}, 1))
     for section in (member, member["data"], member["internal"]):
         section[field] = "mine"
-    request = accepted(json.dumps(member).encode())
+    request = parse_accepted(json.dumps(member).encode())
     assert (request.version, request.endpoints) == ("", "")
 
 
-def test_a_failure_after_an_answer_carries_it() -> None:
+def test_failure_after_an_answer_contains_status_and_body() -> None:
     assert json.loads(
         encode_failure("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=502, body=b"bad gateway")
     ) == {
@@ -377,15 +429,15 @@ def test_a_failure_after_an_answer_carries_it() -> None:
     assert (empty["status_code"], empty["payload"]) == (500, '{"error":"no"}')
 
 
-def test_results_are_decoded_with_what_others_add() -> None:
+def test_result_with_unknown_fields_and_error_code_is_decoded() -> None:
     result = decode_result(b'{"id":"r","payload":"x","status_code":200,"error_code":"NEW","more":[1]}')
     assert (result.id, result.payload, result.status_code, result.error_code) == ("r", "x", 200, "NEW")
-    for wrong in (b"", b"[]", b'{"id":1,"payload":""}', b"\xff"):
+    for invalid in (b"", b"[]", b'{"id":1,"payload":""}', b"\xff"):
         with pytest.raises(ValueError):
-            decode_result(wrong)
+            decode_result(invalid)
 
 
-def test_scores_tell_the_deadline_and_order_by_priority() -> None:
+def test_score_contains_the_deadline_and_orders_by_priority() -> None:
     assert compute_score(1764047600) == 1764047600.0
     assert compute_score(1764047600, 0) == 1764047600.0
     assert compute_score(1764047600, 9) == 901764047600.0
@@ -398,7 +450,7 @@ def test_scores_tell_the_deadline_and_order_by_priority() -> None:
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "extra",
     [
         pytest.param(b',"labels":{' + b",".join(b'"k%d":""' % at for at in range(9000)) + b"}", id="labels"),
         pytest.param(b',"labels":{"a":"' + b"x" * MAX_ENVELOPE_BYTES + b'"}', id="one label"),
@@ -406,42 +458,42 @@ def test_scores_tell_the_deadline_and_order_by_priority() -> None:
     ],
 )
 @pytest.mark.parametrize("payload", [b'{"a":1}', b'{"a":"\\ud800"}'], ids=["payload", "lone surrogate"])
-def test_what_stands_beside_a_payload_has_a_bound_and_is_not_decoded_beyond_it(
-    beside: bytes, payload: bytes
-) -> None:
-    text = b'{"internal":{"request_token":"t"' + beside + b'},"request_kind":"redis",'
+def test_envelope_beside_the_payload_is_limited_in_size(extra: bytes, payload: bytes) -> None:
+    text = b'{"internal":{"request_token":"t"' + extra + b'},"request_kind":"redis",'
     text += b'"data":{"id":"r","deadline":1,"payload":' + payload + b"}}"
-    found = parse_member(text)
-    assert isinstance(found, Rejection)
-    assert found.code is ErrorCode.TOO_LARGE
-    assert "beside its payload" in found.message
+    parsed = parse_member(text)
+    assert isinstance(parsed, Rejection)
+    assert parsed.code is ErrorCode.TOO_LARGE
+    assert "beside its payload" in parsed.message
 
 
-def test_a_large_payload_may_hold_anything_that_json_may() -> None:
-    inside = b'"\\n\\\\ud800 \\ud83d\\ude00 \\ud800",' * 5000
-    payload = b'{"a":[' + inside + b'""]}'
-    found = parse_member(member(b'{"id":"r","deadline":1,"payload":' + payload + b"}"))
-    assert isinstance(found, Request)
-    assert found.payload == payload
+def test_large_payload_may_contain_any_json() -> None:
+    items = b'"\\n\\\\ud800 \\ud83d\\ude00 \\ud800",' * 5000
+    payload = b'{"a":[' + items + b'""]}'
+    parsed = parse_member(build_member(b'{"id":"r","deadline":1,"payload":' + payload + b"}"))
+    assert isinstance(parsed, Request)
+    assert parsed.payload == payload
 
 
-def test_a_member_that_was_cut_tells_whom_to_answer_as_far_as_its_head_does() -> None:
+def test_rejection_of_a_cut_member_contains_the_fields_before_the_payload() -> None:
     internal = b'{"internal":{"request_token":"t","result_queue_name":"mine"},"request_kind":"redis",'
     whole = internal + b'"data":{"id":"r","deadline":1,"payload":{"a":"' + b"x" * 10**5 + b'"}}}'
-    found = parse_member(cut_member(whole))
-    assert found == Rejection(
+    parsed = parse_member(cut_member(whole))
+    assert parsed == Rejection(
         ErrorCode.TOO_LARGE, f"member: {len(whole)} bytes are too many to be moved", "r", "t", "mine"
     )
-    behind = internal + b'"data":{"payload":{"a":"' + b"x" * 10**5 + b'","id":"no"},"id":"r","deadline":1}}'
-    found = parse_member(cut_member(behind))
-    assert isinstance(found, Rejection)
-    assert (found.code, found.id, found.token) == (ErrorCode.TOO_LARGE, None, "t")
+    id_after_payload = (
+        internal + b'"data":{"payload":{"a":"' + b"x" * 10**5 + b'","id":"no"},"id":"r","deadline":1}}'
+    )
+    parsed = parse_member(cut_member(id_after_payload))
+    assert isinstance(parsed, Rejection)
+    assert (parsed.code, parsed.id, parsed.token) == (ErrorCode.TOO_LARGE, None, "t")
 
 
-def test_a_result_that_may_not_go_where_it_should_says_so_in_few_words() -> None:
-    told = decode_result(encode_bad_list("r-1", "x" * 5000 + "\ud800", token="t"))
-    assert (told.id, told.error_code, told.request_token) == ("r-1", ErrorCode.INVALID_REQUEST, "t")
-    assert told.error_message is not None
-    assert told.error_message.startswith("internal.result_queue_name: xxx")
-    assert len(told.error_message) < 300
+def test_result_for_a_list_that_is_not_allowed_has_a_short_message() -> None:
+    result = decode_result(encode_bad_list("r-1", "x" * 5000 + "\ud800", token="t"))
+    assert (result.id, result.error_code, result.request_token) == ("r-1", ErrorCode.INVALID_REQUEST, "t")
+    assert result.error_message is not None
+    assert result.error_message.startswith("internal.result_queue_name: xxx")
+    assert len(result.error_message) < 300
     assert "?" in (decode_result(encode_bad_list("r-1", "\ud800")).error_message or "")

@@ -1,4 +1,4 @@
-"""Routing of requests and the headers they are sent with, decided without a connection.
+"""Paths and headers with which requests are sent.
 
 See docs/reference/forwarding.md.
 """
@@ -38,11 +38,11 @@ class Options:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def route(**options: object) -> Route:
+def make_route(**options: object) -> Route:
     return Route(Options(**options), user_agent="us/1")  # type: ignore[arg-type]
 
 
-def a_request(
+def make_request(
     headers: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
     request_id: str = "r-1",
@@ -54,8 +54,8 @@ def a_request(
 
 
 @pytest.mark.parametrize("endpoint", ["", "/v1/completions", "/v1/chat/completions", "/v1/a-b_c.d~e/"])
-def test_default_and_allowed_paths_are_taken(endpoint: str) -> None:
-    assert route().choose_path(endpoint) == (endpoint or "/v1/completions")
+def test_default_and_allowed_paths_are_accepted(endpoint: str) -> None:
+    assert make_route().choose_path(endpoint) == (endpoint or "/v1/completions")
 
 
 @pytest.mark.parametrize(
@@ -78,71 +78,75 @@ def test_default_and_allowed_paths_are_taken(endpoint: str) -> None:
         ("/v1/ä", "not a plain path"),
     ],
 )
-def test_other_paths_are_refused_with_the_reason(endpoint: str, why: str) -> None:
-    refused = route().choose_path(endpoint)
+def test_other_paths_are_rejected_with_the_reason(endpoint: str, why: str) -> None:
+    refused = make_route().choose_path(endpoint)
     assert isinstance(refused, Refused)
     assert why in refused.why
 
 
-PIECES = st.sampled_from(["/v1", "/a", "/b", "/", "a", "b", "*"])
+path_pieces = st.sampled_from(["/v1", "/a", "/b", "/", "a", "b", "*"])
 
 
-@given(st.lists(PIECES, max_size=8), st.lists(PIECES.filter(lambda piece: piece != "*"), max_size=12))
-def test_patterns_with_any_number_of_stars_mean_what_they_always_did(
+@given(
+    st.lists(path_pieces, max_size=8), st.lists(path_pieces.filter(lambda piece: piece != "*"), max_size=12)
+)
+def test_pattern_with_any_number_of_asterisks_matches_like_its_regular_expression(
     pattern: list[str], path: list[str]
 ) -> None:
     endpoint, allowed = "/x" + "".join(path), "/x" + "".join(pattern)
-    meant = re.compile(".*".join(map(re.escape, allowed.split("*"))))
-    taken = route(allowed_paths=[allowed]).choose_path(endpoint)
-    if isinstance(taken, Refused) and "plain" in taken.why:
+    expected = re.compile(".*".join(map(re.escape, allowed.split("*"))))
+    chosen = make_route(allowed_paths=[allowed]).choose_path(endpoint)
+    if isinstance(chosen, Refused) and "plain" in chosen.why:
         return
-    assert isinstance(taken, str) is (meant.fullmatch(endpoint) is not None or endpoint == "/v1/completions")
+    assert isinstance(chosen, str) is (
+        expected.fullmatch(endpoint) is not None or endpoint == "/v1/completions"
+    )
 
 
 @pytest.mark.parametrize("allowed", ["/v1/*/a/*/b/*/c", "/*/v1/*/completions", "/v1" + "*/a" * 200 + "/c"])
-def test_no_path_costs_much_more_than_another_however_many_stars_there_are(allowed: str) -> None:
-    """In CPU time, the least of several: it grew with the third power of the length, to 20 s at 4 KB."""
-    rules = route(allowed_paths=[allowed])
+def test_matching_cost_stays_low_for_patterns_with_many_asterisks(allowed: str) -> None:
+    """Matching with backtracking took 20 s of CPU time for 4 KB: its cost is cubic in the length."""
+    route = make_route(allowed_paths=[allowed])
 
-    def cost(endpoint: str) -> float:
-        spent = []
+    def measure_cpu_ns(endpoint: str) -> float:
+        cpu_times_ns = []
         for _ in range(5):
-            began = time.process_time_ns()
+            started_ns = time.process_time_ns()
             for _ in range(20):
-                assert isinstance(rules.choose_path(endpoint), Refused)
-            spent.append(time.process_time_ns() - began)
-        return min(spent)
+                assert isinstance(route.choose_path(endpoint), Refused)
+            cpu_times_ns.append(time.process_time_ns() - started_ns)
+        return min(cpu_times_ns)
 
-    plain = cost("/w" + "/x" * 1000)
-    made_for_it = cost("/v1" + "/a/b" * 500)
-    print(f"{made_for_it / plain:.1f} times as much")
-    assert made_for_it < 50 * plain
+    plain_ns = measure_cpu_ns("/w" + "/x" * 1000)
+    hostile_ns = measure_cpu_ns("/v1" + "/a/b" * 500)
+    print(f"{hostile_ns / plain_ns:.1f} times as much")
+    assert hostile_ns < 50 * plain_ns
 
 
-def test_path_has_a_bound_before_anything_is_matched() -> None:
-    rules = route(allowed_paths=["/v1/*"])
-    assert rules.choose_path("/v1/" + "a" * (MAX_ENDPOINT_CHARS - 4)) == "/v1/" + "a" * (
+def test_too_long_path_is_rejected_before_it_is_matched() -> None:
+    route = make_route(allowed_paths=["/v1/*"])
+    assert route.choose_path("/v1/" + "a" * (MAX_ENDPOINT_CHARS - 4)) == "/v1/" + "a" * (
         MAX_ENDPOINT_CHARS - 4
     )
-    refused = rules.choose_path("/v1/" + "a" * (MAX_ENDPOINT_CHARS - 3))
+    refused = route.choose_path("/v1/" + "a" * (MAX_ENDPOINT_CHARS - 3))
     assert refused == Refused(f"data.endpoint: longer than {MAX_ENDPOINT_CHARS} characters")
 
 
-def test_no_path_is_allowed_but_the_default_where_none_is_named() -> None:
-    assert route(allowed_paths=()).choose_path("") == "/v1/completions"
-    assert isinstance(route(allowed_paths=()).choose_path("/v1/chat/completions"), Refused)
+def test_only_the_default_path_is_allowed_without_allowed_paths() -> None:
+    assert make_route(allowed_paths=()).choose_path("") == "/v1/completions"
+    assert isinstance(make_route(allowed_paths=()).choose_path("/v1/chat/completions"), Refused)
 
 
-def test_star_stands_for_any_characters_and_all_else_for_itself() -> None:
-    narrow = route(allowed_paths=("/v1/*/generate", "/a.b"))
+def test_asterisk_in_a_path_matches_any_characters_and_other_characters_match_themselves() -> None:
+    narrow = make_route(allowed_paths=("/v1/*/generate", "/a.b"))
     assert narrow.choose_path("/v1/m/x/generate") == "/v1/m/x/generate"
     assert narrow.choose_path("/a.b") == "/a.b"
     assert isinstance(narrow.choose_path("/aXb"), Refused)
 
 
 @given(st.text("/v1.%2eE\\ab?#:@\r\n ", max_size=30))
-def test_no_path_that_is_sent_can_be_read_in_two_ways(endpoint: str) -> None:
-    path = route(allowed_paths=("*",)).choose_path(endpoint)
+def test_accepted_path_is_unambiguous(endpoint: str) -> None:
+    path = make_route(allowed_paths=("*",)).choose_path(endpoint)
     if isinstance(path, str):
         assert path.startswith("/")
         assert not path.startswith("//")
@@ -150,8 +154,8 @@ def test_no_path_that_is_sent_can_be_read_in_two_ways(endpoint: str) -> None:
         assert not {".", ".."} & set(path.split("/"))
 
 
-def test_request_without_anything_has_exactly_our_headers() -> None:
-    assert route().build_headers(a_request(), "") == {
+def test_plain_request_has_only_the_headers_of_the_dispatcher() -> None:
+    assert make_route().build_headers(make_request(), "") == {
         "accept": "*/*",
         "accept-encoding": "identity",
         "content-type": "application/json",
@@ -160,9 +164,9 @@ def test_request_without_anything_has_exactly_our_headers() -> None:
     }
 
 
-def test_credentials_objective_fairness_and_trace_are_ours_to_set() -> None:
-    sent = route(objective="batch", headers={"X-Team": "blue"}).build_headers(
-        a_request(
+def test_credentials_objective_fairness_and_trace_are_set_by_the_dispatcher() -> None:
+    sent = make_route(objective="batch", headers={"X-Team": "blue"}).build_headers(
+        make_request(
             {"x-team": "mine", "authorization": "mine", "x-own": "1"},
             {"userid": "tenant 1", "traceparent": TRACE, "other": "x"},
         ),
@@ -176,8 +180,8 @@ def test_credentials_objective_fairness_and_trace_are_ours_to_set() -> None:
 
 
 @pytest.mark.parametrize("metadata", [{}, {"userid": ""}, {"traceparent": "00-x"}])
-def test_what_metadata_does_not_hold_is_not_sent(metadata: dict[str, str]) -> None:
-    sent = route().build_headers(a_request(metadata=metadata), "")
+def test_headers_from_missing_or_invalid_metadata_are_not_sent(metadata: dict[str, str]) -> None:
+    sent = make_route().build_headers(make_request(metadata=metadata), "")
     assert not {"x-llm-d-inference-fairness-id", "traceparent"} & set(sent)
 
 
@@ -185,44 +189,49 @@ def test_what_metadata_does_not_hold_is_not_sent(metadata: dict[str, str]) -> No
     st.sampled_from(sorted(FORBIDDEN_HEADERS) + [prefix + "x" for prefix in FORBIDDEN_PREFIXES]),
     st.randoms(use_true_random=False),
 )
-def test_no_spelling_of_a_header_that_is_not_the_callers_gets_through(name: str, chance: object) -> None:
-    spelt = "".join(
-        chance.choice((letter.upper(), letter, "_" if letter == "-" else letter))  # type: ignore[attr-defined]
+def test_forbidden_header_is_dropped_in_any_spelling(name: str, random: object) -> None:
+    spelling = "".join(
+        random.choice((letter.upper(), letter, "_" if letter == "-" else letter))  # type: ignore[attr-defined]
         for letter in name
     )
-    before = route().build_headers(a_request(), "")
-    assert route().build_headers(a_request({spelt: "evil"}), "") == before
+    before = make_route().build_headers(make_request(), "")
+    assert make_route().build_headers(make_request({spelling: "evil"}), "") == before
 
 
 @given(
     st.sampled_from(sorted(RESTRICTED_HEADERS) + [prefix + "x" for prefix in RESTRICTED_PREFIXES]),
     st.booleans(),
 )
-def test_who_the_caller_is_and_what_he_is_after_is_told_by_no_header_that_nobody_allowed(
-    name: str, underscored: bool
-) -> None:
-    spelt = name.replace("-", "_").upper() if underscored else name
+def test_restricted_header_is_sent_only_if_the_settings_allow_it(name: str, underscored: bool) -> None:
+    spelling = name.replace("-", "_").upper() if underscored else name
     assert name not in {
-        sent.replace("_", "-") for sent in route().build_headers(a_request({spelt: "evil"}), "")
+        sent.replace("_", "-") for sent in make_route().build_headers(make_request({spelling: "evil"}), "")
     }
-    assert spelt.lower() in route(allowed_headers=(name,)).build_headers(a_request({spelt: "meant"}), "")
+    assert spelling.lower() in make_route(allowed_headers=(name,)).build_headers(
+        make_request({spelling: "meant"}), ""
+    )
 
 
 @pytest.mark.parametrize(
-    ("allowed", "passed"),
+    ("allowed", "sent_names"),
     [(None, {"x-own", "baggage"}), ((), set()), (("X-*", "Host", "x-llm-d-*"), {"x-own", "x-api-key"})],
 )
-def test_only_headers_that_the_operator_allows_pass_and_some_never_do(
-    allowed: tuple[str, ...] | None, passed: set[str]
+def test_only_allowed_headers_are_sent_and_forbidden_ones_never_are(
+    allowed: tuple[str, ...] | None, sent_names: set[str]
 ) -> None:
-    never = {"host": "evil", "x-llm-d-inference-objective": "evil", "authorization": "evil"}
-    given_ = {"X-Own": "1", "X-Api-Key": "k", "baggage": "k=v", **never}
-    ours = route().build_headers(a_request(), "")
-    assert set(route(allowed_headers=allowed).build_headers(a_request(given_), "")) - set(ours) == passed
+    forbidden = {"host": "evil", "x-llm-d-inference-objective": "evil", "authorization": "evil"}
+    headers = {"X-Own": "1", "X-Api-Key": "k", "baggage": "k=v", **forbidden}
+    own_headers = make_route().build_headers(make_request(), "")
+    assert (
+        set(make_route(allowed_headers=allowed).build_headers(make_request(headers), "")) - set(own_headers)
+        == sent_names
+    )
 
 
-def test_headers_that_the_connection_header_names_stay_behind() -> None:
-    sent = route().build_headers(a_request({"connection": "close, X-Hop", "x-hop": "1", "x-far": "2"}), "")
+def test_headers_named_in_the_connection_header_are_not_sent() -> None:
+    sent = make_route().build_headers(
+        make_request({"connection": "close, X-Hop", "x-hop": "1", "x-far": "2"}), ""
+    )
     assert "x-hop" not in sent
     assert sent["x-far"] == "2"
 
@@ -231,31 +240,33 @@ def test_headers_that_the_connection_header_names_stay_behind() -> None:
     ("request_id", "sent"),
     [("r/1:a%", "r/1:a%"), ("a b", "a%20b"), ("é\r\nx: y", "%C3%A9%0D%0Ax:%20y")],
 )
-def test_id_that_is_no_header_value_is_escaped(request_id: str, sent: str) -> None:
-    assert route().build_headers(a_request(request_id=request_id), "")["x-request-id"] == sent
+def test_request_id_that_is_not_a_header_value_is_escaped(request_id: str, sent: str) -> None:
+    assert make_route().build_headers(make_request(request_id=request_id), "")["x-request-id"] == sent
 
 
-def directed(endpoints: str, headers: Mapping[str, str] | None = None) -> Request:
-    return msgspec.structs.replace(a_request(headers), endpoints=endpoints)
+def make_directed_request(endpoints: str, headers: Mapping[str, str] | None = None) -> Request:
+    return msgspec.structs.replace(make_request(headers), endpoints=endpoints)
 
 
-def test_endpoints_go_in_the_header_that_the_settings_name() -> None:
-    rules = Route(Options(), user_agent="us/1", subset_header="X-Subset")
-    assert rules.build_headers(directed("10.0.0.1:80,[fd00::1]:80"), "")["x-subset"] == (
+def test_endpoints_are_sent_in_the_configured_header() -> None:
+    route = Route(Options(), user_agent="us/1", subset_header="X-Subset")
+    assert route.build_headers(make_directed_request("10.0.0.1:80,[fd00::1]:80"), "")["x-subset"] == (
         "10.0.0.1:80,[fd00::1]:80"
     )
-    assert "x-subset" not in rules.build_headers(directed(""), "")
-    assert "10.0.0.1:80" not in route().build_headers(directed("10.0.0.1:80"), "").values()
+    assert "x-subset" not in route.build_headers(make_directed_request(""), "")
+    assert "10.0.0.1:80" not in make_route().build_headers(make_directed_request("10.0.0.1:80"), "").values()
 
 
 @pytest.mark.parametrize("name", ["x-subset", "X-Subset", "x_subset"])
 @pytest.mark.parametrize("endpoints", ["", "10.0.0.1:80"])
-def test_no_caller_says_to_which_endpoints_his_request_goes(name: str, endpoints: str) -> None:
-    request = directed(endpoints, {name: "10.0.0.9:80", "x-own": "1"})
+def test_caller_cannot_choose_the_endpoints_of_a_request(name: str, endpoints: str) -> None:
+    request = make_directed_request(endpoints, {name: "10.0.0.9:80", "x-own": "1"})
     options = Options(allowed_headers=["x-*"])
     sent = Route(options, user_agent="us/1", subset_header="x-subset").build_headers(request, "")
     assert "10.0.0.9:80" not in sent.values()
     assert sent.get("x-subset", "") == endpoints
     assert sent["x-own"] == "1"
     other = Route(options, user_agent="us/1").build_headers(request, "")
-    assert other[name.lower()] == "10.0.0.9:80", "where nothing is told by it, it is a header like others"
+    assert other[name.lower()] == "10.0.0.9:80", (
+        "a header that the settings do not name is forwarded like others"
+    )

@@ -1,4 +1,4 @@
-"""What a claim takes a request to weigh that nobody has read yet."""
+"""Weight that a claim assumes for requests that were not parsed yet."""
 
 from __future__ import annotations
 
@@ -9,61 +9,63 @@ from dispatcher.core.requests.request import Request, encode_member, parse_membe
 from dispatcher.core.requests.units import UnitsEstimate, compute_units
 
 
-def test_a_request_weighs_one() -> None:
+def test_request_weighs_one_unit() -> None:
     request = parse_member(encode_member("r-1", {"n": 1}, 4_000_000_000))
     assert isinstance(request, Request)
     assert compute_units(request) == 1
 
 
-def test_where_all_weigh_one_a_claim_asks_for_what_is_free() -> None:
-    weights = UnitsEstimate()
+def test_claim_takes_all_free_units_if_each_request_weighs_one() -> None:
+    estimate = UnitsEstimate()
     for _ in range(1000):
-        weights.record_units(1)
-    assert weights.typical_units == 1
-    assert weights.plan_claim(7) == (7, 1)
+        estimate.record_units(1)
+    assert estimate.typical_units == 1
+    assert estimate.plan_claim(7) == (7, 1)
 
 
-def test_a_claim_follows_what_recent_requests_weighed() -> None:
-    weights = UnitsEstimate()
+def test_claim_follows_the_weight_of_recent_requests() -> None:
+    estimate = UnitsEstimate()
     for _ in range(500):
-        weights.record_units(4)
-    assert weights.typical_units == 4
-    assert weights.plan_claim(11) == (2, 4)
-    assert weights.plan_claim(3) == (1, 3), "one may be lighter"
+        estimate.record_units(4)
+    assert estimate.typical_units == 4
+    assert estimate.plan_claim(11) == (2, 4)
+    assert estimate.plan_claim(3) == (1, 3), "the request may weigh less than the average"
     for _ in range(500):
-        weights.record_units(1)
-    assert weights.typical_units in (1, 2)
+        estimate.record_units(1)
+    assert estimate.typical_units in (1, 2)
 
 
 @given(st.lists(st.integers(1, 1000)), st.integers(1, 10_000))
-def test_a_claim_asks_for_some_and_for_no_more_than_is_free(seen: list[int], free: int) -> None:
-    weights = UnitsEstimate()
-    for units in seen:
-        weights.record_units(units)
-    requests, units = weights.plan_claim(free)
-    assert 1 <= units <= weights.typical_units <= max([1, *seen])
-    assert 1 <= requests * units <= free
+def test_claim_takes_at_least_one_request_and_at_most_the_free_units(
+    recorded_units: list[int], free_units: int
+) -> None:
+    estimate = UnitsEstimate()
+    for units in recorded_units:
+        estimate.record_units(units)
+    requests, units = estimate.plan_claim(free_units)
+    assert 1 <= units <= estimate.typical_units <= max([1, *recorded_units])
+    assert 1 <= requests * units <= free_units
 
 
-def test_where_requests_share_units_a_claim_asks_for_all_that_have_room_in_what_is_free() -> None:
-    weights = UnitsEstimate()
+def test_claim_takes_all_requests_that_fit_if_requests_share_units() -> None:
+    estimate = UnitsEstimate()
     for _ in range(500):
-        weights.record_units(1 / 32)
-    most, units = weights.plan_claim(2)
+        estimate.record_units(1 / 32)
+    request_count, units = estimate.plan_claim(2)
     assert units == 0
-    assert 60 <= most <= 70
-    assert weights.plan_claim(2, unweighed_count=most - 3) == (3, 0)
-    assert weights.plan_claim(2, unweighed_count=1000) == (0, 0)
+    assert 60 <= request_count <= 70
+    assert estimate.plan_claim(2, unweighed_count=request_count - 3) == (3, 0)
+    assert estimate.plan_claim(2, unweighed_count=1000) == (0, 0)
 
 
 @given(st.lists(st.floats(0.001, 1)), st.integers(1, 10_000), st.integers(0, 100_000))
-def test_of_those_that_share_no_more_are_held_than_64_for_each_unit(
-    seen: list[float], free: int, riding: int
+def test_at_most_64_requests_share_a_unit(
+    recorded_units: list[float], free_units: int, unweighed_count: int
 ) -> None:
-    weights = UnitsEstimate()
-    for each in seen:
-        weights.record_units(each)
-    most, units = weights.plan_claim(free, riding)
-    assert (units == 0) or most * units <= free
-    assert most >= 0
-    assert most + (riding if units == 0 and most else 0) <= 64 * free
+    estimate = UnitsEstimate()
+    for each in recorded_units:
+        estimate.record_units(each)
+    request_count, units = estimate.plan_claim(free_units, unweighed_count)
+    assert (units == 0) or request_count * units <= free_units
+    assert request_count >= 0
+    assert request_count + (unweighed_count if units == 0 and request_count else 0) <= 64 * free_units

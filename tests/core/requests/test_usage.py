@@ -1,4 +1,4 @@
-"""How many tokens an answer says that it took."""
+"""Token counts that an answer reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dispatcher.core.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, par
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "expected"),
     [
         (b'{"usage":{"prompt_tokens":7,"completion_tokens":12,"total_tokens":19}}', (7, 12)),
         (b'{"object":"list","usage":{"prompt_tokens":7,"total_tokens":7}}', (7, 0)),
@@ -28,19 +28,19 @@ from dispatcher.core.requests.usage import MAX_TOKENS, MAX_USAGE_BODY_BYTES, par
         (b"[" * 100_000, (0, 0)),
     ],
 )
-def test_tokens_of_an_answer(body: bytes, told: tuple[int, int] | None) -> None:
-    found = parse_token_usage(body)
-    assert found == told if told is not None else 0 <= found[0] <= MAX_TOKENS
+def test_token_counts_are_read_from_the_answer(body: bytes, expected: tuple[int, int] | None) -> None:
+    usage = parse_token_usage(body)
+    assert usage == expected if expected is not None else 0 <= usage[0] <= MAX_TOKENS
 
 
-def test_long_answers_are_not_read() -> None:
+def test_usage_of_a_too_long_answer_is_not_read() -> None:
     body = b'{"usage":{"prompt_tokens":7,"completion_tokens":12},"x":"%s"}'
     assert parse_token_usage(body % (b"x" * 1000)) == (7, 12)
     assert parse_token_usage(body % (b"x" * MAX_USAGE_BODY_BYTES)) == (0, 0)
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise(body: bytes) -> None:
-    came, went = parse_token_usage(body)
-    assert 0 <= came <= MAX_TOKENS
-    assert 0 <= went <= MAX_TOKENS
+def test_any_bytes_are_parsed_without_an_error(body: bytes) -> None:
+    prompt_tokens, completion_tokens = parse_token_usage(body)
+    assert 0 <= prompt_tokens <= MAX_TOKENS
+    assert 0 <= completion_tokens <= MAX_TOKENS

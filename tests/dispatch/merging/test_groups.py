@@ -1,4 +1,4 @@
-"""Who waits for whom, until when, and who goes with whom."""
+"""Batch groups: which requests are sent together, and how long they wait."""
 
 from __future__ import annotations
 
@@ -15,186 +15,202 @@ from dispatcher.core.merging.grouping import GroupingRule, MergeMode
 from dispatcher.dispatch.in_flight import InFlightLease
 from dispatcher.dispatch.merging.groups import BatchGroups
 from dispatcher.dispatch.merging.merged_calls import BatchMember
-from tests.dispatch.riders import RULE, rider, served_by
+from tests.dispatch.batch_members import RULE, build_member, build_target
 
 
-def ours(_held: InFlightLease) -> bool:
+def is_valid(_entry: InFlightLease) -> bool:
     return True
 
 
-def formed(company: BatchGroups, now: float, *, nobody_comes: bool = False) -> list[list[int]]:
-    """The entries of those that go now, call by call."""
-    batches, gone = company.take_ready(now, is_complete=nobody_comes, is_lease_valid=ours)
-    assert not gone
-    return [[item.entry.lease.entry_id for item in items] for items, _ in batches]
+def take_ready_ids(groups: BatchGroups, now: float, *, is_complete: bool = False) -> list[list[int]]:
+    """Return the entry ids of the requests that are ready now, for each call."""
+    calls, stopped = groups.take_ready(now, is_complete=is_complete, is_lease_valid=is_valid)
+    assert not stopped
+    return [[member.entry.lease.entry_id for member in members] for members, _ in calls]
 
 
-def waiting(*items: BatchMember, now: float = 10.0, left_s: float = 1000.0) -> BatchGroups:
-    company = BatchGroups()
-    for item in items:
-        company.add_member(item, now, left_s)
-    return company
+def build_groups(*members: BatchMember, now: float = 10.0, left_s: float = 1000.0) -> BatchGroups:
+    groups = BatchGroups()
+    for member in members:
+        groups.add_member(member, now, left_s)
+    return groups
 
 
-def test_those_of_one_key_go_together_as_soon_as_they_are_enough() -> None:
-    served = served_by()
-    company = waiting(*(rider(n, served) for n in range(1, 7)))
-    assert len(company) == 6
-    assert company.next_due_at == 10.0
-    assert formed(company, 10.0) == [[1, 2, 3, 4]]
-    assert len(company) == 2
-    assert company.next_due_at == 11.0, "when the older of the others is due"
+def test_members_with_one_key_are_sent_together_when_a_call_is_full() -> None:
+    target = build_target()
+    groups = build_groups(*(build_member(n, target) for n in range(1, 7)))
+    assert len(groups) == 6
+    assert groups.next_due_at == 10.0
+    assert take_ready_ids(groups, 10.0) == [[1, 2, 3, 4]]
+    assert len(groups) == 2
+    assert groups.next_due_at == 11.0, "the older one of the two that are left"
 
 
-def test_company_is_waited_for_as_long_as_the_rule_says() -> None:
-    served = served_by()
-    company = waiting(rider(1, served))
-    company.add_member(rider(2, served), 10.5, 1000.0)
-    assert formed(company, 10.5) == []
-    assert company.next_due_at == 11.0
-    assert formed(company, 10.999) == []
-    assert formed(company, 11.0) == [[1, 2]]
-    assert not company.next_due_at
-    assert len(company) == 0
+def test_member_waits_for_others_for_max_delay_s() -> None:
+    target = build_target()
+    groups = build_groups(build_member(1, target))
+    groups.add_member(build_member(2, target), 10.5, 1000.0)
+    assert take_ready_ids(groups, 10.5) == []
+    assert groups.next_due_at == 11.0
+    assert take_ready_ids(groups, 10.999) == []
+    assert take_ready_ids(groups, 11.0) == [[1, 2]]
+    assert not groups.next_due_at
+    assert len(groups) == 0
 
 
-def test_where_calls_are_slow_it_is_waited_for_longer_but_not_by_one_whose_deadline_is_near() -> None:
-    class Slow(CallSize):
+def test_delay_is_stretched_for_slow_calls_unless_the_deadline_is_near() -> None:
+    class SlowCallSize(CallSize):
         def compute_delay_s(self, rule_s: float) -> float:
             return 3 * rule_s
 
         def choose_max_items(self, now: float) -> int:
             return 4
 
-    kept = served_by()
-    kept.size = Slow(MergeMode.AUTO, 4)
-    assert formed(waiting(rider(3, kept)), 11.0) == [[3]], "its rule says how long, and no more"
-    served = served_by(replace(RULE, can_stretch_delay=True))
-    served.size = Slow(MergeMode.AUTO, 4)
-    company = waiting(rider(1, served), left_s=6.1)
-    assert formed(company, 12.9) == []
-    assert formed(company, 13.0) == [[1]]
-    assert formed(waiting(rider(2, served), left_s=6.0), 10.0) == [[2]]
+    without_stretching = build_target()
+    without_stretching.size = SlowCallSize(MergeMode.AUTO, 4)
+    assert take_ready_ids(build_groups(build_member(3, without_stretching)), 11.0) == [[3]], (
+        "the rule does not allow to stretch the delay"
+    )
+    target = build_target(replace(RULE, can_stretch_delay=True))
+    target.size = SlowCallSize(MergeMode.AUTO, 4)
+    groups = build_groups(build_member(1, target), left_s=6.1)
+    assert take_ready_ids(groups, 12.9) == []
+    assert take_ready_ids(groups, 13.0) == [[1]]
+    assert take_ready_ids(build_groups(build_member(2, target), left_s=6.0), 10.0) == [[2]]
 
 
-def test_only_those_of_one_key_go_together_and_each_group_by_its_own_clock() -> None:
-    served, patient = served_by(), served_by(replace(RULE, grouping=GroupingRule(4, max_delay_s=3.0)))
-    company = waiting(rider(1, served, key="a"), rider(2, patient, key="b"), rider(3, served, key="a"))
-    assert formed(company, 11.0) == [[1, 3]]
-    assert company.next_due_at == 13.0
-    assert formed(company, 13.0) == [[2]]
+def test_each_group_has_its_own_key_and_its_own_delay() -> None:
+    target, slow_target = (
+        build_target(),
+        build_target(replace(RULE, grouping=GroupingRule(4, max_delay_s=3.0))),
+    )
+    groups = build_groups(
+        build_member(1, target, key="a"),
+        build_member(2, slow_target, key="b"),
+        build_member(3, target, key="a"),
+    )
+    assert take_ready_ids(groups, 11.0) == [[1, 3]]
+    assert groups.next_due_at == 13.0
+    assert take_ready_ids(groups, 13.0) == [[2]]
 
 
-def test_where_nobody_can_come_nobody_is_waited_for() -> None:
-    served = served_by()
-    company = waiting(rider(1, served, key="a"), rider(2, served, key="b"), rider(3, served, key="a"))
-    assert formed(company, 10.0) == []
-    assert formed(company, 10.0, nobody_comes=True) == [[1, 3], [2]]
+def test_complete_groups_are_sent_without_a_delay() -> None:
+    target = build_target()
+    groups = build_groups(
+        build_member(1, target, key="a"), build_member(2, target, key="b"), build_member(3, target, key="a")
+    )
+    assert take_ready_ids(groups, 10.0) == []
+    assert take_ready_ids(groups, 10.0, is_complete=True) == [[1, 3], [2]]
 
 
-def test_without_idle_flush_they_wait_even_then() -> None:
-    served = served_by(replace(RULE, grouping=GroupingRule(4, max_delay_s=1.0, idle_flush=False)))
-    company = waiting(rider(1, served))
-    assert formed(company, 10.0, nobody_comes=True) == []
-    assert formed(company, 11.0) == [[1]]
+def test_complete_groups_wait_without_idle_flush() -> None:
+    target = build_target(replace(RULE, grouping=GroupingRule(4, max_delay_s=1.0, idle_flush=False)))
+    groups = build_groups(build_member(1, target))
+    assert take_ready_ids(groups, 10.0, is_complete=True) == []
+    assert take_ready_ids(groups, 11.0) == [[1]]
 
 
 @pytest.mark.parametrize("left_s", [2.0, 0.5, -1.0])
-def test_one_whose_deadline_is_near_waits_for_nobody_and_takes_along_who_is_there(left_s: float) -> None:
-    served = served_by()
-    company = waiting(rider(1, served))
-    company.add_member(rider(2, served), 10.0, left_s)
-    assert formed(company, 10.0) == [[1, 2]]
+def test_member_near_its_deadline_is_sent_immediately_with_its_group(left_s: float) -> None:
+    target = build_target()
+    groups = build_groups(build_member(1, target))
+    groups.add_member(build_member(2, target), 10.0, left_s)
+    assert take_ready_ids(groups, 10.0) == [[1, 2]]
 
 
-def test_one_with_more_than_twice_the_delay_left_waits() -> None:
-    served = served_by()
-    assert formed(waiting(rider(1, served), left_s=2.01), 10.0) == []
+def test_member_with_more_than_twice_the_delay_left_waits() -> None:
+    target = build_target()
+    assert take_ready_ids(build_groups(build_member(1, target), left_s=2.01), 10.0) == []
 
 
-def test_one_that_travels_alone_goes_at_once_and_joins_nobody() -> None:
-    served = served_by(replace(RULE, grouping=GroupingRule(4, max_delay_s=1.0, idle_flush=False)))
-    company = waiting(
-        rider(1, served), rider(2, served, alone=True), rider(3, served, alone=True), rider(4, served)
+def test_member_that_is_sent_alone_is_sent_immediately_and_not_merged() -> None:
+    target = build_target(replace(RULE, grouping=GroupingRule(4, max_delay_s=1.0, idle_flush=False)))
+    groups = build_groups(
+        build_member(1, target),
+        build_member(2, target, is_sent_alone=True),
+        build_member(3, target, is_sent_alone=True),
+        build_member(4, target),
     )
-    assert formed(company, 10.0) == [[2], [3]]
-    assert formed(company, 11.0) == [[1, 4]]
+    assert take_ready_ids(groups, 10.0) == [[2], [3]]
+    assert take_ready_ids(groups, 11.0) == [[1, 4]]
 
 
-def test_who_waits_says_so_until_it_goes() -> None:
-    served = served_by()
-    one = rider(1, served)
-    company = waiting(one)
-    formed(company, 10.0)
-    assert one.entry.is_in_batch_group
-    formed(company, 11.0)
-    assert not one.entry.is_in_batch_group
-
-
-def test_who_was_cut_or_is_not_surely_ours_does_not_go() -> None:
-    served = served_by()
-    items = [rider(n, served) for n in range(1, 5)]
-    company = waiting(*items)
-    items[0].entry.stop_reason = "cancelled"
-    batches, gone = company.take_ready(
-        10.0, is_complete=False, is_lease_valid=lambda held: held.lease.entry_id != 3
+def test_stopped_and_invalid_leases_are_not_sent() -> None:
+    target = build_target()
+    members = [build_member(n, target) for n in range(1, 5)]
+    groups = build_groups(*members)
+    members[0].entry.stop_reason = "cancelled"
+    calls, stopped = groups.take_ready(
+        10.0, is_complete=False, is_lease_valid=lambda entry: entry.lease.entry_id != 3
     )
-    assert [held.lease.entry_id for held in gone] == [1, 3]
-    assert batches == [], "the others are no full call any more"
-    assert len(company) == 2
-    assert formed(company, 11.0) == [[2, 4]]
+    assert [entry.lease.entry_id for entry in stopped] == [1, 3]
+    assert calls == [], "the other members do not fill a call"
+    assert len(groups) == 2
+    assert take_ready_ids(groups, 11.0) == [[2, 4]]
 
 
-def test_where_all_were_cut_nobody_waits() -> None:
-    served = served_by()
-    one = rider(1, served)
-    company = waiting(one)
-    one.entry.stop_reason = "lost"
-    batches, gone = company.take_ready(10.0, is_complete=False, is_lease_valid=ours)
-    assert (batches, gone) == ([], [one.entry])
-    assert (len(company), company.next_due_at) == (0, None)
+def test_group_is_removed_when_all_its_members_are_stopped() -> None:
+    target = build_target()
+    member = build_member(1, target)
+    groups = build_groups(member)
+    member.entry.stop_reason = "lost"
+    calls, stopped = groups.take_ready(10.0, is_complete=False, is_lease_valid=is_valid)
+    assert (calls, stopped) == ([], [member.entry])
+    assert (len(groups), groups.next_due_at) == (0, None)
 
 
-def test_all_who_wait_are_given_up_at_once() -> None:
-    served = served_by()
-    items = [rider(1, served, key="a"), rider(2, served, key="b"), rider(3, served, key="a")]
-    company = waiting(*items)
-    assert {held.lease.entry_id for held in company.take_all()} == {1, 2, 3}
-    assert (len(company), company.next_due_at) == (0, None)
-    assert company.take_all() == []
-    assert formed(company, 20.0) == []
+def test_take_all_removes_all_members() -> None:
+    target = build_target()
+    members = [
+        build_member(1, target, key="a"),
+        build_member(2, target, key="b"),
+        build_member(3, target, key="a"),
+    ]
+    groups = build_groups(*members)
+    assert {entry.lease.entry_id for entry in groups.take_all()} == {1, 2, 3}
+    assert (len(groups), groups.next_due_at) == (0, None)
+    assert groups.take_all() == []
+    assert take_ready_ids(groups, 20.0) == []
 
 
-def test_what_the_server_takes_bounds_a_call_and_so_do_its_tokens() -> None:
-    served = served_by(replace(RULE, grouping=GroupingRule(32)))
-    served.size.server_max_items = 3
-    assert formed(waiting(*(rider(n, served) for n in range(1, 8))), 10.0) == [[1, 2, 3], [4, 5, 6], [7]]
-    served.size.server_max_items = None
-    items = [rider(n, served, "word " * 40) for n in range(1, 6)]
-    served.size.server_max_tokens = 2 * items[0].part.tokens
-    assert formed(waiting(*items), 10.0) == [[1, 2], [3, 4], [5]]
+def test_server_limits_on_items_and_tokens_bound_a_call() -> None:
+    target = build_target(replace(RULE, grouping=GroupingRule(32)))
+    target.size.server_max_items = 3
+    assert take_ready_ids(build_groups(*(build_member(n, target) for n in range(1, 8))), 10.0) == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7],
+    ]
+    target.size.server_max_items = None
+    members = [build_member(n, target, "word " * 40) for n in range(1, 6)]
+    target.size.server_max_tokens = 2 * members[0].part.tokens
+    assert take_ready_ids(build_groups(*members), 10.0) == [[1, 2], [3, 4], [5]]
 
 
-def test_a_call_says_how_large_it_might_have_been_and_is_counted_as_sent() -> None:
-    went: list[int] = []
+def test_ready_call_has_the_maximum_size_and_is_recorded_as_sent() -> None:
+    recorded: list[int] = []
 
-    class Counted(CallSize):
+    class RecordingCallSize(CallSize):
         def record_send(self, max_items: int) -> None:
-            went.append(max_items)
+            recorded.append(max_items)
 
-    served = served_by()
-    served.size = Counted(MergeMode.ON, 4)
-    batches, _ = waiting(rider(1, served)).take_ready(11.0, is_complete=False, is_lease_valid=ours)
-    assert [(len(items), most) for items, most in batches] == [(1, 4)]
-    assert went == [4]
-
-
-def test_lists_count_what_they_hold() -> None:
-    served = served_by()
-    company = waiting(
-        rider(1, served, ["a", "b", "c"]), rider(2, served, ["d", "e"]), rider(3, served, ["f"] * 9)
+    target = build_target()
+    target.size = RecordingCallSize(MergeMode.ON, 4)
+    calls, _ = build_groups(build_member(1, target)).take_ready(
+        11.0, is_complete=False, is_lease_valid=is_valid
     )
-    assert formed(company, 10.0) == [[1], [2], [3]], "and what is longer than a call may be goes alone"
+    assert [(len(members), max_items) for members, max_items in calls] == [(1, 4)]
+    assert recorded == [4]
+
+
+def test_lists_count_the_number_of_their_items() -> None:
+    target = build_target()
+    groups = build_groups(
+        build_member(1, target, ["a", "b", "c"]),
+        build_member(2, target, ["d", "e"]),
+        build_member(3, target, ["f"] * 9),
+    )
+    assert take_ready_ids(groups, 10.0) == [[1], [2], [3]], "a list longer than a call is sent alone"
 
 
 @given(
@@ -205,59 +221,61 @@ def test_lists_count_what_they_hold() -> None:
             st.integers(1, 6),
             st.sampled_from([1000.0, 1.0]),
             st.booleans(),
-            st.sampled_from(["", "", "", "cut", "not ours"]),
+            st.sampled_from(["", "", "", "stopped", "invalid"]),
         ),
         max_size=40,
     ),
     st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_each_goes_once_in_order_with_its_like_and_in_time(
+def test_each_member_is_sent_once_in_order_with_its_key_and_in_time_or_reported_as_stopped(
     arrivals: list[tuple[float, str, int, float, bool, str]], delay_s: float
 ) -> None:
-    """Or is told as one that must not go."""
-    served = served_by(replace(RULE, grouping=GroupingRule(4, max_delay_s=delay_s)))
-    company, now = BatchGroups(), 10.0
-    came: dict[int, tuple[float, BatchMember]] = {}
-    foreign: set[int] = set()
+    target = build_target(replace(RULE, grouping=GroupingRule(4, max_delay_s=delay_s)))
+    groups, now = BatchGroups(), 10.0
+    added: dict[int, tuple[float, BatchMember]] = {}
+    invalid_ids: set[int] = set()
     sent: dict[str, list[int]] = defaultdict(list)
     ended: list[int] = []
 
-    def look(at: float) -> None:
-        batches, gone = company.take_ready(
-            at, is_complete=False, is_lease_valid=lambda held: held.lease.entry_id not in foreign
+    def take_ready(at: float) -> None:
+        calls, stopped = groups.take_ready(
+            at, is_complete=False, is_lease_valid=lambda entry: entry.lease.entry_id not in invalid_ids
         )
-        ended.extend(held.lease.entry_id for held in gone)
-        for items, most in batches:
-            assert most == 4
-            assert len({item.key for item in items}) == 1
-            assert len(items) == 1 or (
-                sum(i.part.size for i in items) <= 4 and not any(i.is_sent_alone for i in items)
+        ended.extend(entry.lease.entry_id for entry in stopped)
+        for members, max_items in calls:
+            assert max_items == 4
+            assert len({member.key for member in members}) == 1
+            assert len(members) == 1 or (
+                sum(member.part.size for member in members) <= 4
+                and not any(member.is_sent_alone for member in members)
             )
-            for item in items:
-                entry = item.entry.lease.entry_id
-                assert at <= came[entry][0] + delay_s + 1e-9
-                assert item.entry.stop_reason is None
-                assert entry not in foreign
-                sent[f"{item.key}{item.is_sent_alone}"].append(entry)
-                ended.append(entry)
-        assert company.next_due_at is None or company.next_due_at > at
+            for member in members:
+                entry_id = member.entry.lease.entry_id
+                assert at <= added[entry_id][0] + delay_s + 1e-9
+                assert member.entry.stop_reason is None
+                assert entry_id not in invalid_ids
+                sent[f"{member.key}{member.is_sent_alone}"].append(entry_id)
+                ended.append(entry_id)
+        assert groups.next_due_at is None or groups.next_due_at > at
 
-    for number, (after_s, key, size, left_s, alone, fate) in enumerate(arrivals):
+    for number, (after_s, key, size, left_s, is_sent_alone, fate) in enumerate(arrivals):
         at = now + after_s
-        while company.next_due_at is not None and company.next_due_at <= at:
-            look(company.next_due_at)
+        while groups.next_due_at is not None and groups.next_due_at <= at:
+            take_ready(groups.next_due_at)
         now = at
-        item = rider(number, served, [f"text {n}" for n in range(size)], key=key, alone=alone)
-        came[number] = (now, item)
-        company.add_member(item, now, left_s)
-        look(now)
-        if fate == "cut" and item.entry.is_in_batch_group:
-            item.entry.stop_reason = "cancelled"
-        elif fate and item.entry.is_in_batch_group:
-            foreign.add(number)
-    while company.next_due_at is not None:
-        assert company.next_due_at < inf
-        look(company.next_due_at)
+        member = build_member(
+            number, target, [f"text {n}" for n in range(size)], key=key, is_sent_alone=is_sent_alone
+        )
+        added[number] = (now, member)
+        groups.add_member(member, now, left_s)
+        take_ready(now)
+        if fate == "stopped" and number not in ended:
+            member.entry.stop_reason = "cancelled"
+        elif fate and number not in ended:
+            invalid_ids.add(number)
+    while groups.next_due_at is not None:
+        assert groups.next_due_at < inf
+        take_ready(groups.next_due_at)
     assert sorted(ended) == list(range(len(arrivals)))
     assert all(entries == sorted(entries) for entries in sent.values())
-    assert len(company) == 0
+    assert len(groups) == 0

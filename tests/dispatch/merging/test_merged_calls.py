@@ -1,4 +1,4 @@
-"""Which rule counts for a path, what is remembered of models and of pieces, and for how many."""
+"""Merge targets and their rules, kept answers to pieces of lists, and calls within the server's limits."""
 
 from __future__ import annotations
 
@@ -26,52 +26,53 @@ from dispatcher.dispatch.merging.merged_calls import (
     split_by_limits,
     split_long_list,
 )
-from tests.dispatch.embedder import answer
-from tests.dispatch.riders import PATH, RULE, rider, served_by
+from dispatcher.telemetry.status import MergeTargetStatus
+from tests.dispatch.batch_members import PATH, RULE, build_member, build_target
+from tests.dispatch.embedding_gateway import build_answer
 
-ANY = replace(RULE, paths=("/v1/*", "/models/*:predict"), grouping=GroupingRule(9))
-TEXTS = [f"text {n}" for n in range(10)]
+WILDCARD_RULE = replace(RULE, paths=("/v1/*", "/models/*:predict"), grouping=GroupingRule(9))
+TEXTS = [f"text {number}" for number in range(10)]
 
 
 @pytest.mark.parametrize(
     ("path", "rule"),
     [
         (PATH, RULE),
-        ("/v1/rerank", ANY),
-        ("/models/x:predict", ANY),
+        ("/v1/rerank", WILDCARD_RULE),
+        ("/models/x:predict", WILDCARD_RULE),
         ("/models/x", None),
         ("/v2/embeddings", None),
         ("", None),
     ],
 )
-def test_the_first_rule_with_a_pattern_for_a_path_counts(path: str, rule: BatchRule | None) -> None:
-    models = MergeTargets([RULE, ANY])
-    assert models.find_rule(path) is rule
-    assert models.find_rule(path) is rule, "and so it does when it is asked for again"
+def test_first_rule_with_a_matching_path_applies(path: str, rule: BatchRule | None) -> None:
+    targets = MergeTargets([RULE, WILDCARD_RULE])
+    assert targets.find_rule(path) is rule
+    assert targets.find_rule(path) is rule, "the remembered path yields the same rule"
 
 
-def test_without_rules_none_counts() -> None:
+def test_no_rule_applies_without_rules() -> None:
     assert MergeTargets([]).find_rule(PATH) is None
 
 
-def test_paths_that_producers_make_up_are_not_kept_without_end() -> None:
-    models = MergeTargets([RULE])
-    for n in range(3 * MAX_PATHS):
-        assert models.find_rule(f"/made/up/{n}") is None
-        assert models.find_rule(PATH) is RULE
-    assert len(models._rule_by_path) <= MAX_PATHS
+def test_number_of_remembered_paths_is_bounded() -> None:
+    targets = MergeTargets([RULE])
+    for number in range(3 * MAX_PATHS):
+        assert targets.find_rule(f"/made/up/{number}") is None
+        assert targets.find_rule(PATH) is RULE
+    assert len(targets._rule_by_path) <= MAX_PATHS
 
 
-def test_a_model_behind_a_path_is_known_by_both() -> None:
-    models = MergeTargets([RULE])
-    one = models.get_target(PATH, "m", RULE)
-    assert models.get_target(PATH, "m", RULE) is one
-    assert models.get_target(PATH, "n", RULE) is not one
-    assert models.get_target("/v1/other", "m", RULE) is not one
-    assert [each.model for each in models] == ["m", "n", "m"]
+def test_target_is_identified_by_path_and_model() -> None:
+    targets = MergeTargets([RULE])
+    first = targets.get_target(PATH, "m", RULE)
+    assert targets.get_target(PATH, "m", RULE) is first
+    assert targets.get_target(PATH, "n", RULE) is not first
+    assert targets.get_target("/v1/other", "m", RULE) is not first
+    assert [each.model for each in targets] == ["m", "n", "m"]
 
 
-def test_a_model_begins_with_what_its_rule_says() -> None:
+def test_new_target_has_the_sizes_of_its_rule() -> None:
     rule = replace(RULE, mode=MergeMode.AUTO, max_items=7, grouping=GroupingRule(5, (2,), max_weight=11.0))
     size = MergeTargets([rule]).get_target(PATH, "m", rule).size
     assert (
@@ -89,133 +90,144 @@ def test_a_model_begins_with_what_its_rule_says() -> None:
     )
 
 
-def test_of_too_many_models_the_one_that_was_longest_not_asked_for_is_forgotten() -> None:
-    models = MergeTargets([RULE])
-    first, second = (models.get_target(PATH, name, RULE) for name in ("first", "second"))
-    for n in range(MAX_TARGETS - 2):
-        models.get_target(PATH, f"m-{n}", RULE)
-    assert models.get_target(PATH, "first", RULE) is first
-    models.get_target(PATH, "one more", RULE)
-    assert len(list(models)) == MAX_TARGETS
-    assert models.get_target(PATH, "first", RULE) is first
-    assert models.get_target(PATH, "second", RULE) is not second
+def test_least_recently_used_target_is_dropped_when_there_are_too_many() -> None:
+    targets = MergeTargets([RULE])
+    first, second = (targets.get_target(PATH, name, RULE) for name in ("first", "second"))
+    for number in range(MAX_TARGETS - 2):
+        targets.get_target(PATH, f"m-{number}", RULE)
+    assert targets.get_target(PATH, "first", RULE) is first
+    targets.get_target(PATH, "one more", RULE)
+    assert len(list(targets)) == MAX_TARGETS
+    assert targets.get_target(PATH, "first", RULE) is first
+    assert targets.get_target(PATH, "second", RULE) is not second
 
 
-def test_a_name_without_end_is_shortened() -> None:
-    models = MergeTargets([RULE])
-    assert len(models.get_target(PATH, "x" * 10_000, RULE).model) <= MAX_MODEL_CHARS
+def test_long_model_name_is_shortened() -> None:
+    targets = MergeTargets([RULE])
+    assert len(targets.get_target(PATH, "x" * 10_000, RULE).model) <= MAX_MODEL_CHARS
 
 
-def test_what_is_told_of_a_model() -> None:
-    served = served_by(replace(RULE, max_items=3))
-    assert served.build_status() == {
-        "path": PATH,
-        "model": "m",
-        "shape": "embeddings",
-        "mode": "on",
-        "size": 3,
-        "server_max_items": 3,
-        "gain": None,
-        "checked_calls": 0,
-        "off_reason": None,
-        "sentence": "up to 3 items a call; the server takes 3; its first answers are being compared",
-    }
-    served.size.gain = 2.34567
-    served.size.turn_off("it mixes them up")
-    told = served.build_status()
-    assert (told["size"], told["gain"], told["off_reason"]) == (1, 2.346, "it mixes them up")
+def test_status_of_a_target() -> None:
+    target = build_target(replace(RULE, max_items=3))
+    assert target.build_status() == MergeTargetStatus(
+        path=PATH,
+        model="m",
+        shape="embeddings",
+        mode="on",
+        size=3,
+        server_max_items=3,
+        gain=None,
+        checked_calls=0,
+        off_reason=None,
+        sentence="up to 3 items a call; the server takes 3; its first answers are being compared",
+    )
+    target.size.tuner.gain = 2.34567
+    target.size.turn_off("it mixes them up")
+    status = target.build_status()
+    assert (status.size, status.gain, status.off_reason) == (1, 2.346, "it mixes them up")
 
 
-@pytest.mark.parametrize(("max_items", "unit", "units"), [(None, False, 10), (4, False, 4), (4, True, 1)])
-def test_an_item_weighs_what_one_call_of_it_holds(max_items: int | None, unit: bool, units: int) -> None:
-    rule = replace(RULE, max_items=max_items, unit_per_call=unit)
-    assert rider(1, served_by(rule), TEXTS).units == units
+@pytest.mark.parametrize(
+    ("max_items", "unit_per_call", "units"), [(None, False, 10), (4, False, 4), (4, True, 1)]
+)
+def test_units_of_a_member_are_the_items_of_its_largest_call(
+    max_items: int | None, unit_per_call: bool, units: int
+) -> None:
+    rule = replace(RULE, max_items=max_items, unit_per_call=unit_per_call)
+    assert build_member(1, build_target(rule), TEXTS).units == units
 
 
 # Answers to pieces.
 
 
-def pieces_of(count: int = 1, body: bytes = b"{}") -> SplitList:
+def build_split_list(count: int = 1, body: bytes = b"{}") -> SplitList:
     return SplitList([], [body] * count)
 
 
-def test_answers_to_pieces_are_kept_for_the_next_try_and_taken_once() -> None:
-    done, served = PartialAnswers(), served_by()
-    pieces = pieces_of()
-    done.store_answers(rider(1, served), pieces)
-    assert done.take_answers(rider(2, served)) is None
-    assert done.take_answers(rider(1, served)) is pieces
-    assert done.take_answers(rider(1, served)) is None
+def test_answers_to_pieces_are_kept_for_the_next_attempt_and_taken_once() -> None:
+    partial_answers, target = PartialAnswers(), build_target()
+    split_list = build_split_list()
+    partial_answers.store_answers(build_member(1, target), split_list)
+    assert partial_answers.take_answers(build_member(2, target)) is None
+    assert partial_answers.take_answers(build_member(1, target)) is split_list
+    assert partial_answers.take_answers(build_member(1, target)) is None
 
 
-def test_those_of_another_request_are_not_taken_for_its_own() -> None:
-    """An entry's number is of one request; should it ever not be, the secret of the request says so."""
-    done, served = PartialAnswers(), served_by()
-    done.store_answers(rider(1, served, token="mine"), pieces_of())
-    assert done.take_answers(rider(1, served, token="another's")) is None
+def test_answers_of_another_request_are_not_returned() -> None:
+    """The token of the request must match as well, should an entry id ever be used twice."""
+    partial_answers, target = PartialAnswers(), build_target()
+    partial_answers.store_answers(build_member(1, target, token="mine"), build_split_list())
+    assert partial_answers.take_answers(build_member(1, target, token="another's")) is None
 
 
-def test_where_no_piece_was_answered_nothing_is_kept() -> None:
-    done, served = PartialAnswers(), served_by()
-    done.store_answers(rider(1, served), pieces_of(0))
-    assert done.take_answers(rider(1, served)) is None
+def test_split_list_without_answers_is_not_kept() -> None:
+    partial_answers, target = PartialAnswers(), build_target()
+    partial_answers.store_answers(build_member(1, target), build_split_list(0))
+    assert partial_answers.take_answers(build_member(1, target)) is None
 
 
-def test_of_too_many_the_oldest_are_done_again() -> None:
-    done, served = PartialAnswers(), served_by()
-    for entry in range(MAX_SPLIT_LISTS + 2):
-        done.store_answers(rider(entry, served), pieces_of())
-    kept = [done.take_answers(rider(entry, served)) is not None for entry in range(MAX_SPLIT_LISTS + 2)]
+def test_oldest_answers_are_dropped_when_there_are_too_many_lists() -> None:
+    partial_answers, target = PartialAnswers(), build_target()
+    for entry_id in range(MAX_SPLIT_LISTS + 2):
+        partial_answers.store_answers(build_member(entry_id, target), build_split_list())
+    kept = [
+        partial_answers.take_answers(build_member(entry_id, target)) is not None
+        for entry_id in range(MAX_SPLIT_LISTS + 2)
+    ]
     assert kept == [False, False, *[True] * MAX_SPLIT_LISTS]
 
 
-def test_of_too_much_the_oldest_are_done_again() -> None:
-    done, served = PartialAnswers(), served_by()
-    third = bytes(MAX_ANSWER_BYTES // 3)
-    for entry in range(4):
-        done.store_answers(rider(entry, served), pieces_of(1, third))
-    assert [done.take_answers(rider(entry, served)) is not None for entry in range(4)] == [
+def test_oldest_answers_are_dropped_when_they_use_too_many_bytes() -> None:
+    partial_answers, target = PartialAnswers(), build_target()
+    answer_bytes = bytes(MAX_ANSWER_BYTES // 3)
+    for entry_id in range(4):
+        partial_answers.store_answers(build_member(entry_id, target), build_split_list(1, answer_bytes))
+    assert [
+        partial_answers.take_answers(build_member(entry_id, target)) is not None for entry_id in range(4)
+    ] == [
         False,
         True,
         True,
         True,
     ]
-    done.store_answers(rider(5, served), pieces_of(4, third))
-    assert done.take_answers(rider(5, served)) is None, "more than may be kept at all"
+    partial_answers.store_answers(build_member(5, target), build_split_list(4, answer_bytes))
+    assert partial_answers.take_answers(build_member(5, target)) is None, (
+        "a list that exceeds the maximum alone is not kept"
+    )
 
 
-# Calls that the server takes.
+# Calls within the limits of the server.
 
 
-def test_a_list_is_cut_where_it_is_known_to_be_too_long() -> None:
-    served = served_by()
-    item = rider(1, served, TEXTS)
-    assert split_long_list(item) is None, "nothing is known"
-    served.size.server_max_items = 10
-    assert split_long_list(item) is None
-    served.size.server_max_items = 4
-    pieces = split_long_list(item)
-    assert pieces is not None
-    assert [part.size for part in pieces.parts] == [4, 4, 2]
-    assert split_long_list(rider(2, served, "one text")) is None
-    served.size.server_max_items, served.size.server_max_tokens = None, item.part.tokens // 2 + 1
-    pieces = split_long_list(item)
-    assert pieces is not None
-    assert len(pieces.parts) > 1
-    assert all(part.tokens <= served.size.server_max_tokens for part in pieces.parts)
+def test_list_is_split_if_it_exceeds_a_known_limit() -> None:
+    target = build_target()
+    member = build_member(1, target, TEXTS)
+    assert split_long_list(member) is None, "no limit is known"
+    target.size.server_max_items = 10
+    assert split_long_list(member) is None
+    target.size.server_max_items = 4
+    split_list = split_long_list(member)
+    assert split_list is not None
+    assert [part.size for part in split_list.parts] == [4, 4, 2]
+    assert split_long_list(build_member(2, target, "one text")) is None
+    target.size.server_max_items, target.size.server_max_tokens = None, member.part.tokens // 2 + 1
+    split_list = split_long_list(member)
+    assert split_list is not None
+    assert len(split_list.parts) > 1
+    assert all(part.tokens <= target.size.server_max_tokens for part in split_list.parts)
 
 
-def test_answers_to_pieces_are_joined_to_that_of_the_list() -> None:
-    served = served_by(replace(RULE, max_items=4))
-    item = rider(1, served, TEXTS)
-    pieces = split_long_list(item)
-    assert pieces is not None
-    pieces.answers = [answer(TEXTS[at : at + 4]) for at in (0, 4, 8)]
-    outcome = join_answers(item, pieces, 200)
+def test_answers_to_pieces_are_joined() -> None:
+    target = build_target(replace(RULE, max_items=4))
+    member = build_member(1, target, TEXTS)
+    split_list = split_long_list(member)
+    assert split_list is not None
+    split_list.answers = [build_answer(TEXTS[at : at + 4]) for at in (0, 4, 8)]
+    outcome = join_answers(member, split_list, 200)
     assert isinstance(outcome, Delivered)
-    assert msgspec.json.decode(outcome.body) == msgspec.json.decode(answer(TEXTS))
-    pieces.answers[1] = b"<html>"
-    outcome = join_answers(item, pieces, 200)
+    assert msgspec.json.decode(outcome.body) == msgspec.json.decode(build_answer(TEXTS))
+    split_list.answers[1] = b"<html>"
+    outcome = join_answers(member, split_list, 200)
     assert isinstance(outcome, Failed)
     assert outcome.why.startswith("the answers to 3 pieces of the list could not be joined: ")
 
@@ -225,22 +237,22 @@ def test_answers_to_pieces_are_joined_to_that_of_the_list() -> None:
     st.one_of(st.none(), st.integers(1, 12)),
     st.one_of(st.just(inf), st.floats(1.0, 60.0)),
 )
-def test_calls_within_what_the_server_takes_hold_all_in_order(
-    sizes: list[int], takes: int | None, tokens: float
+def test_split_by_limits_keeps_order_and_limits_and_needs_no_extra_call(
+    sizes: list[int], max_items: int | None, tokens: float
 ) -> None:
-    served = served_by()
-    served.size.server_max_items, served.size.server_max_tokens = takes, tokens
-    items = [rider(n, served, ["a text"] * size) for n, size in enumerate(sizes)]
-    calls = list(split_by_limits(served, items))
-    assert [item for call in calls for item in call] == items
+    target = build_target()
+    target.size.server_max_items, target.size.server_max_tokens = max_items, tokens
+    members = [build_member(number, target, ["a text"] * size) for number, size in enumerate(sizes)]
+    calls = list(split_by_limits(target, members))
+    assert [member for call in calls for member in call] == members
     for call in calls:
-        size = sum(item.part.size for item in call)
+        size = sum(member.part.size for member in call)
         assert len(call) == 1 or (
-            size <= (takes or size) and sum(item.part.tokens for item in call) <= tokens
+            size <= (max_items or size) and sum(member.part.tokens for member in call) <= tokens
         )
     for call, following in pairwise(calls):
-        more = [*call, following[0]]
-        size = sum(item.part.size for item in more)
-        assert size > (takes or size) or sum(item.part.tokens for item in more) > tokens, (
-            "no more calls than it takes"
+        larger_call = [*call, following[0]]
+        size = sum(member.part.size for member in larger_call)
+        assert size > (max_items or size) or sum(member.part.tokens for member in larger_call) > tokens, (
+            "the first item of the next call does not fit"
         )

@@ -1,4 +1,4 @@
-"""Requests and their models in the loop: who goes, who waits and comes back, who ends, and with what."""
+"""Requests and their models in the loop: which are sent, which wait and return, and which fail."""
 
 from __future__ import annotations
 
@@ -23,61 +23,63 @@ from dispatcher.dispatch.models.model_router import (
 )
 from dispatcher.ports import AttemptResult, QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
-from tests.dispatch.pool import GONE, results, told
-from tests.dispatch.scene import Answers, Scene, perform
+from tests.dispatch.model_scene import MODEL_NOT_FOUND_BODY, read_results, update_listings
+from tests.dispatch.scene import AnsweringGateway, Scene, run_in_scene
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 WAIT, FAIL = WhenNotServed.WAIT, WhenNotServed.FAIL
-WATCHED = Options(RETRY, model_terms=ModelTerms({"night": WAIT}))
+WATCHED_OPTIONS = Options(RETRY, model_terms=ModelTerms({"night": WAIT}))
 
 
-class Models(Answers):
-    """Answers 404 as vLLM does for models that it does not have."""
+class ModelGateway(AnsweringGateway):
+    """Gateway that answers 404 for unknown models, as vLLM does."""
 
-    takes_s = 0.1
+    answer_after_s = 0.1
 
     def __init__(self, *models: str) -> None:
         super().__init__()
         self.models = set(models)
-        self.named: list[str] = []
+        self.requested_models: list[str] = []
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: object
     ) -> AttemptResult:
         forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
         body = json.loads(request.payload)
-        self.named.append(body["model"])
+        self.requested_models.append(body["model"])
         if body["model"] not in self.models:
-            return forwarded.copy_with(outcome=Delivered(404, GONE % body["model"].encode()))
+            return forwarded.copy_with(outcome=Delivered(404, MODEL_NOT_FOUND_BODY % body["model"].encode()))
         if "input" in body:
             data = [{"index": n, "embedding": [0.5]} for n, _ in enumerate(body["input"])]
             return forwarded.copy_with(outcome=Delivered(200, json.dumps({"data": data}).encode()))
         return forwarded
 
 
-async def submit(scene: Scene, model: str, *names: str, within_s: float = 10**6, **body: Any) -> None:
-    until = int(asyncio.get_running_loop().time() + within_s)
+async def submit_requests(
+    scene: Scene, model: str, *names: str, within_s: float = 10**6, **body: Any
+) -> None:
+    deadline = int(asyncio.get_running_loop().time() + within_s)
     await scene.store.submit(
         [
             Submission(
-                encode_member(name, json.dumps({"model": model, **body}).encode(), until, token="t"),
-                float(until),
+                encode_member(name, json.dumps({"model": model, **body}).encode(), deadline, token="t"),
+                float(deadline),
                 name,
                 "t",
-                until,
+                deadline,
             )
             for name in names
         ]
     )
 
 
-def test_request_waits_for_its_model_beside_others_and_goes_once_it_is_there() -> None:
-    gateway = Models("day", "night")
+def test_request_waits_until_its_model_is_served_while_others_are_sent() -> None:
+    gateway = ModelGateway("day", "night")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day")
-        await submit(scene, "night", *(f"n{number}" for number in range(30)))
-        await submit(scene, "day", "d1", "d2")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day")
+        await submit_requests(scene, "night", *(f"n{number}" for number in range(30)))
+        await submit_requests(scene, "day", "d1", "d2")
         await asyncio.sleep(1)
         assert sorted(gateway.sent) == ["d1", "d2"]
         await asyncio.sleep(CHECK_INTERVAL_S)
@@ -85,307 +87,310 @@ def test_request_waits_for_its_model_beside_others_and_goes_once_it_is_there() -
         assert scene.dispatcher.model_router.list_held_back() == [
             ("night", 30, "model 'night' is not served")
         ]
-        told(scene, a="day night")
+        update_listings(scene, a="day night")
         await asyncio.sleep(2)
         assert len(gateway.sent) == 32
-        assert {each["status_code"] for each in (await results(scene)).values()} == {200}
+        assert {each["status_code"] for each in (await read_results(scene)).values()} == {200}
         assert scene.dispatcher.model_router.request_counts == {
             "served": 32,
             "waits": 30,
             "unknown": 0,
             "denied": 0,
         }
-        moves = [fields["state"] for event, fields in scene.events if event is Event.MODEL]
-        assert moves == ["absent", "ready"]
+        logged_states = [fields["state"] for event, fields in scene.events if event is Event.MODEL]
+        assert logged_states == ["absent", "ready"]
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_deadline_passes_with_the_reason() -> None:
-    gateway = Models("day")
+def test_deadline_error_names_the_model_that_is_not_served() -> None:
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day", b="day")
-        await submit(scene, "night", "n1", within_s=5)
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day", b="day")
+        await submit_requests(scene, "night", "n1", within_s=5)
         await asyncio.sleep(8)
-        result = (await results(scene))["n1"]
+        result = (await read_results(scene))["n1"]
         assert result["error_code"] == "DEADLINE_EXCEEDED"
         assert "its model 'night' is served by none of 2 endpoints" in result["error_message"]
         assert gateway.sent == []
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_unknown_model_ends_at_once_with_the_names_that_exist() -> None:
-    gateway = Models("day")
+def test_request_for_an_unknown_model_fails_immediately_with_the_known_names() -> None:
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day")
-        await submit(scene, "dya", "typo")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day")
+        await submit_requests(scene, "dya", "typo")
         await asyncio.sleep(1)
-        result = (await results(scene))["typo"]
+        result = (await read_results(scene))["typo"]
         assert result["error_code"] == "MODEL_NOT_FOUND"
         assert result["error_message"] == "no model 'dya' is served here: there is 'day'"
         assert gateway.sent == []
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_answer_that_a_listed_model_is_gone_costs_no_attempt() -> None:
-    """The rollout was faster than the next look at the endpoints."""
-    gateway = Models("day")
+def test_answer_that_denies_a_listed_model_costs_no_attempt() -> None:
+    """The model was removed after the last listing of the endpoints."""
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day night")
-        await submit(scene, "night", "n1", "n2")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day night")
+        await submit_requests(scene, "night", "n1", "n2")
         await asyncio.sleep(1)
-        assert sorted(gateway.sent) == ["n1", "n2"], "each once"
-        assert await results(scene) == {}
+        assert sorted(gateway.sent) == ["n1", "n2"], "each is sent once"
+        assert await read_results(scene) == {}
         gateway.models.add("night")
-        told(scene, a="day night")
+        update_listings(scene, a="day night")
         await asyncio.sleep(DENIAL_S - 2)
         assert len(gateway.sent) == 2
         await asyncio.sleep(2)
-        told(scene, a="day night")
+        update_listings(scene, a="day night")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert sorted(gateway.sent) == ["n1", "n1", "n2", "n2"]
-        assert {each["status_code"] for each in (await results(scene)).values()} == {200}
+        assert {each["status_code"] for each in (await read_results(scene)).values()} == {200}
         assert scene.dispatcher.model_router.request_counts["denied"] == 2
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_where_some_servers_have_it_a_request_tries_again_soon() -> None:
-    gateway = Models("day")
+def test_request_is_retried_soon_if_only_some_servers_have_its_model() -> None:
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day night", b="day")
-        await submit(scene, "night", "n1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day night", b="day")
+        await submit_requests(scene, "night", "n1")
         await asyncio.sleep(0.5)
         gateway.models.add("night")
         await asyncio.sleep(OTHER_SERVER_RETRY_S + 0.5)
         assert gateway.sent == ["n1", "n1"]
-        assert (await results(scene))["n1"]["status_code"] == 200
+        assert (await read_results(scene))["n1"]["status_code"] == 200
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_where_nobody_expects_it_the_servers_answer_is_the_answer() -> None:
-    gateway = Models("day")
+def test_answer_of_the_server_is_the_result_for_a_model_that_is_not_expected() -> None:
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day", b=None)
-        await submit(scene, "day", "d1")  # so that it is known to be a gateway
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day", b=None)
+        await submit_requests(scene, "day", "d1")  # The answer verifies the gateway.
         await asyncio.sleep(1)
-        await submit(scene, "other", "o1")
+        await submit_requests(scene, "other", "o1")
         await asyncio.sleep(1)
-        assert (await results(scene))["o1"]["status_code"] == 404
+        assert (await read_results(scene))["o1"]["status_code"] == 404
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_merged_call_whose_model_is_gone_gives_all_riders_back() -> None:
-    gateway = Models("day")
+def test_merged_call_whose_model_is_denied_releases_all_its_requests() -> None:
+    gateway = ModelGateway("day")
     rule = BatchRule(
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, (), 0.05, False)
     )
-    how = replace(WATCHED, default_path="/v1/embeddings", merge_rules=(rule,))
+    merging_options = replace(WATCHED_OPTIONS, default_path="/v1/embeddings", merge_rules=(rule,))
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day night")
-        await submit(scene, "night", "n1", "n2", "n3", input=["x"])
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day night")
+        await submit_requests(scene, "night", "n1", "n2", "n3", input=["x"])
         await asyncio.sleep(1)
-        assert len(gateway.sent) == 1, "one call, and no halves of it"
+        assert len(gateway.sent) == 1, "one call, which is not split into halves"
         gateway.models.add("night")
         await asyncio.sleep(DENIAL_S)
-        told(scene, a="day night")
+        update_listings(scene, a="day night")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        assert {each["status_code"] for each in (await results(scene)).values()} == {200}
+        assert {each["status_code"] for each in (await read_results(scene)).values()} == {200}
 
-    perform(scene_of, gateway, how)
+    run_in_scene(check, gateway, merging_options)
 
 
-def test_what_is_cancelled_while_it_waits_is_answered_without_its_model() -> None:
-    gateway = Models("day")
+def test_request_cancelled_while_it_waits_for_its_model_is_completed() -> None:
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day")
-        await submit(scene, "night", "n1", "n2")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day")
+        await submit_requests(scene, "night", "n1", "n2")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert await scene.store.cancel_request("n1", "t")
         await asyncio.sleep(3)
-        found = await results(scene)
-        assert {name: each["error_code"] for name, each in found.items()} == {"n1": "CANCELLED"}
+        results = await read_results(scene)
+        assert {name: each["error_code"] for name, each in results.items()} == {"n1": "CANCELLED"}
         await asyncio.sleep(CHECK_INTERVAL_S)
         assert scene.dispatcher.model_router.waiting_counts == {"night": 1}
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_head_of_a_sequence_that_waits_for_its_model_keeps_its_turn() -> None:
-    gateway = Models("day")
+def test_next_request_of_a_sequence_keeps_its_turn_while_it_waits_for_its_model() -> None:
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day")
-        until = 10**6
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day")
+        deadline = 10**6
         members = [
             encode_member(
                 f"s{n}",
                 json.dumps({"model": "night" if n == 1 else "day"}).encode(),
-                until,
+                deadline,
                 token="t",
                 sequence=Turn("s", n),
             )
             for n in range(3)
         ]
         await scene.store.submit(
-            [Submission(each, float(until), f"s{n}", "t", until) for n, each in enumerate(members)]
+            [Submission(each, float(deadline), f"s{n}", "t", deadline) for n, each in enumerate(members)]
         )
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert gateway.sent == ["s0"]
         gateway.models.add("night")
-        told(scene, a="day night")
+        update_listings(scene, a="day night")
         await asyncio.sleep(2)
         assert gateway.sent == ["s0", "s1", "s2"]
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
 def test_models_that_requests_wait_for_are_expected_after_a_restart() -> None:
-    gateway = Models("day")
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day old")
-        told(scene, a="day")
-        await submit(scene, "old", "o1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day old")
+        update_listings(scene, a="day")
+        await submit_requests(scene, "old", "o1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        again = scene.dispatcher.model_router
-        again.reconfigure(Options(RETRY))
-        again.reconfigure(WATCHED)  # it has forgotten what it saw
+        router = scene.dispatcher.model_router
+        router.reconfigure(Options(RETRY))
+        router.reconfigure(WATCHED_OPTIONS)  # The router forgets its listings, as after a restart.
         await asyncio.sleep(1)
-        told(scene, a="day")
-        await submit(scene, "old", "o2")
+        update_listings(scene, a="day")
+        await submit_requests(scene, "old", "o2")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
         assert scene.dispatcher.model_router.waiting_counts == {"old": 2}
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_what_waits_comes_back_when_models_are_no_longer_watched() -> None:
-    gateway = Models("day", "night")
+def test_waiting_requests_return_when_models_are_no_longer_watched() -> None:
+    gateway = ModelGateway("day", "night")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day")
-        await submit(scene, "night", "n1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day")
+        await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
         scene.dispatcher.reconfigure(Options(RETRY))
         await asyncio.sleep(UNWATCHED_INTERVAL_S)
         assert gateway.sent == ["n1"]
         assert scene.dispatcher.model_router.list_states() == []
-        told(scene, a="")
-        await submit(scene, "no such", "n2")
+        update_listings(scene, a="")
+        await submit_requests(scene, "no such", "n2")
         await asyncio.sleep(1)
-        assert (await results(scene))["n2"]["status_code"] == 404, "as the server says"
+        assert (await read_results(scene))["n2"]["status_code"] == 404, "the status of the server"
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_new_terms_hold_for_what_waits() -> None:
-    gateway = Models("day")
+def test_new_terms_apply_to_waiting_requests() -> None:
+    gateway = ModelGateway("day")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day")
-        await submit(scene, "night", "n1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day")
+        await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        scene.dispatcher.reconfigure(replace(WATCHED, model_terms=ModelTerms({"night": FAIL})))
+        scene.dispatcher.reconfigure(replace(WATCHED_OPTIONS, model_terms=ModelTerms({"night": FAIL})))
         await asyncio.sleep(2)
-        assert (await results(scene))["n1"]["error_code"] == "MODEL_NOT_FOUND"
+        assert (await read_results(scene))["n1"]["error_code"] == "MODEL_NOT_FOUND"
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_queue_away_while_recalling_is_asked_again() -> None:
-    gateway = Models("day", "night")
+def test_return_of_waiting_requests_is_retried_after_an_outage() -> None:
+    gateway = ModelGateway("day", "night")
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day")
-        await submit(scene, "night", "n1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day")
+        await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
-        recall, times = scene.queue.return_waiting_for_models, 0
+        return_waiting, call_count = scene.queue.return_waiting_for_models, 0
 
-        async def away(models: Any) -> Any:
-            nonlocal times
-            times += 1
-            if times < 3:
+        async def fail_at_first(models: Any) -> Any:
+            nonlocal call_count
+            call_count += 1
+            if call_count < 3:
                 raise QueueUnavailableError("away")
-            return await recall(models)
+            return await return_waiting(models)
 
-        scene.queue.return_waiting_for_models = away  # type: ignore[method-assign]
-        told(scene, a="night")
+        scene.queue.return_waiting_for_models = fail_at_first  # type: ignore[method-assign]
+        update_listings(scene, a="night")
         await asyncio.sleep(4 * CHECK_INTERVAL_S)
         assert gateway.sent == ["n1"]
-        assert times == 3
+        assert call_count == 3
 
-    perform(scene_of, gateway, WATCHED)
+    run_in_scene(check, gateway, WATCHED_OPTIONS)
 
 
-def test_what_is_seen_is_shown() -> None:
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="day", b=None)
-        await submit(scene, "night", "n1")
+def test_states_and_endpoint_problems_are_listed() -> None:
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="day", b=None)
+        await submit_requests(scene, "night", "n1")
         await asyncio.sleep(CHECK_INTERVAL_S + 1)
         models = scene.dispatcher.model_router
-        assert [(seen.name, seen.state, count) for seen, count in models.list_states()] == [
+        assert [(snapshot.name, snapshot.state, count) for snapshot, count in models.list_states()] == [
             ("night", ModelState.UNKNOWN, 1),
             ("day", ModelState.READY, 0),
         ]
         assert models.endpoint_problems == {"b": "it does not answer"}
 
-    perform(scene_of, Models("day"), WATCHED)
+    run_in_scene(check, ModelGateway("day"), WATCHED_OPTIONS)
 
 
 @pytest.mark.first
-def test_adapter_is_loaded_after_two_hours_and_nobody_else_was_slower_for_it() -> None:
-    """Requests for others take as long beside 500 that wait as without; one of the 500 has less time."""
+def test_requests_that_wait_two_hours_for_their_model_do_not_delay_others() -> None:
+    """Requests for another model take no longer beside 500 waiting ones, of which one expires."""
 
-    def hours(*, with_adapter: bool) -> tuple[list[float], Models]:
-        gateway, took = Models("day", "night"), []
+    def run_requests(*, with_adapter: bool) -> tuple[list[float], ModelGateway]:
+        gateway, durations_s = ModelGateway("day", "night"), []
 
-        async def scene_of(scene: Scene) -> None:
+        async def check(scene: Scene) -> None:
             clock = asyncio.get_running_loop().time
-            began, number = clock(), 0
+            started_at, number = clock(), 0
             if with_adapter:
-                await submit(scene, "night", *(f"n{each}" for each in range(500)))
-                await submit(scene, "night", "late", within_s=3600)
-            while clock() < began + (7200 if with_adapter else 1200):
-                told(scene, a="day")
+                await submit_requests(scene, "night", *(f"n{each}" for each in range(500)))
+                await submit_requests(scene, "night", "late", within_s=3600)
+            while clock() < started_at + (7200 if with_adapter else 1200):
+                update_listings(scene, a="day")
                 for _ in range(3):
                     number += 1
-                    asked = clock()
-                    await submit(scene, "day", f"d{number}")
+                    submitted_at = clock()
+                    await submit_requests(scene, "day", f"d{number}")
                     while f"d{number}" not in gateway.sent:  # noqa: ASYNC110 -- time is virtual
                         await asyncio.sleep(0.01)
-                    took.append(clock() - asked)
+                    durations_s.append(clock() - submitted_at)
                 await asyncio.sleep(600)
             if not with_adapter:
                 return
-            found = await results(scene)
-            (late,) = [each for name, each in found.items() if not name.startswith("d")]
+            results = await read_results(scene)
+            (late,) = [each for name, each in results.items() if not name.startswith("d")]
             assert (late["id"], late["error_code"]) == ("late", "DEADLINE_EXCEEDED")
             assert "its model 'night' is not served" in late["error_message"]
             assert not any(name.startswith("n") for name in gateway.sent)
-            told(scene, a="day night")
+            update_listings(scene, a="day night")
             await asyncio.sleep(30)
-            found = await results(scene)
-            assert sum(each.startswith("n") for each in found) == 500
-            assert {each["status_code"] for name, each in found.items() if name.startswith("n")} == {200}
+            results = await read_results(scene)
+            assert sum(each.startswith("n") for each in results) == 500
+            assert {each["status_code"] for name, each in results.items() if name.startswith("n")} == {200}
 
-        perform(scene_of, gateway, WATCHED)
-        return took, gateway
+        run_in_scene(check, gateway, WATCHED_OPTIONS)
+        return durations_s, gateway
 
-    beside, gateway = hours(with_adapter=True)
-    alone, _ = hours(with_adapter=False)
-    assert len(beside) == 36
-    assert max(beside) <= max(alone) + 0.02
-    assert sum(beside) / len(beside) <= sum(alone) / len(alone) * 1.01
-    assert len(gateway.sent) == len(beside) + 500
+    durations_with_adapter, gateway = run_requests(with_adapter=True)
+    durations_without_adapter, _ = run_requests(with_adapter=False)
+    assert len(durations_with_adapter) == 36
+    assert max(durations_with_adapter) <= max(durations_without_adapter) + 0.02
+    assert (
+        sum(durations_with_adapter) / len(durations_with_adapter)
+        <= sum(durations_without_adapter) / len(durations_without_adapter) * 1.01
+    )
+    assert len(gateway.sent) == len(durations_with_adapter) + 500

@@ -1,10 +1,9 @@
-"""Warm-up in the loop: what is cold is sent its recorded requests before any work, and by whom."""
+"""Warm-up in the loop: a cold version gets its recorded requests before any batch request."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,6 +23,7 @@ from dispatcher.core.limit.budget import Reason
 from dispatcher.core.merging.grouping import BatchRule, GroupingRule, MergeMode
 from dispatcher.core.merging.shapes import SHAPES
 from dispatcher.core.models.availability import Listing, ModelTerms, WhenNotServed
+from dispatcher.core.models.version_template import VersionTemplate
 from dispatcher.core.models.versions import FamilyTerms
 from dispatcher.core.models.warmup import WarmupRequest
 from dispatcher.core.requests.request import Request
@@ -39,912 +39,932 @@ from dispatcher.lab.memory_queue import MemoryQueue
 from dispatcher.ports import AttemptResult, Permit, QueueUnavailableError, Release
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
-from tests.dispatch.pool import EACH_S, GONE, states, submit, told
-from tests.dispatch.scene import Answers, Scene, open_limiter, perform
+from tests.dispatch.model_scene import (
+    EXCHANGE_INTERVAL_S,
+    MODEL_NOT_FOUND_BODY,
+    list_version_states,
+    submit_requests,
+    update_listings,
+)
+from tests.dispatch.scene import AnsweringGateway, Scene, open_limiter, run_in_scene
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 LIMIT = 9
-"""Of a pool of ten, less the reserve."""
-LINES = (
+"""Limit in a pool of ten, less the reserve."""
+WARM_UP_REQUESTS = (
     WarmupRequest(CHAT, b'{"model":"x","messages":["short"]}', 3),
     WarmupRequest("/v1/completions", b'{"model":"x","prompt":"long"}'),
 )
 
 
-class Pool(Answers):
-    """A gateway and the model servers behind it: `calls` has each warm-up call as (endpoint, path, body);
-    `work` the rest, in the order in which they began."""
+class WarmUpGateway(AnsweringGateway):
+    """Gateway, and the model servers behind it, which also accept direct calls."""
 
-    takes_s = 0.1
-    answer: Outcome = Delivered(200, b"{}")
-    """To warm-up calls."""
+    answer_after_s = 0.1
+    warm_up_outcome: Outcome = Delivered(200, b"{}")
+    """Outcome of warm-up calls."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, str, bytes]] = []
-        self.work: list[tuple[str, str]] = []
-        self.under_way = self.max_limit = 0
+        self.warm_up_calls: list[tuple[str, str, bytes]] = []
+        """Endpoint, path and body of each warm-up call, in the order in which they began."""
+        self.batch_calls: list[tuple[str, str]] = []
+        """Model and endpoints of each batch request, in the order in which they were answered."""
+        self.running_count = self.max_running_count = 0
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: object
     ) -> AttemptResult:
-        forwarded = await self._one(
+        forwarded = await self._count_running(
             super().forward(request, token=token, deadline=deadline, may_send=may_send)
         )
         if "warm-up" in request.id:
-            self.calls.append((request.endpoints, request.endpoint, request.payload))
-            return forwarded.copy_with(outcome=self.answer)
-        self.work.append((json.loads(request.payload)["model"], request.endpoints))
+            self.warm_up_calls.append((request.endpoints, request.endpoint, request.payload))
+            return forwarded.copy_with(outcome=self.warm_up_outcome)
+        self.batch_calls.append((json.loads(request.payload)["model"], request.endpoints))
         return forwarded
 
     async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
-        async def answered() -> Outcome:
-            await asyncio.sleep(self.takes_s)
-            return self.answer
+        async def answer_after_delay() -> Outcome:
+            await asyncio.sleep(self.answer_after_s)
+            return self.warm_up_outcome
 
-        self.calls.append((endpoint, path, body))
-        return await self._one(answered())
+        self.warm_up_calls.append((endpoint, path, body))
+        return await self._count_running(answer_after_delay())
 
-    async def _one(self, call: Awaitable[T]) -> T:
-        self.under_way += 1
-        self.max_limit = max(self.max_limit, self.under_way)
+    async def _count_running(self, call: Awaitable[T]) -> T:
+        self.running_count += 1
+        self.max_running_count = max(self.max_running_count, self.running_count)
         try:
             return await call
         finally:
-            self.under_way -= 1
+            self.running_count -= 1
 
 
 def options(
     *,
-    required: bool = False,
-    steered: bool = False,
-    straight: bool | None = None,
-    warm_s: float = 300.0,
-    lines: Sequence[WarmupRequest] = LINES,
+    is_required: bool = False,
+    can_steer: bool = False,
+    warm_directly: bool | None = None,
+    timeout_s: float = 300.0,
+    warm_up_requests: Sequence[WarmupRequest] = WARM_UP_REQUESTS,
     problem: str = "",
     observe: bool = False,
-    batching: Sequence[BatchRule] = (),
+    merge_rules: Sequence[BatchRule] = (),
     **terms: Any,
 ) -> Options:
     async def read() -> tuple[Sequence[WarmupRequest], str]:
-        return lines, problem
+        return warm_up_requests, problem
 
-    family = FamilyTerms("qwen", re.compile(r"qwen-v(?P<version>\d+)"), has_warm_up=True, **terms)
+    family = FamilyTerms("qwen", VersionTemplate("qwen-v"), has_warm_up=True, **terms)
     return Options(
         RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
         model_terms=ModelTerms({"qwen": WhenNotServed.WAIT}),
-        versions=VersionOptions((FamilyOptions(family, read, required),), steered, straight, warm_s),
+        versions=VersionOptions(
+            (FamilyOptions(family, read, is_required),), can_steer, warm_directly, timeout_s
+        ),
         observe=observe,
-        merge_rules=batching,
+        merge_rules=merge_rules,
     )
 
 
-async def began(scene: Scene) -> None:
-    """What the owners share is known."""
-    await asyncio.sleep(EACH_S + CHECK_INTERVAL_S)
+async def wait_for_exchange(scene: Scene) -> None:
+    """Wait until the model registry was read, and warm-ups were started."""
+    await asyncio.sleep(EXCHANGE_INTERVAL_S + CHECK_INTERVAL_S)
 
 
-def warmed(scene: Scene) -> list[dict[str, Any]]:
-    """What was told of warm-ups; a warning where there were errors."""
-    told = [each for each in scene.events if each[0] in (Event.WARM_UP, Event.WARM_UP_FAILED)]
-    assert all((event is Event.WARM_UP_FAILED) is bool(fields["errors"]) for event, fields in told)
-    return [dict(fields) for _, fields in told]
+def list_warm_up_events(scene: Scene) -> list[dict[str, Any]]:
+    """Return the fields of all log events about warm-ups. Those with errors must be warnings."""
+    events = [each for each in scene.events if each[0] in (Event.WARM_UP, Event.WARM_UP_FAILED)]
+    assert all((event is Event.WARM_UP_FAILED) is bool(fields["errors"]) for event, fields in events)
+    return [dict(fields) for _, fields in events]
 
 
-def play(scene_of: Any, pool: Pool, given: Options) -> None:
-    perform(scene_of, pool, given, servers=pool)
+def run_with_gateway(check: Any, gateway: WarmUpGateway, warm_up_options: Options) -> None:
+    run_in_scene(check, gateway, warm_up_options, servers=gateway)
 
 
-def test_each_endpoint_is_warm_before_work_comes() -> None:
-    pool = Pool()
+def test_each_endpoint_is_warmed_up_before_it_gets_batch_requests() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        await submit(scene, *(f"r{number}" for number in range(20)))
-        told(scene, a="qwen-v1", b="qwen-v1")
+    async def check(scene: Scene) -> None:
+        await submit_requests(scene, *(f"r{number}" for number in range(20)))
+        update_listings(scene, a="qwen-v1", b="qwen-v1")
         await asyncio.sleep(20)
         expected = [
             (path, body.replace(b'"x"', b'"qwen-v1"'))
-            for path, body, repeat in ((each.url, each.body, each.repeat) for each in LINES)
+            for path, body, repeat in ((each.url, each.body, each.repeat) for each in WARM_UP_REQUESTS)
             for _ in range(repeat)
         ]
         for endpoint in "ab":
-            assert [each[1:] for each in pool.calls if each[0] == endpoint] == expected
-        assert len(pool.work) == 20
-        assert states(scene, "qwen-v1") == ["cold", "open"]
-        assert [(each["endpoint"], each["calls"], each["is_used"]) for each in warmed(scene)] == [
+            assert [each[1:] for each in gateway.warm_up_calls if each[0] == endpoint] == expected
+        assert len(gateway.batch_calls) == 20
+        assert list_version_states(scene, "qwen-v1") == ["cold", "open"]
+        assert [
+            (each["endpoint"], each["calls"], each["is_used"]) for each in list_warm_up_events(scene)
+        ] == [
             ("a", 4, True),
             ("b", 4, True),
         ]
         assert scene.dispatcher.warm_ups.result_counts == {"warm": 2, "errors": 0, "retry": 0}
-        assert pool.max_limit <= LIMIT
+        assert gateway.max_running_count <= LIMIT
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_endpoint_that_comes_later_gets_no_work_before_it_is_warm_where_requests_are_steered() -> None:
-    pool = Pool()
+def test_steered_requests_avoid_a_new_endpoint_until_it_is_warm() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await began(scene)
-        await submit(scene, "r1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        await submit_requests(scene, "r1")
         await asyncio.sleep(1)
-        assert pool.work == [("qwen-v1", "a")]
-        pool.takes_s = 3.0
-        told(scene, a="qwen-v1", b="qwen-v1")
-        await submit(scene, "r2")
+        assert gateway.batch_calls == [("qwen-v1", "a")]
+        gateway.answer_after_s = 3.0
+        update_listings(scene, a="qwen-v1", b="qwen-v1")
+        await submit_requests(scene, "r2")
         await asyncio.sleep(1)
-        told(scene, a="qwen-v1", b="qwen-v1")
+        update_listings(scene, a="qwen-v1", b="qwen-v1")
         await asyncio.sleep(30)
-        await submit(scene, "r3")
+        await submit_requests(scene, "r3")
         await asyncio.sleep(10)
-        assert pool.work == [("qwen-v1", "a"), ("qwen-v1", "a"), ("qwen-v1", "a,b")]
-        assert {endpoint for endpoint, _, _ in pool.calls} == {"a", "b"}
+        assert gateway.batch_calls == [("qwen-v1", "a"), ("qwen-v1", "a"), ("qwen-v1", "a,b")]
+        assert {endpoint for endpoint, _, _ in gateway.warm_up_calls} == {"a", "b"}
 
-    play(scene_of, pool, options(steered=True))
-
-
-@pytest.mark.parametrize("straight", [True, False])
-def test_way_of_a_warm_up_is_chosen(straight: bool) -> None:
-    pool = Pool()
-
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await began(scene)
-        assert {endpoint for endpoint, _, _ in pool.calls} == {"a"}
-        assert bool(pool.sent) is not straight
-
-    play(scene_of, pool, options(steered=True, straight=straight))
+    run_with_gateway(check, gateway, options(can_steer=True))
 
 
-def test_through_a_gateway_that_lists_for_all_there_is_no_endpoint_to_name() -> None:
-    pool = Pool()
+@pytest.mark.parametrize("warm_directly", [True, False])
+def test_warm_up_is_sent_directly_or_through_the_gateway_as_configured(warm_directly: bool) -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, gateway="qwen-v1")
-        await began(scene)
-        await submit(scene, "r1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        assert {endpoint for endpoint, _, _ in gateway.warm_up_calls} == {"a"}
+        assert bool(gateway.sent) is not warm_directly
+
+    run_with_gateway(check, gateway, options(can_steer=True, warm_directly=warm_directly))
+
+
+def test_warm_up_names_no_endpoint_if_only_the_gateway_lists_models() -> None:
+    gateway = WarmUpGateway()
+
+    async def check(scene: Scene) -> None:
+        update_listings(scene, gateway="qwen-v1")
+        await wait_for_exchange(scene)
+        await submit_requests(scene, "r1")
         await asyncio.sleep(1)
-        assert [endpoint for endpoint, _, _ in pool.calls] == [""] * 4
-        assert pool.work == [("qwen-v1", "")]
+        assert [endpoint for endpoint, _, _ in gateway.warm_up_calls] == [""] * 4
+        assert gateway.batch_calls == [("qwen-v1", "")]
 
-    play(scene_of, pool, options(steered=True))
+    run_with_gateway(check, gateway, options(can_steer=True))
 
 
-def test_old_version_serves_until_the_new_one_is_warm() -> None:
-    pool = Pool()
+def test_old_version_gets_requests_until_the_new_one_is_warm() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await began(scene)
-        pool.takes_s = 1.0
-        told(scene, a="qwen-v1", b="qwen-v2")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        gateway.answer_after_s = 1.0
+        update_listings(scene, a="qwen-v1", b="qwen-v2")
         for number in range(10):
-            await submit(scene, f"r{number}")
+            await submit_requests(scene, f"r{number}")
             await asyncio.sleep(1)
-        models = [model for model, _ in pool.work]
+        models = [model for model, _ in gateway.batch_calls]
         assert models == sorted(models)
         assert set(models) == {"qwen-v1", "qwen-v2"}
-        assert states(scene, "qwen-v2") == ["cold", "open"]
-        assert states(scene, "qwen-v1")[:3] == ["cold", "open", "draining"]
+        assert list_version_states(scene, "qwen-v2") == ["cold", "open"]
+        assert list_version_states(scene, "qwen-v1")[:3] == ["cold", "open", "draining"]
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_errors_open_it_all_the_same_unless_the_warm_up_is_required() -> None:
-    pool = Pool()
-    pool.answer = Failed("the server answered 500", 500)
+def test_version_opens_after_warm_up_errors_unless_the_warm_up_is_required() -> None:
+    gateway = WarmUpGateway()
+    gateway.warm_up_outcome = Failed("the server answered 500", 500)
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await submit(scene, "r1")
-        await began(scene)
-        assert states(scene, "qwen-v1") == ["cold", "open"]
-        assert len(pool.work) == 1
-        (event,) = warmed(scene)
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await submit_requests(scene, "r1")
+        await wait_for_exchange(scene)
+        assert list_version_states(scene, "qwen-v1") == ["cold", "open"]
+        assert len(gateway.batch_calls) == 1
+        (event,) = list_warm_up_events(scene)
         assert (event["errors"], event["is_used"]) == (4, True)
         assert event["why"] == "500: the server answered 500"
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_required_warm_up_is_tried_again_until_it_is_answered() -> None:
-    pool = Pool()
-    pool.answer = Delivered(400, b'{"error":"bad \x1b[31m"}')
+def test_required_warm_up_is_retried_until_it_succeeds() -> None:
+    gateway = WarmUpGateway()
+    gateway.warm_up_outcome = Delivered(400, b'{"error":"bad \x1b[31m"}')
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await submit(scene, "r1")
-        await began(scene)
-        assert len(pool.calls) == 4
-        assert "\x1b" not in warmed(scene)[0]["why"]
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await submit_requests(scene, "r1")
+        await wait_for_exchange(scene)
+        assert len(gateway.warm_up_calls) == 4
+        assert "\x1b" not in list_warm_up_events(scene)[0]["why"]
         for _ in range(20):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1")
-        # Again after 30 s, and 60 s after that: not each second.
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1")
+        # Retries after 30 s, and 60 s later.
         assert ERROR_RETRY_S[0] == 30.0
-        assert len(pool.calls) == 12
-        assert pool.work == []
+        assert len(gateway.warm_up_calls) == 12
+        assert gateway.batch_calls == []
         ((_, _, why),) = scene.dispatcher.model_router.list_held_back()
         assert "'qwen-v1' is being warmed up" in why
-        pool.answer = Delivered(200, b"{}")
+        gateway.warm_up_outcome = Delivered(200, b"{}")
         for _ in range(30):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1")
-        assert pool.work == [("qwen-v1", "")]
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1")
+        assert gateway.batch_calls == [("qwen-v1", "")]
         assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 3}
 
-    play(scene_of, pool, options(required=True))
+    run_with_gateway(check, gateway, options(is_required=True))
 
 
 @pytest.mark.parametrize(
-    "answer", [Unreachable("nobody listens"), Delivered(404, GONE % b"qwen-v1")], ids=["away", "not yet"]
+    "answer",
+    [Unreachable("nobody listens"), Delivered(404, MODEL_NOT_FOUND_BODY % b"qwen-v1")],
+    ids=["unreachable", "model not loaded"],
 )
-def test_who_cannot_answer_yet_is_asked_again_soon_and_is_not_warm_by_that(answer: Outcome) -> None:
-    pool = Pool()
-    pool.answer = answer
+def test_endpoint_that_is_not_ready_is_retried_soon_and_stays_cold(answer: Outcome) -> None:
+    gateway = WarmUpGateway()
+    gateway.warm_up_outcome = answer
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await submit(scene, "r1")
-        await began(scene)
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await submit_requests(scene, "r1")
+        await wait_for_exchange(scene)
         await asyncio.sleep(2 * RETRY_SOON_S)
-        told(scene, a="qwen-v1")
-        assert 2 <= len(pool.calls) <= 4
-        assert (pool.work, warmed(scene)) == ([], [])
-        pool.answer = Delivered(200, b"{}")
+        update_listings(scene, a="qwen-v1")
+        assert 2 <= len(gateway.warm_up_calls) <= 4
+        assert (gateway.batch_calls, list_warm_up_events(scene)) == ([], [])
+        gateway.warm_up_outcome = Delivered(200, b"{}")
         await asyncio.sleep(2 * RETRY_SOON_S)
-        assert pool.work == [("qwen-v1", "")]
+        assert gateway.batch_calls == [("qwen-v1", "")]
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_refusal_of_the_pool_is_waited_out() -> None:
-    pool = Pool()
-    pool.answer = Overloaded(429, "", is_out_of_capacity=True, retry_after_s=0.5)
+def test_refused_warm_up_call_is_retried_and_counts_as_no_error() -> None:
+    gateway = WarmUpGateway()
+    gateway.warm_up_outcome = Overloaded(429, "", is_out_of_capacity=True, retry_after_s=0.5)
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(10)
-        refused = len(pool.calls)
-        assert 5 <= refused <= 12
-        pool.answer = Delivered(200, b"{}")
+        calls_before = len(gateway.warm_up_calls)
+        assert 5 <= calls_before <= 12
+        gateway.warm_up_outcome = Delivered(200, b"{}")
         await asyncio.sleep(5)
-        assert len(pool.calls) == refused + 4
-        assert warmed(scene)[0]["errors"] == 0
+        assert len(gateway.warm_up_calls) == calls_before + 4
+        assert list_warm_up_events(scene)[0]["errors"] == 0
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_no_answer_in_time_is_an_error_and_so_is_a_warm_up_that_takes_too_long() -> None:
-    pool = Pool()
-    pool.takes_s = 4.0
+def test_late_answer_and_exceeded_warm_up_timeout_are_errors() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 4.0
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(60)
-        (event,) = warmed(scene)
+        (event,) = list_warm_up_events(scene)
         assert (event["calls"], event["errors"], event["why"]) == (3, 1, "not done within 10 s")
-        pool.answer = TooLate()
-        told(scene, b="qwen-v1")
+        gateway.warm_up_outcome = TooLate()
+        update_listings(scene, b="qwen-v1")
         await asyncio.sleep(60)
-        assert warmed(scene)[1]["why"] == "no answer in time"
+        assert list_warm_up_events(scene)[1]["why"] == "no answer in time"
 
-    play(scene_of, pool, options(warm_s=10.0))
+    run_with_gateway(check, gateway, options(timeout_s=10.0))
 
 
-def test_nothing_is_sent_while_the_gate_is_closed() -> None:
-    pool = Pool()
+def test_no_warm_up_is_sent_while_the_gate_is_closed() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
+    async def check(scene: Scene) -> None:
         await scene.store.pause("ada", "")
         await asyncio.sleep(5)
-        told(scene, a="qwen-v1")
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(30)
-        assert pool.calls == []
+        assert gateway.warm_up_calls == []
         await scene.store.resume()
         await asyncio.sleep(5)
-        assert len(pool.calls) == 4
+        assert len(gateway.warm_up_calls) == 4
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_work_makes_room_for_a_warm_up_and_the_limit_holds() -> None:
-    pool = Pool()
-    pool.takes_s = 0.5
+def test_warm_ups_take_units_from_batch_requests_within_the_limit() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 0.5
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1", b="other")
-        await began(scene)
-        await submit(scene, *(f"r{number}" for number in range(300)))
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1", b="other")
+        await wait_for_exchange(scene)
+        await submit_requests(scene, *(f"r{number}" for number in range(300)))
         await asyncio.sleep(2)
-        assert pool.max_limit == LIMIT
-        before = len(pool.calls)
-        told(scene, a="qwen-v1", b="qwen-v1", c="qwen-v1", d="qwen-v1", e="qwen-v1", f="qwen-v1")
+        assert gateway.max_running_count == LIMIT
+        calls_before = len(gateway.warm_up_calls)
+        update_listings(scene, a="qwen-v1", b="qwen-v1", c="qwen-v1", d="qwen-v1", e="qwen-v1", f="qwen-v1")
         await asyncio.sleep(12)
-        assert len(pool.calls) == before + 20
-        assert pool.max_limit <= LIMIT
-        assert len(pool.work) >= 150
+        assert len(gateway.warm_up_calls) == calls_before + 20
+        assert gateway.max_running_count <= LIMIT
+        assert len(gateway.batch_calls) >= 150
 
-    play(scene_of, pool, options(steered=True, straight=True))
+    run_with_gateway(check, gateway, options(can_steer=True, warm_directly=True))
 
 
-def test_one_owner_warms_what_others_wait_for() -> None:
-    pool = Pool()
+def test_only_the_owner_of_the_lock_warms_up_an_endpoint() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
+    async def check(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
         assert await other.take_warm_up_lock("qwen-v1", "a")
-        told(scene, a="qwen-v1")
-        await began(scene)
-        assert pool.calls == []
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        assert gateway.warm_up_calls == []
         await other.mark_warm("qwen-v1", "a")
-        await asyncio.sleep(2 * EACH_S)
-        assert states(scene, "qwen-v1") == ["cold", "open"]
-        assert pool.calls == []
+        await asyncio.sleep(2 * EXCHANGE_INTERVAL_S)
+        assert list_version_states(scene, "qwen-v1") == ["cold", "open"]
+        assert gateway.warm_up_calls == []
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_right_to_warm_is_kept_for_as_long_as_it_takes_and_then_given_back() -> None:
-    pool = Pool()
-    pool.takes_s = 25.0
+def test_warm_up_lock_is_renewed_during_the_warm_up_and_then_released() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 25.0
 
-    async def scene_of(scene: Scene) -> None:
+    async def check(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
-        told(scene, a="qwen-v1")
+        update_listings(scene, a="qwen-v1")
         for _ in range(18):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1")
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1")
             assert not await other.take_warm_up_lock("qwen-v1", "a")
         await asyncio.sleep(30)
-        assert states(scene, "qwen-v1") == ["cold", "open"]
+        assert list_version_states(scene, "qwen-v1") == ["cold", "open"]
         assert await other.take_warm_up_lock("qwen-v1", "a")
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_endpoint_that_stops_listing_it_or_is_another_process_is_cold_again() -> None:
-    pool = Pool()
+def test_endpoint_is_cold_again_after_it_stops_listing_the_version_or_restarts() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await began(scene)
-        assert len(pool.calls) == 4
-        told(scene, a="")
-        told(scene, a="qwen-v1")
-        await began(scene)
-        assert len(pool.calls) == 8
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        assert len(gateway.warm_up_calls) == 4
+        update_listings(scene, a="")
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        assert len(gateway.warm_up_calls) == 8
         at = asyncio.get_running_loop().time()
         scene.dispatcher.model_router.update_listings(
             [Listing("a", at, None, problem="refused", is_down=True)]
         )
-        await began(scene)
-        told(scene, a="qwen-v1")
-        await began(scene)
-        assert len(pool.calls) in (12, 16)  # it is asked while it is away, too
+        await wait_for_exchange(scene)
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        # The endpoint may have been warmed up while it was down as well.
+        assert len(gateway.warm_up_calls) in (12, 16)
         scene.dispatcher.model_router.update_listings([Listing("a", at, None, problem="it took too long")])
-        told(scene, a="qwen-v1")
-        before = len(pool.calls)
-        await began(scene)
-        assert len(pool.calls) == before
+        update_listings(scene, a="qwen-v1")
+        calls_before = len(gateway.warm_up_calls)
+        await wait_for_exchange(scene)
+        assert len(gateway.warm_up_calls) == calls_before
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_version_that_is_wanted_no_more_is_not_warmed_to_the_end() -> None:
-    pool = Pool()
-    pool.takes_s = 3.0
+def test_warm_up_of_a_version_that_is_no_longer_desired_is_stopped() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 3.0
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(5)
-        told(scene, a="qwen-v2")
+        update_listings(scene, a="qwen-v2")
         await asyncio.sleep(30)
-        first = [body for _, _, body in pool.calls if b"qwen-v1" in body]
-        assert 1 <= len(first) < 4
-        assert states(scene, "qwen-v1") == ["cold", "gone"]
-        assert states(scene, "qwen-v2") == ["cold", "open"]
+        calls_of_first_version = [body for _, _, body in gateway.warm_up_calls if b"qwen-v1" in body]
+        assert 1 <= len(calls_of_first_version) < 4
+        assert list_version_states(scene, "qwen-v1") == ["cold", "gone"]
+        assert list_version_states(scene, "qwen-v2") == ["cold", "open"]
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_where_batching_merges_the_path_preferred_sizes_are_warmed_too() -> None:
-    pool = Pool()
+def test_preferred_sizes_of_merged_calls_are_warmed_up_as_well() -> None:
+    gateway = WarmUpGateway()
     rule = BatchRule(
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(8, preferred_sizes=(4, 8))
     )
-    line = WarmupRequest("/v1/embeddings", b'{"model":"x","input":"a"}')
+    warm_up_request = WarmupRequest("/v1/embeddings", b'{"model":"x","input":"a"}')
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await began(scene)
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
         sizes = [
-            len(found) if isinstance(found, list) else 1
-            for found in (json.loads(body)["input"] for _, _, body in pool.calls)
+            len(texts) if isinstance(texts, list) else 1
+            for texts in (json.loads(body)["input"] for _, _, body in gateway.warm_up_calls)
         ]
         assert sizes == [1, 4, 8]
 
-    play(scene_of, pool, options(lines=(line,), batching=(rule,)))
+    run_with_gateway(check, gateway, options(warm_up_requests=(warm_up_request,), merge_rules=(rule,)))
 
 
-def test_file_that_is_out_of_date_is_told() -> None:
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await began(scene)
-        assert warmed(scene)[0]["why"] == "warmup.jsonl cannot be read"
+def test_problem_of_the_warm_up_file_is_logged() -> None:
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        assert list_warm_up_events(scene)[0]["why"] == "warmup.jsonl cannot be read"
 
-    play(scene_of, Pool(), options(problem="warmup.jsonl cannot be read"))
+    run_with_gateway(check, WarmUpGateway(), options(problem="warmup.jsonl cannot be read"))
 
 
-def test_who_only_observes_warms_nothing() -> None:
-    pool = Pool()
+def test_observer_sends_no_warm_up() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(30)
-        assert pool.calls == []
+        assert gateway.warm_up_calls == []
 
-    play(scene_of, pool, options(observe=True))
-
-
-def without_families(given: Options) -> Options:
-    return replace(given, versions=VersionOptions())
+    run_with_gateway(check, gateway, options(observe=True))
 
 
-async def right_is_free(scene: Scene, endpoint: str = "a") -> bool:
+def without_families(warm_up_options: Options) -> Options:
+    return replace(warm_up_options, versions=VersionOptions())
+
+
+async def can_take_lock(scene: Scene, endpoint: str = "a") -> bool:
     return await MemoryQueue(scene.store, "b").take_warm_up_lock("qwen-v1", endpoint)
 
 
-def test_model_that_the_settings_drop_in_the_middle_of_its_warm_up_ends_that_and_nothing_else() -> None:
-    pool = Pool()
-    pool.takes_s, pool.answer = 2.0, Failed("it broke", 500)
+def test_removing_a_family_from_the_settings_ends_only_its_warm_up() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s, gateway.warm_up_outcome = 2.0, Failed("it broke", 500)
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1 other")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1 other")
         await asyncio.sleep(2)
-        assert len(pool.calls) == 1
+        assert len(gateway.warm_up_calls) == 1
         scene.dispatcher.reconfigure(without_families(options()))
-        await submit(scene, "r1", payload=b'{"model":"other"}')
+        await submit_requests(scene, "r1", payload=b'{"model":"other"}')
         await asyncio.sleep(10)
-        assert (len(pool.calls), pool.work) == (1, [("other", "")])
-        assert await right_is_free(scene)
+        assert (len(gateway.warm_up_calls), gateway.batch_calls) == (1, [("other", "")])
+        assert await can_take_lock(scene)
 
-    play(scene_of, pool, options(required=True))
+    run_with_gateway(check, gateway, options(is_required=True))
 
 
-def test_surprise_in_a_warm_up_ends_nothing_else() -> None:
-    class Odd(Pool):
+def test_internal_error_in_a_warm_up_is_logged_and_stops_no_other_work() -> None:
+    class FailingGateway(WarmUpGateway):
         async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
             raise ValueError(f"what is {endpoint}?")
 
-    pool = Odd()
+    gateway = FailingGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
-        await submit(scene, "r1")
-        await began(scene)
-        assert pool.work == [("qwen-v1", "")]
-        (event,) = warmed(scene)
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
+        await submit_requests(scene, "r1")
+        await wait_for_exchange(scene)
+        assert gateway.batch_calls == [("qwen-v1", "")]
+        (event,) = list_warm_up_events(scene)
         assert (event["is_used"], event["why"]) == (
             True,
             "the dispatcher failed: ValueError('what is a?')",
         )
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_drain_gives_the_right_to_warm_to_another() -> None:
-    pool = Pool()
-    pool.takes_s = 2.0
+def test_drain_releases_the_warm_up_lock() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 2.0
 
-    async def scene_of(scene: Scene) -> None:
-        pool.takes_s = 60.0
-        told(scene, a="qwen-v1 other")
-        await submit(scene, "r1", payload=b'{"model":"other"}')
+    async def check(scene: Scene) -> None:
+        gateway.answer_after_s = 60.0
+        update_listings(scene, a="qwen-v1 other")
+        await submit_requests(scene, "r1", payload=b'{"model":"other"}')
         await asyncio.sleep(0.5)
-        assert pool.under_way == 2
-        assert not await right_is_free(scene)
+        assert gateway.running_count == 2
+        assert not await can_take_lock(scene)
         scene.dispatcher.drain(600.0)
         await asyncio.sleep(65)
-        assert len(pool.calls) == 1
-        assert await right_is_free(scene)
+        assert len(gateway.warm_up_calls) == 1
+        assert await can_take_lock(scene)
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_process_that_ends_in_the_middle_of_a_call_gives_the_right_back() -> None:
-    pool = Pool()
-    pool.takes_s = 200.0
+def test_warm_up_lock_is_released_when_drain_ends_during_a_call() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 200.0
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(5)
         at = asyncio.get_running_loop().time()
         scene.dispatcher.drain(1.0)
-        await scene.record_completion()
+        await scene.wait_until_finished()
         assert asyncio.get_running_loop().time() < at + 2
-        assert await right_is_free(scene)
+        assert await can_take_lock(scene)
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_queue_that_is_away_holds_up_no_end() -> None:
-    pool = Pool()
-    pool.takes_s = 200.0
+def test_unavailable_queue_does_not_delay_the_end_of_a_drain() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 200.0
 
-    async def scene_of(scene: Scene) -> None:
-        async def hangs(_model: str, _endpoint: str) -> None:
+    async def check(scene: Scene) -> None:
+        async def hang_forever(_model: str, _endpoint: str) -> None:
             await asyncio.sleep(3600)
 
-        told(scene, a="qwen-v1")
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(5)
-        scene.queue.release_warm_up_lock = hangs  # type: ignore[method-assign,assignment]
+        scene.queue.release_warm_up_lock = hang_forever  # type: ignore[method-assign,assignment]
         at = asyncio.get_running_loop().time()
         scene.dispatcher.drain(1.0)
-        await scene.record_completion()
+        await scene.wait_until_finished()
         assert asyncio.get_running_loop().time() < at + 4
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_who_cannot_go_on_leaves_the_right_to_others_and_sends_nothing_twice() -> None:
-    pool = Pool()
-    pool.takes_s = 2.0
+def test_paused_warm_up_releases_the_lock_and_continues_without_repeating_calls() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 2.0
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(3)
-        before = len(pool.calls)
-        assert 1 <= before < 4
+        calls_before = len(gateway.warm_up_calls)
+        assert 1 <= calls_before < 4
         await scene.store.pause("ada", "")
         for _ in range(6):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1")
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1")
         other = MemoryQueue(scene.store, "b")
         assert await other.take_warm_up_lock("qwen-v1", "a")
         await other.release_warm_up_lock("qwen-v1", "a")
-        assert len(pool.calls) <= before + 1
+        assert len(gateway.warm_up_calls) <= calls_before + 1
         await scene.store.resume()
         await asyncio.sleep(15)
-        assert len(pool.calls) == 4
-        assert states(scene, "qwen-v1") == ["cold", "open"]
+        assert len(gateway.warm_up_calls) == 4
+        assert list_version_states(scene, "qwen-v1") == ["cold", "open"]
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-class Hung:
-    """An owner that warms `qwen-v1` at `a` up, and by whose clock time may be lost."""
+class StalledOwner:
+    """Owner that warms up `qwen-v1` at endpoint `a`, and that can stall."""
 
-    def __init__(self, scene: Scene, pool: Pool, given: Options) -> None:
-        self.ahead_s = 0.0
-        self.calls = pool.calls
-        self.board = scene.store.pool.model_registry
+    def __init__(self, scene: Scene, gateway: WarmUpGateway, warm_up_options: Options) -> None:
+        self.clock_offset_s = 0.0
+        self.warm_up_calls = gateway.warm_up_calls
+        self.registry = scene.store.pool.model_registry
         loop = asyncio.get_running_loop()
         self.dispatcher = Dispatcher(
             MemoryQueue(scene.store, "hung"),
-            pool,
+            gateway,
             open_limiter(),
-            given,
+            warm_up_options,
             Journal(Metrics()),
-            clock=lambda: loop.time() + self.ahead_s,
-            servers=pool,
+            clock=lambda: loop.time() + self.clock_offset_s,
+            servers=gateway,
         )
         self.task = asyncio.create_task(self.dispatcher.run())
         self.dispatcher.model_router.update_listings([Listing("a", loop.time(), ("qwen-v1",))])
 
-    async def hang(self, *, notices: bool = True) -> None:
-        """With one call sent, until its right has lapsed."""
+    async def stall(self, *, is_noticed: bool = True) -> None:
+        """Stall after the first call until the lock has expired."""
         await asyncio.sleep(2)
-        assert len(self.calls) == 1
-        self.lose(31, notices=notices)
+        assert len(self.warm_up_calls) == 1
+        self.advance_queue_time(31, is_noticed=is_noticed)
 
-    def lose(self, seconds: float, *, notices: bool) -> None:
-        """So much time has passed for the queue. `notices`: by the owner's clock as well."""
-        self.board.lock_until = {name: until - seconds for name, until in self.board.lock_until.items()}
-        self.ahead_s += seconds if notices else 0.0
+    def advance_queue_time(self, seconds: float, *, is_noticed: bool) -> None:
+        """Let time pass for the queue, and by the clock of the owner as well if `is_noticed`."""
+        self.registry.lock_until = {name: until - seconds for name, until in self.registry.lock_until.items()}
+        self.clock_offset_s += seconds if is_noticed else 0.0
 
-    async def record_completion(self) -> None:
+    async def drain(self) -> None:
         self.dispatcher.drain(1.0)
         await self.task
 
 
-@pytest.mark.parametrize("notices", [True, False])
-def test_owner_that_hung_until_another_took_over_begins_nothing_more(notices: bool) -> None:
-    """By its own clock at once; else when it renews its right, which is another's."""
-    slow, pool = Pool(), Pool()
-    slow.takes_s = pool.takes_s = 7.0
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_stalled_owner_sends_no_more_calls_after_another_took_the_lock(is_noticed: bool) -> None:
+    """It stops immediately by its own clock, or else when it renews the lock, which another owner has."""
+    slow_gateway, gateway = WarmUpGateway(), WarmUpGateway()
+    slow_gateway.answer_after_s = gateway.answer_after_s = 7.0
 
-    async def scene_of(scene: Scene) -> None:
-        hung = Hung(scene, slow, given)
-        await hung.hang(notices=notices)
-        told(scene, a="qwen-v1")
+    async def check(scene: Scene) -> None:
+        stalled_owner = StalledOwner(scene, slow_gateway, warm_up_options)
+        await stalled_owner.stall(is_noticed=is_noticed)
+        update_listings(scene, a="qwen-v1")
         await asyncio.sleep(60)
-        assert len(hung.calls) == (1 if notices else 2)
-        assert len(pool.calls) == 4
-        assert hung.dispatcher.warm_ups.result_counts == {"warm": 0, "errors": 0, "retry": 1}
+        assert len(stalled_owner.warm_up_calls) == (1 if is_noticed else 2)
+        assert len(gateway.warm_up_calls) == 4
+        assert stalled_owner.dispatcher.warm_ups.result_counts == {"warm": 0, "errors": 0, "retry": 1}
         assert scene.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 0}
         assert set((await scene.store.read_model_registry()).warm_markers) == {("qwen-v1", "a")}
-        assert hung.board.lock_until == {}
-        await hung.record_completion()
+        assert stalled_owner.registry.lock_until == {}
+        await stalled_owner.drain()
 
-    given = options()
-    play(scene_of, pool, given)
+    warm_up_options = options()
+    run_with_gateway(check, gateway, warm_up_options)
 
 
-def test_owner_that_hung_while_it_waited_for_room_begins_nothing_more() -> None:
-    slow = Pool()
+def test_owner_that_stalled_while_waiting_for_room_sends_no_calls() -> None:
+    slow_gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        await scene.store.pause("ada", "so that nobody else claims")
-        await submit(scene, *(f"r{number}" for number in range(LIMIT)), payload=b'{"model":"other"}')
+    async def check(scene: Scene) -> None:
+        await scene.store.pause("ada", "no other dispatcher may claim")
+        await submit_requests(scene, *(f"r{number}" for number in range(LIMIT)), payload=b'{"model":"other"}')
         await scene.store.resume()
         other = MemoryQueue(scene.store, "b")
-        full = await other.claim(LIMIT, "n", Permit(LIMIT, asyncio.get_running_loop().time(), 0))
-        assert len(full.leases) == LIMIT
-        hung = Hung(scene, slow, given)
+        claim_result = await other.claim(LIMIT, "n", Permit(LIMIT, asyncio.get_running_loop().time(), 0))
+        assert len(claim_result.leases) == LIMIT
+        stalled_owner = StalledOwner(scene, slow_gateway, warm_up_options)
         await asyncio.sleep(4)
-        assert (hung.calls, len(hung.board.lock_until)) == ([], 1)
-        hung.lose(31, notices=True)
+        assert (stalled_owner.warm_up_calls, len(stalled_owner.registry.lock_until)) == ([], 1)
+        stalled_owner.advance_queue_time(31, is_noticed=True)
         assert await scene.queue.take_warm_up_lock("qwen-v1", "a")
-        await other.release([Release(lease, delay_s=1000.0) for lease in full.leases])
+        await other.release([Release(lease, delay_s=1000.0) for lease in claim_result.leases])
         await asyncio.sleep(20)
-        assert hung.calls == []
-        await hung.record_completion()
+        assert stalled_owner.warm_up_calls == []
+        await stalled_owner.drain()
 
-    given = options()
-    play(scene_of, Pool(), given)
+    warm_up_options = options()
+    run_with_gateway(check, WarmUpGateway(), warm_up_options)
 
 
-def test_owner_whose_right_lapsed_and_nobody_took_it_goes_on_with_it_anew() -> None:
-    slow = Pool()
-    slow.takes_s = 3.0
+def test_owner_whose_lock_expired_takes_it_again_if_it_is_free() -> None:
+    slow_gateway = WarmUpGateway()
+    slow_gateway.answer_after_s = 3.0
 
-    async def scene_of(scene: Scene) -> None:
-        hung = Hung(scene, slow, given)
-        await hung.hang()
+    async def check(scene: Scene) -> None:
+        stalled_owner = StalledOwner(scene, slow_gateway, warm_up_options)
+        await stalled_owner.stall()
         await asyncio.sleep(3)
-        assert len(hung.calls) == 2
+        assert len(stalled_owner.warm_up_calls) == 2
         assert not await scene.queue.take_warm_up_lock("qwen-v1", "a")
         await asyncio.sleep(12)
-        assert len(hung.calls) == 4
-        assert hung.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 0}
-        await hung.record_completion()
+        assert len(stalled_owner.warm_up_calls) == 4
+        assert stalled_owner.dispatcher.warm_ups.result_counts == {"warm": 1, "errors": 0, "retry": 0}
+        await stalled_owner.drain()
 
-    given = options()
-    play(scene_of, Pool(), given)
+    warm_up_options = options()
+    run_with_gateway(check, WarmUpGateway(), warm_up_options)
 
 
-def test_owner_that_hung_while_another_warmed_it_up_sends_nothing_more() -> None:
-    slow = Pool()
-    slow.takes_s = 3.0
+def test_stalled_owner_sends_no_more_calls_after_another_finished_the_warm_up() -> None:
+    slow_gateway = WarmUpGateway()
+    slow_gateway.answer_after_s = 3.0
 
-    async def scene_of(scene: Scene) -> None:
-        hung = Hung(scene, slow, given)
-        await hung.hang()
+    async def check(scene: Scene) -> None:
+        stalled_owner = StalledOwner(scene, slow_gateway, warm_up_options)
+        await stalled_owner.stall()
         assert await scene.queue.take_warm_up_lock("qwen-v1", "a")
         await scene.queue.mark_warm("qwen-v1", "a")
         await asyncio.sleep(20)
-        assert len(hung.calls) == 1
-        assert hung.board.lock_until == {}
-        await hung.record_completion()
+        assert len(stalled_owner.warm_up_calls) == 1
+        assert stalled_owner.registry.lock_until == {}
+        await stalled_owner.drain()
 
-    given = options()
-    play(scene_of, Pool(), given)
+    warm_up_options = options()
+    run_with_gateway(check, WarmUpGateway(), warm_up_options)
 
 
-@pytest.mark.parametrize("straight", [True, False])
-def test_gateway_that_was_away_is_found_again_though_all_work_waits_for_what_is_cold(straight: bool) -> None:
-    """Else the warm-up waits for the gate, the gate for a probe, and each probe for the warm-up."""
+@pytest.mark.parametrize("warm_directly", [True, False])
+def test_unreachable_gateway_is_probed_although_all_requests_wait_for_a_cold_version(
+    warm_directly: bool,
+) -> None:
+    """Otherwise the warm-up waits for the gate, the gate for a probe, and each probe for the warm-up."""
 
-    class Away(Pool):
-        away = True
+    class UnreachableGateway(WarmUpGateway):
+        is_unreachable = True
 
         async def forward(
             self, request: Request, *, token: str, deadline: float, may_send: object
         ) -> AttemptResult:
-            if self.away:
+            if self.is_unreachable:
                 at = asyncio.get_running_loop().time()
                 self.sent.append(request.id)
                 return AttemptResult(Unreachable("nobody listens"), at, at)
             return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
 
-    pool = Away()
+    gateway = UnreachableGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        told(scene, a="other")
-        await submit(scene, "o1", payload=b'{"model":"other"}', within_s=3)
+    async def check(scene: Scene) -> None:
+        update_listings(scene, a="other")
+        await submit_requests(scene, "o1", payload=b'{"model":"other"}', within_s=3)
         await asyncio.sleep(5)
         assert scene.dispatcher.get_allowance().reason is Reason.GATEWAY_UNREACHABLE
-        told(scene, a="qwen-v1")
-        await submit(scene, "r1", "r2")
+        update_listings(scene, a="qwen-v1")
+        await submit_requests(scene, "r1", "r2")
         at = asyncio.get_running_loop().time()
         await asyncio.sleep(10)
-        assert len(pool.sent) <= 60 + at  # nobody knocks faster than probes do
-        pool.away = False
+        assert len(gateway.sent) <= 60 + at  # Warm-up calls are no more frequent than probes.
+        gateway.is_unreachable = False
         for _ in range(12):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1")
-        assert pool.work == [("qwen-v1", "")] * 2
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1")
+        assert gateway.batch_calls == [("qwen-v1", "")] * 2
         assert scene.dispatcher.get_allowance().reason is Reason.IDLE
 
-    play(scene_of, pool, options(straight=straight))
+    run_with_gateway(check, gateway, options(warm_directly=warm_directly))
 
 
-def test_endpoint_that_only_another_owner_sees_stays_warm() -> None:
-    async def scene_of(scene: Scene) -> None:
+def test_warm_marker_of_an_endpoint_seen_only_by_another_owner_is_kept() -> None:
+    async def check(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
         await other.mark_warm("qwen-v1", "x")
         await other.mark_warm("qwen-v1", "down")
         at = asyncio.get_running_loop().time()
-        away = Listing("down", at, None, problem="refused", is_down=True)
-        for listings in ([], [Listing("a", at, ("qwen-v1",)), away], [Listing("gateway", at, ("qwen-v1",))]):
+        down = Listing("down", at, None, problem="refused", is_down=True)
+        for listings in ([], [Listing("a", at, ("qwen-v1",)), down], [Listing("gateway", at, ("qwen-v1",))]):
             scene.dispatcher.model_router.update_listings(listings)
-            await asyncio.sleep(EACH_S)
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
         assert {("qwen-v1", "x"), ("qwen-v1", "down")} < (
             await other.refresh_warm_markers([], [], [])
         ).warm_markers
 
-    play(scene_of, Pool(), options())
+    run_with_gateway(check, WarmUpGateway(), options())
 
 
-def test_warm_up_of_which_the_queue_could_not_be_told_is_not_done_again() -> None:
-    pool = Pool()
+def test_warm_up_is_not_repeated_if_its_marker_could_not_be_written() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        async def away(_model: str, _endpoint: str) -> None:
+    async def check(scene: Scene) -> None:
+        async def raise_unavailable(_model: str, _endpoint: str) -> None:
             raise QueueUnavailableError("Redis did not answer in time")
 
-        scene.queue.mark_warm = away  # type: ignore[method-assign,assignment]
+        scene.queue.mark_warm = raise_unavailable  # type: ignore[method-assign,assignment]
         for _ in range(6):
-            told(scene, a="qwen-v1")
-            await asyncio.sleep(EACH_S)
-        assert (len(pool.calls), states(scene, "qwen-v1")) == (4, ["cold", "open"])
+            update_listings(scene, a="qwen-v1")
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+        assert (len(gateway.warm_up_calls), list_version_states(scene, "qwen-v1")) == (4, ["cold", "open"])
         del scene.queue.mark_warm
-        await asyncio.sleep(2 * EACH_S)
+        await asyncio.sleep(2 * EXCHANGE_INTERVAL_S)
         assert ("qwen-v1", "a") in (
             await MemoryQueue(scene.store, "b").refresh_warm_markers([], [], [])
         ).warm_markers
-        told(scene, a="")
-        told(scene, a="qwen-v1")
-        await began(scene)
-        assert len(pool.calls) == 8
+        update_listings(scene, a="")
+        update_listings(scene, a="qwen-v1")
+        await wait_for_exchange(scene)
+        assert len(gateway.warm_up_calls) == 8
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
 @pytest.mark.parametrize("owners", [2, 3])
-def test_owner_without_work_of_its_own_leaves_a_warm_up_to_one_that_can_make_room(owners: int) -> None:
-    """Else what he began is never warm, as long as the others fill the limit."""
-    pool = Pool()
-    pool.takes_s = 0.5
-    given = options(steered=True, straight=True)
+def test_all_endpoints_are_warmed_up_although_other_owners_fill_the_limit(owners: int) -> None:
+    """An owner without batch requests cannot make room, so it leaves the warm-ups to the others."""
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 0.5
+    warm_up_options = options(can_steer=True, warm_directly=True)
 
-    async def scene_of(scene: Scene) -> None:
-        every = [scene.dispatcher]
-        others: list[asyncio.Task[None]] = []
+    async def check(scene: Scene) -> None:
+        dispatchers = [scene.dispatcher]
+        other_tasks: list[asyncio.Task[None]] = []
         for number in range(owners - 1):
             queue = MemoryQueue(scene.store, f"other-{number}")
-            one = Dispatcher(queue, pool, open_limiter(), given, Journal(Metrics()), servers=pool)
-            every.append(one)
-            others.append(asyncio.create_task(one.run()))
-        await submit(scene, *(f"r{number}" for number in range(6000)), payload=b'{"model":"other"}')
+            dispatcher = Dispatcher(
+                queue, gateway, open_limiter(), warm_up_options, Journal(Metrics()), servers=gateway
+            )
+            dispatchers.append(dispatcher)
+            other_tasks.append(asyncio.create_task(dispatcher.run()))
+        await submit_requests(scene, *(f"r{number}" for number in range(6000)), payload=b'{"model":"other"}')
         names = dict.fromkeys((f"e{number}" for number in range(12)), "qwen-v1")
         for _ in range(30):
             at = asyncio.get_running_loop().time()
             listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
-            for each in every:
+            for each in dispatchers:
                 each.model_router.update_listings(listings)
-            await asyncio.sleep(EACH_S)
-        assert len({endpoint for endpoint, _, _ in pool.calls}) == 12
-        assert len(pool.calls) == 48
-        assert len(pool.work) > 2000
-        assert pool.max_limit <= LIMIT + 1
-        for each in every[1:]:
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+        assert len({endpoint for endpoint, _, _ in gateway.warm_up_calls}) == 12
+        assert len(gateway.warm_up_calls) == 48
+        assert len(gateway.batch_calls) > 2000
+        assert gateway.max_running_count <= LIMIT + 1
+        for each in dispatchers[1:]:
             each.drain(1.0)
-        await asyncio.gather(*others)
+        await asyncio.gather(*other_tasks)
 
-    play(scene_of, pool, given)
+    run_with_gateway(check, gateway, warm_up_options)
 
 
-def test_warm_ups_of_all_owners_and_their_work_share_one_limit() -> None:
-    """Within those that an owner has begun since others asked last, at the most a second ago."""
-    pool = Pool()
-    pool.takes_s = 3.0
-    given = options(steered=True, straight=True)
+def test_warm_ups_and_batch_requests_of_all_owners_share_one_limit() -> None:
+    """Owners learn of warm-ups of others within a second, and may exceed the limit by these until then."""
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 3.0
+    warm_up_options = options(can_steer=True, warm_directly=True)
 
-    async def scene_of(scene: Scene) -> None:
-        every = [scene.dispatcher]
-        others: list[asyncio.Task[None]] = []
+    async def check(scene: Scene) -> None:
+        dispatchers = [scene.dispatcher]
+        other_tasks: list[asyncio.Task[None]] = []
         for number in range(4):
             queue = MemoryQueue(scene.store, f"other-{number}")
-            one = Dispatcher(queue, pool, open_limiter(), given, Journal(Metrics()), servers=pool)
-            every.append(one)
-            others.append(asyncio.create_task(one.run()))
-        await submit(scene, *(f"r{number}" for number in range(900)), payload=b'{"model":"other"}')
+            dispatcher = Dispatcher(
+                queue, gateway, open_limiter(), warm_up_options, Journal(Metrics()), servers=gateway
+            )
+            dispatchers.append(dispatcher)
+            other_tasks.append(asyncio.create_task(dispatcher.run()))
+        await submit_requests(scene, *(f"r{number}" for number in range(900)), payload=b'{"model":"other"}')
         names = dict.fromkeys((f"e{number}" for number in range(24)), "qwen-v1")
         for _ in range(40):
             at = asyncio.get_running_loop().time()
             listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
-            for each in every:
+            for each in dispatchers:
                 each.model_router.update_listings(listings)
-            await asyncio.sleep(EACH_S)
-        assert len({endpoint for endpoint, _, _ in pool.calls}) == 24
-        assert len(pool.work) > 400
-        assert pool.max_limit <= LIMIT + MAX_PARALLEL_WARM_UPS
-        for each in every[1:]:
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+        assert len({endpoint for endpoint, _, _ in gateway.warm_up_calls}) == 24
+        assert len(gateway.batch_calls) > 400
+        assert gateway.max_running_count <= LIMIT + MAX_PARALLEL_WARM_UPS
+        for each in dispatchers[1:]:
             each.drain(1.0)
-        await asyncio.gather(*others)
+        await asyncio.gather(*other_tasks)
 
-    play(scene_of, pool, given)
+    run_with_gateway(check, gateway, warm_up_options)
 
 
-def test_work_leaves_room_for_what_other_owners_warm() -> None:
-    pool = Pool()
-    pool.takes_s = 1.0
+def test_batch_requests_leave_units_for_warm_ups_of_other_owners() -> None:
+    gateway = WarmUpGateway()
+    gateway.answer_after_s = 1.0
 
-    async def scene_of(scene: Scene) -> None:
+    async def check(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
         for number in range(4):
             assert await other.take_warm_up_lock("elsewhere", f"e{number}")
-        await asyncio.sleep(EACH_S + 1)
-        await submit(scene, *(f"r{number}" for number in range(100)), payload=b'{"model":"other"}')
-        told(scene, a="other")
+        await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
+        await submit_requests(scene, *(f"r{number}" for number in range(100)), payload=b'{"model":"other"}')
+        update_listings(scene, a="other")
         await asyncio.sleep(5)
-        assert pool.max_limit == scene.dispatcher.running_count == LIMIT - 4
+        assert gateway.max_running_count == scene.dispatcher.running_count == LIMIT - 4
         for number in range(4):
             await other.release_warm_up_lock("elsewhere", f"e{number}")
-        await asyncio.sleep(EACH_S + 1)
-        assert pool.max_limit == LIMIT
+        await asyncio.sleep(EXCHANGE_INTERVAL_S + 1)
+        assert gateway.max_running_count == LIMIT
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-@pytest.mark.parametrize(("others", "first"), [("elsewhere", False), ("somewhere", True)])
-def test_where_there_are_more_warm_ups_than_units_owners_agree_whose_turn_it_is(
-    others: str, first: bool
+@pytest.mark.parametrize(("other_version", "is_first"), [("elsewhere", False), ("somewhere", True)])
+def test_warm_ups_start_in_order_of_their_names_if_there_are_more_than_units(
+    other_version: str, is_first: bool
 ) -> None:
-    """The order is that of the names. Whoever hangs before it has his turn holds nobody up for ever."""
-    pool = Pool()
+    """Locks of an owner that stalls expire, so that the others are not blocked forever."""
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
+    async def check(scene: Scene) -> None:
         other = MemoryQueue(scene.store, "b")
         for number in range(LIMIT):
-            assert await other.take_warm_up_lock(others, f"e{number}")
-        told(scene, a="qwen-v1")
-        await asyncio.sleep(EACH_S)
-        assert len(pool.calls) == (4 if first else 0)
+            assert await other.take_warm_up_lock(other_version, f"e{number}")
+        update_listings(scene, a="qwen-v1")
+        await asyncio.sleep(EXCHANGE_INTERVAL_S)
+        assert len(gateway.warm_up_calls) == (4 if is_first else 0)
         for _ in range(8):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1")
-        assert len(pool.calls) == 4
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1")
+        assert len(gateway.warm_up_calls) == 4
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())
 
 
-def test_queue_that_was_away_for_minutes_makes_nothing_cold_that_stayed_where_it_was() -> None:
-    pool = Pool()
+def test_long_queue_outage_makes_only_changed_endpoints_cold() -> None:
+    gateway = WarmUpGateway()
 
-    async def scene_of(scene: Scene) -> None:
-        async def away(*_: object) -> None:
+    async def check(scene: Scene) -> None:
+        async def raise_unavailable(*_: object) -> None:
             raise QueueUnavailableError("Redis did not answer in time")
 
-        told(scene, a="qwen-v1", b="qwen-v1")
-        await began(scene)
-        assert len(pool.calls) == 8
-        scene.queue.refresh_warm_markers = away  # type: ignore[method-assign,assignment]
+        update_listings(scene, a="qwen-v1", b="qwen-v1")
+        await wait_for_exchange(scene)
+        assert len(gateway.warm_up_calls) == 8
+        scene.queue.refresh_warm_markers = raise_unavailable  # type: ignore[method-assign,assignment]
         for number in range(24):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1", b="" if number == 10 else "qwen-v1")
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1", b="" if number == 10 else "qwen-v1")
         del scene.queue.refresh_warm_markers
         for _ in range(4):
-            await asyncio.sleep(EACH_S)
-            told(scene, a="qwen-v1", b="qwen-v1")
-        assert [endpoint for endpoint, _, _ in pool.calls[8:]] == ["b"] * 4
-        assert states(scene, "qwen-v1") == ["cold", "open"]
+            await asyncio.sleep(EXCHANGE_INTERVAL_S)
+            update_listings(scene, a="qwen-v1", b="qwen-v1")
+        assert [endpoint for endpoint, _, _ in gateway.warm_up_calls[8:]] == ["b"] * 4
+        assert list_version_states(scene, "qwen-v1") == ["cold", "open"]
         assert (
             len((await MemoryQueue(scene.store, "other").refresh_warm_markers([], [], [])).warm_markers) == 2
         )
 
-    play(scene_of, pool, options())
+    run_with_gateway(check, gateway, options())

@@ -1,4 +1,4 @@
-"""What is peculiar to the queue in memory: its clock, its speed, its end. The rest is conformance."""
+"""Properties of the in-memory queue alone: clock, speed and outage. The conformance tests cover the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dispatcher.ports import (
 
 
 class Clock:
-    """Time that passes when told to."""
+    """Clock whose time is set by the test."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -28,7 +28,7 @@ class Clock:
         return self.now
 
 
-async def test_leases_delays_and_deadlines_follow_the_clock_that_was_passed_in() -> None:
+async def test_leases_delays_and_deadlines_follow_the_given_clock() -> None:
     clock = Clock()
     store = MemoryStore(clock, unix_origin=1_700_000_000, lease_s=30)
     queue = MemoryQueue(store, "owner")
@@ -49,33 +49,35 @@ async def test_leases_delays_and_deadlines_follow_the_clock_that_was_passed_in()
     assert held.member == b"0"
 
 
-async def test_owners_whose_clocks_stand_apart_tell_each_other_the_same_moments() -> None:
+async def test_owners_with_different_clocks_share_the_same_times() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     here = MemoryQueue(store, "here", clock=lambda: clock.now - 400)
     there = MemoryQueue(store, "there", clock=lambda: clock.now + 1e6)
-    told = await here.share_state(
+    reply = await here.share_state(
         Permit(7, 598.0, 0), Overload(599.0, 630.0, is_out_of_capacity=True, in_flight=3)
     )
-    assert told.lease_counts.counted_at == 600.0
-    assert told.shared.overload == Overload(599.0, 630.0, is_out_of_capacity=True, in_flight=3)
-    learned = await there.renew([])
-    assert learned.lease_counts.counted_at == 1_001_000.0
-    assert (learned.shared.limit, learned.shared.read_at) == (7, 1_000_998.0)
-    assert learned.shared.overload == Overload(1_000_999.0, 1_001_030.0, is_out_of_capacity=True, in_flight=3)
+    assert reply.lease_counts.counted_at == 600.0
+    assert reply.shared.overload == Overload(599.0, 630.0, is_out_of_capacity=True, in_flight=3)
+    reply_there = await there.renew([])
+    assert reply_there.lease_counts.counted_at == 1_001_000.0
+    assert (reply_there.shared.limit, reply_there.shared.read_at) == (7, 1_000_998.0)
+    assert reply_there.shared.overload == Overload(
+        1_000_999.0, 1_001_030.0, is_out_of_capacity=True, in_flight=3
+    )
     store.add_member(b"x", 1)
     clock.now += 31
     assert len((await there.claim(1, "a", Permit(7, 1_000_999.0, 0))).leases) == 0
     assert len((await there.claim(1, "b", Permit(7, 1_000_999.5, 0))).leases) == 1
 
 
-async def test_store_that_is_down_refuses_every_call_and_keeps_everything() -> None:
+async def test_unavailable_store_fails_every_call_and_keeps_its_data() -> None:
     store = MemoryStore(Clock())
     queue = MemoryQueue(store, "owner")
     store.add_member(b"x", 1)
     [lease] = (await queue.claim(1, "a", Permit(1, 0, 0))).leases
     store.outage_message = "Redis cannot be reached: test"
-    for call in (
+    for operation in (
         lambda: queue.claim(1, "b", Permit(9, 0, 0)),
         lambda: queue.settle([Settlement(lease, b"r", "")]),
         lambda: queue.renew([lease]),
@@ -85,13 +87,13 @@ async def test_store_that_is_down_refuses_every_call_and_keeps_everything() -> N
         lambda: store.submit([]),
     ):
         with pytest.raises(QueueUnavailableError, match="cannot be reached: test"):
-            await call()
+            await operation()
     store.outage_message = None
     assert await queue.settle([Settlement(lease, b"r", "")]) == ["done"]
     assert store.pop_result() == b"r"
 
 
-async def test_oldest_dead_go_first() -> None:
+async def test_oldest_dead_letters_are_dropped_first() -> None:
     store = MemoryStore(Clock(), dead_max=2)
     queue = MemoryQueue(store, "owner")
     for number in range(5):
@@ -103,8 +105,8 @@ async def test_oldest_dead_go_first() -> None:
 
 
 @pytest.mark.serial
-async def test_claims_do_not_get_slower_with_what_is_pending_or_was() -> None:
-    """Nothing is searched: ten times as much pending makes the heaps a little deeper, no more."""
+async def test_claims_do_not_get_slower_with_more_pending_requests() -> None:
+    """No call scans the queue: ten times as many pending requests only make the heaps a little deeper."""
 
     async def seconds_per_request(pending: int) -> float:
         clock = Clock()
@@ -126,11 +128,11 @@ async def test_claims_do_not_get_slower_with_what_is_pending_or_was() -> None:
 
     small = min([await seconds_per_request(3_000) for _ in range(3)])
     large = min([await seconds_per_request(30_000) for _ in range(3)])
-    # A scan would make it ten times slower.
+    # A scan would be ten times slower.
     assert large < 3 * small
 
 
-async def test_what_moved_on_does_not_pile_up() -> None:
+async def test_entries_of_moved_requests_do_not_accumulate() -> None:
     clock = Clock()
     store = MemoryStore(clock)
     queue = MemoryQueue(store, "owner")
@@ -142,63 +144,63 @@ async def test_what_moved_on_does_not_pile_up() -> None:
         if number % 100 == 0:
             await queue.sweep()
     await queue.sweep()
-    kept = (
+    kept_entries = (
         store.queue.deadlines.heap,
         store.queue.waiting_by_lane[None].heap,
         store.pool.expiries,
         store.pool.touched_entries,
         store.queue.claims_by_nonce,
     )
-    assert max(len(one) for one in kept) < 15_000
+    assert max(len(one) for one in kept_entries) < 15_000
 
 
-async def test_what_is_said_of_versions_lapses_by_the_clock_that_was_passed_in() -> None:
+async def test_model_registry_entries_expire_by_the_given_clock() -> None:
     clock = Clock()
     store = MemoryStore(clock, unix_origin=1_700_000_000)
     first, second = MemoryQueue(store, "one"), MemoryQueue(store, "two")
-    pair, other = ("qwen-v1", "10.0.0.1:8000"), ("qwen-v2", "10.0.0.1:8000")
-    await first.mark_warm(*pair)
-    await first.take_warm_up_lock(*other)
+    first_warm_up, second_warm_up = ("qwen-v1", "10.0.0.1:8000"), ("qwen-v2", "10.0.0.1:8000")
+    await first.mark_warm(*first_warm_up)
+    await first.take_warm_up_lock(*second_warm_up)
     await first.refresh_warm_markers((), (), ["qwen-v1"])
     await first.pin_versions([PinRequest("chat-7", "v1", (), 45)])
     await store.drain_version("qwen-v1", "ada", "why")
     assert (await store.read_model_registry()).drained_models == {
         "qwen-v1": "by ada since 2023-11-14 22:30:00 UTC: why"
     }
-    seen = []
+    observations = []
     for _ in range(5):
-        marks = await store.read_model_registry()
+        registry = await store.read_model_registry()
         pins = await second.pin_versions([PinRequest("chat-7", "v2", ["v1"], 45)])
-        seen.append(
+        observations.append(
             (
-                set(marks.models_in_use),
-                await second.take_warm_up_lock(*other),
+                set(registry.models_in_use),
+                await second.take_warm_up_lock(*second_warm_up),
                 list(pins),
-                set(marks.warm_markers),
+                set(registry.warm_markers),
             )
         )
-        await second.release_warm_up_lock(*other)
-        clock.now += 14.75 if len(seen) % 2 else 0.25
-    assert seen == [
-        ({"qwen-v1"}, False, ["v1"], {pair}),
-        ({"qwen-v1"}, False, ["v1"], {pair}),
-        (set(), False, ["v1"], {pair}),
-        (set(), False, ["v1"], {pair}),
-        (set(), True, ["v1"], {pair}),
+        await second.release_warm_up_lock(*second_warm_up)
+        clock.now += 14.75 if len(observations) % 2 else 0.25
+    assert observations == [
+        ({"qwen-v1"}, False, ["v1"], {first_warm_up}),
+        ({"qwen-v1"}, False, ["v1"], {first_warm_up}),
+        (set(), False, ["v1"], {first_warm_up}),
+        (set(), False, ["v1"], {first_warm_up}),
+        (set(), True, ["v1"], {first_warm_up}),
     ]
     clock.now = 1059.75
-    assert (await second.refresh_warm_markers((), (), ())).warm_markers == {pair}
+    assert (await second.refresh_warm_markers((), (), ())).warm_markers == {first_warm_up}
     clock.now = 1060
-    assert (await second.refresh_warm_markers([pair], (), ())).warm_markers == set()
+    assert (await second.refresh_warm_markers([first_warm_up], (), ())).warm_markers == set()
     clock.now = 1075
     assert await second.pin_versions([PinRequest("chat-7", "v2", ["v1"], 45)]) == ["v2"]
 
 
-async def test_a_store_that_is_away_says_nothing_of_versions() -> None:
+async def test_unavailable_store_fails_every_call_of_the_model_registry() -> None:
     store = MemoryStore(Clock())
     queue = MemoryQueue(store, "one")
     store.outage_message = "away"
-    for act in (
+    for operation in (
         lambda: queue.refresh_warm_markers((), (), ()),
         lambda: queue.take_warm_up_lock("a", "b"),
         lambda: queue.mark_warm("a", "b"),
@@ -210,4 +212,4 @@ async def test_a_store_that_is_away_says_nothing_of_versions() -> None:
         lambda: store.undrain_version("a"),
     ):
         with pytest.raises(QueueUnavailableError, match="away"):
-            await act()
+            await operation()

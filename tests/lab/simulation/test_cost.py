@@ -1,4 +1,4 @@
-"""What a simulated request costs, in calls: unlike seconds they are the same on every machine."""
+"""Cost of a simulated request in function calls, which unlike seconds are the same on every machine."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dispatcher.lab.simulation.scenario import TIME_STEP_S, Scenario
 from dispatcher.lab.standin import made_up_traffic
 from dispatcher.lab.standin.trace import BUNDLED, load_trace
 
-CALLS_MOST = 646
-"""Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
+MAX_CALLS = 646
+"""Maximum without time steps. Three hours at 400 slots are 400,000 batch and as many realtime requests."""
 
-STEPPED_MOST = 425
-"""The same in steps, in which turns are shared."""
+MAX_CALLS_WITH_TIME_STEPS = 425
+"""Maximum with time steps, where several requests share an iteration of the loop."""
 
-GRAINED_MOST = 209
-"""The same in grains, as three hours at 400 slots are played."""
+MAX_CALLS_WITH_JOBS = 209
+"""Maximum with several requests per job, which is the default for three hours at 400 slots."""
 
 
-def calls_per_request(step_s: float, grain: int = 1) -> float:
+def count_calls_per_request(step_s: float, requests_per_job: int = 1) -> float:
     traffic = made_up_traffic.overlay_copies(load_trace(BUNDLED, slots=400), 8)
     profile = cProfile.Profile()
     with profile:
         run = run_scenario(
-            Scenario(slots=400, seconds=60.0, time_step_s=step_s, requests_per_job=grain),
+            Scenario(slots=400, seconds=60.0, time_step_s=step_s, requests_per_job=requests_per_job),
             traffic,
             PolicyName.DISPATCHER,
         )
@@ -34,16 +34,16 @@ def calls_per_request(step_s: float, grain: int = 1) -> float:
     return float(calls / run.sent)
 
 
-def test_batch_request_and_what_happens_meanwhile_take_no_more_calls_than_they_did() -> None:
-    found = calls_per_request(0.0)
-    assert found <= CALLS_MOST
+def test_batch_request_stays_within_its_number_of_calls() -> None:
+    calls_each = count_calls_per_request(0.0)
+    assert calls_each <= MAX_CALLS
 
 
-def test_batch_request_in_steps_takes_fewer_calls() -> None:
-    found = calls_per_request(TIME_STEP_S)
-    assert found <= STEPPED_MOST
+def test_batch_request_with_time_steps_takes_fewer_calls() -> None:
+    calls_each = count_calls_per_request(TIME_STEP_S)
+    assert calls_each <= MAX_CALLS_WITH_TIME_STEPS
 
 
-def test_batch_request_in_a_grain_takes_its_share_of_the_calls() -> None:
-    found = calls_per_request(TIME_STEP_S, Scenario(slots=400).default_requests_per_job)
-    assert found <= GRAINED_MOST
+def test_batch_request_in_a_job_takes_its_share_of_the_calls() -> None:
+    calls_each = count_calls_per_request(TIME_STEP_S, Scenario(slots=400).default_requests_per_job)
+    assert calls_each <= MAX_CALLS_WITH_JOBS

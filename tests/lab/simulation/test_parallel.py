@@ -1,4 +1,4 @@
-"""Runs in processes of their own: the same figures as in this one, and ends that are told."""
+"""Simulations in separate processes return the same figures as in this one, and failures are reported."""
 
 from __future__ import annotations
 
@@ -23,43 +23,47 @@ def trace() -> Trace:
     return load_trace(BUNDLED, slots=64)
 
 
-def children() -> list[int]:
+def list_child_processes() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def test_runs_are_those_of_one_process(trace: Trace) -> None:
-    wanted = [
+def test_parallel_runs_equal_runs_in_one_process(trace: Trace) -> None:
+    requests = [
         RunRequest(SHORT, name, 1.0) for name in (PolicyName.NONE, PolicyName.DISPATCHER, PolicyName.CAP)
     ]
     runs: dict[int, Run] = {}
-    for progress in run_in_parallel(wanted, trace, 2):
+    for progress in run_in_parallel(requests, trace, 2):
         assert all(0 <= done <= 1 for done in progress.done_shares)
         runs |= dict(progress.ended_runs)
-    for number, each in enumerate(wanted):
-        here = run_scenario(each.scenario, trace, each.policy, sample_interval_s=1.0)
-        assert replace(runs[number], meters=()) == replace(here, meters=())
+    for number, request in enumerate(requests):
+        expected = run_scenario(request.scenario, trace, request.policy, sample_interval_s=1.0)
+        assert replace(runs[number], meters=()) == replace(expected, meters=())
 
 
-def test_process_that_is_killed_is_told(trace: Trace) -> None:
-    before = children()
-    playing = run_in_parallel([RunRequest(Scenario(seconds=900.0), PolicyName.DISPATCHER)], trace, 1)
-    next(playing)
-    (child,) = set(children()) - set(before)
+def test_killed_process_is_reported(trace: Trace) -> None:
+    before = list_child_processes()
+    progress_iterator = run_in_parallel(
+        [RunRequest(Scenario(seconds=900.0), PolicyName.DISPATCHER)], trace, 1
+    )
+    next(progress_iterator)
+    (child,) = set(list_child_processes()) - set(before)
     os.kill(child, signal.SIGKILL)
     with pytest.raises(RunFailedError, match="signal 9 ended it"):
-        list(playing)
-    assert set(children()) <= set(before)
+        list(progress_iterator)
+    assert set(list_child_processes()) <= set(before)
 
 
-def test_run_that_fails_is_told(trace: Trace) -> None:
+def test_failed_run_is_reported(trace: Trace) -> None:
     with pytest.raises(RunFailedError, match="ZeroDivisionError"):
         list(run_in_parallel([RunRequest(replace(SHORT, pods=0), PolicyName.NONE)], trace, 1))
 
 
-def test_who_stops_asking_ends_the_processes(trace: Trace) -> None:
-    before = children()
-    playing = run_in_parallel([RunRequest(Scenario(seconds=900.0), PolicyName.DISPATCHER)] * 3, trace, 2)
-    next(playing)
-    assert len(set(children()) - set(before)) == 2
-    playing.close()
-    wait_until_sync(lambda: set(children()) <= set(before), 10)
+def test_closing_the_iterator_ends_the_processes(trace: Trace) -> None:
+    before = list_child_processes()
+    progress_iterator = run_in_parallel(
+        [RunRequest(Scenario(seconds=900.0), PolicyName.DISPATCHER)] * 3, trace, 2
+    )
+    next(progress_iterator)
+    assert len(set(list_child_processes()) - set(before)) == 2
+    progress_iterator.close()
+    wait_until_sync(lambda: set(list_child_processes()) <= set(before), 10)

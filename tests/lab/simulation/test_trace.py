@@ -1,4 +1,4 @@
-"""Traces: each format gives the traffic it stands for, and a bad one names its line."""
+"""Each trace format yields the expected traffic, and an invalid file is reported with its line."""
 
 from __future__ import annotations
 
@@ -25,35 +25,38 @@ from dispatcher.lab.standin.trace import (
     read_recording,
 )
 
-AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+AZURE_CSV = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:15:50.9951690,396,109
 """
 
 
-def write(folder: Path, text: str, name: str = "trace.csv") -> Path:
+def write_trace(folder: Path, text: str, name: str = "trace.csv") -> Path:
     path = folder / name
     path.write_text(text)
     return path
 
 
-def running_at(trace: Trace, slots: int, times: list[float]) -> list[int]:
+def count_running_at(trace: Trace, slots: int, times: list[float]) -> list[int]:
     world = World(slots, realtime=make_realtime_jobs(trace))
-    seen = []
-    for at in times:
-        world.advance(at)
-        seen.append(world.observe_pool().running)
-    return seen
+    counts = []
+    for time_s in times:
+        world.advance(time_s)
+        counts.append(world.observe_pool().running)
+    return counts
 
 
-def test_azure_trace_becomes_requests_from_time_zero(tmp_path: Path) -> None:
-    trace = load_trace(write(tmp_path, AZURE), slots=64)
-    assert [(a.arrives_at, a.tokens) for a in trace.arrivals] == [(0.0, 44), (4.314579, 109)]
+def test_azure_trace_is_read_as_requests_from_time_zero(tmp_path: Path) -> None:
+    trace = load_trace(write_trace(tmp_path, AZURE_CSV), slots=64)
+    assert [(arrival.arrives_at, arrival.tokens) for arrival in trace.arrivals] == [
+        (0.0, 44),
+        (4.314579, 109),
+    ]
     assert trace.arrivals[1].work_s == compute_work_s(396, 109)
     assert trace.seconds == 4.314579
 
 
-def test_bundled_cut_is_900_seconds_with_its_attribution() -> None:
+def test_bundled_trace_has_900_seconds_and_its_attribution() -> None:
     trace = load_trace(BUNDLED, slots=64)
     assert len(trace.arrivals) == 4424
     assert 899 < trace.seconds <= 900
@@ -62,23 +65,23 @@ def test_bundled_cut_is_900_seconds_with_its_attribution() -> None:
     assert "Splitwise" in "".join(head)
 
 
-def test_cut_and_original_give_the_same_arrivals(tmp_path: Path) -> None:
+def test_bundled_trace_starts_like_the_original(tmp_path: Path) -> None:
     bundled = load_trace(BUNDLED, slots=64)
-    original = load_trace(write(tmp_path, AZURE), slots=64)
+    original = load_trace(write_trace(tmp_path, AZURE_CSV), slots=64)
     assert bundled.arrivals[:2] == original.arrivals
 
 
-def test_running_requests_are_taken_slots_at_any_time(tmp_path: Path) -> None:
-    path = write(tmp_path, "time,running\n0,10\n30,40\n60,40\n90,0\n")
+def test_generated_requests_follow_the_recorded_number_of_running_requests(tmp_path: Path) -> None:
+    path = write_trace(tmp_path, "time,running\n0,10\n30,40\n60,40\n90,0\n")
     trace = load_trace(path, slots=64)
     times = [1.0, 10.0, 20.0, 45.0, 59.0, 75.0, 89.0]
     expected = [11, 20, 30, 40, 40, 20, 1]
-    for seen, should in zip(running_at(trace, 64, times), expected, strict=True):
-        assert abs(seen - should) <= 2
+    for counted, expected_count in zip(count_running_at(trace, 64, times), expected, strict=True):
+        assert abs(counted - expected_count) <= 2
 
 
-def test_made_up_requests_are_of_ordinary_length(tmp_path: Path) -> None:
-    trace = load_trace(write(tmp_path, "time,running\n0,20\n600,20\n"), slots=64)
+def test_generated_requests_have_the_usual_length_and_are_reproducible(tmp_path: Path) -> None:
+    trace = load_trace(write_trace(tmp_path, "time,running\n0,20\n600,20\n"), slots=64)
     assert 20 * 600 / 3.4 * 0.8 < len(trace.arrivals) < 20 * 600 / 3.4 * 1.25
     assert trace.arrivals == load_trace(tmp_path / "trace.csv", slots=64).arrivals
 
@@ -94,20 +97,20 @@ def test_prometheus_series_are_summed_and_stale_samples_skipped(tmp_path: Path) 
             ],
         },
     }
-    trace = load_trace(write(tmp_path, json.dumps(answer), "range.json"), slots=32)
+    trace = load_trace(write_trace(tmp_path, json.dumps(answer), "range.json"), slots=32)
     assert trace.seconds == 30
-    assert running_at(trace, 32, [7.0, 14.0, 29.5]) == [10, 10, 6]
+    assert count_running_at(trace, 32, [7.0, 14.0, 29.5]) == [10, 10, 6]
 
 
-def test_iso_times_do_for_running_requests(tmp_path: Path) -> None:
+def test_iso_timestamps_are_accepted(tmp_path: Path) -> None:
     text = "time,running\n2026-01-01T00:00:00Z,3\n2026-01-01T00:01:00Z,3\n"
-    trace = load_trace(write(tmp_path, text), slots=8)
+    trace = load_trace(write_trace(tmp_path, text), slots=8)
     assert trace.seconds == 60
-    assert running_at(trace, 8, [30.0]) == [3]
+    assert count_running_at(trace, 8, [30.0]) == [3]
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "no line with data"),
         ("a,b\n1,2\n", ":1: unknown columns a, b"),
@@ -120,8 +123,8 @@ def test_iso_times_do_for_running_requests(tmp_path: Path) -> None:
         ("time,running\n5,1\n1,1\n", ":3: the time goes back"),
         ("time,running\n5,1\n5,1\n", "all lines have the same time"),
         ("# a comment\ntime,running\n0,1\ninf,1\n", ":4: 'inf' is not a time"),
-        (AZURE + "2023-11-16 18:15:51,many,3\n", ":4: 'many' is not a number"),
-        (AZURE + "2023-11-16 18:00:00,1,3\n", ":4: the time goes back"),
+        (AZURE_CSV + "2023-11-16 18:15:51,many,3\n", ":4: 'many' is not a number"),
+        (AZURE_CSV + "2023-11-16 18:00:00,1,3\n", ":4: the time goes back"),
         ('{"data": \n [1,}', ":2: not JSON"),
         ("[" * 100_000, "not JSON"),
         ('{"status": "error", "error": "query timed out"}', "query timed out"),
@@ -131,15 +134,15 @@ def test_iso_times_do_for_running_requests(tmp_path: Path) -> None:
         ('{"data": {"result": []}}', "0 samples"),
     ],
 )
-def test_bad_trace_says_what_is_wrong_and_where(tmp_path: Path, text: str, said: str) -> None:
-    path = write(tmp_path, text)
+def test_invalid_trace_is_reported_with_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    path = write_trace(tmp_path, text)
     with pytest.raises(TraceError) as error:
         load_trace(path, slots=64)
     assert str(error.value).startswith(str(path))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
-def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
+def test_missing_and_binary_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="No such file"):
         load_trace(tmp_path / "nowhere.csv", slots=64)
     (tmp_path / "binary.csv").write_bytes(b"time\xff\xfe")
@@ -147,34 +150,38 @@ def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
         load_trace(tmp_path / "binary.csv", slots=64)
 
 
-def test_copies_even_bursts_out_and_echoes_do_not() -> None:
-    one = made_up_traffic.make_burst_trace(0)
-    worst = {
-        name: _worst(trace)
+def test_overlaid_copies_smooth_bursts_and_echoes_do_not() -> None:
+    original = made_up_traffic.make_burst_trace(0)
+    fullest = {
+        name: count_in_fullest_second(trace)
         for name, trace in (
-            ("one", one),
-            ("copies", made_up_traffic.overlay_copies(one, 4)),
-            ("echoes", made_up_traffic.add_echoes(one, 4)),
+            ("one", original),
+            ("copies", made_up_traffic.overlay_copies(original, 4)),
+            ("echoes", made_up_traffic.add_echoes(original, 4)),
         )
     }
-    assert worst["one"] < worst["copies"] < 0.75 * worst["echoes"]
-    for many in (made_up_traffic.overlay_copies(one, 4), made_up_traffic.add_echoes(one, 4)):
-        assert len(many.arrivals) == 4 * len(one.arrivals)
-        assert [a.arrives_at for a in many.arrivals] == sorted(a.arrives_at for a in many.arrivals)
+    assert fullest["one"] < fullest["copies"] < 0.75 * fullest["echoes"]
+    for denser in (made_up_traffic.overlay_copies(original, 4), made_up_traffic.add_echoes(original, 4)):
+        assert len(denser.arrivals) == 4 * len(original.arrivals)
+        assert [arrival.arrives_at for arrival in denser.arrivals] == sorted(
+            arrival.arrives_at for arrival in denser.arrivals
+        )
 
 
-def _worst(trace: Trace) -> int:
-    """Requests within the fullest second."""
-    return max(Counter(int(a.arrives_at) for a in trace.arrivals).values())
+def count_in_fullest_second(trace: Trace) -> int:
+    """Return the number of requests in the fullest second."""
+    return max(Counter(int(arrival.arrives_at) for arrival in trace.arrivals).values())
 
 
-def test_steps_hold_each_level_from_its_time_on() -> None:
+def test_step_trace_holds_each_level_from_its_time_on() -> None:
     trace = made_up_traffic.make_step_trace([(0.0, 0), (10.0, 40), (30.0, 20)], slots=64)
-    # Those that start at one moment find a pool that fills: the first of them run a little faster.
-    assert running_at(trace, 64, [5.0, 11.0, 29.0, 31.0, 100.0]) == pytest.approx([0, 40, 40, 20, 20], abs=4)
+    # Requests that start together find a pool that is filling up: the first of them run a little faster.
+    assert count_running_at(trace, 64, [5.0, 11.0, 29.0, 31.0, 100.0]) == pytest.approx(
+        [0, 40, 40, 20, 20], abs=4
+    )
 
 
-def test_trace_that_begins_later_is_the_rest_of_it() -> None:
+def test_cut_start_keeps_the_rest_of_the_trace() -> None:
     rest = made_up_traffic.cut_start(load_trace(BUNDLED, slots=64), 600.0)
     assert rest.seconds == pytest.approx(300, abs=1)
     assert 0 <= rest.arrivals[0].arrives_at < 5
@@ -182,7 +189,7 @@ def test_trace_that_begins_later_is_the_rest_of_it() -> None:
         made_up_traffic.cut_start(rest, 300.0)
 
 
-GRAFANA = """\
+GRAFANA_CSV = """\
 "Time","sum(vllm:num_requests_running)","pod b"
 "2026-03-01 12:00:00",3,
 "2026-03-01 12:00:15",4,1
@@ -191,20 +198,20 @@ GRAFANA = """\
 """
 
 
-def test_download_of_grafana_is_summed_over_its_columns(tmp_path: Path) -> None:
-    assert read_recording(write(tmp_path, GRAFANA)).points == [(0, 3), (15, 5), (45, 2)]
+def test_columns_of_a_grafana_download_are_summed(tmp_path: Path) -> None:
+    assert read_recording(write_trace(tmp_path, GRAFANA_CSV)).points == [(0, 3), (15, 5), (45, 2)]
     in_ms = "sep=,\nTime,a\n1772366400000,3\n1772366415000,5\n"
-    assert read_recording(write(tmp_path, in_ms)).points == [(0, 3), (15, 5)]
+    assert read_recording(write_trace(tmp_path, in_ms)).points == [(0, 3), (15, 5)]
 
 
-def test_grafana_with_units_is_refused_by_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "Time,a\n2026-03-01 12:00:00,3\n2026-03-01 12:00:15,4 req\n")
+def test_grafana_value_with_a_unit_is_rejected_with_its_line(tmp_path: Path) -> None:
+    path = write_trace(tmp_path, "Time,a\n2026-03-01 12:00:00,3\n2026-03-01 12:00:15,4 req\n")
     with pytest.raises(TraceError, match=r":3: '4 req' is not a number"):
         read_recording(path)
 
 
 @given(st.lists(st.floats(0, 50), min_size=2, max_size=60), st.integers(1, 20))
-def test_no_stretch_between_samples_is_busier_than_the_busiest(levels: list[float], samples: int) -> None:
+def test_cut_busiest_keeps_the_interval_with_most_running_requests(levels: list[float], samples: int) -> None:
     recording = Recording("levels", points=[(15.0 * i, level) for i, level in enumerate(levels)])
     cut = recording.cut_busiest(15.0 * samples)
     if samples >= len(levels) - 1:
@@ -215,18 +222,18 @@ def test_no_stretch_between_samples_is_busier_than_the_busiest(levels: list[floa
     def area(points: Sequence[tuple[float, float]]) -> float:
         return sum((n0 + n1) / 2 * (t1 - t0) for (t0, n0), (t1, n1) in pairwise(points))
 
-    most = max(area(recording.points[i : i + samples + 1]) for i in range(len(levels) - samples))
-    assert area(cut.points) == pytest.approx(most)
+    largest = max(area(recording.points[i : i + samples + 1]) for i in range(len(levels) - samples))
+    assert area(cut.points) == pytest.approx(largest)
 
 
 @given(st.lists(st.floats(0, 3600), min_size=2, max_size=60, unique=True))
-def test_busiest_requests_are_as_many_as_any_stretch_has(times: list[float]) -> None:
+def test_cut_busiest_keeps_at_least_as_many_requests_as_any_interval(times: list[float]) -> None:
     requests = [RealtimeRequest(at, 1.0, 1) for at in sorted(times)]
     recording = Recording("requests", requests=requests)
     cut = recording.cut_busiest(900.0)
-    assert all(0 <= each.arrives_at <= 900.0 for each in cut.requests)
+    assert all(0 <= request.arrives_at <= 900.0 for request in cut.requests)
     if cut is not recording:
-        most = max(
-            sum(end - 899 < each.arrives_at <= end for each in requests) for end in times if end >= 900
+        largest = max(
+            sum(end - 899 < request.arrives_at <= end for request in requests) for end in times if end >= 900
         )
-        assert len(cut.requests) >= most
+        assert len(cut.requests) >= largest

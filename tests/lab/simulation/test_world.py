@@ -1,4 +1,4 @@
-"""The simulated pool: slots, order, slowdown, refusals, and that nobody gets lost in it."""
+"""The simulated pool: slots, order, slowdown, refusals, and that no request gets lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dispatcher.lab.simulation.world import Arrival, Job, World
 from dispatcher.lab.standin.model import compute_slowdown, compute_work_s
 
 
-def job(seconds: float = 1.0, *, batch: bool = True) -> Job:
+def make_job(seconds: float = 1.0, *, batch: bool = True) -> Job:
     return Job(seconds, 1, is_batch=batch)
 
 
@@ -27,27 +27,27 @@ def test_full_pool_is_half_as_fast_as_an_empty_one() -> None:
     assert compute_slowdown(1, 1) == 1.0
 
 
-def test_request_is_slowed_by_what_runs_when_it_starts_and_no_more() -> None:
+def test_slowdown_of_a_request_depends_on_running_requests_at_its_start() -> None:
     world = World(3)
-    first, second = job(), job()
+    first, second = make_job(), make_job()
     world.advance_and_admit(first, 0.0)
     world.advance_and_admit(second, 0.0)
     world.advance(10.0)
     assert (first.finished_at, second.finished_at) == (1.0, 1.5)
 
 
-def test_realtime_that_waits_starts_before_batch_that_came_earlier() -> None:
+def test_waiting_realtime_starts_before_earlier_batch() -> None:
     world = World(1)
-    running, batch, realtime = job(), job(), job(batch=False)
+    running, batch, realtime = make_job(), make_job(), make_job(batch=False)
     for arriving, at in ((running, 0.0), (batch, 0.1), (realtime, 0.2)):
         assert world.advance_and_admit(arriving, at) is Arrival.ACCEPTED
     world.advance(5.0)
     assert (realtime.started_at, batch.started_at) == (1.0, 2.0)
 
 
-def test_full_queue_refuses_whoever_comes() -> None:
-    world = World(1, queue_limit=1, realtime=[(0.5, job(batch=False))])
-    assert [world.advance_and_admit(job(), 0.1) for _ in range(3)] == [
+def test_full_queue_refuses_every_request() -> None:
+    world = World(1, queue_limit=1, realtime=[(0.5, make_job(batch=False))])
+    assert [world.advance_and_admit(make_job(), 0.1) for _ in range(3)] == [
         Arrival.ACCEPTED,
         Arrival.ACCEPTED,
         Arrival.REFUSED,
@@ -56,44 +56,44 @@ def test_full_queue_refuses_whoever_comes() -> None:
     assert world.realtime_refused == 1
 
 
-def test_outage_cuts_what_runs_and_turns_away_what_comes() -> None:
-    gone: list[Job] = []
-    world = World(2, outages=[(1.0, 2.0)], on_dropped=gone.append, realtime=[(1.5, job(batch=False))])
-    cut = [job(5.0), job(5.0), job(5.0)]
-    for one in cut:
-        world.advance_and_admit(one, 0.5)
-    assert world.advance_and_admit(job(), 1.1) is Arrival.UNREACHABLE
-    assert gone == cut
+def test_outage_drops_running_requests_and_rejects_new_ones() -> None:
+    dropped: list[Job] = []
+    world = World(2, outages=[(1.0, 2.0)], on_dropped=dropped.append, realtime=[(1.5, make_job(batch=False))])
+    running_jobs = [make_job(5.0), make_job(5.0), make_job(5.0)]
+    for job in running_jobs:
+        world.advance_and_admit(job, 0.5)
+    assert world.advance_and_admit(make_job(), 1.1) is Arrival.UNREACHABLE
+    assert dropped == running_jobs
     assert world.in_system == 0
-    assert world.advance_and_admit(job(), 2.1) is Arrival.ACCEPTED
+    assert world.advance_and_admit(make_job(), 2.1) is Arrival.ACCEPTED
     assert world.realtime_unreachable == 1
 
 
-def test_requests_on_a_leaving_pod_run_to_their_end() -> None:
-    told: list[int] = []
-    world = World(4, pods=2, pods_at=[(0.5, 1), (3.0, 2)], on_pod_count=told.append)
+def test_requests_on_a_removed_pod_run_to_their_end() -> None:
+    pod_counts: list[int] = []
+    world = World(4, pods=2, pods_at=[(0.5, 1), (3.0, 2)], on_pod_count=pod_counts.append)
     for _ in range(5):
-        world.advance_and_admit(job(10.0), 0.0)
+        world.advance_and_admit(make_job(10.0), 0.0)
     world.advance(1.0)
     assert (world.observe_pool().running, world.observe_pool().waiting, world.slots) == (4, 1, 2)
     world.advance(3.5)
     assert world.observe_pool().waiting == 0
-    assert told == [1, 2]
+    assert pod_counts == [1, 2]
 
 
-def test_capacity_that_shrinks_lets_what_runs_run_on_and_tells_nobody() -> None:
-    told: list[int] = []
-    world = World(4, slots_at=[(0.5, 3)], on_pod_count=told.append)
+def test_smaller_capacity_lets_running_requests_finish_and_is_not_reported() -> None:
+    pod_counts: list[int] = []
+    world = World(4, slots_at=[(0.5, 3)], on_pod_count=pod_counts.append)
     for _ in range(5):
-        world.advance_and_admit(job(10.0), 0.0)
+        world.advance_and_admit(make_job(10.0), 0.0)
     world.advance(1.0)
     assert (world.observe_pool().running, world.observe_pool().waiting, world.slots) == (4, 1, 3)
-    assert told == []
+    assert pod_counts == []
 
 
-def test_in_the_pods_whoever_came_first_starts_first() -> None:
+def test_requests_waiting_in_the_pods_start_in_order_of_arrival() -> None:
     world = World(1, get_admission_limit=lambda slots, pods: inf)
-    running, batch, realtime = job(), job(), job(batch=False)
+    running, batch, realtime = make_job(), make_job(), make_job(batch=False)
     for arriving, at in ((running, 0.0), (batch, 0.1), (realtime, 0.2)):
         assert world.advance_and_admit(arriving, at) is Arrival.ACCEPTED
     assert world.observe_pool().waiting_in_pods == 2
@@ -101,50 +101,50 @@ def test_in_the_pods_whoever_came_first_starts_first() -> None:
     assert (batch.started_at, realtime.started_at) == (1.0, 2.0)
 
 
-def test_picker_lets_in_so_many_and_holds_the_others_back() -> None:
-    """The one that was let in goes first, though it is of batch; of the others realtime does."""
+def test_picker_admits_up_to_its_limit_and_queues_the_others() -> None:
+    """An admitted batch request starts first; among the waiting ones realtime does."""
     world = World(1, get_admission_limit=lambda slots, pods: slots + 1, queue_limit=2)
-    running, let_in, batch, realtime = job(), job(), job(), job(batch=False)
-    for arriving, at in ((running, 0.0), (let_in, 0.1), (batch, 0.2), (realtime, 0.3)):
+    running, admitted, batch, realtime = make_job(), make_job(), make_job(), make_job(batch=False)
+    for arriving, at in ((running, 0.0), (admitted, 0.1), (batch, 0.2), (realtime, 0.3)):
         assert world.advance_and_admit(arriving, at) is Arrival.ACCEPTED
-    assert world.advance_and_admit(job(), 0.4) is Arrival.REFUSED
+    assert world.advance_and_admit(make_job(), 0.4) is Arrival.REFUSED
     assert (world.observe_pool().waiting, world.observe_pool().waiting_in_pods) == (3, 1)
     world.advance(5.0)
-    assert [each.started_at for each in (let_in, realtime, batch)] == [1.0, 2.0, 3.0]
+    assert [job.started_at for job in (admitted, realtime, batch)] == [1.0, 2.0, 3.0]
 
 
-def test_pods_fill_evenly_and_each_is_slowed_by_its_own() -> None:
+def test_pods_fill_evenly_and_slow_only_their_own_requests() -> None:
     world = World(4, pods=2)
-    four = [job() for _ in range(4)]
-    for one in four:
-        world.advance_and_admit(one, 0.0)
+    jobs = [make_job() for _ in range(4)]
+    for job in jobs:
+        world.advance_and_admit(job, 0.0)
     world.advance(10.0)
-    assert [one.finished_at for one in four] == [1.0, 1.0, 2.0, 2.0]
+    assert [job.finished_at for job in jobs] == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_who_waits_in_a_pod_that_leaves_waits_for_another() -> None:
+def test_request_waiting_in_a_removed_pod_waits_in_another() -> None:
     world = World(2, pods=2, pods_at=[(0.5, 1)], get_admission_limit=lambda slots, pods: inf)
-    four = [job() for _ in range(4)]
-    for one in four:
-        world.advance_and_admit(one, 0.0)
+    jobs = [make_job() for _ in range(4)]
+    for job in jobs:
+        world.advance_and_admit(job, 0.0)
     world.advance(10.0)
-    assert [one.started_at for one in four] == [0.0, 0.0, 1.0, 2.0]
+    assert [job.started_at for job in jobs] == [0.0, 0.0, 1.0, 2.0]
 
 
-def test_new_pod_takes_from_the_queue_at_once() -> None:
+def test_new_slot_takes_a_waiting_request_at_once() -> None:
     world = World(1, slots_at=[(0.5, 2)])
-    world.advance_and_admit(job(9.0), 0.0)
-    waiting = job(9.0)
+    world.advance_and_admit(make_job(9.0), 0.0)
+    waiting = make_job(9.0)
     world.advance_and_admit(waiting, 0.1)
     world.advance(1.0)
     assert waiting.started_at == 0.5
 
 
-def test_request_whose_client_leaves_makes_room_for_the_next() -> None:
+def test_removed_request_frees_its_slot_for_the_next() -> None:
     world = World(1)
-    leaving, next_one, third = job(9.0), job(1.0), job(1.0)
-    for one in (leaving, next_one, third):
-        world.advance_and_admit(one, 0.0)
+    leaving, next_one, third = make_job(9.0), make_job(1.0), make_job(1.0)
+    for job in (leaving, next_one, third):
+        world.advance_and_admit(job, 0.0)
     world.remove_job(third, 1.0)
     world.remove_job(leaving, 2.0)
     world.remove_job(leaving, 2.5)
@@ -158,12 +158,12 @@ def test_overshoot_is_integrated_over_time() -> None:
     world = World(10, reserve=0.2)
     for _ in range(10):
         world.advance_and_admit(Job(1.0, 1, is_batch=True), 0.0)
-    world.advance(1.0)  # the first ends at 1.0, and two above 8 were there all the time
+    world.advance(1.0)  # The first request ends at 1.0, and until then two requests exceed the limit of 8.
     assert world.overshoot.request_seconds == pytest.approx(2.0)
     assert world.overshoot.worst == pytest.approx(2.0)
 
 
-arrivals = st.lists(
+ARRIVALS = st.lists(
     st.tuples(
         st.floats(0, 20, allow_nan=False),
         st.floats(0.01, 5, allow_nan=False),
@@ -176,64 +176,66 @@ arrivals = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    arrivals=arrivals,
+    arrivals=ARRIVALS,
     slots=st.integers(1, 8),
     queue_limit=st.one_of(st.none(), st.integers(0, 5)),
     outage=st.one_of(st.none(), st.floats(0, 20, allow_nan=False)),
-    change=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 8))),
+    slots_change=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 8))),
     pods=st.integers(1, 3),
-    fewer=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 3))),
-    let_in=st.one_of(st.integers(0, 4), st.just(inf)),
+    pods_change=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 3))),
+    extra_admissions=st.one_of(st.integers(0, 4), st.just(inf)),
 )
-def test_every_request_is_in_one_place_and_slots_are_used(
+def test_every_request_is_in_exactly_one_state_and_free_slots_are_used(
     arrivals: list[tuple[float, float, bool, float | None]],
     slots: int,
     queue_limit: int | None,
     outage: float | None,
-    change: tuple[float, int] | None,
+    slots_change: tuple[float, int] | None,
     pods: int,
-    fewer: tuple[float, int] | None,
-    let_in: float,
+    pods_change: tuple[float, int] | None,
+    extra_admissions: float,
 ) -> None:
     finished: list[Job] = []
-    gone: list[Job] = []
+    dropped: list[Job] = []
     world = World(
         slots,
         queue_limit=queue_limit,
         outages=[] if outage is None else [(outage, outage + 2)],
-        slots_at=[] if change is None else [change],
+        slots_at=[] if slots_change is None else [slots_change],
         pods=pods,
-        pods_at=[] if fewer is None else [fewer],
-        get_admission_limit=lambda slots, pods: slots + let_in,
+        pods_at=[] if pods_change is None else [pods_change],
+        get_admission_limit=lambda slots, pods: slots + extra_admissions,
         on_finish=finished.append,
-        on_dropped=gone.append,
+        on_dropped=dropped.append,
     )
     accepted: list[Job] = []
     left: list[Job] = []
     steps: list[tuple[float, int, Job, bool]] = []
-    for i, (at, seconds, batch, leaves) in enumerate(arrivals):
-        one = job(seconds, batch=batch)
-        steps.append((at, 2 * i, one, True))
-        if leaves is not None:
-            steps.append((at + leaves, 2 * i + 1, one, False))
-    for at, _, one, arrives in sorted(steps, key=lambda step: step[:2]):
+    for i, (at, seconds, batch, leaves_after_s) in enumerate(arrivals):
+        job = make_job(seconds, batch=batch)
+        steps.append((at, 2 * i, job, True))
+        if leaves_after_s is not None:
+            steps.append((at + leaves_after_s, 2 * i + 1, job, False))
+    for at, _, job, arrives in sorted(steps, key=lambda step: step[:2]):
         if arrives:
-            if world.advance_and_admit(one, at) is Arrival.ACCEPTED:
-                accepted.append(one)
+            if world.advance_and_admit(job, at) is Arrival.ACCEPTED:
+                accepted.append(job)
         else:
-            was_there = one in accepted and isnan(one.finished_at)
-            world.remove_job(one, at)
-            if was_there and one.is_gone and one not in gone:
-                left.append(one)
+            was_in_pool = job in accepted and isnan(job.finished_at)
+            world.remove_job(job, at)
+            if was_in_pool and job.is_gone and job not in dropped:
+                left.append(job)
         state = world.observe_pool()
-        assert len(accepted) == len(finished) + len(gone) + len(left) + state.running + state.waiting
+        assert len(accepted) == len(finished) + len(dropped) + len(left) + state.running + state.waiting
         if state.waiting:
-            # Where there are several pods, one may have a queue while another, that is new, has none.
-            assert pods > 1 or fewer or state.running >= state.slots, "nobody waits while a slot is free"
-        if change is None and fewer is None:
+            # With several pods one may have a queue while a new one has none.
+            assert pods > 1 or pods_change or state.running >= state.slots, (
+                "no request may wait while a slot is free"
+            )
+        if slots_change is None and pods_change is None:
             assert state.running <= slots
-    for one in finished:
-        assert one.arrived_at <= one.started_at <= one.finished_at
+    for job in finished:
+        assert job.arrived_at <= job.started_at <= job.finished_at
     world.advance(1e6)
     if world.slots:
         assert world.in_system == 0

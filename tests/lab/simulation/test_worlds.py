@@ -1,4 +1,4 @@
-"""Each world of docs/explanation/worlds.md is one command, and its figures are those of the page."""
+"""Each world of docs/explanation/worlds.md is one command, and the page shows the figures of that command."""
 
 from __future__ import annotations
 
@@ -10,50 +10,60 @@ import typer
 from typer.main import get_command
 
 from dispatcher.cli.simulate import simulate
-from tests.lab.simulation.worlds import COLUMNS, DOCUMENT, SEEDS, WORLDS, Figures, World, mean, page, play
+from tests.lab.simulation.worlds import (
+    COLUMNS,
+    DOCUMENT,
+    SEEDS,
+    WORLDS,
+    Figures,
+    World,
+    average_runs,
+    render_page,
+    run_world,
+)
 
-VERB = typer.Typer()
-VERB.command()(simulate)
-SIMULATE = get_command(VERB)
-ROUGHLY = {"utilization": 0.02, "closed": 15.0, "refused_per_1000": 5.0}
-"""A mathematics library that rounds otherwise moves single requests, and what follows from them."""
+CLI = typer.Typer()
+CLI.command()(simulate)
+SIMULATE_COMMAND = get_command(CLI)
+TOLERANCES = {"utilization": 0.02, "closed": 15.0, "refused_per_1000": 5.0}
+"""Absolute tolerances: a mathematics library that rounds differently moves single requests."""
 
 
-def ids(world: World) -> str:
+def name_world(world: World) -> str:
     return world.name
 
 
-def shown() -> dict[str, list[float]]:
-    """Each world's figures as the page has them."""
+def read_page() -> dict[str, list[float]]:
+    """Return the figures of each world on the page."""
     rows = re.findall(r"^\| ([^|]+) \| ([0-9].*) \|$", DOCUMENT.read_text(), re.MULTILINE)
     return {name: [float(cell.replace(",", "")) for cell in cells.split("|")] for name, cells in rows}
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=ids)
-def test_each_world_is_one_command_that_the_page_names(world: World) -> None:
+@pytest.mark.parametrize("world", WORLDS, ids=name_world)
+def test_each_world_is_one_command_on_the_page(world: World) -> None:
     verb, *options = shlex.split(world.command)[1:]
     assert verb == "simulate"
-    SIMULATE.make_context(verb, options)
+    SIMULATE_COMMAND.make_context(verb, options)
     assert f"{world.command}  # {world.name}" in DOCUMENT.read_text()
-    assert len(shown()[world.name]) == len(COLUMNS)
+    assert len(read_page()[world.name]) == len(COLUMNS)
 
 
-def test_names_are_of_one_world_each() -> None:
+def test_world_names_are_unique() -> None:
     assert len({world.name for world in WORLDS}) == len(WORLDS)
 
 
-def test_table_shows_what_was_beside_what_is() -> None:
+def test_table_shows_earlier_figures_next_to_new_ones() -> None:
     now: dict[str, Figures] = {WORLDS[0].name: dict.fromkeys((field for field, _ in COLUMNS.values()), 1.0)}
     then = {WORLDS[0].name: {**now[WORLDS[0].name], "utilization": 0.5}}
-    assert "| 0.500 → 1.000 |" in page(now, SEEDS, then)
-    assert "→" not in page(now, SEEDS)
+    assert "| 0.500 → 1.000 |" in render_page(now, SEEDS, then)
+    assert "→" not in render_page(now, SEEDS)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", WORLDS, ids=ids)
-def test_figures_are_those_of_the_page(world: World) -> None:
-    found = mean([play(world, seed) for seed in SEEDS])
-    for (field, _), stands in zip(COLUMNS.values(), shown()[world.name], strict=True):
-        limit = pytest.approx(stands, rel=0.2, abs=ROUGHLY.get(field, 0.1))
-        assert found[field] == limit, f"{field}: run python -m tests.lab.simulation.worlds"
+@pytest.mark.parametrize("world", WORLDS, ids=name_world)
+def test_page_shows_the_figures_of_a_run(world: World) -> None:
+    averages = average_runs([run_world(world, seed) for seed in SEEDS])
+    for (field, _), shown in zip(COLUMNS.values(), read_page()[world.name], strict=True):
+        limit = pytest.approx(shown, rel=0.2, abs=TOLERANCES.get(field, 0.1))
+        assert averages[field] == limit, f"{field}: run python -m tests.lab.simulation.worlds"

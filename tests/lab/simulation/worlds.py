@@ -1,11 +1,11 @@
-"""The worlds in which the control law is judged: each is one command, and all together a table.
+"""The simulated worlds that judge the limit algorithm: each is one command, and together they fill a table.
 
-python -m tests.lab.simulation.worlds now.json    run all, write figures as they come
+python -m tests.lab.simulation.worlds now.json    run all and write each result to the file
 python -m tests.lab.simulation.worlds now.json --write  write docs/explanation/worlds.md from the file
 python -m tests.lab.simulation.worlds now.json --before then.json  compare with another commit
-python -m tests.lab.simulation.worlds now.json --only bursts --seeds 0,1   run those whose name has this in it
+python -m tests.lab.simulation.worlds now.json --only bursts --seeds 0,1   run these worlds
 
-What is in the file already is not run again.
+Worlds that are already in the file are not run again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tests.paths import DOCS
 DOCUMENT = DOCS / "explanation" / "worlds.md"
 SEEDS = (0, 1, 2)
 AGES = {"1 s": "--scrape 1 --lag 0.05", "5 s": "--scrape 5 --lag 1", "15 s": "--scrape 15 --lag 5"}
-"""How old readings are."""
+"""Options for each age of the readings."""
 
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class World:
-    """What is tried, and the command that does it."""
+    """A world, and the command that simulates it."""
 
     name: str
     options: str
@@ -46,47 +46,47 @@ class World:
         return f"batch-dispatcher simulate --policy dispatcher {self.options}".rstrip()
 
 
-def at_each_age(name: str, options: str = "") -> list[World]:
-    return [World(f"{name}, {age}", f"{how} {options}".rstrip()) for age, how in AGES.items()]
+def vary_age(name: str, options: str = "") -> list[World]:
+    return [World(f"{name}, {age}", f"{age_options} {options}".rstrip()) for age, age_options in AGES.items()]
 
 
-COUNTED = "--detector concurrency"
+CONCURRENCY = "--detector concurrency"
 CHAPTERS: Mapping[str, Sequence[World]] = {
-    "A pool as it is configured": [
-        *at_each_age("chat"),
-        *at_each_age("chat, no flow control", "--detector none"),
-        *at_each_age("bursts", "--trace bursts"),
+    "A pool with the configured capacity": [
+        *vary_age("chat"),
+        *vary_age("chat, no flow control", "--detector none"),
+        *vary_age("bursts", "--trace bursts"),
         World("chat, 8 pods without flow control", "--detector none --pods 8"),
     ],
-    "The same, and eight requests may wait": [
-        *at_each_age("chat, limit 8", f"--queue-limit 8 {COUNTED}"),
-        *at_each_age("bursts, limit 8", f"--trace bursts --queue-limit 8 {COUNTED}"),
+    "The same with a queue limit of eight requests": [
+        *vary_age("chat, limit 8", f"--queue-limit 8 {CONCURRENCY}"),
+        *vary_age("bursts, limit 8", f"--trace bursts --queue-limit 8 {CONCURRENCY}"),
         World(
             "chat on 512 slots, limit 8, 15 s",
-            f"--slots 512 --copies 8 --scrape 15 --lag 5 --queue-limit 8 {COUNTED}",
+            f"--slots 512 --copies 8 --scrape 15 --lag 5 --queue-limit 8 {CONCURRENCY}",
         ),
     ],
-    "A pool that is smaller than configured": [
-        *at_each_age("chat, 64 of 192, limit 8", f"--slots 192 --true-slots 64 --queue-limit 8 {COUNTED}"),
-        *at_each_age(
+    "A pool smaller than configured": [
+        *vary_age("chat, 64 of 192, limit 8", f"--slots 192 --true-slots 64 --queue-limit 8 {CONCURRENCY}"),
+        *vary_age(
             "bursts, 64 of 192, limit 8",
-            f"--trace bursts --slots 192 --true-slots 64 --queue-limit 8 {COUNTED}",
+            f"--trace bursts --slots 192 --true-slots 64 --queue-limit 8 {CONCURRENCY}",
         ),
         World("chat, 64 become 48, no flow control", "--slots-at 0:48 --detector none"),
         World("chat, 64 become 48, realtime first", "--slots-at 0:48 --detector none --order realtime-first"),
         World("chat, 64 become 48 halfway", "--slots-at 450:48"),
-        World("chat, 64 become 48, a count", f"--slots-at 0:48 {COUNTED}"),
+        World("chat, 64 become 48, request count", f"--slots-at 0:48 {CONCURRENCY}"),
     ],
-    "A pool whose capacity nobody names": [
-        *at_each_age("chat, 3 pods", "--capacity-unset --slots 63 --pods 3"),
-        *at_each_age("bursts, 3 pods", "--capacity-unset --trace bursts --slots 63 --pods 3"),
+    "A pool with unknown capacity": [
+        *vary_age("chat, 3 pods", "--capacity-unset --slots 63 --pods 3"),
+        *vary_age("bursts, 3 pods", "--capacity-unset --trace bursts --slots 63 --pods 3"),
         World("chat, 3 pods, no flow control", "--capacity-unset --slots 63 --pods 3 --detector none"),
-        World("chat, 3 pods, a count", f"--capacity-unset --slots 63 --pods 3 {COUNTED}"),
-        World("chat, 3 pods, model servers alone", "--capacity-unset --slots 63 --pods 3 --detector servers"),
+        World("chat, 3 pods, request count", f"--capacity-unset --slots 63 --pods 3 {CONCURRENCY}"),
+        World("chat, 3 pods, only model servers", "--capacity-unset --slots 63 --pods 3 --detector servers"),
         World("2,000 tokens, 3 pods", "--capacity-unset --slots 63 --pods 3 --batch-tokens 2000"),
     ],
     "Long requests": [
-        *at_each_age("2,000 tokens", "--batch-tokens 2000"),
+        *vary_age("2,000 tokens", "--batch-tokens 2000"),
         World("2,000 tokens, no flow control, 15 s", f"{AGES['15 s']} --batch-tokens 2000 --detector none"),
         World("2,000 tokens, a reserve of 0.2", "--batch-tokens 2000 --reserve 0.2"),
         World("2,000 tokens, a reserve of 0.35", "--batch-tokens 2000 --reserve 0.35"),
@@ -99,51 +99,52 @@ CHAPTERS: Mapping[str, Sequence[World]] = {
             "--batch-seconds 0.02 --steps 0:0,10:40,30:20 --seconds 90",
         ),
     ],
-    "Requests that travel": [
+    "Transit times": [
         World(
             f"an idle pool of {slots} slots, {travel * 1000:.0f} ms",
-            f"--trace idle --seconds 300 --slots {slots} --transit-time {travel} {COUNTED} --flush 0",
+            f"--trace idle --seconds 300 --slots {slots} --transit-time {travel} {CONCURRENCY} --flush 0",
         )
         for slots in (64, 512)
         for travel in (0.02, 0.03, 0.05)
     ]
     + [World(f"chat, {travel * 1000:.0f} ms", f"--transit-time {travel}") for travel in (0.05, 0.2)],
     "Clocks, scrapes and pickers": [
-        World("the queue's clock steps back 600 s", f"--queue-limit 8 {COUNTED} --clock-step 300:-600"),
-        World("the queue's clock steps ahead 600 s", f"--queue-limit 8 {COUNTED} --clock-step 300:600"),
+        World("the queue's clock steps back 600 s", f"--queue-limit 8 {CONCURRENCY} --clock-step 300:-600"),
+        World("the queue's clock steps ahead 600 s", f"--queue-limit 8 {CONCURRENCY} --clock-step 300:600"),
         World(
-            "the same, back, after refusals",
-            f"--trace bursts --queue-limit 8 {COUNTED} --clock-step 300:-600 --seconds 600",
+            "the same step back, after refusals",
+            f"--trace bursts --queue-limit 8 {CONCURRENCY} --clock-step 300:-600 --seconds 600",
         ),
         World("5 % of scrapes are lost, 1 s", f"{AGES['1 s']} --lost 0.05"),
         World("5 % of scrapes are lost, 5 s", f"{AGES['5 s']} --lost 0.05"),
         World("20 % of scrapes are lost, 5 s", f"{AGES['5 s']} --lost 0.2"),
-        World("two active pickers", f"--pickers 2 {COUNTED} --queue-limit 8"),
+        World("two active pickers", f"--pickers 2 {CONCURRENCY} --queue-limit 8"),
         World(
-            "two active pickers, saturation alone",
-            f"--pickers 2 {COUNTED} --signals saturation --queue-limit 8",
+            "two active pickers, only saturation",
+            f"--pickers 2 {CONCURRENCY} --signals saturation --queue-limit 8",
         ),
         World("a picker that counts tokens", "--detector tokens --queue-limit 8"),
         World(
-            "a picker that counts tokens, saturation alone",
+            "a picker that counts tokens, only saturation",
             "--detector tokens --signals saturation --queue-limit 8",
         ),
-        World("averages alone", "--detector none --averages-alone --scrape 5 --lag 1"),
+        World("only averages", "--detector none --averages-alone --scrape 5 --lag 1"),
         World(
-            "averages alone, flushed right before each scrape",
+            "only averages, flushed just before each scrape",
             "--detector none --averages-alone --scrape 5 --lag 1 --flush-phase 0",
         ),
-        World("read when it was taken, 5 s later", "--scrape 5 --lag 5"),
-        World("the same, dated 50 ms late", "--scrape 5 --lag 5 --stamp 0.05"),
-        World("the same, dated 200 ms early", "--scrape 5 --lag 5 --stamp -0.2"),
+        World("readings known 5 s after the sample", "--scrape 5 --lag 5"),
+        World("the same, timestamps 50 ms late", "--scrape 5 --lag 5 --stamp 0.05"),
+        World("the same, timestamps 200 ms early", "--scrape 5 --lag 5 --stamp -0.2"),
     ],
 }
 WORLDS = [world for worlds in CHAPTERS.values() for world in worlds]
 
 INTRODUCTION = """\
-Each is one command of the [simulator](simulator.md), 900 s unless it says otherwise; the mean over `--seed`
-{seeds}. `wait`, `p99` and `realtime 429` are realtime's, less what they are without batch work; `closed` is
-how long the gate was. What moves here from one commit to the next is what a change did.
+Each world is one command of the [simulator](../how-to/simulator.md) and runs for 900 s unless it says
+otherwise. The figures are means over `--seed` {seeds}. `wait`, `p99` and `realtime 429` are those of
+realtime requests, minus their values without batch work. `closed` is the time that the gate was closed.
+A figure that changes from one commit to the next shows the effect of the change.
 """
 
 COLUMNS = {
@@ -157,8 +158,8 @@ COLUMNS = {
 }
 
 
-def play(world: World, seed: int) -> Figures:
-    """The figures of one run."""
+def run_world(world: World, seed: int) -> Figures:
+    """Run a world once and return its figures."""
     printed = io.StringIO()
     arguments = [*shlex.split(world.command)[1:], "--seed", str(seed), "--processes", "1", "--json"]
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
@@ -168,52 +169,54 @@ def play(world: World, seed: int) -> Figures:
     return {field: float(row[field] or 0.0) for field, _ in COLUMNS.values()}
 
 
-def mean(runs: Sequence[Figures]) -> Figures:
+def average_runs(runs: Sequence[Figures]) -> Figures:
     return {field: round(statistics.fmean(run[field] for run in runs), 4) for field, _ in COLUMNS.values()}
 
 
-def play_all(worlds: Sequence[World], seeds: Sequence[int], path: Path, processes: int) -> None:
-    """The mean over the seeds, by name; kept as it comes, for all together take long."""
-    found = _load(path)
+def run_worlds(worlds: Sequence[World], seeds: Sequence[int], path: Path, processes: int) -> None:
+    """Run each world with all seeds and write the means to the file after each world, since all take long."""
+    results = load_results(path)
     with ProcessPoolExecutor(processes) as pool:
         for world in worlds:
-            if world.name in found["worlds"] and found["seeds"] == list(seeds):
+            if world.name in results["worlds"] and results["seeds"] == list(seeds):
                 continue
-            figures = found["worlds"][world.name] = mean(list(pool.map(partial(play, world), seeds)))
-            found["seeds"] = list(seeds)
-            path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-            print(f"{world.name:45} {_cells(figures, None)}", flush=True)
+            figures = results["worlds"][world.name] = average_runs(
+                list(pool.map(partial(run_world, world), seeds))
+            )
+            results["seeds"] = list(seeds)
+            path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            print(f"{world.name:45} {format_cells(figures, None)}", flush=True)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_results(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"seeds": [], "worlds": {}}
 
 
-def _cells(now: Figures, then: Figures | None) -> str:
-    def cell(field: str, spec: str) -> str:
+def format_cells(now: Figures, then: Figures | None) -> str:
+    def format_cell(field: str, spec: str) -> str:
         shown = format(now[field], spec)
         return shown if then is None else f"{format(then[field], spec)} → {shown}"
 
-    return " | ".join(cell(field, spec) for field, spec in COLUMNS.values())
+    return " | ".join(format_cell(field, spec) for field, spec in COLUMNS.values())
 
 
-def page(
-    found: Mapping[str, Figures], seeds: Sequence[int], before: Mapping[str, Figures] | None = None
+def render_page(
+    results: Mapping[str, Figures], seeds: Sequence[int], before: Mapping[str, Figures] | None = None
 ) -> str:
-    """The table, a chapter each."""
-    told = ", ".join(map(str, seeds))
+    """Return the page: one table per chapter."""
+    seed_list = ", ".join(map(str, seeds))
     parts = [
-        "# Worlds in which the law is judged\n",
+        "# Simulated worlds that judge the limit algorithm\n",
         "<!-- written by python -m tests.lab.simulation.worlds -->\n",
-        INTRODUCTION.format(seeds=told),
+        INTRODUCTION.format(seeds=seed_list),
     ]
     for chapter, worlds in CHAPTERS.items():
-        rows = [world for world in worlds if world.name in found]
+        rows = [world for world in worlds if world.name in results]
         if not rows:
             continue
         parts.append(f"## {chapter}\n\n| world | {' | '.join(COLUMNS)} |\n|---|{'---:|' * len(COLUMNS)}")
         parts += [
-            f"| {world.name} | {_cells(found[world.name], (before or {}).get(world.name))} |"
+            f"| {world.name} | {format_cells(results[world.name], (before or {}).get(world.name))} |"
             for world in rows
         ]
         parts.append("\n```sh")
@@ -232,14 +235,20 @@ def main() -> None:
     parser.add_argument("--before", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
-    given = parser.parse_args()
-    if given.write or given.before:
-        found = _load(given.file)
-        shown = page(found["worlds"], found["seeds"], _load(given.before)["worlds"] if given.before else None)
-        DOCUMENT.write_text(shown) if given.write else print(shown)
+    arguments = parser.parse_args()
+    if arguments.write or arguments.before:
+        results = load_results(arguments.file)
+        shown = render_page(
+            results["worlds"],
+            results["seeds"],
+            load_results(arguments.before)["worlds"] if arguments.before else None,
+        )
+        DOCUMENT.write_text(shown) if arguments.write else print(shown)
     else:
-        worlds = [world for world in WORLDS if given.only in world.name]
-        play_all(worlds, [int(seed) for seed in given.seeds.split(",")], given.file, given.processes)
+        worlds = [world for world in WORLDS if arguments.only in world.name]
+        run_worlds(
+            worlds, [int(seed) for seed in arguments.seeds.split(",")], arguments.file, arguments.processes
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The stand-in for model servers of list calls: what it costs, refuses, and gets wrong on demand."""
+"""The stand-in for model servers of list calls: its duration, refusals and requested errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from dispatcher.core.merging.shapes import SHAPES, find_difference, parse_item_cap, parse_token_cap
 from dispatcher.lab.simulation import virtual_loop
 from dispatcher.lab.standin.lists import ListConfig, ListServer, ListService, StatusAndBody
-from tests.listcalls import PATHS, part, text_of
+from tests.list_calls import PATHS, encode_body, parse_valid_part
 from tests.support import wait_until
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -29,25 +29,27 @@ BODIES: dict[str, dict[str, Any]] = {
     "score": {"text_1": "q", "text_2": ["a", "b", "c"]},
     "predict": {"inputs": [["a"], ["b"], ["c", "d"]]},
 }
-"""Of three items each."""
+"""Bodies with three items each, by shape."""
 
 
-def embedding(*texts: str) -> bytes:
-    return text_of({"model": "m", "input": texts})
+def make_embedding_body(*texts: str) -> bytes:
+    return encode_body({"model": "m", "input": texts})
 
 
-async def asked(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[StatusAndBody]:
+async def gather_answers(
+    server: ListServer, *bodies: bytes, path: str = "/v1/embeddings"
+) -> Sequence[StatusAndBody]:
     return await asyncio.gather(*(server.answer_call(path, body) for body in bodies))
 
 
-def live(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[StatusAndBody]:
-    """The answers, in virtual time."""
-    return virtual_loop.run_in_virtual_time(asked(server, *bodies, path=path))
+def answer_calls(server: ListServer, *bodies: bytes, path: str = "/v1/embeddings") -> Sequence[StatusAndBody]:
+    """Send calls to the server in virtual time and return the answers."""
+    return virtual_loop.run_in_virtual_time(gather_answers(server, *bodies, path=path))
 
 
-def test_a_call_takes_its_price_and_the_next_waits_for_it() -> None:
+def test_call_takes_its_configured_time_and_the_next_one_waits() -> None:
     server = ListServer(ListConfig(call_s=0.5, item_s=0.1, log_s=0.25))
-    live(server, embedding("a"), embedding("b", "c", "d"))
+    answer_calls(server, make_embedding_body("a"), make_embedding_body("b", "c", "d"))
     first, second = server.calls
     assert first.ended_at - first.started_at == pytest.approx(0.5 + 0.1 + 0.25)
     assert second.started_at == pytest.approx(first.ended_at)
@@ -56,16 +58,16 @@ def test_a_call_takes_its_price_and_the_next_waits_for_it() -> None:
     assert server.build_report()["busy_s"] == pytest.approx(0.85 + 1.3)
 
 
-def test_workers_work_side_by_side() -> None:
+def test_workers_run_calls_in_parallel() -> None:
     server = ListServer(ListConfig(call_s=1.0, item_s=0.0, workers=3))
-    live(server, *[embedding("a")] * 7)
-    began = min(call.arrived_at for call in server.calls)
-    assert [round(call.ended_at - began) for call in server.calls] == [1, 1, 1, 2, 2, 2, 3]
+    answer_calls(server, *[make_embedding_body("a")] * 7)
+    first_arrival = min(call.arrived_at for call in server.calls)
+    assert [round(call.ended_at - first_arrival) for call in server.calls] == [1, 1, 1, 2, 2, 2, 3]
     assert server.most_running == 3
 
 
-def test_who_leaves_gives_up_its_turn() -> None:
-    async def left() -> ListServer:
+def test_cancelled_call_gives_up_its_turn() -> None:
+    async def cancel_two_calls() -> ListServer:
         server = ListServer(ListConfig(call_s=1.0, item_s=0.0))
         tasks = [asyncio.create_task(server.answer_call("/embed", b'{"inputs":"a"}')) for _ in range(4)]
         await asyncio.sleep(0.5)
@@ -74,7 +76,7 @@ def test_who_leaves_gives_up_its_turn() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         return server
 
-    server = virtual_loop.run_in_virtual_time(left())
+    server = virtual_loop.run_in_virtual_time(cancel_two_calls())
     assert [call.status for call in server.calls] == [0, 0, 200, 200]
     assert [call.ended_at - server.calls[0].arrived_at for call in server.calls[2:]] == pytest.approx(
         [1.5, 2.5]
@@ -83,11 +85,11 @@ def test_who_leaves_gives_up_its_turn() -> None:
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_every_shape_is_answered_item_by_item(name: str) -> None:
+def test_answer_of_every_shape_has_one_entry_per_item(name: str) -> None:
     server = ListServer()
-    ((status, body),) = live(server, text_of(BODIES[name]), path=PATHS[name])
+    ((status, body),) = answer_calls(server, encode_body(BODIES[name]), path=PATHS[name])
     assert status == 200
-    assert len(server.calls[0].texts) == part(name, BODIES[name]).size == 3
+    assert len(server.calls[0].texts) == parse_valid_part(name, BODIES[name]).size == 3
     found = json.loads(body)
     if name == "kserve":
         assert [output["shape"] for output in found["outputs"]] == [[3, 8], [3]]
@@ -95,15 +97,15 @@ def test_every_shape_is_answered_item_by_item(name: str) -> None:
         assert len(found[SHAPES[name].answer_field] if SHAPES[name].answer_field else found) == 3
 
 
-def test_vectors_are_the_same_for_a_text_and_as_base64() -> None:
+def test_vector_of_a_text_is_reproducible_and_equal_as_base64() -> None:
     server = ListServer(ListConfig(dims=16))
     bodies = [
-        embedding("a", "b"),
-        embedding("b"),
-        text_of({"input": "b", "encoding_format": "base64"}),
-        text_of({"input": "b", "dimensions": 4}),
+        make_embedding_body("a", "b"),
+        make_embedding_body("b"),
+        encode_body({"input": "b", "encoding_format": "base64"}),
+        encode_body({"input": "b", "dimensions": 4}),
     ]
-    data = [json.loads(body)["data"] for _, body in live(server, *bodies)]
+    data = [json.loads(body)["data"] for _, body in answer_calls(server, *bodies)]
     vector = data[0][1]["embedding"]
     assert vector == data[1][0]["embedding"] != data[0][0]["embedding"]
     assert list(struct.unpack("<16f", base64.b64decode(data[2][0]["embedding"]))) == vector
@@ -111,68 +113,81 @@ def test_vectors_are_the_same_for_a_text_and_as_base64() -> None:
     assert len(data[3][0]["embedding"]) == 4
 
 
-def test_tokens_of_a_call_are_those_of_its_items() -> None:
+def test_tokens_of_a_call_are_the_sum_of_its_items() -> None:
     server = ListServer()
     usages = [
         json.loads(body)["usage"]["total_tokens"]
-        for _, body in live(server, embedding("a", "bcdef"), embedding("a"), embedding("bcdef"))
+        for _, body in answer_calls(
+            server, make_embedding_body("a", "bcdef"), make_embedding_body("a"), make_embedding_body("bcdef")
+        )
     ]
     assert usages[0] == usages[1] + usages[2]
 
 
 @pytest.mark.parametrize("words", ["tei", "openai", "triton", "tensorflow", "cohere", "infinity"])
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embed"])
-def test_too_many_items_are_refused_in_the_words_of_the_real_ones(words: Any, path: str) -> None:
+def test_too_many_items_are_refused_with_the_message_of_a_real_server(words: Any, path: str) -> None:
     server = ListServer(ListConfig(max_items=2, words=words))
     texts = ["a", "b", "c"]
-    bodies = [text_of({"input": texts[:count], "inputs": texts[:count]}) for count in (2, 3)]
-    (good, _), (status, said) = live(server, *bodies, path=path)
+    bodies = [encode_body({"input": texts[:count], "inputs": texts[:count]}) for count in (2, 3)]
+    (good, _), (status, answer_body) = answer_calls(server, *bodies, path=path)
     assert good == 200
-    assert parse_item_cap(status, said) == 2
+    assert parse_item_cap(status, answer_body) == 2
 
 
-def test_a_refusal_may_name_no_number() -> None:
-    ((status, said),) = live(ListServer(ListConfig(max_items=1, words="plain")), embedding("a", "b"))
-    assert (status, parse_item_cap(status, said)) == (413, 0)
+def test_plain_refusal_names_no_number() -> None:
+    ((status, answer_body),) = answer_calls(
+        ListServer(ListConfig(max_items=1, words="plain")), make_embedding_body("a", "b")
+    )
+    assert (status, parse_item_cap(status, answer_body)) == (413, 0)
 
 
 def test_too_many_tokens_are_refused() -> None:
     server = ListServer(ListConfig(max_tokens=10))
-    (good, _), (status, said) = live(server, embedding("a"), embedding("a" * 50))
+    (good, _), (status, answer_body) = answer_calls(
+        server, make_embedding_body("a"), make_embedding_body("a" * 50)
+    )
     assert good == 200
-    assert (status, parse_item_cap(status, said), parse_token_cap(status, said)) == (400, None, 10)
+    assert (status, parse_item_cap(status, answer_body), parse_token_cap(status, answer_body)) == (
+        400,
+        None,
+        10,
+    )
 
 
-def test_one_bad_item_spoils_the_call() -> None:
+def test_one_invalid_item_fails_the_whole_call() -> None:
     server = ListServer(ListConfig(bad="poison"))
-    answers = live(server, embedding("a", "some poison"), embedding("a"))
+    answers = answer_calls(server, make_embedding_body("a", "some poison"), make_embedding_body("a"))
     assert [status for status, _ in answers] == [400, 200]
     assert parse_item_cap(*answers[0]) is None
     assert math.isnan(server.calls[0].started_at)
 
 
-def test_answers_that_lack_an_item_come_as_often_as_asked_for() -> None:
+def test_configured_number_of_answers_lacks_an_item() -> None:
     server = ListServer(ListConfig(missing=1))
-    counts = [len(json.loads(body)["data"]) for _, body in live(server, *[embedding("a", "b")] * 2)]
+    counts = [
+        len(json.loads(body)["data"])
+        for _, body in answer_calls(server, *[make_embedding_body("a", "b")] * 2)
+    ]
     assert sorted(counts) == [1, 2]
 
 
-def test_calls_fail_as_often_as_asked_for() -> None:
+def test_configured_number_of_calls_fails() -> None:
     server = ListServer(ListConfig(fail=2))
-    assert [status for status, _ in live(server, *[embedding("a")] * 3)] == [503, 503, 200]
+    assert [status for status, _ in answer_calls(server, *[make_embedding_body("a")] * 3)] == [503, 503, 200]
 
 
-def test_numbers_are_wrong_in_calls_of_more_items_than_allowed() -> None:
+def test_vectors_are_wrong_in_calls_above_the_configured_size() -> None:
     server = ListServer(ListConfig(wrong_above=2))
-    bodies = [embedding("a", "b"), embedding("a", "b", "c")]
-    data = [json.loads(body)["data"] for _, body in live(server, *bodies)]
+    bodies = [make_embedding_body("a", "b"), make_embedding_body("a", "b", "c")]
+    data = [json.loads(body)["data"] for _, body in answer_calls(server, *bodies)]
     right, wrong = (json.dumps({"data": each[:1]}).encode() for each in data)
-    assert "cosine" in (find_difference(part("embeddings", {"input": "a"}), wrong, right) or "")
+    assert "cosine" in (find_difference(parse_valid_part("embeddings", {"input": "a"}), wrong, right) or "")
 
 
-def test_items_may_come_in_another_order_than_their_index_says() -> None:
+def test_items_of_the_answer_can_be_shuffled() -> None:
     server = ListServer(ListConfig(shuffled=True, words="openai"))
-    ((_, body),) = live(server, embedding("a", "b", "c"))
+    ((_, body),) = answer_calls(server, make_embedding_body("a", "b", "c"))
     assert [item["index"] for item in json.loads(body)["data"]] == [2, 1, 0]
 
 
@@ -195,21 +210,23 @@ def test_items_may_come_in_another_order_than_their_index_says() -> None:
         ("/v1/completions", b'{"prompt":"a"}'),
     ],
 )
-def test_a_body_that_no_server_takes_is_refused(path: str, body: bytes) -> None:
-    ((status, said),) = live(ListServer(), body, path=path)
+def test_invalid_body_is_rejected(path: str, body: bytes) -> None:
+    ((status, answer_body),) = answer_calls(ListServer(), body, path=path)
     assert status == 400
-    assert json.loads(said)["error"]["message"]
+    assert json.loads(answer_body)["error"]["message"]
 
 
-async def test_over_http_it_answers_tells_what_it_saw_and_changes() -> None:
+async def test_http_service_answers_calls_reports_them_and_can_be_reconfigured() -> None:
     async with ListService(ListConfig(call_s=0.0, item_s=0.0)) as service, aiohttp.ClientSession() as http:
         for _ in range(2):
-            async with http.post(f"{service.url}/v1/embeddings", data=embedding("a", "b")) as answer:
+            async with http.post(
+                f"{service.url}/v1/embeddings", data=make_embedding_body("a", "b")
+            ) as answer:
                 assert answer.status == 200
                 assert len((await answer.json())["data"]) == 2
         async with http.post(f"{service.url}/control", json={"max_items": 1}) as answer:
             assert (await answer.json())["max_items"] == 1
-        async with http.post(f"{service.url}/v1/embeddings", data=embedding("a", "b")) as answer:
+        async with http.post(f"{service.url}/v1/embeddings", data=make_embedding_body("a", "b")) as answer:
             assert answer.status == 413
         async with http.post(f"{service.url}/control", json={"max_itens": 1}) as answer:
             assert answer.status == 400
@@ -222,7 +239,7 @@ async def test_over_http_it_answers_tells_what_it_saw_and_changes() -> None:
     assert report["statuses"] == [200, 200, 413]
 
 
-async def test_a_client_that_goes_away_gives_up_its_call() -> None:
+async def test_call_of_a_disconnected_client_is_cancelled() -> None:
     async with ListService(ListConfig(call_s=60.0)) as service, aiohttp.ClientSession() as http:
         call = asyncio.create_task(http.post(f"{service.url}/embed", json={"inputs": "a"}).__aenter__())
         await wait_until(lambda: service.lists.running == 1)

@@ -1,4 +1,4 @@
-"""Latencies of the pool's users: from pages and from Prometheus, shown and never acted upon."""
+"""Latencies of realtime requests, from metrics pages and from Prometheus. They are only shown."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from dispatcher.signals.poller import Poller, SignalSource, SourcePoll
 from dispatcher.signals.prometheus.session import PrometheusAddress
 from dispatcher.signals.prometheus.source import PrometheusSource
 from dispatcher.signals.scrape import Targets
-from tests.signals.fakes import GOOD, FakeEpp, FakePrometheus, fake_epp, fake_prometheus, golden
+from tests.signals.fakes import HEALTHY_VALUES, FakeEpp, FakePrometheus, fake_epp, fake_prometheus, read_page
 from tests.support import wait_until
 
-NEWEST, PREDICTOR = "router-newest-latencies", "gie-1.5-latency-predictor"
+NEWEST_PAGE, PREDICTOR_PAGE = "router-newest-latencies", "gie-1.5-latency-predictor"
 
 
-def read(text: str, *, marked: bool = True, most: int = latency.MAX_SERIES) -> ReplicaHistograms:
-    page = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=most)
+def read_histograms(
+    text: str, *, marked: bool = True, max_series: int = latency.MAX_SERIES
+) -> ReplicaHistograms:
+    page = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=max_series)
     page.feed(text.encode())
     page.close()
     return latency.build_histograms(
@@ -36,9 +38,9 @@ def read(text: str, *, marked: bool = True, most: int = latency.MAX_SERIES) -> R
     )
 
 
-class TestPages:
-    def test_realtime_alone_where_priorities_are_told_and_only_what_was_streamed(self) -> None:
-        found = read(golden(NEWEST))
+class TestHistogramsOfPages:
+    def test_only_streamed_realtime_requests_count_if_the_page_shows_priorities(self) -> None:
+        found = read_histograms(read_page(NEWEST_PAGE))
         assert (found.scope, found.series_name, found.why_not) == (
             "realtime",
             "llm_d_epp_request_ttft_seconds",
@@ -49,28 +51,30 @@ class TestPages:
         assert (found.ttft[0.1], found.ttft[0.2], found.ttft[math.inf]) == (200, 600, 700)
         assert (found.tpot[0.02], found.tpot[math.inf]) == (480, 500)
 
-    def test_all_where_our_requests_carry_no_objective(self) -> None:
-        found = read(golden(NEWEST), marked=False)
+    def test_all_requests_count_if_batch_requests_have_no_objective(self) -> None:
+        found = read_histograms(read_page(NEWEST_PAGE), marked=False)
         assert found.scope == "all"
         assert found.ttft is not None
-        assert found.ttft[math.inf] == 800, "what was not streamed has no time to first token"
+        assert found.ttft[math.inf] == 800, "requests that were not streamed have no time to first token"
 
-    def test_all_where_the_series_tell_no_priority(self) -> None:
-        found = read(golden(PREDICTOR))
+    def test_all_requests_count_if_the_page_shows_no_priorities(self) -> None:
+        found = read_histograms(read_page(PREDICTOR_PAGE))
         assert (found.scope, found.series_name) == ("all", "inference_objective_request_ttft_seconds")
         assert found.ttft is not None
         assert found.ttft[math.inf] == 500
 
-    def test_a_page_without_them_says_which_are_missing(self) -> None:
-        found = read(golden("router-newest-flow-control-on"))
+    def test_missing_series_are_named(self) -> None:
+        found = read_histograms(read_page("router-newest-flow-control-on"))
         assert (found.ttft, found.tpot) == (None, None)
         assert found.why_not == "the endpoint picker shows no llm_d_epp_request_ttft_seconds"
 
-    def test_no_realtime_request_yet_is_an_empty_histogram(self) -> None:
+    def test_histogram_is_empty_before_the_first_realtime_request(self) -> None:
         lines = [
-            line for line in golden(NEWEST).splitlines() if "ttft" not in line or 'priority="-10"' in line
+            line
+            for line in read_page(NEWEST_PAGE).splitlines()
+            if "ttft" not in line or 'priority="-10"' in line
         ]
-        assert read("\n".join([*lines, ""])).ttft == {math.inf: 0}
+        assert read_histograms("\n".join([*lines, ""])).ttft == {math.inf: 0}
 
     @pytest.mark.parametrize(
         "line",
@@ -81,48 +85,48 @@ class TestPages:
             'llm_d_epp_request_streaming_tpot_seconds_bucket{le="1",le="2"} 4',
         ],
     )
-    def test_a_broken_line_of_them_refuses_them_and_nothing_else(self, line: str) -> None:
+    def test_broken_latency_line_invalidates_only_the_latencies(self, line: str) -> None:
         page = PageParser(SERIES_NAMES, optional_names=latency.NAMES, max_optional=99_999)
-        page.feed(f"{golden(NEWEST)}{line}\n".encode("latin-1"))
+        page.feed(f"{read_page(NEWEST_PAGE)}{line}\n".encode("latin-1"))
         assert len(page.close()) > 5
         assert latency.build_histograms(
             page.optional_samples, "a", has_objective=True, problem=page.optional_problem
         ).why_not
 
     @pytest.mark.parametrize("bound", ["", "NaN", "five", "1_0"])
-    def test_a_bucket_without_a_bound_is_refused_with_its_histogram(self, bound: str) -> None:
+    def test_bucket_without_a_valid_bound_invalidates_its_histogram(self, bound: str) -> None:
         sample = Sample("llm_d_epp_request_ttft_seconds_bucket", {"le": bound}, 3.0)
         found = latency.build_histograms([sample], "a", has_objective=False)
         assert found.ttft is not None
         assert any(math.isnan(each) for each in found.ttft)
 
-    def test_too_many_series_are_not_read(self) -> None:
-        found = read(golden(NEWEST), most=20)
+    def test_too_many_latency_series_are_not_read(self) -> None:
+        found = read_histograms(read_page(NEWEST_PAGE), max_series=20)
         assert found.why_not == "more than 20 series of requests' latencies"
 
 
-def later(page: str, ttft_times: int) -> str:
-    """The page after so many more realtime requests with a first token within 0.4 to 0.6 s."""
+def with_more_requests(page: str, request_count: int) -> str:
+    """Return the page after this many more realtime requests with a first token within 0.4 to 0.6 s."""
     lines = []
     for line in page.splitlines():
         head, _, value = line.rpartition(" ")
         if 'ttft_seconds_bucket{fairness_id="default-flow"' in head and 'streaming="true"' in head:
             bound = float(head.rpartition('le="')[2].rstrip('"}'))
-            line = f"{head} {int(value) + (ttft_times if bound >= 0.6 else 0)}"
+            line = f"{head} {int(value) + (request_count if bound >= 0.6 else 0)}"
         lines.append(line)
     return "\n".join([*lines, ""])
 
 
 @contextlib.asynccontextmanager
-async def polling(
+async def run_poller(
     *sources: SignalSource, share: float | None = 0.25, **settings: Any
 ) -> AsyncIterator[list[SourcePoll]]:
-    told: list[SourcePoll] = []
-    wanted = SignalsSettings.model_validate({"interval_s": 0.05, **settings})
-    poller = Poller(sources, wanted, Policy(per_endpoint=100), told.append, batch_share=lambda: share)
+    polls: list[SourcePoll] = []
+    validated = SignalsSettings.model_validate({"interval_s": 0.05, **settings})
+    poller = Poller(sources, validated, Policy(per_endpoint=100), polls.append, batch_share=lambda: share)
     task = asyncio.create_task(poller.run())
     try:
-        yield told
+        yield polls
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -130,35 +134,35 @@ async def polling(
 
 
 @contextlib.asynccontextmanager
-async def priced(epp: FakeEpp) -> AsyncIterator[list[SourcePoll]]:
-    """What is told while its page is polled, from the first price on."""
+async def poll_impact(epp: FakeEpp) -> AsyncIterator[list[SourcePoll]]:
+    """Poll the page of `epp`, and yield the polls once the first impact on realtime is known."""
     source = EppSource(
         "qwen", Targets(urls=(epp.url,)), timeout_s=20, has_objective=True, latency_interval_s=0.1
     )
-    async with polling(source) as told:
-        await wait_until(lambda: told and told[-1].realtime_impact.source)
-        yield told
+    async with run_poller(source) as polls:
+        await wait_until(lambda: polls and polls[-1].realtime_impact.source)
+        yield polls
 
 
-class TestPolled:
-    async def test_the_price_comes_from_the_pages_that_are_scraped_anyway(self) -> None:
+class TestImpactInPolls:
+    async def test_impact_is_computed_from_the_scraped_pages(self) -> None:
         async with fake_epp() as epp:
-            epp.page = golden(NEWEST)
-            async with priced(epp) as told:
-                assert told[-1].realtime_impact.request_count == 0
-                epp.page = later(golden(NEWEST), 40)
-                await wait_until(lambda: told[-1].realtime_impact.request_count == 40)
-                price = told[-1].realtime_impact
-        assert price.scope == "realtime"
-        assert price.ttft_p50_s == pytest.approx(0.5)
-        assert price.ttft_p95_s == pytest.approx(0.59)
-        assert price.tpot_p50_s is None
-        assert price.batch_share == pytest.approx(0.25)
-        assert price.source == "epp: llm_d_epp_request_ttft_seconds"
+            epp.page = read_page(NEWEST_PAGE)
+            async with poll_impact(epp) as polls:
+                assert polls[-1].realtime_impact.request_count == 0
+                epp.page = with_more_requests(read_page(NEWEST_PAGE), 40)
+                await wait_until(lambda: polls[-1].realtime_impact.request_count == 40)
+                impact = polls[-1].realtime_impact
+        assert impact.scope == "realtime"
+        assert impact.ttft_p50_s == pytest.approx(0.5)
+        assert impact.ttft_p95_s == pytest.approx(0.59)
+        assert impact.tpot_p50_s is None
+        assert impact.batch_share == pytest.approx(0.25)
+        assert impact.source == "epp: llm_d_epp_request_ttft_seconds"
 
-    async def test_pages_are_read_for_it_now_and_then_only(self) -> None:
+    async def test_histograms_are_read_only_at_their_own_interval(self) -> None:
         async with fake_epp() as epp:
-            epp.page = golden(NEWEST)
+            epp.page = read_page(NEWEST_PAGE)
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)
             first, second = await source.poll(), await source.poll()
             await source.close()
@@ -167,71 +171,70 @@ class TestPolled:
         assert first[0].histograms is not None
         assert second[0].histograms is None
 
-    async def test_broken_latencies_never_close_the_gate(self) -> None:
+    async def test_broken_latencies_do_not_close_the_gate(self) -> None:
         async with fake_epp() as epp:
-            epp.page = f"{golden(NEWEST)}llm_d_epp_request_ttft_seconds_bucket{{le=}} NaN\n"
+            epp.page = f"{read_page(NEWEST_PAGE)}llm_d_epp_request_ttft_seconds_bucket{{le=}} NaN\n"
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20, latency_interval_s=0.0)
-            async with polling(source) as told:
-                await wait_until(lambda: len(told) > 3)
-        assert all(poll.readings and not poll.failures for poll in told)
-        assert "labels that do not end" in told[-1].realtime_impact.why_not
+            async with run_poller(source) as polls:
+                await wait_until(lambda: len(polls) > 3)
+        assert all(poll.readings and not poll.failures for poll in polls)
+        assert "labels that do not end" in polls[-1].realtime_impact.why_not
 
-    async def test_a_price_that_is_too_old_says_so_and_not_that_it_was_never_read(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    async def test_impact_that_is_too_old_is_reported_as_such(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("dispatcher.signals.poller.IMPACT_MAX_AGE_S", 0.2)
         async with fake_epp() as epp:
-            epp.page = golden(NEWEST)
-            async with priced(epp) as told:
+            epp.page = read_page(NEWEST_PAGE)
+            async with poll_impact(epp) as polls:
                 epp.page = "nothing of it\n"
-                await wait_until(lambda: not told[-1].realtime_impact.source)
-        assert told[-1].realtime_impact.why_not == "not read for 0.2 s"
+                await wait_until(lambda: not polls[-1].realtime_impact.source)
+        assert polls[-1].realtime_impact.why_not == "not read for 0.2 s"
 
-    async def test_a_page_without_them_says_why(self) -> None:
+    async def test_poll_says_why_a_page_has_no_latencies(self) -> None:
         async with fake_epp() as epp:
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)
-            async with polling(source) as told:
-                await wait_until(lambda: told)
-        assert told[-1].realtime_impact == RealtimeImpact(
+            async with run_poller(source) as polls:
+                await wait_until(lambda: polls)
+        assert polls[-1].realtime_impact == RealtimeImpact(
             batch_share=0.25,
             source="epp",
             why_not="the endpoint picker shows no llm_d_epp_request_ttft_seconds",
         )
 
-    async def test_where_the_pages_show_none_prometheus_is_asked(self) -> None:
+    async def test_latencies_come_from_prometheus_if_the_page_has_none(self) -> None:
         async with (
             fake_epp() as epp,
-            prometheus_with({"all/vllm:time_to_first_token_seconds": 80.0}) as server,
+            serve_prometheus_latencies({"all/vllm:time_to_first_token_seconds": 80.0}) as server,
         ):
             sources: list[SignalSource] = [
                 EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20),
                 PrometheusSource(PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60),
             ]
-            async with polling(*sources) as told:
-                await wait_until(lambda: told and told[-1].realtime_impact.request_count)
-        assert told[-1].source == "epp"
-        assert told[-1].realtime_impact.source == "prometheus: vllm:time_to_first_token_seconds"
-        assert (told[-1].realtime_impact.scope, told[-1].realtime_impact.request_count) == ("all", 80)
+            async with run_poller(*sources) as polls:
+                await wait_until(lambda: polls and polls[-1].realtime_impact.request_count)
+        assert polls[-1].source == "epp"
+        assert polls[-1].realtime_impact.source == "prometheus: vllm:time_to_first_token_seconds"
+        assert (polls[-1].realtime_impact.scope, polls[-1].realtime_impact.request_count) == ("all", 80)
 
 
 @contextlib.asynccontextmanager
-async def prometheus_with(ttft: dict[str, float]) -> AsyncIterator[FakePrometheus]:
-    """It answers the query for latencies with half of each within 1 s, and all within 2 s."""
+async def serve_prometheus_latencies(ttft: dict[str, float]) -> AsyncIterator[FakePrometheus]:
+    """Run a Prometheus that answers the query for latencies with half of each count within 1 s, and all
+    within 2 s."""
 
-    def rows(whose: str, count: float) -> Iterator[dict[str, Any]]:
+    def rows(label: str, count: float) -> Iterator[dict[str, Any]]:
         for bound, value in (("1", count / 2), ("2", count), ("+Inf", count)):
             yield {
-                "metric": {latency.ROW_LABEL: f"ttft/{whose}", "le": bound},
+                "metric": {latency.ROW_LABEL: f"ttft/{label}", "le": bound},
                 "value": [1_764_000_000.0, str(value)],
             }
 
     async with fake_prometheus() as server:
-        server.rows = [row for whose, count in ttft.items() for row in rows(whose, count)]
+        server.rows = [row for label, count in ttft.items() for row in rows(label, count)]
         yield server
 
 
-class TestThroughPrometheus:
-    async def ask(self, server: FakePrometheus, **options: Any) -> ReplicaHistograms:
+class TestHistogramsOfPrometheus:
+    async def read_latencies_from(self, server: FakePrometheus, **options: Any) -> ReplicaHistograms:
         source = PrometheusSource(
             PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60, **options
         )
@@ -240,24 +243,24 @@ class TestThroughPrometheus:
         finally:
             await source.close()
 
-    async def test_the_first_that_has_requests_counts(self) -> None:
+    async def test_first_series_with_requests_is_used(self) -> None:
         names = {
             "realtime/llm_d_epp_request_ttft_seconds": 0.0,
             "all/inference_objective_request_ttft_seconds": 12.0,
             "all/vllm:time_to_first_token_seconds": 80.0,
         }
-        async with prometheus_with(names) as server:
-            found = await self.ask(server)
+        async with serve_prometheus_latencies(names) as server:
+            found = await self.read_latencies_from(server)
         assert (found.series_name, found.scope) == ("inference_objective_request_ttft_seconds", "all")
         assert found.ttft == {1.0: 6.0, 2.0: 12.0, math.inf: 12.0}
 
-    async def test_nothing_there_says_what_was_looked_for(self) -> None:
-        async with prometheus_with({}) as server:
-            found = await self.ask(server)
+    async def test_missing_series_are_named_with_the_expected_labels(self) -> None:
+        async with serve_prometheus_latencies({}) as server:
+            found = await self.read_latencies_from(server)
         assert "no llm_d_epp_request_ttft_seconds" in found.why_not
         assert "inference_pool" in found.why_not
 
-    async def test_a_server_that_does_not_answer_is_a_reason_and_no_exception(self) -> None:
+    async def test_unreachable_server_is_a_reason_and_not_an_exception(self) -> None:
         source = PrometheusSource(
             PrometheusAddress("http://127.0.0.1:9"), "qwen", "default", timeout_s=5, max_age_s=60
         )
@@ -265,15 +268,15 @@ class TestThroughPrometheus:
         await source.close()
         assert found.why_not.startswith("Prometheus: ")
 
-    def test_own_queries_stand_for_the_known_series_of_their_kind(self) -> None:
+    def test_own_query_replaces_the_known_series_of_its_kind(self) -> None:
         query = latency.build_latency_query("qwen", "default", {"ttft": "mine"}, has_objective=True)
         assert '"ttft/all/own query"' in query
         assert "vllm:time_to_first_token_seconds" not in query
         assert "vllm:inter_token_latency_seconds" in query
 
-    async def test_own_queries_of_latencies_are_no_queries_for_readings(self) -> None:
+    async def test_own_query_for_latencies_is_not_a_query_for_readings(self) -> None:
         async with fake_prometheus() as server:
-            server.show(GOOD)
+            server.add_target(HEALTHY_VALUES)
             source = PrometheusSource(
                 PrometheusAddress(server.url),
                 "qwen",
@@ -282,7 +285,7 @@ class TestThroughPrometheus:
                 max_age_s=60,
                 queries={"ttft": "mine"},
             )
-            seen = await source.poll()
+            views = await source.poll()
             await source.close()
-        assert isinstance(seen, tuple)
-        assert isinstance(seen[0], PoolView)
+        assert isinstance(views, tuple)
+        assert isinstance(views[0], PoolView)

@@ -1,4 +1,4 @@
-"""One endpoint is asked which models it lists, and answers as servers, proxies and strangers do."""
+"""The request for the model list of an endpoint, with answers of model servers, proxies and other servers."""
 
 from __future__ import annotations
 
@@ -29,39 +29,43 @@ from dispatcher.signals.models.listing import (
     find_waiting_adapters,
     parse_list,
 )
-from tests.signals.fakes import PATIENT_S, answering, dripping, hanging, raw_server, resetting
-from tests.signals.modelservers import adapters, card, listing, model_server
+from tests.signals.fakes import ANSWER_TIMEOUT_S, answering, dripping, hanging, raw_server, resetting
+from tests.signals.modelservers import adapters_page, model_object, model_server, models_answer
 from tests.support import free_port
 
 
 @contextlib.asynccontextmanager
-async def inquirer(
-    tls: ssl.SSLContext | bool = True, timeout_s: float = PATIENT_S
+async def create_client(
+    tls: ssl.SSLContext | bool = True, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> AsyncIterator[ListClient]:
-    made = ListClient(tls, timeout_s=timeout_s)
+    client = ListClient(tls, timeout_s=timeout_s)
     try:
-        yield made
+        yield client
     finally:
-        await made.aclose()
+        await client.aclose()
 
 
-async def ask(url: str, *, timeout_s: float = PATIENT_S, **more: Any) -> Listing:
-    async with inquirer(timeout_s=timeout_s) as asker:
-        return await asker.fetch_listing(ListTarget("x:1", f"{url}/v1/models", **more), frozenset())
+async def fetch_listing(url: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **more: Any) -> Listing:
+    async with create_client(timeout_s=timeout_s) as client:
+        return await client.fetch_listing(ListTarget("x:1", f"{url}/v1/models", **more), frozenset())
 
 
-async def problem(url: str, **more: Any) -> str:
-    told = await ask(url, **more)
-    assert (told.endpoint, told.models, told.loading) == ("x:1", None, ())
-    return told.problem
+async def fetch_problem(url: str, **more: Any) -> str:
+    fetched = await fetch_listing(url, **more)
+    assert (fetched.endpoint, fetched.models, fetched.loading) == ("x:1", None, ())
+    return fetched.problem
 
 
 @pytest.mark.parametrize(
-    ("body", "names", "vllm"),
+    ("body", "names", "is_vllm"),
     [
-        (listing("Qwen/Qwen3-32B"), ("Qwen/Qwen3-32B",), True),
+        (models_answer("Qwen/Qwen3-32B"), ("Qwen/Qwen3-32B",), True),
         # A vLLM with adapters, static or loaded later: each is a model of its own.
-        (json.dumps({"object": "list", "data": [card("m"), card("lora", parent="m")]}), ("m", "lora"), True),
+        (
+            json.dumps({"object": "list", "data": [model_object("m"), model_object("lora", parent="m")]}),
+            ("m", "lora"),
+            True,
+        ),
         # SGLang
         (
             '{"object":"list","data":[{"id":"q","owned_by":"sglang","root":"q","max_model_len":40960}]}',
@@ -79,28 +83,32 @@ async def problem(url: str, **more: Any) -> str:
         ),
     ],
 )
-def test_lists_of_each_kind_of_server_are_read(body: str, names: tuple[str, ...], vllm: bool) -> None:
-    assert parse_list(body.encode()) == (names, vllm)
+def test_model_list_of_each_kind_of_server_is_parsed(
+    body: str, names: tuple[str, ...], is_vllm: bool
+) -> None:
+    assert parse_list(body.encode()) == (names, is_vllm)
 
 
-def test_names_that_no_request_could_carry_are_left_out() -> None:
+def test_names_that_are_too_long_or_not_printable_are_omitted() -> None:
     longest = "ü" * (MAX_MODEL_NAME_BYTES // 2)
-    assert parse_list(listing(longest, f"{longest}x", "m").encode()).names == (longest, "m")
-    assert parse_list(listing("a\nb", "\x1b[2J", "\u202em", "ein Modell").encode()).names == ("ein Modell",)
+    assert parse_list(models_answer(longest, f"{longest}x", "m").encode()).names == (longest, "m")
+    assert parse_list(models_answer("a\nb", "\x1b[2J", "\u202em", "ein Modell").encode()).names == (
+        "ein Modell",
+    )
 
 
-def test_a_list_without_end_is_cut_and_keeps_what_the_settings_name() -> None:
+def test_long_list_is_cut_and_keeps_the_configured_models() -> None:
     names = [f"m{number}" for number in range(MAX_NAMES + 5)]
-    kept = parse_list(listing(*names).encode(), {names[-1], names[3]}).names
+    kept = parse_list(models_answer(*names).encode(), {names[-1], names[3]}).names
     assert len(kept) == MAX_NAMES
     assert set(kept) >= {names[-1], names[3], "m0"}
 
 
-def test_a_list_that_would_take_long_to_read_is_not_read() -> None:
-    most = b"{}," * (MAX_OBJECTS - 2) + b"{}"
-    assert parse_list(b'{"data":[' + most + b"]}").names == ()
+def test_list_with_too_many_objects_is_rejected() -> None:
+    max_objects = b"{}," * (MAX_OBJECTS - 2) + b"{}"
+    assert parse_list(b'{"data":[' + max_objects + b"]}").names == ()
     with pytest.raises(UnreadableListError, match="has more than 50000 objects"):
-        parse_list(b'{"data":[{},' + most + b"]}")
+        parse_list(b'{"data":[{},' + max_objects + b"]}")
 
 
 @pytest.mark.parametrize(
@@ -121,11 +129,11 @@ def test_a_list_that_would_take_long_to_read_is_not_read() -> None:
         b'{"data":[{"owned_by":' + b'{"a":' * 40_000,
     ],
 )
-def test_what_is_no_list_is_told_in_one_short_sentence(body: bytes) -> None:
-    with pytest.raises(UnreadableListError, match="the list of models is malformed: ") as told:
+def test_malformed_list_is_an_error_with_one_short_sentence(body: bytes) -> None:
+    with pytest.raises(UnreadableListError, match="the list of models is malformed: ") as fetched:
         parse_list(body)
-    assert len(str(told.value)) < 300
-    assert "\n" not in str(told.value)
+    assert len(str(fetched.value)) < 300
+    assert "\n" not in str(fetched.value)
 
 
 @given(
@@ -134,25 +142,25 @@ def test_what_is_no_list_is_told_in_one_short_sentence(body: bytes) -> None:
     )
 )
 @example('{"data":[{"id":"\\ud800"}]}')
-def test_no_body_raises_anything_else(body: bytes | str) -> None:
+def test_no_body_raises_another_error(body: bytes | str) -> None:
     with contextlib.suppress(UnreadableListError):
         parse_list(body if isinstance(body, bytes) else body.encode())
 
 
-async def test_a_server_is_asked_without_ado_and_its_list_told() -> None:
+async def test_listing_has_the_models_of_the_server() -> None:
     before = asyncio.get_running_loop().time()
     async with model_server("a", "b") as server:
-        told = await ask(server.url, headers={"Authorization": "Bearer t", "X-Odd": "1"})
+        fetched = await fetch_listing(server.url, headers={"Authorization": "Bearer t", "X-Custom": "1"})
         (headers,) = server.headers
-    assert (told.endpoint, told.models, told.loading, told.problem) == ("x:1", ("a", "b"), (), "")
-    assert before <= told.asked_at <= asyncio.get_running_loop().time()
-    assert (headers["Authorization"], headers["X-Odd"]) == ("Bearer t", "1")
+    assert (fetched.endpoint, fetched.models, fetched.loading, fetched.problem) == ("x:1", ("a", "b"), (), "")
+    assert before <= fetched.asked_at <= asyncio.get_running_loop().time()
+    assert (headers["Authorization"], headers["X-Custom"]) == ("Bearer t", "1")
     assert headers["Accept-Encoding"] == "identity"
     assert headers["User-Agent"].startswith("batch-dispatcher/")
 
 
 @pytest.mark.parametrize(
-    ("status", "more", "said"),
+    ("status", "more", "expected"),
     [
         (401, {}, "HTTP 401: serving.token_file is needed"),
         (403, {"has_token": True}, "HTTP 403: serving.token_file is refused"),
@@ -163,43 +171,43 @@ async def test_a_server_is_asked_without_ado_and_its_list_told() -> None:
         (204, {}, "HTTP 204"),
     ],
 )
-async def test_a_refusal_is_told_with_what_mends_it(status: int, more: dict[str, Any], said: str) -> None:
+async def test_http_error_is_a_problem_with_a_hint(status: int, more: dict[str, Any], expected: str) -> None:
     async with model_server() as server:
         server.answer = web.Response(status=status)
-        assert await problem(server.url, **more) == said
+        assert await fetch_problem(server.url, **more) == expected
 
 
-async def test_a_redirect_is_not_followed() -> None:
+async def test_redirect_is_not_followed() -> None:
     async with model_server("secret") as other, model_server() as server:
         server.answer = web.Response(status=302, headers={"Location": f"{other.url}/v1/models"})
-        assert await problem(server.url) == "HTTP 302: a redirect, which is not followed"
-        assert other.asked == []
+        assert await fetch_problem(server.url) == "HTTP 302: a redirect, which is not followed"
+        assert other.requested_paths == []
 
 
-async def test_a_body_that_is_too_large_is_not_read_to_its_end() -> None:
+async def test_body_that_is_too_large_is_a_problem() -> None:
     async with model_server() as server:
         server.answer = web.Response(body=b'{"data":[], "x": "' + b"x" * LIST_MAX_BYTES + b'"}')
-        assert await problem(server.url) == f"the answer is larger than {LIST_MAX_BYTES} bytes"
+        assert await fetch_problem(server.url) == f"the answer is larger than {LIST_MAX_BYTES} bytes"
 
 
-async def test_a_compressed_body_is_not_unpacked() -> None:
+async def test_compressed_body_is_a_problem() -> None:
     async with model_server() as server:
-        packed = gzip.compress(listing("m").encode())
+        packed = gzip.compress(models_answer("m").encode())
         server.answer = web.Response(body=packed, headers={"Content-Encoding": "gzip"})
-        assert "a coding we did not ask for: gzip" in await problem(server.url)
+        assert "a coding we did not ask for: gzip" in await fetch_problem(server.url)
 
 
 @pytest.mark.parametrize(
-    "talk", [hanging, dripping(b"HTTP/1.1 200 OK\r\n\r\n", 0.01)], ids=["hangs", "drips"]
+    "handler", [hanging, dripping(b"HTTP/1.1 200 OK\r\n\r\n", 0.01)], ids=["hangs", "drips"]
 )
-async def test_a_slow_server_is_given_up(talk: Any) -> None:
-    async with raw_server(talk) as port:
-        said = await problem(f"http://127.0.0.1:{port}", timeout_s=0.2)
-    assert said == "no whole answer within 0.2 s"
+async def test_slow_server_is_a_problem(handler: Any) -> None:
+    async with raw_server(handler) as port:
+        expected = await fetch_problem(f"http://127.0.0.1:{port}", timeout_s=0.2)
+    assert expected == "no whole answer within 0.2 s"
 
 
 @pytest.mark.parametrize(
-    "talk",
+    "handler",
     [
         resetting,
         answering(b"SSH-2.0-OpenSSH_9.6\r\n"),
@@ -211,48 +219,49 @@ async def test_a_slow_server_is_given_up(talk: Any) -> None:
         answering(b"HTTP/1.1 100 Continue\r\n\r\n" * 50),
     ],
 )
-async def test_what_is_no_http_is_a_problem_and_no_exception(talk: Any) -> None:
-    async with raw_server(talk) as port:
-        said = await problem(f"http://127.0.0.1:{port}")
-    assert said
-    assert len(said) < 300
+async def test_invalid_http_is_a_problem_and_not_an_exception(handler: Any) -> None:
+    async with raw_server(handler) as port:
+        expected = await fetch_problem(f"http://127.0.0.1:{port}")
+    assert expected
+    assert len(expected) < 300
 
 
-async def test_nobody_there_is_told() -> None:
-    assert "refused" in await problem(f"http://127.0.0.1:{free_port()}")
+async def test_refused_connection_is_a_problem() -> None:
+    assert "refused" in await fetch_problem(f"http://127.0.0.1:{free_port()}")
 
 
-async def test_only_a_port_where_nobody_listens_is_down() -> None:
-    """Whoever answers there next is another process. One that hangs, resets or refuses us may be the same."""
-    assert (await ask(f"http://127.0.0.1:{free_port()}")).is_down
-    assert (await ask(f"http://localhost:{free_port()}")).is_down, "at each of its addresses"
-    assert not (await ask("http://no-such-host.invalid:80")).is_down
-    for talk in (resetting, answering(b""), answering(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n")):
-        async with raw_server(talk) as port:
-            told = await ask(f"http://127.0.0.1:{port}")
-            assert (told.models, told.is_down) == (None, False)
+async def test_only_a_refused_connection_means_that_the_server_is_down() -> None:
+    """After a refused connection, the next server at that port is another process. A server that hangs,
+    resets the connection or answers with an error may be the same one."""
+    assert (await fetch_listing(f"http://127.0.0.1:{free_port()}")).is_down
+    assert (await fetch_listing(f"http://localhost:{free_port()}")).is_down, "at each of its addresses"
+    assert not (await fetch_listing("http://no-such-host.invalid:80")).is_down
+    for handler in (resetting, answering(b""), answering(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n")):
+        async with raw_server(handler) as port:
+            fetched = await fetch_listing(f"http://127.0.0.1:{port}")
+            assert (fetched.models, fetched.is_down) == (None, False)
     async with raw_server(hanging) as port:
-        assert not (await ask(f"http://127.0.0.1:{port}", timeout_s=0.2)).is_down
+        assert not (await fetch_listing(f"http://127.0.0.1:{port}", timeout_s=0.2)).is_down
     async with model_server("m") as server:
-        assert not (await ask(server.url)).is_down
+        assert not (await fetch_listing(server.url)).is_down
 
 
-async def test_a_certificate_that_is_not_trusted_is_told_and_one_that_is_works() -> None:
+async def test_untrusted_certificate_is_a_problem_and_a_trusted_one_works() -> None:
     authority = trustme.CA()
-    theirs, ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
-    authority.issue_cert("127.0.0.1").configure_cert(theirs)
-    authority.configure_trust(ours)
-    async with model_server("m", tls=theirs) as server:
-        assert "its certificate is not trusted" in await problem(server.url)
-        async with inquirer(ours) as asker:
-            told = await asker.fetch_listing(ListTarget("x:1", f"{server.url}/v1/models"), frozenset())
-        assert told.models == ("m",)
+    server_tls, client_tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(server_tls)
+    authority.configure_trust(client_tls)
+    async with model_server("m", tls=server_tls) as server:
+        assert "its certificate is not trusted" in await fetch_problem(server.url)
+        async with create_client(client_tls) as client:
+            fetched = await client.fetch_listing(ListTarget("x:1", f"{server.url}/v1/models"), frozenset())
+        assert fetched.models == ("m",)
 
 
-# Adapters that are being loaded.
+# Adapters that are being loaded
 
 
-def test_the_newest_sample_tells_which_adapters_wait() -> None:
+def test_newest_sample_names_the_waiting_adapters() -> None:
     def sample(at: float, running: str, waiting: str) -> Sample:
         labels = {"running_lora_adapters": running, "waiting_lora_adapters": waiting, "max_lora": "4"}
         return Sample("vllm:lora_requests_info", labels, at)
@@ -264,41 +273,44 @@ def test_the_newest_sample_tells_which_adapters_wait() -> None:
 
 
 @contextlib.asynccontextmanager
-async def vllm(*models: str, page: str) -> AsyncIterator[Any]:
-    async with model_server(*models) as server, inquirer() as asker:
+async def is_vllm(*models: str, page: str) -> AsyncIterator[Any]:
+    async with model_server(*models) as server, create_client() as client:
         server.page = page
         target = ListTarget("x:1", f"{server.url}/v1/models", metrics_url=f"{server.url}/metrics")
 
-        async def told(*wanted: str) -> tuple[str, ...]:
-            found = await asker.fetch_listing(target, frozenset(wanted))
+        async def fetched(*desired: str) -> tuple[str, ...]:
+            found = await client.fetch_listing(target, frozenset(desired))
             assert found.models == models
             return found.loading
 
-        yield server, told
+        yield server, fetched
 
 
-async def test_an_adapter_that_only_waits_is_loading_where_it_is_wanted_and_not_listed() -> None:
-    async with vllm("m", "listed", page=adapters((1.0, "run", "listed,run,new,other"))) as (_, told):
-        assert await told("m", "new", "run", "listed") == ("new",)
+async def test_waiting_adapter_is_loading_if_it_is_desired_and_not_listed() -> None:
+    async with is_vllm("m", "listed", page=adapters_page((1.0, "run", "listed,run,new,other"))) as (
+        _,
+        fetched,
+    ):
+        assert await fetched("m", "new", "run", "listed") == ("new",)
 
 
-async def test_the_page_is_asked_only_where_it_can_tell_something() -> None:
-    async with vllm("m", page=adapters((1.0, "", "new"))) as (server, told):
-        assert await told() == await told("m") == ()
-        assert server.pages == 0, "nothing is missing"
+async def test_metrics_page_is_requested_only_if_a_model_may_be_loading() -> None:
+    async with is_vllm("m", page=adapters_page((1.0, "", "new"))) as (server, fetched):
+        assert await fetched() == await fetched("m") == ()
+        assert server.page_request_count == 0, "no desired model is missing"
         server.owner = "sglang"
-        assert await told("new") == ()
-        assert server.pages == 0, "no other server shows adapters so"
+        assert await fetched("new") == ()
+        assert server.page_request_count == 0, "only vLLM shows adapters on its page"
         server.owner = "vllm"
-        assert await told("new") == await told("new") == ("new",)
-        assert server.pages == 2
+        assert await fetched("new") == await fetched("new") == ("new",)
+        assert server.page_request_count == 2
 
 
 @pytest.mark.parametrize(
-    "page", ["", adapters(), "vllm:lora_requests_info{", "vllm:lora_requests_info NaN x y\n"]
+    "page", ["", adapters_page(), "vllm:lora_requests_info{", "vllm:lora_requests_info NaN x y\n"]
 )
-async def test_a_page_without_adapters_is_left_alone_for_a_while(page: str) -> None:
-    async with vllm("m", page=page) as (server, told):
+async def test_page_without_adapters_is_not_requested_again_for_a_while(page: str) -> None:
+    async with is_vllm("m", page=page) as (server, fetched):
         for _ in range(3):
-            assert await told("new") == ()
-        assert (server.lists, server.pages) == (3, 1)
+            assert await fetched("new") == ()
+        assert (server.list_request_count, server.page_request_count) == (3, 1)

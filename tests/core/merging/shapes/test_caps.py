@@ -1,4 +1,4 @@
-"""What servers say when a call is too large, in their own words."""
+"""Limits that servers state when they refuse a call that is too large, in their real messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPENAI_ARRAY = (
     "Invalid 'input': array too long. Expected an array with maximum length 2048, but got an array with "
     "length 3000 instead."
 )
-SAID: list[tuple[int, Any, int]] = [
+ITEM_REFUSALS: list[tuple[int, Any, int]] = [
     (413, {"error": "batch size 64 > maximum allowed batch size 32", "error_type": "Validation"}, 32),
     (422, {"message": "batch size 64 > maximum allowed batch size 32", "type": "Validation"}, 32),
     (
@@ -65,7 +65,7 @@ SAID: list[tuple[int, Any, int]] = [
     (413, "http: request body too large", 0),
     (400, {"error": {"message": "Request payload size exceeds the limit: 4194304 bytes."}}, 0),
 ]
-ORDINARY: list[tuple[int, Any]] = [
+OTHER_ANSWERS: list[tuple[int, Any]] = [
     (400, ""),
     (422, ""),
     (400, {"error": {"message": "This model's maximum context length is 8192 tokens, you requested 51435"}}),
@@ -83,7 +83,7 @@ ORDINARY: list[tuple[int, Any]] = [
     (200, {"error": "batch size 64 > maximum allowed batch size 32"}),
     (500, {"error": "batch size 64 > maximum allowed batch size 32"}),
 ]
-TOKENS: list[tuple[int, Any, int]] = [
+TOKEN_REFUSALS: list[tuple[int, Any, int]] = [
     (
         400,
         {
@@ -106,41 +106,41 @@ TOKENS: list[tuple[int, Any, int]] = [
 ]
 
 
-def body_of(said: Any) -> bytes:
-    return said.encode() if isinstance(said, str) else json.dumps(said).encode()
+def encode_answer(message: Any) -> bytes:
+    return message.encode() if isinstance(message, str) else json.dumps(message).encode()
 
 
-@pytest.mark.parametrize(("status", "said", "most"), SAID)
-def test_too_many_items_are_heard_with_their_number(status: int, said: Any, most: int) -> None:
-    assert parse_item_cap(status, body_of(said)) == most
-    assert parse_token_cap(status, body_of(said)) is None
+@pytest.mark.parametrize(("status", "message", "cap"), ITEM_REFUSALS)
+def test_item_limit_is_read_from_a_refusal(status: int, message: Any, cap: int) -> None:
+    assert parse_item_cap(status, encode_answer(message)) == cap
+    assert parse_token_cap(status, encode_answer(message)) is None
 
 
-@pytest.mark.parametrize(("status", "said", "most"), TOKENS)
-def test_too_many_tokens_are_heard_and_are_no_items(status: int, said: Any, most: int) -> None:
-    assert parse_token_cap(status, body_of(said)) == most
-    assert parse_item_cap(status, body_of(said)) is None
+@pytest.mark.parametrize(("status", "message", "cap"), TOKEN_REFUSALS)
+def test_token_limit_is_read_from_a_refusal(status: int, message: Any, cap: int) -> None:
+    assert parse_token_cap(status, encode_answer(message)) == cap
+    assert parse_item_cap(status, encode_answer(message)) is None
 
 
-@pytest.mark.parametrize(("status", "said"), ORDINARY)
-def test_an_ordinary_refusal_is_not_taken_for_it(status: int, said: Any) -> None:
-    assert parse_item_cap(status, body_of(said)) is None
-    assert parse_token_cap(status, body_of(said)) is None
+@pytest.mark.parametrize(("status", "message"), OTHER_ANSWERS)
+def test_other_answers_state_no_limit(status: int, message: Any) -> None:
+    assert parse_item_cap(status, encode_answer(message)) is None
+    assert parse_token_cap(status, encode_answer(message)) is None
 
 
-def test_what_a_request_said_is_not_heard_as_the_servers_word() -> None:
-    """It stands behind the server's own."""
+def test_text_of_the_request_in_an_answer_is_not_read_as_a_limit() -> None:
+    """Servers repeat it behind their own text."""
     echo = "no such thing: " + "x" * 600 + " batch size 9 > maximum allowed batch size 1"
-    assert parse_item_cap(400, body_of({"error": echo})) is None
-    assert parse_item_cap(400, body_of(echo)) is None
+    assert parse_item_cap(400, encode_answer({"error": echo})) is None
+    assert parse_item_cap(400, encode_answer(echo)) is None
 
 
-def test_a_number_that_nobody_means_is_bounded() -> None:
-    said = "batch size 64 > maximum allowed batch size " + "9" * 300
-    assert parse_item_cap(413, body_of({"error": said})) == 10_000_000
+def test_absurd_limit_is_capped() -> None:
+    message = "batch size 64 > maximum allowed batch size " + "9" * 300
+    assert parse_item_cap(413, encode_answer({"error": message})) == 10_000_000
 
 
-def test_caps_that_are_known() -> None:
+def test_known_limits_of_servers() -> None:
     assert (KNOWN_CAPS["openai"].items, KNOWN_CAPS["openai"].tokens) == (2048, 300_000)
     assert KNOWN_CAPS["tei"].items == 32
     assert KNOWN_CAPS["cohere"].items == 96

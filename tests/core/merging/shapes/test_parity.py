@@ -1,4 +1,4 @@
-"""Whether an answer out of a merged call is that to the request alone."""
+"""Comparison of an answer from a merged call with the answer to a single call."""
 
 from __future__ import annotations
 
@@ -11,55 +11,58 @@ from typing import Any
 import pytest
 
 from dispatcher.core.merging.shapes import find_difference, merge_parts, split_answer
-from tests.listcalls import model, part, text_of
+from tests.list_calls import answer_call, encode_body, parse_valid_part
 
 TEXTS = ["one", "another", "a third"]
 
 
-def embedded(*vectors: Any, **more: Any) -> bytes:
+def encode_embeddings(*vectors: Any, **more: Any) -> bytes:
     data = [{"index": at, "embedding": vector} for at, vector in enumerate(vectors)]
-    return text_of({"data": data, **more})
+    return encode_body({"data": data, **more})
 
 
-def base64_of(vector: list[float]) -> str:
+def encode_base64(vector: list[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def embedding(one: Any, other: Any) -> str | None:
-    return find_difference(part("embeddings", {"input": "a"}), embedded(one), embedded(other))
-
-
-def score(one: Any, other: Any) -> str | None:
-    asked = part("score", {"text_1": "a", "text_2": "b"})
-    bodies = [text_of({"data": [{"index": 0, "score": value}]}) for value in (one, other)]
-    return find_difference(asked, *bodies)
-
-
-def predicted(one: Any, other: Any) -> str | None:
+def compare_embeddings(first: Any, other: Any) -> str | None:
     return find_difference(
-        part("tensorflow", {"instances": [1]}), *(text_of({"predictions": [v]}) for v in (one, other))
+        parse_valid_part("embeddings", {"input": "a"}), encode_embeddings(first), encode_embeddings(other)
+    )
+
+
+def compare_scores(first: Any, other: Any) -> str | None:
+    part = parse_valid_part("score", {"text_1": "a", "text_2": "b"})
+    bodies = [encode_body({"data": [{"index": 0, "score": value}]}) for value in (first, other)]
+    return find_difference(part, *bodies)
+
+
+def compare_predictions(first: Any, other: Any) -> str | None:
+    return find_difference(
+        parse_valid_part("tensorflow", {"instances": [1]}),
+        *(encode_body({"predictions": [v]}) for v in (first, other)),
     )
 
 
 @pytest.mark.parametrize("angle", [0.0, 0.01, 0.04, -0.04])
-def test_vectors_of_one_direction_are_the_same(angle: float) -> None:
-    one, other = [1.0, 0.0], [math.cos(angle), math.sin(angle)]
-    assert embedding(one, other) is None
-    assert embedding(base64_of(one), base64_of(other)) is None
-    assert embedding([one], [other]) is None
+def test_vectors_with_nearly_the_same_direction_are_equal(angle: float) -> None:
+    first, other = [1.0, 0.0], [math.cos(angle), math.sin(angle)]
+    assert compare_embeddings(first, other) is None
+    assert compare_embeddings(encode_base64(first), encode_base64(other)) is None
+    assert compare_embeddings([first], [other]) is None
 
 
 @pytest.mark.parametrize("angle", [0.05, 0.5, 3.1])
-def test_vectors_of_other_directions_are_not(angle: float) -> None:
-    one, other = [1.0, 0.0], [math.cos(angle), math.sin(angle)]
-    told = f"item 0: cosine {math.cos(angle):.4f}"
-    assert embedding(one, other) == told
-    assert embedding(base64_of(one), base64_of(other)) == told
-    assert embedding([one, one], [one, other]) == told
+def test_vectors_with_different_directions_differ(angle: float) -> None:
+    first, other = [1.0, 0.0], [math.cos(angle), math.sin(angle)]
+    difference = f"item 0: cosine {math.cos(angle):.4f}"
+    assert compare_embeddings(first, other) == difference
+    assert compare_embeddings(encode_base64(first), encode_base64(other)) == difference
+    assert compare_embeddings([first, first], [first, other]) == difference
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "other", "is_equal"),
     [
         ([1.0, 2.0], [1.0, 2.0, 0.0], False),
         ([1.0, 2.0], [1.02, 2.04], True),
@@ -79,35 +82,36 @@ def test_vectors_of_other_directions_are_not(angle: float) -> None:
         ([1, None], [1, 2], False),
     ],
 )
-def test_odd_vectors(one: Any, other: Any, same: bool) -> None:
-    assert (embedding(one, other) is None) == same
+def test_unusual_vectors_are_compared(first: Any, other: Any, is_equal: bool) -> None:
+    assert (compare_embeddings(first, other) is None) == is_equal
 
 
 def test_usage_ids_and_times_are_not_compared() -> None:
-    asked = part("embeddings", {"input": ["a", "b"]})
-    one = embedded([1.0], [2.0], id="a", created=1, usage={"n": 1}, model="m")
-    other = embedded([1.0], [2.0], id="b", created=2, usage={"n": 2}, model="m")
-    assert find_difference(asked, one, other) is None
+    part = parse_valid_part("embeddings", {"input": ["a", "b"]})
+    first = encode_embeddings([1.0], [2.0], id="a", created=1, usage={"n": 1}, model="m")
+    other = encode_embeddings([1.0], [2.0], id="b", created=2, usage={"n": 2}, model="m")
+    assert find_difference(part, first, other) is None
 
 
 def test_ids_of_items_are_not_compared() -> None:
-    asked = part("score", {"text_1": "a", "text_2": "b"})
-    one, other = (text_of({"data": [{"index": 0, "id": name, "score": 1.0}]}) for name in "ab")
-    assert find_difference(asked, one, other) is None
+    part = parse_valid_part("score", {"text_1": "a", "text_2": "b"})
+    first, other = (encode_body({"data": [{"index": 0, "id": name, "score": 1.0}]}) for name in "ab")
+    assert find_difference(part, first, other) is None
 
 
 def test_items_are_compared_by_their_index() -> None:
-    asked = part("embeddings", {"input": ["a", "b"]})
+    part = parse_valid_part("embeddings", {"input": ["a", "b"]})
     data: list[dict[str, Any]] = [{"index": at, "embedding": [1.0, at]} for at in (0, 1)]
-    assert find_difference(asked, text_of({"data": data}), text_of({"data": data[::-1]})) is None
+    assert find_difference(part, encode_body({"data": data}), encode_body({"data": data[::-1]})) is None
     swapped = [{**item, "index": 1 - item["index"]} for item in data]
     assert (
-        find_difference(asked, text_of({"data": data}), text_of({"data": swapped})) == "item 0: cosine 0.7071"
+        find_difference(part, encode_body({"data": data}), encode_body({"data": swapped}))
+        == "item 0: cosine 0.7071"
     )
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "other", "is_equal"),
     [
         (0.5, 0.5, True),
         (0.5, 0.504, True),
@@ -121,12 +125,12 @@ def test_items_are_compared_by_their_index() -> None:
         (0.5, True, False),
     ],
 )
-def test_scores_are_the_same_to_a_hundredth_of_them(one: Any, other: Any, same: bool) -> None:
-    assert (score(one, other) is None) == same
+def test_scores_may_differ_by_a_hundredth(first: Any, other: Any, is_equal: bool) -> None:
+    assert (compare_scores(first, other) is None) == is_equal
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "other", "is_equal"),
     [
         ([100.0, 0.5], [100.4, 0.9], True),
         ([100.0, 0.5], [100.0, 1.6], False),
@@ -144,65 +148,82 @@ def test_scores_are_the_same_to_a_hundredth_of_them(one: Any, other: Any, same: 
         (True, 1, False),
     ],
 )
-def test_predictions_are_the_same_to_a_hundredth_of_the_largest_beside_them(
-    one: Any, other: Any, same: bool
+def test_predictions_may_differ_by_a_hundredth_of_the_largest_neighbour(
+    first: Any, other: Any, is_equal: bool
 ) -> None:
-    assert (predicted(one, other) is None) == same
+    assert (compare_predictions(first, other) is None) == is_equal
 
 
-def test_depth_is_bounded() -> None:
+def test_depth_of_compared_values_is_limited() -> None:
     deep: Any = 1.0
     for _ in range(40):
         deep = [deep, "x"]
-    assert predicted(deep, deep) == "cannot be compared: nested too deeply"
+    assert compare_predictions(deep, deep) == "cannot be compared: nested too deeply"
 
 
-def test_the_place_of_a_difference_is_told() -> None:
-    assert predicted({"a": [{"b": 0.5}]}, {"a": [{"b": 0.6}]}) == "item 0: a[0].b: 0.5, 0.6 alone"
+def test_place_of_a_difference_is_reported() -> None:
+    assert compare_predictions({"a": [{"b": 0.5}]}, {"a": [{"b": 0.6}]}) == "item 0: a[0].b: 0.5, 0.6 alone"
 
 
-def ranked(*pairs: tuple[int, float], **more: Any) -> bytes:
-    return text_of({"results": [{"index": at, "relevance_score": value, **more} for at, value in pairs]})
+def encode_ranking(*pairs: tuple[int, float], **more: Any) -> bytes:
+    return encode_body({"results": [{"index": at, "relevance_score": value, **more} for at, value in pairs]})
 
 
-def test_near_ranks_may_change_places() -> None:
-    asked = part("rerank", {"query": "q", "documents": TEXTS, "top_n": 2})
-    assert find_difference(asked, ranked((0, 0.9), (1, 0.501)), ranked((0, 0.9), (2, 0.5))) is None
-    assert find_difference(asked, ranked((0, 0.9), (1, 0.501)), ranked((1, 0.901), (0, 0.5))) is not None
-    assert find_difference(asked, ranked((0, 0.9), (1, 0.5)), ranked((0, 0.9), (2, 0.4))) is not None
-    assert find_difference(asked, ranked((0, 0.9)), ranked((0, 0.9), (1, 0.5))) == "1 items, 2 alone"
+def test_items_with_nearly_equal_ranks_may_change_places() -> None:
+    part = parse_valid_part("rerank", {"query": "q", "documents": TEXTS, "top_n": 2})
     assert (
-        find_difference(asked, ranked((0, 0.9), d="x"), ranked((0, 0.9), d="y")) == "item 0: d: not the same"
+        find_difference(part, encode_ranking((0, 0.9), (1, 0.501)), encode_ranking((0, 0.9), (2, 0.5)))
+        is None
+    )
+    assert (
+        find_difference(part, encode_ranking((0, 0.9), (1, 0.501)), encode_ranking((1, 0.901), (0, 0.5)))
+        is not None
+    )
+    assert (
+        find_difference(part, encode_ranking((0, 0.9), (1, 0.5)), encode_ranking((0, 0.9), (2, 0.4)))
+        is not None
+    )
+    assert (
+        find_difference(part, encode_ranking((0, 0.9)), encode_ranking((0, 0.9), (1, 0.5)))
+        == "1 items, 2 alone"
+    )
+    assert (
+        find_difference(part, encode_ranking((0, 0.9), d="x"), encode_ranking((0, 0.9), d="y"))
+        == "item 0: d: not the same"
     )
 
 
-def test_answers_of_another_length_differ() -> None:
-    asked = part("embeddings", {"input": ["a", "b"]})
-    whole, rest = embedded([1.0], [2.0]), text_of({"data": [{"index": 1, "embedding": [2.0]}]})
+def test_answers_with_different_numbers_of_items_differ() -> None:
+    part = parse_valid_part("embeddings", {"input": ["a", "b"]})
+    whole, rest = encode_embeddings([1.0], [2.0]), encode_body({"data": [{"index": 1, "embedding": [2.0]}]})
     for bodies in ((rest, rest), (whole, rest), (rest, whole)):
-        assert find_difference(asked, *bodies) == "cannot be compared: 1 items in the answer to 2"
-    vectors = part("embed", {"inputs": ["a", "b"]})
+        assert find_difference(part, *bodies) == "cannot be compared: 1 items in the answer to 2"
+    vectors = parse_valid_part("embed", {"inputs": ["a", "b"]})
     assert find_difference(vectors, b"[[1],[2]]", b"[[1],[2]]") is None
     assert (
         find_difference(vectors, b"[[1],[2]]", b"[[1]]") == "cannot be compared: 1 items in the answer to 2"
     )
 
 
-def test_an_answer_that_cannot_be_read_differs() -> None:
-    asked = part("embeddings", {"input": "a"})
-    for odd in (b"", b"{}", b'{"error":"x"}', b"[" * 3000):
-        assert (find_difference(asked, odd, embedded([1.0])) or "").startswith("cannot be compared: ")
-        assert (find_difference(asked, embedded([1.0]), odd) or "").startswith("cannot be compared: ")
+def test_unreadable_answer_differs() -> None:
+    part = parse_valid_part("embeddings", {"input": "a"})
+    for unreadable in (b"", b"{}", b'{"error":"x"}', b"[" * 3000):
+        assert (find_difference(part, unreadable, encode_embeddings([1.0])) or "").startswith(
+            "cannot be compared: "
+        )
+        assert (find_difference(part, encode_embeddings([1.0]), unreadable) or "").startswith(
+            "cannot be compared: "
+        )
 
 
 @pytest.mark.parametrize("value", ["x", [[1]], True, {"a": 1}])
-def test_ranks_that_are_no_numbers_are_not_compared(value: Any) -> None:
-    asked = part("rerank", {"query": "q", "documents": TEXTS})
-    body = ranked((0, 0.9), (1, value))
-    assert find_difference(asked, body, body) == "cannot be compared: relevance_score of an item is no number"
+def test_ranks_that_are_not_numbers_are_not_compared(value: Any) -> None:
+    part = parse_valid_part("rerank", {"query": "q", "documents": TEXTS})
+    body = encode_ranking((0, 0.9), (1, value))
+    assert find_difference(part, body, body) == "cannot be compared: relevance_score of an item is no number"
 
 
-ASKED: dict[str, dict[str, Any]] = {
+REQUEST_BODIES: dict[str, dict[str, Any]] = {
     "embeddings": {"model": "m", "input": TEXTS},
     "embed": {"inputs": TEXTS},
     "tensorflow": {"instances": TEXTS},
@@ -214,18 +235,18 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_a_model_that_gets_merged_calls_wrong_is_found_out(name: str) -> None:
-    one = part(name, ASKED[name])
-    alone = model(name, one.payload)
+@pytest.mark.parametrize("name", REQUEST_BODIES)
+def test_wrong_answers_to_merged_calls_are_detected(name: str) -> None:
+    first = parse_valid_part(name, REQUEST_BODIES[name])
+    single_answer = answer_call(name, first.payload)
     for wrong in (False, True):
-        found = split_answer([one, one], model(name, merge_parts([one, one]), wrong=wrong))
+        found = split_answer([first, first], answer_call(name, merge_parts([first, first]), wrong=wrong))
         assert isinstance(found, list)
-        assert all((find_difference(one, answer, alone) is not None) == wrong for answer in found)
+        assert all((find_difference(first, answer, single_answer) is not None) == wrong for answer in found)
 
 
-def test_answers_of_lone_texts_are_compared_too() -> None:
-    one = part("predict", {"inputs": "a"})
+def test_answers_to_single_texts_are_compared_too() -> None:
+    first = parse_valid_part("predict", {"inputs": "a"})
     answers = [json.dumps([{"score": value, "label": "yes"}]).encode() for value in (0.5, 0.6)]
-    assert find_difference(one, answers[0], answers[0]) is None
-    assert find_difference(one, *answers) == "answer[0].score: 0.5, 0.6 alone"
+    assert find_difference(first, answers[0], answers[0]) is None
+    assert find_difference(first, *answers) == "answer[0].score: 0.5, 0.6 alone"

@@ -1,4 +1,4 @@
-"""Bodies of list calls by the table of shapes: what is read, what is merged, what an answer is split into."""
+"""Bodies of list calls: how requests are parsed, merged and cut, and how answers are split and joined."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dispatcher.core.merging.shapes import (
     split_answer,
 )
 from dispatcher.core.merging.shapes.fields import MAX_DEPTH
-from tests.listcalls import PATHS, model, part, text_of
+from tests.list_calls import PATHS, answer_call, encode_body, parse_valid_part
 
-EMBEDDED = (
+EMBEDDINGS_ANSWER = (
     b'{"id": "embd-7", "object":"list", "data" : [\n'
     b'{"index":2,"object":"embedding","embedding":[1.50E-3, -0.0,1e0 ],"note":"\\u00e9"},\n'
     b'{"embedding":[0.1000,2],"index":0, "object":"embedding"},'
@@ -30,20 +30,20 @@ EMBEDDED = (
 )
 
 
-def why(name: str, body: Any) -> str:
-    found = parse_part(SHAPES[name], body if isinstance(body, bytes) else text_of(body))
+def explain_unfit(name: str, body: Any) -> str:
+    found = parse_part(SHAPES[name], body if isinstance(body, bytes) else encode_body(body))
     assert isinstance(found, Unfit), found
     return found.why
 
 
-def answers(parts: list[Part], body: bytes) -> list[bytes]:
+def split_valid_answer(parts: list[Part], body: bytes) -> list[bytes]:
     found = split_answer(parts, body)
     assert not isinstance(found, Unfit), found
     return found
 
 
-def unsplit(parts: list[Part], body: Any) -> str:
-    found = split_answer(parts, body if isinstance(body, bytes) else text_of(body))
+def explain_unsplit(parts: list[Part], body: Any) -> str:
+    found = split_answer(parts, body if isinstance(body, bytes) else encode_body(body))
     assert isinstance(found, Unfit), found
     return found.why
 
@@ -60,16 +60,19 @@ def unsplit(parts: list[Part], body: Any) -> str:
     ],
 )
 def test_items_and_tokens_of_a_body_are_counted(body: Any, size: int, tokens: int) -> None:
-    found = part("embeddings", {"model": "text-1", **body})
+    found = parse_valid_part("embeddings", {"model": "text-1", **body})
     assert (found.size, found.tokens, found.model) == (size, tokens, "text-1")
 
 
-def test_a_query_counts_with_each_of_its_texts() -> None:
-    one = part("rerank", {"query": "q" * 40, "documents": ["d" * 8, "e" * 8]})
-    assert one.tokens == 2 * 10 + part("rerank", {"query": "", "documents": ["d" * 8, "e" * 8]}).tokens
-    assert [piece.tokens for piece in cut_part(one, 1)] == [12, 12]
-    pair = part("score", {"text_1": ["q" * 40], "text_2": ["d" * 8]})
-    assert pair.tokens == part("score", {"text_1": "q" * 40, "text_2": ["d" * 8]}).tokens
+def test_tokens_of_a_query_count_with_each_text() -> None:
+    first = parse_valid_part("rerank", {"query": "q" * 40, "documents": ["d" * 8, "e" * 8]})
+    assert (
+        first.tokens
+        == 2 * 10 + parse_valid_part("rerank", {"query": "", "documents": ["d" * 8, "e" * 8]}).tokens
+    )
+    assert [piece.tokens for piece in cut_part(first, 1)] == [12, 12]
+    pair = parse_valid_part("score", {"text_1": ["q" * 40], "text_2": ["d" * 8]})
+    assert pair.tokens == parse_valid_part("score", {"text_1": "q" * 40, "text_2": ["d" * 8]}).tokens
 
 
 @pytest.mark.parametrize(
@@ -109,28 +112,30 @@ def test_a_query_counts_with_each_of_its_texts() -> None:
         ("predict", {"inputs": [["a"], "b"]}, "its items are neither texts nor pairs"),
     ],
 )
-def test_what_is_not_understood_goes_alone_and_the_reason_is_told(name: str, body: Any, reason: str) -> None:
-    assert reason in why(name, body)
+def test_body_that_cannot_be_merged_is_explained(name: str, body: Any, reason: str) -> None:
+    assert reason in explain_unfit(name, body)
 
 
-def test_depth_is_bounded_where_it_costs() -> None:
+def test_depth_is_limited_only_outside_of_the_list() -> None:
     deep = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
-    assert part("embeddings", b'{"input":"a","x":%b}' % deep).size == 1
-    assert part("tensorflow", b'{"instances":[%b]}' % (b"[" * 500 + b"]" * 500)).size == 1
+    assert parse_valid_part("embeddings", b'{"input":"a","x":%b}' % deep).size == 1
+    assert parse_valid_part("tensorflow", b'{"instances":[%b]}' % (b"[" * 500 + b"]" * 500)).size == 1
 
 
-def test_one_list_of_all_and_each_other_field_once() -> None:
+def test_merged_body_has_one_list_and_each_other_field_once() -> None:
     bodies = [
         b'{"model":"m","input":"a\\n","dimensions":256}',
         b'{"dimensions":256, "input" : [ "b" , "c"], "model":"m"}',
         b'{"input":["d"],"model":"m","dimensions":256}',
     ]
-    merged = merge_parts([part("embeddings", body) for body in bodies])
+    merged = merge_parts([parse_valid_part("embeddings", body) for body in bodies])
     assert merged == b'{"dimensions":256,"model":"m","input":["a\\n", "b" , "c","d"]}'
 
 
-def test_token_ids_go_with_token_ids_and_not_with_text() -> None:
-    ids, lists, text = (part("embeddings", {"input": value}) for value in ([1, 2], [[3], [4, 5]], "1"))
+def test_token_ids_are_not_merged_with_text() -> None:
+    ids, lists, text = (
+        parse_valid_part("embeddings", {"input": value}) for value in ([1, 2], [[3], [4, 5]], "1")
+    )
     assert merge_parts([ids, lists]) == b'{"input":[[1, 2],[3], [4, 5]]}'
     assert ids.merge_key != text.merge_key
     with pytest.raises(ValueError, match="only parts of one key"):
@@ -140,7 +145,7 @@ def test_token_ids_go_with_token_ids_and_not_with_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "other"),
     [
         ({"model": "a"}, {"model": "b"}),
         ({"model": "a"}, {}),
@@ -150,20 +155,23 @@ def test_token_ids_go_with_token_ids_and_not_with_text() -> None:
         ({"x": {"a": [1, 2]}}, {"x": {"a": [2, 1]}}),
     ],
 )
-def test_what_differs_beside_the_list_is_never_merged(one: Any, other: Any) -> None:
+def test_bodies_that_differ_in_other_fields_are_not_merged(first: Any, other: Any) -> None:
     assert (
-        part("embeddings", {"input": "a", **one}).merge_key
-        != part("embeddings", {"input": "a", **other}).merge_key
+        parse_valid_part("embeddings", {"input": "a", **first}).merge_key
+        != parse_valid_part("embeddings", {"input": "a", **other}).merge_key
     )
 
 
-def test_same_body_of_another_shape_is_never_merged() -> None:
-    assert part("embed", {"inputs": "a"}).merge_key != part("predict", {"inputs": "a"}).merge_key
+def test_same_body_of_another_shape_is_not_merged() -> None:
+    assert (
+        parse_valid_part("embed", {"inputs": "a"}).merge_key
+        != parse_valid_part("predict", {"inputs": "a"}).merge_key
+    )
 
 
-def test_fields_of_an_item_stay_as_the_server_wrote_them() -> None:
-    parts = [part("embeddings", {"input": value}) for value in (["a", "b"], "c")]
-    first, second = answers(parts, EMBEDDED)
+def test_fields_of_an_item_are_kept_byte_for_byte() -> None:
+    parts = [parse_valid_part("embeddings", {"input": value}) for value in (["a", "b"], "c")]
+    first, second = split_valid_answer(parts, EMBEDDINGS_ANSWER)
     assert first == (
         b'{"id":"embd-7","object":"list","data":[{"embedding":[0.1000,2],"index":0,"object":"embedding"},'
         b'{"object":"embedding","index":1,"embedding":"AAAAAA=="}],"model":"m",'
@@ -176,32 +184,38 @@ def test_fields_of_an_item_stay_as_the_server_wrote_them() -> None:
     )
 
 
-def test_vectors_of_vectors_are_split_as_well() -> None:
-    """They look like flat ones at their beginning."""
-    parts = [part("embeddings", {"input": value}) for value in "ab"]
+def test_nested_vectors_are_split() -> None:
+    """They begin like flat vectors."""
+    parts = [parse_valid_part("embeddings", {"input": value}) for value in "ab"]
     data = [{"index": at, "embedding": [[0.1, at], [0.2]]} for at in (0, 1)]
     for listed in (data, [{**each, "more": {"embedding": [1]}} for each in data]):
-        found = [json.loads(each)["data"] for each in answers(parts, text_of({"data": listed}))]
+        found = [
+            json.loads(each)["data"] for each in split_valid_answer(parts, encode_body({"data": listed}))
+        ]
         assert found == [[{**each, "index": 0}] for each in listed]
 
 
-def test_brackets_in_an_answers_texts_are_no_lists() -> None:
-    parts = [part("rerank", {"query": "q", "documents": [value]}) for value in "ab"]
+def test_brackets_in_texts_of_an_answer_are_not_lists() -> None:
+    parts = [parse_valid_part("rerank", {"query": "q", "documents": [value]}) for value in "ab"]
     results = [
         {"index": at, "relevance_score": 0.5, "document": {"text": f'"results":[{at}]] "index":9'}}
         for at in (0, 1)
     ]
     found = [
-        json.loads(each) for each in answers(parts, text_of({"id": "[", "results": results, "meta": [[]]}))
+        json.loads(each)
+        for each in split_valid_answer(parts, encode_body({"id": "[", "results": results, "meta": [[]]}))
     ]
     assert found == [{"id": "[", "results": [{**each, "index": 0}], "meta": [[]]} for each in results]
 
 
-def test_a_field_named_like_the_list_elsewhere_is_not_taken_for_it() -> None:
-    parts = [part("embeddings", {"input": value}) for value in "ab"]
+def test_nested_field_with_the_name_of_the_list_is_ignored() -> None:
+    parts = [parse_valid_part("embeddings", {"input": value}) for value in "ab"]
     data = [{"index": at, "embedding": [at]} for at in (0, 1)]
-    body = text_of({"meta": {"data": [{"index": 0, "embedding": [7]}]}, "data": data})
-    assert [json.loads(each)["data"][0]["embedding"] for each in answers(parts, body)] == [[0], [1]]
+    body = encode_body({"meta": {"data": [{"index": 0, "embedding": [7]}]}, "data": data})
+    assert [json.loads(each)["data"][0]["embedding"] for each in split_valid_answer(parts, body)] == [
+        [0],
+        [1],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -228,78 +242,89 @@ def test_a_field_named_like_the_list_elsewhere_is_not_taken_for_it() -> None:
         ),
     ],
 )
-def test_an_answer_that_fits_not_is_not_split(body: Any, reason: str) -> None:
-    parts = [part("embeddings", {"input": value}) for value in "ab"]
-    assert reason in unsplit(parts, text_of(body) if not isinstance(body, bytes) else body)
+def test_unexpected_answer_is_not_split(body: Any, reason: str) -> None:
+    parts = [parse_valid_part("embeddings", {"input": value}) for value in "ab"]
+    assert reason in explain_unsplit(parts, encode_body(body) if not isinstance(body, bytes) else body)
 
 
-def test_an_answer_of_vectors_that_has_something_else_is_not_split() -> None:
-    parts = [part("embed", {"inputs": value}) for value in "ab"]
-    assert answers(parts, b"[[1],[2]]") == [b"[[1]]", b"[[2]]"]
+def test_unexpected_answer_with_plain_vectors_is_not_split() -> None:
+    parts = [parse_valid_part("embed", {"inputs": value}) for value in "ab"]
+    assert split_valid_answer(parts, b"[[1],[2]]") == [b"[[1]]", b"[[2]]"]
     for body in (b'[[1],"x"]', b'{"error":"x"}', b"[[1]]"):
-        assert unsplit(parts, body)
+        assert explain_unsplit(parts, body)
 
 
-def test_usage_is_shared_out_by_tokens() -> None:
-    parts = [part("embeddings", {"input": value}) for value in ([1] * 9, [2])]
+def test_usage_is_divided_by_tokens() -> None:
+    parts = [parse_valid_part("embeddings", {"input": value}) for value in ([1] * 9, [2])]
     data = [{"index": at, "embedding": [1]} for at in (0, 1)]
-    body = text_of({"data": data, "usage": {"prompt_tokens": 10, "more": {"cached": 4}}})
-    shares = [json.loads(each)["usage"] for each in answers(parts, body)]
+    body = encode_body({"data": data, "usage": {"prompt_tokens": 10, "more": {"cached": 4}}})
+    shares = [json.loads(each)["usage"] for each in split_valid_answer(parts, body)]
     assert shares == [
         {"prompt_tokens": 9, "more": {"cached": 4}},
         {"prompt_tokens": 1, "more": {"cached": 0}},
     ]
 
 
-def test_usage_without_numbers_is_copied() -> None:
-    parts = [part("embeddings", {"input": value}) for value in "ab"]
+def test_usage_that_is_not_a_count_is_copied() -> None:
+    parts = [parse_valid_part("embeddings", {"input": value}) for value in "ab"]
     data = [{"index": at, "embedding": [1]} for at in (0, 1)]
     usage = {"prompt_tokens": 3, "cost": 0.5, "tier": "x", "flag": True, "none": None, "huge": 2**60}
-    shares = [json.loads(each)["usage"] for each in answers(parts, text_of({"data": data, "usage": usage}))]
+    shares = [
+        json.loads(each)["usage"]
+        for each in split_valid_answer(parts, encode_body({"data": data, "usage": usage}))
+    ]
     assert shares == [{**usage, "prompt_tokens": count, "cost": 0.25} for count in (2, 1)]
-    for odd in (None, "x", [1]):
-        body = text_of({"data": data, "usage": odd})
-        assert [json.loads(each)["usage"] for each in answers(parts, body)] == [odd, odd]
+    for unusual in (None, "x", [1]):
+        body = encode_body({"data": data, "usage": unusual})
+        assert [json.loads(each)["usage"] for each in split_valid_answer(parts, body)] == [unusual, unusual]
 
 
-def test_ranked_items_go_to_their_own_in_the_order_of_all() -> None:
+def test_ranked_items_are_split_by_request_in_the_order_of_rank() -> None:
     parts = [
-        part("rerank", {"query": "q", "documents": value, "top_n": 2}) for value in (["a", "b", "c"], ["d"])
+        parse_valid_part("rerank", {"query": "q", "documents": value, "top_n": 2})
+        for value in (["a", "b", "c"], ["d"])
     ]
     assert merge_parts(parts) == b'{"query":"q","documents":["a", "b", "c","d"]}'
     results = [
         {"index": at, "relevance_score": score} for at, score in ((2, 0.9), (3, 0.8), (0, 0.7), (1, 0.6))
     ]
-    first, second = (json.loads(each)["results"] for each in answers(parts, text_of({"results": results})))
+    first, second = (
+        json.loads(each)["results"] for each in split_valid_answer(parts, encode_body({"results": results}))
+    )
     assert [item["index"] for item in first] == [2, 0]
     assert second == [{"index": 0, "relevance_score": 0.8}]
 
 
-def test_other_queries_are_never_merged() -> None:
-    one, other = (part("rerank", {"query": query, "documents": ["a"]}) for query in "qr")
-    assert one.merge_key != other.merge_key
-    assert part("rerank", {"query": "q", "documents": ["a"], "top_n": 1}).merge_key != one.merge_key
+def test_different_queries_are_not_merged() -> None:
+    first, other = (parse_valid_part("rerank", {"query": query, "documents": ["a"]}) for query in "qr")
+    assert first.merge_key != other.merge_key
+    assert (
+        parse_valid_part("rerank", {"query": "q", "documents": ["a"], "top_n": 1}).merge_key
+        != first.merge_key
+    )
 
 
-@pytest.mark.parametrize("wanted", [None, 0])
-def test_no_count_of_ranked_items_means_all(wanted: int | None) -> None:
-    one = part("rerank", {"query": "q", "documents": ["a", "b", "c"], "top_n": wanted})
-    assert one.top_count == 0
-    pieces = cut_part(one, 2)
-    bodies = [model("rerank", merge_parts([piece])) for piece in pieces]
-    joined = join_answers(one, pieces, bodies)
-    assert joined == model("rerank", one.payload)
+@pytest.mark.parametrize("top_count", [None, 0])
+def test_all_ranked_items_are_returned_without_top_n(top_count: int | None) -> None:
+    first = parse_valid_part("rerank", {"query": "q", "documents": ["a", "b", "c"], "top_n": top_count})
+    assert first.top_count == 0
+    pieces = cut_part(first, 2)
+    bodies = [answer_call("rerank", merge_parts([piece])) for piece in pieces]
+    joined = join_answers(first, pieces, bodies)
+    assert joined == answer_call("rerank", first.payload)
 
 
 def test_ranked_answers_are_joined_by_rank() -> None:
-    one = part("rerank", {"query": "q", "documents": list("abcd"), "top_n": 3})
-    pieces = cut_part(one, 2)
+    first = parse_valid_part("rerank", {"query": "q", "documents": list("abcd"), "top_n": 3})
+    pieces = cut_part(first, 2)
     assert merge_parts(pieces[:1]) == b'{"query":"q","top_n":3,"documents":["a","b"]}'
     bodies = [
-        text_of({"id": at, "results": [{"index": index, "relevance_score": score} for index, score in ranks]})
+        encode_body(
+            {"id": at, "results": [{"index": index, "relevance_score": score} for index, score in ranks]}
+        )
         for at, ranks in enumerate([[(1, 0.9), (0, 0.2)], [(0, 0.9), (1, 0.3)]])
     ]
-    joined = join_answers(one, pieces, bodies)
+    joined = join_answers(first, pieces, bodies)
     assert isinstance(joined, bytes)
     assert [(item["index"], item["relevance_score"]) for item in json.loads(joined)["results"]] == [
         (1, 0.9),
@@ -308,77 +333,82 @@ def test_ranked_answers_are_joined_by_rank() -> None:
     ]
 
 
-def test_answers_that_are_in_no_order_of_rank_are_joined_by_index() -> None:
-    one = part("tei_rerank", {"query": "q", "texts": list("abcd")})
-    pieces = cut_part(one, 2)
+def test_answers_not_ordered_by_rank_are_joined_by_index() -> None:
+    first = parse_valid_part("tei_rerank", {"query": "q", "texts": list("abcd")})
+    pieces = cut_part(first, 2)
     bodies = [b'[{"index":0,"score":0.1},{"index":1,"score":0.5}]'] * 2
-    joined = join_answers(one, pieces, bodies)
+    joined = join_answers(first, pieces, bodies)
     assert isinstance(joined, bytes)
     assert [item["index"] for item in json.loads(joined)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("score", [None, "x", [1]])
-def test_ranks_that_are_no_numbers_are_not_joined(score: Any) -> None:
-    one = part("tei_rerank", {"query": "q", "texts": list("ab")})
-    bodies = [text_of([{"index": 0, "score": each}]) for each in (0.5, score)]
-    assert isinstance(join_answers(one, cut_part(one, 1), bodies), Unfit)
+def test_ranks_that_are_not_numbers_are_not_joined(score: Any) -> None:
+    first = parse_valid_part("tei_rerank", {"query": "q", "texts": list("ab")})
+    bodies = [encode_body([{"index": 0, "score": each}]) for each in (0.5, score)]
+    assert isinstance(join_answers(first, cut_part(first, 1), bodies), Unfit)
 
 
-def test_a_piece_whose_answer_fits_not_spoils_the_whole() -> None:
-    one = part("embeddings", {"input": list("abc")})
-    pieces = cut_part(one, 2)
-    good = [model("embeddings", merge_parts([piece])) for piece in pieces]
-    assert isinstance(join_answers(one, pieces, [good[1], good[0]]), Unfit)
-    assert isinstance(join_answers(one, pieces, [good[0], b'{"error":"x"}']), Unfit)
-    ranked = part("rerank", {"query": "q", "documents": list("abc"), "top_n": 2})
+def test_answers_are_not_joined_if_one_piece_is_unexpected() -> None:
+    first = parse_valid_part("embeddings", {"input": list("abc")})
+    pieces = cut_part(first, 2)
+    good = [answer_call("embeddings", merge_parts([piece])) for piece in pieces]
+    assert isinstance(join_answers(first, pieces, [good[1], good[0]]), Unfit)
+    assert isinstance(join_answers(first, pieces, [good[0], b'{"error":"x"}']), Unfit)
+    ranked = parse_valid_part("rerank", {"query": "q", "documents": list("abc"), "top_n": 2})
     pieces = cut_part(ranked, 2)
-    bodies = [model("rerank", merge_parts([piece])) for piece in pieces]
+    bodies = [answer_call("rerank", merge_parts([piece])) for piece in pieces]
     assert isinstance(join_answers(ranked, pieces, bodies), bytes)
     assert isinstance(join_answers(ranked, pieces, [bodies[1], bodies[1]]), Unfit)
 
 
-def test_usage_of_pieces_is_summed_up() -> None:
-    one = part("embeddings", {"input": ["a", "b"]})
+def test_usage_of_pieces_is_added_up() -> None:
+    first = parse_valid_part("embeddings", {"input": ["a", "b"]})
     usages: list[Any] = [
         {"n": 1, "d": {"c": 2}, "x": None},
         {"n": 3, "d": {"c": 5, "e": 1}, "x": 4, "f": 0.5},
     ]
-    bodies = [text_of({"data": [{"index": 0, "embedding": [1]}], "usage": usage}) for usage in usages]
-    joined = join_answers(one, cut_part(one, 1), bodies)
+    bodies = [encode_body({"data": [{"index": 0, "embedding": [1]}], "usage": usage}) for usage in usages]
+    joined = join_answers(first, cut_part(first, 1), bodies)
     assert isinstance(joined, bytes)
     assert json.loads(joined)["usage"] == {"n": 4, "d": {"c": 7, "e": 1}, "x": 4, "f": 0.5}
 
 
-def test_a_list_is_cut_by_items_and_by_tokens() -> None:
-    one = part("embeddings", {"input": ["x" * 40, "y" * 40, "z" * 4, "x" * 400, "z"]})
-    assert [piece.size for piece in cut_part(one, 2)] == [2, 2, 1]
-    assert [piece.size for piece in cut_part(one, 100, 23)] == [2, 1, 1, 1]
-    assert [piece.size for piece in cut_part(one, 100, 24)] == [3, 1, 1]
-    assert [piece.size for piece in cut_part(one, 0)] == [1] * 5
-    assert cut_part(one, 5) == [one]
-    ids = part("embeddings", {"input": [[1, 2], [3, 4], [5]]})
+def test_list_is_cut_by_items_and_by_tokens() -> None:
+    first = parse_valid_part("embeddings", {"input": ["x" * 40, "y" * 40, "z" * 4, "x" * 400, "z"]})
+    assert [piece.size for piece in cut_part(first, 2)] == [2, 2, 1]
+    assert [piece.size for piece in cut_part(first, 100, 23)] == [2, 1, 1, 1]
+    assert [piece.size for piece in cut_part(first, 100, 24)] == [3, 1, 1]
+    assert [piece.size for piece in cut_part(first, 0)] == [1] * 5
+    assert cut_part(first, 5) == [first]
+    ids = parse_valid_part("embeddings", {"input": [[1, 2], [3, 4], [5]]})
     assert [(piece.size, piece.tokens) for piece in cut_part(ids, 9, 4)] == [(2, 4), (1, 1)]
-    lone = part("embeddings", {"input": "x" * 400})
-    assert cut_part(lone, 1, 5) == [lone]
+    single = parse_valid_part("embeddings", {"input": "x" * 400})
+    assert cut_part(single, 1, 5) == [single]
 
 
-def test_pairs_of_a_score_are_merged_though_their_texts_differ() -> None:
-    one, other = (part("score", {"model": "m", "text_1": [f"q{at}"], "text_2": [f"d{at}"]}) for at in (1, 2))
-    assert merge_parts([one, other]) == b'{"model":"m","text_2":["d1","d2"],"text_1":["q1","q2"]}'
-    same = part("score", {"model": "m", "text_1": "q", "text_2": ["d"]})
-    assert part("score", {"model": "m", "text_2": ["d"]}).merge_key not in (one.merge_key, same.merge_key)
-    assert same.merge_key not in (
-        one.merge_key,
-        part("score", {"model": "m", "text_1": "r", "text_2": ["d"]}).merge_key,
+def test_score_pairs_with_different_texts_are_merged() -> None:
+    first, other = (
+        parse_valid_part("score", {"model": "m", "text_1": [f"q{at}"], "text_2": [f"d{at}"]}) for at in (1, 2)
+    )
+    assert merge_parts([first, other]) == b'{"model":"m","text_2":["d1","d2"],"text_1":["q1","q2"]}'
+    shared_query = parse_valid_part("score", {"model": "m", "text_1": "q", "text_2": ["d"]})
+    assert parse_valid_part("score", {"model": "m", "text_2": ["d"]}).merge_key not in (
+        first.merge_key,
+        shared_query.merge_key,
+    )
+    assert shared_query.merge_key not in (
+        first.merge_key,
+        parse_valid_part("score", {"model": "m", "text_1": "r", "text_2": ["d"]}).merge_key,
     )
     for names in (("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
-        assert part("score", dict(zip(names, (["a", "b"], ["c", "d"]), strict=True))).size == 2
+        assert parse_valid_part("score", dict(zip(names, (["a", "b"], ["c", "d"]), strict=True))).size == 2
 
 
-def test_a_lone_text_to_classify_is_answered_without_a_list() -> None:
-    parts = [part("predict", {"inputs": value}) for value in ("a", ["b", "c"], [["d"]])]
+def test_single_text_to_classify_is_answered_without_a_list() -> None:
+    parts = [parse_valid_part("predict", {"inputs": value}) for value in ("a", ["b", "c"], [["d"]])]
     assert merge_parts(parts) == b'{"inputs":[["a"],["b", "c"],["d"]]}'
-    assert answers(parts, b"[[1],[2],[3]]") == [b"[1]", b"[2]", b"[[3]]"]
+    assert split_valid_answer(parts, b"[[1],[2],[3]]") == [b"[1]", b"[2]", b"[[3]]"]
 
 
 @pytest.mark.parametrize(
@@ -401,12 +431,12 @@ def test_a_lone_text_to_classify_is_answered_without_a_list() -> None:
         ("", None),
     ],
 )
-def test_paths_have_the_shapes_that_servers_give_them(path: str, name: str | None) -> None:
+def test_shape_is_found_by_the_path(path: str, name: str | None) -> None:
     found = find_shape(path)
     assert (found and found.name) == name
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_is_named_as_in_the_table_and_has_a_server_to_be_tried_with(name: str) -> None:
+def test_every_shape_has_its_name_and_a_test_server(name: str) -> None:
     assert SHAPES[name].name == name
     assert name in PATHS

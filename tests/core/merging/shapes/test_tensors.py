@@ -1,4 +1,4 @@
-"""Tensors of KServe's v2 protocol: along the first axis, flat or nested."""
+"""Tensors of the KServe v2 protocol, merged and split along the first axis, flat or nested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dispatcher.core.merging.shapes import (
     parse_part,
     split_answer,
 )
-from tests.listcalls import model, part, text_of
+from tests.list_calls import answer_call, encode_body, parse_valid_part
 
 
 def body(size: int = 1, data: Any = None, **more: Any) -> dict[str, Any]:
@@ -25,18 +25,20 @@ def body(size: int = 1, data: Any = None, **more: Any) -> dict[str, Any]:
     return {"inputs": [{**tensor, **more.pop("tensor", {})}], **more}
 
 
-def why(asked: Any) -> str:
-    found = parse_part(SHAPES["kserve"], asked if isinstance(asked, bytes) else text_of(asked))
+def explain_unfit(request_body: Any) -> str:
+    found = parse_part(
+        SHAPES["kserve"], request_body if isinstance(request_body, bytes) else encode_body(request_body)
+    )
     assert isinstance(found, Unfit), found
     return found.why
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason"),
+    ("request_body", "reason"),
     [
         ({"inputs": []}, "a tensor without data"),
         ({"outputs": []}, "no inputs in the body"),
-        (text_of(body()) + b"\x00\x01\x02\x03", "not the JSON"),
+        (encode_body(body()) + b"\x00\x01\x02\x03", "not the JSON"),
         (body(tensor={"data": None}), "no list"),
         (body(tensor={"data": []}), "an empty one"),
         (body(tensor={"data": [1]}), "not as many as its shape says"),
@@ -62,20 +64,20 @@ def why(asked: Any) -> str:
         (body(parameters={"x": "y" * 66_000}), "more than 65536 bytes beside"),
     ],
 )
-def test_what_is_not_understood_goes_alone_and_the_reason_is_told(asked: Any, reason: str) -> None:
-    assert reason in why(asked)
+def test_body_that_cannot_be_merged_is_explained(request_body: Any, reason: str) -> None:
+    assert reason in explain_unfit(request_body)
 
 
-def test_parameters_that_are_off_are_no_obstacle() -> None:
-    asked = body(
+def test_disabled_parameters_do_not_prevent_merging() -> None:
+    request_body = body(
         outputs=[{"name": "y", "parameters": {"binary_data": False}}],
         parameters={"binary_data_output": False, "sequence_id": 0},
     )
-    assert part("kserve", asked).size == 1
+    assert parse_valid_part("kserve", request_body).size == 1
 
 
-def test_rows_go_behind_each_other_and_the_shape_counts_them() -> None:
-    parts = [part("kserve", body(size, id=str(size), outputs=[{"name": "y"}])) for size in (1, 2)]
+def test_rows_are_concatenated_and_counted_in_the_shape() -> None:
+    parts = [parse_valid_part("kserve", body(size, id=str(size), outputs=[{"name": "y"}])) for size in (1, 2)]
     assert merge_parts(parts) == (
         b'{"outputs":[{"name":"y"}],'
         b'"inputs":[{"datatype":"FP32","name":"x","shape":[3,2],"data":[0, 1,0, 1, 2, 3]}]}'
@@ -83,10 +85,10 @@ def test_rows_go_behind_each_other_and_the_shape_counts_them() -> None:
 
 
 def test_each_answer_has_the_id_of_its_request() -> None:
-    parts = [part("kserve", body(size, **({"id": "a"} if size == 1 else {}))) for size in (1, 2)]
+    parts = [parse_valid_part("kserve", body(size, **({"id": "a"} if size == 1 else {}))) for size in (1, 2)]
     output = {"name": "y", "shape": [3, 1], "datatype": "FP32", "data": [1.0, 2.50, 3]}
     answer = {"model_name": "m", "id": "of the call", "outputs": [output]}
-    found = split_answer(parts, text_of(answer).replace(b"2.5", b"2.50"))
+    found = split_answer(parts, encode_body(answer).replace(b"2.5", b"2.50"))
     assert found == [
         b'{"model_name":"m","id":"a","outputs":[{"name":"y","shape":[1,1],"datatype":"FP32","data":[1.0]}]}',
         (
@@ -97,7 +99,7 @@ def test_each_answer_has_the_id_of_its_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "other"),
     [
         (body(), body(tensor={"shape": [1, 2, 1]})),
         (body(), body(tensor={"datatype": "FP16"})),
@@ -109,71 +111,71 @@ def test_each_answer_has_the_id_of_its_request() -> None:
         (body(), {"inputs": body()["inputs"] * 2}),
     ],
 )
-def test_what_differs_beside_the_rows_is_never_merged(one: Any, other: Any) -> None:
-    assert part("kserve", one).merge_key != part("kserve", other).merge_key
+def test_requests_that_differ_in_other_fields_are_not_merged(first: Any, other: Any) -> None:
+    assert parse_valid_part("kserve", first).merge_key != parse_valid_part("kserve", other).merge_key
 
 
-def test_ids_are_no_difference() -> None:
+def test_requests_with_different_ids_are_merged() -> None:
     assert (
-        part("kserve", body(id="a")).merge_key
-        == part("kserve", body(3, id="b")).merge_key
-        == part("kserve", body()).merge_key
+        parse_valid_part("kserve", body(id="a")).merge_key
+        == parse_valid_part("kserve", body(3, id="b")).merge_key
+        == parse_valid_part("kserve", body()).merge_key
     )
 
 
-def test_a_piece_has_the_id_of_its_whole() -> None:
-    one = part("kserve", body(3, id="a"))
-    pieces = cut_part(one, 2)
+def test_piece_has_the_id_of_the_whole_request() -> None:
+    first = parse_valid_part("kserve", body(3, id="a"))
+    pieces = cut_part(first, 2)
     assert [piece.size for piece in pieces] == [2, 1]
     assert merge_parts(pieces[1:]) == (
         b'{"id":"a","inputs":[{"datatype":"FP32","name":"x","shape":[1,2],"data":[ 4, 5]}]}'
     )
-    bodies = [model("kserve", merge_parts([piece])) for piece in pieces]
-    joined = join_answers(one, pieces, bodies)
+    bodies = [answer_call("kserve", merge_parts([piece])) for piece in pieces]
+    joined = join_answers(first, pieces, bodies)
     assert isinstance(joined, bytes)
-    assert json.loads(joined) == json.loads(model("kserve", one.payload))
+    assert json.loads(joined) == json.loads(answer_call("kserve", first.payload))
 
 
-GOOD = {"name": "y", "shape": [3, 1], "datatype": "FP32", "data": [1, 2, 3]}
+OUTPUT = {"name": "y", "shape": [3, 1], "datatype": "FP32", "data": [1, 2, 3]}
 
 
 @pytest.mark.parametrize(
     ("outputs", "reason"),
     [
         ([], "no outputs in the answer"),
-        ([{**GOOD, "shape": [2, 1], "data": [1, 2]}], "an output of 2 rows in the answer to 3"),
-        ([GOOD, {**GOOD, "shape": [1], "data": [1]}], "an output of 1 rows in the answer to 3"),
-        ([{**GOOD, "data": [1, 2]}], "not as many as its shape says"),
-        ([{**GOOD, "shape": [3, 2], "data": [[1, 2], [3, 4]]}], "not as many as its shape says"),
+        ([{**OUTPUT, "shape": [2, 1], "data": [1, 2]}], "an output of 2 rows in the answer to 3"),
+        ([OUTPUT, {**OUTPUT, "shape": [1], "data": [1]}], "an output of 1 rows in the answer to 3"),
+        ([{**OUTPUT, "data": [1, 2]}], "not as many as its shape says"),
+        ([{**OUTPUT, "shape": [3, 2], "data": [[1, 2], [3, 4]]}], "not as many as its shape says"),
         ([{"name": "y", "shape": [3], "datatype": "FP32"}], "an output without data"),
         ([{"name": "y", "datatype": "FP32", "data": [1, 2, 3]}], "without a shape"),
         ({"error": "x"}, "not the JSON"),
     ],
 )
-def test_outputs_that_fit_not_are_not_split(outputs: Any, reason: str) -> None:
-    parts = [part("kserve", body(size)) for size in (1, 2)]
-    found = split_answer(parts, text_of({"outputs": outputs}))
+def test_unexpected_outputs_are_not_split(outputs: Any, reason: str) -> None:
+    parts = [parse_valid_part("kserve", body(size)) for size in (1, 2)]
+    found = split_answer(parts, encode_body({"outputs": outputs}))
     assert isinstance(found, Unfit)
     assert reason in found.why
 
 
 def test_answers_with_different_outputs_are_not_joined() -> None:
-    one = part("kserve", body(2))
+    first = parse_valid_part("kserve", body(2))
     bodies = [
-        text_of({"outputs": [{**GOOD, "shape": [1, 1], "data": [1], **each}]})
+        encode_body({"outputs": [{**OUTPUT, "shape": [1, 1], "data": [1], **each}]})
         for each in ({}, {"name": "z"}, {"datatype": "INT8"}, {"shape": [1]}, {"data": [[1]]})
     ]
-    assert isinstance(join_answers(one, cut_part(one, 1), [bodies[0], bodies[0]]), bytes)
+    assert isinstance(join_answers(first, cut_part(first, 1), [bodies[0], bodies[0]]), bytes)
     assert all(
-        isinstance(join_answers(one, cut_part(one, 1), [bodies[0], other]), Unfit) for other in bodies[1:]
+        isinstance(join_answers(first, cut_part(first, 1), [bodies[0], other]), Unfit) for other in bodies[1:]
     )
 
 
-def test_commas_and_brackets_in_texts_part_nothing() -> None:
+def test_commas_and_brackets_in_texts_do_not_separate_items() -> None:
     data = ['a,"b', "]", "[", "{c,d}"]
     tensor = {"name": "x", "shape": [2, 2], "datatype": "BYTES", "data": data}
-    one = part("kserve", {"inputs": [tensor]})
-    pieces = cut_part(one, 1)
+    first = parse_valid_part("kserve", {"inputs": [tensor]})
+    pieces = cut_part(first, 1)
     rows = [json.loads(merge_parts([piece]))["inputs"][0] for piece in pieces]
     assert [row["data"] for row in rows] == [data[:2], data[2:]]
     assert [row["shape"] for row in rows] == [[1, 2], [1, 2]]

@@ -1,0 +1,93 @@
+"""Steps that tests of sequences share: claim requests, claim their turns and end them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dispatcher.core.requests.request import Request, parse_member
+from dispatcher.core.sequences.decisions import SequenceTerms, TurnDecision, TurnEnd, TurnGranted, TurnWaits
+from dispatcher.core.sequences.turns import SequenceSnapshot, Turn
+from dispatcher.ports import Lease, Queue, Settlement, SettleStatus
+from tests.conformance.worlds import NOW, World, answer, claim
+
+TERMS = SequenceTerms(max_idle_s=1000, max_age_s=5000, gap_s=500)
+NO_LEASE = Lease(0, "", b"", 0, 0, 0, 0, 0)
+LATER = NOW + 3600
+
+
+def get_turn(lease: Lease) -> Turn:
+    request = parse_member(lease.member)
+    assert isinstance(request, Request)
+    assert request.sequence is not None
+    return request.sequence
+
+
+def get_request_id(lease: Lease) -> str:
+    request = parse_member(lease.member)
+    assert isinstance(request, Request)
+    return request.id
+
+
+async def claim_turns_of(
+    queue: Queue, leases: Sequence[Lease], terms: SequenceTerms = TERMS
+) -> Sequence[TurnDecision]:
+    return (await queue.claim_turns([(lease, get_turn(lease)) for lease in leases], terms)).decisions
+
+
+async def claim_and_take_turns(
+    queue: Queue, terms: SequenceTerms = TERMS, max_count: int = 100
+) -> tuple[dict[str, Lease], dict[str, TurnDecision]]:
+    """Claim requests and ask for their turns. Return the leases that are left, and the decisions by id."""
+    leases = await claim(queue, max_count)
+    decisions = dict(
+        zip(map(get_request_id, leases), await claim_turns_of(queue, leases, terms), strict=True)
+    )
+    return {
+        get_request_id(one): one
+        for one in leases
+        if not isinstance(decisions[get_request_id(one)], TurnWaits)
+    }, decisions
+
+
+async def claim_next_turn(queue: Queue, terms: SequenceTerms = TERMS) -> Lease:
+    """Return the lease of the only request that is granted its turn now."""
+    left, decisions = await claim_and_take_turns(queue, terms)
+    (lease,) = left.values()
+    assert isinstance(decisions[get_request_id(lease)], TurnGranted), decisions
+    return lease
+
+
+async def finish_request(queue: Queue, lease: Lease, **left: Any) -> None:
+    end = TurnEnd(get_turn(lease), **left)
+    result = msgspec.json.encode(
+        {"id": get_request_id(lease), "code": "failed" if end.has_failed else "done"}
+    )
+    assert await queue.settle([answer(lease, result).copy_with(turn_end=end)]) == [SettleStatus.DONE]
+
+
+async def fail_request(queue: Queue, lease: Lease) -> None:
+    await finish_request(queue, lease, has_failed=True, cause=f"{get_request_id(lease)}: it broke")
+
+
+async def answer_remaining_requests(queue: Queue) -> dict[str, str]:
+    """Answer the requests that need no lease. Return the code of each by its id."""
+    reply = {}
+    while found := await queue.find_remaining_requests(2):
+        items = []
+        for one in found:
+            request = parse_member(one.request.member)
+            assert isinstance(request, Request)
+            reply[request.id] = one.error_code.value
+            result = msgspec.json.encode({"id": request.id, "code": one.error_code, "why": one.message})
+            items.append((one.request, Settlement(NO_LEASE, result, "")))
+        assert await queue.settle_unleased(items) == len(items)
+    return reply
+
+
+async def get_snapshot(world: World, name: str = "s") -> SequenceSnapshot:
+    found = await world.queue_admin.get_sequence(name)
+    assert found is not None
+    return found

@@ -1,0 +1,57 @@
+"""Wake-ups: at once for producers that publish, within poll_s for others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dispatcher.ports import Submission
+from tests.conformance.worlds import World, claim, waits
+
+
+async def test_request_of_a_foreign_producer_is_found_by_polling(world: World) -> None:
+    owner = world.owner()
+    assert await waits(owner, 0.5)
+    await world.zadd(1, b"by ZADD alone")
+    async with asyncio.timeout(10):
+        await owner.wait_for_work()
+    assert len(await claim(owner)) == 1
+
+
+async def test_wake_up_reaches_every_owner(world: World) -> None:
+    owners = [world.owner(f"owner-{number}") for number in range(3)]
+    for owner in owners:
+        assert await waits(owner, 0.3)
+    waiting = [asyncio.ensure_future(owner.wait_for_work()) for owner in owners]
+    await world.queue_admin.submit([Submission(b"x", 1)])
+    async with asyncio.timeout(10):
+        await asyncio.gather(*waiting)
+
+
+async def test_wake_up_between_two_waits_is_not_missed(world: World) -> None:
+    owner = world.owner()
+    assert await waits(owner, 0.3)
+    await world.queue_admin.submit([Submission(b"x", 1)])
+    await claim(world.owner("owner-2"))
+    async with asyncio.timeout(10):
+        await owner.wait_for_work()
+
+
+@pytest.mark.serial
+async def test_submission_of_our_client_wakes_owners_within_milliseconds(world: World) -> None:
+    owner = world.owner()
+    assert await waits(owner, 0.3)
+    loop = asyncio.get_running_loop()
+    took = []
+    for number in range(20):
+        waiting = asyncio.ensure_future(owner.wait_for_work())
+        await asyncio.sleep(0)
+        began_at = loop.time()
+        await world.queue_admin.submit([Submission(b"%d" % number, 1)])
+        await waiting
+        took.append(loop.time() - began_at)
+        await claim(owner)
+    # Polling would take poll_s = 200 ms at worst, 100 ms on average; half of the wake-ups under 20 ms leaves
+    # room for a busy machine and none for polling.
+    assert sorted(took)[len(took) // 2] < 0.02

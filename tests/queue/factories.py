@@ -1,0 +1,139 @@
+"""Factories for tests of the queue: members, settlements, permits, and queues on a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.requests.request import Request
+from dispatcher.ports import AttemptResult, ClaimResult, Lease, Permit, Queue, Settlement, Submission
+from dispatcher.queue.keys import QueueNames
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.queue_admin import RedisQueueAdmin
+
+NAMES = QueueNames("batch:{pool}:requests", "batch:{pool}:results", allowed_lists=("*",))
+"""Any result list is allowed. test_contract.py tests the default rules."""
+
+
+def member(
+    request_id: str = "r-1", deadline: int | None = None, *, token: str = "", results: str = ""
+) -> bytes:
+    """Return a member as any producer writes it."""
+    internal = {"request_token": token, "result_queue_name": results}
+    data = {"id": request_id, "deadline": deadline or int(time.time()) + 600, "payload": {"prompt": "hi"}}
+    return msgspec.json.encode({"internal": internal, "request_kind": "redis", "data": data})
+
+
+def submission(request_id: str = "r-1", deadline: int | None = None, *, token: str = "") -> Submission:
+    """Return a submission as our client makes it."""
+    until = deadline or int(time.time()) + 600
+    return Submission(member(request_id, until, token=token), until, request_id, token, until)
+
+
+def answer(lease: Lease, results: str = "", *, token: str = "", text: str = "ok") -> Settlement:
+    """Return the settlement of an answered request."""
+    request_id = msgspec.json.decode(lease.member)["data"]["id"]
+    result = msgspec.json.encode({"id": request_id, "status_code": 200, "payload": text})
+    return Settlement(lease, result, results, request_id, token)
+
+
+def permit(limit: int = 1000, *, read_at: float | None = None, lost: int = 0) -> Permit:
+    """Return a permit by a reading of now."""
+    now = asyncio.get_running_loop().time()
+    return Permit(limit, now if read_at is None else read_at, lost)
+
+
+_nonces = iter(range(10**9))
+
+
+async def claim(queue: Queue, most: int = 1000, limit: int = 1000, **options: Any) -> ClaimResult:
+    """Claim with a new nonce and a new permit."""
+    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit), **options)
+
+
+async def claim_one(queue: Queue) -> Lease:
+    """Claim the next request, which must exist."""
+    (lease,) = (await claim(queue, 1)).leases
+    return lease
+
+
+class InstantGateway:
+    """Gateway that answers every request at once."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: object
+    ) -> AttemptResult:
+        now = asyncio.get_running_loop().time()
+        self.sent.append(request.id)
+        return AttemptResult(Delivered(200, b"{}"), now, now)
+
+    def get_connected_at(self, token: str) -> float | None:
+        return None
+
+    def resize_connection_pool(self, max_requests: int) -> None: ...
+
+
+def parse_entry_id(lease: bytes) -> int:
+    """Return the entry of a lease by its name in Redis: `12:owner`, or `12*3:owner` for three units."""
+    return int(re.split(rb"[*:]", lease)[0])
+
+
+def parse_lease_units(lease: bytes) -> int:
+    """Return the units of a lease by its name in Redis."""
+    several = re.match(rb"\d+\*(\d+):", lease)
+    return 1 if several is None else int(several[1])
+
+
+def ids(members: Iterable[bytes]) -> list[str]:
+    return [msgspec.json.decode(each)["data"]["id"] for each in members]
+
+
+if TYPE_CHECKING:
+
+    class _OwnerAndAdmin(RedisQueue, RedisQueueAdmin):
+        """Both interfaces for the type checker. At run time, the queue admin is a second object."""
+
+else:
+    _OwnerAndAdmin = RedisQueue
+
+
+class OwnerAndAdmin(_OwnerAndAdmin):
+    """Owner with a queue admin over the same connection, because most tests submit the requests that they
+    claim."""
+
+    def __init__(
+        self, client: Any, names: QueueNames, owner: str, *, attempt_timeout_s: float = 3.0, **options: Any
+    ) -> None:
+        super().__init__(client, names, owner, attempt_timeout_s=attempt_timeout_s, **options)
+        self.queue_admin = RedisQueueAdmin(client, names, attempt_timeout_s=attempt_timeout_s)
+
+    if not TYPE_CHECKING:  # with `__getattr__`, the type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a method of the queue admin that an owner does not have: submit, pause …"""
+            return getattr(self.queue_admin, name)
+
+
+@asynccontextmanager
+async def queues(
+    url: str, *owners: str, names: QueueNames = NAMES, **options: Any
+) -> AsyncIterator[list[OwnerAndAdmin]]:
+    """Yield one queue for each owner, with its own connections."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for owner in owners:
+            queue = OwnerAndAdmin(connect(url), names, owner, **options)
+            stack.push_async_callback(queue.aclose)
+            made.append(queue)
+        yield made
