@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test unit coverage check format generate docs picture worlds tools image bench chaos \
+.PHONY: help setup demo simulate test unit coverage check format generate docs picture worlds tools image bench conformance chaos \
 	fuzz soak image-test cluster-programs cluster-test audit constraints clean
 
 help: ## Show this list
@@ -39,7 +39,7 @@ $(BIN)/python:
 demo: setup ## Show the dispatcher at work on this machine: a pool, a queue, a crash, a verdict
 	$(BIN)/batch-dispatcher demo
 
-simulate: setup ## Show the control law beside its alternatives: a table, and a picture in build/
+simulate: setup ## Compare the limit algorithm with alternative policies: a table, and a picture in build/
 	@mkdir -p build
 	$(BIN)/batch-dispatcher simulate --policy all --plot build/simulate.png
 
@@ -81,11 +81,11 @@ generate: setup ## Write the generated files: reference pages, alert rules, dash
 docs: generate ## Build the documentation as a site in build/site; a dead link is an error
 	$(BIN)/mkdocs build --strict --quiet
 
-picture: setup ## Draw the dashboard's queries over a scripted day of minutes, into docs/
+picture: setup ## Draw the results of the dashboard's queries over a scripted scenario, into docs/
 	$(BIN)/python -m tests.monitoring.picture docs/images/dashboard.png
 
-# What was run before is not run again: remove the file after a change of the law.
-worlds: setup ## Play every world in which the law is judged, into docs/explanation/worlds.md (minutes)
+# Worlds that are already in the file are not run again: remove the file after a change of the limit algorithm.
+worlds: setup ## Simulate all worlds and write docs/explanation/worlds.md (minutes)
 	@mkdir -p build
 	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json
 	$(BIN)/python -m tests.lab.simulation.worlds build/worlds.json --write
@@ -118,6 +118,10 @@ endef
 bench: setup ## Measure: throughput, latency, cost, and every figure of the law
 	$(call long,tests/benchmarks,long or not long,1800)
 	$(call long,tests/lab/simulation,long,1800)
+
+# By day, these tests use one engine: Redis where it is installed, otherwise Valkey.
+conformance: setup ## Run the tests of the queue on Redis and on Valkey
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "long or not long" --timeout=600 tests/conformance tests/queue
 
 chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
 	$(call long,tests/chaos,long,7200)

@@ -1,10 +1,10 @@
-"""What is known against what is pinned, and under which licences it comes: `make audit`.
+"""Known vulnerabilities and licences of the pinned packages: `make audit`.
 
-    python deploy/audit.py PIP_AUDIT        # the program
+    python deploy/audit.py PIP_AUDIT        # path of the pip-audit program
 
-Exit codes: 0 every pin was looked up and nothing is known against it; 1 something is; 2 nothing is known of
-some pins, or of all: no advisory source was reached, or it does not have them. A pin that nobody looked up is
-never called good.
+Exit codes: 0 every pin was looked up and has no known vulnerability; 1 a pin has one; 2 some pins or all
+could not be looked up, because no advisory source was reached or the source does not have them. A pin that
+was not looked up is never reported as good.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from sbom import licences, plain
+from sbom import find_licences, normalize_name
 
 PINS = Path(__file__).parents[1] / "constraints.txt"
 COPYLEFT = ("gpl", "agpl", "lgpl", "sspl", "eupl", "cddl", "epl")
 
 
-def judged(report: str, error: str) -> tuple[int, list[str]]:
-    """Exit code and lines for what pip-audit wrote."""
+def evaluate_report(report: str, error: str) -> tuple[int, list[str]]:
+    """Return the exit code and the lines for a report of pip-audit."""
     try:
         found: list[dict[str, Any]] = json.loads(report)["dependencies"]
     except (ValueError, KeyError, TypeError):
-        last = (error.strip().splitlines() or ["it said nothing"])[-1][:300]
+        last = (error.strip().splitlines() or ["it wrote nothing"])[-1][:300]
         return 2, [f"not known: no advisory source was reached: {last}"]
     lines = [
-        f"{each['name']} {each['version']}: {flaw['id']}, "
-        f"mended in {', '.join(flaw['fix_versions']) or 'no release'}"
+        f"{each['name']} {each['version']}: {vulnerability['id']}, "
+        f"fixed in {', '.join(vulnerability['fix_versions']) or 'no release'}"
         for each in found
-        for flaw in each.get("vulns", ())
+        for vulnerability in each.get("vulns", ())
     ]
     skipped = [each for each in found if "skip_reason" in each]
     code = 1 if lines else 2 if skipped or not found else 0
@@ -44,16 +44,16 @@ def judged(report: str, error: str) -> tuple[int, list[str]]:
     return code, lines
 
 
-def licensed() -> Iterator[str]:
-    """One line for each licence that installed packages name, those that ask for more than a notice first."""
+def list_licences() -> Iterator[str]:
+    """Yield one line per licence of the installed packages, copyleft licences first."""
     by_licence: dict[str, set[str]] = {}
     for package in distributions():
-        for each in licences(package):
-            said = each.get("expression") or each["license"]["name"]
-            by_licence.setdefault(said, set()).add(plain(package.metadata["Name"]))
-    for said in sorted(by_licence, key=lambda name: (not _is_copyleft(name), name)):
-        mark = "LOOK AT: " if _is_copyleft(said) else ""
-        yield f"{mark}{said}: {', '.join(sorted(by_licence[said]))}"
+        for each in find_licences(package):
+            licence_name = each.get("expression") or each["license"]["name"]
+            by_licence.setdefault(licence_name, set()).add(normalize_name(package.metadata["Name"]))
+    for licence_name in sorted(by_licence, key=lambda name: (not _is_copyleft(name), name)):
+        mark = "CHECK: " if _is_copyleft(licence_name) else ""
+        yield f"{mark}{licence_name}: {', '.join(sorted(by_licence[licence_name]))}"
 
 
 def _is_copyleft(licence: str) -> bool:
@@ -62,7 +62,7 @@ def _is_copyleft(licence: str) -> bool:
 
 
 def main() -> int:
-    """Ask, and print."""
+    """Run pip-audit and print the result with the licences."""
     command = [
         sys.argv[1],
         "--requirement",
@@ -72,9 +72,9 @@ def main() -> int:
         "--format",
         "json",
     ]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False)
-    code, lines = judged(asked.stdout, asked.stderr)
-    sys.stdout.write("\n".join(["Advisories:", *lines, "", "Licences:", *licensed()]) + "\n")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    code, lines = evaluate_report(done.stdout, done.stderr)
+    sys.stdout.write("\n".join(["Advisories:", *lines, "", "Licences:", *list_licences()]) + "\n")
     return code
 
 

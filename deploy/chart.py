@@ -1,8 +1,7 @@
-"""What of the chart is made from the program: schema, facts for templates, README, versions.
+"""Parts of the chart that are generated: the schema of its values, settings for templates, README, versions.
 
-`pool`, `gateway` and `config` of the values are the settings' own sections, so their schema is made of the
-models. The chart's own values take their types from values.yaml, and what a default cannot say from
-chart_values.py.
+`pool`, `gateway` and `config` of the values are sections of the settings; their schema is generated from the
+models. The other values have the types of their defaults in values.yaml, with rules from chart_values.py.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from chart_values import LABEL, OWN, PARTS
+from chart_values import LABEL, OBJECT_PART_RULES, VALUE_RULES
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -27,8 +26,8 @@ from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, UrlPat
 
 CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
 
-NOT_HERE = {"queue.data_dir", "queue.fsync", "admin.host"}
-"""An embedded queue in a pod would have no producers, and probes come from outside it."""
+SETTINGS_WITHOUT_VALUE = {"queue.data_dir", "queue.fsync", "admin.host"}
+"""Settings without a value: an embedded queue has no producers in a pod, and probes come from outside."""
 _PATTERNS: tuple[tuple[Any, str], ...] = (
     (Label, LABEL),
     (UrlPath, "^/([^/]|$)"),
@@ -40,91 +39,97 @@ _BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", 
            "min_length": "minItems"}  # fmt: skip
 
 
-# ── the settings' part ──
+# ── sections of the settings ──
 
 
-def section(model: type[BaseModel], path: str = "") -> dict[str, Any]:
-    """The schema of a section: every key typed and bounded as the model has it, no other key."""
+def build_section_schema(model: type[BaseModel], path: str = "") -> dict[str, Any]:
+    """Return the schema of a section, with the types and bounds of the model and no other keys."""
     properties = {
-        name: _field(info, f"{path}{name}")
+        name: _build_field_schema(info, f"{path}{name}")
         for name, info in model.model_fields.items()
-        if f"{path}{name}" not in NOT_HERE
+        if f"{path}{name}" not in SETTINGS_WITHOUT_VALUE
     }
     found: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
-    if path.endswith("[]."):  # what else must be there is asked for by a sentence
+    if path.endswith("[]."):  # Templates report other missing values in a sentence.
         found["required"] = [name for name, info in model.model_fields.items() if info.is_required()]
     return found
 
 
-def _field(info: FieldInfo, path: str) -> dict[str, Any]:
+def _build_field_schema(info: FieldInfo, path: str) -> dict[str, Any]:
     kind = info.annotation
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return section(kind, f"{path}.")
-    spelled = next((dict(each.schema) for each in info.metadata if isinstance(each, ValueNotation)), None)
-    found = _kind(kind, path) if spelled is None else spelled
-    found |= _bounds(info.metadata)
-    found |= _pattern(info.metadata)
-    if AUTO in info.metadata:  # `pattern` speaks of texts only, the bounds of numbers only
+        return build_section_schema(kind, f"{path}.")
+    notation = next((dict(each.schema) for each in info.metadata if isinstance(each, ValueNotation)), None)
+    found = _build_type_schema(kind, path) if notation is None else notation
+    found |= _find_bounds(info.metadata)
+    found |= _find_pattern(info.metadata)
+    if AUTO in info.metadata:  # `pattern` applies only to strings, the bounds only to numbers.
         found |= {"type": ["number", "string"], "pattern": f"^{AUTO}$"}
     if path == "admin.port":
-        found["minimum"] = 1  # a Service needs to know it
+        found["minimum"] = 1  # A Service needs the port.
     if info.description:
         found["description"] = info.description
     return found
 
 
-def _bounds(rules: Sequence[Any]) -> dict[str, Any]:
+def _find_bounds(rules: Sequence[Any]) -> dict[str, Any]:
     return {
-        word: getattr(rule, sign) for rule in rules for sign, word in _BOUNDS.items() if hasattr(rule, sign)
+        keyword: getattr(rule, attribute)
+        for rule in rules
+        for attribute, keyword in _BOUNDS.items()
+        if hasattr(rule, attribute)
     }
 
 
-def _kind(kind: Any, path: str = "") -> dict[str, Any]:
-    """`path`: where it stands, for the sections of a list."""
+def _build_type_schema(kind: Any, path: str = "") -> dict[str, Any]:
+    """Return the schema of a type. `path` is the setting that has it."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return section(kind, f"{path}[].")
+        return build_section_schema(kind, f"{path}[].")
     if kind in _TYPES:
         return {"type": _TYPES[kind]}
-    origin, of = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return {"enum": list(of)}
+        return {"enum": list(arguments)}
     if origin is tuple:
-        return {"type": "array", "items": _item(of[0], path)}
+        return {"type": "array", "items": _build_item_schema(arguments[0], path)}
     if origin is dict:
-        names, value = _item(of[0]).get("enum"), {"type": _item(of[1])["type"]}
+        names, value = (
+            _build_item_schema(arguments[0]).get("enum"),
+            {"type": _build_item_schema(arguments[1])["type"]},
+        )
         if names is None:
             return {"type": "object", "additionalProperties": value}
         return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, value)}
-    found = _kind(of[0])  # X | None is all that is left
+    found = _build_type_schema(arguments[0])  # Only X | None remains.
     if "enum" in found:
         return {"enum": [*found["enum"], None]}
     return found | {"type": [found["type"], "null"]}
 
 
-def _item(kind: Any, path: str = "") -> dict[str, Any]:
-    """Of a list or a map: what each is."""
+def _build_item_schema(kind: Any, path: str = "") -> dict[str, Any]:
+    """Return the schema of an item of a list or map."""
     if not hasattr(kind, "__metadata__"):
-        return _kind(kind, path)
+        return _build_type_schema(kind, path)
     rules = [rule for each in kind.__metadata__ for rule in getattr(each, "metadata", (each,))]
-    return _kind(kind.__origin__, path) | _bounds(rules) | _pattern(rules)
+    return _build_type_schema(kind.__origin__, path) | _find_bounds(rules) | _find_pattern(rules)
 
 
-def _pattern(rules: Sequence[Any]) -> dict[str, str]:
-    """What a text must look like, if one of the rules says it."""
-    for of, text in _PATTERNS:
-        if of.__metadata__[-1] in rules:
+def _find_pattern(rules: Sequence[Any]) -> dict[str, str]:
+    """Return the pattern of a string, if one of the rules has one."""
+    for annotated_type, text in _PATTERNS:
+        if annotated_type.__metadata__[-1] in rules:
             return {"pattern": text}
     return {}
 
 
-def settings_facts() -> str:
-    """files/settings.json: what templates have to know of the settings."""
+def render_settings_facts() -> str:
+    """Return files/settings.json: facts about settings that the templates need."""
     defaults = {}
-    gatewayless: dict[str, Any] = {"gateway": None}  # it has no default
+    required_values: dict[str, Any] = {"gateway": None}  # This setting has no default.
     templates = "".join(path.read_text() for path in sorted((CHART / "templates").glob("*.*")))
-    asked = set(re.findall(r'"batch-dispatcher\.setting" \(list \S+ "([a-z_.]+)"', templates))
-    for path in filter(asked.__contains__, key_paths(Settings)):
-        value: Any = Settings.model_construct(**gatewayless)
+    used_settings = set(re.findall(r'"batch-dispatcher\.setting" \(list \S+ "([a-z_.]+)"', templates))
+    for path in filter(used_settings.__contains__, key_paths(Settings)):
+        value: Any = Settings.model_construct(**required_values)
         for name in path.split("."):
             value = getattr(value, name)
         defaults[path] = value
@@ -132,24 +137,26 @@ def settings_facts() -> str:
     return json.dumps(facts, indent=1) + "\n"
 
 
-# ── the chart's own part ──
+# ── other values of the chart ──
 
 
-def schema() -> str:
-    """values.schema.json: draft 7, which every Helm 3 reads."""
-    keys = described()
-    root = _own(yaml.safe_load((CHART / "values.yaml").read_text()), "", {key.path: key for key in keys})
-    models = section(Settings)["properties"]
+def render_schema() -> str:
+    """Return values.schema.json in draft 7, which every Helm 3 supports."""
+    keys = list_described_keys()
+    root = _build_value_schema(
+        yaml.safe_load((CHART / "values.yaml").read_text()), "", {key.path: key for key in keys}
+    )
+    models = build_section_schema(Settings)["properties"]
     for name in ("pool", "gateway"):
-        of_chart = root["properties"][name]["properties"]
+        chart_properties = root["properties"][name]["properties"]
         root["properties"][name] = {
             **models[name],
-            "properties": {**models[name]["properties"], **of_chart},
+            "properties": {**models[name]["properties"], **chart_properties},
         }
     root["properties"]["config"] = {
         "type": "object",
         "additionalProperties": False,
-        # These two are refused by a sentence that says where they belong.
+        # Templates reject these two with a sentence that says where they belong.
         "properties": {name: {} if name in ("pool", "gateway") else rule for name, rule in models.items()},
     }
     root["required"] += ["config", "secretFiles"]
@@ -160,33 +167,33 @@ def schema() -> str:
     return json.dumps({**head, **root}, indent=1, ensure_ascii=False) + "\n"
 
 
-def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[str, Any]:
+def _build_value_schema(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[str, Any]:
     properties = {}
     for name, value in values.items():
-        here = f"{path}{name}"
-        if rule := OWN.get(here) or PARTS.get(here):
+        path_of_value = f"{path}{name}"
+        if rule := VALUE_RULES.get(path_of_value) or OBJECT_PART_RULES.get(path_of_value):
             found = dict(rule)
-        elif isinstance(value, dict) and here not in keys:
-            found = _own(value, f"{here}.", keys)
+        elif isinstance(value, dict) and path_of_value not in keys:
+            found = _build_value_schema(value, f"{path_of_value}.", keys)
         else:
-            found = {"type": _type(value)}
-        if here in keys:
-            found["description"] = keys[here].about
+            found = {"type": _find_type(value)}
+        if path_of_value in keys:
+            found["description"] = keys[path_of_value].about
         properties[name] = found
-    # Every value has a default, so a missing one was removed by null. The templates allow that for lists and
-    # for the maps that they hand on.
-    there = [
+    # Every value has a default, so a missing one was removed by null. Templates allow this for lists and for
+    # maps that they copy into objects.
+    required = [
         name
         for name, rule in properties.items()
         if values[name] is not None
         and rule.get("type") != "array"
-        and f"{path}{name}" not in PARTS
+        and f"{path}{name}" not in OBJECT_PART_RULES
         and {key: rule[key] for key in rule if key != "description"} != {"type": "object"}
     ]
-    return {"type": "object", "additionalProperties": False, "required": there, "properties": properties}
+    return {"type": "object", "additionalProperties": False, "required": required, "properties": properties}
 
 
-def _type(value: Any) -> str:
+def _find_type(value: Any) -> str:
     for kind, name in (
         (bool, "boolean"),
         (int, "integer"),
@@ -196,11 +203,11 @@ def _type(value: Any) -> str:
     ):
         if isinstance(value, kind):
             return name
-    raise TypeError(f"values.yaml: the type of {value!r} is not told by its default: name it in OWN")
+    raise TypeError(f"values.yaml: the default {value!r} does not show the type: add a rule to VALUE_RULES")
 
 
-def files_of_settings() -> list[str]:
-    """The settings that name a file."""
+def list_file_settings() -> list[str]:
+    """Return the settings that name a file."""
     return [path for path in key_paths(Settings) if path.endswith("_file")]
 
 
@@ -214,7 +221,7 @@ def _secret_files() -> dict[str, Any]:
     return {
         "type": "object",
         "additionalProperties": False,
-        "properties": dict.fromkeys(files_of_settings(), source),
+        "properties": dict.fromkeys(list_file_settings(), source),
     }
 
 
@@ -240,35 +247,35 @@ def _alerts() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A value as values.yaml describes it."""
+    """A value with its description in values.yaml."""
 
     path: str
     about: str
 
 
-def described() -> list[Key]:
-    """Every key of values.yaml that a `# --` comment stands above, in its order."""
-    return list(_described((CHART / "values.yaml").read_text().splitlines()))
+def list_described_keys() -> list[Key]:
+    """Return every key of values.yaml that has a `# --` comment above it, in order."""
+    return list(_parse_described_keys((CHART / "values.yaml").read_text().splitlines()))
 
 
-def _described(lines: list[str]) -> Iterator[Key]:
-    open_: list[tuple[int, str]] = []
+def _parse_described_keys(lines: list[str]) -> Iterator[Key]:
+    parents: list[tuple[int, str]] = []
     about = ""
     for line in lines:
         if found := re.match(r" *# -- (.+)", line):
             about = found[1]
         elif found := re.match(r"( *)([A-Za-z][A-Za-z0-9]*):", line):
-            while open_ and open_[-1][0] >= len(found[1]):
-                open_.pop()
-            open_.append((len(found[1]), found[2]))
+            while parents and parents[-1][0] >= len(found[1]):
+                parents.pop()
+            parents.append((len(found[1]), found[2]))
             if about:
-                yield Key(".".join(name for _, name in open_), about)
+                yield Key(".".join(name for _, name in parents), about)
             about = ""
 
 
 _README = """# batch-dispatcher
 
-<!-- Generated by `make docs` from values.yaml and Chart.yaml: edit the comments there. -->
+<!-- Generated by `make generate` from values.yaml and Chart.yaml: edit the comments there. -->
 
 {description}.
 
@@ -278,14 +285,14 @@ helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set 
 helm test qwen-batch --logs
 ```
 
-One release per pool; any number of them in a namespace. See
-[the install guide](../../../docs/how-to/install.md). Version {version}; Kubernetes {kube}. Wrong values are
-refused before anything is sent to the cluster, by a schema that is made of the same models as the program's
-own validation.
+Install one release per pool. A namespace may have several releases. See
+[the install guide](../../../docs/how-to/install.md). Version {version}; Kubernetes {kube}. A schema,
+generated from the models with which the program validates its settings, rejects invalid values before
+anything is sent to the cluster.
 
 ## Values
 
-`pool`, `gateway` and the sections of `config` are the dispatcher's settings, key by key as in
+`pool`, `gateway` and the sections of `config` are settings of the dispatcher, described in
 [docs/reference/configuration.md](../../../docs/reference/configuration.md).
 
 | value | default | meaning |
@@ -293,12 +300,12 @@ own validation.
 """
 
 
-def readme() -> str:
-    """README.md of the chart."""
+def render_readme() -> str:
+    """Return README.md of the chart."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     rows = []
-    for key in described():
+    for key in list_described_keys():
         value: Any = values
         for name in key.path.split("."):
             value = value[name]
@@ -310,8 +317,8 @@ def readme() -> str:
     return head + "\n".join(rows) + "\n"
 
 
-def chart_file() -> str:
-    """Chart.yaml with the package's version, for the two are released together, and the images it runs."""
+def render_chart_file() -> str:
+    """Return Chart.yaml with the version of the package and the images that the chart runs."""
     text = (CHART / "Chart.yaml").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     images = "".join(

@@ -1,6 +1,6 @@
-"""The rules of the chart's own values, where their defaults in values.yaml do not say enough.
+"""Schema rules of values whose defaults in values.yaml do not determine them.
 
-What the API server would refuse, or take out without a word (a misspelt key), is refused here, by name.
+They reject values that the API server would reject, or drop without an error, such as misspelt keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SECRET_KEY: dict[str, Any] = {
     "additionalProperties": False,
     "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
 }
-_NAMED: dict[str, Any] = {
+_NAMED_OBJECTS: dict[str, Any] = {
     "type": "array",
     "items": {
         "type": "object",
@@ -29,7 +29,7 @@ _NAMED: dict[str, Any] = {
         "properties": {"name": {"type": "string", "minLength": 1}},
     },
 }
-_OR_NOTHING = {"type": ["boolean", "null"]}
+_OPTIONAL_BOOLEAN = {"type": ["boolean", "null"]}
 _INTERVAL = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
 _IMAGE: dict[str, dict[str, Any]] = {
     "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
@@ -42,7 +42,7 @@ _QUANTITY: dict[str, Any] = {
     "pattern": r"^[0-9]+(\.[0-9]+)?([eE][0-9]+|[KMGTPE]i|[mkMGTPE])?$",
     "minimum": 0,
 }
-_AMOUNTS: dict[str, Any] = {
+_RESOURCE_QUANTITIES: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
     "properties": dict.fromkeys(("cpu", "memory", "ephemeral-storage"), _QUANTITY),
@@ -52,8 +52,8 @@ _RESOURCES: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
     "properties": {
-        "requests": _AMOUNTS,
-        "limits": _AMOUNTS,
+        "requests": _RESOURCE_QUANTITIES,
+        "limits": _RESOURCE_QUANTITIES,
         "claims": {"type": "array", "items": {"type": "object"}},
     },
 }
@@ -88,15 +88,15 @@ _DNS_CONFIG: dict[str, Any] = {
 }
 
 
-def _probe(more: str) -> dict[str, Any]:
-    """Return the rule of a probe, whose path and port are the chart's; `more` is a key that not all have."""
-    numbers = ("periodSeconds", "timeoutSeconds", "failureThreshold", more)
+def _probe(extra_key: str) -> dict[str, Any]:
+    """Return the rule of a probe without path and port. `extra_key` is a key that only some probes have."""
+    numbers = ("periodSeconds", "timeoutSeconds", "failureThreshold", extra_key)
     properties = {name: {"type": "integer", "minimum": 1} for name in numbers}
     properties["initialDelaySeconds"] = {"type": "integer", "minimum": 0}
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
-PARTS: Mapping[str, dict[str, Any]] = {
+OBJECT_PART_RULES: Mapping[str, dict[str, Any]] = {
     **dict.fromkeys(("resources", "valkey.resources"), _RESOURCES),
     **dict.fromkeys(
         (
@@ -125,21 +125,22 @@ PARTS: Mapping[str, dict[str, Any]] = {
     ),
     "dnsConfig": _DNS_CONFIG,
 }
-"""Value → the rule of a part of a Kubernetes object that templates hand on as it is; null removes it."""
-OWN: Mapping[str, dict[str, Any]] = {
+"""Rules of values that templates copy into Kubernetes objects; null removes such a value."""
+VALUE_RULES: Mapping[str, dict[str, Any]] = {
     "pool.name": {"type": "string", "pattern": f"^$|{LABEL}"},
     "pool.namespace": {"type": "string", "pattern": f"^$|{LABEL}"},
     "gateway.url": {"type": "string", "pattern": "^$|^https?://"},
-    "valkey.enabled": _OR_NOTHING,
-    "rbac.modelRewrites": _OR_NOTHING,
+    "valkey.enabled": _OPTIONAL_BOOLEAN,
+    "rbac.modelRewrites": _OPTIONAL_BOOLEAN,
     "valkey.existingSecret": _SECRET_KEY,
     "test.existingSecret": _SECRET_KEY,
     "imagePullSecrets": {
         "type": "array",
-        "items": {**_NAMED["items"], "additionalProperties": False},
+        "items": {**_NAMED_OBJECTS["items"], "additionalProperties": False},
     },
     **dict.fromkeys(
-        ("extraEnv", "extraVolumes", "extraVolumeMounts", "extraContainers", "extraInitContainers"), _NAMED
+        ("extraEnv", "extraVolumes", "extraVolumeMounts", "extraContainers", "extraInitContainers"),
+        _NAMED_OBJECTS,
     ),
     "envFrom": {"type": "array", "items": _ENV_FROM},
     "dnsPolicy": {"enum": ["", "ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"]},
@@ -151,7 +152,7 @@ OWN: Mapping[str, dict[str, Any]] = {
     "valkey.maxmemory": {"type": "string", "pattern": "^[0-9]+([kmg]b?)?$"},
     "replicas": {"type": "integer", "minimum": 0},
     "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
-    "podDisruptionBudget.enabled": _OR_NOTHING,
+    "podDisruptionBudget.enabled": _OPTIONAL_BOOLEAN,
     "podDisruptionBudget.maxUnavailable": {
         "type": ["integer", "string"],
         "minimum": 1,
@@ -185,4 +186,4 @@ OWN: Mapping[str, dict[str, Any]] = {
         for name in ("dns", "gateway", "queue", "picker", "models", "prometheus", "apiServer", "tracing")
     },
 }
-"""Value → what its default in values.yaml does not say of it."""
+"""Rules of values, by path."""

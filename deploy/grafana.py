@@ -1,4 +1,4 @@
-"""The Grafana dashboard: dashboard.yaml says what is asked, this says how Grafana wants it written."""
+"""Render the Grafana dashboard from dashboard.yaml."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import yaml
 from dispatcher.core.health import Health
 from dispatcher.core.limit.budget import Reason
 
-SELECTED = 'job=~"$job", namespace=~"$namespace", pool=~"$pool", instance=~"$instance"'
-OF_PROCESS = 'job=~"$job", instance=~"$instance"'
-"""What the client library exports has no pool."""
-EVERYTHING = {"job": ".+", "namespace": ".*", "pool": ".+", "instance": ".+"}
-"""The dashboard's variables and what All stands for: a scrape outside Kubernetes gives no namespace."""
+SELECTOR = 'job=~"$job", namespace=~"$namespace", pool=~"$pool", instance=~"$instance"'
+PROCESS_SELECTOR = 'job=~"$job", instance=~"$instance"'
+"""Matchers of series that the client library exports, which have no pool."""
+VARIABLES = {"job": ".+", "namespace": ".*", "pool": ".+", "instance": ".+"}
+"""Variables of the dashboard with the pattern for All. A scrape outside Kubernetes adds no namespace."""
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GREEN, BLUE, YELLOW, ORANGE, RED, PURPLE, GREY = (
     "green",
@@ -51,27 +51,27 @@ HEALTH_COLOURS = {
     str(Health.WORKING): GREEN,
     str(Health.IDLE): GREY,
 }
-"""States of the health, the worst first."""
+"""Colors of the states of the health, worst first."""
 OPEN_ROWS = ("Now", "Queue")
 """Rows that are not collapsed."""
 RUNBOOK = "docs/how-to/runbook.md"
 
 
-def selected(expression: str) -> str:
-    """With the dashboard's variables as matchers in every series of ours."""
+def insert_matchers(expression: str) -> str:
+    """Return the expression with the variables of the dashboard as matchers of every series."""
     expression = expression.replace("@", "namespace, pool")
-    for pattern, matchers in ((r"batch_dispatcher_\w+", SELECTED), (r"process_\w+", OF_PROCESS)):
-        expression = re.sub(rf"\b({pattern})(\{{)?", partial(_with_matchers, matchers), expression)
+    for pattern, matchers in ((r"batch_dispatcher_\w+", SELECTOR), (r"process_\w+", PROCESS_SELECTOR)):
+        expression = re.sub(rf"\b({pattern})(\{{)?", partial(_add_matchers, matchers), expression)
     return expression
 
 
-def _with_matchers(matchers: str, found: re.Match[str]) -> str:
+def _add_matchers(matchers: str, found: re.Match[str]) -> str:
     return f"{found[1]}{{{matchers}, " if found[2] else f"{found[1]}{{{matchers}}}"
 
 
 @dataclass(frozen=True)
 class States:
-    """States of which one holds at a time, drawn as one number: of several replicas the worst wins."""
+    """States of a series, drawn as one number. With several replicas, the worst state is shown."""
 
     series: str
     label: str
@@ -80,7 +80,7 @@ class States:
 
     @property
     def codes(self) -> dict[str, int]:
-        return {state: len(self.colours) - place for place, state in enumerate(self.colours)}
+        return {state: len(self.colours) - index for index, state in enumerate(self.colours)}
 
     def query(self) -> str:
         each = (f'{self.series}{{{self.label}="{state}"}} * {code}' for state, code in self.codes.items())
@@ -103,8 +103,8 @@ STATES = {
 }
 
 
-def queries(panel: Mapping[str, Any]) -> dict[str, str]:
-    """Of a panel, by legend."""
+def list_queries(panel: Mapping[str, Any]) -> dict[str, str]:
+    """Return the queries of a panel by legend."""
     if states := panel.get("states"):
         return {"": STATES[states].query()}
     if name := panel.get("quantiles"):
@@ -113,21 +113,21 @@ def queries(panel: Mapping[str, Any]) -> dict[str, str]:
     return dict(panel["queries"])
 
 
-def drawn(panel: Mapping[str, Any]) -> dict[str, Any]:
-    """A panel as Grafana has it, but for its place."""
+def render_panel(panel: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a panel in the format of Grafana, without its position."""
     kind, title = next(iter(panel.items()))
-    once = kind in ("stat", "table")
+    is_instant = kind in ("stat", "table")
     targets = [
         {
             "refId": chr(ord("A") + number),
             "datasource": DATASOURCE,
-            "expr": selected(query),
+            "expr": insert_matchers(query),
             "legendFormat": f"{{{{namespace}}}} {{{{pool}}}} {legend}".strip(),
-            "instant": once,
-            "range": not once,
+            "instant": is_instant,
+            "range": not is_instant,
             "format": "table" if kind == "table" else "time_series",
         }
-        for number, (legend, query) in enumerate(queries(panel).items())
+        for number, (legend, query) in enumerate(list_queries(panel).items())
     ]
     return {
         "type": "timeseries" if kind == "graph" else kind,
@@ -139,13 +139,15 @@ def drawn(panel: Mapping[str, Any]) -> dict[str, Any]:
         "links": [{"title": "Runbook", "url": f"${{runbook}}#{panel['link']}", "targetBlank": True}],
         "fieldConfig": {"defaults": _defaults(kind, panel), "overrides": list(_overrides(kind, panel))},
         "options": _OPTIONS[kind],
-        "transformations": _merged(targets) if kind == "table" else [],
+        "transformations": _merge_into_table(targets) if kind == "table" else [],
     }
 
 
-def _merged(targets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One table of several queries: a row for each set of labels. What an information says is in its labels,
-    not in its value, which is always 1."""
+def _merge_into_table(targets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return transformations that merge several queries into one table with a row for each set of labels.
+
+    The value of an info series is hidden, because it is always 1.
+    """
     values = {f"Value #{target['refId']}": target for target in targets}
     hidden = ["Time", *(column for column, target in values.items() if "_info{" in target["expr"])]
     shown = {column: values[column]["legendFormat"].split()[-1] for column in values if column not in hidden}
@@ -197,22 +199,22 @@ def _defaults(kind: str, panel: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _overrides(kind: str, panel: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    def named(ending: str, *properties: tuple[str, Any]) -> dict[str, Any]:
-        told = [{"id": name, "value": value} for name, value in properties]
-        return {"matcher": {"id": "byRegexp", "options": f"/ {ending}$/"}, "properties": told}
+    def override(suffix: str, *properties: tuple[str, Any]) -> dict[str, Any]:
+        property_list = [{"id": name, "value": value} for name, value in properties]
+        return {"matcher": {"id": "byRegexp", "options": f"/ {suffix}$/"}, "properties": property_list}
 
     for legend, unit in panel.get("units", {}).items():
         axis = [("custom.axisPlacement", "right")] if kind == "graph" else []
-        yield named(legend, ("unit", unit), *axis)
-    if kind == "graph" and any("gate_seconds" in query for query in queries(panel).values()):
+        yield override(legend, ("unit", unit), *axis)
+    if kind == "graph" and any("gate_seconds" in query for query in list_queries(panel).values()):
         for reason, colour in COLOURS.items():
-            yield named(reason, ("color", {"mode": "fixed", "fixedColor": colour}))
+            yield override(reason, ("color", {"mode": "fixed", "fixedColor": colour}))
 
 
-def dashboard() -> str:
-    """dashboard.json."""
+def render_dashboard() -> str:
+    """Return dashboard.json."""
     rows = yaml.safe_load((Path(__file__).parent / "dashboard.yaml").read_text())
-    made = {
+    rendered = {
         "uid": "batch-dispatcher",
         "title": "Batch dispatcher",
         "description": "Why is it not sending, and what does it cost interactive users?",
@@ -225,45 +227,45 @@ def dashboard() -> str:
         "links": [{"title": "Runbook", "type": "link", "url": "${runbook}", "targetBlank": True}],
         "templating": {"list": list(_variables())},
         "annotations": {"list": list(_annotations())},
-        "panels": list(_placed(rows)),
+        "panels": list(_place_rows(rows)),
     }
-    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(rendered, indent=1, ensure_ascii=False) + "\n"
 
 
-def _placed(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _place_rows(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Yield the rows one below the other, 24 wide. A collapsed row has its panels inside it."""
     numbers = count(1)
-    down = 0
+    y = 0
     for title, panels in rows.items():
         row = {"type": "row", "id": next(numbers), "title": title}
-        place = {"x": 0, "y": down, "w": 24, "h": 1}
-        inside = list(_row(panels, down + 1, numbers))
+        position = {"x": 0, "y": y, "w": 24, "h": 1}
+        row_panels = list(_row(panels, y + 1, numbers))
         is_open = title in OPEN_ROWS
-        yield {**row, "collapsed": not is_open, "panels": [] if is_open else inside, "gridPos": place}
-        down += 1
+        yield {**row, "collapsed": not is_open, "panels": [] if is_open else row_panels, "gridPos": position}
+        y += 1
         if is_open:
-            yield from inside
-            down = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in inside)
+            yield from row_panels
+            y = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in row_panels)
 
 
-def _row(panels: Sequence[Mapping[str, Any]], down: int, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _row(panels: Sequence[Mapping[str, Any]], y: int, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yield the panels of a row from left to right, in as many lines as they need."""
-    across = tallest = 0
+    x = row_height = 0
     for panel in panels:
-        made = drawn(panel)
-        size = made["gridPos"]
-        if across + size["w"] > 24:
-            down, across, tallest = down + tallest, 0, 0
-        yield {**made, "id": next(numbers), "gridPos": {"x": across, "y": down, **size}}
-        across, tallest = across + size["w"], max(tallest, size["h"])
+        rendered = render_panel(panel)
+        size = rendered["gridPos"]
+        if x + size["w"] > 24:
+            y, x, row_height = y + row_height, 0, 0
+        yield {**rendered, "id": next(numbers), "gridPos": {"x": x, "y": y, **size}}
+        x, row_height = x + size["w"], max(row_height, size["h"])
 
 
 def _variables() -> Iterator[dict[str, Any]]:
     yield {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
-    narrowed: list[str] = []
-    for name, everything in EVERYTHING.items():
-        query = f"label_values(batch_dispatcher_limit{{{', '.join(narrowed)}}}, {name})"
-        narrowed.append(f'{name}=~"${name}"')
+    selected_matchers: list[str] = []
+    for name, all_pattern in VARIABLES.items():
+        query = f"label_values(batch_dispatcher_limit{{{', '.join(selected_matchers)}}}, {name})"
+        selected_matchers.append(f'{name}=~"${name}"')
         yield {
             "name": name,
             "label": name.capitalize(),
@@ -275,7 +277,7 @@ def _variables() -> Iterator[dict[str, Any]]:
             "sort": 1,
             "multi": True,
             "includeAll": True,
-            "allValue": everything,
+            "allValue": all_pattern,
             "current": {"text": "All", "value": "$__all"},
         }
     yield {"name": "runbook", "label": "Runbook", "type": "constant", "query": RUNBOOK, "hide": 2}
@@ -283,7 +285,7 @@ def _variables() -> Iterator[dict[str, Any]]:
 
 def _annotations() -> Iterator[dict[str, Any]]:
     closed = "|".join(reason for reason in Reason if reason.is_closed)
-    told = (
+    annotations = (
         (
             "Gate closed",
             ORANGE,
@@ -297,13 +299,13 @@ def _annotations() -> Iterator[dict[str, Any]]:
             "result",
         ),
     )
-    for name, colour, query, label in told:
+    for name, colour, query, label in annotations:
         yield {
             "name": name,
             "enable": True,
             "iconColor": colour,
             "datasource": DATASOURCE,
-            "expr": selected(query),
+            "expr": insert_matchers(query),
             "titleFormat": f"{{{{pool}}}}: {{{{{label}}}}}",
             "step": "15s",
         }

@@ -1,7 +1,7 @@
-"""Writes the image's bill of materials, CycloneDX 1.6: from what is installed, not from what was asked for.
+"""Bill of materials of the image (CycloneDX 1.6), created from the installed packages.
 
-Python packages with their licences and the hashes of the files that they came from, what those files say they
-contain themselves (PEP 770), Debian packages with the licences of their copyright files, and who needs whom.
+It lists Python packages with licences and the hashes of their wheels, components that the wheels declare
+(PEP 770), Debian packages with the licences of their copyright files, and all dependencies.
 """
 
 from __future__ import annotations
@@ -16,40 +16,51 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-OURS = "batch-dispatcher"
+PROJECT_NAME = "batch-dispatcher"
 Component = dict[str, Any]
 
 
-def bill(
+def build_bill_of_materials(
     site: Path,
     hashes: Mapping[str, str],
     system: Sequence[Mapping[str, str]],
     via: Mapping[str, frozenset[str]],
 ) -> dict[str, Any]:
-    """The bill of the Python packages in `site` and of the system's packages beside them.
+    """Return the bill of materials of the Python packages in `site` and of the system packages.
 
-    `hashes`: Python package → sha256 of the wheel that it came from. `system`: entries of dpkg's status, with
-    the copyright file as `Copyright`. `via`: Python package → who asks for it; pyproject.toml is us.
-    KeyError: something is installed that these do not know.
+    `hashes` maps a Python package to the sha256 of its wheel. `system` has entries of dpkg's status, with
+    the copyright file as `Copyright`. `via` maps a Python package to the packages that require it, where
+    "(pyproject.toml)" is this project. Raise KeyError if an installed package is unknown to these arguments.
     """
-    found = {plain(each.name): each for each in distributions(path=[str(site)])}
-    ours = found.pop(OURS)
-    python = [_python(name, each, hashes[name]) for name, each in sorted(found.items())]
-    debian = [_debian(entry) for entry in system]
-    refs = {name: component["bom-ref"] for name, component in zip(sorted(found), python, strict=True)}
-    packages = {
-        entry["Package"]: component["bom-ref"] for entry, component in zip(system, debian, strict=True)
+    found = {normalize_name(each.name): each for each in distributions(path=[str(site)])}
+    project = found.pop(PROJECT_NAME)
+    python_components = [
+        _describe_python_package(name, each, hashes[name]) for name, each in sorted(found.items())
+    ]
+    debian_components = [_describe_debian_package(entry) for entry in system]
+    python_references = {
+        name: component["bom-ref"] for name, component in zip(sorted(found), python_components, strict=True)
     }
-    direct = [refs[name] for name in refs if "(pyproject.toml)" in via[name]]
-    needs = [
+    packages = {
+        entry["Package"]: component["bom-ref"]
+        for entry, component in zip(system, debian_components, strict=True)
+    }
+    direct = [python_references[name] for name in python_references if "(pyproject.toml)" in via[name]]
+    dependencies = [
         (
-            OURS,
+            PROJECT_NAME,
             direct + [ref for name, ref in packages.items() if re.fullmatch(r"python3[.\d]*-minimal", name)],
         )
     ]
-    needs += [(refs[name], [refs[child] for child in refs if name in via[child]]) for name in refs]
-    needs += [(packages[entry["Package"]], _depended(entry, packages)) for entry in system]
-    written: dict[str, Any] = {
+    dependencies += [
+        (
+            python_references[name],
+            [python_references[child] for child in python_references if name in via[child]],
+        )
+        for name in python_references
+    ]
+    dependencies += [(packages[entry["Package"]], _find_dependencies(entry, packages)) for entry in system]
+    document: dict[str, Any] = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
@@ -57,28 +68,28 @@ def bill(
             "lifecycles": [{"phase": "build"}],
             "component": {
                 "type": "application",
-                "bom-ref": OURS,
-                "name": OURS,
-                "version": ours.version,
-                "licenses": licences(ours),
+                "bom-ref": PROJECT_NAME,
+                "name": PROJECT_NAME,
+                "version": project.version,
+                "licenses": find_licences(project),
             },
         },
-        "components": python + debian,
-        "dependencies": [{"ref": ref, "dependsOn": sorted(set(children))} for ref, children in needs],
+        "components": python_components + debian_components,
+        "dependencies": [{"ref": ref, "dependsOn": sorted(set(children))} for ref, children in dependencies],
     }
-    # The same content, the same number: two builds of one thing can be told to be that.
-    written["serialNumber"] = (
-        f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(written, sort_keys=True))}"
+    # The serial number depends only on the content, so that equal builds have equal bills.
+    document["serialNumber"] = (
+        f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(document, sort_keys=True))}"
     )
-    return written
+    return document
 
 
-def plain(name: str) -> str:
-    """The one spelling of a Python package's name."""
+def normalize_name(name: str) -> str:
+    """Return the normalized name of a Python package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _python(name: str, package: Distribution, sha256: str) -> Component:
+def _describe_python_package(name: str, package: Distribution, sha256: str) -> Component:
     ref = f"pkg:pypi/{name}@{package.version}"
     component: Component = {
         "type": "library",
@@ -87,38 +98,44 @@ def _python(name: str, package: Distribution, sha256: str) -> Component:
         "version": package.version,
         "purl": ref,
         "hashes": [{"alg": "SHA-256", "content": sha256}],
-        "licenses": licences(package),
+        "licenses": find_licences(package),
     }
-    if inside := list(_inside(package, ref)):
-        component["components"] = inside
+    if inner_components := list(_find_components_in_wheel(package, ref)):
+        component["components"] = inner_components
     return component
 
 
-def licences(package: Distribution) -> list[dict[str, Any]]:
-    """As the package's metadata says it: an expression, else classifiers, else a name."""
-    metadata: Any = package.metadata  # a message: typeshed promises less of it than there is
+def find_licences(package: Distribution) -> list[dict[str, Any]]:
+    """Return the licences in the metadata of a package: the expression, else classifiers, else a name."""
+    metadata: Any = package.metadata  # An email message: typeshed declares fewer methods than it has.
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]
     classifiers = [line for line in metadata.get_all("Classifier") or [] if line.startswith("License :: OSI")]
     names = [line.rpartition(" :: ")[2] for line in classifiers]
-    if not names and "\n" not in (text := metadata.get("License") or "\n"):  # some put the whole text there
+    # Some packages put the whole text of the licence into the field for its name.
+    if not names and "\n" not in (text := metadata.get("License") or "\n"):
         names = [text]
-    kept = ", ".join(metadata.get_all("License-File") or [])
-    return [{"license": {"name": name}} for name in names or [f"see {kept}" if kept else "not said"]]
+    licence_files = ", ".join(metadata.get_all("License-File") or [])
+    return [
+        {"license": {"name": name}}
+        for name in names or [f"see {licence_files}" if licence_files else "unknown"]
+    ]
 
 
-def _inside(package: Distribution, ref: str) -> Iterator[Component]:
-    """What a wheel contains of others: by the bills that it brings, and the one server that we know of."""
+def _find_components_in_wheel(package: Distribution, ref: str) -> Iterator[Component]:
+    """Yield the components inside a wheel: those in its own bills, and a Valkey server."""
     for file in package.files or []:
         path = Path(str(package.locate_file(file)))
         if "sboms" in file.parts and file.suffix == ".json":
-            theirs = json.loads(path.read_text())
-            for number, each in enumerate(theirs.get("components", [])):
-                kept = {key: each[key] for key in ("name", "version", "purl", "licenses") if each.get(key)}
-                yield {"type": each["type"], "bom-ref": f"{ref}#{file.name}-{number}", **kept}
+            inner_bill = json.loads(path.read_text())
+            for number, each in enumerate(inner_bill.get("components", [])):
+                copied_fields = {
+                    key: each[key] for key in ("name", "version", "purl", "licenses") if each.get(key)
+                }
+                yield {"type": each["type"], "bom-ref": f"{ref}#{file.name}-{number}", **copied_fields}
         elif file.name == "valkey-server":
-            said = subprocess.run([path, "--version"], check=True, capture_output=True, text=True).stdout
-            version = re.search(r"v=(\S+)", said)
+            output = subprocess.run([path, "--version"], check=True, capture_output=True, text=True).stdout
+            version = re.search(r"v=(\S+)", output)
             yield {
                 "type": "application",
                 "bom-ref": f"{ref}#valkey",
@@ -128,11 +145,15 @@ def _inside(package: Distribution, ref: str) -> Iterator[Component]:
             }
 
 
-def _debian(entry: Mapping[str, str]) -> Component:
+def _describe_debian_package(entry: Mapping[str, str]) -> Component:
     name, version = entry["Package"], entry["Version"]
     source = entry.get("Source", name).split()[0]
-    rights = entry["Copyright"]
-    named = re.findall(r"^License: *(\S.*)$", rights, re.MULTILINE) if rights.startswith("Format:") else []
+    copyright_text = entry["Copyright"]
+    licence_names = (
+        re.findall(r"^License: *(\S.*)$", copyright_text, re.MULTILINE)
+        if copyright_text.startswith("Format:")
+        else []
+    )
     ref = f"pkg:deb/debian/{quote(name, safe='')}@{quote(version, safe=':~')}?arch={entry['Architecture']}"
     return {
         "type": "library",
@@ -142,11 +163,11 @@ def _debian(entry: Mapping[str, str]) -> Component:
         "purl": ref if source == name else f"{ref}&upstream={quote(source, safe='')}",
         "licenses": [
             {"license": {"name": text}}
-            for text in sorted(set(named)) or [f"see /usr/share/doc/{name}/copyright"]
+            for text in sorted(set(licence_names)) or [f"see /usr/share/doc/{name}/copyright"]
         ],
     }
 
 
-def _depended(entry: Mapping[str, str], known: Mapping[str, str]) -> list[str]:
-    asked = re.findall(r"[a-z0-9][a-z0-9.+-]+", re.sub(r"\([^)]*\)", "", entry.get("Depends", "")))
-    return [known[name] for name in asked if name in known]
+def _find_dependencies(entry: Mapping[str, str], references: Mapping[str, str]) -> list[str]:
+    required_names = re.findall(r"[a-z0-9][a-z0-9.+-]+", re.sub(r"\([^)]*\)", "", entry.get("Depends", "")))
+    return [references[name] for name in required_names if name in references]

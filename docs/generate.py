@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from systems import render_systems
 
 from dispatcher.core.limit.budget import Reason
 from dispatcher.settings import SecretUrl, Settings
@@ -284,15 +285,22 @@ def reference() -> str:
         }
     first = ("BatchClient", "BlockingBatchClient", "Item", "Handle", "Result")
     first += ("OpenSequence", "BlockingSequence")
-    last = ("batched", "Batched")
+    last = ("batched", "Batched", "worker_index")
     lines = [_REFERENCE]
     for name in (*first, *(name for name in offered if name not in (*first, *last)), *_OF_FILES):
         lines += _class(classes[name])
-    source = ast.parse((batched / "decorator.py").read_text()).body
-    [decorator] = [each for each in source if isinstance(each, ast.FunctionDef) and each.name == last[0]]
-    lines += ["## batched", "", "```python", _signature(decorator), "```", "", _text(decorator), ""]
+    lines += _function(batched / "decorator.py", last[0])
     lines += _class(classes[last[1]])
+    lines += _function(batched / "worker_index.py", last[2])
     return "\n".join(lines) + "\n"
+
+
+def _function(module: Path, name: str) -> Iterator[str]:
+    """A function of a module."""
+    body = ast.parse(module.read_text()).body
+    # The definitions before the last one are overloads.
+    made = [each for each in body if isinstance(each, ast.FunctionDef) and each.name == name][-1]
+    yield from (f"## {name}", "", "```python", _signature(made), "```", "", _text(made), "")
 
 
 def _assigned(module: ast.Module) -> list[str]:
@@ -379,6 +387,7 @@ def page() -> str:
 
 
 PAGES: dict[Path, Callable[[], str]] = {
+    HERE / "explanation" / "where-it-comes-from.md": render_systems,
     HERE / "reference" / "configuration.md": configuration,
     HERE / "reference" / "logs.md": logs,
     HERE / "reference" / "metrics.md": metrics,

@@ -85,7 +85,7 @@ class LoopWaiters(Generic[T, R]):
                 handle.cancel()
         self._check_handle = self._timer = None
         quiet = self._quiet_rounds >= QUIET_ROUNDS
-        while not isinstance(taken := self._queue.take_batch(loop.time(), is_quiet=quiet), float):
+        while not isinstance(taken := self._take_batch(loop.time(), is_quiet=quiet), float):
             # The context of the newest caller (a span, a user) does not apply to the call, which has many
             # callers.
             task = loop.create_task(self._run_call(taken), context=self._terms.context.copy())
@@ -96,6 +96,10 @@ class LoopWaiters(Generic[T, R]):
             self._check_handle = loop.call_soon(self._start_due_calls, loop)
         elif taken < inf:
             self._timer = loop.call_at(taken, self._start_due_calls, loop)
+
+    def _take_batch(self, now: float, *, is_quiet: bool) -> list[Waiter[T, R]] | float:
+        has_room = self._queue.running_calls < self._terms.concurrency
+        return self._queue.take_batch(now, is_quiet=is_quiet, has_room=has_room)
 
     async def _run_call(self, waiters: list[Waiter[T, R]]) -> None:
         attempt = BatchRun[T, R]([each.item for each in waiters], isolate=self._terms.isolate)

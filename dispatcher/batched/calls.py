@@ -13,7 +13,7 @@ exception.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeGuard, TypeVar
@@ -147,3 +147,34 @@ class BatchRun(Generic[T, R]):
         middle = (part.start + part.stop) // 2
         # The list is a stack: the first half runs first.
         self._parts += [_Part(middle, part.stop), _Part(part.start, middle, whole_error=error)]
+
+
+def run_isolated(
+    name: str,
+    call: Callable[[list[T]], Any],
+    items: Sequence[T],
+    *,
+    isolate: bool,
+    catch: type[BaseException] = BaseException,
+) -> list[Any]:
+    """Call a function with these items, and again with halves of them if it raises, and return an outcome for
+    each item. Errors of another kind than `catch` are raised."""
+    attempt = BatchRun[T, Any](items, isolate=isolate)
+    while part := attempt.next_part():
+        count = len(part)  # the function may change the list
+        try:
+            attempt.record_part(collect_results(name, call(part), count))
+        except catch as error:
+            attempt.record_part(wrap_error(name, error))
+    return attempt.outcomes
+
+
+def replace_results(outcomes: Sequence[Any], call: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Return the outcomes with each result replaced by the outcome that `call` returns for it. Errors
+    stay."""
+    places = [n for n, each in enumerate(outcomes) if type(each) is not Raised]
+    replaced = list(outcomes)
+    if places:
+        for place, outcome in zip(places, call([outcomes[place] for place in places]), strict=True):
+            replaced[place] = outcome
+    return replaced

@@ -1,7 +1,8 @@
 """Sync functions and worker processes under `batched`: callers of any loops and threads wait in one queue.
 
 Threads take from that queue: a thread forms a batch, has its worker run it, and delivers the results of each
-loop in one call.
+loop in one call. A worker that is a pipeline has one thread for each batch that it may have; `stages` says
+when such a worker has room for the next batch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from dispatcher.batched.calls import BatchRun, Raised, collect_results, wrap_error
+from dispatcher.batched.calls import Raised, run_isolated, wrap_error
+from dispatcher.batched.stages import Stage
 from dispatcher.batched.waiting import CallerQueue, CallTerms, Waiter, deliver_outcomes
 from dispatcher.core.errors import ClosedError
 from dispatcher.core.merging.grouping import WaitingItem
@@ -36,13 +39,17 @@ EXIT_TIMEOUT_S = 5.0
 
 
 class Worker(Protocol[T, R]):
-    """Runs batches for one thread. Only that thread calls it, except `kill`, which another thread calls."""
+    """Runs batches for its threads. Each thread carries one batch at a time. Another one calls `kill`."""
+
+    depth: int
+    """Number of batches that the worker may have at once. With more than one, they form a pipeline."""
 
     def start(self) -> None:
         """Get ready. Raises what prevents that. A later `run_batch` gets ready in any case."""
 
-    def run_batch(self, items: list[T]) -> list[R | Raised]:
-        """Return an outcome for each item."""
+    def run_batch(self, items: list[T], enter_stage: Callable[[Stage], None]) -> list[R | Raised]:
+        """Return an outcome for each item. Calls `enter_stage` when the batch enters a stage after the first
+        one, if the worker is a pipeline."""
 
     def end(self) -> None:
         """Release everything: no further batch comes."""
@@ -57,6 +64,8 @@ class Worker(Protocol[T, R]):
 class FunctionWorker(Generic[T, R]):
     """Runs a function in the thread itself."""
 
+    depth = 1
+
     def __init__(self, function: Callable[[list[T]], Any], terms: CallTerms) -> None:
         self._function = function
         self._terms = terms
@@ -64,17 +73,12 @@ class FunctionWorker(Generic[T, R]):
     def start(self) -> None:
         """Do nothing: the worker is always ready."""
 
-    def run_batch(self, items: list[T]) -> list[R | Raised]:
-        """Return an outcome for each item."""
-        attempt = BatchRun[T, R](items, isolate=self._terms.isolate)
-        while part := attempt.next_part():
-            count = len(part)  # the function may change the list
-            try:
-                returned = self._terms.context.copy().run(self._function, part)
-                attempt.record_part(collect_results(self._terms.name, returned, count))
-            except BaseException as error:  # SystemExit would end the thread; it fails the call instead
-                attempt.record_part(wrap_error(self._terms.name, error))
-        return attempt.outcomes
+    def run_batch(self, items: list[T], enter_stage: Callable[[Stage], None]) -> list[R | Raised]:
+        """Return an outcome for each item. SystemExit would end the thread; it fails the call instead."""
+        return run_isolated(self._terms.name, self._call_function, items, isolate=self._terms.isolate)
+
+    def _call_function(self, items: list[T]) -> Any:
+        return self._terms.context.copy().run(self._function, items)
 
     def end(self) -> None:
         """Do nothing: there is nothing to release."""
@@ -86,15 +90,43 @@ class FunctionWorker(Generic[T, R]):
         """Do nothing: there is nothing to release."""
 
 
-class ThreadWaiters(Generic[T, R]):
-    """Callers on any loops and threads, whose batches are run by threads with one worker each.
+@dataclass(slots=True, eq=False)
+class _WorkerThreads(Generic[T, R]):
+    """A worker, and the threads that carry its batches."""
 
-    A thread that had nothing to do for `idle_s` ends, together with its worker. Infinite keeps the threads,
-    for workers that are expensive to start.
+    index: int
+    worker: Worker[T, R]
+    room_appeared: threading.Condition
+    """Notified when the worker may have room for another batch."""
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that takes the next batch. It alone waits for items and for room."""
+    thread_count: int = 0
+    first_batches: int = 0
+    """Number of batches that are in the first stage or wait for it."""
+    early_batches: int = 0
+    """Number of batches that have not reached the stage after `transform`."""
+
+
+@dataclass(slots=True, eq=False)
+class _RunningBatch(Generic[T, R]):
+    """A batch, its worker and its stage."""
+
+    waiters: list[Waiter[T, R]]
+    threads: _WorkerThreads[T, R]
+    stage: Stage = Stage.PREPROCESS
+
+
+class ThreadWaiters(Generic[T, R]):
+    """Callers on any loops and threads, whose batches are run by workers. Each worker has as many threads as
+    it may have batches.
+
+    A thread that had nothing to do for `idle_s` ends, and its worker with the last of its threads. Infinite
+    keeps the threads, for workers that are expensive to start. `make_worker` is called with the index of the
+    worker: the lowest that no other worker has.
     """
 
     def __init__(
-        self, make_worker: Callable[[], Worker[T, R]], terms: CallTerms, *, idle_s: float = IDLE_S
+        self, make_worker: Callable[[int], Worker[T, R]], terms: CallTerms, *, idle_s: float = IDLE_S
     ) -> None:
         self._make_worker = make_worker
         self._terms = terms
@@ -105,16 +137,18 @@ class ThreadWaiters(Generic[T, R]):
     def reset_after_fork(self) -> None:
         """Start with an empty state in a forked process: the threads and their callers are those of the
         parent."""
-        for worker in self._threads.values():
-            worker.forget_after_fork()
+        for each in set(self._threads.values()):
+            each.worker.forget_after_fork()
         self._reset_state()
 
     def _reset_state(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        """Notified when an item comes. Threads wait for it whose worker has room for any batch."""
         self._queue = CallerQueue[T, R](self._terms)
-        self._threads: dict[threading.Thread, Worker[T, R]] = {}
-        self._active_threads = 0
-        """Number of threads that take from the queue. Other threads are about to end."""
+        self._threads: dict[threading.Thread, _WorkerThreads[T, R]] = {}
+        self._workers: list[_WorkerThreads[T, R]] = []
+        """Workers whose threads take from the queue. Threads of other workers are about to end."""
         self._idle_threads = 0
         """Number of threads that wait for something to do."""
         self._quiet_at = 0.0
@@ -152,15 +186,15 @@ class ThreadWaiters(Generic[T, R]):
                 self._remove_waiter(waiter)
             raise
 
-    def start_threads(self) -> list[Future[None]]:
-        """Start all threads. Each future is done when its worker is ready or has failed to start."""
+    def start_workers(self) -> list[Future[None]]:
+        """Start all workers. Each future is done when its worker is ready or has failed to start."""
         ready = []
         with self._changed:
             if self._queue.is_closed:
                 raise ClosedError(f"{self._terms.name} was closed")
-            while self._active_threads < self._terms.concurrency:
+            while len(self._workers) < self._terms.concurrency:
                 ready.append(Future[None]())
-                self._start_thread(ready[-1])
+                self._start_worker(ready[-1])
         return ready
 
     def close(self) -> None:
@@ -168,6 +202,8 @@ class ThreadWaiters(Generic[T, R]):
         with self._changed:
             self._queue.is_closed = True
             self._changed.notify_all()
+            for each in self._workers:
+                each.room_appeared.notify_all()
 
     def wait_until_ended(self, timeout_s: float | None = None) -> None:
         """Wait until all waiting items have been answered and no thread or worker is left. Call `close()`
@@ -180,10 +216,10 @@ class ThreadWaiters(Generic[T, R]):
         more."""
         self.close()
         with self._changed:
-            dropped, workers = self._queue.drop_all(), list(self._threads.values())
+            dropped, workers = self._queue.drop_all(), set(self._threads.values())
             if self._queue.running_calls:
-                for worker in workers:
-                    worker.kill()
+                for each in workers:
+                    each.worker.kill()
         self._deliver_outcomes(
             dropped, [Raised(ClosedError(f"{self._terms.name} was closed"))] * len(dropped)
         )
@@ -198,71 +234,118 @@ class ThreadWaiters(Generic[T, R]):
         with self._changed:
             self._queue.add_waiter(waiter)
             self._quiet_at = now + QUIET_S
-            if not self._idle_threads and self._active_threads < self._terms.concurrency:
+            if not self._idle_threads and len(self._workers) < self._terms.concurrency:
                 try:
-                    self._start_thread()
+                    self._start_worker()
                 except RuntimeError:  # no further thread can be started
                     # With another thread running, the item waits for that one.
-                    if not self._active_threads:
+                    if not self._workers:
                         future.cancel()
                         self._queue.remove_waiter(waiter)
                         raise
             self._changed.notify()
+            if len(self._queue) == self._terms.rule.max_size:
+                for each in self._workers:  # those with room for full batches only
+                    each.room_appeared.notify()
         return waiter
 
     def _remove_waiter(self, waiter: Waiter[T, R]) -> None:
         with self._changed:
             self._queue.remove_waiter(waiter)
 
-    def _start_thread(self, ready: Future[None] | None = None) -> None:
-        worker = self._make_worker()
-        thread = threading.Thread(
-            target=self._run_thread, args=(worker, ready), name=self._terms.name, daemon=True
-        )
-        thread.start()
-        self._threads[thread] = worker
-        self._active_threads += 1
+    def _start_worker(self, ready: Future[None] | None = None) -> None:
+        index = min(set(range(self._terms.concurrency)) - {each.index for each in self._workers})
+        threads = _WorkerThreads(index, self._make_worker(index), threading.Condition(self._lock))
+        for number in range(threads.worker.depth):
+            thread = threading.Thread(
+                target=self._run_thread,
+                args=(threads, None if number else ready),
+                name=self._terms.name,
+                daemon=True,
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # no further thread can be started
+                if not number:
+                    raise
+                break  # the worker has fewer batches at once
+            self._threads[thread] = threads
+            threads.thread_count += 1
+        self._workers.append(threads)
 
-    def _run_thread(self, worker: Worker[T, R], ready: Future[None] | None) -> None:
+    def _run_thread(self, threads: _WorkerThreads[T, R], ready: Future[None] | None) -> None:
         try:
             # If the caller that waited for the start was cancelled, the worker starts with the first item.
             if ready is not None and ready.set_running_or_notify_cancel():
                 try:
-                    worker.start()
+                    threads.worker.start()
                 except BaseException as error:
                     ready.set_exception(wrap_error(self._terms.name, error).error)
                 else:
                     ready.set_result(None)
-            while taken := self._take_batch():
-                try:
-                    outcomes = worker.run_batch([each.item for each in taken])
-                except BaseException as error:
-                    outcomes = [wrap_error(self._terms.name, error)] * len(taken)
-                self._deliver_outcomes(taken, outcomes)
+            while taken := self._take_batch(threads):
+                self._run_batch(taken)
                 # The next batch may take long to come, so nothing of this one is kept until then.
-                del taken, outcomes
-                with self._changed:
-                    self._queue.running_calls -= 1
-                    self._quiet_at = time.monotonic() + QUIET_S
+                del taken
         finally:
-            worker.end()
-            with self._changed:
+            with self._lock:
+                threads.thread_count -= 1
+                is_last = not threads.thread_count
+            if is_last:
+                threads.worker.end()
+            with self._lock:
                 del self._threads[threading.current_thread()]
 
-    def _take_batch(self) -> list[Waiter[T, R]]:
-        """Return the waiters of the next call. Empty if this thread is not needed any more."""
-        with self._changed:
+    def _run_batch(self, batch: _RunningBatch[T, R]) -> None:
+        def enter_stage(stage: Stage) -> None:
+            with self._lock:
+                self._enter_stage(batch, stage)
+
+        try:
+            outcomes = batch.threads.worker.run_batch([each.item for each in batch.waiters], enter_stage)
+        except BaseException as error:
+            outcomes = [wrap_error(self._terms.name, error)] * len(batch.waiters)
+        self._deliver_outcomes(batch.waiters, outcomes)
+        with self._lock:
+            self._enter_stage(batch, Stage.DONE)
+            self._queue.running_calls -= 1
+            self._quiet_at = time.monotonic() + QUIET_S
+            # Another thread may hold the turn, and waits for the time-out of the items that wait now.
+            if self._queue.flushes_when_quiet:
+                self._changed.notify()
+
+    def _enter_stage(self, batch: _RunningBatch[T, R], stage: Stage) -> None:
+        """Record that a batch has entered a stage, and wake the thread that waits for room. A batch may skip
+        stages."""
+        threads = batch.threads
+        if batch.stage < Stage.TRANSFORM <= stage:
+            threads.first_batches -= 1
+        if batch.stage < Stage.POSTPROCESS <= stage:
+            threads.early_batches -= 1
+        batch.stage = stage
+        threads.room_appeared.notify()
+
+    def _take_batch(self, threads: _WorkerThreads[T, R]) -> _RunningBatch[T, R] | None:
+        """Return the next batch. `None` if the worker is not needed any more."""
+        with threads.turn, self._lock:
             since = time.monotonic()
             while True:
                 now = time.monotonic()
-                taken = self._queue.take_batch(now, is_quiet=now >= self._quiet_at)
+                has_room = self._has_room(threads)
+                taken = self._queue.take_batch(now, is_quiet=now >= self._quiet_at, has_room=has_room)
                 if not isinstance(taken, float):
-                    return taken
+                    threads.first_batches += 1
+                    threads.early_batches += 1
+                    return _RunningBatch(taken, threads)
                 is_idle = not len(self._queue)
-                # Counted down under the lock, so that no new item relies on a thread that is about to end.
+                # Recorded under the lock, so that no new item relies on a thread that is about to end.
                 if is_idle and (self._queue.is_closed or now >= since + self._idle_s):
-                    self._active_threads -= 1
-                    return []
+                    if threads in self._workers:
+                        self._workers.remove(threads)
+                    return None
+                if not has_room:
+                    threads.room_appeared.wait()
+                    continue
                 until = taken
                 if self._queue.flushes_when_quiet:
                     until = min(until, self._quiet_at)
@@ -271,6 +354,13 @@ class ThreadWaiters(Generic[T, R]):
                 self._idle_threads += 1
                 self._changed.wait(min(max(0.0, until - now), threading.TIMEOUT_MAX))
                 self._idle_threads -= 1
+
+    def _has_room(self, threads: _WorkerThreads[T, R]) -> bool:
+        """Return whether the worker may take the next batch now. A batch that is not full would only wait for
+        the earlier one, while further items could join it. A full one may wait for the first stage."""
+        if not threads.early_batches:
+            return True
+        return threads.first_batches <= 1 and self._queue.is_batch_full
 
     def _deliver_outcomes(self, waiters: list[Waiter[T, R]], outcomes: list[R | Raised]) -> None:
         """Deliver the outcomes, to each loop in one call."""

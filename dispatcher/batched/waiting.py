@@ -30,9 +30,10 @@ class CallTerms:
 
     name: str
     rule: GroupingRule
-    max_waiting: float
-    """Maximum number of items that may wait. Infinite for any number."""
+    max_waiting: int
+    """Maximum number of items that may wait."""
     concurrency: int
+    """Number of calls that may run at once, or of workers."""
     isolate: bool
     context: Context
     """Context whose copies the function runs in. A call serves many callers, so it must not see the context
@@ -73,7 +74,10 @@ class CallerQueue(Generic[T, R]):
         if self.is_closed:
             raise ClosedError(f"{self._terms.name} was closed")
         if len(self) >= self._terms.max_waiting:
-            raise TooManyPendingError(f"{len(self)} items wait for {self._terms.name}, as many as may")
+            raise TooManyPendingError(
+                f"{len(self)} items wait for {self._terms.name}, and max_waiting={self._terms.max_waiting} "
+                "allows no more: call it with fewer items at once, or set a larger max_waiting"
+            )
         self._waiters.append(waiter)
 
     def remove_waiter(self, waiter: Waiter[T, R]) -> None:
@@ -81,9 +85,9 @@ class CallerQueue(Generic[T, R]):
         if not waiter.is_taken:
             self._gone_count += 1
 
-    def take_batch(self, now: float, *, is_quiet: bool) -> list[Waiter[T, R]] | float:
+    def take_batch(self, now: float, *, is_quiet: bool, has_room: bool) -> list[Waiter[T, R]] | float:
         """Return the waiters of the next call, or the time until which there is nothing to do (infinite until
-        something happens)."""
+        something happens). `has_room`: a further call may run."""
         # `remove_waiter` only counts waiters that gave up. They are removed here, all at once.
         if self._gone_count:
             self._remove_gone()
@@ -91,7 +95,7 @@ class CallerQueue(Generic[T, R]):
             (each.entry for each in self._waiters),
             self._closing_rule if self.is_closed else self._terms.rule,
             now,
-            has_room=self.running_calls < self._terms.concurrency,
+            has_room=has_room,
             is_idle=is_quiet and not self.running_calls,
         )
         if isinstance(answer, GroupReady):
@@ -117,6 +121,11 @@ class CallerQueue(Generic[T, R]):
     def flushes_when_quiet(self) -> bool:
         """True if the waiting items go as soon as it is quiet."""
         return self._terms.rule.idle_flush and not self.running_calls and len(self) > 0
+
+    @property
+    def is_batch_full(self) -> bool:
+        """Return whether the next call is full: no waiting would make it larger."""
+        return len(self) >= self._terms.rule.max_size
 
     def drop_all(self) -> list[Waiter[T, R]]:
         """Remove and return all waiters. None of them gets a result."""

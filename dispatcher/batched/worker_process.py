@@ -1,16 +1,6 @@
-"""Worker process of a batched class: the object is created once in it, and runs one batch after the other.
+"""This program's end of a worker process: it starts the process, sends batches, and replaces one that died.
 
-    this process                           the worker process
-    what it needs to import the program ─▶ imports it
-    the class and its arguments         ─▶ creates the object, with its model
-                                        ◀─ ready, or the exception
-    a batch: each item pickled          ─▶
-                                        ◀─ started
-                                           preprocess each, transform all, postprocess each
-                                        ◀─ an outcome for each, pickled
-
-Each item and each outcome is a pickle of its own, so that one that cannot be pickled affects no other. The
-process is a new interpreter (multiprocessing calls this spawn) on a pipe, and ends when the pipe closes,
+The process is a new interpreter (multiprocessing calls this spawn) on a pipe, and ends when the pipe closes,
 whatever it is doing. The Process class of multiprocessing would leave a second process behind: its resource
 tracker.
 """
@@ -19,35 +9,29 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import signal
-import socket
 import subprocess
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from importlib import import_module
+from itertools import count
 from multiprocessing import Pipe, spawn
 from multiprocessing.connection import Connection
-from operator import attrgetter
 from typing import Any
 
-from dispatcher.batched.calls import (
-    BatchRun,
-    Raised,
-    collect_results,
-    describe_error,
-    is_exception,
-    wrap_error,
-)
-from dispatcher.core.errors import BatchError, WorkerCrashedError
+from dispatcher.batched.calls import Raised, wrap_error
+from dispatcher.batched.messages import load_message, unpack_outcome
+from dispatcher.batched.stages import PIPELINE_DEPTH, Stage
+from dispatcher.batched.worker_index import INDEX_VARIABLE
+from dispatcher.core.errors import WorkerCrashedError
 
 END_TIMEOUT_S = 5.0
 """Time that a process may take to end once its pipe is closed. After that it is terminated, and later
 killed."""
+MAX_SENDS = 3
+"""Number of processes that a batch is sent to before its callers get the error of the last one. Each process
+may die because of an earlier batch, or while it is idle, before it begins this one."""
 STARTER = """
 from multiprocessing import process, spawn
 from multiprocessing.connection import Connection
@@ -57,251 +41,224 @@ me = process.current_process()
 me._inheriting = True
 spawn.prepare(loads(pipe.recv_bytes()))
 del me._inheriting
-from dispatcher.batched.worker_process import serve_batches
+from dispatcher.batched.worker_program import serve_batches
 serve_batches(pipe)
 """
 """Program of the worker process. `prepare` sets the path, so it runs before any import of this package, and
 imports the program. During that import the program must not start a worker, which would import the program
 again; multiprocessing recognises this by the attribute `_inheriting`."""
-BATCH_STARTED = b"begun"
-TRACEBACK_HEADING = "In the worker process:\n"
 
 _SIGNALS = {each.value: each.name for each in signal.Signals}
-_load = pickle.loads
-"""Unpickles what the other end wrote: our own child, or the program that started us. No other process has the
-pipe."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerTarget:
-    """Location of the class, and how to create and run the object in the worker."""
+class WorkerConnection:
+    """One worker process and its pipe, shared by the threads that carry its batches.
 
-    module: str
-    qualname: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    isolate: bool
+    There is no thread that reads the pipe: of the threads that wait for a message, one reads, and passes
+    messages of other batches on.
+    """
 
-    def resolve_class(self) -> type[Any]:
-        """Return the class itself, also if its name refers to the `BatchedClass` made of it."""
-        target = attrgetter(self.qualname)(import_module(self.module))
-        return target if isinstance(target, type) else target.__wrapped__
+    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection[Any, Any]) -> None:
+        self.process = process
+        self._pipe = pipe
+        self._changed = threading.Condition()
+        self._messages: dict[int, deque[tuple[Stage, Any]]] = {}
+        """Messages that have arrived and were not received yet, of each batch that the process has."""
+        self._numbers = count()
+        self._is_reading = False
+        self._is_broken = False
+        """True if the pipe has ended: no further message will come."""
+        self._send_lock = threading.Lock()
+        self._close_lock = threading.Lock()
+        self._exit_code: int | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the process can be sent a batch."""
+        return not self._is_broken and self.process.poll() is None
+
+    def greet(self, preparation: bytes, target: bytes) -> Any:
+        """Send what the process needs, and return its first message. Raises EOFError or OSError."""
+        self._pipe.send_bytes(preparation)
+        self._pipe.send_bytes(target)
+        return load_message(self._pipe.recv_bytes())
+
+    def add_batch(self) -> int:
+        """Return the number of a new batch."""
+        with self._changed:
+            number = next(self._numbers)
+            self._messages[number] = deque()
+            return number
+
+    def remove_batch(self, number: int) -> None:
+        """Drop the messages of a batch."""
+        with self._changed:
+            del self._messages[number]
+            self._changed.notify_all()
+
+    def send(self, message: bytes) -> None:
+        """Send a message. If the pipe has ended, `receive` raises the error, after the messages before it."""
+        with self._send_lock, suppress(OSError):
+            self._pipe.send_bytes(message)
+
+    def receive(self, number: int) -> tuple[Stage, Any]:
+        """Return the next message of a batch. Raises EOFError if the process died before it sent one."""
+        while True:
+            with self._changed:
+                messages = self._messages[number]
+                while self._is_reading and not messages:
+                    self._changed.wait()
+                if messages:
+                    return messages.popleft()
+                if self._is_broken:
+                    raise EOFError
+                self._is_reading = True
+            self._read_message()
+
+    def _read_message(self) -> None:
+        try:
+            message = load_message(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            message = None
+        with self._changed:
+            self._is_reading = False
+            if message is None:
+                self._is_broken = True
+            else:
+                number, stage, content = message
+                self._messages[number].append((Stage(stage), content))
+            self._changed.notify_all()
+
+    def wait_until_read(self) -> None:
+        """Wait until no thread reads the pipe of a process that has died."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_broken or not self._messages)
+
+    def close(self) -> int:
+        """Close the pipe, which no thread reads any more, wait until the process has ended, and return its
+        exit code."""
+        with self._close_lock:
+            if self._exit_code is None:
+                self._is_broken = True
+                with self._send_lock:
+                    self._pipe.close()
+                self._exit_code = self._wait_for_exit()
+            return self._exit_code
+
+    def _wait_for_exit(self) -> int:
+        # A closed pipe ends the process. One that does not notice is terminated, then killed.
+        for end in (self.process.terminate, self.process.kill):
+            try:
+                return self.process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                end()
+        return self.process.wait()
+
+    def forget_after_fork(self) -> None:
+        """Close this process's copy of the pipe. The worker belongs to the parent process."""
+        self._pipe.close()
+        self.process.returncode = 0  # not a child of this process, so it must not be waited for
 
 
 class ProcessWorker:
-    """This process's end of a worker process. Items arrive pickled; outcomes are returned unpickled."""
+    """A worker process and its successors. Items arrive pickled; outcomes are returned unpickled."""
 
-    def __init__(self, target: bytes, name: str) -> None:
+    def __init__(self, target: bytes, name: str, index: int, *, is_pipelined: bool) -> None:
+        self.depth = PIPELINE_DEPTH if is_pipelined else 1
         self._target = target
         self._name = name
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection[Any, Any] | None = None
+        self._index = index
+        self._connection: WorkerConnection | None = None
+        self._is_killed = False
+        self._lock = threading.Lock()
+        """Held while a process is started, so that the threads of this worker start one together."""
 
     def start(self) -> None:
         """Return when the object is created. Raises the exception of its creation, or WorkerCrashedError."""
-        self._ensure_started()
+        with self._lock:
+            self._ensure_started()
 
-    def run_batch(self, items: list[bytes]) -> list[Any]:
-        """Return an outcome for each item. If a worker dies before it started the batch, another one runs
+    def run_batch(self, items: list[bytes], enter_stage: Callable[[Stage], None]) -> list[Any]:
+        """Return an outcome for each item. If a worker dies before the batch has begun, another one runs
         it."""
-        batch, can_retry = pickle.dumps(items), True
+        send_count = 0
         while True:
+            send_count += 1
             try:
-                pipe = self._ensure_started()
+                with self._lock:
+                    connection = self._ensure_started()
+                    number = connection.add_batch()
             except Exception as error:
                 return [wrap_error(self._name, error)] * len(items)
-            is_started = False
+            is_begun = False
             try:
-                pipe.send_bytes(batch)
-                is_started = pipe.recv_bytes() == BATCH_STARTED
-                return [unpack_outcome(each) for each in _load(pipe.recv_bytes())]
-            except (EOFError, OSError):
-                crashed = self._make_crash_error(f"while it held {len(items)} items")
-            # A started batch may have had effects, so it is not run again.
-            if is_started or not can_retry:
-                return [Raised(crashed)] * len(items)
-            can_retry = False  # it was dying already, which could not be known
+                connection.send(pickle.dumps((number, items)))
+                while True:
+                    stage, content = connection.receive(number)
+                    if stage is Stage.DONE:
+                        return [unpack_outcome(each) for each in content]
+                    is_begun = True
+                    if self.depth > 1:
+                        enter_stage(stage)
+            except EOFError:
+                crash = self._make_crash_error(connection, f"while it held {len(items)} items")
+                # A batch that has begun may have had effects, so it is not run again.
+                if is_begun or self._is_killed or send_count == MAX_SENDS:
+                    return [Raised(crash)] * len(items)
+            finally:
+                connection.remove_batch(number)
 
     def end(self) -> None:
         """Close the pipe, and wait until the process has ended."""
-        self._close_process()
+        if self._connection is not None:
+            self._connection.close()
 
     def kill(self) -> None:
         """Kill the process, even during `run_batch`. Called from another thread."""
-        process = self._process
-        if process is not None:
-            process.kill()
+        self._is_killed = True
+        connection = self._connection
+        if connection is not None:
+            connection.process.kill()
 
     def forget_after_fork(self) -> None:
         """Forget the worker after a fork: it belongs to the parent process, which alone holds its pipe."""
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
-            self._process.returncode = 0  # not a child of this process, so it must not be waited for
-        self._process = self._pipe = None
+        if self._connection is not None:
+            self._connection.forget_after_fork()
+        self._connection = None
 
-    def _ensure_started(self) -> Connection[Any, Any]:
-        """Return the pipe to a worker whose object is created, and start one if needed."""
-        if self._pipe is not None and self._process is not None:
-            if self._process.poll() is None:
-                return self._pipe
-            self._close_process()  # it ended between two batches
+    def _ensure_started(self) -> WorkerConnection:
+        """Return the connection to a worker whose object is created, and start one if needed."""
+        if self._connection is not None:
+            if self._connection.is_alive:
+                return self._connection
+            # Two processes at once might need more memory than there is.
+            self._connection.wait_until_read()
+            self._connection.close()
         preparation = spawn.get_preparation_data(self._name)
         preparation.pop("authkey", None)  # only for children of multiprocessing, and it refuses to be pickled
         own_end, worker_end = Pipe()
         with worker_end:
             code = STARTER.format(worker_end.fileno())
             command = [spawn.get_executable(), "-c", code]
-            self._process = subprocess.Popen(  # noqa: S603 -- starts this interpreter
-                command, stdin=subprocess.DEVNULL, pass_fds=[worker_end.fileno()]
+            process = subprocess.Popen(  # noqa: S603 -- starts this interpreter
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[worker_end.fileno()],
+                env=os.environ | {INDEX_VARIABLE: str(self._index)},
             )
-        self._pipe = own_end
+        connection = self._connection = WorkerConnection(process, own_end)
         try:
-            own_end.send_bytes(pickle.dumps(preparation))
-            own_end.send_bytes(self._target)
-            ready = _load(own_end.recv_bytes())
+            created = connection.greet(pickle.dumps(preparation), self._target)
         except (EOFError, OSError):
             raise self._make_crash_error(
-                "before it was ready: what it wrote on standard error tells why"
+                connection, "before it was ready: what it wrote on standard error tells why"
             ) from None
-        if ready is not None:
-            self._close_process()
-            raise unpack_outcome(ready).error
-        return own_end
+        if created is not None:
+            connection.close()
+            raise unpack_outcome(created).error
+        return connection
 
-    def _make_crash_error(self, when: str) -> WorkerCrashedError:
-        code = self._close_process()
+    def _make_crash_error(self, connection: WorkerConnection, when: str) -> WorkerCrashedError:
+        code = connection.close()
         how = _SIGNALS.get(-code, f"signal {-code}") if code < 0 else f"exit code {code}"
         return WorkerCrashedError(f"the worker process of {self._name} ended by {how} {when}")
-
-    def _close_process(self) -> int:
-        """Close the pipe, wait until the process has ended, and return its exit code."""
-        process, pipe = self._process, self._pipe
-        self._process = self._pipe = None
-        if pipe is not None:
-            pipe.close()
-        if process is None:
-            return 0
-        # A closed pipe ends the process. One that does not notice is terminated, then killed.
-        for end in (process.terminate, process.kill):
-            try:
-                return process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                end()
-        return process.wait()
-
-
-def pack_outcome(outcome: Any) -> tuple[bool, bytes, str]:
-    """Return whether the outcome is an answer, its pickle, and the traceback of an error. An outcome that
-    cannot be pickled becomes an error."""
-    if type(outcome) is Raised:
-        return _pack_error(outcome.error)
-    try:
-        return True, pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL), ""
-    except BaseException as error:  # pickling runs code of the result, which may even call `sys.exit`
-        type_error = TypeError(f"the result cannot be pickled: {describe_error(error)}")
-        type_error.__cause__ = error
-        return _pack_error(type_error)
-
-
-def _pack_error(error: Exception) -> tuple[bool, bytes, str]:
-    try:
-        trace = "".join(traceback.format_exception(error))
-    except BaseException:  # notes and causes may be of any type
-        trace = describe_error(error)
-    try:
-        return False, pickle.dumps(error, pickle.HIGHEST_PROTOCOL), trace
-    except BaseException:
-        return False, b"", trace
-
-
-def unpack_outcome(message: tuple[bool, bytes, str]) -> Any:
-    """Return the outcome that was packed. An error has the traceback as a note."""
-    is_answer, data, trace = message
-    try:
-        value = _load(data) if data else None
-    except BaseException as error:  # unpickling runs code of the class
-        if is_answer:
-            return wrap_error("unpickling the result", error)
-        value = None
-    if is_answer:
-        return value
-    # The class of an exception may be missing here, or take other arguments than it stores.
-    worker_error = value if is_exception(value) else BatchError(trace.strip().rpartition("\n")[2])
-    with suppress(BaseException):  # `__notes__` may be something else than a list
-        worker_error.add_note(TRACEBACK_HEADING + trace)
-    return wrap_error("the worker", worker_error)
-
-
-def serve_batches(pipe: Connection[Any, Any]) -> None:
-    """Run the worker process until its pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process at the other end
-    try:
-        target: WorkerTarget = _load(pipe.recv_bytes())
-        made = target.resolve_class()(*target.args, **target.kwargs)
-        run = _make_batch_function(made, target.isolate)
-    except BaseException as error:
-        pipe.send_bytes(pickle.dumps(pack_outcome(wrap_error("making the worker", error))))
-        return
-    batches: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    busy = threading.Event()
-
-    def read_batches() -> None:
-        """Read batches from the pipe. If it closes during a batch, end the process at once, because no caller
-        waits."""
-        try:
-            while True:
-                batches.put(pipe.recv_bytes())
-        except (EOFError, OSError):
-            batches.put(None)
-            if busy.is_set():
-                os._exit(1)
-
-    threading.Thread(target=read_batches, daemon=True).start()
-    pipe.send_bytes(pickle.dumps(None))
-    try:
-        while (batch := batches.get()) is not None:
-            busy.set()
-            pipe.send_bytes(BATCH_STARTED)
-            pipe.send_bytes(pickle.dumps([pack_outcome(each) for each in run(_load(batch))]))
-            busy.clear()
-    finally:
-        # Threads of the class may keep the process alive after a SystemExit. The shutdown ends the pipe for
-        # the other end all the same.
-        busy.clear()
-        with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-            end.shutdown(socket.SHUT_RDWR)
-    sys.stdout.flush()
-
-
-def _make_batch_function(made: Any, isolate: bool) -> Callable[[list[bytes]], list[Any]]:
-    """Return the function that runs a batch through the object. Missing steps pass their input on."""
-    name = type(made).__qualname__
-    before = [_load, *([made.preprocess] if hasattr(made, "preprocess") else ())]
-    after = [made.postprocess] if hasattr(made, "postprocess") else []
-
-    def run_batch(items: list[bytes]) -> list[Any]:
-        outcomes = [_run_steps(name, before, each) for each in items]
-        places = [n for n, each in enumerate(outcomes) if type(each) is not Raised]
-        attempt = BatchRun[Any, Any]([outcomes[place] for place in places], isolate=isolate)
-        while part := attempt.next_part():
-            count = len(part)  # the class may change the list
-            try:
-                attempt.record_part(collect_results(f"{name}.transform", made.transform(part), count))
-            except Exception as error:
-                attempt.record_part(wrap_error(name, error))
-        for place, outcome in zip(places, attempt.outcomes, strict=True):
-            outcomes[place] = outcome if type(outcome) is Raised else _run_steps(name, after, outcome)
-        return outcomes
-
-    return run_batch
-
-
-def _run_steps(name: str, steps: Sequence[Callable[[Any], Any]], value: Any) -> Any:
-    """Return the result of one item after these steps."""
-    try:
-        for step in steps:
-            value = step(value)
-    except Exception as error:
-        return wrap_error(name, error)
-    return wrap_error(name, value) if is_exception(value) else value

@@ -22,11 +22,11 @@ INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
 BATCH, REALTIME, LIMIT, CLOSED = "#7fc8a9", "#4f7cac", "#d9480f", "#c92a2a"
 TITLES = {
     PolicyName.DISPATCHER: "dispatcher: this dispatcher",
-    PolicyName.ALL_KNOWING: "all-knowing: sees everything at once",
-    PolicyName.POINT: "point: H added to what it had out",
-    PolicyName.CAP: "cap: H as a cap on its own requests",
-    PolicyName.LITERAL: "literal: sends H once a reading",
-    PolicyName.MULTIPLIER: "multiplier: budget × batch each poll",
+    PolicyName.ALL_KNOWING: "all-knowing: knows the current state",
+    PolicyName.POINT: "point: adds H to its requests in flight",
+    PolicyName.CAP: "cap: at most H requests in flight",
+    PolicyName.LITERAL: "literal: sends H requests per reading",
+    PolicyName.MULTIPLIER: "multiplier: budget × batch size per poll",
     PolicyName.NONE: "none: no batch work",
 }
 """Titles of the panels. Each starts with the name of the policy in the table."""
@@ -72,7 +72,7 @@ def draw_sweep(result: SweepResult, path: Path) -> None:
             (panels[1], [float("nan") if each is None else each for each in added]),
         ):
             panel.plot(range(len(values)), figures, marker="o", color=colour, label=TITLES[name])
-    titles = ("batch work, tokens/s", "added to realtime's latency, 95th percentile, s")
+    titles = ("batch work, tokens/s", "additional realtime latency, p95, s")
     for panel, title in zip(panels, titles, strict=True):
         panel.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold")
         panel.set_xticks(range(len(values)), [f"{value:g}" for value in values])

@@ -2,8 +2,8 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* The prefix of all names. The longest label made of it is the StatefulSet's revision: 45 characters, "-valkey" and a
-     hash of up to 11 fill 63. A name that is cut ends in a hash of the whole name, so that two long names differ. */}}
+{{/* Prefix of all names. The longest label with it is the revision of the StatefulSet: 45 characters, "-valkey" and a
+     hash of up to 11 characters make 63. A truncated name ends with a hash of the full name, so that long names differ. */}}
 {{- define "batch-dispatcher.fullname" -}}
 {{- $name := printf "%s-%s" .Release.Name (include "batch-dispatcher.name" .) -}}
 {{- if .Values.fullnameOverride -}}
@@ -24,12 +24,12 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Two releases never have the same: neither part can hold a colon. */}}
+{{/* Unique per release, because neither part can contain a colon. */}}
 {{- define "batch-dispatcher.clusterName" -}}
 {{- printf "%s:%s:metrics" .Release.Namespace (include "batch-dispatcher.fullname" .) -}}
 {{- end -}}
 
-{{/* In the pool's namespace there may be releases of others that have our name. */}}
+{{/* The namespace of the pool may contain another release with the same name. */}}
 {{- define "batch-dispatcher.roleName" -}}
 {{- $name := include "batch-dispatcher.fullname" . -}}
 {{- if eq .Release.Namespace (include "batch-dispatcher.poolNamespace" .) -}}{{ $name }}{{- else -}}{{ printf "%s:%s" .Release.Namespace $name }}{{- end -}}
@@ -51,13 +51,13 @@ app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{/* What selects the pods that the dispatcher runs in. */}}
+{{/* Selector of the pods in which the dispatcher runs. */}}
 {{- define "batch-dispatcher.runsIn" -}}
 {{- if .Values.sidecar.enabled -}}{{ toYaml .Values.sidecar.podLabels }}{{- else -}}{{ include "batch-dispatcher.selector" (list . "dispatcher") }}{{- end -}}
 {{- end -}}
 
-{{/* list: the root, the component, labels of its own. The version is not a label of pods: a new chart alone restarts
-     nothing. */}}
+{{/* list: the root, the component, its own labels. The version is not a label of pods, so that a new chart version alone
+     restarts no pods. */}}
 {{- define "batch-dispatcher.podLabels" -}}
 {{ include "batch-dispatcher.selector" . }}
 {{- with mergeOverwrite dict (default dict (index . 0).Values.commonLabels) (default dict (index (append . dict) 2)) }}
@@ -65,7 +65,7 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 {{- end -}}
 
-{{/* list: the root, the component, labels and annotations of its own. What every object has in its metadata. */}}
+{{/* Metadata of every object. list: the root, the component, its own labels, its own annotations */}}
 {{- define "batch-dispatcher.about" -}}
 {{- $root := index . 0 -}}
 {{- $own := concat . (list dict dict) -}}

@@ -1,6 +1,6 @@
-{{/* What every pod that runs our program has: environment, files, rights. */}}
+{{/* Parts of every pod that runs the program: environment, files, rights. */}}
 
-{{/* list: the root, a Secret with another URL of the queue, variables that win over extraEnv */}}
+{{/* list: the root, a Secret with another URL of the queue, variables that override extraEnv */}}
 {{- define "batch-dispatcher.env" -}}
 {{- $queue := "BATCH_DISPATCHER__QUEUE__URL" -}}
 {{- $other := index (append . dict) 1 -}}
@@ -33,7 +33,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Directories, never subPath: only there does the kubelet put what has changed. */}}
+{{/* Mounts are directories, because the kubelet does not update a file mounted with subPath. */}}
 {{- define "batch-dispatcher.mounts" -}}
 - name: dispatcher-config
   mountPath: /etc/batch-dispatcher/config
@@ -72,7 +72,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* The dispatcher's container, but for readiness, which is the pod's affair. */}}
+{{/* Container of the dispatcher, without the readiness probe, which depends on the pod. */}}
 {{- define "batch-dispatcher.dispatcher" -}}
 name: dispatcher
 {{ include "batch-dispatcher.container" (list .) }}
@@ -92,13 +92,13 @@ resources: {{- toYaml .Values.resources | nindent 2 }}
 {{- else -}}{{ .Values.terminationGracePeriodSeconds }}{{- end -}}
 {{- end -}}
 
-{{/* list: as of env. Of a container: image, environment, mounts. */}}
+{{/* Image, environment and mounts of a container. list: as for env */}}
 {{- define "batch-dispatcher.container" -}}
 {{- $env := include "batch-dispatcher.env" . | trim -}}
 {{- with index . 0 -}}
 image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
-{{- /* in another's pod nothing of the pod's own context is ours */}}
+{{- /* A sidecar cannot set the security context of the pod, so its container needs all of it. */}}
 {{- $ofPod := ternary (omit (include "batch-dispatcher.podSecurityContext" . | fromYaml) "fsGroup") dict .Values.sidecar.enabled }}
 securityContext: {{- merge (deepCopy (default dict .Values.securityContext)) $ofPod | toYaml | nindent 2 }}
 {{- with $env }}
@@ -111,7 +111,7 @@ volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
-{{/* OpenShift gives each namespace ids of users and groups and refuses others: there the chart's own are left out. */}}
+{{/* OpenShift assigns user and group ids to each namespace and rejects others, so the ids of the chart are omitted there. */}}
 {{- define "batch-dispatcher.podSecurityContext" -}}
 {{- $context := deepCopy (default dict .Values.podSecurityContext) -}}
 {{- if .Capabilities.APIVersions.Has "security.openshift.io/v1" -}}
@@ -122,7 +122,7 @@ volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
 {{- toYaml $context -}}
 {{- end -}}
 
-{{/* list: the root, whether it asks Kubernetes. Of a pod, beside its containers. */}}
+{{/* Spec of a pod without its containers. list: the root, whether it uses the Kubernetes API */}}
 {{- define "batch-dispatcher.pod" -}}
 {{- $asks := index . 1 -}}
 {{- with index . 0 -}}

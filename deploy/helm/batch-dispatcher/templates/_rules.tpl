@@ -1,4 +1,4 @@
-{{/* list: a text, a list of names and values: each name replaced by its value. */}}
+{{/* A text with each name replaced by its value. list: the text, a list of names and values */}}
 {{- define "batch-dispatcher.filled" -}}
 {{- $text := index . 0 -}}
 {{- range chunk 2 (index . 1) -}}
@@ -7,7 +7,7 @@
 {{- $text -}}
 {{- end -}}
 
-{{/* list: an expression, matchers. The expression with them on each series of ours, recorded ones too. */}}
+{{/* An expression with matchers on each series of the dispatcher, including recorded ones. list: the expression, the matchers */}}
 {{- define "batch-dispatcher.narrowed" -}}
 {{- $select := index . 1 -}}
 {{- $every := regexReplaceAll "\\b((?:pool:)?batch_dispatcher_[a-z0-9_]+(?::[a-z0-9]+)?)" (index . 0) "${1}{<select>}" -}}

@@ -1,4 +1,4 @@
-{{/* "true" where the queue is the chart's own Valkey. */}}
+{{/* "true" if the queue is the Valkey of the chart. */}}
 {{- define "batch-dispatcher.ownQueue" -}}
 {{- $named := or .Values.redis.existingSecret.name (dig "queue" "url" "" .Values.config) -}}
 {{- if kindIs "bool" .Values.valkey.enabled -}}{{ if .Values.valkey.enabled }}true{{ end }}{{- else -}}{{ if not $named }}true{{ end }}{{- end -}}
@@ -8,7 +8,7 @@
 {{- printf "%s-valkey.%s.svc" (include "batch-dispatcher.fullname" .) .Release.Namespace -}}
 {{- end -}}
 
-{{/* list: a map, the path of a setting, its value. The map has it afterwards. */}}
+{{/* Set a value in a map. list: the map, the path of a setting, its value */}}
 {{- define "batch-dispatcher.put" -}}
 {{- $map := index . 0 -}}
 {{- $parts := splitList "." (index . 1) -}}
@@ -19,7 +19,7 @@
 {{- $_ := set $map (last $parts) (index . 2) -}}
 {{- end -}}
 
-{{/* list: the settings, the path of one. Its value as JSON: the settings', else the program's default, else "". */}}
+{{/* Value of a setting as JSON: from the settings, else the default of the program, else "". list: the settings, the path */}}
 {{- define "batch-dispatcher.setting" -}}
 {{- $value := index . 0 -}}
 {{- range splitList "." (index . 1) -}}
@@ -33,7 +33,7 @@
 
 {{- define "batch-dispatcher.filesPath" -}}/etc/batch-dispatcher/files{{- end -}}
 
-{{/* The dispatcher's configuration, as JSON. Fails where the values contradict each other. */}}
+{{/* Configuration of the dispatcher as JSON. Fails if values contradict each other. */}}
 {{- define "batch-dispatcher.settings" -}}
 {{- include "batch-dispatcher.validate" . -}}
 {{- $settings := deepCopy .Values.config -}}
@@ -43,7 +43,7 @@
 {{- if .Values.inferenceObjective.create -}}
 {{- $_ := set $settings.gateway "objective" (include "batch-dispatcher.objective" .) -}}
 {{- end -}}
-{{- /* probes and scrapes come from outside the pod */}}
+{{- /* Probes and scrapes come from outside the pod. */}}
 {{- include "batch-dispatcher.put" (list $settings "admin.host" "0.0.0.0") -}}
 {{- if and (include "batch-dispatcher.ownQueue" .) (not .Values.valkey.existingSecret.name) -}}
 {{- include "batch-dispatcher.put" (list $settings "queue.url" (printf "redis://%s:6379" (include "batch-dispatcher.ownQueueHost" .))) -}}
@@ -59,7 +59,7 @@
 {{- toJson $settings -}}
 {{- end -}}
 
-{{/* A hash of those settings that a running dispatcher cannot take over: only they restart the pods. */}}
+{{/* Hash of the settings that a running dispatcher cannot reload. Only these restart the pods. */}}
 {{- define "batch-dispatcher.restartChecksum" -}}
 {{- $settings := include "batch-dispatcher.settings" . | fromJson -}}
 {{- $bound := dict -}}
@@ -73,41 +73,41 @@
 {{- include "batch-dispatcher.setting" (list .Values.config "admin.port" (.Files.Get "files/settings.json" | fromJson).defaults) -}}
 {{- end -}}
 
-{{/* Does the watch look for the endpoint picker? As in dispatcher/signals/kubernetes/capacity.py. */}}
+{{/* Non-empty if the watch finds the endpoint picker, as in dispatcher/signals/kubernetes/capacity.py. */}}
 {{- define "batch-dispatcher.findsPicker" -}}
 {{- if not (or (dig "signals" "epp" "urls" list .Values.config) (dig "signals" "epp" "service" "" .Values.config) (include "batch-dispatcher.asksServers" .)) -}}true{{- end -}}
 {{- end -}}
 
-{{/* Are the model servers themselves asked? */}}
+{{/* Non-empty if the metrics of the model servers are read. */}}
 {{- define "batch-dispatcher.asksServers" -}}
 {{- if or (dig "signals" "vllm" "urls" list .Values.config) (dig "signals" "vllm" "service" "" .Values.config) -}}true{{- end -}}
 {{- end -}}
 
-{{/* Is it observed which models are served? As in dispatcher/settings/serving.py. */}}
+{{/* Non-empty if the served models are observed, as in dispatcher/settings/serving.py. */}}
 {{- define "batch-dispatcher.observesModels" -}}
 {{- $observe := dig "serving" "observe" "auto" .Values.config -}}
 {{- if and (ne $observe "off") (or (ne $observe "auto") .Values.config.models) -}}true{{- end -}}
 {{- end -}}
 
-{{/* Are the model servers asked for that? */}}
+{{/* Non-empty if the model lists of the endpoints are read. */}}
 {{- define "batch-dispatcher.asksModels" -}}
 {{- if and (include "batch-dispatcher.observesModels" .) (ne (dig "serving" "observe" "auto" .Values.config) "gateway") -}}true{{- end -}}
 {{- end -}}
 
-{{/* May it read how names of models are rewritten? */}}
+{{/* Non-empty if the dispatcher may read model rewrites. */}}
 {{- define "batch-dispatcher.readsRewrites" -}}
 {{- $said := .Values.rbac.modelRewrites -}}
 {{- if kindIs "invalid" $said -}}{{ include "batch-dispatcher.observesModels" . }}{{- else if $said -}}true{{- end -}}
 {{- end -}}
 
-{{/* Is the picker asked directly, by the service account's token? */}}
+{{/* Non-empty if the metrics of the picker are read directly, with the token of the service account. */}}
 {{- define "batch-dispatcher.scrapesByToken" -}}
 {{- $epp := dig "signals" "epp" dict .Values.config -}}
 {{- $source := dig "signals" "source" "auto" .Values.config -}}
 {{- if not (or (eq $source "prometheus") (include "batch-dispatcher.asksServers" .) (hasKey .Values.secretFiles "signals.epp.token_file") $epp.token_file) -}}true{{- end -}}
 {{- end -}}
 
-{{/* The port of a URL: the one it names, else its scheme's. */}}
+{{/* Port of a URL: the explicit one, else the default of its scheme. */}}
 {{- define "batch-dispatcher.portOf" -}}
 {{- $authority := regexReplaceAll "^[a-z+]+://([^/@]*@)?([^/]*).*$" . "${2}" -}}
 {{- $port := regexFind ":[0-9]+$" $authority | trimPrefix ":" -}}

@@ -5,11 +5,11 @@
 {{- mulf (trimSuffix $unit (toString .) | float64) (get $factors $unit) -}}
 {{- end -}}
 
-{{/* What no schema can say: all of it at once, each a sentence that says what to do. Whoever comes first tells it:
-     `helm lint` goes on after a failure, and would tell it once for each template. */}}
+{{/* Checks that a schema cannot express. All problems are reported together, each with its solution. Only the first
+     template that includes this reports them: `helm lint` continues after a failure and would repeat them. */}}
 {{- define "batch-dispatcher.validate" -}}
-{{- if not (hasKey . "Judged") -}}
-{{- $_ := set . "Judged" true -}}
+{{- if not (hasKey . "IsValidated") -}}
+{{- $_ := set . "IsValidated" true -}}
 {{- $wrong := list -}}
 {{- $config := .Values.config -}}
 {{- $facts := .Files.Get "files/settings.json" | fromJson -}}
@@ -22,7 +22,7 @@
 {{- end -}}
 {{- range $name := list "pool" "gateway" -}}
 {{- if hasKey $config $name -}}
-{{- $wrong = append $wrong (printf "config.%s: %s stands at the top of the values, not below config" $name $name) -}}
+{{- $wrong = append $wrong (printf "config.%s: %s belongs to the top level of the values, not below config" $name $name) -}}
 {{- end -}}
 {{- end -}}
 
@@ -37,25 +37,25 @@
 {{- if gt (len $queues) 1 -}}
 {{- $wrong = append $wrong (printf "%s: name more than one queue: keep one of them" (join ", " $queues)) -}}
 {{- else if not $queues -}}
-{{- $wrong = append $wrong "valkey.enabled: is false, and no other queue is named: set redis.existingSecret.name (or config.queue.url, without a password). A queue inside the dispatcher's pod would have no producers" -}}
+{{- $wrong = append $wrong "valkey.enabled: is false, and no other queue is configured: set redis.existingSecret.name (or config.queue.url, without a password). A queue inside the dispatcher's pod would have no producers" -}}
 {{- end -}}
 {{- if contains "@" $url -}}
-{{- $wrong = append $wrong "config.queue.url: holds a user or a password, which a ConfigMap must not: put the URL into a Secret and name that in redis.existingSecret.name" -}}
+{{- $wrong = append $wrong "config.queue.url: contains a user or a password, which a ConfigMap must not contain: put the URL into a Secret and name that in redis.existingSecret.name" -}}
 {{- end -}}
 {{- range .Values.extraEnv -}}
 {{- if and $own (eq (toString .name) "BATCH_DISPATCHER__QUEUE__URL") -}}
-{{- $wrong = append $wrong "extraEnv: BATCH_DISPATCHER__QUEUE__URL names another queue than the chart's own Valkey: set redis.existingSecret.name instead, or config.queue.url beside it, without the password" -}}
+{{- $wrong = append $wrong "extraEnv: BATCH_DISPATCHER__QUEUE__URL names another queue than the chart's own Valkey: set redis.existingSecret.name instead, or config.queue.url in addition, without the password" -}}
 {{- end -}}
 {{- end -}}
 {{- if and .Values.valkey.existingSecret.name (not $own) -}}
-{{- $wrong = append $wrong "valkey.existingSecret.name: the chart's own Valkey is not used; for a queue of yours set redis.existingSecret.name" -}}
+{{- $wrong = append $wrong "valkey.existingSecret.name: the chart's own Valkey is not used; for your own queue set redis.existingSecret.name" -}}
 {{- end -}}
 
 {{/* files */}}
 {{- $settings := dict "gateway" .Values.gateway "signals" (default dict $config.signals) "serving" (default dict $config.serving) "admin" (default dict $config.admin) -}}
 {{- range $setting, $from := .Values.secretFiles -}}
 {{- if ne (include "batch-dispatcher.setting" (list $settings $setting)) "\"\"" -}}
-{{- $wrong = append $wrong (printf "secretFiles: %s: the setting names a file already: take one of the two out" $setting) -}}
+{{- $wrong = append $wrong (printf "secretFiles: %s: the setting already names a file: remove one of the two" $setting) -}}
 {{- end -}}
 {{- if eq (empty $from.secret) (empty $from.configMap) -}}
 {{- $wrong = append $wrong (printf "secretFiles: %s: name either a secret or a configMap" $setting) -}}
@@ -73,7 +73,7 @@
 {{- if regexMatch (printf "(?i:%s)" $facts.secret_name) $name -}}
 {{- $setting := trimPrefix "config." $where -}}
 {{- $file := ternary (printf "a bearer token by secretFiles (%s.token_file), else " $setting) "" (eq (lower $name) "authorization") -}}
-{{- $wrong = append $wrong (printf "%s.headers: %s looks like a secret, which a ConfigMap must not hold: give %sall headers by extraEnv from a Secret (BATCH_DISPATCHER__%s__HEADERS, a JSON object)" $where $name $file ($setting | upper | replace "." "__")) -}}
+{{- $wrong = append $wrong (printf "%s.headers: %s looks like a secret, which a ConfigMap must not contain: set %sall headers by extraEnv from a Secret (BATCH_DISPATCHER__%s__HEADERS, a JSON object)" $where $name $file ($setting | upper | replace "." "__")) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -82,11 +82,11 @@
 {{- range $setting, $value := $urls -}}
 {{- if regexMatch "^[a-z]+://[^/]*@" $value -}}
 {{- $variable := trimPrefix "config." $setting | upper | replace "." "__" -}}
-{{- $wrong = append $wrong (printf "%s: holds a user or a password, which a ConfigMap must not: leave them out, and give the whole URL by extraEnv from a Secret (BATCH_DISPATCHER__%s)" $setting $variable) -}}
+{{- $wrong = append $wrong (printf "%s: contains a user or a password, which a ConfigMap must not contain: remove them, and set the whole URL by extraEnv from a Secret (BATCH_DISPATCHER__%s)" $setting $variable) -}}
 {{- end -}}
 {{- end -}}
 
-{{/* settings that must fit each other: as the program has it */}}
+{{/* relations between settings, as in the program */}}
 {{- $max := include "batch-dispatcher.setting" (list $config "retry.max_s" $defaults) | float64 -}}
 {{- if lt $max (include "batch-dispatcher.setting" (list $config "retry.base_s" $defaults) | float64) -}}
 {{- $wrong = append $wrong "config.retry.max_s: must not be below retry.base_s" -}}
@@ -94,7 +94,7 @@
 {{- $upper := dig "budget" "upper" nil $config -}}
 {{- $room := subf 1.0 (include "batch-dispatcher.setting" (list $config "budget.reserve" $defaults) | float64) -}}
 {{- if and $upper (lt (float64 $upper) (subf $room 0.000000001)) -}}
-{{- $wrong = append $wrong (printf "config.budget.upper: must not be below 1 − reserve (%v): an idle pool would never be believed" $room) -}}
+{{- $wrong = append $wrong (printf "config.budget.upper: must not be below 1 − reserve (%v): readings of an idle pool would always be rejected" $room) -}}
 {{- end -}}
 {{- $age := dig "signals" "max_age_s" nil $config -}}
 {{- $twice := mulf 2 (include "batch-dispatcher.setting" (list $config "signals.interval_s" $defaults) | float64) -}}
@@ -111,18 +111,18 @@
 {{- $wrong = append $wrong "config.signals.prometheus.url: is required when signals.source is prometheus" -}}
 {{- end -}}
 {{- if and (not (or .Values.kubernetes.enabled .Values.sidecar.enabled $prometheus)) (include "batch-dispatcher.findsPicker" .) -}}
-{{- $wrong = append $wrong "kubernetes.enabled: is false, so nothing finds the endpoint picker: set config.signals.epp.urls, config.signals.epp.service or config.signals.prometheus.url, or config.signals.vllm where there is none" -}}
+{{- $wrong = append $wrong "kubernetes.enabled: is false, so the endpoint picker cannot be found: set config.signals.epp.urls, config.signals.epp.service or config.signals.prometheus.url, or config.signals.vllm without a picker" -}}
 {{- end -}}
 {{- $drain := include "batch-dispatcher.setting" (list $config "shutdown.drain_s" $defaults) | float64 -}}
 {{- $grace := .Values.terminationGracePeriodSeconds -}}
 {{- if and (not (kindIs "invalid" $grace)) (le (float64 $grace) $drain) -}}
-{{- $wrong = append $wrong (printf "terminationGracePeriodSeconds: must be above shutdown.drain_s (%v), or what runs is killed and runs again" $drain) -}}
+{{- $wrong = append $wrong (printf "terminationGracePeriodSeconds: must be above shutdown.drain_s (%v), or running requests are killed and repeated" $drain) -}}
 {{- end -}}
 
-{{/* what Kubernetes would refuse, or take for something else */}}
+{{/* values that Kubernetes would reject or misinterpret */}}
 {{- $name := include "batch-dispatcher.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
-{{- $wrong = append $wrong (printf "fullnameOverride: the release's objects would be called %q, which Kubernetes refuses for a Service: set a name of lower-case letters, digits and - that begins with a letter" $name) -}}
+{{- $wrong = append $wrong (printf "fullnameOverride: the release's objects would be called %q, which Kubernetes rejects for a Service: set a name of lower-case letters, digits and - that begins with a letter" $name) -}}
 {{- end -}}
 {{- range $where := list "image" "valkey.image" -}}
 {{- $image := ternary $.Values.image $.Values.valkey.image (eq $where "image") -}}
@@ -135,7 +135,7 @@
 {{- range $where, $labels := dict "commonLabels" .Values.commonLabels "podLabels" .Values.podLabels "service.labels" .Values.service.labels "monitoring.podMonitor.labels" .Values.monitoring.podMonitor.labels "monitoring.serviceMonitor.labels" .Values.monitoring.serviceMonitor.labels "monitoring.rules.labels" .Values.monitoring.rules.labels "monitoring.dashboard.labels" .Values.monitoring.dashboard.labels -}}
 {{- range $label, $_ := $labels -}}
 {{- if has $label $ours -}}
-{{- $wrong = append $wrong (printf "%s: %s is a label that the chart sets itself, and selectors ask for it: remove it from %s" $where $label $where) -}}
+{{- $wrong = append $wrong (printf "%s: %s is a label that the chart sets itself and uses in selectors: remove it from %s" $where $label $where) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -155,11 +155,11 @@
 {{- end -}}
 {{- if and $own .Release.IsUpgrade -}}
 {{- $server := printf "%s-valkey" $name -}}
-{{- /* Nothing is found by `helm template`, nor where the StatefulSet is gone. */ -}}
+{{- /* The lookup finds nothing in `helm template`, or if the StatefulSet was deleted. */ -}}
 {{- with (lookup "apps/v1" "StatefulSet" .Release.Namespace $server).spec -}}
 {{- $claims := .volumeClaimTemplates -}}
 {{- $volume := $.Values.valkey.persistence -}}
-{{- $remedy := printf "which Kubernetes lets no upgrade change: keep it, or delete the StatefulSet without its pod first (kubectl -n %s delete statefulset %s --cascade=orphan)" $.Release.Namespace $server -}}
+{{- $remedy := printf "which an upgrade cannot change: keep it, or delete the StatefulSet without its pod first (kubectl -n %s delete statefulset %s --cascade=orphan)" $.Release.Namespace $server -}}
 {{- if ne $volume.enabled (not (empty $claims)) -}}
 {{- $wrong = append $wrong (printf "valkey.persistence.enabled: is %v, and this release was installed with %v, %s" $volume.enabled (not $volume.enabled) $remedy) -}}
 {{- else if $claims -}}
@@ -177,17 +177,17 @@
 
 {{/* the rest of the chart */}}
 {{- if and .Values.test.payload (hasKey (fromJson .Values.test.payload) "Error") -}}
-{{- $wrong = append $wrong "test.payload: is no JSON object" -}}
+{{- $wrong = append $wrong "test.payload: is not a JSON object" -}}
 {{- end -}}
 {{- if and .Values.inferenceObjective.create .Values.gateway.objective -}}
-{{- $wrong = append $wrong "gateway.objective: is set by inferenceObjective.create: take it out, or name the objective in inferenceObjective.name" -}}
+{{- $wrong = append $wrong "gateway.objective: is set by inferenceObjective.create: remove it, or name the objective in inferenceObjective.name" -}}
 {{- end -}}
 {{- if .Values.keda.enabled -}}
 {{- if gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas) -}}
 {{- $wrong = append $wrong "keda.minReplicas: must not be above keda.maxReplicas" -}}
 {{- end -}}
 {{- if not (or .Values.keda.redis.address $own (regexMatch "^rediss?://" $url)) -}}
-{{- $wrong = append $wrong "keda.redis.address: is required: host:port of the queue's server, which a Secret, a Sentinel or a Cluster does not tell" -}}
+{{- $wrong = append $wrong "keda.redis.address: is required: host:port of the queue's server, which cannot be read from a Secret, a Sentinel or a Cluster URL" -}}
 {{- end -}}
 {{- if and $own .Values.valkey.existingSecret.name (not .Values.keda.redis.existingSecret.name) -}}
 {{- $wrong = append $wrong "keda.redis.existingSecret.name: is required: valkey.existingSecret gives the server a password" -}}
@@ -197,7 +197,7 @@
 {{- $wrong = append $wrong "config.admin.token_file: the monitor needs the token's Secret: set secretFiles (admin.token_file) instead" -}}
 {{- end -}}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled -}}
-{{- $wrong = append $wrong "monitoring.serviceMonitor.enabled: each pod would be scraped twice: take podMonitor or serviceMonitor" -}}
+{{- $wrong = append $wrong "monitoring.serviceMonitor.enabled: each pod would be scraped twice: use either podMonitor or serviceMonitor" -}}
 {{- end -}}
 {{- if .Values.sidecar.enabled -}}
 {{- if and .Values.kubernetes.enabled .Values.rbac.create (not .Values.sidecar.serviceAccount) -}}
@@ -211,12 +211,12 @@
 {{- end -}}
 {{- range $name := list "keda" "networkPolicy" "checkHook" -}}
 {{- if (get $.Values $name).enabled -}}
-{{- $wrong = append $wrong (printf "%s.enabled: cannot be had with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
+{{- $wrong = append $wrong (printf "%s.enabled: is incompatible with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- range $name := list "extraContainers" "extraInitContainers" "runtimeClassName" "hostNetwork" "dnsPolicy" "dnsConfig" -}}
 {{- if get $.Values $name -}}
-{{- $wrong = append $wrong (printf "%s: cannot be had with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
+{{- $wrong = append $wrong (printf "%s: is incompatible with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
