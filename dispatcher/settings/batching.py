@@ -66,6 +66,12 @@ class BatchRuleSettings(Section):
         "the text. If null, the number is learned when the server rejects a call.",
     )
 
+    sequences: bool = Field(
+        False,
+        description="If true, requests of different sequences are merged, at most one of each sequence. The "
+        "server must keep the state of each sequence apart, by what the items or `parameters` say. Such "
+        "calls are not checked (check_every), because an item that is sent twice would change the state.",
+    )
     check_every: int = Field(
         DEFAULT_CHECK_EVERY,
         ge=1,
@@ -109,6 +115,7 @@ class BatchRuleSettings(Section):
             ),
             unit_per_call=self.unit == "call",
             max_items=self.max_items,
+            merge_sequences=self.sequences,
             check_every=self.check_every,
             can_stretch_delay=self.max_delay_s is None,
         )

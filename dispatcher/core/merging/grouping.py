@@ -76,6 +76,9 @@ class BatchRule:
     max_items: int | None = None
     """Number of items above which a list is sent in several calls. `None` if the server's answers are to
     teach it."""
+    merge_sequences: bool = False
+    """True if requests of different sequences may be merged. Their answers are not checked, because a server
+    that keeps state must not get an item twice."""
     check_every: int = DEFAULT_CHECK_EVERY
     """Number of merged calls per check. A check sends one item of the call again on its own, and compares
     the two answers."""

@@ -171,6 +171,16 @@ class Session:
     token_header: str
     """Header of the answer that contains the sticky token for the next request. In a request only the
     dispatcher may set it."""
+    sequence_id: str = ""
+    is_first: bool = False
+    """True if the sequence begins with this request."""
+    is_last: bool = False
+    """True if the sequence ends with this request."""
+
+    @property
+    def sticky_token(self) -> str:
+        """Token of the server that the request must reach. Empty if any server may answer."""
+        return self.headers.get(self.token_header, "")
 
 
 class SequenceStatus(StrEnum):

@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from dispatcher.core.gateway.outcome import Delivered, Failed, TooLarge
+from dispatcher.core.gateway.outcome import Delivered, Failed, FailureKind, TooLarge
 from dispatcher.core.merging import shapes
 from dispatcher.core.merging.merged_request import build_piece, merge_requests
 from dispatcher.dispatch.in_flight import Attempt, InFlightLease
@@ -53,6 +53,7 @@ from dispatcher.dispatch.options import Options
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
+    from dispatcher.core.merging.grouping import BatchRule
     from dispatcher.core.merging.shapes import Part
     from dispatcher.core.requests.request import Request
     from dispatcher.ports import AttemptResult
@@ -98,13 +99,14 @@ class RequestMerger:
         return bool(self._options.merge_rules)
 
     def register_request(self, entry: InFlightLease, request: Request) -> None:
-        """Register a request that may be merged, or a list that may be too long. Requests of sequences are
-        not merged, because the next one waits for their end."""
-        if request.sequence is not None:
-            return
+        """Register a request that may be merged, or a list that may be too long.
+
+        A call may have requests of several sequences. It never has two of one, because the queue grants the
+        next turn only when the one before has ended.
+        """
         path = request.endpoint or self._options.default_path
         rule = self.targets.find_rule(path)
-        if rule is None:
+        if rule is None or (request.sequence is not None and not _can_merge_sequence(rule, request)):
             return
         part = shapes.parse_part(rule.shape, request.payload)
         if isinstance(part, shapes.Unfit):
@@ -119,7 +121,17 @@ class RequestMerger:
             part,
             target,
             # Everything that must be equal in one call is part of the key.
-            (path, part.merge_key, headers, tenant, request.version, request.endpoints),
+            (
+                path,
+                part.merge_key,
+                headers,
+                tenant,
+                request.version,
+                request.endpoints,
+                # A call goes to one server. Sequences without a server get a call of their own, so that the
+                # endpoint picker can balance them.
+                None if request.session is None else request.session.sticky_token,
+            ),
             is_sent_alone=entry.is_probe
             or lease.lane is not None
             or lease.failed_attempts > 0
@@ -170,7 +182,10 @@ class RequestMerger:
             return self._create_piece_attempt(
                 MergedCall(members, max_items, is_follow_up, split_list=split_list)
             )
-        return self._create_attempt(MergedCall(members, max_items, is_follow_up), members[0].request)
+        request = members[0].request
+        if request.session is not None:
+            request = merge_requests([request], [members[0].part])
+        return self._create_attempt(MergedCall(members, max_items, is_follow_up), request)
 
     def _create_attempt(self, call: MergedCall, request: Request) -> Attempt:
         token = call.members[0].token
@@ -207,7 +222,10 @@ class RequestMerger:
     # ── lists that are too long ──────────────────────────────────────────────────────────────────────────
 
     def _get_split_list(self, member: BatchMember) -> SplitList | None:
-        """Return the split list of a member. `None` if its list is not too long."""
+        """Return the split list of a member. `None` if its list is not too long, or must not be cut because
+        the server keeps the state of its sequence."""
+        if member.request.sequence is not None:
+            return None
         return self._partial_answers.take_answers(member) or split_long_list(member)
 
     def _create_piece_attempt(self, call: MergedCall) -> Attempt:
@@ -282,7 +300,12 @@ class RequestMerger:
                 if isinstance(parts, shapes.Unfit):
                     self.call_counts["unsplittable"] += 1
                     many = f"{len(call.members)} requests"
-                    self._disable_merging(target, f"the answer to {many} could not be split: {parts.why}")
+                    why = f"the answer to {many} could not be split: {parts.why}"
+                    self._disable_merging(target, why)
+                    if members and members[0].request.sequence is not None:
+                        # The server has taken these turns, so each sequence decides by its own rule.
+                        failure = Failed(why, kind=FailureKind.UNUSABLE_ANSWER)
+                        return self._handle_failure(members, result.copy_with(outcome=failure))
                     return FollowUp(attempts=self._retry_alone(members, 1))
                 self.call_counts["split"] += 1
                 call.record_call_time(result.ended_at)
@@ -396,6 +419,8 @@ class RequestMerger:
     def _start_parity_check(
         self, target: MergeTarget, members: list[BatchMember], answers: AnswersByToken
     ) -> FollowUp:
+        if members and members[0].request.sequence is not None:
+            return self._complete_members(members, answers)  # a check would send their turns twice
         # `None` asks for all members.
         check_count = target.size.take_check_count()
         chosen = (
@@ -465,3 +490,12 @@ class RequestMerger:
         if not target.size.off_reason:
             emit(Event.BATCHING_OFF, path=target.path, model=target.model, why=why)
         target.size.turn_off(why)
+
+
+def _can_merge_sequence(rule: BatchRule, request: Request) -> bool:
+    """Return True if requests of sequences are merged, and their servers are known by a token. If servers are
+    chosen by a header with the id of the sequence, each needs a call of its own."""
+    session = request.session
+    return (
+        rule.merge_sequences and session is not None and (session.token_header != "" or not session.headers)
+    )

@@ -206,7 +206,10 @@ class TurnChecker:
             if isinstance(body, CannotContinue):
                 return body
             payload = body
-        return prepare_request(request, payload, Session(headers, options.token_header.lower()))
+        session = Session(
+            headers, options.token_header.lower(), turn.id, is_first=granted.is_first, is_last=turn.last
+        )
+        return prepare_request(request, payload, session)
 
     def _carries_conversation(self, turn: Turn) -> bool:
         return (turn.carry or self._options.carry) is CarryMode.MESSAGES

@@ -239,10 +239,10 @@ class ModelWatch:
         return _Round(tuple(task.result() for task in ask_tasks), _BY_GATEWAY if asks_gateway else known)
 
     async def _match_new_names(self, listings: Iterable[Listing]) -> None:
-        """Match new names against the templates of the settings, a few at a time, so that other tasks may run.
+        """Match new names against the templates of the settings, a few at a time.
 
         A server may list 10,000 new names in each round, and the callbacks of the round would match them all
-        without a pause.
+        without a pause for other tasks.
         """
         names = dict.fromkeys(name for each in listings for name in each.models or ())
         before, self._matched_names = self._matched_names, names.keys()

@@ -218,7 +218,7 @@ def test_at_most_max_active_sequences_run() -> None:
     run_in_scene(check, gateway, options(terms=SequenceTerms(max_active=2)))
 
 
-def test_request_of_a_sequence_is_never_merged() -> None:
+def test_requests_of_sequences_are_not_merged_unless_the_rule_says_so() -> None:
     gateway = SequenceGateway()
     rule = BatchRule(
         ("/v1/embeddings",), SHAPES["embeddings"], MergeMode.ON, GroupingRule(max_size=8, max_delay_s=0.02)

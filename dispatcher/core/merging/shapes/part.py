@@ -55,6 +55,8 @@ class Shape:
     direction."""
     tolerance: float = 0.0
     """Absolute difference that numbers of two answers may have, however small they are."""
+    sequence_field: str = ""
+    """Field of the body that tells a server about sequences. Empty if the shape has none."""
     fallback: Shape | None = None
     """Row for a body without this list."""
 

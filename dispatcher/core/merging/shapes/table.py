@@ -62,6 +62,7 @@ _ROWS = (
         list_field="inputs",
         item_kind=ItemKind.TENSORS,
         answer_field="outputs",
+        sequence_field="parameters",
     ),
     Shape(
         name="rerank",
