@@ -174,7 +174,9 @@ class BudgetSettings(Section):
         None,
         gt=0,
         le=1,
-        description="u: largest budget D that is believed. If null, 1 − reserve, the budget of an idle pool.",
+        description="u: largest budget D that is believed; a larger one closes the gate as implausible. If "
+        "null, 1 − reserve, the budget of an idle pool. It cannot be less, because an idle pool would then "
+        "never be believed.",
     )
     max_sys: float | None = Field(
         None,
