@@ -121,7 +121,7 @@ bench: setup ## Measure: throughput, latency, cost, and every figure of the law
 
 # By day, these tests use one engine: Redis where it is installed, otherwise Valkey.
 conformance: setup ## Run the tests of the queue on Redis and on Valkey
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "long or not long" --timeout=600 tests/conformance tests/queue
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "long or not long" --timeout=600 tests/conformance tests/queue tests/client
 
 chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
 	$(call long,tests/chaos,long,7200)

@@ -10,12 +10,12 @@ import pytest
 from dispatcher.client.files import FilePaths
 from tests.client.fake_dispatcher import NAMES, FakeDispatcher
 from tests.queue.factories import queues
-from tests.queue.servers import ENGINES, Server, server
+from tests.queue.servers import ENGINE_PARAMS, Server, server
 
 
-@pytest.fixture(scope="session", params=ENGINES)
+@pytest.fixture(scope="session", params=ENGINE_PARAMS)
 def any_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a Redis, and then a Valkey."""
+    """Run a server. By day there is one engine (`ENGINE_PARAMS`)."""
     with server(request.param, tmp_path_factory.mktemp(request.param)) as running:
         yield running
 
