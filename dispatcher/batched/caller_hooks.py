@@ -29,27 +29,47 @@ class CallerHooksWorker:
     def _reset_order(self) -> None:
         self._changed = threading.Condition()
         self._batches: deque[object] = deque()
-        """One object for each batch that has begun, the oldest first."""
-        self._preprocessing = threading.Lock()
-        """Held during `preprocess`. One other thread at most waits for it, so the order stays."""
+        """One object for each batch, the oldest first."""
+        self._unsent: deque[object] = deque()
+        """Batches that the worker process has not got. The oldest one is preprocessed."""
 
     def run_batch(self, items: list[Any], enter_stage: Callable[[Stage], None]) -> list[Any]:
         """Return an outcome for each item."""
         batch = object()
+
+        def enter_inner_stage(stage: Stage) -> None:
+            if stage is Stage.ACCEPTED:
+                self._leave(self._unsent, batch)
+            enter_stage(stage)
+
         with self._changed:
             self._batches.append(batch)
+            self._unsent.append(batch)
+        enter_stage(Stage.ACCEPTED)
         try:
-            with self._preprocessing:
-                inputs = self._context.copy().run(self._hooks.preprocess, items)
+            self._wait_until_oldest(self._unsent, batch)
+            inputs = self._context.copy().run(self._hooks.preprocess, items)
             packed = replace_results(inputs, lambda values: [_pack_input(each) for each in values])
-            results = replace_results(packed, lambda values: self._worker.run_batch(values, enter_stage))
-            with self._changed:
-                self._changed.wait_for(lambda: self._batches[0] is batch)
+            results = replace_results(
+                packed, lambda values: self._worker.run_batch(values, enter_inner_stage)
+            )
+            self._leave(self._unsent, batch)
+            self._wait_until_oldest(self._batches, batch)
             enter_stage(Stage.POSTPROCESS)
             return self._context.copy().run(self._hooks.postprocess, inputs, results)
         finally:
-            with self._changed:
-                self._batches.remove(batch)
+            self._leave(self._unsent, batch)
+            self._leave(self._batches, batch)
+
+    def _wait_until_oldest(self, batches: deque[object], batch: object) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: batches[0] is batch)
+
+    def _leave(self, batches: deque[object], batch: object) -> None:
+        """Let the next batch go on. A batch may leave again, which has no effect."""
+        with self._changed:
+            if batch in batches:
+                batches.remove(batch)
                 self._changed.notify_all()
 
     def forget_after_fork(self) -> None:

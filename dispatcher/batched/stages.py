@@ -49,10 +49,14 @@ class Stage(enum.IntEnum):
     """Stage of a batch. A class without `preprocess` or `postprocess` passes that stage as well: items are
     unpickled in the first one, and results are pickled in the last one."""
 
-    PREPROCESS = 0
-    TRANSFORM = 1
-    POSTPROCESS = 2
-    DONE = 3
+    TAKEN = 0
+    """A thread has taken the batch from the queue."""
+    ACCEPTED = 1
+    """The worker has the batch, and it will run the next one after it."""
+    PREPROCESS = 2
+    TRANSFORM = 3
+    POSTPROCESS = 4
+    DONE = 5
 
 
 PIPELINE_DEPTH = 4

@@ -48,8 +48,8 @@ class Worker(Protocol[T, R]):
         """Get ready. Raises what prevents that. A later `run_batch` gets ready in any case."""
 
     def run_batch(self, items: list[T], enter_stage: Callable[[Stage], None]) -> list[R | Raised]:
-        """Return an outcome for each item. Calls `enter_stage` when the batch enters a stage after the first
-        one, if the worker is a pipeline."""
+        """Return an outcome for each item. A worker that is a pipeline calls `enter_stage` when the batch
+        enters a stage."""
 
     def end(self) -> None:
         """Release everything: no further batch comes."""
@@ -99,7 +99,8 @@ class _WorkerThreads(Generic[T, R]):
     room_appeared: threading.Condition
     """Notified when the worker may have room for another batch."""
     turn: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that takes the next batch. It alone waits for items and for room."""
+    """Held by the thread that takes the next batch, until the worker has accepted it. That thread alone waits
+    for items and for room, and no later batch overtakes its own."""
     thread_count: int = 0
     first_batches: int = 0
     """Number of batches that are in the first stage or wait for it."""
@@ -113,7 +114,7 @@ class _RunningBatch(Generic[T, R]):
 
     waiters: list[Waiter[T, R]]
     threads: _WorkerThreads[T, R]
-    stage: Stage = Stage.PREPROCESS
+    stage: Stage = Stage.TAKEN
 
 
 class ThreadWaiters(Generic[T, R]):
@@ -287,6 +288,7 @@ class ThreadWaiters(Generic[T, R]):
                 self._run_batch(taken)
                 # The next batch may take long to come, so nothing of this one is kept until then.
                 del taken
+            threads.turn.release()
         finally:
             with self._lock:
                 threads.thread_count -= 1
@@ -305,19 +307,25 @@ class ThreadWaiters(Generic[T, R]):
             outcomes = batch.threads.worker.run_batch([each.item for each in batch.waiters], enter_stage)
         except BaseException as error:
             outcomes = [wrap_error(self._terms.name, error)] * len(batch.waiters)
-        self._deliver_outcomes(batch.waiters, outcomes)
-        with self._lock:
-            self._enter_stage(batch, Stage.DONE)
-            self._queue.running_calls -= 1
-            self._quiet_at = time.monotonic() + QUIET_S
-            # Another thread may hold the turn, and waits for the time-out of the items that wait now.
-            if self._queue.flushes_when_quiet:
-                self._changed.notify()
+        try:
+            self._deliver_outcomes(batch.waiters, outcomes)
+        finally:
+            with self._lock:
+                self._enter_stage(batch, Stage.DONE)
+                self._queue.running_calls -= 1
+                self._quiet_at = time.monotonic() + QUIET_S
+                # Another thread may hold the turn, and waits for the time-out of the items that wait now.
+                if self._queue.flushes_when_quiet:
+                    self._changed.notify()
 
     def _enter_stage(self, batch: _RunningBatch[T, R], stage: Stage) -> None:
         """Record that a batch has entered a stage, and wake the thread that waits for room. A batch may skip
-        stages."""
+        stages, and does not return to an earlier one if its worker process is replaced."""
         threads = batch.threads
+        if stage <= batch.stage:
+            return
+        if batch.stage is Stage.TAKEN:
+            threads.turn.release()
         if batch.stage < Stage.TRANSFORM <= stage:
             threads.first_batches -= 1
         if batch.stage < Stage.POSTPROCESS <= stage:
@@ -326,8 +334,9 @@ class ThreadWaiters(Generic[T, R]):
         threads.room_appeared.notify()
 
     def _take_batch(self, threads: _WorkerThreads[T, R]) -> _RunningBatch[T, R] | None:
-        """Return the next batch. `None` if the worker is not needed any more."""
-        with threads.turn, self._lock:
+        """Return the next batch. `None` if the worker is not needed any more. Acquires the turn."""
+        threads.turn.acquire()
+        with self._lock:
             since = time.monotonic()
             while True:
                 now = time.monotonic()

@@ -193,6 +193,8 @@ class ProcessWorker:
             is_begun = False
             try:
                 connection.send(pickle.dumps((number, items)))
+                if self.depth > 1:
+                    enter_stage(Stage.ACCEPTED)
                 while True:
                     stage, content = connection.receive(number)
                     if stage is Stage.DONE:
