@@ -117,6 +117,7 @@ class BatchClient:
         self._streams = NamedStreams(self._backend, self._make_mailbox, self._call_queue, self._build_request)
         self._sequences = SequenceCalls(self._call_queue, self._open_admin, self._tokens)
         self._sequence_client = SequenceClient(
+            self.box.result_list,
             self.enqueue,
             self._wait_for_result,
             self._wait_until_arrived,
@@ -318,25 +319,29 @@ class BatchClient:
 
     def sequence(
         self,
-        sequence_id: str,
+        sequence_id: str | None = None,
         *,
         on_error: OnErrorOption | None = None,
         reset: bool = False,
         index: int | None = None,
         carry: CarryOption | None = None,
+        max_pending: int = 1000,
     ) -> OpenSequence:
         """Open a sequence, to send requests that run in order, one at a time.
 
+        - `sequence_id`: id of the sequence. Without an id, it is a new sequence with a random id.
         - `on_error`: what happens to later requests after one without an answer: `continue`, `abort` or
           `hold`.
         - `carry`: `messages` to send each body with the conversation so far before it, or `off`.
         - `reset`: begin the sequence anew, after all requests that it has.
         - `index`: index of the first request. Without `reset` and `index`, the first request continues after
           all requests that the queue knows.
+        - `max_pending`: largest number of requests that `OpenSequence.enqueue` submits ahead of an iteration
+          over the results.
 
         With `None`, `on_error` and `carry` are those of the dispatcher's settings (`sequences`).
         """
-        return OpenSequence(self._sequence_client, sequence_id, on_error, reset, index, carry)
+        return OpenSequence(self._sequence_client, sequence_id, on_error, reset, index, carry, max_pending)
 
     async def map_sequences(
         self,

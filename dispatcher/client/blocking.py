@@ -98,14 +98,9 @@ class BlockingBatchClient:
 
         With a `name`, the stream continues where its last run under this name stopped.
         """
-        source: _OpenStream[Result] = _OpenStream(
-            self._client.stream(items, max_pending=max_pending, ordered=ordered, name=name)
+        yield from _iterate_blocking(
+            self._client.stream(items, max_pending=max_pending, ordered=ordered, name=name), self._run_call
         )
-        try:
-            while (result := self._run_call(source.next_item())) is not _END:
-                yield result
-        finally:
-            self._run_call(source.aclose())
 
     def stream_status(self, name: str, **options: Any) -> StreamStatus:
         """Return the status of the stream with this name."""
@@ -127,7 +122,7 @@ class BlockingBatchClient:
         """Cancel a request. Return False if it has already ended."""
         return self._run_call(self._client.cancel(handle))
 
-    def sequence(self, sequence_id: str, **options: Any) -> BlockingSequence:
+    def sequence(self, sequence_id: str | None = None, **options: Any) -> BlockingSequence:
         """Open a sequence, to send its requests."""
         return BlockingSequence(self._client.sequence(sequence_id, **options), self._run_call)
 
@@ -181,7 +176,10 @@ class BlockingBatchClient:
 
 
 class BlockingSequence:
-    """Blocking form of `OpenSequence`, made by `client.sequence(…)` of a blocking client."""
+    """Blocking form of `OpenSequence`, made by `client.sequence(…)` of a blocking client.
+
+    A `for` over the sequence yields the results of the requests that `enqueue` submits.
+    """
 
     def __init__(self, sequence: OpenSequence, run_call: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._sequence, self._run_call = sequence, run_call
@@ -194,6 +192,9 @@ class BlockingSequence:
 
     def __exit__(self, *raised: Any) -> None:
         self._run_call(self._sequence.__aexit__(*raised))
+
+    def __iter__(self) -> Iterator[Result]:
+        return _iterate_blocking(self._sequence.__aiter__(), self._run_call)
 
     @property
     def id(self) -> str:
@@ -224,6 +225,18 @@ class BlockingSequence:
         """Cancel all unanswered requests, and end the sequence. Return False if it has already ended."""
         done: bool = self._run_call(self._sequence.cancel())
         return done
+
+
+def _iterate_blocking(
+    source: AsyncGenerator[T, None], run_call: Callable[[Coroutine[Any, Any, Any]], Any]
+) -> Iterator[T]:
+    """Yield the items of an asynchronous generator, each of which is awaited on the loop of the client."""
+    stream: _OpenStream[T] = _OpenStream(source)
+    try:
+        while (item := run_call(stream.next_item())) is not _END:
+            yield item
+    finally:
+        run_call(stream.aclose())
 
 
 async def _make_client(make: Callable[[], AsyncClient]) -> AsyncClient:

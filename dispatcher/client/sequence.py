@@ -8,9 +8,10 @@ would belong to the run before it. So later requests are submitted only when the
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from dispatcher.client.errors import NoResultError, QueueUnreachableError, SequenceBusyError
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import HookError, Result, result_from_error
-from dispatcher.core.errors import ClosedError
+from dispatcher.core.errors import ClosedError, TooManyPendingError
 from dispatcher.core.requests.result import ErrorCode
 from dispatcher.core.sequences.turns import (
     MAX_SEQUENCE_ID_BYTES,
@@ -45,8 +46,9 @@ CarryOption = CarryMode | Literal["off", "messages"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceClient:
-    """Methods of a client that its open sequences use."""
+    """Result list and methods of a client that its open sequences use."""
 
+    result_list: str
     enqueue: Callable[..., Awaitable[Handle]]
     wait_for_result: Callable[[Handle, float | None], Awaitable[Result]]
     """Wait for the result of a request. It stays in the keep until `give_back`."""
@@ -67,6 +69,25 @@ class OpenSequence:
             first = await chat.send({"model": "m", "prompt": "hi"})
             second = await chat.send({"model": "m", "prompt": "and then?"}, last=True)
 
+    An `async for` over the sequence yields the results of the requests that `enqueue` submits, in their
+    order, each as soon as it has arrived. More requests may be submitted meanwhile, also by other tasks.
+
+        async with client.sequence() as chat:
+            await chat.enqueue({"model": "m", "prompt": "hi"})
+            await chat.enqueue({"model": "m", "prompt": "and then?"}, last=True)
+            async for result in chat:
+                print(result.status)
+
+    The iteration ends after the result of the last request, or, when the sequence was cancelled or its block
+    was left, after the results of all requests. A failed request also yields a result, as with
+    `BatchClient.stream`. The iteration raises QueueUnreachableError and NameInUseError. A further `async for`
+    continues with the next result. Results of `send` and `send_many` are not yielded.
+
+    At most `max_pending` requests are enqueued ahead of the iteration. While a task iterates, `enqueue` waits
+    for space, so a task that submits and iterates must not get further ahead. If more requests are enqueued
+    while no task iterates, their results are not held, and an iteration raises TooManyPendingError. Their
+    handles are still valid for `BatchClient.result`.
+
     Requests are numbered in the order of the calls. `cancel()`, or leaving the block by an exception, cancels
     the unanswered requests. Leaving the block normally does not end the sequence: submitted requests stay in
     the queue. The sequence ends with a request that is `last`, or when no request came for
@@ -76,16 +97,22 @@ class OpenSequence:
     def __init__(
         self,
         client: SequenceClient,
-        sequence_id: str,
+        sequence_id: str | None = None,
         on_error: OnErrorOption | None = None,
         reset: bool = False,
         index: int | None = None,
         carry: CarryOption | None = None,
+        max_pending: int = 1000,
     ) -> None:
+        if sequence_id is None:
+            sequence_id = secrets.token_hex(16)
+            index = index or 0  # nobody else knows the id, so the queue need not be asked
         if not 0 < len(sequence_id.encode(errors="surrogatepass")) <= MAX_SEQUENCE_ID_BYTES:
             raise ValueError(f"the id of a sequence: 1 to {MAX_SEQUENCE_ID_BYTES} bytes")
         if index is not None and index < 0:
             raise ValueError(f"index {index}: must be 0 or more")
+        if max_pending < 1:
+            raise ValueError(f"max_pending {max_pending}: must be at least 1")
         self.id = sequence_id
         self.next_index = 0 if reset and index is None else index
         """Index of the next request, or `None` until the first request asks the queue for it."""
@@ -100,6 +127,14 @@ class OpenSequence:
         self._prune_at = 2 * MAX_UNANSWERED
         self._closed_reason = ""
         self._is_cancelled = False
+        self._max_pending = max_pending
+        self._unread: deque[Handle] = deque()
+        """Enqueued requests whose results were not yielded yet."""
+        self._is_unread_dropped = False
+        """True if more than `max_pending` requests were enqueued while no task iterated."""
+        self._iteration: object | None = None
+        """The latest iteration, until the program leaves its loop."""
+        self._changed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"<OpenSequence {self.id!r} next_index={self.next_index}>"
@@ -112,7 +147,30 @@ class OpenSequence:
             with suppress(TimeoutError, QueueUnreachableError):
                 async with asyncio.timeout(CANCEL_TIMEOUT_S):
                     await self.cancel()
-        self._closed_reason = self._closed_reason or "its block was left"
+        self._close(self._closed_reason or "its block was left")
+
+    async def __aiter__(self) -> AsyncGenerator[Result, None]:
+        iteration = object()
+        while True:
+            self._iteration = iteration
+            handle = await self._take_unread()
+            if handle is None:
+                return
+            try:
+                result = await self._wait_for_result(handle)
+            except BaseException:  # the next iteration begins with this request
+                self._unread.appendleft(handle)
+                raise
+            try:
+                yield result
+            except GeneratorExit:
+                # The program left the loop. asyncio reports that late, so the next iteration may have begun.
+                if self._iteration is iteration:
+                    self._iteration = None
+                    self._changed.set()
+                raise
+            # Only when the next result is requested: until then the program may crash, and want it again.
+            self._client.give_back(result)
 
     async def enqueue(self, body: Body, *, last: bool = False, **options: Any) -> Handle:
         """Submit the next request, and return its handle when it is in the queue.
@@ -125,32 +183,50 @@ class OpenSequence:
         reached the queue. Its index is not used again, and later requests may wait `sequences.gap_s` for it.
         After any other exception the index is used for the next request.
         """
-        async with self._lock:  # fair: requests are numbered in the order of the calls
-            if self._closed_reason:
-                raise ClosedError(f"sequence {self.id}: {self._closed_reason}: open it anew")
-            if self._is_reset_pending and options.get("results") is not None:
-                raise ValueError("results: what begins a sequence anew is awaited here")
-            if self._opening_request is not None:
-                # A later request must not overtake the reset, as the docstring of the module explains.
-                await self._client.wait_until_arrived(self._opening_request)
-                self._opening_request = None
-            index = await self._resolve_index()
-            if self._closed_reason:  # the sequence was cancelled meanwhile
-                raise ClosedError(f"sequence {self.id}: {self._closed_reason}: open it anew")
-            turn = Turn(self.id, index, last, self._is_reset_pending, self._on_error, self._carry)
-            try:
-                handle = await self._client.enqueue(body, sequence=turn, **options)
-            except (QueueUnreachableError, asyncio.CancelledError):
-                # The request may be in the queue, so its index is used up.
-                self._advance_index(index, last=last)
-                raise
-            if self._is_reset_pending:
-                self._opening_request = handle
+        return await self._submit(body, last, options, is_iterated=True)
+
+    async def _submit(
+        self, body: Body, last: bool, options: dict[str, Any], *, is_iterated: bool = False
+    ) -> Handle:
+        """Submit the next request. If `is_iterated`, its result is held for an iteration of the sequence."""
+        try:
+            async with self._lock:  # fair: requests are numbered in the order of the calls
+                return await self._submit_next(body, last, options, is_iterated=is_iterated)
+        finally:
+            self._changed.set()  # an iteration of a closed sequence waits until no submission is in progress
+
+    async def _submit_next(
+        self, body: Body, last: bool, options: dict[str, Any], *, is_iterated: bool
+    ) -> Handle:
+        if self._closed_reason:
+            raise ClosedError(f"sequence {self.id}: {self._closed_reason}: open it anew")
+        if self._is_reset_pending and options.get("results") is not None:
+            raise ValueError("results: what begins a sequence anew is awaited here")
+        if is_iterated:
+            await self._wait_for_unread_space()
+        if self._opening_request is not None:
+            # A later request must not overtake the reset, as the docstring of the module explains.
+            await self._client.wait_until_arrived(self._opening_request)
+            self._opening_request = None
+        index = await self._resolve_index()
+        if self._closed_reason:  # the sequence was cancelled meanwhile
+            raise ClosedError(f"sequence {self.id}: {self._closed_reason}: open it anew")
+        turn = Turn(self.id, index, last, self._is_reset_pending, self._on_error, self._carry)
+        try:
+            handle = await self._client.enqueue(body, sequence=turn, **options)
+        except (QueueUnreachableError, asyncio.CancelledError):
+            # The request may be in the queue, so its index is used up.
             self._advance_index(index, last=last)
-            self._track_handle(handle)
-            if self._is_cancelled:  # `cancel` ran during the submission, and may have missed this request
-                await self.cancel()
-            return handle
+            raise
+        if self._is_reset_pending:
+            self._opening_request = handle
+        self._advance_index(index, last=last)
+        self._track_handle(handle)
+        if is_iterated and handle.results == self._client.result_list:
+            self._hold_unread(handle)
+        if self._is_cancelled:  # `cancel` ran during the submission, and may have missed this request
+            await self.cancel()
+        return handle
 
     async def send(
         self, body: Body, *, last: bool = False, timeout: float | None = None, **options: Any
@@ -160,7 +236,7 @@ class OpenSequence:
         A failed request also returns a result. Its `raise_for_status` raises an exception, which is
         SequenceAbortedError if the sequence was aborted.
         """
-        result = await self._client.wait_for_result(await self.enqueue(body, last=last, **options), timeout)
+        result = await self._client.wait_for_result(await self._submit(body, last, options), timeout)
         self._client.give_back(result)
         return result
 
@@ -198,7 +274,8 @@ class OpenSequence:
 
         The cancelled requests have results with the code CANCELLED.
         """
-        self._closed_reason, self._is_cancelled = "it was cancelled", True
+        self._is_cancelled = True
+        self._close("it was cancelled")
         if not self._unanswered and self._opening_request is None:
             return False
         # The sequence is cancelled first, because cancelling a single request would abort the sequence, and
@@ -221,7 +298,46 @@ class OpenSequence:
     def _advance_index(self, index: int, *, last: bool) -> None:
         self.next_index, self._is_reset_pending = index + 1, False
         if last:
-            self._closed_reason = "its last request was sent"
+            self._close("its last request was sent")
+
+    def _close(self, reason: str) -> None:
+        self._closed_reason = reason
+        self._changed.set()
+
+    async def _take_unread(self) -> Handle | None:
+        """Wait for the next request to iterate over, and return it, or `None` if no more will come."""
+        while True:
+            if self._is_unread_dropped:
+                why = (
+                    f"more than {self._max_pending} requests (max_pending) were enqueued before an iteration"
+                )
+                raise TooManyPendingError(f"sequence {self.id}: {why}: iterate in another task")
+            if self._unread:
+                handle = self._unread.popleft()
+                self._changed.set()
+                return handle
+            if self._closed_reason and not self._lock.locked():
+                return None
+            await self._wait_for_change()
+
+    async def _wait_for_unread_space(self) -> None:
+        while (
+            self._iteration is not None and len(self._unread) >= self._max_pending and not self._closed_reason
+        ):
+            await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _hold_unread(self, handle: Handle) -> None:
+        if len(self._unread) >= self._max_pending:
+            # A program that never iterates must not collect results without a limit.
+            self._unread.clear()
+            self._is_unread_dropped = True
+        if not self._is_unread_dropped:
+            self._unread.append(handle)
+            self._changed.set()
 
     def _track_handle(self, handle: Handle) -> None:
         # Answered handles are dropped only at growing lengths, so that a call costs constant time on average.
@@ -232,12 +348,10 @@ class OpenSequence:
 
     async def _enqueue_item(self, item: Item | Body, *, last: bool) -> Handle:
         if not isinstance(item, Item):
-            return await self.enqueue(item, last=last)
+            return await self._submit(item, last, {})
         if item.sequence is not None:
             raise ValueError(f"the item is of a sequence already: {item.sequence}")
-        return await self.enqueue(
-            item.body, last=last, **{name: getattr(item, name) for name in _ITEM_OPTIONS}
-        )
+        return await self._submit(item.body, last, {name: getattr(item, name) for name in _ITEM_OPTIONS})
 
     async def _wait_for_result(self, handle: Handle) -> Result:
         try:

@@ -15,10 +15,11 @@ class ClosedError(BatchError):
 
 
 class TooManyPendingError(BatchError):
-    """The number of unanswered requests has reached its bound.
+    """The number of unanswered requests, or of results that nobody has read, has reached its bound.
 
     The bound is `max_pending` of a client, which raises the error only with `when_full="raise"` and otherwise
-    waits, and `max_waiting` of a batched function.
+    waits, `max_pending` of a sequence over whose results a program iterates, and `max_waiting` of a batched
+    function.
     """
 
 

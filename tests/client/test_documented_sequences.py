@@ -24,6 +24,7 @@ EXPECTED_COUNTS = (
     {"trip-1": 2, "trip-2": 2},
     {f"agent-{n}": 3 for n in range(20)},
     {"camera-3": 10},
+    {"camera-4": 5},
 )
 """Number of requests of each sequence that each example sends."""
 ANSWER = b'{"choices":[{"message":{"content":"a walk"},"text":"a walk"}]}'
@@ -36,7 +37,7 @@ def completion(request: Request) -> bytes:
 @pytest.mark.parametrize(
     ("block", "expected_counts"),
     [*zip(BLOCKS, EXPECTED_COUNTS, strict=True)],
-    ids=("turns", "agents", "state"),
+    ids=("turns", "agents", "state", "results one by one"),
 )
 async def test_example_sends_its_sequences(
     one_redis: Server, block: str, expected_counts: dict[str, int]
