@@ -312,6 +312,12 @@ class SequenceModel(QueueComparison):
         self.submit([turn], True)
         self.settle_unleased(owner, False, False)
 
+    @rule(owner=owners, name=names, index=st.integers(1, 5))
+    def skip_missing_index(self, owner: int, name: str, index: int) -> None:
+        """Submit a request with a later index, and wait longer than the requests behind a gap do."""
+        self.submit_and_claim([{"id": name, "index": index}], owner)
+        self.time_passes(owner, 600.0)
+
     @rule(owner=owners, name=names, action=st.sampled_from(["release", "release", "abort"]))
     def fail_one_and_decide(self, owner: int, name: str, action: str) -> None:
         """Fail a request of a sequence that is held on errors, then decide about it."""
