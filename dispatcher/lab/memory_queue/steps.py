@@ -310,6 +310,8 @@ def count_just_leased_units(pool: PoolState, caller: Caller) -> int:
     touched = pool.touched_entries
     while touched and touched[0][0] < caller.now - JUST_LEASED_S:
         touched.popleft()
+    if pool.leased_units == pool.units_by_owner[caller.owner]:  # there are none, and the loop below is long
+        return 0
     found = {}
     for at, entry in touched:
         grant = pool.leases.get(entry)
