@@ -1,40 +1,91 @@
-"""Requests that are sent in place of others: one for several requests, or for a piece of one."""
+"""Requests that are sent in place of others: what a merged call says about the sequences of its items."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import pytest
 
 from dispatcher.core.merging.merged_request import build_piece, merge_requests
 from dispatcher.core.merging.shapes import SHAPES, Part, cut_part, parse_part
 from dispatcher.core.requests.request import Request
+from dispatcher.core.sequences.turns import Session
+
+TOKEN_HEADER = "x-session-token"
 
 
-def make_request(name: str, texts: list[str], deadline: int) -> tuple[Request, Part]:
-    payload = msgspec.json.encode({"model": "m", "input": texts})
-    part = parse_part(SHAPES["embeddings"], payload)
+def make_request(number: int, values: list[int], session: Session | None, **fields: Any) -> Request:
+    tensor = {"name": "x", "datatype": "INT64", "shape": [len(values)], "data": values}
+    payload = msgspec.json.encode({"inputs": [tensor], **fields})
+    return Request(id=f"r-{number}", deadline=1000 + number, payload=payload, session=session)
+
+
+def make_session(name: str, token: str = "", *, is_first: bool = False, is_last: bool = False) -> Session:
+    headers = {"x-session-id": name} | ({TOKEN_HEADER: token} if token else {})
+    return Session(headers, TOKEN_HEADER, name, is_first=is_first, is_last=is_last)
+
+
+def parse(request: Request, shape: str = "kserve") -> Part:
+    part = parse_part(SHAPES[shape], request.payload)
     assert isinstance(part, Part)
-    return Request(name, deadline, payload, headers={"x-of": name}), part
+    return part
 
 
-def test_merged_request_is_the_first_one_with_the_latest_deadline() -> None:
-    first, second = make_request("a", ["one"], 100), make_request("b", ["two", "three"], 300)
-    call = merge_requests([first[0], second[0]], [first[1], second[1]])
-    assert msgspec.json.decode(call.payload)["input"] == ["one", "two", "three"]
-    assert (call.id, call.headers, call.deadline) == ("a", {"x-of": "a"}, 300)
+def merge(*requests: Request, shape: str = "kserve") -> tuple[Request, dict[str, Any]]:
+    merged = merge_requests(requests, [parse(request, shape) for request in requests])
+    return merged, msgspec.json.decode(merged.payload)
 
 
-def test_merged_request_and_piece_keep_version_and_endpoints() -> None:
-    first, part = make_request("a", ["one", "two"], 100)
-    directed = msgspec.structs.replace(first, version="m-v2", endpoints="10.0.0.1:8000")
-    for call in (
-        merge_requests([directed, directed], [part, part]),
-        build_piece(directed, cut_part(part, 1)[0]),
-    ):
-        assert (call.version, call.endpoints) == ("m-v2", "10.0.0.1:8000")
+def test_merged_call_has_the_latest_deadline_and_the_id_of_the_first_request() -> None:
+    merged, body = merge(make_request(1, [5], None), make_request(2, [6, 7], None))
+    assert (merged.id, merged.deadline, merged.session) == ("r-1", 1002, None)
+    assert body["inputs"][0]["data"] == [5, 6, 7]
+    assert "parameters" not in body
 
 
-def test_piece_is_the_same_request_with_fewer_items() -> None:
-    request, part = make_request("a", ["one", "two", "three"], 100)
-    pieces = [build_piece(request, each) for each in cut_part(part, 2)]
-    assert [msgspec.json.decode(each.payload)["input"] for each in pieces] == [["one", "two"], ["three"]]
-    assert {(each.id, each.deadline) for each in pieces} == {("a", 100)}
+def test_call_of_several_sequences_has_a_value_for_each_item() -> None:
+    first = make_request(1, [5, 6], make_session("a", "pod-1", is_first=True, is_last=True))
+    merged, body = merge(first, make_request(2, [7], make_session("b", "pod-1", is_last=True)))
+    assert body["parameters"] == {
+        "sequence_id": ["a", "a", "b"],
+        "sequence_start": [True, False, False],
+        "sequence_end": [False, True, True],
+    }
+    assert merged.session is not None
+    assert merged.session.headers == {TOKEN_HEADER: "pod-1"}
+    assert merged.session.sticky_token == "pod-1"
+
+
+def test_call_of_sequences_without_a_server_names_none() -> None:
+    merged, _ = merge(make_request(1, [5], make_session("a")), make_request(2, [6], make_session("b")))
+    assert merged.session is not None
+    assert merged.session.headers == {}
+    assert merged.session.sticky_token == ""
+
+
+def test_single_item_has_single_values_beside_the_parameters_of_the_caller() -> None:
+    session = make_session("a", is_first=True)
+    merged, body = merge(make_request(1, [5], session, parameters={"priority": 3}))
+    assert body["parameters"] == {
+        "priority": 3,
+        "sequence_id": "a",
+        "sequence_start": True,
+        "sequence_end": False,
+    }
+    assert merged.session is session
+
+
+def test_shape_without_a_field_for_sequences_keeps_its_body() -> None:
+    payload = b'{"instances":[1]}'
+    request = Request(id="r", deadline=1, payload=payload, session=make_session("a"))
+    merged, _ = merge(request, shape="tensorflow")
+    assert merged.payload == payload
+
+
+@pytest.mark.parametrize(("piece", "expected"), [(0, [5, 6]), (1, [7])])
+def test_piece_of_a_list_is_a_request_of_its_own(piece: int, expected: list[int]) -> None:
+    request = make_request(1, [5, 6, 7], None)
+    pieces = cut_part(parse(request), 2, float("inf"))
+    body = msgspec.json.decode(build_piece(request, pieces[piece]).payload)
+    assert body["inputs"][0]["data"] == expected
