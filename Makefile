@@ -54,8 +54,8 @@ test: setup ## Run every test but the long forms
 unit: setup ## Run the fast tests of the core and of the dispatch loop, in under a minute
 	$(PYTEST) -n $(JOBS) -q -m "not serial and not long and not first" $(UNIT)
 
-# Its own tests and laws alone count: what other tests happen to run through is not held by them. The queue's model
-# is a law of the scripts, not of the core.
+# Only the tests of the core count. What other tests happen to run is not checked by them, and the model test of the
+# queue proves the scripts.
 coverage: setup ## Hold the core to 99 % of its lines and branches
 	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore-glob='*queue*' \
 		--cov=dispatcher/core --cov-branch --cov-report=
@@ -127,7 +127,7 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 	$(call long,tests/chaos,long,7200)
 	$(call long,tests/scenarios,long,7200)
 
-fuzz: setup ## Bend what producers, gateways, pickers and others send, for FUZZ_S seconds (600) each, and 100,000 pasts
+fuzz: setup ## Mutate what producers, gateways, pickers and others send, FUZZ_S seconds (600) each, and play 100,000 histories
 	$(call long,tests/fuzz,long,7200)
 	$(call long,tests/properties,long,1800)
 

@@ -29,7 +29,7 @@ class ClaimedLeases:
 
 @dataclass(slots=True, eq=False)
 class ClaimedRequest:
-    """One claimed request. A stage writes only the fields below its name."""
+    """One claimed request. A stage writes only the fields below its name, and `waits`."""
 
     # admit
     entry: InFlightLease
@@ -44,11 +44,12 @@ class ClaimedRequest:
     # order in sequence
     turn: TurnDecision | None = None
     """Decision about its turn. `None` if it belongs to no sequence, or the queue could not be asked."""
-    waits: bool = False
-    """True if it returned to the queue until its turn comes or its model is served."""
 
     # check cancellation
     is_cancelled: bool | None = False
     """True if the request was cancelled. `None` if the cancel markers cannot be read now."""
     result_list_problem: str | None = None
     """Reason why the result cannot go to the list that the request names. `None` if it can."""
+
+    waits: bool = False
+    """True if it returned to the queue until its turn comes or its model is served."""

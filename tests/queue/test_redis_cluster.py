@@ -362,7 +362,7 @@ class CountingQueue(RedisQueue):
 async def test_no_request_is_sent_while_the_node_of_its_cancel_marker_is_unreachable(
     client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
 ) -> None:
-    """Nobody can know whether the request was cancelled, so it waits and is not claimed again and again."""
+    """A request whose cancel marker cannot be read waits, and is not claimed again and again."""
     names = (f"r-{number}" for number in range(1000))
     home = cluster.node_of(NAMES.queue)
     name = next(one for one in names if cluster.node_of(f"request-cancel:{one}") is not home)

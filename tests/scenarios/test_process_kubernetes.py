@@ -1,4 +1,4 @@
-"""What operators see of the Kubernetes watch: the source of the capacity, and problems."""
+"""Output of `status` about the Kubernetes watch: the source of the capacity, and problems."""
 
 from __future__ import annotations
 

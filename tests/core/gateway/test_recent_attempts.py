@@ -110,7 +110,7 @@ def test_outcome_that_says_nothing_about_the_gateway_is_not_counted(other: Outco
 
 @pytest.mark.parametrize("failure_interval", [5, 10, 100, 1000])
 def test_rare_failures_are_not_reported(failure_interval: int) -> None:
-    """Of the first few attempts, three failures are enough to be reported, so these are not checked."""
+    """The first few attempts are not checked, because three failures among them are enough to be reported."""
     recent = RecentAttempts()
     for number in range(3 * failure_interval + KEPT_ATTEMPTS):
         outcome = ERROR_500 if number % failure_interval == 0 else ANSWERED
