@@ -43,7 +43,7 @@ class LoopLag:
 
     def __repr__(self) -> str:
         state = "slow" if self.is_slow else "fine"
-        return f"<Pace {state}: behind for {self.lag_share:.0%}, at most {self.longest_lag_s:.2f} s>"
+        return f"<LoopLag {state}: behind for {self.lag_share:.0%}, at most {self.longest_lag_s:.2f} s>"
 
     @property
     def longest_lag_s(self) -> float:

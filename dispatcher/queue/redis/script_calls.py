@@ -296,9 +296,7 @@ async def settle(
     """Run settle.lua. `offer` is one to claim the next requests (`NextClaimOffer.describe`)."""
     rows = []
     for write in writes:
-        settlement, end = write.settlement, write.settlement.turn_end
-        name = encode_key(settlement.result_list or backend.names.result_list)
-        request_id, request_token = _encode_cancel_key(settlement)
+        settlement = write.settlement
         rows.append(
             _SettleRow(
                 name=settlement.lease.entry_id,
@@ -306,13 +304,7 @@ async def settle(
                 is_dead=int(write.dead_reason is not None),
                 is_failed_attempt=int(write.is_failed_attempt),
                 reason=write.dead_reason or "",
-                delivery=_choose_delivery(backend, settlement, name),
-                list=name,
-                result=settlement.result,
-                request_id=request_id,
-                request_token=request_token,
-                turn_end=None if end is None else describe_turn_end(backend, end),
-                conversation=b"" if end is None else end.conversation or b"",
+                **_describe_result(backend, settlement),
             )
         )
     reply = await backend.run_script(
@@ -331,26 +323,34 @@ async def settle(
     return replies.decode_settle(backend, reply)
 
 
+def _describe_result(backend: Backend, settlement: Settlement) -> dict[str, Any]:
+    """Return the columns of a row about its result, and about what it leaves to its sequence."""
+    name = encode_key(settlement.result_list or backend.names.result_list)
+    request_id, request_token = _encode_cancel_key(settlement)
+    end = settlement.turn_end
+    return {
+        "delivery": _choose_delivery(backend, settlement, name),
+        "list": name,
+        "result": settlement.result,
+        "request_id": request_id,
+        "request_token": request_token,
+        "turn_end": None if end is None else describe_turn_end(backend, end),
+        "conversation": b"" if end is None else end.conversation or b"",
+    }
+
+
 async def settle_unleased(backend: Backend, writes: Sequence[ResultWrite], *, ttl_s: int) -> Sequence[int]:
     """Run settle_unleased.lua for the writes of unleased requests. Return a status for each."""
     rows = []
     for write in writes:
         if write.unleased is None:
             continue
-        settlement, end = write.settlement, write.settlement.turn_end
-        name = encode_key(settlement.result_list or backend.names.result_list)
-        request_id, request_token = _encode_cancel_key(settlement)
+        settlement = write.settlement
         rows.append(
             _UnleasedRow(
                 location=parse_location(write.unleased),
                 member=write.unleased.member,
-                delivery=_choose_delivery(backend, settlement, name),
-                list=name,
-                result=settlement.result,
-                request_id=request_id,
-                request_token=request_token,
-                turn_end=None if end is None else describe_turn_end(backend, end),
-                conversation=b"" if end is None else end.conversation or b"",
+                **_describe_result(backend, settlement),
             )
         )
     reply = await backend.run_script(
