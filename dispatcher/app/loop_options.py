@@ -10,9 +10,10 @@ from dispatcher.core.models.availability import ModelTerms, WhenNotServed
 from dispatcher.core.models.version_policy import VersionPolicy
 from dispatcher.core.models.versions import FamilyTerms, PinScope, Transition
 from dispatcher.dispatch import Options, SequenceOptions
-from dispatcher.dispatch.options import FamilyOptions, VersionOptions
+from dispatcher.dispatch.options import FamilyOptions, SliceOptions, VersionOptions
 from dispatcher.settings import Settings
 from dispatcher.settings.models import ModelSettings
+from dispatcher.settings.slicing import SlicingSettings
 from dispatcher.settings.warmups import WarmupFiles
 
 
@@ -36,9 +37,20 @@ def build_options(settings: Settings, warmups: WarmupFiles, *, observe: bool) ->
             carry=sequences.default_carry(),
             max_carry_bytes=sequences.max_carry_bytes,
         ),
+        slicing=_build_slice_options(settings.slicing),
         model_terms=_build_model_terms(settings),
         versions=_build_version_options(settings, warmups),
         observe=observe,
+    )
+
+
+def _build_slice_options(slicing: SlicingSettings) -> SliceOptions:
+    return SliceOptions(
+        is_on=slicing.mode != "off",
+        terms=slicing.build_terms(),
+        judges_cost=slicing.mode == "auto",
+        max_kept_bytes=slicing.max_kept_bytes,
+        max_started=slicing.max_started,
     )
 
 

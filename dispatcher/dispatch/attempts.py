@@ -12,9 +12,10 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from dispatcher.core.gateway.outcome import Failed, FailureKind
+from dispatcher.core.gateway.outcome import Delivered, Failed, FailureKind
 from dispatcher.core.limit.limiter import Limiter
 from dispatcher.core.requests.request import Request
+from dispatcher.core.slices.answers import Continues
 from dispatcher.dispatch import completions
 from dispatcher.dispatch.completions import Completion
 from dispatcher.dispatch.in_flight import Attempt, InFlightLease, InFlightTable
@@ -26,6 +27,7 @@ from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.outcome_judge import OutcomeJudge
 from dispatcher.dispatch.queue_access import QueueAccess, loop_time
 from dispatcher.dispatch.sequences.turns import TurnChecker
+from dispatcher.dispatch.slices.slicer import Slicer
 from dispatcher.ports import AttemptResult, Gateway
 from dispatcher.telemetry.events import Event, emit
 
@@ -49,6 +51,7 @@ class AttemptRunner:
         merger: RequestMerger,
         turn_checker: TurnChecker,
         model_router: ModelRouter,
+        slicer: Slicer,
         random_source: random.Random,
         complete: Callable[[Completion], None],
         remove_lease: Callable[[str], object],
@@ -63,6 +66,7 @@ class AttemptRunner:
         self._merger = merger
         self._turn_checker = turn_checker
         self._model_router = model_router
+        self._slicer = slicer
         self._random = random_source
         self._complete = complete
         self._remove_lease = remove_lease
@@ -104,12 +108,7 @@ class AttemptRunner:
         for entry in () if attempt.is_follow_up else attempt.leases:
             self._journal.record_sent(entry, entry.request or attempt.request, unix_now)
         try:
-            result = await self._gateway.forward(
-                attempt.request,
-                token=attempt.token,
-                deadline=started + attempt.request.deadline - unix_now,
-                may_send=partial(self._are_leases_valid, attempt),
-            )
+            result = await self._forward_attempt(attempt, started + attempt.request.deadline - unix_now)
         except asyncio.CancelledError:
             self._limiter.record_answer(attempt.token, loop_time())
             # Without a reason, the cancellation comes from outside (the task group): pass it on.
@@ -138,6 +137,15 @@ class AttemptRunner:
             for entry in attempt.leases:
                 self._complete_lease(entry, attempt.request, result, judged)
 
+    async def _forward_attempt(self, attempt: Attempt, deadline: float) -> AttemptResult:
+        may_send, request = partial(self._are_leases_valid, attempt), attempt.request
+        if self._slicer.is_sliced(attempt):
+            prepared = await self._slicer.prepare_request(attempt, deadline, may_send)
+            if isinstance(prepared, AttemptResult):
+                return prepared
+            request = prepared
+        return await self._gateway.forward(request, token=attempt.token, deadline=deadline, may_send=may_send)
+
     def _complete_lease(
         self, entry: InFlightLease, request: Request, result: AttemptResult, judged: AttemptResult
     ) -> None:
@@ -146,13 +154,22 @@ class AttemptRunner:
         outcome = self._judge.judge_for_lease(entry, judged)
         self._in_flight.record_answer(entry, result.ended_at)
         self._journal.record_attempt(entry, result, outcome)
+        request = entry.request or request
+        sliced = self._slicer.interpret_outcome(entry.lease.token, request, result, outcome)
+        if isinstance(sliced, Continues):
+            self._complete(completions.build_progress_release(entry.lease, sliced.progress, sliced.why))
+            return
+        if sliced is not None and isinstance(outcome, Delivered):
+            outcome = Delivered(outcome.status, sliced.body)
+            result = result.copy_with(outcome=outcome)
         completion = completions.build_completion(
             entry.lease,
-            entry.request or request,
+            request,
             outcome,
             self._access.queue.unix_now(),
             self._options.retry,
             self._random.random(),
+            sliced,
         )
         self._complete(self._turn_checker.add_turn_end(entry, completion, result))
 

@@ -21,6 +21,8 @@ from dispatcher.core.requests.request import Rejection, Request, parse_member
 from dispatcher.core.requests.result import ErrorCode, encode_answer, encode_bad_list, encode_failure
 from dispatcher.core.sequences.decisions import TurnEnd
 from dispatcher.core.sequences.turns import Turn
+from dispatcher.core.slices.answers import Finished, build_partial_answer
+from dispatcher.core.slices.progress import Progress, decode_progress, encode_progress
 from dispatcher.ports import DeadLetter, Lease, Release, RemainingRequest, Settlement, UnleasedRequest
 
 Completion = Settlement | Release | DeadLetter
@@ -54,9 +56,19 @@ def get_turn_end(completion: Settlement | DeadLetter) -> TurnEnd | None:
 def build_error(
     lease: Lease, request: Request, code: ErrorCode, message: str, *, version: str = ""
 ) -> Settlement:
-    """Settle the request with an error of the dispatcher. `version` is the model version that it was sent to,
-    if any."""
-    result = encode_failure(request.id, code, message, token=request.token, version=version)
+    """Settle the request with an error of the dispatcher, and with what was generated so far, if anything
+    was. `version` is the model version that it was sent to, if any."""
+    progress = decode_progress(lease.progress)
+    partial = None if progress is None else build_partial_answer(progress)
+    result = encode_failure(
+        request.id,
+        code,
+        message,
+        body=partial,
+        token=request.token,
+        version=version,
+        is_partial=partial is not None,
+    )
     return _build_settlement(lease, request, result, code, f"{code}: {message}")
 
 
@@ -94,7 +106,10 @@ def build_deadline_error(lease: Lease, request: Request) -> Settlement:
 def build_overdue_error(overdue: UnleasedRequest, request: Request) -> Settlement:
     """Settle a request without a lease that is past its deadline."""
     lease = NO_LEASE.copy_with(
-        last_attempt=overdue.last_attempt, failed_attempts=overdue.failed_attempts, refusals=overdue.refusals
+        last_attempt=overdue.last_attempt,
+        failed_attempts=overdue.failed_attempts,
+        refusals=overdue.refusals,
+        progress=overdue.progress,
     )
     return build_deadline_error(lease, request)
 
@@ -107,6 +122,12 @@ def build_return(lease: Lease, after_s: float = 0.0) -> Release:
     """Release the lease without counting a delivery: the request returns to its place, at once or after
     `after_s`."""
     return Release(lease, delay_s=after_s, is_undelivered=True)
+
+
+def build_progress_release(lease: Lease, progress: Progress, why: str) -> Release:
+    """Release the lease with what was generated so far: the next claim of the request goes on from there.
+    `why` says why it is not continued in slices, if so."""
+    return Release(lease, progress=encode_progress(progress), last_attempt=why)
 
 
 def build_model_wait(lease: Lease, request: Request, model: str, why: str) -> Release:
@@ -145,9 +166,18 @@ def build_dead_letter_after_deaths(lease: Lease, request: Request, decision: Mov
 
 
 def build_completion(
-    lease: Lease, request: Request, outcome: Outcome, now: float, policy: RetryPolicy, rand: float
+    lease: Lease,
+    request: Request,
+    outcome: Outcome,
+    now: float,
+    policy: RetryPolicy,
+    rand: float,
+    sliced: Finished | None = None,
 ) -> Completion:
-    """Decide what follows from the outcome of an attempt. `now` is Unix time, `rand` is in [0, 1)."""
+    """Decide what follows from the outcome of an attempt. `now` is Unix time, `rand` is in [0, 1).
+
+    `sliced` says in how many slices the answer was generated, if it was.
+    """
     decision = decide_after_attempt(
         outcome,
         last_attempt=lease.last_attempt,
@@ -175,7 +205,15 @@ def build_completion(
         case MoveToDeadLetters():
             return _build_dead_letter(lease, request, decision)
         case Answered(status, body):
-            result = encode_answer(request.id, status, body, token=request.token, version=request.version)
+            result = encode_answer(
+                request.id,
+                status,
+                body,
+                token=request.token,
+                version=request.version,
+                slices=1 if sliced is None else sliced.slices,
+                cached_tokens=0 if sliced is None else sliced.cached_tokens,
+            )
             failure = "" if 200 <= status < 300 else f"the gateway answered {status}"
             return _build_settlement(lease, request, result, f"{status // 100}xx", failure)
         case Errored(code, message):

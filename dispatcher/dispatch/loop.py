@@ -47,6 +47,7 @@ from dispatcher.dispatch.outcome_judge import OutcomeJudge
 from dispatcher.dispatch.pipeline import RequestPipeline
 from dispatcher.dispatch.queue_access import QueueAccess, QueueView, loop_time
 from dispatcher.dispatch.sequences.turns import TurnChecker
+from dispatcher.dispatch.slices.slicer import Slicer
 from dispatcher.ports import Gateway, ModelServers, Queue
 from dispatcher.telemetry.events import Event, emit
 
@@ -94,13 +95,14 @@ class Dispatcher:
         self._access = access = QueueAccess(queue, limiter, lease_validity, clock or loop_time)
         self.view: QueueView = access.view
         self._maintenance = Maintenance(access, self._in_flight, limiter, options, journal)
-        # What merging, sequences and models know about the requests of this process.
+        # What merging, sequences, models and slices know about the requests of this process.
         self.merger = RequestMerger(options, random_source)
         self.turn_checker = TurnChecker(access, self._in_flight, options, complete, remove)
         self.model_router = ModelRouter(access, self._in_flight, options, complete)
         self.warm_ups = WarmUpRunner(
             access, limiter, self._in_flight, gateway, self.model_router.versions, options, servers
         )
+        self.slicer = Slicer(access, gateway, options, self.merger.has_rule_for)
         self._judge = OutcomeJudge(
             gateway, limiter, options, self._in_flight, access, self._maintenance, random_source
         )
@@ -115,6 +117,7 @@ class Dispatcher:
             self.merger,
             self.turn_checker,
             self.model_router,
+            self.slicer,
             random_source,
             complete,
             remove,
@@ -127,6 +130,7 @@ class Dispatcher:
             self.merger,
             self.turn_checker,
             self.model_router,
+            self.slicer,
             self._judge,
             self._runner,
             weigh_request,

@@ -11,6 +11,7 @@ from dispatcher.core.models.availability import ModelTerms
 from dispatcher.core.requests.headers import SESSION_TOKEN
 from dispatcher.core.sequences.decisions import SequenceTerms
 from dispatcher.core.sequences.turns import CarryMode
+from dispatcher.core.slices.eligibility import SliceTerms
 
 if TYPE_CHECKING:
     from dispatcher.core.merging.grouping import BatchRule
@@ -30,6 +31,22 @@ class SequenceOptions:
     carry: CarryMode = CarryMode.OFF
     """Conversation state to keep if the request does not say."""
     max_carry_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SliceOptions:
+    """Options for long generations, which are sent in slices."""
+
+    is_on: bool = False
+    terms: SliceTerms = field(default_factory=SliceTerms)
+    judges_cost: bool = True
+    """True to send requests whole where the model servers do not keep the beginning in their prefix cache."""
+    max_kept_bytes: int = 1 << 20
+    """Largest size of what was generated so far. A longer generation goes on in one call."""
+    max_started: int = 1000
+    """Number of requests that wait for their next slice at which no further request is sliced."""
+    skips_check: bool = False
+    """True to slice without checking the models. Only for simulated ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,7 @@ class Options:
     merge_rules: Sequence[BatchRule] = ()
     """Rules for requests that may be merged into one call."""
     sequences: SequenceOptions = field(default_factory=SequenceOptions)
+    slicing: SliceOptions = field(default_factory=SliceOptions)
     model_terms: ModelTerms | None = None
     """Rules for requests whose model is not served. `None` if served models are not watched."""
     versions: VersionOptions = field(default_factory=VersionOptions)

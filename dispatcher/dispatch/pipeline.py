@@ -5,6 +5,7 @@ own state.
     order in sequence   sequences/turns.py       its turn has come; conversation and server of the sequence
     check cancellation  cancellation.py          not cancelled; its result list can be used
     resolve model       models/model_router.py   its model is served; version of the model
+    plan slices         slices/slicer.py         a long generation is sent in several calls
     weigh               weights.py               the limit has room for its units
     send or gather      sending.py               an attempt of its own, or a batch group
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.outcome_judge import OutcomeJudge
     from dispatcher.dispatch.queue_access import QueueAccess
     from dispatcher.dispatch.sequences.turns import TurnChecker
+    from dispatcher.dispatch.slices.slicer import Slicer
     from dispatcher.ports import Permit
 
 
@@ -58,6 +60,7 @@ class RequestPipeline:
         merger: RequestMerger,
         turn_checker: TurnChecker,
         model_router: ModelRouter,
+        slicer: Slicer,
         judge: OutcomeJudge,
         runner: AttemptRunner,
         weigh_request: Callable[[Request], int],
@@ -68,6 +71,7 @@ class RequestPipeline:
         self._merger = merger
         self._turn_checker = turn_checker
         self._model_router = model_router
+        self._slicer = slicer
         self._weigh_request = weigh_request
         self._admission = Admission(access.queue, in_flight, turn_checker.parsed_requests, options, complete)
         self._cancellation = CancellationCheck(access, complete)
@@ -81,6 +85,7 @@ class RequestPipeline:
         self._merger.reconfigure(options)
         self._turn_checker.reconfigure(options)
         self._model_router.reconfigure(options)
+        self._slicer.reconfigure(options)
 
     def stop(self) -> None:
         """Send nothing more from now on."""
@@ -108,6 +113,7 @@ class RequestPipeline:
         requests = self._turn_checker.apply(requests)
         requests = self._cancellation.apply(requests)
         requests = self._model_router.apply(requests)
+        self._slicer.apply(requests)
         if self._merger.has_rules:
             for each in requests:
                 self._merger.register_request(each.entry, each.request)
@@ -129,6 +135,7 @@ class RequestPipeline:
         self._merger.forget_lease(token)
         self._turn_checker.forget_lease(token)
         self._model_router.forget_lease(token)
+        self._slicer.forget_lease(token)
 
     def _weigh_entry(self, entry: InFlightLease, request: Request) -> float:
         member = self._merger.get_member(entry)

@@ -26,6 +26,7 @@ from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
 from dispatcher.settings.serving import ServingSettings, is_observing_models, with_vllm_servers
 from dispatcher.settings.signals import SignalsSettings, Source
+from dispatcher.settings.slicing import SlicingSettings
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import (
     CONTROL_HEADERS,
@@ -333,6 +334,7 @@ class Settings(Section, BaseSettings):
     budget: BudgetSettings = BudgetSettings()
     batching: BatchingSettings = BatchingSettings()
     sequences: SequenceSettings = SequenceSettings()
+    slicing: SlicingSettings = SlicingSettings()
     serving: ServingSettings = ServingSettings()
     models: Models = Field(
         (),

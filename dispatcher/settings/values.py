@@ -179,6 +179,14 @@ AutoNumber = Annotated[
 ]
 """Number, or the word `auto`, which is read as `None`: the dispatcher determines the value."""
 
+AutoCount = Annotated[
+    int | None,
+    BeforeValidator(_auto_to_none),
+    PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
+    AUTO,
+]
+"""Whole number, or the word `auto`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ValueNotation:

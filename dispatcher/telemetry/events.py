@@ -113,6 +113,11 @@ class Event(Enum):
         logging.INFO,
         "A version of a model is now loading, cold, open, draining, retiring or gone",
     )
+    SLICING = (
+        "slicing",
+        logging.INFO,
+        "Requests to the model are sent in slices from now on, or whole, with the reason",
+    )
     WARM_UP = ("warm-up", logging.INFO, "A version answered all its warm-up requests on an endpoint")
     WARM_UP_FAILED = (
         "warm-up-failed",

@@ -56,19 +56,34 @@ class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """Token of the request, if it has one. Other writers of the list cannot know it."""
     model_version: str | None = None
     """Model version that the last attempt was sent to, if the dispatcher chose it."""
+    partial: bool | None = None
+    """True if `payload` is what was generated before the request ended with the error."""
+    slices: int | None = None
+    """Number of calls in which the answer was generated, if it was more than one."""
+    cached_tokens: int | None = None
+    """Tokens that later calls found in the prefix cache of the model server."""
 
 
 _decode_result = msgspec.json.Decoder(PoppedResult).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def encode_answer(request_id: str, status: int, body: bytes, *, token: str = "", version: str = "") -> bytes:
+def encode_answer(
+    request_id: str,
+    status: int,
+    body: bytes,
+    *,
+    token: str = "",
+    version: str = "",
+    slices: int = 1,
+    cached_tokens: int = 0,
+) -> bytes:
     """Return the result of a request that the gateway answered: the body as a string, and the request's
     token.
 
-    `version` is the model version that the request was sent to, if the dispatcher chose it. A body that is
-    UTF-8 is returned unchanged. Bytes that are not UTF-8 are replaced by U+FFFD, and `payload_note`, a field
-    that other consumers ignore, says so.
+    `version` is the model version that the request was sent to, if the dispatcher chose it. `slices` is the
+    number of calls in which the answer was generated. A body that is UTF-8 is returned unchanged. Bytes that
+    are not UTF-8 are replaced by U+FFFD, and `payload_note`, a field that other consumers ignore, says so.
     """
     text, note = _decode_body(body)
     return _encode(
@@ -79,6 +94,8 @@ def encode_answer(request_id: str, status: int, body: bytes, *, token: str = "",
             payload_note=note,
             request_token=token or None,
             model_version=version or None,
+            slices=slices if slices > 1 else None,
+            cached_tokens=cached_tokens if slices > 1 else None,
         )
     )
 
@@ -92,15 +109,21 @@ def encode_failure(
     *,
     token: str = "",
     version: str = "",
+    is_partial: bool = False,
 ) -> bytes:
     """Return the result of a request without a final answer, with the last status and body if there were any,
-    and the version that the last attempt was sent to."""
+    and the version that the last attempt was sent to.
+
+    With `is_partial`, the body is what was generated so far.
+    """
     if body:
         text, note = _decode_body(body)
     else:
         text, note = _encode({"error": message}).decode(), None
     return _encode(
-        PoppedResult(request_id, text, status, code, message, note, token or None, version or None)
+        PoppedResult(
+            request_id, text, status, code, message, note, token or None, version or None, is_partial or None
+        )
     )
 
 

@@ -98,6 +98,10 @@ class RequestMerger:
         """True if any request may be merged."""
         return bool(self._options.merge_rules)
 
+    def has_rule_for(self, request: Request) -> bool:
+        """Return True if a rule applies to the path of the request."""
+        return self.targets.find_rule(request.endpoint or self._options.default_path) is not None
+
     def register_request(self, entry: InFlightLease, request: Request) -> None:
         """Register a request that may be merged, or a list that may be too long.
 

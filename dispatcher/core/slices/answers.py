@@ -1,0 +1,373 @@
+"""Answers of slices: what a slice has generated, whether the generation continues, and the whole answer.
+
+The whole answer is like that of one call: the text of all slices, their tokens, and the id of the first one.
+Wherever a slice cannot be continued without doubt, the generation starts again from the beginning and is sent
+whole, so that no consumer gets text that one call could not have returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from dispatcher.core.slices.eligibility import Generation, WholeReason
+from dispatcher.core.slices.progress import Progress, Stage
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What many servers return for bytes that are no complete character."""
+_BYTES_PER_TOKEN_ID = 5
+"""Largest size of a token id in the stored progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """The answer is that of the request, as it came."""
+
+
+class Usage(msgspec.Struct):
+    """Tokens of one slice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: dict[str, Any] | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that were in the prefix cache. `None` if the server does not say."""
+        cached = (self.prompt_tokens_details or {}).get("cached_tokens")
+        return cached if type(cached) is int else None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The generation has ended."""
+
+    body: bytes
+    """Answer of the whole generation."""
+    slices: int
+    cached_tokens: int
+    """Tokens that later slices found in the prefix cache."""
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Continues:
+    """The generation goes on with another call."""
+
+    progress: Progress
+    usage: Usage | None = None
+    """`None` if the slice has added nothing."""
+    reason: WholeReason | None = None
+    """Reason why the generation is not continued in slices. `None` if it is."""
+    why: str = ""
+    """The reason in one sentence."""
+
+
+SliceResult = Unchanged | Finished | Continues
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one slice has generated."""
+
+    answer: dict[str, Any]
+    """The whole answer."""
+    text: str
+    finish_reason: str
+    usage: Usage
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+
+
+class _NotContinuable(Exception):  # noqa: N818 - never leaves this module
+    """The answer says something that cannot be joined."""
+
+    def __init__(self, reason: WholeReason, why: str) -> None:
+        super().__init__(why)
+        self.reason, self.why = reason, why
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def interpret_answer(
+    generation: Generation,
+    progress: Progress | None,
+    status: int,
+    body: bytes,
+    *,
+    asked_tokens: int,
+    max_kept_bytes: int,
+    version: str = "",
+    session_token: str = "",
+) -> SliceResult:
+    """Return what the answer to a slice means. `progress` is that of the slices before, `asked_tokens` the
+    `max_tokens` of this one.
+
+    `version` and `session_token` are kept for the next slice.
+    """
+    if progress is not None and progress.stage is Stage.RESTART:
+        return Unchanged()
+    if not 200 <= status < 300:
+        return _interpret_error(progress, status)
+    try:
+        piece = _read_piece(body, is_chat=generation.is_chat)
+        return _join_piece(generation, progress, piece, asked_tokens, max_kept_bytes, version, session_token)
+    except _NotContinuable as error:
+        if progress is None and _has_ended(body):
+            return Unchanged()
+        return _restart(error.reason, error.why)
+
+
+def _interpret_error(progress: Progress | None, status: int) -> SliceResult:
+    """Interpret a final error. The first slice differs from the request only in its length, so its error is
+    that of the request. Later ones may fail for what was added."""
+    if progress is None:
+        return Unchanged()
+    if progress.stage is Stage.REST:
+        return _restart(WholeReason.BODY, f"the server answered {status} to the rest of the generation")
+    why = f"the server answered {status} to a slice"
+    return Continues(replace(progress, stage=Stage.REST), reason=WholeReason.BODY, why=why)
+
+
+def _restart(reason: WholeReason, why: str) -> Continues:
+    return Continues(Progress(Stage.RESTART), reason=reason, why=why)
+
+
+def _has_ended(body: bytes) -> bool:
+    """Return True if the answer says that the generation has ended by itself."""
+    try:
+        choices = _decode(body).get("choices")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return (
+        isinstance(choices, list)
+        and len(choices) == 1
+        and isinstance(choices[0], dict)
+        and choices[0].get("finish_reason") not in (None, "length")
+    )
+
+
+def _read_piece(body: bytes, *, is_chat: bool) -> _Piece:
+    try:
+        answer = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _NotContinuable(WholeReason.BODY, f"the answer to a slice cannot be read: {error}") from error
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise _NotContinuable(WholeReason.BODY, "the answer to a slice has not exactly one choice")
+    choice = choices[0]
+    text = choice.get("text")
+    if is_chat:
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise _NotContinuable(WholeReason.BODY, "the answer to a slice has no message")
+        if message.get("reasoning_content") or message.get("reasoning"):
+            raise _NotContinuable(
+                WholeReason.REASONING, "the server returns the reasoning of the model apart"
+            )
+        if message.get("tool_calls") or message.get("function_call"):
+            raise _NotContinuable(WholeReason.TOOLS, "the answer to a slice has tool calls")
+        text = message.get("content")
+    try:
+        usage = msgspec.convert(answer.get("usage"), Usage)
+    except msgspec.ValidationError as error:
+        why = "the answer to a slice does not say how many tokens it has"
+        raise _NotContinuable(WholeReason.BODY, why) from error
+    finish_reason = choice.get("finish_reason")
+    if not isinstance(text, str) or not isinstance(finish_reason, str):
+        raise _NotContinuable(WholeReason.BODY, "the answer to a slice has no text or no finish_reason")
+    return _Piece(
+        answer,
+        text,
+        finish_reason,
+        usage,
+        _read_token_ids(choice.get("token_ids")),
+        _read_token_ids(choice.get("prompt_token_ids")),
+    )
+
+
+def _read_token_ids(ids: Any) -> tuple[int, ...]:
+    return tuple(ids) if isinstance(ids, list) and all(type(token) is int for token in ids) else ()
+
+
+def _join_piece(
+    generation: Generation,
+    progress: Progress | None,
+    piece: _Piece,
+    asked_tokens: int,
+    max_kept_bytes: int,
+    version: str,
+    session_token: str,
+) -> Finished | Continues:
+    before = progress or _make_first(piece)
+    if progress is not None and progress.token_ids and piece.text.startswith(REPLACEMENT):
+        why = "the text of a slice begins with a part of a character"
+        raise _NotContinuable(WholeReason.BODY, why)
+    text = before.text + piece.text
+    kept_tokens = _count_kept_tokens(progress, piece)
+    tokens = kept_tokens + piece.usage.completion_tokens
+    cached_tokens = before.cached_tokens + (0 if progress is None else piece.usage.cached_tokens or 0)
+    joined = replace(
+        before,
+        slices=before.slices + 1,
+        text=text,
+        token_ids=_join_token_ids(progress, piece),
+        prompt_token_ids=before.prompt_token_ids or piece.prompt_token_ids,
+        tokens=tokens,
+        cached_tokens=cached_tokens,
+        version=version,
+        session_token=session_token or before.session_token,
+    )
+    cut_at = _find_stop(generation.stop, text, len(before.text))
+    if cut_at is not None:
+        end, stop = cut_at
+        return _finish(joined, piece, text[:end], "stop", stop, is_chat=generation.is_chat)
+    # A slice that ends by its length with fewer tokens than asked for has filled the context of the model.
+    goes_on = (
+        piece.finish_reason == "length"
+        and tokens < generation.max_tokens
+        and piece.usage.completion_tokens >= asked_tokens
+    )
+    if not goes_on:
+        return _finish(joined, piece, text, piece.finish_reason, None, is_chat=generation.is_chat)
+    continuable = _prepare_continuation(generation, joined, max_kept_bytes)
+    if len(continuable.text) <= len(before.text) and not continuable.token_ids:
+        raise _NotContinuable(WholeReason.BODY, "a slice has added no text from which the next could go on")
+    if continuable.stage is Stage.REST:
+        why = f"what was generated so far exceeds slicing.max_kept_bytes, {max_kept_bytes}"
+        return Continues(continuable, piece.usage, WholeReason.TOO_LARGE, why)
+    return Continues(continuable, piece.usage)
+
+
+def _make_first(piece: _Piece) -> Progress:
+    answer = piece.answer
+    return Progress(
+        Stage.SLICES,
+        prompt_tokens=piece.usage.prompt_tokens,
+        response_id=_read_text(answer.get("id")),
+        created=created if type(created := answer.get("created")) is int else 0,
+        object=_read_text(answer.get("object")),
+        model=_read_text(answer.get("model")),
+    )
+
+
+def _read_text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count_kept_tokens(progress: Progress | None, piece: _Piece) -> int:
+    """Return the number of tokens that the slices before have left.
+
+    Text that could not be continued was cut off, and the server generated its tokens again. What the prompt
+    of this slice has in addition to that of the first one says how many tokens were left.
+    """
+    if progress is None:
+        return 0
+    if progress.token_ids:
+        return len(progress.token_ids)
+    left = piece.usage.prompt_tokens - progress.prompt_tokens
+    # Some servers count only tokens that are not in the prefix cache.
+    return left if 0 < left <= progress.tokens else progress.tokens
+
+
+def _join_token_ids(progress: Progress | None, piece: _Piece) -> tuple[int, ...]:
+    """Return the tokens of all slices. Empty if they are not known completely."""
+    if len(piece.token_ids) != piece.usage.completion_tokens:
+        return ()
+    if progress is None:
+        return piece.token_ids if piece.prompt_token_ids else ()
+    return progress.token_ids + piece.token_ids if progress.token_ids else ()
+
+
+def _find_stop(stop: tuple[str, ...], text: str, known_length: int) -> tuple[int, str] | None:
+    """Return where the text ends before the stop string that is complete first, and this string.
+
+    The servers look for stop strings in the text of one slice, so those across a boundary are found here.
+    """
+    best: tuple[int, int, str] | None = None
+    for string in stop:
+        begin = text.find(string, max(0, known_length - len(string) + 1))
+        if begin >= 0 and (best is None or begin + len(string) < best[0]):
+            best = begin + len(string), begin, string
+    return None if best is None else best[1:]
+
+
+def _prepare_continuation(generation: Generation, joined: Progress, max_kept_bytes: int) -> Progress:
+    """Return the progress from which the next slice can go on."""
+    text = joined.text
+    if joined.token_ids:
+        size = len(text) * 4 + _BYTES_PER_TOKEN_ID * (len(joined.token_ids) + len(joined.prompt_token_ids))
+        if not generation.is_chat and not text.endswith(REPLACEMENT) and size <= max_kept_bytes:
+            return joined
+        if not isinstance(generation.prompt, str):
+            why = "the prompt consists of token ids, and the tokens generated so far cannot be used"
+            raise _NotContinuable(WholeReason.PROMPT, why)
+    # The next slice generates the cut end again. A part of a character cannot be sent, and chat templates
+    # strip the white space at the end of a message.
+    text = text.rstrip(REPLACEMENT)
+    if generation.is_chat:
+        text = text.rstrip()
+        if text[:1].isspace():
+            why = "the text begins with white space, which chat templates strip"
+            raise _NotContinuable(WholeReason.BODY, why)
+    stage = Stage.REST if len(text.encode(errors="replace")) > max_kept_bytes else joined.stage
+    return replace(joined, stage=stage, text=text, token_ids=(), prompt_token_ids=())
+
+
+def _finish(
+    joined: Progress, piece: _Piece, text: str, finish_reason: str, stop: str | None, *, is_chat: bool
+) -> Finished:
+    """Return the answer of the whole: the last one, with the text, tokens and names of all."""
+    answer, choice = dict(piece.answer), dict(piece.answer["choices"][0])
+    if is_chat:
+        choice["message"] = {**choice["message"], "content": text}
+    else:
+        choice["text"] = text
+    choice["finish_reason"] = finish_reason
+    if stop is not None and "stop_reason" in choice:  # vLLM names the string there
+        choice["stop_reason"] = stop
+    for name in ("token_ids", "prompt_token_ids"):  # asked for by the dispatcher only
+        choice.pop(name, None)
+        answer.pop(name, None)
+    usage = dict(answer["usage"])
+    if joined.slices > 1:
+        usage.pop("prompt_tokens_details", None)  # those of the last slice
+        if joined.response_id:
+            answer["id"] = joined.response_id
+        if joined.created:
+            answer["created"] = joined.created
+    usage["prompt_tokens"], usage["completion_tokens"] = joined.prompt_tokens, joined.tokens
+    usage["total_tokens"] = joined.prompt_tokens + joined.tokens
+    answer["choices"], answer["usage"] = [choice], usage
+    return Finished(_encode(answer), joined.slices, joined.cached_tokens, piece.usage)
+
+
+def build_partial_answer(progress: Progress) -> bytes | None:
+    """Return what was generated so far as an answer, for a request that ends before its generation does.
+    `None` if nothing was."""
+    if not progress.text:
+        return None
+    is_chat = progress.object.startswith("chat")
+    choice: dict[str, Any] = (
+        {"message": {"role": "assistant", "content": progress.text}} if is_chat else {"text": progress.text}
+    )
+    usage = {
+        "prompt_tokens": progress.prompt_tokens,
+        "completion_tokens": progress.tokens,
+        "total_tokens": progress.prompt_tokens + progress.tokens,
+    }
+    return _encode(
+        {
+            "id": progress.response_id,
+            "object": progress.object,
+            "created": progress.created,
+            "model": progress.model,
+            "choices": [{"index": 0, **choice, "finish_reason": None}],
+            "usage": usage,
+        }
+    )

@@ -1,0 +1,54 @@
+"""Bodies of the slices of a generation."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dispatcher.core.slices.eligibility import Generation
+from dispatcher.core.slices.progress import Progress, Stage
+
+_encode = msgspec.json.Encoder().encode
+_TRUE, _FALSE = msgspec.Raw(b"true"), msgspec.Raw(b"false")
+
+
+def compute_slice_tokens(generation: Generation, progress: Progress | None, slice_tokens: int) -> int:
+    """Return the number of tokens that the next call asks for."""
+    if progress is None:
+        return min(slice_tokens, generation.max_tokens)
+    remaining = max(1, generation.max_tokens - progress.tokens)
+    return remaining if progress.stage is Stage.REST else min(slice_tokens, remaining)
+
+
+def build_slice_body(
+    generation: Generation, progress: Progress | None, max_tokens: int, *, wants_token_ids: bool
+) -> bytes:
+    """Return the body of the next slice, which generates up to `max_tokens`.
+
+    All other fields of the request are sent as they are written. `wants_token_ids` asks a server for the
+    tokens of a completion, if it is known to return them.
+    """
+    fields = dict(generation.fields)
+    # A chat may have both names for the number of tokens, and servers differ in which one counts.
+    fields.pop("max_tokens", None)
+    fields[generation.max_tokens_field] = msgspec.Raw(b"%d" % max_tokens)
+    if wants_token_ids and not generation.is_chat:
+        fields["return_token_ids"] = _TRUE
+    if progress is not None and progress.slices:
+        if generation.seed is not None:
+            # With the same seed, each slice would draw the same random numbers again.
+            fields["seed"] = msgspec.Raw(b"%d" % (generation.seed + progress.slices))
+        if generation.is_chat:
+            fields["messages"] = _append_message(fields["messages"], progress.text)
+            fields["add_generation_prompt"], fields["continue_final_message"] = _FALSE, _TRUE
+        elif progress.token_ids:
+            fields["prompt"] = msgspec.Raw(_encode(progress.prompt_token_ids + progress.token_ids))
+        else:
+            assert isinstance(generation.prompt, str)  # noqa: S101 -- others are continued by their tokens
+            fields["prompt"] = msgspec.Raw(_encode(generation.prompt + progress.text))
+    return _encode(fields)
+
+
+def _append_message(messages: msgspec.Raw, text: str) -> msgspec.Raw:
+    """Return the list with the beginning of the assistant's message, which the server continues."""
+    last = _encode({"role": "assistant", "content": text})
+    return msgspec.Raw(b"%b,%b]" % (bytes(messages).rstrip()[:-1], last))

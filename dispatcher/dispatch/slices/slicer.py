@@ -1,0 +1,298 @@
+"""Stage that plans slices: a long generation is sent in several calls, and its slot comes free in between.
+
+    plan       Decide whether a request is sliced, by its body, the settings, and what is known of its model.
+    prepare    Just before the call: check the model if that is due, and build the body of the slice.
+    interpret  After the answer: the generation has ended, or its progress returns to the queue.
+
+The queue stores the progress of a request, so that any dispatcher can send the next slice, whatever happened
+to the one before. A request whose lease ends without an answer keeps the progress that it had.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from dispatcher.core.gateway.outcome import Delivered
+from dispatcher.core.sequences.turns import Session
+from dispatcher.core.slices.answers import Continues, Finished, interpret_answer
+from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
+from dispatcher.core.slices.eligibility import Generation, WholeReason, check_generation
+from dispatcher.core.slices.equality import Continuation
+from dispatcher.core.slices.progress import Progress, Stage, decode_progress
+from dispatcher.core.slices.support import ModelKey, ModelSupport, SupportTable
+from dispatcher.dispatch.queue_access import loop_time
+from dispatcher.telemetry.events import Event, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dispatcher.core.gateway.outcome import Outcome
+    from dispatcher.core.requests.request import Request
+    from dispatcher.dispatch.claimed_request import ClaimedRequest
+    from dispatcher.dispatch.in_flight import Attempt
+    from dispatcher.dispatch.options import Options
+    from dispatcher.dispatch.queue_access import QueueAccess
+    from dispatcher.ports import AttemptResult, Gateway
+
+MAX_ATTEMPTS_AT_SERVER = 2
+"""Number of failed attempts after which the next slice may go to any server."""
+DECLINED = "off"
+"""Value of the metadata attribute `slicing` by which a request is sent whole."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slice:
+    """A leased request that is sliced."""
+
+    generation: Generation
+    key: ModelKey
+    progress: Progress | None
+    """What earlier slices have generated. `None` before the first one."""
+    is_checked: bool
+    """False if the model must be checked before the first slice."""
+    asked_tokens: int = 0
+    """Number of tokens that the call asks for. 0 if it is not a slice."""
+
+
+class Slicer:
+    """Slices the requests of one process. `is_merged` returns True for a request that a rule merges."""
+
+    def __init__(
+        self,
+        access: QueueAccess,
+        gateway: Gateway,
+        options: Options,
+        is_merged: Callable[[Request], bool],
+    ) -> None:
+        self.support = SupportTable()
+        self.whole_counts: Counter[WholeReason] = Counter()
+        """Number of generations that were sent whole, by the reason."""
+        self.answer_counts: dict[str, int] = dict.fromkeys(("continued", "finished", "restarted"), 0)
+        """Number of answers to slices by what followed."""
+        self.generated_tokens = 0
+        """Number of tokens of all slices."""
+        self._access = access
+        self._gateway = gateway
+        self._is_merged = is_merged
+        self._slices: dict[str, _Slice] = {}
+        """Sliced requests by the token of their lease."""
+        self.reconfigure(options)
+
+    def reconfigure(self, options: Options) -> None:
+        self._options = options.slicing
+        self._default_path = options.default_path
+        self._token_header = options.sequences.token_header.lower()
+        self.support.judges_cost = options.slicing.judges_cost
+
+    # ── plan ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, requests: list[ClaimedRequest]) -> None:
+        """Plan how each request is sent."""
+        for claimed in requests:
+            stored = claimed.entry.lease.progress
+            # While slicing is off, generations that began before are completed.
+            if self._options.is_on or stored:
+                self._plan_request(claimed, decode_progress(stored))
+
+    def _plan_request(self, claimed: ClaimedRequest, progress: Progress | None) -> None:
+        request = claimed.request
+        path = request.endpoint or self._default_path
+        if progress is None:
+            reason = self._find_reason_before_parsing(request)
+            generation = reason or check_generation(path, request.payload, self._options.terms)
+        else:
+            generation = check_generation(path, request.payload, self._options.terms, has_begun=True)
+        if isinstance(generation, WholeReason):
+            # A request that began in slices and may not be sliced any more starts again: nothing of it has
+            # been returned to anyone.
+            self.whole_counts[generation] += 1
+            return
+        if progress is not None and progress.version != request.version:
+            progress = Progress(Stage.RESTART)  # another version would continue another model's text
+        template_options = generation.fields.get("chat_template_kwargs")
+        key = path, request.version or generation.model, bytes(template_options or b"")
+        support = self.support.get_support(key)
+        is_checked = self._options.skips_check or progress is not None or support.reason is None
+        if not is_checked and not self._is_check_due(key):
+            self.whole_counts[support.reason or WholeReason.UNCHECKED] += 1
+            return
+        if is_checked and progress is None and not _can_continue(generation, support):
+            self.whole_counts[WholeReason.PROMPT] += 1
+            return
+        self._slices[claimed.entry.lease.token] = _Slice(generation, key, progress, is_checked)
+
+    def _find_reason_before_parsing(self, request: Request) -> WholeReason | None:
+        if request.metadata.get("slicing") == DECLINED:
+            return WholeReason.DECLINED
+        if self._is_merged(request):
+            return WholeReason.MERGED
+        counts = self._access.view.counts
+        if counts is not None and counts.started >= self._options.max_started:
+            return WholeReason.TOO_MANY_STARTED
+        return None
+
+    def _is_check_due(self, key: ModelKey) -> bool:
+        support = self.support.get_support(key)
+        return not support.is_being_checked and loop_time() >= support.check_at
+
+    def forget_lease(self, token: str) -> None:
+        """Forget a lease that has ended."""
+        self._slices.pop(token, None)
+
+    # ── prepare ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def is_sliced(self, attempt: Attempt) -> bool:
+        return attempt.token in self._slices
+
+    async def prepare_request(
+        self, attempt: Attempt, deadline: float, may_send: Callable[[], bool]
+    ) -> Request | AttemptResult:
+        """Return the request of the next slice. If the model has to be checked first and a call of the check
+        has no answer, return that result instead."""
+        planned, request = self._slices[attempt.token], attempt.request
+        if not planned.is_checked:
+            failed = await self._check_model(attempt, planned.key, deadline, may_send)
+            if failed is not None:
+                return failed
+            support = self.support.get_support(planned.key)
+            reason = support.reason
+            if reason is None and not _can_continue(planned.generation, support):
+                reason = WholeReason.PROMPT
+            if reason is not None:
+                self.whole_counts[reason] += 1
+                return self._send_whole(attempt)
+        progress = planned.progress
+        if progress is not None and progress.stage is Stage.RESTART:
+            return self._send_whole(attempt)
+        generation = planned.generation
+        slice_tokens = self._options.terms.slice_tokens if self._options.is_on else generation.max_tokens
+        planned.asked_tokens = compute_slice_tokens(generation, progress, slice_tokens)
+        wants_token_ids = (
+            self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
+            if progress is None
+            else bool(progress.token_ids)
+        )
+        body = build_slice_body(generation, progress, planned.asked_tokens, wants_token_ids=wants_token_ids)
+        failed_attempts = attempt.leases[0].lease.failed_attempts
+        return replace(request, payload=body, session=self._build_session(request, progress, failed_attempts))
+
+    def _send_whole(self, attempt: Attempt) -> Request:
+        del self._slices[attempt.token]
+        return attempt.request
+
+    def _build_session(
+        self, request: Request, progress: Progress | None, failed_attempts: int
+    ) -> Session | None:
+        """Return the headers that send the slice to the server that has the beginning in its prefix cache."""
+        if not self._token_header:
+            return request.session
+        session = request.session or Session({}, self._token_header)
+        # After failures, the server may be the cause.
+        if progress is None or not progress.session_token or failed_attempts >= MAX_ATTEMPTS_AT_SERVER:
+            return session
+        headers = {**session.headers, self._token_header: progress.session_token}
+        return Session(
+            headers,
+            session.token_header,
+            session.sequence_id,
+            is_first=session.is_first,
+            is_last=session.is_last,
+        )
+
+    async def _check_model(
+        self, attempt: Attempt, key: ModelKey, deadline: float, may_send: Callable[[], bool]
+    ) -> AttemptResult | None:
+        """Check whether slices are equal on the model. Return the result of a call that has no final answer,
+        `None` if the check has ended.
+
+        The calls run one after the other on the slot of the attempt, which counts in the limit already.
+        """
+        check = self.support.begin_check(key, loop_time())
+        if check is None:  # another request checks the model now
+            return None
+        ended, number = None, 0
+        try:
+            while (body := check.next_body) is not None:
+                number += 1
+                result = await self._gateway.forward(
+                    replace(attempt.request, payload=body),
+                    token=f"{attempt.token}/check-{number}",
+                    deadline=deadline,
+                    may_send=may_send,
+                )
+                if result.memory is not None:
+                    result.memory.free_share()
+                if not isinstance(result.outcome, Delivered):
+                    return result
+                check.record_answer(result.outcome.status, result.outcome.body)
+            ended = check
+        finally:
+            if self.support.end_check(key, ended, loop_time()):
+                self._log_support(key)
+        return None
+
+    def _log_support(self, key: ModelKey) -> None:
+        support = self.support.get_support(key)
+        emit(
+            Event.SLICING,
+            path=key[0],
+            model=key[1],
+            continued_by=str(support.continuation or ""),
+            reason=str(support.reason or ""),
+            why=support.why,
+        )
+
+    # ── interpret ────────────────────────────────────────────────────────────────────────────────────────
+
+    def interpret_outcome(
+        self, token: str, request: Request, result: AttemptResult, outcome: Outcome
+    ) -> Continues | Finished | None:
+        """Return what the answer to a slice leads to. `None` if the outcome is that of the request.
+
+        `token` is that of the lease, and `outcome` the one of `result` as it was judged.
+        """
+        planned = self._slices.get(token)
+        if planned is None or not planned.asked_tokens or not isinstance(outcome, Delivered):
+            return None
+        interpreted = interpret_answer(
+            planned.generation,
+            planned.progress,
+            outcome.status,
+            outcome.body,
+            asked_tokens=planned.asked_tokens,
+            max_kept_bytes=self._options.max_kept_bytes,
+            version=request.version,
+            session_token=result.sticky_token,
+        )
+        if not isinstance(interpreted, Continues | Finished):
+            return None
+        usage = interpreted.usage
+        if usage is not None:
+            self.generated_tokens += usage.completion_tokens
+            if planned.progress is not None and usage.cached_tokens is not None:
+                self._record_cached(planned.key, usage.cached_tokens, usage.prompt_tokens)
+        if isinstance(interpreted, Finished):
+            self.answer_counts["finished"] += 1
+        elif interpreted.progress.stage is Stage.RESTART:
+            self.answer_counts["restarted"] += 1
+        else:
+            self.answer_counts["continued"] += 1
+        if isinstance(interpreted, Continues) and interpreted.reason is not None:
+            self.whole_counts[interpreted.reason] += 1
+            if interpreted.reason is WholeReason.REASONING:
+                self.support.record_reason(planned.key, interpreted.reason, interpreted.why, loop_time())
+                self._log_support(planned.key)
+        return interpreted
+
+    def _record_cached(self, key: ModelKey, cached_tokens: int, prompt_tokens: int) -> None:
+        if self.support.record_cached(key, cached_tokens, prompt_tokens, loop_time()):
+            self._log_support(key)
+
+
+def _can_continue(generation: Generation, support: ModelSupport) -> bool:
+    """Return True if the prompt can be continued: one of token ids only by token ids."""
+    return isinstance(generation.prompt, str) or support.continuation is Continuation.TOKEN_IDS

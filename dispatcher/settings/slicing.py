@@ -1,0 +1,89 @@
+"""Settings of slicing: which long generations are sent in several calls."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from dispatcher.core.slices.eligibility import COMPLETIONS_SUFFIX, SliceTerms
+from dispatcher.settings.section import Section
+from dispatcher.settings.values import AutoCount, UrlPath, setting_error
+
+DEFAULT_SLICE_TOKENS = 256
+
+
+class SlicingSettings(Section):
+    """Long generations in slices: calls for some tokens each, so that their slots come free soon.
+
+    A producer submits one request and gets one answer (docs/how-to/slices.md).
+    """
+
+    mode: Literal["off", "auto", "on"] = Field(
+        "off",
+        description="`on`: long generations are sent in slices, on models that were checked to return the "
+        "same text in slices. `auto`: the same, unless the model servers do not keep the beginning of a "
+        "generation in their prefix cache. `off`: each request is sent in one call.",
+    )
+    tokens: AutoCount = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description=f"Number of tokens of a slice. `auto`: {DEFAULT_SLICE_TOKENS}.",
+    )
+    min_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Smallest `max_tokens` of a request that is sliced. If null, twice the tokens "
+        "of a slice.",
+    )
+    paths: Annotated[tuple[UrlPath, ...], Field(strict=False)] = Field(
+        ("/v1/completions", "/v1/chat/completions"),
+        description="Paths of the requests that may be sliced. They end with `/completions`, or with "
+        "`/chat/completions` for chats.",
+    )
+    seeded: bool = Field(
+        False,
+        description="If true, requests with a `seed` and a temperature are sliced, too. Each slice gets a "
+        "seed computed from it, so the answer is reproducible, but is not the one of a single call.",
+    )
+    max_kept_bytes: int = Field(
+        1_048_576,
+        ge=1024,
+        le=16_777_216,
+        description="Largest size of what was generated so far, which is kept in the queue, in bytes. A "
+        "longer generation goes on in one call.",
+    )
+    max_started: int = Field(
+        1000,
+        ge=1,
+        le=1_000_000,
+        description="Number of requests of the queue that wait for their next slice at which no further "
+        "request is sliced.",
+    )
+
+    @field_validator("paths")
+    @classmethod
+    def _check_paths(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        for path in paths:
+            if not path.endswith(COMPLETIONS_SUFFIX):
+                raise setting_error(f"{path} does not end with {COMPLETIONS_SUFFIX}")
+        return paths
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _check_min_tokens(cls, min_tokens: int | None, info: ValidationInfo) -> int | None:
+        tokens = info.data.get("tokens") or DEFAULT_SLICE_TOKENS
+        if min_tokens is not None and min_tokens <= tokens:
+            raise setting_error(f"must be above the tokens of a slice, {tokens}: others are one slice")
+        return min_tokens
+
+    def build_terms(self) -> SliceTerms:
+        """Return the settings that decide which requests are sliced."""
+        tokens = self.tokens or DEFAULT_SLICE_TOKENS
+        return SliceTerms(
+            slice_tokens=tokens,
+            min_tokens=self.min_tokens or 2 * tokens,
+            paths=self.paths,
+            allow_seed=self.seeded,
+        )
