@@ -48,6 +48,7 @@ def _build_slice_options(slicing: SlicingSettings) -> SliceOptions:
     return SliceOptions(
         is_on=slicing.mode != "off",
         terms=slicing.build_terms(),
+        measures_size=slicing.tokens is None,
         judges_cost=slicing.mode == "auto",
         max_kept_bytes=slicing.max_kept_bytes,
         max_started=slicing.max_started,

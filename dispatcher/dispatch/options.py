@@ -39,6 +39,8 @@ class SliceOptions:
 
     is_on: bool = False
     terms: SliceTerms = field(default_factory=SliceTerms)
+    measures_size: bool = False
+    """True to choose the number of tokens of a slice by what it costs to continue a generation."""
     judges_cost: bool = True
     """True to send requests whole where the model servers do not keep the beginning in their prefix cache."""
     max_kept_bytes: int = 1 << 20

@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.core.slices.eligibility import COMPLETIONS_SUFFIX, SliceTerms
+from dispatcher.core.slices.size import DEFAULT_SIZE, MAX_OVERHEAD, SIZES
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoCount, UrlPath, setting_error
-
-DEFAULT_SLICE_TOKENS = 256
 
 
 class SlicingSettings(Section):
@@ -29,7 +28,9 @@ class SlicingSettings(Section):
         None,
         ge=1,
         le=1_000_000,
-        description=f"Number of tokens of a slice. `auto`: {DEFAULT_SLICE_TOKENS}.",
+        description=f"Number of tokens of a slice. `auto`: the smallest of {', '.join(map(str, SIZES))} at which "
+        f"a continued slice spends at most {MAX_OVERHEAD:.0%} of its time before its first token, as measured "
+        f"for each model; {DEFAULT_SIZE} until then.",
     )
     min_tokens: int | None = Field(
         None,
@@ -73,14 +74,14 @@ class SlicingSettings(Section):
     @field_validator("min_tokens")
     @classmethod
     def _check_min_tokens(cls, min_tokens: int | None, info: ValidationInfo) -> int | None:
-        tokens = info.data.get("tokens") or DEFAULT_SLICE_TOKENS
+        tokens = info.data.get("tokens") or DEFAULT_SIZE
         if min_tokens is not None and min_tokens <= tokens:
             raise setting_error(f"must be above the tokens of a slice, {tokens}: others are one slice")
         return min_tokens
 
     def build_terms(self) -> SliceTerms:
         """Return the settings that decide which requests are sliced."""
-        tokens = self.tokens or DEFAULT_SLICE_TOKENS
+        tokens = self.tokens or DEFAULT_SIZE
         return SliceTerms(
             slice_tokens=tokens,
             min_tokens=self.min_tokens or 2 * tokens,

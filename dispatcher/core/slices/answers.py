@@ -236,11 +236,15 @@ def _join_piece(
     if not goes_on:
         return _finish(joined, piece, text, piece.finish_reason, None, is_chat=generation.is_chat)
     continuable = _prepare_continuation(generation, joined, max_kept_bytes)
-    if len(continuable.text) <= len(before.text) and not continuable.token_ids:
-        raise _NotContinuable(WholeReason.BODY, "a slice has added no text from which the next could go on")
-    if continuable.stage is Stage.REST:
+    if continuable.stage is Stage.REST and before.stage is Stage.SLICES:
         why = f"what was generated so far exceeds slicing.max_kept_bytes, {max_kept_bytes}"
         return Continues(continuable, piece.usage, WholeReason.TOO_LARGE, why)
+    if len(continuable.text) <= len(before.text) and not continuable.token_ids:
+        # The next slice would be the same again.
+        why = "a slice has added no text from which the next could go on"
+        if not continuable.text:
+            raise _NotContinuable(WholeReason.BODY, why)
+        return Continues(replace(continuable, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
     return Continues(continuable, piece.usage)
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from dispatcher.core.slices.eligibility import WholeReason
 from dispatcher.core.slices.equality import Continuation, EqualityCheck
+from dispatcher.core.slices.size import SizeEstimator
 
 EQUAL_S = 6 * 3600.0
 """Time after which a model that was equal is checked again, because its server may have been replaced."""
@@ -45,6 +46,7 @@ class ModelSupport:
     """Number of continued slices whose answers say how much of their prompt was cached."""
     cached_share: float = 0.0
     """Share of the prompt of continued slices that was in the prefix cache, as a moving average."""
+    size: SizeEstimator = field(default_factory=SizeEstimator)
 
 
 @dataclass(slots=True)
@@ -100,6 +102,18 @@ class SupportTable:
         """Send requests to the model whole from now on, for a reason that an answer has shown."""
         support = self.get_support(key)
         support.reason, support.why, support.check_at = reason, why, at + UNEQUAL_S
+
+    def record_duration(self, key: ModelKey, tokens: int, duration_s: float, at: float) -> bool:
+        """Record the duration of a continued slice. Return True if requests to the model are sent whole from
+        now on."""
+        support = self.get_support(key)
+        support.size.record_slice(tokens, duration_s)
+        if not self.judges_cost or not support.size.is_too_expensive or support.reason is not None:
+            return False
+        why = f"a continued slice takes {support.size.overhead_s:.3f} s to its first token"
+        self.record_reason(key, WholeReason.NOT_WORTH_IT, why, at)
+        support.size = SizeEstimator()  # measured again when the model is checked again
+        return True
 
     def record_cached(self, key: ModelKey, cached_tokens: int, prompt_tokens: int, at: float) -> bool:
         """Record how much of the prompt of a continued slice was in the prefix cache. Return True if requests

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from dispatcher.core.gateway.outcome import Delivered
 from dispatcher.core.sequences.turns import Session
-from dispatcher.core.slices.answers import Continues, Finished, interpret_answer
+from dispatcher.core.slices.answers import Continues, Finished, Usage, interpret_answer
 from dispatcher.core.slices.bodies import build_slice_body, compute_slice_tokens
 from dispatcher.core.slices.eligibility import Generation, WholeReason, check_generation
 from dispatcher.core.slices.equality import Continuation
@@ -168,13 +168,16 @@ class Slicer:
         progress = planned.progress
         if progress is not None and progress.stage is Stage.RESTART:
             return self._send_whole(attempt)
-        generation = planned.generation
-        slice_tokens = self._options.terms.slice_tokens if self._options.is_on else generation.max_tokens
+        generation, support = planned.generation, self.support.get_support(planned.key)
+        if not self._options.is_on:
+            slice_tokens = generation.max_tokens
+        elif self._options.measures_size:
+            slice_tokens = support.size.choose_tokens(is_continued=progress is not None)
+        else:
+            slice_tokens = self._options.terms.slice_tokens
         planned.asked_tokens = compute_slice_tokens(generation, progress, slice_tokens)
         wants_token_ids = (
-            self.support.get_support(planned.key).continuation is Continuation.TOKEN_IDS
-            if progress is None
-            else bool(progress.token_ids)
+            support.continuation is Continuation.TOKEN_IDS if progress is None else bool(progress.token_ids)
         )
         body = build_slice_body(generation, progress, planned.asked_tokens, wants_token_ids=wants_token_ids)
         failed_attempts = attempt.leases[0].lease.failed_attempts
@@ -273,8 +276,8 @@ class Slicer:
         usage = interpreted.usage
         if usage is not None:
             self.generated_tokens += usage.completion_tokens
-            if planned.progress is not None and usage.cached_tokens is not None:
-                self._record_cached(planned.key, usage.cached_tokens, usage.prompt_tokens)
+            if planned.progress is not None:
+                self._record_cost(planned.key, usage, result.ended_at - result.sent_at)
         if isinstance(interpreted, Finished):
             self.answer_counts["finished"] += 1
         elif interpreted.progress.stage is Stage.RESTART:
@@ -288,8 +291,14 @@ class Slicer:
                 self._log_support(planned.key)
         return interpreted
 
-    def _record_cached(self, key: ModelKey, cached_tokens: int, prompt_tokens: int) -> None:
-        if self.support.record_cached(key, cached_tokens, prompt_tokens, loop_time()):
+    def _record_cost(self, key: ModelKey, usage: Usage, duration_s: float) -> None:
+        """Record what a continued slice has cost."""
+        at, is_wasteful = loop_time(), False
+        if usage.cached_tokens is not None:
+            is_wasteful = self.support.record_cached(key, usage.cached_tokens, usage.prompt_tokens, at)
+        if self._options.measures_size and not is_wasteful:
+            is_wasteful = self.support.record_duration(key, usage.completion_tokens, duration_s, at)
+        if is_wasteful:
             self._log_support(key)
 
 
