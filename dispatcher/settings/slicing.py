@@ -28,9 +28,9 @@ class SlicingSettings(Section):
         None,
         ge=1,
         le=1_000_000,
-        description=f"Number of tokens of a slice. `auto`: the smallest of {', '.join(map(str, SIZES))} at which "
-        f"a continued slice spends at most {MAX_OVERHEAD:.0%} of its time before its first token, as measured "
-        f"for each model; {DEFAULT_SIZE} until then.",
+        description="Number of tokens of a slice. `auto`: the smallest of "
+        f"{', '.join(map(str, SIZES))} at which a continued slice spends at most {MAX_OVERHEAD:.0%} of its "
+        f"time before its first token, as measured for each model; {DEFAULT_SIZE} until then.",
     )
     min_tokens: int | None = Field(
         None,
