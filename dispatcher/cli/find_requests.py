@@ -296,6 +296,8 @@ def describe_progress(found_request: FoundRequest) -> str:
         case RequestLocation.DELAYED:
             due = format_time_until(found_request.at or 0.0, time.time())
             return f"its next attempt, due {due}{attempts}"
+        case RequestLocation.STARTED:
+            return f"its next slice: a part of its answer was generated{attempts}"
         case _:
             return ""
 
@@ -373,7 +375,12 @@ def explain_wait(
         if found_request.location is RequestLocation.SUSPECT
         else ""
     )
-    return f"{suspect_note}{position}; the gate: {gate}"
+    started_note = (
+        "a part of its answer was generated, so it goes before all others of its priority; "
+        if found_request.location is RequestLocation.STARTED
+        else ""
+    )
+    return f"{suspect_note}{started_note}{position}; the gate: {gate}"
 
 
 def format_ahead(ahead: int | None) -> str:
@@ -421,6 +428,8 @@ def format_note(
             return "waits for its turn" + ("" if sequence is None else f" in {sequence.id}")
         case RequestLocation.WAITING_FOR_MODEL:
             return f"waits for its model {found_request.missing_model!r}"
+        case RequestLocation.STARTED:
+            return "was started, waits for its next slice"
         case _:
             return "was given back" if found_request.location is RequestLocation.RETURNED else ""
 

@@ -10,6 +10,9 @@ from dispatcher.dispatch.completions import Completion
 from dispatcher.dispatch.suspects import SuspectRule
 from dispatcher.ports import Lease
 
+_ANY_NUMBER = 10**6
+"""Room of a lane without a limit of its own: more than any claim may take."""
+
 
 class LaneRule(Protocol):
     """Rule for the number of requests of a lane that one process may run at once."""
@@ -31,11 +34,27 @@ class LaneRule(Protocol):
         ...
 
 
+class AnyNumberRule:
+    """Rule of a lane without a limit of its own."""
+
+    def compute_room(self, in_flight_count: int, now: float) -> int:
+        return _ANY_NUMBER
+
+    def record_claim(self, claimable_count: int) -> bool:
+        return False
+
+    def record_completion(self, completion: Completion) -> bool:
+        return False
+
+
 class LaneRules:
     """The rules of all lanes."""
 
     def __init__(self) -> None:
-        self._rules: Mapping[Lane, LaneRule] = {Lane.SUSPECTS: SuspectRule()}
+        self._rules: Mapping[Lane, LaneRule] = {
+            Lane.SUSPECTS: SuspectRule(),
+            Lane.STARTED: AnyNumberRule(),
+        }
 
     def compute_rooms(self, lane_counts: Mapping[Lane, int], now: float) -> dict[Lane, int]:
         """Return for each lane how many more requests may be claimed."""

@@ -19,6 +19,7 @@ from dispatcher.ports.gateway import (
 from dispatcher.ports.model_registry import ModelRegistry, ModelRegistryState, PinRequest
 from dispatcher.ports.model_servers import ModelServers
 from dispatcher.ports.queue import (
+    MAX_PROGRESS_BYTES,
     ClaimResult,
     ClaimTurnsResult,
     DeadLetter,
@@ -42,6 +43,7 @@ from dispatcher.ports.queue import (
 from dispatcher.ports.queue_admin import DeadRequest, QueueAdmin
 
 __all__ = [
+    "MAX_PROGRESS_BYTES",
     "AnswerMemory",
     "AttemptResult",
     "CallRefusedError",

@@ -23,6 +23,9 @@ from dispatcher.core.sequences.turns import Turn
 from dispatcher.core.value import Value
 from dispatcher.ports.model_registry import ModelRegistry
 
+MAX_PROGRESS_BYTES = 16 << 20
+"""Longest progress that a queue stores (`Release.progress`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Overload:
@@ -82,6 +85,9 @@ class Lease(Value, frozen=True):
     """Units that the lease counts in the limit, as far as the weight of the request was known."""
     last_attempt: str = ""
     """Outcome of the last counted attempt. Empty if there was none, or an older version did not store it."""
+    progress: bytes = b""
+    """What earlier slices of the request have generated, as its last release with progress stored it. Empty
+    if there is none."""
 
 
 class LeaseCounts(Value, frozen=True):
@@ -223,6 +229,21 @@ class Release:
     request_token: str = ""
     """Token that, with `request_id`, cancels the request while it waits for its model. If empty, both are
     read from the member of the lease, if it is there."""
+    progress: bytes | None = None
+    """What all slices of the request have generated so far, to be stored with it and returned with its next
+    lease. The queue does not interpret it.
+
+    `None` keeps what is stored, and `b""` deletes it. Anything else replaces it, and sets the counts of
+    failed attempts and refusals to 0 before the flags of this release are added, because attempts count for
+    each slice. Progress that is longer than MAX_PROGRESS_BYTES, or that the server does not accept, is not
+    stored: the release then keeps what is stored.
+    """
+
+    @property
+    def stored_progress(self) -> bytes | None:
+        """Progress that the queue stores. `None` to keep what is stored."""
+        progress = self.progress
+        return None if progress is None or len(progress) > MAX_PROGRESS_BYTES else progress
 
     @property
     def cancel_key(self) -> tuple[str, str]:
@@ -273,9 +294,10 @@ class UnleasedRequest:
     """Location of the request, opaque to all but the queue."""
     member: bytes
     last_attempt: str = ""
-    """Same as in `Lease`, and so are the counts below."""
+    """Same as in `Lease`, and so are the fields below."""
     failed_attempts: int = 0
     refusals: int = 0
+    progress: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,9 +381,10 @@ class Queue(ModelRegistry, Protocol):
         counts as older than any other.
 
         Order: `max_per_lane` limits the requests of each lane (0 for lanes that are closed or not named). A
-        request that may not be claimed keeps its place and is skipped. Members are read in order up to 1 MB
-        (2**20 bytes) in total, but at least one is taken. Of requests with equal score and bytes, the one
-        claimed before goes first.
+        request that may not be claimed keeps its place and is skipped. Members and progress are read in order
+        up to 1 MB (2**20 bytes) in total, but at least one request is taken. Of requests with equal score and
+        bytes, the one claimed before goes first. Requests in the lane `STARTED` go before all others of their
+        priority, by their scores among themselves.
 
         A claim also says that the caller can reach the gateway, whatever room there is: if the caller is the
         probing owner, its probe has succeeded, and others may probe. The probing owner must not claim before
@@ -416,9 +439,9 @@ class Queue(ModelRegistry, Protocol):
         ...
 
     async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
-        """Return requests of ended sequences that will never run, about 1 MB (at least one). Pass them to
-        `settle_unleased` with their results, or with an empty `Settlement.result` if the member cannot be
-        parsed."""
+        """Return requests of ended sequences that will never run, about 1 MB with their progress (at least
+        one). Pass them to `settle_unleased` with their results, or with an empty `Settlement.result` if the
+        member cannot be parsed."""
         ...
 
     async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:

@@ -1,5 +1,5 @@
-"""Constants that every implementation of the queue shares. The scripts get those of `LUA_CONSTANTS` as
-locals.
+"""Constants that every implementation of the queue shares. The values of `LUA_CONSTANTS` are
+written into the scripts.
 
 They are not settings, because all dispatchers of a queue must use the same values, including dispatchers of
 different versions.

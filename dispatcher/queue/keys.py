@@ -56,10 +56,15 @@ WAITING_FOR_MODEL_KEYS = {
     "WAITING_FOR_MODEL_ORDER": ("waiting-for-model:order", "zset"),
     "WAITING_FOR_MODEL_COUNTS": ("waiting-for-model:counts", "zset"),
 }
+PROGRESS_KEYS = {
+    "STARTED": ("started", "zset"),
+    "PROGRESS": ("progress", "hash"),
+}
 """Name of each lasting key in the scripts, with its suffix (empty for the queue itself) and its type.
 
-A queue has its own keys except for the pool keys, which all queues of its pool share. The keys of sequences
-and of requests that wait for a model come last: scripts check their types only if there is such a request.
+A queue has its own keys except for the pool keys, which all queues of its pool share. The keys of sequences,
+of requests that wait for a model and of requests with progress come last: scripts check their types only if
+there is such a request.
 """
 MODEL_REGISTRY_KEYS = {
     "WARM_MARKERS": ("models:warm", "zset"),
@@ -72,7 +77,7 @@ MODEL_REGISTRY_KEYS = {
 }
 """Keys of the model registry of a pool. They are separate from all other keys, and only the scripts of the
 registry get them."""
-SCRIPT_KEYS = {**QUEUE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **WAITING_FOR_MODEL_KEYS}
+SCRIPT_KEYS = {**QUEUE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **WAITING_FOR_MODEL_KEYS, **PROGRESS_KEYS}
 """Keys in the order in which all scripts but those of the model registry get them."""
 SECRET_SUFFIX = "sequences:secret"  # noqa: S105 - the suffix of a key
 _SUFFIXES = (
@@ -159,7 +164,7 @@ class QueueNames:
             f"{self.queue_prefix}:{suffix}" if suffix else self.queue for suffix, _ in QUEUE_KEYS.values()
         )
         pool_keys = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
-        rarely_used = (*SEQUENCE_KEYS.values(), *WAITING_FOR_MODEL_KEYS.values())
+        rarely_used = (*SEQUENCE_KEYS.values(), *WAITING_FOR_MODEL_KEYS.values(), *PROGRESS_KEYS.values())
         return (*queue_keys, *pool_keys, *(f"{self.queue_prefix}:{suffix}" for suffix, _ in rarely_used))
 
     @property
@@ -181,6 +186,11 @@ class QueueNames:
     def members_key(self) -> str:
         """Key of the members of all entries."""
         return f"{self.queue_prefix}:members"
+
+    @property
+    def progress_key(self) -> str:
+        """Key of what earlier slices of entries have generated."""
+        return f"{self.queue_prefix}:progress"
 
     @property
     def claimable_keys(self) -> tuple[str, ...]:

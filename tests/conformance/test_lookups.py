@@ -53,17 +53,21 @@ async def submit_to_every_location(world: World) -> dict[RequestLocation, str]:
     """Submit one request to each location. Return their ids by location."""
     owner = world.owner("owner-1")
     names = {state: f"is-{state}" for state in W}
-    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED, W.WAITING_FOR_MODEL)
+    order = (
+        *(W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED),
+        *(W.WAITING_FOR_MODEL, W.STARTED),
+    )
     for at, state in enumerate(order):
         await world.queue_admin.submit([submission(names[state], NOW + 1000 + at)])
     for _ in range(2):
         (suspect,) = await claim(owner, 1)
         await world.lose_leases(owner, suspect)
-    suspect, dead, delayed, returned, leased, second, awaiting = await claim(owner)
+    suspect, dead, delayed, returned, leased, second, awaiting, started = await claim(owner)
     await owner.claim_turns([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
     await owner.move_to_dead_letters([DeadLetter(answer(dead), "it broke")])
     await owner.release([Release(suspect), Release(delayed, 100.0, is_failed_attempt=True, is_refusal=True)])
     await owner.release([Release(returned), Release(awaiting, missing_model="absent")])
+    await owner.release([Release(started, progress=b"part 1")])
     await world.queue_admin.submit([submission(names[W.PENDING])])
     return names
 
@@ -95,7 +99,7 @@ async def test_requests_of_our_client_and_leased_requests_are_found_by_id(world:
     await world.queue_admin.submit([submission("mine", 3 * 10**11 + LATER)])
     assert [each.location for each in await find_near(world, "mine")] == [W.PENDING]
     await world.zadd(5, member("theirs"))
-    (theirs,) = await claim(world.owner(), 1)
+    (theirs,) = await claim(world.owner(), 1, started=0)
     assert theirs.score == 5
     assert [(each.entry, each.location) for each in await find_near(world, "theirs")] == [
         (theirs.entry_id, W.LEASED)
@@ -168,7 +172,7 @@ async def test_results_are_read_oldest_first_and_taken_one_by_one(world: World) 
 async def test_restored_request_keeps_its_location_and_is_restored_once(world: World) -> None:
     names = await submit_to_every_location(world)
     (second,) = await list_ids(world, W.SEQUENCED)
-    anew = (W.LEASED, W.SEQUENCED, W.WAITING_FOR_MODEL)
+    anew = (W.LEASED, W.SEQUENCED, W.WAITING_FOR_MODEL, W.STARTED)
     before = {state: await list_ids(world, state) for state in W if state not in anew}
     found = [one for each in before.values() for one in each]
     far = world.open_other_queue("batch:{qwen}:other")

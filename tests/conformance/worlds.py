@@ -68,9 +68,15 @@ async def claim(queue: Queue, max_count: int = 100, limit: int = 1000, **options
 
 
 async def claim_fully(
-    queue: Queue, max_count: int = 100, limit: int = 1000, *, lost: int = 0, suspects: int = 1
+    queue: Queue,
+    max_count: int = 100,
+    limit: int = 1000,
+    *,
+    lost: int = 0,
+    suspects: int = 1,
+    started: int = 1000,
 ) -> ClaimResult:
-    lanes = {Lane.SUSPECTS: suspects}
+    lanes = {Lane.SUSPECTS: suspects, Lane.STARTED: started}
     return await queue.claim(
         max_count, f"nonce-{next(_nonces)}", permit(limit, lost=lost), max_per_lane=lanes
     )
@@ -127,6 +133,10 @@ class World(ABC):
 
     @abstractmethod
     async def get_key(self, name: str) -> str | None: ...
+
+    @abstractmethod
+    async def count_progress(self) -> int:
+        """Return the number of requests of which progress is stored."""
 
     @abstractmethod
     async def expire_leases(self, *leases: Lease, ago_s: float = 0.0) -> None:
@@ -251,6 +261,9 @@ class MemoryWorld(World):
         )
         return found
 
+    async def count_progress(self) -> int:
+        return sum(entry.progress != b"" for entry in self.store.queue.entries.values())
+
     async def expire_leases(self, *leases: Lease, ago_s: float = 0.0) -> None:
         for lease in leases:
             held = self.store.pool.leases[lease.entry_id]
@@ -361,6 +374,10 @@ class RedisWorld(World):
     async def get_key(self, name: str) -> str | None:
         value = await self._raw.get(name)
         return None if value is None else value.decode()
+
+    async def count_progress(self) -> int:
+        count: int = await self._raw.hlen(self.names.progress_key)
+        return count
 
     async def expire_leases(self, *leases: Lease, ago_s: float = 0.0) -> None:
         key = f"{self.names.pool_prefix}:leases"

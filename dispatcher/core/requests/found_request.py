@@ -27,6 +27,8 @@ class RequestLocation(StrEnum):
     """The request waits for its turn in its sequence."""
     WAITING_FOR_MODEL = "waiting-for-model"
     """The request waits for its model, which is not served."""
+    STARTED = "started"
+    """Earlier slices have generated a part of the answer, and the request waits for its next slice."""
     DELAYED = "delayed"
     LEASED = "leased"
     DEAD = "dead"
@@ -37,6 +39,7 @@ LOCATION_BY_LANE: Mapping[Lane, RequestLocation] = MappingProxyType(
         Lane.SUSPECTS: RequestLocation.SUSPECT,
         Lane.SEQUENCED: RequestLocation.SEQUENCED,
         Lane.WAITING_FOR_MODEL: RequestLocation.WAITING_FOR_MODEL,
+        Lane.STARTED: RequestLocation.STARTED,
     }
 )
 """The location for each lane."""

@@ -1,10 +1,11 @@
 """Lanes: requests that wait apart from the rest of the queue, because only a limited number of them may run
 at once.
 
-The state of a request determines its lane (`choose_lane`), and the request keeps its place in the order. With
-each claim an owner says how many requests of each lane it may lease, by the rule of that lane
-(dispatch/lanes.py). Requests beyond that are skipped at no cost, because the set of a full lane is not read.
-No claim takes requests from a closed lane; a step of the queue moves them out of it.
+The state of a request determines its lane (`choose_lane`), and the request keeps its place in the order,
+except that started requests go before all others of their priority (`score.floor_to_priority`). With each
+claim an owner says how many requests of each lane it may lease, by the rule of that lane (dispatch/lanes.py).
+Requests beyond that are skipped at no cost, because the set of a full lane is not read. No claim takes
+requests from a closed lane; a step of the queue moves them out of it.
 
 A new lane needs a member of `Lane`, a set in queue/keys.py, a row of LANES in queue/lua/common.lua, a
 location in core/requests/found_request.py, and a rule.
@@ -42,6 +43,9 @@ class Lane(enum.Enum):
     WAITING_FOR_MODEL = "waiting-for-model"
     """The model of the request is not served. Closed: `Queue.return_waiting_for_models` moves it out once the
     model is served."""
+    STARTED = "started"
+    """Earlier slices have generated a part of the answer (`ports.Release.progress`), and the request waits
+    for its next slice. It goes before all requests of its priority that have not started."""
 
 
 CLOSED_LANES = frozenset({Lane.SEQUENCED, Lane.WAITING_FOR_MODEL})
@@ -54,17 +58,22 @@ def compute_lane_room(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
     return {lane: 0 if lane in CLOSED_LANES else max(0, lanes.get(lane, 0)) for lane in ONE_PER_LANE}
 
 
-def choose_lane(deaths: int, *, waits_for_turn: bool = False, waits_for_model: bool = False) -> Lane | None:
+def choose_lane(
+    deaths: int, *, waits_for_turn: bool = False, waits_for_model: bool = False, has_progress: bool = False
+) -> Lane | None:
     """Return the lane of a request whose owners died this often. `None` if it waits with all other requests.
 
     `waits_for_turn`: the request waits for its turn in a sequence. `waits_for_model`: the request waits for
-    its model. Afterwards it goes to the lane that it would be in otherwise.
+    its model. Afterwards it goes to the lane that it would be in otherwise. `has_progress`: earlier slices
+    have generated a part of its answer.
     """
     if waits_for_turn:
         return Lane.SEQUENCED
     if waits_for_model:
         return Lane.WAITING_FOR_MODEL
-    return Lane.SUSPECTS if deaths >= SUSPECT_DEATHS else None
+    if deaths >= SUSPECT_DEATHS:
+        return Lane.SUSPECTS
+    return Lane.STARTED if has_progress else None
 
 
 def shorten_model_name(model: str) -> str:

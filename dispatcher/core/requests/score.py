@@ -24,6 +24,16 @@ def compute_score(deadline: int, priority: int | None = None) -> float:
     return float(priority * PRIORITY_STEP + deadline)
 
 
+def floor_to_priority(score: float) -> float:
+    """Return the lowest score with the same priority: the place of a request with progress, which goes before
+    all others of its priority. Scores beyond all priorities are treated alike; an infinite one stays
+    infinite."""
+    if math.isinf(score):
+        return score
+    # `min`, because the product of a very large number may be rounded up.
+    return min(score, math.floor(score / PRIORITY_STEP) * float(PRIORITY_STEP))
+
+
 def decode_deadline(score: float) -> int:
     """Return the deadline that a score contains if its producer used `compute_score`. 0 if it cannot contain
     one.

@@ -21,12 +21,16 @@ def submit(queue: QueueState, submissions: Sequence[Submission]) -> int:
         raise QueueFullError(f"{there} requests wait, and queue.max_pending is {queue.max_pending}")
     new = 0
     for each in submissions:
-        if each.request_id and each.request_token and each.deadline:
-            tokens = queue.active_tokens.setdefault(each.request_id, {})
-            tokens[each.request_token] = max(each.deadline, now + 1)
+        _mark_active(queue, each, now)
         new += queue.add_member(each.member, each.score)
     pool.wake_dispatchers()
     return new
+
+
+def _mark_active(queue: QueueState, submission: Submission, now: float) -> None:
+    if submission.request_id and submission.request_token and submission.deadline:
+        tokens = queue.active_tokens.setdefault(submission.request_id, {})
+        tokens[submission.request_token] = max(submission.deadline, now + 1)
 
 
 def cancel_request(
@@ -51,7 +55,8 @@ def cancel_request(
 
 
 def peek_next(queue: QueueState, max_count: int) -> list[tuple[float, bytes]]:
-    return [(score, member) for score, member, _ in heapq.nsmallest(max_count, queue.iterate_claimable())]
+    first = heapq.nsmallest(max_count, queue.iterate_claimable())
+    return [(score, member) for _, score, member, _ in first]
 
 
 def list_dead_after(queue: QueueState, entry_id: int, max_count: int) -> list[DeadRequest]:
@@ -78,7 +83,16 @@ def requeue_dead(queue: QueueState, entry_id: int, deadline: int) -> int:
     if resubmission is None:
         return 0
     queue.remove_entry(entry)
-    submit(queue, [resubmission])
+    if not entry.progress:
+        submit(queue, [resubmission])
+        return 1
+    # It enters the queue as a new entry, because a pending request has no place for progress.
+    started = Entry(resubmission.member, resubmission.score)
+    started.id, started.progress = queue.pool.next_entry_id(), entry.progress
+    queue.entries[started.id] = started
+    queue.move_entry(started, Location.RETURNED)
+    _mark_active(queue, resubmission, queue.pool.unix_now())
+    queue.pool.wake_dispatchers()
     return 1
 
 

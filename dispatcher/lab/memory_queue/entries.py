@@ -43,6 +43,7 @@ class Entry:
         "member",
         "missing_model",
         "move_count",
+        "progress",
         "refusals",
         "score",
         "units",
@@ -65,6 +66,7 @@ class Entry:
         """Request id and token by which it can be cancelled while it waits for its model."""
         self.deliveries = self.failed_attempts = self.refusals = self.deaths = 0
         self.last_attempt = ""
+        self.progress = b""
 
     @property
     def deaths_as_suspect(self) -> int:
@@ -73,11 +75,14 @@ class Entry:
     @property
     def lane(self) -> Lane | None:
         if not (
-            self.deaths or self.waits_for_turn or self.missing_model
+            self.deaths or self.waits_for_turn or self.missing_model or self.progress
         ):  # true for most entries, and this runs often
             return None
         return choose_lane(
-            self.deaths, waits_for_turn=self.waits_for_turn, waits_for_model=self.missing_model != ""
+            self.deaths,
+            waits_for_turn=self.waits_for_turn,
+            waits_for_model=self.missing_model != "",
+            has_progress=self.progress != b"",
         )
 
     @property

@@ -343,4 +343,5 @@ def _to_lease(lease: LeaseRecord) -> Lease:
         entry.lane,
         entry.units,
         entry.last_attempt,
+        entry.progress,
     )

@@ -117,6 +117,7 @@ def find_overdue(queue: QueueState, max_count: int) -> list[UnleasedRequest]:
                     entry.last_attempt,
                     entry.failed_attempts,
                     entry.refusals,
+                    entry.progress,
                 )
             )
     return found

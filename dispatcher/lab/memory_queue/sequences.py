@@ -91,7 +91,8 @@ def find_remaining_requests(queue: QueueState, max_count: int) -> list[Remaining
         entry = queue.entries[number]
         whole = len(entry.member) <= queue.max_member_bytes
         member = entry.member if whole else cut_member(entry.member)
-        found.append(RemainingRequest(UnleasedRequest(entry.location_token, member), code, why))
+        request = UnleasedRequest(entry.location_token, member, progress=entry.progress)
+        found.append(RemainingRequest(request, code, why))
     return found
 
 

@@ -19,13 +19,18 @@ import msgspec
 from dispatcher.core.requests.lanes import CLOSED_LANES, Lane
 from dispatcher.core.requests.oversize import MAX_ENVELOPE_BYTES, cut_member
 from dispatcher.core.requests.result import NOT_A_LIST
-from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline
+from dispatcher.core.requests.score import PRIORITIES, PRIORITY_STEP, decode_deadline, floor_to_priority
 from dispatcher.core.sequences.decisions import SequenceCounts
 from dispatcher.core.sequences.rules import SequenceTable
 from dispatcher.lab.memory_queue.entries import NEVER_CLAIMED, Entry, EntryHeap, Location, ModelWaitIndex
 from dispatcher.lab.memory_queue.model_registry import MemoryModelRegistry
 from dispatcher.ports import Lease, Overload, Permit, QueueCounts, QueueUnavailableError
 from dispatcher.queue.keys import QueueNames
+
+
+def rank_in_queue(score: float, lane: Lane | None) -> tuple[float, bool]:
+    """Return what orders requests of different lanes: started ones go before all others of their priority."""
+    return (floor_to_priority(score), False) if lane is Lane.STARTED else (score, True)
 
 
 class LeaseRecord(msgspec.Struct):
@@ -234,10 +239,12 @@ class QueueState:
         """Iterate over score, member and entry of all waiting requests, in no order."""
         return itertools.chain.from_iterable(each.iterate_live() for each in self.waiting_by_lane.values())
 
-    def iterate_claimable(self) -> Iterator[tuple[float, bytes, int]]:
-        """Iterate over score, member and entry of the requests that a claim may take, in no order."""
-        sets = (waiting for lane, waiting in self.waiting_by_lane.items() if lane not in CLOSED_LANES)
-        return itertools.chain.from_iterable(each.iterate_live() for each in sets)
+    def iterate_claimable(self) -> Iterator[tuple[tuple[float, bool], float, bytes, int]]:
+        """Iterate over rank, score, member and entry of the requests that a claim may take, in no order."""
+        for lane, waiting in self.waiting_by_lane.items():
+            if lane not in CLOSED_LANES:
+                for score, member, entry_id in waiting.iterate_live():
+                    yield rank_in_queue(score, lane), score, member, entry_id
 
     def move_entry(self, entry: Entry, location: Location, due_at: float = 0.0) -> None:
         """Move an entry to a location. All its items in other heaps are outdated from then on."""
@@ -289,7 +296,7 @@ class QueueState:
     def next_source(self, max_per_lane: Mapping[Lane, int]) -> EntryHeap | None:
         """Return the heap with the next request to claim, given the number of claims that are left for each
         lane."""
-        best: tuple[float, bytes, int] | None = None
+        best: tuple[float, bool, bytes, int] | None = None
         found = None
         for lane, waiting in self.waiting_by_lane.items():
             if not waiting.heap or (lane is not None and max_per_lane.get(lane, 0) <= 0):
@@ -297,7 +304,7 @@ class QueueState:
             first = waiting.peek_entry()
             if first is None:
                 continue
-            place = first.score, first.member, first.id
+            place = (*rank_in_queue(first.score, lane), first.member, first.id)
             if best is None or place < best:
                 best, found = place, waiting
         return found

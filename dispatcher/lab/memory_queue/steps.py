@@ -179,7 +179,7 @@ def _lease_first(
             continue
         if weighs > room:
             break
-        size += len(entry.member)
+        size += len(entry.member) + len(entry.progress)
         if taken and size > CLAIM_BYTES:
             break
         if entry.lane is not None:
@@ -327,7 +327,11 @@ def release(queue: QueueState, now: float, releases: Sequence[Release]) -> list[
         if grant is None:
             statuses.append(SettleStatus.LOST)
             continue
-        entry = grant.entry
+        entry, progress = grant.entry, release_.stored_progress
+        if progress:  # attempts count for each slice
+            entry.failed_attempts = entry.refusals = 0
+        if progress is not None:
+            entry.progress = progress
         entry.failed_attempts += release_.is_failed_attempt
         entry.refusals += release_.is_refusal
         entry.deliveries -= release_.is_undelivered

@@ -8,8 +8,9 @@
 -- REPLY is the key of the record of this claim, by owner and nonce. `unleased_units` are units of the limit that no
 -- lease counts, and `assumed_units` those of a request that was never leased. `room_by_lane` is the largest number of
 -- leases of each lane.
--- Returns {owner reply, number of waiting requests, lease rows}. A member of more than `max_bytes` is returned alone
---         and as its length, because it needs a call and a timeout of its own.
+-- Returns {owner reply, number of waiting requests, lease rows}. A request of more than `max_bytes` is returned alone.
+--         A member of more is returned as its length, because it needs a call and a timeout of its own. Progress that
+--         does not fit beside the member is returned as its length, too.
 -- Guarantees: the units of all leases, and those that no lease counts, never pass the limit because of a claim. A
 -- request is in exactly one place. The same nonce within reply_s claims nothing more. Only one probe runs at a time,
 -- until its lease ends or its owner claims without probing. A probe that finds no room reserves the next unit that
@@ -19,9 +20,14 @@ local now, shared = current_time(), load_control()
 local lease_rows, recorded = {}, call('GET', REPLY)
 correct_future_times(shared, now)
 
+for number, lane in ipairs(LANES) do
+  if lane.only_if and not shared[lane.only_if] then room_by_lane[number] = 0 end
+end
+
 local function add_lease(id, state, member)
+  local progress = load_progress(id, state, #member, max_bytes)
   if #member > max_bytes then member = #member end
-  add_lease_row(lease_rows, id, state, member)
+  add_lease_row(lease_rows, id, state, member, progress)
   local lane = choose_lane(state)
   if lane then room_by_lane[lane] = room_by_lane[lane] - 1 end
 end

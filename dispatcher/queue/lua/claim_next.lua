@@ -10,11 +10,12 @@ local claim_next
 do
 
 -- Return the first request of all sets that a claim may take from.
-local function find_first_claimable()
+local function find_first_claimable(shared)
   local best
-  for source, set in ipairs(WAITING_SETS) do
+  for source = 1, #WAITING_SETS do
     local lane = LANES[source - 2]
-    local item = not (lane and lane.closed) and read_head(set, 0)
+    local is_read = not lane or not lane.closed and (not lane.only_if or shared[lane.only_if])
+    local item = is_read and read_head(source, 0)
     if item and (not best or is_before(item, best)) then best = item end
   end
   return best
@@ -40,10 +41,10 @@ local function select_ready(offer, shared, now)
   local free = limit and limit - count_live_units(shared) - offer.unleased_units
     - units_reserved_for_probe(shared, now, offer.lease_s) or 0
   if free < 1 then return {} end
-  local best, items = find_first_claimable(), {}
+  local best, items = find_first_claimable(shared), {}
   for _, item in ipairs(ready_entries) do
-    item.score_value, item.tie_break = parse_score(item.state[SCORE]), item.state[MEMBER_PREFIX]
-    item.lane = choose_lane(item.state)
+    item.tie_break, item.lane = item.state[MEMBER_PREFIX], choose_lane(item.state)
+    set_place(item, item.state[SCORE], LANES[item.lane])
     if item.lane and (not best or is_before(item, best)) then best = item end
   end
   for _, item in ipairs(ready_entries) do
@@ -70,7 +71,7 @@ function claim_next(offer, shared, now)
     counted = counted + get_units(state)
     states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
     leases[#leases + 1], leases[#leases + 2] = expires_at, lease_name(id, state)
-    add_lease_row(lease_rows, id, state, item.member)
+    add_lease_row(lease_rows, id, state, item.member, '') -- an entry with progress is in a lane, and waits for a claim
     turns[number] = {granted_turn(load_sequence(state[SLOT][SLOT_SEQUENCE]), state)}
   end
   if #found > 0 then

@@ -1,27 +1,30 @@
 -- Definitions that every script of a queue shares. KEYS begins with the keys of the queue and of its pool.
 -- Uses: time
 --
--- Python puts these locals in front of this text (redis/lua_scripts.py): the keys by name (PENDING …), their number
--- (KEY_COUNT), the number of the keys that every script uses (COMMON_KEY_COUNT), the number of all keys before those
--- of requests that wait for a model (WAITING_FOR_MODEL_START), the expected KEY_TYPES, and the constants of
--- constants.py.
+-- Python puts these locals in front of this text (redis/lua_scripts.py): the keys by name (PENDING …) and the expected
+-- KEY_TYPES. And it replaces these names by numbers: the number of the keys (KEY_COUNT), of those that every script uses
+-- (COMMON_KEY_COUNT), of all before those of requests that wait for a model (WAITING_FOR_MODEL_START) and before those of
+-- requests with progress (PROGRESS_START), and the constants of constants.py.
 --
 -- An entry is a request that was claimed at least once. ENTRIES has its state by its id, as one packed array with
 -- these indexes:
 local LOCATION, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
 local DEATHS, MOVES, TOKEN, OWNER, MEMBER_PREFIX = 6, 7, 8, 9, 10
-local REASON, DIED_AT, UNITS, SLOT, MODEL_WAIT = 11, 12, 13, 14, 15
+local REASON, DIED_AT, UNITS, SLOT, MODEL_WAIT, PROGRESS_BYTES = 11, 12, 13, 14, 15, 16
 -- LOCATION is the letter of the set that has the entry: 'L'eases, 'R'eturned, 'D'elayed, dead ('X'), or that of a
 -- lane. SCORE stays the text that Redis returned, so that no digit is lost. MEMBER_PREFIX is the beginning of the
 -- member; it orders entries with equal scores. REASON is why a dead request died; before that, it is the outcome of
 -- the last failed attempt. UNITS is the number of units that the request needs, as far as it is known, and that its
 -- lease counts (1 if it is missing). SLOT is its slot in a sequence (sequences.lua), for as long as the sequence
 -- knows it. MODEL_WAIT says which model it waits for (waiting_for_model.lua), for as long as it is in that lane.
+-- PROGRESS_BYTES is the length of what PROGRESS has of the entry, for as long as there is any.
 local SLOT_WAITS = 1 -- first element of a slot: 1 if the entry waits for its turn
 
 -- A lane (core/requests/lanes.py) has entries that wait apart from all others, because a claim may lease only a
 -- limited number of each lane. The order is that of the numbers in the arguments of a claim. An entry waits in the
--- first lane whose `contains` is true of its state. No claim takes an entry from a closed lane.
+-- first lane whose `contains` is true of its state. No claim takes an entry from a closed lane. Claims read a lane with
+-- `only_if` only while `load_control` returns this field. Entries of a lane with `goes_first` go before all others of
+-- their priority.
 local function waits_for_turn(state) return state[SLOT] and state[SLOT][SLOT_WAITS] == 1 end
 local LANES = {
   {set = SUSPECTS, letter = 'S', contains = function(state)
@@ -31,6 +34,8 @@ local LANES = {
   {set = WAITING_FOR_MODEL, letter = 'A', contains = function(state)
     return not waits_for_turn(state) and state[MODEL_WAIT]
   end, closed = true},
+  {set = STARTED, letter = 'T', contains = function(state) return state[PROGRESS_BYTES] end,
+   only_if = 'has_progress', goes_first = true},
 }
 
 local function choose_lane(state)
@@ -48,16 +53,29 @@ for number, lane in ipairs(LANES) do
 end
 
 -- Raise WRONGKEY if another program has stored a value of another type under one of these keys. Scripts call this
--- before their first write, because an error in the middle of a script would leave its writes half done.
+-- before their first write, because an error in the middle of a script would leave its writes half done. Return
+-- whether any of the keys exists.
 local function check_types(first, last)
+  local exists = false
   for number = first, last do
     local kind = call('TYPE', KEYS[number]).ok
     if kind ~= 'none' and kind ~= KEY_TYPES[number] then
       error({err = 'WRONGKEY ' .. KEYS[number] .. ' holds a ' .. kind .. ', not a ' .. KEY_TYPES[number]})
     end
+    exists = exists or kind ~= 'none'
   end
+  return exists
 end
 check_types(1, COMMON_KEY_COUNT)
+
+-- The field of CONTROL that is set while requests of this queue may have progress. It is read together with other
+-- fields, so that a queue without such requests needs no command to know that there are none.
+local PROGRESS_FIELD = 'progress:' .. PENDING
+local function check_progress_types() return check_types(PROGRESS_START + 1, KEY_COUNT) end
+-- Check the types if there may be progress. For scripts that may return an entry to the queue without `load_control`.
+local function check_progress_types_if_used()
+  if call('HGET', CONTROL, PROGRESS_FIELD) then check_progress_types() end
+end
 
 local function parse_score(score)
   if score == 'inf' then return math.huge elseif score == '-inf' then return -math.huge end
@@ -89,12 +107,22 @@ local function load_leased(id, token)
   return nil
 end
 
+-- Return what earlier slices of an entry have generated. If it has more than `max_bytes` together with the member, its
+-- length is returned, because it needs a call and a timeout of its own.
+local function load_progress(id, state, member_bytes, max_bytes)
+  local progress_bytes = state[PROGRESS_BYTES]
+  if not progress_bytes then return '' end
+  if member_bytes + progress_bytes > max_bytes then return progress_bytes end
+  return call('HGET', PROGRESS, id) or ''
+end
+
 -- Append a leased request to the rows of a reply, from which redis/replies.py makes a lease.
-local function add_lease_row(rows, id, state, member)
+local function add_lease_row(rows, id, state, member, progress)
   local at = #rows
   rows[at + 1], rows[at + 2], rows[at + 3], rows[at + 4] = id, state[TOKEN], member, state[SCORE]
   rows[at + 5], rows[at + 6], rows[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
   rows[at + 8], rows[at + 9], rows[at + 10] = state[DEATHS], state[UNITS] or 1, state[REASON] or ''
+  rows[at + 11] = progress
 end
 
 local function ordered_name(id, state) return state[MEMBER_PREFIX] .. '\0' .. string.format('%016d', id) end
@@ -113,6 +141,19 @@ local function set_slot(state, turn)
   if not turn and not state[SLOT] then return end
   state[REASON], state[DIED_AT], state[UNITS] = state[REASON] or '', state[DIED_AT] or '', get_units(state)
   state[SLOT] = turn
+end
+
+-- Store what the slices of an entry have generated so far. The caller has checked the types.
+local function store_progress(id, state, progress)
+  state[REASON], state[DIED_AT], state[UNITS] = state[REASON] or '', state[DIED_AT] or '', get_units(state)
+  state[SLOT], state[MODEL_WAIT], state[PROGRESS_BYTES] = state[SLOT] or false, state[MODEL_WAIT] or false, #progress
+  call('HSET', PROGRESS, id, progress)
+  call('HSET', CONTROL, PROGRESS_FIELD, 1)
+end
+
+-- Delete the progress of entries. If the key is of another type, it has no progress, and the script goes on.
+local function delete_progress(ids)
+  if #ids > 0 then redis.pcall('HDEL', PROGRESS, unpack(ids)) end
 end
 
 -- Return the name of a lease. It contains the number of units unless that is 1, because scripts of other queues of
@@ -179,18 +220,20 @@ local function cut_member(member, largest)
   return string.sub(member, 1, KEPT_BYTES) .. '\0cut:' .. string.format('%.0f', #member)
 end
 
--- Delete all that is stored of these entries.
-local function delete_entries(ids)
+-- Delete all that is stored of these entries. `started_ids` are those that may have progress.
+local function delete_entries(ids, started_ids)
   if #ids == 0 then return end
   call('HDEL', ENTRIES, unpack(ids))
   call('HDEL', MEMBERS, unpack(ids))
+  delete_progress(started_ids)
 end
 
 local CONTROL_FIELDS = {
   'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity', 'overload_in_flight',
   'probe', 'prober', 'lost', 'orphaned', 'tick', 'quiet_until', 'heartbeats_quiet_until',
-  'probe_waits', 'extra_units',
+  'probe_waits', 'extra_units', PROGRESS_FIELD,
 }
+-- Load the state that the owners share, and whether requests of this queue may have progress (.has_progress).
 local function load_control()
   local values = call('HMGET', CONTROL, unpack(CONTROL_FIELDS))
   local control = {}
@@ -199,6 +242,7 @@ local function load_control()
     if value then control[name] = (name == 'probe' or name == 'prober') and value or tonumber(value) end
   end
   control.lost, control.orphaned = control.lost or 0, control.orphaned or 0
+  control.has_progress = control[PROGRESS_FIELD] and check_progress_types()
   return control
 end
 

@@ -1,5 +1,5 @@
 -- The order of the queue: pending, returned and the lanes merged, lowest score first, equal scores by the bytes of
--- the member.
+-- the member. Entries of a lane with `goes_first` go before all others of their priority, by score among themselves.
 -- Uses: common
 
 local is_before -- compares two requests by their place in the queue
@@ -19,19 +19,32 @@ end
 
 function is_before(a, b)
   if a.score_value ~= b.score_value then return a.score_value < b.score_value end
+  if a.goes_first ~= b.goes_first then return a.goes_first end
   if a.tie_break ~= b.tie_break then return is_bytewise_before(a.tie_break, b.tie_break) end
   -- If two members have the same bytes, the one that was claimed before is first.
   return (a.id or math.huge) < (b.id or math.huge)
 end
 end
 
+-- Set what orders a request in the queue: its score and, if it is in a lane, the lane.
+local function set_place(candidate, score, lane)
+  candidate.score_value, candidate.goes_first = parse_score(score), lane and lane.goes_first or false
+  if candidate.goes_first then
+    local value = candidate.score_value
+    -- The lowest score of the priority (core/requests/score.py). The product of a very large number may be rounded up.
+    candidate.score_value = math.min(value, math.floor(value / PRIORITY_STEP) * PRIORITY_STEP)
+  end
+end
+
 -- Read the request at one rank of a set. Requests are read one by one, because members may be large: at most one is
 -- read in vain for each set.
-local function read_head(key, at)
+local function read_head(source, at)
+  local key = WAITING_SETS[source]
   local row = call('ZRANGE', key, at, at, 'WITHSCORES')
   if not row[1] then return nil end
   local name = row[1]
-  local candidate = {name = name, score = row[2], score_value = parse_score(row[2])}
+  local candidate = {name = name, score = row[2]}
+  set_place(candidate, row[2], LANES[source - 2])
   if key == PENDING then
     candidate.tie_break = string.sub(name, 1, PREFIX_BYTES)
     candidate.size = #name
@@ -50,8 +63,8 @@ local function units_reserved_for_probe(shared, now, lease_s)
   return reserved_s > 0 and reserved_s <= lease_s and 1 or 0
 end
 
--- Select the first requests of the queue: up to `max_count`, until their members sum up to `max_bytes` (but at least
--- one), within `room` units (nil: whatever they need), and from each lane as many as `room_by_lane` allows (nil: all,
+-- Select the first requests of the queue: up to `max_count`, until their members (and what is stored of their progress,
+-- if there is a room) sum up to `max_bytes` (but at least one), within `room` units (nil: whatever they need), and from each lane as many as `room_by_lane` allows (nil: all,
 -- but none of a closed lane). Return them, and the number of pending ones among them.
 --
 -- A request that was never leased counts `assumed_units`. A request that needs more than the limit is passed over,
@@ -68,9 +81,9 @@ local function select_first(max_count, max_bytes, room_by_lane, room, limit, ass
   end
   while #selected < max_count and (not room or room >= 1) do
     local best
-    for source, set in ipairs(WAITING_SETS) do
+    for source = 1, #WAITING_SETS do
       if heads[source] == nil then
-        heads[source] = remaining[source] > 0 and read_head(set, ranks[source]) or false
+        heads[source] = remaining[source] > 0 and read_head(source, ranks[source]) or false
       end
       if heads[source] and (not best or is_before(heads[source], heads[best])) then best = source end
     end
@@ -85,7 +98,7 @@ local function select_first(max_count, max_bytes, room_by_lane, room, limit, ass
     elseif room and needed > room then
       break
     else
-      size = size + candidate.size
+      size = size + candidate.size + (candidate.state and candidate.state[PROGRESS_BYTES] or 0)
       if #selected > 0 and size > max_bytes then break end
       candidate.source, candidate.units = WAITING_SETS[best], needed
       selected[#selected + 1] = candidate

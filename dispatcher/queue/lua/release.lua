@@ -3,10 +3,10 @@
 -- Keys: queue, REPLY
 -- Arguments: reply_s
 -- List releases: entry_id: number, token, delay_s: number, failed_attempts: number, refusals: number,
---     undelivered: number, last_attempt, missing_model, request_id, request_token
+--     undelivered: number, last_attempt, missing_model, request_id, request_token, has_progress: flag, progress
 -- `failed_attempts`, `refusals` and `undelivered` are 0 or 1. With an empty `last_attempt`, the outcome of an earlier
 -- attempt stays. A request that waits for its `missing_model` has no delay, and can be cancelled there by
--- `request_id` and `request_token`.
+-- `request_id` and `request_token`. Without `has_progress`, the stored progress stays; otherwise `progress` replaces it.
 -- Returns {now, status per request (0: done, 1: lost)…}
 -- Guarantees: the request is in exactly one place, under its old score.
 local recorded = call('GET', REPLY)
@@ -19,7 +19,7 @@ for _, item in ipairs(releases) do
     break
   end
 end
-begin_writes()
+local has_started = false
 for _, item in ipairs(releases) do
   item.id = item.entry_id
   item.state = not seen[item.id] and load_leased(item.id, item.token)
@@ -27,11 +27,21 @@ for _, item in ipairs(releases) do
   if item.state then
     seen[item.id] = true
     ended[#ended + 1] = item
+    has_started = has_started or item.has_progress or item.state[PROGRESS_BYTES]
   end
 end
+if has_started then check_progress_types() end
+begin_writes()
 end_leases(ended, probe)
 for _, item in ipairs(ended) do
   local state = item.state
+  if item.has_progress and item.progress ~= '' then
+    store_progress(item.id, state, item.progress)
+    state[ATTEMPTS], state[REFUSALS] = 0, 0 -- they count for each slice
+  elseif item.has_progress and state[PROGRESS_BYTES] then
+    delete_progress({item.id})
+    state[PROGRESS_BYTES] = nil
+  end
   state[ATTEMPTS] = state[ATTEMPTS] + item.failed_attempts
   state[REFUSALS] = state[REFUSALS] + item.refusals
   state[DELIVERIES] = state[DELIVERIES] - item.undelivered

@@ -7,6 +7,7 @@
 -- Guarantees: each request goes to its old place in the queue. Requests that wait for other models are not read.
 local best_by_model, returned, remaining = {}, 0, 0
 waiting_models.check_types()
+check_progress_types_if_used()
 
 -- Return score and entry of the first request that waits for the model, or nil.
 local function find_best(model)

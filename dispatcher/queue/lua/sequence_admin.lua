@@ -17,6 +17,7 @@
 require_commands('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE', 'GET', 'SET', 'TTL')
 local now = current_time()
 load_shared()
+check_progress_types_if_used()
 
 local function build_row(sequence, max_count)
   local run, waiting_rows, at = sequence.runs[1], {}, 0

@@ -299,9 +299,9 @@ local function promote_slot(sequence, id, now)
   if not state or not state[SLOT] then return false end
   if not leased_entries[id] then
     if not waiting_entries[id] then
-      -- The last four fields are set by claim_next.
+      -- The last five fields are set by claim_next.
       ready_entries[#ready_entries + 1] =
-        {id = id, state = state, score_value = 0, tie_break = '', lane = false, member = false}
+        {id = id, state = state, score_value = 0, goes_first = false, tie_break = '', lane = false, member = false}
     end
     ready_count = ready_count + 1
   end

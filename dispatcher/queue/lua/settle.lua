@@ -15,7 +15,7 @@
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local now, shared = current_time(), offer and load_control()
-local probe = call('HGET', CONTROL, 'probe')
+local probe, may_have_progress = unpack(call('HMGET', CONTROL, 'probe', PROGRESS_FIELD))
 local live, seen, ids = {}, {}, {}
 for number, item in ipairs(items) do
   item.id, item.status = tonumber(item.name), LOST
@@ -31,6 +31,7 @@ for number, packed in ipairs(#ids > 0 and call('HMGET', ENTRIES, unpack(ids)) or
     if item.turn_end or state[SLOT] then load_shared() end
   end
 end
+if shared_state and may_have_progress then check_progress_types() end
 if #sequences > 0 then cache_sequences(sequences, call('HMGET', SEQUENCES, unpack(sequences))) end
 
 local dropped, statuses, claimed_next, record = 0, {format_float(now), 0, false}, false, {}
@@ -38,7 +39,7 @@ if #live > 0 then
   begin_writes()
   if offer then correct_future_times(shared, now) end
   write_results(live, ttl_s, now)
-  local ended, finished = {}, {}
+  local ended, finished, started = {}, {}, {}
   for _, item in ipairs(live) do
     if item.status == DONE then ended[#ended + 1] = item end
   end
@@ -56,10 +57,11 @@ if #live > 0 then
       call('ZADD', DEAD_AGE, format_float(now), string.format('%016d', item.id))
     else
       finished[#finished + 1] = item.name
+      if item.state[PROGRESS_BYTES] then started[#started + 1] = item.name end
     end
     delete_markers(item, foreign, now)
   end
-  delete_entries(finished)
+  delete_entries(finished, started)
   if offer and shared_state then
     claimed_next, record = claim_next(offer, shared, now)
     if #record > 1 then call('SET', offer.reply_key, cmsgpack.pack(record), 'EX', reply_s) end
@@ -69,7 +71,7 @@ if #live > 0 then
   while call('ZCARD', DEAD) > dead_max do
     local id = tonumber(call('ZPOPMIN', DEAD_AGE)[1])
     call('ZREM', DEAD, id)
-    delete_entries({id})
+    delete_entries({id}, may_have_progress and {id} or {})
     dropped = dropped + 1
   end
 end

@@ -36,6 +36,7 @@ for _, item in ipairs(items) do
 end
 
 if #live > 0 then
+  if shared_state then check_progress_types_if_used() end -- the turn of an entry with progress may come
   begin_writes()
   write_results(live, ttl_s, now)
   for _, item in ipairs(live) do
@@ -48,7 +49,7 @@ if #live > 0 then
         call('ZREM', SETS[item.state[LOCATION]], ordered_name(item.id, item.state))
         if item.state[LOCATION] == 'D' then call('ZREM', DELAYED, string.format('%016d', item.id)) end
         if item.state[MODEL_WAIT] then waiting_models.remove_entry(item.id, item.state) end
-        delete_entries({item.id})
+        delete_entries({item.id}, item.state[PROGRESS_BYTES] and {item.id} or {})
       else
         call('ZREM', PENDING, item.member)
       end

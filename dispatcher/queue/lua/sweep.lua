@@ -23,6 +23,7 @@ local any_waits_for_model = call('TYPE', WAITING_FOR_MODEL).ok ~= 'none'
 if any_waits_for_model then waiting_models.check_types() end
 begin_writes()
 correct_future_times(shared, now)
+if shared[PROGRESS_FIELD] and not shared.has_progress then call('HDEL', CONTROL, PROGRESS_FIELD) end
 
 local function shift_scores(key, delta, range_start)
   local rows = call('ZRANGEBYSCORE', key, range_start, '+inf', 'WITHSCORES', 'LIMIT', 0, 9999)

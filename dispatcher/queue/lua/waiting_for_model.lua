@@ -15,7 +15,7 @@ do
   local WAIT_MODEL, WAIT_REQUEST, WAIT_TOKEN = 1, 2, 3
 
   -- Check the types of the keys. A script that may write here calls this before its first write.
-  function waiting_models.check_types() check_types(WAITING_FOR_MODEL_START + 1, KEY_COUNT) end
+  function waiting_models.check_types() check_types(WAITING_FOR_MODEL_START + 1, PROGRESS_START) end
 
   -- Return a score as text that sorts as the number does. It consists of digits and a to f, which every locale sorts
   -- alike.
@@ -58,6 +58,7 @@ do
     call('ZREM', WAITING_FOR_MODEL_ORDER, order_name(id, state))
     add_to_count(state[MODEL_WAIT][WAIT_MODEL], -1)
     state[MODEL_WAIT] = nil
+    if state[PROGRESS_BYTES] then state[MODEL_WAIT] = false end -- the array must have no holes
   end
 
   -- Return an entry to the place where it would wait if its model had been served.

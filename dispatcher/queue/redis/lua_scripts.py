@@ -8,11 +8,11 @@ The header of each script in `queue/lua` declares what the script uses and what 
     -- List leases: id: number, token
 
 `load_script` puts the used files in front of the script, and defines a Lua local for each declared name, so
-that positions in KEYS and ARGV are written nowhere. `Script.encode_arguments` puts the values of a call into
-the same order. A kind says how a value is passed: `text` (also bytes, and the default), `number`, `flag` (a
-bool), or `packed` (a structure as MessagePack, or `None`). `number?` and `text?` can also be `None`. `None`
-becomes nil, and an empty text for `text?`. A list has plain values of one kind, or rows with named columns,
-which are tables in Lua and `Row`s in Python.
+that positions in KEYS and ARGV are written nowhere. Constants are replaced by their values.
+`Script.encode_arguments` puts the values of a call into the same order. A kind says how a value is passed:
+`text` (also bytes, and the default), `number`, `flag` (a bool), or `packed` (a structure as MessagePack, or
+`None`). `number?` and `text?` can also be `None`. `None` becomes nil, and an empty text for `text?`. A list
+has plain values of one kind, or rows with named columns, which are tables in Lua and `Row`s in Python.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ import msgspec
 from msgspec.structs import astuple
 
 from dispatcher.queue import constants
-from dispatcher.queue.keys import MODEL_REGISTRY_KEYS, SCRIPT_KEYS, SEQUENCE_KEYS, WAITING_FOR_MODEL_KEYS
+from dispatcher.queue.keys import (
+    MODEL_REGISTRY_KEYS,
+    PROGRESS_KEYS,
+    SCRIPT_KEYS,
+    SEQUENCE_KEYS,
+    WAITING_FOR_MODEL_KEYS,
+)
 
 Argument = str | bytes | int | float
 NO_NAMES: Mapping[str, Any] = {}
@@ -48,6 +54,8 @@ _HEADER = re.compile(r"(?:--[^\n]*\n)+")
 _DECLARATION = re.compile(r"^-- (Uses|Keys|Arguments|List (\w+)): (.*(?:\n--   .*)*)", re.MULTILINE)
 """Declaration in a header. Its further lines are indented."""
 _CAPITAL_NAMES = re.compile(r"\b[A-Z][A-Z_]+\b")
+_NAME_IN_CODE = re.compile(rf"'[^'\n]*'|--.*|{_CAPITAL_NAMES.pattern}")
+"""Names in code. Strings and comments match as a whole, so that names in them are not found."""
 _COMMENT = re.compile(r"--.*")
 _KEY_GROUPS = {"queue": SCRIPT_KEYS, "models": MODEL_REGISTRY_KEYS}
 """Groups of keys that a script declares by one word: those of a queue and its pool, and those of the model
@@ -179,7 +187,7 @@ def load_script(name: str) -> Script:
     ]
     used = "\n".join(_LUA[part] for part in _collect_used(name))
     body = "\n".join(["return (function()", _read_arguments(arguments, lists), _LUA[name], "end)()"])
-    text = "\n".join([_define_names(f"{used}\n{_LUA[name]}", group, key_names), used, body])
+    text = _define_names(f"{used}\n{body}", group, key_names)
     sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     return Script(text, sha, group, key_names, arguments, lists)
 
@@ -219,20 +227,27 @@ def _collect_used(name: str) -> list[str]:
 
 
 def _define_names(text: str, group: str, key_names: Sequence[str]) -> str:
-    """Return the definitions that Python and a script share, as Lua locals: keys and constants. Only those
-    that the script uses, because a script may have 200 locals."""
+    """Return a script after the definitions that it shares with Python: keys as Lua locals, and constants by
+    their values. Only the keys that the script uses, and no constant, because a script may have 200
+    locals."""
     keys = _KEY_GROUPS.get(group, {})
-    waiting_for_model_start = len(SCRIPT_KEYS) - len(WAITING_FOR_MODEL_KEYS)
+    progress_start = len(SCRIPT_KEYS) - len(PROGRESS_KEYS)
+    waiting_for_model_start = progress_start - len(WAITING_FOR_MODEL_KEYS)
     values = {
-        **{key: f"KEYS[{number}]" for number, key in enumerate((*keys, *key_names), 1)},
         **constants.LUA_CONSTANTS,
         "KEY_COUNT": len(keys),
         "WAITING_FOR_MODEL_START": waiting_for_model_start,
+        "PROGRESS_START": progress_start,
         "COMMON_KEY_COUNT": waiting_for_model_start - len(SEQUENCE_KEYS),
+    }
+    text = _NAME_IN_CODE.sub(lambda found: str(values.get(found[0], found[0])), text)
+    definitions = {
+        **{key: f"KEYS[{number}]" for number, key in enumerate((*keys, *key_names), 1)},
         "KEY_TYPES": f"{{{', '.join(repr(kind) for _, kind in keys.values())}}}",
     }
     used = set(_CAPITAL_NAMES.findall(_COMMENT.sub("", text)))
-    return "\n".join(f"local {name} = {value}" for name, value in values.items() if name in used)
+    lines = [f"local {name} = {value}" for name, value in definitions.items() if name in used]
+    return "\n".join([*lines, text])
 
 
 def _read_arguments(arguments: Columns, lists: Sequence[ListArgument]) -> str:

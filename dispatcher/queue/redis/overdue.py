@@ -57,14 +57,19 @@ class OverdueSearch:
         return self.new_deadlines if self._is_new_next else self.older_deadlines
 
     def record_found(
-        self, walk: ScoreWalk, rows: Sequence[tuple[int, bytes, bytes, bytes, int, int]]
+        self, walk: ScoreWalk, rows: Sequence[tuple[int, bytes, bytes, bytes, int, int, bytes]]
     ) -> list[UnleasedRequest]:
         side = "f" if walk is self.new_deadlines else "r"
         return [
             UnleasedRequest(
-                f"{side}{at}|{place.decode()}", member, last_try.decode(errors="replace"), *counts
+                f"{side}{at}|{place.decode()}",
+                member,
+                last_try.decode(errors="replace"),
+                failed_attempts,
+                refusals,
+                progress,
             )
-            for at, place, member, last_try, *counts in rows
+            for at, place, member, last_try, failed_attempts, refusals, progress in rows
         ]
 
     def record_removed(self, item: UnleasedRequest) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -55,7 +55,7 @@ from dispatcher.queue.redis import cancel_markers, model_registry, script_calls,
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import REMAINING, OverdueSearch
-from dispatcher.queue.redis.replies import SettleReply
+from dispatcher.queue.redis.replies import ClaimReply, SettleReply
 from dispatcher.queue.redis.result_lists import ResultListChecker
 from dispatcher.queue.redis.result_writer import ResultWriter, WriteStep
 from dispatcher.queue.redis.script_calls import OwnerTerms, ResultWrite
@@ -74,6 +74,10 @@ _SETTLE_STATUS = {
     UNWRITABLE: None,
     TOO_LARGE: SettleStatus.TOO_LARGE,
 }
+
+
+async def _return_no_progress() -> bytes:
+    return b""
 
 
 class RedisQueue:
@@ -114,7 +118,7 @@ class RedisQueue:
         self.backend = Backend(client, names, attempt_timeout_s=attempt_timeout_s)
         self._owner_terms = OwnerTerms(owner, owner_timeout_s, lease_s)
         self._max_member_bytes = max_payload_bytes + MAX_ENVELOPE_BYTES
-        self._failed_transfers: Counter[int] = Counter()
+        self._failed_transfers: Counter[tuple[str, int]] = Counter()
         """Number of failed transfers of a large member, by its entry."""
         self._dead_owner_detector = dead_owner_detector
         self._result_ttl_s = result_ttl_s
@@ -181,28 +185,54 @@ class RedisQueue:
             max_member_bytes=self._max_member_bytes,
             is_probe=is_probe,
         )
-        if not reply.large_member_bytes:
+        if not reply.large_member_bytes and not reply.large_progress_bytes:
             return reply.claim_result
         (lease,) = reply.claim_result.leases
-        return reply.claim_result.copy_with(
-            leases=await self._load_large_member(lease, reply.large_member_bytes)
-        )
+        return reply.claim_result.copy_with(leases=await self._load_large_parts(lease, reply))
 
-    async def _load_large_member(self, lease: Lease, size_bytes: int) -> list[Lease]:
-        """Return a lease with its large member, or no lease if it has ended. After three failed transfers,
-        the member is cut to its beginning, which says that it is too large."""
-        key, scripts = self.names.members_key, self.backend.scripts
+    async def _load_large_parts(self, lease: Lease, reply: ClaimReply) -> list[Lease]:
+        """Return a lease with its large member and its large progress, or no lease if it has ended.
+
+        After three failed transfers of the member, the member is cut to its beginning, which says that it is
+        too large. After three failed transfers of the progress, the request starts again without it.
+        """
+        if reply.large_member_bytes:
+            member = await self._load_large_value(
+                self.names.members_key,
+                lease,
+                reply.large_member_bytes,
+                lambda: script_calls.cut_member(self.backend, lease),
+            )
+            if member is None:
+                return []
+            lease = lease.copy_with(member=member)
+        if reply.large_progress_bytes:
+            progress = await self._load_large_value(
+                self.names.progress_key, lease, reply.large_progress_bytes, _return_no_progress
+            )
+            if progress is None:
+                return []
+            lease = lease.copy_with(progress=progress)
+        return [lease]
+
+    async def _load_large_value(
+        self, key: str, lease: Lease, size_bytes: int, give_up: Callable[[], Awaitable[bytes | None]]
+    ) -> bytes | None:
+        """Return the value of a hash for the entry of a lease, or what `give_up` returns after three failed
+        transfers. `None` if the lease has ended."""
+        scripts, transfer = self.backend.scripts, (key, lease.entry_id)
+        value: bytes | None
         try:
-            member = await scripts.call_with_retries(
-                lambda: scripts.client.hget(key, lease.entry_id), size_bytes=size_bytes
+            value = await scripts.call_with_retries(
+                lambda: scripts.client.hget(*transfer), size_bytes=size_bytes
             )
         except CallFailedError:
-            self._failed_transfers[lease.entry_id] += 1
-            if self._failed_transfers[lease.entry_id] < _MAX_TRANSFERS:
+            self._failed_transfers[transfer] += 1
+            if self._failed_transfers[transfer] < _MAX_TRANSFERS:
                 raise
-            member = await script_calls.cut_member(self.backend, lease)
-        del self._failed_transfers[lease.entry_id]
-        return [] if member is None else [lease.copy_with(member=member)]
+            value = await give_up()
+        del self._failed_transfers[transfer]
+        return value
 
     async def renew(self, leases: Sequence[Lease]) -> RenewResult:
         lost: list[int] = []
@@ -248,23 +278,28 @@ class RedisQueue:
                 return replace(reply, decisions=verdicts)
 
     async def find_remaining_requests(self, max_count: int) -> Sequence[RemainingRequest]:
-        scripts, found = self.backend.scripts, []
+        found = []
         for row in await sequences.find_remaining_requests(
             self.backend, min(max_count, MAX_SCRIPT_ITEMS), self._max_member_bytes
         ):
-            member: bytes | None
-            if isinstance(row.member, int):
-                load_member = partial(scripts.client.hget, self.names.members_key, row.place.split(":")[1])
-                member = await scripts.call_with_retries(load_member, size_bytes=row.member)
-            else:
-                member = row.member
+            entry = row.place.split(":")[1]
+            member = await self._load_if_large(self.names.members_key, entry, row.member)
+            progress = await self._load_if_large(self.names.progress_key, entry, row.progress)
             if member is not None:
-                found.append(
-                    RemainingRequest(
-                        UnleasedRequest(f"{REMAINING}|{row.place}", member), row.error_code, row.message
-                    )
-                )
+                request = UnleasedRequest(f"{REMAINING}|{row.place}", member, progress=progress or b"")
+                found.append(RemainingRequest(request, row.error_code, row.message))
         return found
+
+    async def _load_if_large(self, key: str, entry: str, value: bytes | int) -> bytes | None:
+        """Return a value that a script returned, or load it from its hash if the script returned its size.
+        `None` if it is no longer there."""
+        if not isinstance(value, int):
+            return value
+        client = self.backend.scripts.client
+        loaded: bytes | None = await self.backend.scripts.call_with_retries(
+            partial(client.hget, key, entry), size_bytes=value
+        )
+        return loaded
 
     async def share_state(self, permit: Permit, overload: Overload | None) -> RenewResult:
         await self._ensure_clock_known()
@@ -336,9 +371,23 @@ class RedisQueue:
 
     async def release(self, releases: Sequence[Release]) -> Sequence[SettleStatus]:
         statuses: list[SettleStatus] = []
-        for batch in split_batches(releases, lambda _: 0):
-            statuses += await script_calls.release(self.backend, batch)
+        for batch in split_batches(releases, lambda each: len(each.stored_progress or b"")):
+            statuses += await self._release_batch(batch)
         return statuses
+
+    async def _release_batch(self, batch: Sequence[Release]) -> list[SettleStatus]:
+        """Release a batch. If a reachable server does not take it with the progress in it, release it
+        without, because a lease whose release fails would count as a death when it runs out."""
+        try:
+            return await script_calls.release(self.backend, batch)
+        except CallFailedError:
+            if not any(each.stored_progress for each in batch):
+                raise
+            if not await self.backend.scripts.is_responding(self.names.queue):
+                raise
+        if len(batch) > 1:
+            return [status for each in batch for status in await self._release_batch([each])]
+        return await script_calls.release(self.backend, [replace(batch[0], progress=None)])
 
     async def return_waiting_for_models(self, models: Sequence[str]) -> ReturnedRequests:
         moved = left = 0
@@ -418,8 +467,8 @@ class RedisQueue:
         )
 
     async def find_overdue(self, max_count: int) -> Sequence[UnleasedRequest]:
-        """Return unleased requests that may be past their deadline: at most 1 MB of them, but at least
-        one."""
+        """Return unleased requests that may be past their deadline: at most 1 MB of them with their progress,
+        but at least one."""
         await self._ensure_clock_known()
         overdue = self._overdue_search = self._overdue_search or OverdueSearch(self.unix_now())
         # Both passes, because one of them may have found nothing.
@@ -428,16 +477,16 @@ class RedisQueue:
             reply = await script_calls.find_overdue(
                 self.backend, walk, max_count, max_member_bytes=self._max_member_bytes
             )
-            if size := reply.large_member_bytes:
+            if size := reply.large_request_bytes:
                 same_position = replace(walk)
-                # Before the call, so that a member whose transfer fails does not stop the search.
+                # Before the call, so that a request whose transfer fails does not stop the search.
                 walk.offset += 1
                 reply = await script_calls.find_overdue(
                     self.backend,
                     same_position,
                     max_count,
                     max_member_bytes=self._max_member_bytes,
-                    large_member_bytes=size,
+                    large_request_bytes=size,
                 )
             walk.advance_to(reply.until, reply.next_range, reply.next_offset)
             if reply.rows:

@@ -72,19 +72,22 @@ class ClaimReply:
     large_member_bytes: int
     """Size of the member if it is too large to be part of the reply, which then has one lease.
     Otherwise 0."""
+    large_progress_bytes: int
+    """The same for the progress of the request."""
 
 
 def decode_claim(backend: Backend, reply: Reply) -> ClaimReply:
     owner_reply, waiting_count, rows = reply.value
     large_member_bytes = rows[2] if rows and isinstance(rows[2], int) else 0
+    large_progress_bytes = rows[10] if rows and isinstance(rows[10], int) else 0
     claim_result = ClaimResult(
         _decode_leases(rows), *_decode_owner_reply(backend, reply, owner_reply), waiting_count
     )
-    return ClaimReply(claim_result, large_member_bytes)
+    return ClaimReply(claim_result, large_member_bytes, large_progress_bytes)
 
 
 def _decode_leases(rows: Sequence[Any]) -> list[Lease]:
-    return [_decode_lease(*row) for row in _split_rows(rows, 10)]
+    return [_decode_lease(*row) for row in _split_rows(rows, 11)]
 
 
 def _decode_lease(
@@ -98,8 +101,10 @@ def _decode_lease(
     deaths: int,
     units: int,
     last_attempt: bytes,
+    progress: bytes | int,
 ) -> Lease:
-    """Decode a lease. Its member is empty if the script returned only the size of the member."""
+    """Decode a lease. Its member is empty if the script returned only the size of the member, and so is its
+    progress."""
     return Lease(
         entry_id,
         token.decode(),
@@ -109,9 +114,10 @@ def _decode_lease(
         failed_attempts,
         refusals,
         deaths_as_suspect=count_losses(deaths),
-        lane=choose_lane(deaths),
+        lane=choose_lane(deaths, has_progress=bool(progress)),
         units=units,
         last_attempt=last_attempt.decode(errors="replace") if last_attempt else "",
+        progress=b"" if isinstance(progress, int) else progress,
     )
 
 
@@ -221,11 +227,11 @@ class OverdueReply:
     next_range: int
     """Range at which to go on. -1 at the end."""
     next_offset: int
-    rows: Sequence[tuple[int, bytes, bytes, bytes, int, int]]
-    """Range, location, member, last attempt, failed attempts and refusals of each request."""
-    large_member_bytes: int
-    """Size of the first member if it needs a call of its own, and then the only row has no member. Otherwise
-    0."""
+    rows: Sequence[tuple[int, bytes, bytes, bytes, int, int, bytes]]
+    """Range, location, member, last attempt, failed attempts, refusals and progress of each request."""
+    large_request_bytes: int
+    """Size of the first member with its progress if they need a call of their own, and then the only row has
+    none of both. Otherwise 0."""
 
 
 def decode_overdue(reply: Reply) -> OverdueReply:
@@ -398,12 +404,14 @@ class RemainingRow:
     """Member, or its size if it needs a call of its own."""
     error_code: ErrorCode
     message: str
+    progress: bytes | int
+    """Progress of the request, or its size if it needs a call of its own."""
 
 
 def decode_remaining_requests(reply: Reply) -> list[RemainingRow]:
     return [
-        RemainingRow(place.decode(), member, ErrorCode(code.decode()), why.decode())
-        for place, member, code, why in _split_rows(reply.value, 4)
+        RemainingRow(place.decode(), member, ErrorCode(code.decode()), why.decode(), progress)
+        for place, member, code, why, progress in _split_rows(reply.value, 5)
     ]
 
 

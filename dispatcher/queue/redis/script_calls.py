@@ -174,12 +174,15 @@ class _ReleaseRow(Row):
     missing_model: str
     request_id: bytes
     request_token: bytes
+    has_progress: bool
+    progress: bytes
 
 
 async def release(backend: Backend, releases: Sequence[Release]) -> list[SettleStatus]:
     rows = []
     for each in releases:
         missing_model, request_id, request_token = describe_model_wait(each)
+        progress = each.stored_progress
         rows.append(
             _ReleaseRow(
                 entry_id=each.lease.entry_id,
@@ -192,10 +195,15 @@ async def release(backend: Backend, releases: Sequence[Release]) -> list[SettleS
                 missing_model=missing_model,
                 request_id=request_id,
                 request_token=request_token,
+                has_progress=progress is not None,
+                progress=progress or b"",
             )
         )
     reply = await backend.run_script(
-        "release", {"reply_s": REPLY_TTL_S, "releases": rows}, keys={"REPLY": backend.create_reply_key()}
+        "release",
+        {"reply_s": REPLY_TTL_S, "releases": rows},
+        keys={"REPLY": backend.create_reply_key()},
+        size_bytes=sum(len(row.progress) for row in rows),
     )
     return replies.decode_release(backend, reply)
 
@@ -403,10 +411,10 @@ async def find_overdue(
     max_count: int,
     *,
     max_member_bytes: int,
-    large_member_bytes: int = 0,
+    large_request_bytes: int = 0,
 ) -> replies.OverdueReply:
-    """Run one call of a search. `large_member_bytes` is the size of the first member if it is to be returned
-    alone."""
+    """Run one call of a search. `large_request_bytes` is the size of the first member with its progress if
+    they are to be returned alone."""
     reply = await backend.run_script(
         "find_overdue",
         {
@@ -415,10 +423,10 @@ async def find_overdue(
             "range": walk.range_index,
             "offset": walk.offset,
             "max_count": max_count,
-            "max_bytes": large_member_bytes or MAX_SCRIPT_BYTES,
+            "max_bytes": large_request_bytes or MAX_SCRIPT_BYTES,
             "max_member_bytes": max_member_bytes,
         },
-        size_bytes=large_member_bytes,
+        size_bytes=large_request_bytes,
     )
     return replies.decode_overdue(reply)
 
