@@ -89,6 +89,7 @@ class Generation:
     prompt: str | tuple[int, ...] = ""
     """Prompt of a completion. Empty for a chat."""
     seed: int | None = None
+    """Seed of the sampling. `None` if there is none, or it has no effect."""
 
 
 class _Whole(Exception):  # noqa: N818 - never leaves this module
@@ -286,8 +287,9 @@ def _read_seed(values: Mapping[str, Any], *, allow_seed: bool) -> int | None:
         return None
     if type(seed) is not int:
         raise _Whole(WholeReason.BODY)
-    # Without randomness, the seed has no effect.
-    if values.get("temperature") != 0 and not allow_seed:
+    if values.get("temperature") == 0:  # without randomness, the seed has no effect
+        return None
+    if not allow_seed:
         raise _Whole(WholeReason.SEED)
     return seed
 

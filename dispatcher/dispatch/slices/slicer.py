@@ -131,7 +131,7 @@ class Slicer:
         if self._is_merged(request):
             return WholeReason.MERGED
         counts = self._access.view.counts
-        if counts is not None and counts.started >= self._options.max_started:
+        if counts is not None and getattr(counts, "started", 0) >= self._options.max_started:
             return WholeReason.TOO_MANY_STARTED
         return None
 

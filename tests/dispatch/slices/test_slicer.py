@@ -1,0 +1,261 @@
+"""Long generations in slices, with the loop, a queue in memory, and servers that generate text."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from dispatcher.core.gateway.outcome import Evicted, Failed, FailureKind, Outcome, Overloaded, RetryPolicy
+from dispatcher.core.requests.request import encode_member
+from dispatcher.core.requests.result import PoppedResult, decode_result
+from dispatcher.core.slices.eligibility import SliceTerms, WholeReason
+from dispatcher.dispatch import Options
+from dispatcher.dispatch.options import SliceOptions
+from dispatcher.lab.standin.generation_api import GenerationConfig
+from dispatcher.ports import Submission
+from tests.dispatch.scene import Scene, run_in_scene
+from tests.dispatch.slices.generation_gateway import GenerationGateway, generate_whole
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def build_options(slice_tokens: int = 20, **changes: Any) -> Options:
+    terms = SliceTerms(slice_tokens, slice_tokens + 1, (CHAT, COMPLETION))
+    return Options(RetryPolicy(), slicing=SliceOptions(is_on=True, terms=terms, **changes))
+
+
+def build_payload(path: str, number: int = 1, max_tokens: int = 100, **fields: Any) -> bytes:
+    content: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": f"question {number}"}]}
+        if path == CHAT
+        else {"prompt": f"text {number}:"}
+    )
+    return msgspec.json.encode(
+        {"model": "m", "max_tokens": max_tokens, "temperature": 0, **content, **fields}
+    )
+
+
+async def submit(
+    scene: Scene, path: str, payload: bytes, request_id: str = "r-1", in_s: float = 10**6, **fields: Any
+) -> None:
+    deadline = int(time.time() + in_s)
+    member = encode_member(request_id, payload, deadline, token="t", endpoint=path, **fields)
+    await scene.store.submit([Submission(member, float(deadline), request_id, "t", deadline)])
+
+
+async def wait_for_results(scene: Scene, count: int) -> Mapping[str, PoppedResult]:
+    results: dict[str, PoppedResult] = {}
+    while len(results) < count:
+        result = scene.store.pop_result()
+        if result is None:
+            await asyncio.sleep(0.05)
+            continue
+        decoded = decode_result(result)
+        assert decoded.id not in results
+        results[decoded.id] = decoded
+    return results
+
+
+def summarize(body: str | bytes) -> tuple[Any, ...]:
+    """Return what must not differ between an answer in slices and that of one call."""
+    answer = msgspec.json.decode(body)
+    choice = answer["choices"][0]
+    text = choice["message"]["content"] if "message" in choice else choice["text"]
+    usage = answer["usage"]
+    return text, choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"], answer["model"]
+
+
+def run_one(
+    path: str,
+    payload: bytes,
+    config: GenerationConfig | None = None,
+    options: Options | None = None,
+    outcomes: Iterable[Outcome | None] = (),
+    **fields: Any,
+) -> tuple[PoppedResult, GenerationGateway, Scene]:
+    """Run one request to its result."""
+    gateway = GenerationGateway(config or GenerationConfig())
+    gateway.next_outcomes.extend(outcomes)
+    found: list[Any] = []
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, path, payload, **fields)
+        found.extend([(await wait_for_results(scene, 1))["r-1"], gateway, scene])
+
+    run_in_scene(check, gateway, options or build_options())
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_long_generation_is_sent_in_slices_and_has_the_answer_of_one_call(path: str) -> None:
+    config = GenerationConfig(end_probability=0.0)
+    payload = build_payload(path)
+    result, gateway, _ = run_one(path, payload, config)
+    assert result.status_code == 200
+    assert summarize(result.payload) == summarize(generate_whole(path, payload, config))
+    sliced = [call for call in gateway.calls if call.max_tokens <= 20]
+    assert result.slices is not None
+    assert result.slices >= 5
+    assert len(sliced) >= result.slices
+    assert "token_ids" not in result.payload
+
+
+def test_model_is_checked_once_before_its_first_slice() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0))
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, COMPLETION, build_payload(COMPLETION))
+        await wait_for_results(scene, 1)
+        first_calls = [call.max_tokens for call in gateway.calls[:4]]
+        assert first_calls == [24, 8, 8, 8]
+        calls = len(gateway.calls)
+        await submit(scene, COMPLETION, build_payload(COMPLETION, 2), "r-2")
+        await wait_for_results(scene, 1)
+        assert [call.max_tokens for call in gateway.calls[calls:]] == [20] * 5
+
+    run_in_scene(check, gateway, build_options())
+
+
+def test_slices_of_a_request_go_to_the_same_server_and_use_its_prefix_cache() -> None:
+    result, gateway, _ = run_one(COMPLETION, build_payload(COMPLETION), GenerationConfig(end_probability=0.0))
+    assert len({call.server for call in gateway.calls if call.max_tokens == 20}) == 1
+    assert result.cached_tokens is not None
+    assert result.cached_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (GenerationConfig(end_probability=0.0, ignores_continue=True), WholeReason.UNEQUAL),
+        (GenerationConfig(end_probability=0.0, reasoning="reasoning_content"), WholeReason.REASONING),
+    ],
+)
+def test_model_whose_slices_are_not_equal_gets_whole_requests(
+    config: GenerationConfig, reason: WholeReason
+) -> None:
+    payload = build_payload(CHAT)
+    result, gateway, scene = run_one(CHAT, payload, config)
+    assert result.slices is None
+    assert gateway.calls[-1].max_tokens == 100
+    assert msgspec.json.decode(result.payload)["choices"] == (
+        msgspec.json.decode(generate_whole(CHAT, payload, config))["choices"]
+    )
+    ((_, support),) = scene.dispatcher.slicer.support
+    assert support.reason is reason or support.reason is WholeReason.UNEQUAL
+    assert sum(scene.dispatcher.slicer.whole_counts.values()) == 1
+
+
+def test_evicted_or_failed_slice_is_sent_again_from_the_kept_progress() -> None:
+    config = GenerationConfig(end_probability=0.0)
+    payload = build_payload(COMPLETION)
+    failed = Failed("connection reset", kind=FailureKind.CONNECTION_RESET)
+    outcomes = [None] * 6 + [Evicted(429, "evicted"), None, failed, Overloaded(429, "", False)]
+    result, gateway, _ = run_one(COMPLETION, payload, config, outcomes=outcomes)
+    assert summarize(result.payload) == summarize(generate_whole(COMPLETION, payload, config))
+    # Four calls of the check with 48 tokens, five slices of 20, and three of them once more.
+    assert gateway.generated_tokens == 48 + 5 * 20 + 3 * 20
+
+
+def test_attempts_count_for_each_slice() -> None:
+    failed = Failed("connection reset", kind=FailureKind.CONNECTION_RESET)
+    # Two of three allowed attempts fail in each slice.
+    outcomes = [None] * 4 + [failed, failed, None] * 5
+    options = build_options()
+    options = Options(RetryPolicy(0.1, 1.0, 3), slicing=options.slicing)
+    result, _, _ = run_one(
+        COMPLETION, build_payload(COMPLETION), GenerationConfig(end_probability=0.0), options, outcomes
+    )
+    assert result.status_code == 200
+    assert result.slices == 5
+
+
+def test_expired_request_returns_what_was_generated() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0), token_s=0.1)
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, COMPLETION, build_payload(COMPLETION), in_s=13)
+        result = (await wait_for_results(scene, 1))["r-1"]
+        assert result.error_code == "DEADLINE_EXCEEDED"
+        assert result.partial is True
+        text, finish_reason, *_ = summarize(result.payload)
+        whole = summarize(generate_whole(COMPLETION, build_payload(COMPLETION), gateway.config))
+        assert text
+        assert whole[0].startswith(text)
+        assert finish_reason is None
+
+    run_in_scene(check, gateway, build_options())
+
+
+def test_request_declines_slices() -> None:
+    result, gateway, scene = run_one(COMPLETION, build_payload(COMPLETION), metadata={"slicing": "off"})
+    assert result.slices is None
+    assert [call.max_tokens for call in gateway.calls] == [100]
+    assert scene.dispatcher.slicer.whole_counts == {WholeReason.DECLINED: 1}
+
+
+def test_generations_that_began_in_slices_are_completed_when_slicing_is_turned_off() -> None:
+    gateway = GenerationGateway(GenerationConfig(end_probability=0.0), token_s=0.01)
+
+    async def check(scene: Scene) -> None:
+        await submit(scene, COMPLETION, build_payload(COMPLETION))
+        while sum(call.max_tokens == 20 for call in gateway.calls) < 2:
+            await asyncio.sleep(0.01)
+        scene.dispatcher.reconfigure(Options(RetryPolicy()))
+        result = (await wait_for_results(scene, 1))["r-1"]
+        whole = generate_whole(COMPLETION, build_payload(COMPLETION), gateway.config)
+        assert summarize(result.payload) == summarize(whole)
+        assert gateway.calls[-1].max_tokens > 20
+
+    run_in_scene(check, gateway, build_options())
+
+
+def test_random_requests_cut_everywhere_have_the_answers_of_single_calls() -> None:
+    source = random.Random(1)
+    differing = sliced = 0
+    for _ in range(40):
+        config = GenerationConfig(
+            end_probability=source.choice([0.0, 0.01]),
+            merged_tokens=source.random() < 0.3,
+            replaces_incomplete=source.random() < 0.3,
+            no_token_ids=source.random() < 0.3,
+            rejects_unknown_fields=source.random() < 0.1,
+            trims_content=source.random() < 0.5,
+        )
+        gateway = GenerationGateway(config)
+        size = source.randint(1, 60)
+        payloads = {}
+        for number in range(5):
+            path = source.choice([CHAT, COMPLETION])
+            stop = {"stop": source.sample(["a", "é ", "\n", "b c"], 1)} if source.random() < 0.3 else {}
+            payloads[f"r-{number}"] = (
+                path,
+                build_payload(path, source.randint(0, 10**6), source.randint(size + 1, 400), **stop),
+            )
+        evicted = Evicted(429, "evicted")
+        gateway.next_outcomes.extend(
+            evicted if source.random() < 0.1 else None for _ in range(source.randint(0, 100))
+        )
+
+        async def check(scene: Scene) -> None:
+            for request_id, (path, payload) in payloads.items():
+                await submit(scene, path, payload, request_id)
+            results = await wait_for_results(scene, len(payloads))
+            nonlocal differing, sliced
+            for request_id, (path, payload) in payloads.items():
+                sliced += (results[request_id].slices or 0) > 1
+                expected = summarize(generate_whole(path, payload, config))
+                got = summarize(results[request_id].payload)
+                # After a stop string across a boundary, more tokens were generated than one call would have.
+                if (got[:3], got[4]) != (expected[:3], expected[4]):
+                    print(config, size, path, payload, got, expected, sep="\n")
+                    differing += 1
+
+        run_in_scene(check, gateway, build_options(size))
+    assert not differing
+    assert sliced > 50
