@@ -63,6 +63,12 @@ class LogEntry:
     """Whether this was the first request for its model on that server, which takes longer."""
     direct: bool = False
     """Whether the request was sent to the server directly, bypassing the gateway."""
+    prompt_tokens: int = 0
+    """Number of tokens of the prompt, where the text of the answer is generated."""
+    cached_tokens: int = 0
+    """Number of tokens of the prompt that the model server had in its cache."""
+    generated_tokens: int = 0
+    """Number of tokens that were generated until the request ended."""
 
 
 @dataclass

@@ -6,8 +6,9 @@ import asyncio
 import random
 import ssl
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isnan
 from typing import Any, Literal
 
@@ -21,12 +22,19 @@ from dispatcher.core.requests.headers import (
     REQUEST_ID,
     SESSION_TOKEN,
 )
+from dispatcher.lab.standin.generation_api import (
+    GeneratedAnswer,
+    GenerationConfig,
+    InvalidRequestError,
+    parse_request,
+)
+from dispatcher.lab.standin.generation_run import EventStream, GenerationRun
 from dispatcher.lab.standin.http import Exchange, Server, build_head
 from dispatcher.lab.standin.model import BATCH_CONTEXT, compute_work_s
 from dispatcher.lab.standin.model import draw_tokens as drawn
 from dispatcher.lab.standin.pool import Job, Level, Pool
-from dispatcher.lab.standin.prefixes import PrefixServers
-from dispatcher.lab.standin.replies import Answer, build_content, build_plain_text
+from dispatcher.lab.standin.prefixes import PrefixServers, TokenCache
+from dispatcher.lab.standin.replies import Answer, build_content, build_headers, build_plain_text
 from dispatcher.lab.standin.serving import ModelServers, build_not_found
 
 
@@ -70,6 +78,12 @@ class LogEntry(msgspec.Struct):
     """True if this was the first request for the model on that server, which takes longer."""
     direct: bool = False
     """True if the request came to the server directly, not through the gateway."""
+    prompt_tokens: int = 0
+    """Number of tokens of the prompt, if the text of the answer is generated."""
+    cached_tokens: int = 0
+    """Number of tokens of the prompt that the server had in its prefix cache."""
+    generated_tokens: int = 0
+    """Number of tokens that were generated until the request ended."""
     status: int | None = None
     """HTTP status. `None`: not ended. 0: the client disconnected. -1: the gateway broke the connection."""
 
@@ -79,7 +93,20 @@ class _Payload(msgspec.Struct):
     max_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Pooled:
+    """Request that is in the pool."""
+
+    exchange: Exchange
+    entry: LogEntry
+    job: Job
+    run: GenerationRun | None
+
+
 _HEALTHY = Answer()
+_CUT_DELAY_S = 0.01
+_NUMBERED = "servers/"
+"""Begin of the name of a model server that is known by its number."""
 
 
 class Gateway:
@@ -131,6 +158,12 @@ class Gateway:
         self._answer_counts: Counter[str] = Counter()
         self._arrivals_by_id: Counter[str] = Counter()
         self._served_by_id: Counter[str] = Counter()
+        self.generation: GenerationConfig | None = None
+        """Behaviour of the servers that generate text. `None` if every answer has the same text."""
+        self._pooled: dict[int, _Pooled] = {}
+        """Requests that are in the pool, by the number of their log entry."""
+        self._token_caches: defaultdict[str, TokenCache] = defaultdict(TokenCache)
+        """Cache of each server by its session token, or by its number for requests that name their server."""
 
     async def set_fault(self, fault: Fault | None) -> None:
         """Replace the current fault; `None` to remove it."""
@@ -226,10 +259,14 @@ class Gateway:
     def _call_after_path(
         self, callback: Callable[..., None], exchange: Exchange, entry: LogEntry, *arguments: Any
     ) -> None:
-        if self.path_s > 0 and not entry.direct:
-            self._loop.call_later(self.path_s, callback, exchange, entry, *arguments)
+        path_s = self._get_path_s(entry)
+        if path_s > 0:
+            self._loop.call_later(path_s, callback, exchange, entry, *arguments)
         else:
             callback(exchange, entry, *arguments)
+
+    def _get_path_s(self, entry: LogEntry) -> float:
+        return 0.0 if entry.direct else self.path_s
 
     def _choose_answer(self, exchange: Exchange, entry: LogEntry) -> tuple[_Payload | None, Answer]:
         """Return the answer for this request: that of the fault, if it applies, or the one that the payload
@@ -290,16 +327,6 @@ class Gateway:
     def _submit_to_pool(
         self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, answer: Answer
     ) -> None:
-        seconds = self.seconds if answer.seconds is None else answer.seconds
-        generated = 0
-        if seconds is None:
-            generated = (
-                payload.max_tokens
-                if payload is not None and payload.max_tokens
-                else self._draw_tokens(entry.id)
-            )
-
-        max_tokens = payload.max_tokens if payload is not None else None
         visit = self.servers.visit_server(entry.model_server, exchange.body)
         entry.model = visit.model
         if visit.is_unknown:
@@ -307,16 +334,40 @@ class Gateway:
             self._call_after_path(self._send_answer, exchange, entry, refusal)
             return
 
+        server = self.prefixes.pick_server(exchange.headers.get(SESSION_TOKEN, ""))
+        try:
+            run = self._start_generation(exchange, entry, answer, server, visit.cold_s)
+        except InvalidRequestError as error:
+            refusal = Answer(kind="status", status=400, body=error.build_body())
+            self._call_after_path(self._send_answer, exchange, entry, refusal)
+            return
+
+        max_tokens = payload.max_tokens if payload is not None else None
+        seconds = self.seconds if answer.seconds is None else answer.seconds
+        if run is not None:
+            generated = run.answer.token_count
+        elif seconds is None:
+            generated = max_tokens or self._draw_tokens(entry.id)
+        else:
+            generated = 0
+
         def handle_finish() -> None:
+            self._pooled.pop(entry.number, None)
             entry.started_at = job.started_at
-            if answer.kind != "hang":
+            if answer.kind == "hang":
+                return
+            if run is not None:
+                self._finish_generation(run, exchange, entry, answer)
+            else:
                 self._call_after_path(
                     self._send_answer, exchange, entry, answer, generated or max_tokens or 1
                 )
 
         job = Job(
             is_batch=entry.batch,
-            work_s=compute_work_s(BATCH_CONTEXT, generated) + visit.cold_s,
+            work_s=compute_work_s(BATCH_CONTEXT, generated) + visit.cold_s
+            if run is None
+            else run.answer.work_s,
             # A request that hangs keeps its slot until the client disconnects.
             seconds=86_400.0
             if answer.kind == "hang"
@@ -325,6 +376,7 @@ class Gateway:
             else seconds + visit.cold_s,
             tokens=generated,
             on_finish=handle_finish,
+            on_start=None if run is None else run.start,
         )
         if not self._pool.submit_job(job):
             # Only the gateway sets the header with the drop reason.
@@ -336,30 +388,155 @@ class Gateway:
         # Only now: a request that was refused has not warmed the model.
         self.servers.mark_warm(visit)
         entry.cold = visit.cold_s > 0
-        entry.server = self.prefixes.route_request(exchange.body, exchange.headers.get(SESSION_TOKEN, ""))
+        entry.server = server
+        self.prefixes.record_prompt(server, exchange.body)
+        self._pooled[entry.number] = _Pooled(exchange, entry, job, run)
+        exchange.on_disconnect = lambda: self._abort_request(entry, 0)
 
-        def handle_disconnect() -> None:
+    def _abort_request(self, entry: LogEntry, status: int) -> None:
+        """End a request that may be in the pool, whose client or gateway broke the connection."""
+        self._remove_from_pool(entry)
+        self._end_request(entry, status)
+
+    def _remove_from_pool(self, entry: LogEntry) -> None:
+        """Remove a request from the pool. No effect if it is not there."""
+        pooled = self._pooled.pop(entry.number, None)
+        if pooled is not None:
+            job, run = pooled.job, pooled.run
             self._pool.remove_job(job)
             entry.started_at = None if isnan(job.started_at) else job.started_at
-            self._end_request(entry, 0)
+            if run is not None:
+                entry.generated_tokens = run.stop()
 
-        exchange.on_disconnect = handle_disconnect
+    def evict_request(self, id_: str) -> None:
+        """Let the picker stop the requests with this id for more important ones. No effect on requests
+        that are not in the pool."""
+        for pooled in [each for each in self._pooled.values() if each.entry.id == id_]:
+            exchange, entry, run = pooled.exchange, pooled.entry, pooled.run
+            if run is not None and run.stream is not None and run.stream.has_begun:
+                self._cut_connection(exchange, entry)
+                continue
+            self._remove_from_pool(entry)
+            refusal = build_plain_text(
+                429, "inference error: ResourceExhausted - evicted", "evicted-priority"
+            )
+            self._call_after_path(self._send_answer, exchange, entry, refusal)
+
+    def kill_server(self, token: str) -> None:
+        """End the model server with this session token: its caches are lost, and so are the answers that it
+        generates."""
+        self.prefixes.remove_server(token)
+        self._token_caches.pop(token, None)
+        for pooled in [*self._pooled.values()]:
+            if pooled.run is not None and pooled.entry.server == token:
+                pooled.run.cache = None
+                self._cut_connection(pooled.exchange, pooled.entry)
+
+    def forget_missing_servers(self) -> None:
+        """Empty the caches of the model servers that are gone."""
+        kept = {f"{_NUMBERED}{number}" for number in self.servers.present}
+        for place in [*self._token_caches]:
+            if place.startswith(_NUMBERED) and place not in kept:
+                del self._token_caches[place]
+
+    # Generated text.
+
+    def _start_generation(
+        self, exchange: Exchange, entry: LogEntry, answer: Answer, server: str, cold_s: float
+    ) -> GenerationRun | None:
+        """Return the run of a request whose text is generated, or `None` if its answer has other content.
+
+        Raises InvalidRequestError.
+        """
+        config = self.generation if answer.generation is None else answer.generation
+        path = exchange.target.partition("?")[0]
+        if config is None or answer.has_own_content or not path.endswith("/completions"):
+            return None
+        request = parse_request(exchange.body, is_chat=path.endswith("/chat/completions"), config=config)
+        # A request that names its server is not at the server of its session.
+        is_named = entry.direct or (bool(self.subset_header) and self.subset_header in exchange.headers)
+        place = f"{_NUMBERED}{entry.model_server}" if is_named else server
+        cache = self._token_caches[place] if config.prefix_cache else None
+        cached = 0 if cache is None else cache.count_cached(request.model, request.prompt)
+        run = GenerationRun(request.generate_answer(cached, cold_s), cache)
+        entry.model = request.model
+        entry.prompt_tokens, entry.cached_tokens = len(request.prompt), cached
+        # A request that hangs sends nothing at all.
+        if request.is_stream and answer.kind != "hang":
+            run.stream = self._build_stream(run.answer, exchange, entry, answer, server)
+        return run
+
+    def _build_stream(
+        self, generated: GeneratedAnswer, exchange: Exchange, entry: LogEntry, answer: Answer, server: str
+    ) -> EventStream:
+        headers = [*build_headers(server, answer), ("content-type", "text/event-stream; charset=utf-8")]
+
+        def handle_pause() -> None:
+            if answer.kind == "cut":
+                self._cut_connection_later(exchange, entry)
+
+        return EventStream(
+            generated,
+            [*generated.build_events(entry.id, int(time.time()))],
+            build_head(answer.status, headers, None),
+            send=lambda data: self._call_after_path(self._send_part, exchange, entry, data),
+            pauses=answer.kind in ("cut", "slow"),
+            on_pause=handle_pause,
+        )
+
+    def _finish_generation(
+        self, run: GenerationRun, exchange: Exchange, entry: LogEntry, answer: Answer
+    ) -> None:
+        """Send a generated answer, or what remains of it."""
+        count, stream = run.answer.token_count, run.stream
+        entry.generated_tokens = count
+        run.finish()
+        if stream is None:
+            body = run.answer.build_body(entry.id, int(time.time()))
+            self._call_after_path(self._send_answer, exchange, entry, answer, count, body)
+        elif answer.kind in ("cut", "slow"):
+            self._call_after_path(self._send_part, exchange, entry, stream.take_first_half())
+            if answer.kind == "cut":
+                self._cut_connection_later(exchange, entry)
+            else:
+                self._loop.call_later(
+                    self._get_path_s(entry) + answer.slow_s,
+                    self._complete_answer,
+                    exchange,
+                    entry,
+                    stream.take_rest(),
+                    answer.status,
+                )
+        else:
+            rest = stream.take_rest()
+            self._call_after_path(self._complete_stream, exchange, entry, rest, answer.status)
+
+    def _send_part(self, exchange: Exchange, entry: LogEntry, data: bytes) -> None:
+        """Send a part of a stream. In a black hole nothing is sent."""
+        if self._fault.listener != "blackhole" or entry.direct:
+            exchange.send(data)
+
+    def _complete_stream(self, exchange: Exchange, entry: LogEntry, rest: bytes, status: int) -> None:
+        if self._fault.listener != "blackhole" or entry.direct:
+            self._complete_answer(exchange, entry, rest, status)
 
     def _draw_tokens(self, id_: str) -> int:
         # Seeded by the id: the cost of a request does not depend on the requests before it.
         return drawn(random.Random(f"{self._seed}:{id_}"))
 
-    def _send_answer(self, exchange: Exchange, entry: LogEntry, answer: Answer, generated: int = 0) -> None:
+    def _send_answer(
+        self, exchange: Exchange, entry: LogEntry, answer: Answer, generated: int = 0, completion: bytes = b""
+    ) -> None:
         if not exchange.is_open or (self._fault.listener == "blackhole" and not entry.direct):
             return  # in a black hole nothing is sent; the connection ends with the fault
-        headers, body, stream = build_content(exchange, entry.id, entry.server, answer, generated)
+        headers, body, stream = build_content(exchange, entry.id, entry.server, answer, generated, completion)
         start = build_head(answer.status, headers, None if stream else len(body))
         if answer.kind in ("cut", "slow"):
             half = len(body) // 2
             exchange.send(start + body[:half])
             if answer.kind == "cut":
                 # The delay lets the first half reach the client before the connection closes.
-                self._loop.call_later(0.01, self._cut_connection, exchange, entry)
+                self._loop.call_later(_CUT_DELAY_S, self._cut_connection, exchange, entry)
             else:
                 self._loop.call_later(
                     answer.slow_s, self._complete_answer, exchange, entry, body[half:], answer.status
@@ -373,9 +550,13 @@ class Gateway:
             exchange.send(rest)
             exchange.finish()
 
+    def _cut_connection_later(self, exchange: Exchange, entry: LogEntry) -> None:
+        """Close the connection after what was sent has reached the client."""
+        self._loop.call_later(self._get_path_s(entry) + _CUT_DELAY_S, self._cut_connection, exchange, entry)
+
     def _cut_connection(self, exchange: Exchange, entry: LogEntry) -> None:
         if exchange.is_open:
-            self._end_request(entry, -1)
+            self._abort_request(entry, -1)
             exchange.close()
 
     def _end_request(self, entry: LogEntry, status: int) -> None:

@@ -7,11 +7,12 @@ traffic, faults that can be switched while it runs, and a report of what really 
 
 prints one line of JSON with the three URLs once it listens, and runs until SIGTERM or SIGINT. Each option is
 a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` returns what
-happened, `GET <control>/log?after=N` each request. The three listeners fail independently. Beside the
-picker's `/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of
-`--endpoints`; its list of models, `/servers/0/v1/models`; and it takes requests directly, at
-`/servers/0/v1/completions`, `…/v1/chat/completions`, `…/v1/embeddings`. The gateway has the lists of all at
-`/v1/models`.
+happened, `GET <control>/log?after=N` each request. With `--generation '{}'` the text of a completion depends
+on all text before it; `"sim": {"generation": {…}}` in a payload does the same for one request. The three
+listeners fail independently. Beside the picker's `/metrics`, each model server has its own page:
+`/servers/0/metrics`, and so on to the last of `--endpoints`; its list of models, `/servers/0/v1/models`; and
+it takes requests directly, at `/servers/0/v1/completions`, `…/v1/chat/completions`, `…/v1/embeddings`. The
+gateway has the lists of all at `/v1/models`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import msgspec
 from msgspec import Meta
 
 from dispatcher.lab.standin.gateway import Fault, Gateway, LogEntry
+from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.lab.standin.http import Exchange, Server
 from dispatcher.lab.standin.made_up_traffic import parse_steps
 from dispatcher.lab.standin.model_server_page import Engine
@@ -43,7 +45,18 @@ from dispatcher.lab.standin.serving import Adapter, ModelServers, Roll, parse_mo
 from dispatcher.lab.standin.trace import TraceError, load_trace
 from dispatcher.lab.standin.traffic import RealtimeTraffic
 
-__all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "Roll", "main"]
+__all__ = [
+    "Adapter",
+    "Answer",
+    "Config",
+    "Control",
+    "Fault",
+    "GenerationConfig",
+    "LiveWorld",
+    "LogEntry",
+    "Roll",
+    "main",
+]
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -108,6 +121,14 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(description="So much longer the first request to a model takes on each server, in seconds."),
     ] = 0.0
+    generation: Annotated[
+        GenerationConfig | None,
+        Meta(
+            description="The servers generate text that depends on all text before it. A JSON object with "
+            "the fields of GenerationConfig, {} for its defaults."
+        ),
+        "every answer is the text ok",
+    ] = None
     subset_header: Annotated[
         str,
         Meta(
@@ -192,8 +213,14 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Header in which a request lists the servers that it may go to. Empty to ignore such headers."""
     lists: Literal["ok", "hang", "error", "garbage", "unauthorized"] | msgspec.UnsetType = msgspec.UNSET
     """Answer of each server to requests for its list of models."""
+    generation: GenerationConfig | msgspec.UnsetType | None = msgspec.UNSET
+    """Behaviour of servers that generate text, for requests that arrive from now on. null: every answer has
+    the same text."""
+    evict: str = ""
+    """Id of a request that the picker stops for more important ones: its answer is a 429, or is cut if it has
+    begun."""
     kill_server: str = ""
-    """Session token of a model server that ends."""
+    """Session token of a model server that ends. Answers that it generates are cut."""
     restart: bool = False
     """Start a new measurement of peaks, means, counts and quantiles. The log and the counts by request id
     stay."""
@@ -263,6 +290,7 @@ class LiveWorld:
             has_own_addresses=config.apart,
             engine=config.engine,
         )
+        self._set_generation(config.generation)
         self.gateway.subset_header = config.subset_header.lower()
         self.gateway.get_server_labels = lambda: self.ports.addresses
         self._control_server = Server(self._handle_command, config.host, config.control_port)
@@ -310,7 +338,10 @@ class LiveWorld:
             await self.ports.set_page_fault(control.metrics)
         if control.gateway is not unset:
             await self.gateway.set_fault(control.gateway)
-        self.gateway.prefixes.remove_server(control.kill_server)
+        if control.kill_server:
+            self.gateway.kill_server(control.kill_server)
+        if control.evict:
+            self.gateway.evict_request(control.evict)
         if control.restart:
             self.pool.restart_measurement()
             self.gateway.restart_measurement()
@@ -342,6 +373,8 @@ class LiveWorld:
             self.servers.cold_s = control.cold_s
         if control.subset_header is not unset:
             self.gateway.subset_header = control.subset_header.lower()
+        if control.generation is not unset:
+            self._set_generation(control.generation)
         if control.lists is not unset:
             self.ports.listing_fault = control.lists
         if control.models is not unset:
@@ -350,6 +383,11 @@ class LiveWorld:
             self._start_task(self.servers.load_adapter(control.adapter))
         if control.roll is not unset:
             self._start_task(self.servers.replace_servers(control.roll))
+
+    def _set_generation(self, generation: GenerationConfig | None) -> None:
+        """Set the behaviour of the servers that generate text, or `None` if they answer the same text."""
+        self.gateway.generation = generation
+        self.servers.context_length = (generation or GenerationConfig()).context_length
 
     def build_report(self) -> dict[str, Any]:
         """Return a report of what really happened."""
@@ -366,6 +404,7 @@ class LiveWorld:
 
     def _handle_server_change(self) -> None:
         """Adapt the world to servers that have gone or come back."""
+        self.gateway.forget_missing_servers()
         self._resize_pool()
         self._start_task(self.ports.update_listeners())
 
@@ -446,10 +485,19 @@ def _parse_options(arguments: Sequence[str] | None) -> Config:
         parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=help_text)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
+        if "generation" in given:
+            given["generation"] = _parse_json("generation", given["generation"])
         # Not strict: options are strings that msgspec converts to the types of the fields.
         return msgspec.convert(given, Config, strict=False)
     except msgspec.ValidationError as error:
         parser.error(str(error))
+
+
+def _parse_json(name: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise msgspec.ValidationError(f"{name}: not JSON: {error}") from None
 
 
 async def serve(config: Config) -> None:

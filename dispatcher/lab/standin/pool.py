@@ -57,6 +57,7 @@ class Job:
         "finished_at",
         "is_batch",
         "on_finish",
+        "on_start",
         "seconds",
         "started_at",
         "timer",
@@ -72,6 +73,7 @@ class Job:
         seconds: float | None,
         tokens: int,
         on_finish: Callable[[], None],
+        on_start: Callable[[float], None] | None = None,
     ) -> None:
         self.is_batch = is_batch
         self.work_s = work_s
@@ -80,6 +82,8 @@ class Job:
         """Duration whatever the load is. `None` if it is work_s × slowdown."""
         self.tokens = tokens
         self.on_finish = on_finish
+        self.on_start = on_start
+        """Function that is called with the duration when the request gets a slot."""
         self.arrived_at = nan
         self.started_at = nan
         self.finished_at = nan
@@ -223,6 +227,8 @@ class Pool:
             job.work_s * compute_slowdown(self.running, self.slots) if job.seconds is None else job.seconds
         )
         job.timer = self._loop.call_later(seconds, self._finish_job, job)
+        if job.on_start is not None:
+            job.on_start(seconds)
 
     def _finish_job(self, job: Job) -> None:
         now = time.monotonic()

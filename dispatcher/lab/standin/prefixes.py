@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 import msgspec
 
 BLOCK_BYTES = 64
 """Size of a block, about sixteen tokens."""
+BLOCK_TOKENS = 16
+"""Size of a block of a server that generates text."""
+_MAX_TOKEN_BLOCKS = 65_536
 
 
 class _Message(msgspec.Struct):
@@ -65,6 +70,41 @@ class PrefixCache:
         return {"asked": self.lookups, "hits": self.hits}
 
 
+class TokenCache:
+    """Cache of the tokens that a model server has processed, in blocks, as those of vLLM."""
+
+    def __init__(self, max_blocks: int = _MAX_TOKEN_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._recent_blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def count_cached(self, model: str, prompt: Sequence[int]) -> int:
+        """Return how many tokens at the begin of a prompt are in the cache."""
+        cached = 0
+        # The last token is always processed, since the first generated one follows from it.
+        for block in _hash_blocks(model, prompt[:-1]):
+            if block not in self._recent_blocks:
+                break
+            self._recent_blocks.move_to_end(block)
+            cached += BLOCK_TOKENS
+        return cached
+
+    def record_tokens(self, model: str, tokens: Sequence[int]) -> None:
+        """Record tokens that the server has processed."""
+        for block in _hash_blocks(model, tokens):
+            self._recent_blocks[block] = None
+            self._recent_blocks.move_to_end(block)
+        while len(self._recent_blocks) > self._max_blocks:
+            self._recent_blocks.popitem(last=False)
+
+
+def _hash_blocks(model: str, tokens: Sequence[int]) -> Iterator[bytes]:
+    """Yield a hash for each complete block, of the model and of all tokens up to the end of the block."""
+    digest = blake2b(model.encode() + b"\0", digest_size=16)
+    for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        digest.update(array("I", tokens[at : at + BLOCK_TOKENS]).tobytes())
+        yield digest.digest()
+
+
 class PrefixServers:
     """Model servers with a cache each, behind a picker with session affinity.
 
@@ -78,11 +118,13 @@ class PrefixServers:
         self._caches = {f"server-{number}": PrefixCache(blocks) for number in range(max(1, servers))}
         self._removed_caches: list[PrefixCache] = []
 
-    def route_request(self, body: bytes, token: str) -> str:
-        """Record a request and return the token of the server that it goes to."""
-        name = token if token in self._caches else self._random.choice(list(self._caches))
-        self._caches[name].record_prompt(body)
-        return name
+    def pick_server(self, token: str) -> str:
+        """Return the token of the server that a request with this session token goes to."""
+        return token if token in self._caches else self._random.choice(list(self._caches))
+
+    def record_prompt(self, server: str, body: bytes) -> None:
+        """Record a request that goes to a server."""
+        self._caches[server].record_prompt(body)
 
     def remove_server(self, token: str) -> None:
         """Remove a server with its cache. The last server stays."""

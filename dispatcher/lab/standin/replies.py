@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from dispatcher.core.requests.headers import DROP_REASON, SESSION_TOKEN
+from dispatcher.lab.standin.generation_api import GenerationConfig
 from dispatcher.lab.standin.http import Exchange, encode_chunk
 from dispatcher.lab.standin.list_models import BadCallError, parse_call
 
@@ -39,6 +40,13 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     events: int = 0
     """Number of server-sent events, for a chunked stream."""
     gzip: bool = False
+    generation: GenerationConfig | None = None
+    """Behaviour of the server that generates the text, in place of the one of the world."""
+
+    @property
+    def has_own_content(self) -> bool:
+        """True if the content of the answer is given, so that no text is generated."""
+        return self.echo or self.body is not None or bool(self.events or self.answer_bytes)
 
 
 def build_plain_text(status: int, body: str, reason: str = "") -> Answer:
@@ -47,15 +55,16 @@ def build_plain_text(status: int, body: str, reason: str = "") -> Answer:
 
 
 def build_content(
-    exchange: Exchange, id_: str, server: str, answer: Answer, generated: int
+    exchange: Exchange, id_: str, server: str, answer: Answer, generated: int, completion: bytes = b""
 ) -> tuple[list[tuple[str, str]], bytes, bool]:
-    """Build headers and body of an answer. The third value is True if the body is chunked."""
-    headers = [(SESSION_TOKEN, server)] if server else []
-    if answer.reason:
-        headers.append((DROP_REASON, answer.reason))
-    if answer.retry_after:
-        headers.append(("retry-after", answer.retry_after))
-    if answer.echo:
+    """Build headers and body of an answer. The third value is True if the body is chunked.
+
+    `completion` is the body if the text is generated.
+    """
+    headers = build_headers(server, answer)
+    if completion:
+        body, kind = completion, "application/json"
+    elif answer.echo:
         body, kind = exchange.body, "application/json"
     elif answer.body is not None or answer.kind == "status":
         body = (answer.body or "").encode()
@@ -80,6 +89,16 @@ def build_content(
         # Without a timestamp the same answer always has the same bytes.
         body = gzip.compress(body, mtime=0)
     return headers, body, False
+
+
+def build_headers(server: str, answer: Answer) -> list[tuple[str, str]]:
+    """Build the headers that do not depend on the body."""
+    headers = [(SESSION_TOKEN, server)] if server else []
+    if answer.reason:
+        headers.append((DROP_REASON, answer.reason))
+    if answer.retry_after:
+        headers.append(("retry-after", answer.retry_after))
+    return headers
 
 
 class _ModelField(msgspec.Struct):

@@ -79,6 +79,8 @@ class ModelServers:
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.cold_s = cold_s
+        self.context_length = 32_768
+        """Maximum number of tokens of a prompt and its answer, as the servers list it."""
         self._on_change = on_change
         self._servers: list[_ServerState] = []
         self._configured_models: Sequence[Sequence[str]] = [[]]
@@ -228,9 +230,20 @@ class ModelServers:
         models = server.models if self._checks_models else [DEFAULT_MODEL]
         parent = models[0] if models else None
         return [
-            *(_build_card(name, None) for name in models),
-            *(_build_card(name, parent) for name in server.adapters),
+            *(self._build_card(name, None) for name in models),
+            *(self._build_card(name, parent) for name in server.adapters),
         ]
+
+    def _build_card(self, name: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": 1_764_000_000,
+            "owned_by": "vllm",
+            "root": name,
+            "parent": parent,
+            "max_model_len": self.context_length,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,18 +269,6 @@ def build_not_found(model: str) -> str:
         "code": 404,
     }
     return msgspec.json.encode({"error": error}).decode()
-
-
-def _build_card(name: str, parent: str | None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": 1_764_000_000,
-        "owned_by": "vllm",
-        "root": name,
-        "parent": parent,
-        "max_model_len": 32_768,
-    }
 
 
 def _build_listing(cards: Sequence[dict[str, Any]]) -> bytes:

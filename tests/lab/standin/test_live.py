@@ -24,7 +24,15 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
-from dispatcher.lab.standin.live import Answer, Config, Control, Fault, LiveWorld
+from dispatcher.lab.standin.live import (
+    Answer,
+    Config,
+    Control,
+    Fault,
+    GenerationConfig,
+    LiveWorld,
+    _parse_options,
+)
 from tests.support import running_process, wait_until
 
 Post = Callable[..., Coroutine[Any, Any, "Reply"]]
@@ -680,9 +688,20 @@ def test_process_answers_requests_and_ends_on_sigterm() -> None:
         assert process.wait(10) == 0
 
 
+def test_option_with_fields_is_parsed() -> None:
+    config = _parse_options(["--generation", '{"merged_tokens": true, "context_length": 100}'])
+    assert config.generation == GenerationConfig(merged_tokens=True, context_length=100)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--slots", "many", "slots"), ("--trace", "/none", "/none"), ("--steps", "5:x", "steps: '5:x'")],
+    [
+        ("--slots", "many", "slots"),
+        ("--trace", "/none", "/none"),
+        ("--steps", "5:x", "steps: '5:x'"),
+        ("--generation", "{", "JSON"),
+        ("--generation", '{"merged": true}', "merged"),
+    ],
 )
 def test_invalid_option_is_reported(option: str, value: str, message: str) -> None:
     command = (sys.executable, "-m", "dispatcher.lab.standin", option, value)
