@@ -242,7 +242,7 @@ def _join_piece(
     if len(continuable.text) <= len(before.text) and not continuable.token_ids:
         # The next slice would be the same again.
         why = "a slice has added no text from which the next could go on"
-        if not continuable.text:
+        if not continuable.text or before.stage is Stage.REST:
             raise _NotContinuable(WholeReason.BODY, why)
         return Continues(replace(continuable, stage=Stage.REST), piece.usage, WholeReason.BODY, why)
     return Continues(continuable, piece.usage)

@@ -108,9 +108,7 @@ class EqualityCheck:
             max_kept_bytes=_MAX_KEPT_BYTES,
         )
         match result:
-            case Continues(progress, _, reason, why) if (
-                reason is not None or progress.stage is not Stage.SLICES
-            ):
+            case Continues(progress, _, reason, why) if progress.stage is Stage.RESTART:
                 self._end_round(why, reason)
             case Continues(progress):
                 self._progress = progress

@@ -17,6 +17,8 @@ UNEQUAL_S = 3600.0
 """Time after which a model that was not equal is checked again."""
 UNDECIDED_S = 60.0
 """Time after which a check that has shown nothing is repeated."""
+INTERRUPTED_S = 1.0
+"""Time after which a check is repeated if one of its calls was refused, evicted or failed."""
 MAX_MODELS = 200
 """Number of models that are known. Producers name models, so there must be a bound."""
 MAX_TEMPLATE_OPTIONS = 4
@@ -88,7 +90,7 @@ class SupportTable:
         support = self.get_support(key)
         support.is_being_checked = False
         if check is None or check.is_undecided:
-            support.check_at = at + UNDECIDED_S
+            support.check_at = at + (INTERRUPTED_S if check is None else UNDECIDED_S)
             support.why = check.why if check is not None else support.why
             return False
         before = support.reason

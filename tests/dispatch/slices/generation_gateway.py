@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dispatcher.core.gateway.outcome import Delivered, Outcome, Unsent
+from dispatcher.core.gateway.outcome import Delivered, Outcome, TooLate, Unsent
 from dispatcher.core.requests.request import Request
 from dispatcher.lab.standin.generation_api import (
     GenerationConfig,
@@ -82,7 +82,11 @@ class GenerationGateway:
         answer = parsed.generate_answer(cached)
         self.calls.append(Call(request.id, server.name, parsed.max_tokens))
         uncached = len(parsed.prompt) - cached
-        await asyncio.sleep(self.token_s * answer.token_count + self.cold_token_s * uncached)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await asyncio.sleep(self.token_s * answer.token_count + self.cold_token_s * uncached)
+        except TimeoutError:
+            return AttemptResult(TooLate(), sent_at, now())
         self.generated_tokens += answer.token_count
         server.remember(tuple(answer.list_tokens(answer.token_count)))
         outcome = self.next_outcomes.popleft() if self.next_outcomes else None
