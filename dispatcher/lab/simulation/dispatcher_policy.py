@@ -25,6 +25,7 @@ from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.completions import Completion
 from dispatcher.dispatch.in_flight import InFlightLease
 from dispatcher.lab.memory_queue import MemoryQueue, MemoryStore
+from dispatcher.lab.simulation import sliced_requests
 from dispatcher.lab.simulation.policies import Policy
 from dispatcher.lab.simulation.scenario import Scenario
 from dispatcher.lab.simulation.transport import JobEnd, SimulatedGateway, SimulatedTransport
@@ -41,11 +42,18 @@ FOREVER = int(EPOCH) + 10**8
 NO_DEADLINE = float(len(PRIORITIES) * PRIORITY_STEP)
 """Score beyond the scores of all deadlines, so that the queue does not have to sort these requests by
 deadline."""
-MEMBER_TEMPLATE = encode_member("batch-%08d", b'{"max_tokens":"%d"}', FOREVER, created=int(EPOCH)).replace(
-    b'"%d"', b"%d"
-)
-"""Template of a batch request, filled in with number and tokens. Encoding hundreds of thousands of requests
-one by one would take longer."""
+
+
+def _build_member_template(payload: bytes) -> bytes:
+    """Return the template of a batch request, filled in with its number and the fields of the payload.
+    Encoding hundreds of thousands of requests one by one would take longer."""
+    member = encode_member("batch-%08d", payload, FOREVER, created=int(EPOCH))
+    # A number in JSON, but the template has to be valid JSON, too, to be encoded.
+    return member.replace(b'"max_tokens":"%d"', b'"max_tokens":%d')
+
+
+MEMBER_TEMPLATE = _build_member_template(b'{"max_tokens":"%d"}')
+SLICED_MEMBER_TEMPLATE = _build_member_template(sliced_requests.PAYLOAD_TEMPLATE)
 
 
 class _MeterOnlyJournal(Journal):
@@ -174,11 +182,19 @@ class DispatcherPolicy(Policy):
             retry=RetryPolicy(),
             lease_s=lease_s,
             owner_timeout_s=min(OWNER_TIMEOUT_S, lease_s),
+            default_path=sliced_requests.PATH,
+            slicing=sliced_requests.build_options(scenario.slice_tokens),
         )
         self._time = asyncio.get_running_loop().time
         clock = self._read_stepping_clock if scenario.clock_steps else self._time
         self._store = MemoryStore(clock, unix_origin=EPOCH, lease_s=lease_s)
-        self._gateway = SimulatedGateway(transport, self._make_job, scenario.seconds)
+        self._gateway = (
+            SimulatedGateway(transport, self._make_job, scenario.seconds)
+            if scenario.slice_tokens is None
+            else SimulatedGateway(
+                transport, self._make_slice, scenario.seconds, sliced_requests.build_answer
+            )
+        )
         self._token_rng = random.Random(f"{scenario.seed}/batch")
         self._submitted = 0
         self._replica_numbers = count(1)
@@ -249,11 +265,20 @@ class DispatcherPolicy(Policy):
             int(request.payload[len(b'{"max_tokens":') : -1]), self._scenario.requests_per_job
         )
 
+    def _make_slice(self, request: Request) -> Job:
+        self._refill_queue()
+        return self._scenario.make_call(*sliced_requests.parse_payload(request.payload))
+
     def _refill_queue(self) -> None:
         """Add requests until the queue has more unanswered ones than can ever be in flight."""
         while self._submitted - self._transport.ended[JobEnd.ANSWERED] < self.workers:
             # Equal scores: the queue takes them in the order of their bytes, which is that of their numbers.
-            member = MEMBER_TEMPLATE % (self._submitted, self._scenario.batch.draw_tokens(self._token_rng))
+            tokens = self._scenario.batch.draw_tokens(self._token_rng)
+            member = (
+                MEMBER_TEMPLATE % (self._submitted, tokens)
+                if self._scenario.slice_tokens is None
+                else SLICED_MEMBER_TEMPLATE % (self._submitted, tokens, tokens)
+            )
             self._store.add_member(member, NO_DEADLINE)
             # As if a dispatcher had already weighed it.
             self._store.queue.pending[member].units = self._scenario.requests_per_job

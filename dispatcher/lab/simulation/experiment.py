@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from math import inf
 
 from dispatcher.core.limit.budget import Reason, round_down
@@ -38,11 +40,22 @@ class PolicyName(StrEnum):
 
     ALL_KNOWING = "all-knowing"
     DISPATCHER = "dispatcher"
+    WHOLE = "whole"
+    """The dispatcher without slices, to compare with the scenario's slices."""
     POINT = "point"
     CAP = "cap"
     LITERAL = "literal"
     MULTIPLIER = "multiplier"
     NONE = "none"
+
+
+@dataclass(slots=True)
+class _BatchRequest:
+    """Batch request of a policy other than the dispatcher."""
+
+    tokens: int
+    generated_tokens: int = 0
+    """Number of tokens that its slices have generated so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,8 @@ class Run:
     """`sent` and `refused` without the first SETTLING_READINGS readings."""
     unreachable: int = 0
     cut: int = 0
+    evicted: int = 0
+    """Number of batch requests that were stopped for realtime requests."""
     overshoot_mean: float = 0.0
     overshoot_worst: float = 0.0
     peak_requests: int = 0
@@ -138,6 +153,8 @@ class _Experiment:
         tasks: asyncio.TaskGroup,
         progress: Callable[[float], None],
     ) -> None:
+        if policy is PolicyName.WHOLE:
+            scenario = replace(scenario, slice_tokens=None)
         world = World(
             scenario.real_slots,
             reserve=scenario.reserve,
@@ -152,6 +169,7 @@ class _Experiment:
             metrics_refresh_phase_s=scenario.metrics_refresh_phase_s,
             outages=scenario.outages,
             time_step_s=scenario.effective_time_step_s,
+            evicts=scenario.evicts,
             on_pod_count=self._handle_pod_change,
         )
         self._scenario = scenario
@@ -170,6 +188,8 @@ class _Experiment:
         self._policy = self._create_policy(policy, tasks)
         self._progress = progress
         self._token_rng = random.Random(f"{scenario.seed}/batch")
+        self._returned: deque[_BatchRequest] = deque()
+        """Requests that have to be sent again, next ones first."""
         self._jitter_rng = random.Random(f"{scenario.seed}/scrapes")
         self._loss_rng = random.Random(f"{scenario.seed}/lost")
         self._scrape_count = 0
@@ -181,7 +201,7 @@ class _Experiment:
         match policy:
             case PolicyName.ALL_KNOWING:
                 return policies.AllKnowing(budgeting, slots, self._count_free_slots)
-            case PolicyName.DISPATCHER:
+            case PolicyName.DISPATCHER | PolicyName.WHOLE:
                 return DispatcherPolicy(scenario, self._transport, tasks)
             case PolicyName.POINT:
                 return policies.Point(budgeting, slots)
@@ -232,11 +252,28 @@ class _Experiment:
 
     def _send_request(self, now: float) -> None:
         self._policy.record_sent(now)
-        batch = self._scenario.batch
-        self._transport.send_job(batch.make_job(batch.draw_tokens(self._token_rng)), self._handle_end)
+        scenario, batch = self._scenario, self._scenario.batch
+        request = (
+            self._returned.popleft()
+            if self._returned
+            else _BatchRequest(batch.draw_tokens(self._token_rng))
+        )
+        if scenario.slice_tokens is None:
+            job = batch.make_job(request.tokens)
+        else:
+            job = scenario.make_call(request.tokens, request.generated_tokens, scenario.slice_tokens)
+        self._transport.send_job(job, partial(self._handle_end, request, job))
 
-    def _handle_end(self, end: JobEnd) -> None:
+    def _handle_end(self, request: _BatchRequest, job: Job, end: JobEnd) -> None:
         self._policy.record_end(self._loop.time(), end)
+        if end is JobEnd.ANSWERED:
+            request.generated_tokens += job.tokens
+            must_continue = not job.is_last
+        else:
+            # Other requests that failed are replaced by new ones, which are like them.
+            must_continue = request.generated_tokens > 0 or end is JobEnd.EVICTED
+        if must_continue:
+            self._returned.append(request)
         self._send_allowed_requests()
 
     def _record_latency(self, realtime: Job) -> None:
@@ -324,7 +361,7 @@ class _Experiment:
         now = transport.advance_world()
         run.tokens, run.sent, run.refused = transport.tokens, transport.sent, self._count_refused()
         run.answered, run.cut = transport.ended[JobEnd.ANSWERED], transport.ended[JobEnd.CUT]
-        run.unreachable = transport.ended[JobEnd.UNREACHABLE]
+        run.unreachable, run.evicted = transport.ended[JobEnd.UNREACHABLE], transport.ended[JobEnd.EVICTED]
         has_settled = self._scrape_count > SETTLING_READINGS
         run.sent_settled = run.sent - run.sent_settled if has_settled else 0
         run.refused_settled = run.refused - run.refused_settled if has_settled else 0

@@ -12,13 +12,15 @@ from dispatcher.core.limit.budget import Policy as Budgeting
 from dispatcher.core.limit.budget import Signal
 from dispatcher.lab.simulation.metrics import POD_TOKENS, REQUEST_TOKENS, Detector, Exporter, Signals
 from dispatcher.lab.simulation.transport import ANSWER_S, SEND_S
-from dispatcher.lab.simulation.world import BatchProfile
-from dispatcher.lab.standin.model import WAITING_AT_FULL
+from dispatcher.lab.simulation.world import BatchProfile, Job
+from dispatcher.lab.standin.model import BATCH_CONTEXT, TOKEN_S, WAITING_AT_FULL, compute_work_s
 
 MAX_EXACT_S = 1_800.0
 """Duration up to which a simulation is exact. Longer ones use time steps, unless the caller asks
 otherwise."""
 TIME_STEP_S = 0.2
+SLICE_OVERHEAD_S = 0.04
+"""Default of the time that a continued slice takes to its first token in an empty pool."""
 MIN_STEPS_PER_REQUEST = 8
 """Minimum number of time steps in the time that a batch request takes in an empty pool."""
 MIN_JOBS_PER_POD = 100
@@ -109,6 +111,13 @@ class Scenario:
     time."""
     requests_per_job: int = 1
     """Number of identical batch requests that are simulated as one request of that weight."""
+    slice_tokens: int | None = None
+    """Number of tokens of each slice of a batch request. `None` if each request is one call."""
+    slice_overhead_s: float = SLICE_OVERHEAD_S
+    """Time that each continued slice takes in an empty pool in addition to that for its tokens."""
+    evicts: bool = False
+    """True if the picker stops the newest batch request of a pod for a realtime request that would have to
+    wait there."""
 
     @property
     def effective_time_step_s(self) -> float:
@@ -116,8 +125,15 @@ class Scenario:
         step, and small enough that a request takes several steps."""
         if not self.time_step_s:
             return 0.0
-        max_step_s = min(self.time_step_s, self.batch.mean_s / MIN_STEPS_PER_REQUEST)
+        max_step_s = min(self.time_step_s, self._mean_call_s / MIN_STEPS_PER_REQUEST)
         return self.scrape_s / ceil(self.scrape_s / max_step_s)
+
+    @property
+    def _mean_call_s(self) -> float:
+        """Average duration of a call in an empty pool, or that of a whole slice if it is shorter."""
+        if self.slice_tokens is None:
+            return self.batch.mean_s
+        return min(self.batch.mean_s, self.slice_overhead_s + TOKEN_S * self.slice_tokens)
 
     @property
     def default_requests_per_job(self) -> int:
@@ -201,6 +217,27 @@ class Scenario:
         """Time at which the picker first reads the metrics of its model servers."""
         # A generator per purpose: another option does not change the other random numbers.
         return random.Random(f"{self.seed}/look").random() * self.metrics_refresh_s
+
+    def make_call(self, tokens: int, generated_tokens: int, max_tokens: int) -> Job:
+        """Make the job of a call that generates at most `max_tokens` tokens of a batch request.
+
+        The request has `tokens` tokens, of which earlier slices have generated `generated_tokens`. A first
+        slice processes the context, a later one finds it in the prefix cache.
+        """
+        new_tokens = min(max_tokens, tokens - generated_tokens)
+        work_s = (
+            self.slice_overhead_s + TOKEN_S * new_tokens
+            if generated_tokens
+            else compute_work_s(BATCH_CONTEXT, new_tokens)
+        )
+        return Job(
+            work_s,
+            new_tokens,
+            is_batch=True,
+            request_count=self.requests_per_job,
+            earlier_tokens=generated_tokens,
+            is_last=generated_tokens + new_tokens >= tokens,
+        )
 
     def get_admission_limit(self, slots: int, pods: int) -> float:
         """Return the number of requests that the picker lets into the pods. The others wait in the picker."""

@@ -5,7 +5,8 @@ answers to the senders. `SimulatedGateway` is the transport as the dispatch loop
 
 Most events of the world are arrivals and ends of realtime requests, which do not need a timer on the loop:
 when a batch request starts, the time of its answer is known. The transport therefore sets timers for all
-events of the world only while a batch request waits in the pool, or if `on_change` is given.
+events of the world only while a batch request waits in the pool, if arriving realtime requests evict batch
+requests, or if `on_change` is given.
 """
 
 from __future__ import annotations
@@ -14,9 +15,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from math import inf, isnan
 
-from dispatcher.core.gateway.outcome import Delivered, Outcome, Overloaded, TooLate, Unreachable, Unsent
+from dispatcher.core.gateway.outcome import (
+    EVICTED_REASON,
+    Delivered,
+    Evicted,
+    Outcome,
+    Overloaded,
+    TooLate,
+    Unreachable,
+    Unsent,
+)
 from dispatcher.core.requests.request import Request
 from dispatcher.lab.simulation.world import Arrival, Job, World
 from dispatcher.ports import AttemptResult
@@ -36,13 +47,15 @@ class JobEnd(Enum):
     UNREACHABLE = "unreachable"
     CUT = "cut"
     """The connection was lost while the request was running."""
+    EVICTED = "evicted"
+    """Answered with 429 `evicted`: the request was stopped for a realtime request."""
 
 
 class SimulatedTransport:
     """Delivers requests to the world, and answers to the senders.
 
-    It must be the only caller that advances the world, and it replaces `on_start`, `on_finish` and
-    `on_dropped` of the world. Call `advance_world` before reading its state.
+    It must be the only caller that advances the world, and it replaces `on_start`, `on_finish`, `on_dropped`
+    and `on_evicted` of the world. Call `advance_world` before reading its state.
 
     `admit_s` is the time that the gateway takes to admit each batch request, one after the other, which
     spreads a burst; 0 admits requests that arrive together at once. `on_realtime` is called for each answered
@@ -66,7 +79,7 @@ class SimulatedTransport:
         self.sent = 0
         self.ended: Counter[JobEnd] = Counter()
         """Number of batch requests by kind of end at the pool. Requests cancelled by their sender are not
-        counted."""
+        counted, and of a request in slices only the answer to the last one is."""
         self.tokens = 0
         """Tokens of answered batch requests."""
         self._send_s, self._answer_s, self._admit_s = send_s, answer_s, admit_s
@@ -86,6 +99,7 @@ class SimulatedTransport:
             self._record_finish,
             self._record_drop,
         )
+        world.on_evicted = partial(self._send_end, end=JobEnd.EVICTED)
         self._schedule_wake()
 
     def advance_world(self) -> float:
@@ -157,8 +171,9 @@ class SimulatedTransport:
 
     def _record_finish(self, job: Job) -> None:
         if job.is_batch:
-            self.tokens += job.tokens * job.request_count
-            self.ended[JobEnd.ANSWERED] += job.request_count
+            if job.is_last:
+                self.tokens += (job.earlier_tokens + job.tokens) * job.request_count
+                self.ended[JobEnd.ANSWERED] += job.request_count
         else:
             self._on_realtime(job)
 
@@ -180,7 +195,7 @@ class SimulatedTransport:
         world = self.world
         at = (
             world.next_change_at()
-            if self._on_change is None and not world.has_batch_waiting
+            if self._on_change is None and not world.has_batch_waiting and not world.evicts
             else world.next_event_at()
         )
         # Later timers are not cancelled; they find nothing to do.
@@ -200,15 +215,21 @@ class SimulatedTransport:
 class SimulatedGateway:
     """Gateway behind a simulated transport. Implements `ports.Gateway`; several dispatchers may share it.
 
-    `make_job` turns a request into a job of the world. Deadlines after `ends_at`, when the simulation has
-    ended, are ignored.
+    `make_job` turns a request into a job of the world. `build_answer` returns the body of the answer to a
+    request, or `None` if nobody reads it. Deadlines after `ends_at`, when the simulation has ended, are
+    ignored.
     """
 
     def __init__(
-        self, transport: SimulatedTransport, make_job: Callable[[Request], Job], ends_at: float = inf
+        self,
+        transport: SimulatedTransport,
+        make_job: Callable[[Request], Job],
+        ends_at: float = inf,
+        build_answer: Callable[[Request, Job], bytes] | None = None,
     ) -> None:
         self.transport = transport
         self._make_job = make_job
+        self._build_answer = build_answer
         self._ends_at = ends_at
         self._jobs: dict[str, Job] = {}
 
@@ -225,7 +246,11 @@ class SimulatedGateway:
         self.transport.send_job(job, ended.set_result)
         expiry = loop.call_at(deadline, _expire_wait, ended) if deadline <= self._ends_at else None
         try:
-            outcome = _make_outcome(await ended, request)
+            end = await ended
+            if end is JobEnd.ANSWERED and self._build_answer is not None:
+                outcome: Outcome = Delivered(200, self._build_answer(request, job))
+            else:
+                outcome = _make_outcome(end, request)
         finally:
             if expiry is not None:
                 expiry.cancel()
@@ -260,6 +285,8 @@ def _make_outcome(end: JobEnd | None, request: Request) -> Outcome:
             return TooLate()
         case JobEnd.REFUSED:
             return Overloaded(429, "rejected-saturated", is_out_of_capacity=True)
+        case JobEnd.EVICTED:
+            return Evicted(429, EVICTED_REASON)
         case JobEnd.UNREACHABLE:
             return Unreachable("connection refused")
         case JobEnd.CUT:

@@ -50,6 +50,10 @@ class Job(msgspec.Struct, eq=False):
     request_count: int = 1
     """Number of identical requests that this job stands for. They start together, as soon as one slot is
     free."""
+    earlier_tokens: int = 0
+    """Number of tokens that earlier slices of each request have generated."""
+    is_last: bool = True
+    """False if the request goes on with another slice."""
     arrived_at: float = nan
     started_at: float = nan
     """Time of the start. NaN while the request waits."""
@@ -150,6 +154,8 @@ class Pod:
     """Time at which batch requests last ended at a time step here."""
     running_before_step: int = 0
     """Number of requests that were running just before that."""
+    running_batch: dict[Job, None] = field(default_factory=dict)
+    """Running batch requests in the order of their starts, if the picker evicts."""
 
     @property
     def load(self) -> float:
@@ -170,6 +176,9 @@ class World:
     `get_admission_limit` returns. The picker reads the metrics of the pods every `metrics_refresh_s`, first
     at `metrics_refresh_phase_s`, and acts on what it read, so that a burst passes before the pods are seen to
     be full; 0 lets it see every change at once.
+
+    With `evicts` the picker stops the newest running batch request of a pod for each realtime request that
+    finds no free slot there. What the batch request has generated is lost.
 
     `queue_limit` bounds the requests that wait in the picker, or in the pods if the picker has no queue.
     `outages` are periods as (from, until) in which the gateway is down; at the start of one all connections
@@ -194,9 +203,11 @@ class World:
         metrics_refresh_phase_s: float = 0.0,
         outages: Sequence[tuple[float, float]] = (),
         time_step_s: float = 0.0,
+        evicts: bool = False,
         on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
         on_finish: Callable[[Job], None] = lambda job: None,
         on_dropped: Callable[[Job], None] = lambda job: None,
+        on_evicted: Callable[[Job], None] = lambda job: None,
         on_pod_count: Callable[[int], None] = lambda pods: None,
     ) -> None:
         self.now = 0.0
@@ -206,10 +217,12 @@ class World:
         self.realtime_unreachable = 0
         self.peak_requests = 0
         """Maximum number of requests in the pool so far, running and waiting."""
+        self.evicts = evicts
         self._reserve = reserve
         self._time_step_s = time_step_s
         self._queue_limit = inf if queue_limit is None else queue_limit
         self.on_start, self.on_finish, self.on_dropped = on_start, on_finish, on_dropped
+        self.on_evicted = on_evicted
         self._on_pod_count = on_pod_count
         self._get_admission_limit = get_admission_limit
         self._full_threshold = full_threshold
@@ -347,6 +360,8 @@ class World:
         if self.is_down:
             return Arrival.UNREACHABLE
         pod = self._choose_pod()
+        if self.evicts and not job.is_batch and (pod is None or pod.running >= pod.slots):
+            pod = self._evict_newest(self._pods if pod is None else (pod,)) or pod
         if pod is None:
             if self._picker_waiting_count >= self._queue_limit:
                 return Arrival.REFUSED
@@ -365,6 +380,20 @@ class World:
             self._enter_pod(pod, job)
         self._update_peaks()
         return Arrival.ACCEPTED
+
+    def _evict_newest(self, pods: Sequence[Pod]) -> Pod | None:
+        """Stop the newest running batch request of the pod with the lowest load, whose slot the next request
+        takes. Return the pod, or `None` if no batch request runs in these pods."""
+        pod = min((pod for pod in pods if pod.running_batch), key=lambda each: each.load, default=None)
+        if pod is None:
+            return None
+        job, _ = pod.running_batch.popitem()
+        job.finished_at, job.is_gone = self.now, True  # `_finish_job` skips its entry in the heap later
+        self.in_system -= job.request_count
+        self._running[True] -= job.request_count
+        pod.running -= job.request_count
+        self.on_evicted(job)
+        return pod
 
     def _choose_pod(self) -> Pod | None:
         """Return the pod to which the picker sends the next request, or `None` if it lets none in."""
@@ -438,6 +467,8 @@ class World:
             end = self.now + job.work_s * compute_slowdown(min(pod.running, pod.slots), pod.slots)
         heapq.heappush(self._ends, (end, self._starts, job))
         if job.is_batch:
+            if self.evicts:
+                pod.running_batch[job] = None
             self.on_start(job, end)
 
     def _find_step_end(self, job: Job, pod: Pod) -> float:
@@ -458,6 +489,8 @@ class World:
         return middle if middle > self.now else middle + step_s
 
     def _release_slot(self, pod: Pod, job: Job) -> None:
+        if self.evicts:
+            pod.running_batch.pop(job, None)
         self._running[job.is_batch] -= job.request_count
         pod.running -= job.request_count
         self._start_queued_jobs(pod)
@@ -539,6 +572,7 @@ class World:
         for pod in self._pods:
             pod.running = pod.waiting = 0
             pod.queue.clear()
+            pod.running_batch.clear()
         for queue in self._queue.values():
             queue.clear()
         self._running = {False: 0, True: 0}
