@@ -410,7 +410,7 @@ class QueueComparison(RuleBasedStateMachine):
     def check_queue_admins_agree(self, state: dict[str, Any]) -> None:
         """Check that both return the same next requests, ordered by score and then by bytes."""
 
-        async def read_queue(admin: Any) -> tuple[Any, list[bytes]]:
+        async def read_queue(admin: Any) -> tuple[Any, list[tuple[float, bytes]]]:
             return await admin.count_waiting_by_model(), list(await admin.peek_next(1000))
 
         loop = self.connections.loops[0]

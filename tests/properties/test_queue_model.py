@@ -27,9 +27,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dispatcher.core.requests.lanes import Lane
+from dispatcher.core.requests.lanes import Lane, rank_in_queue
 from dispatcher.core.requests.result import encode_answer
-from dispatcher.lab.memory_queue.state import rank_in_queue
 from dispatcher.ports import (
     ClaimResult,
     DeadLetter,
