@@ -209,6 +209,7 @@ class QueueState:
             ),
             sequence_counters=replace(self.sequences.counters),
             waiting_for_model=self.count_by_lane[Lane.WAITING_FOR_MODEL],
+            started=self.count_by_lane[Lane.STARTED],
         )
 
     @property
