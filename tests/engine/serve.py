@@ -1,0 +1,35 @@
+"""Program that serves a GGUF model by llama.cpp on a free port of 127.0.0.1, and prints its address.
+
+python -m tests.engine.serve model.gguf
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from xllamacpp import CommonParams, Server
+
+from tests.support import die_with_parent
+
+
+def serve(model: str) -> None:
+    """Serve the model until this process is stopped."""
+    params = CommonParams()
+    params.model.path = model
+    params.hostnames, params.port = ["127.0.0.1"], 0
+    params.n_parallel = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    # Each token is computed in a batch of its own. Otherwise a token of the prompt gets slightly different numbers
+    # than the same token had when it was generated, and the next token differs in some of a hundred texts.
+    params.n_ubatch = 1
+    params.warmup = False
+    params.verbosity = 1
+    server = Server(params)
+    print(server.listening_address, flush=True)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    serve(sys.argv[1])
