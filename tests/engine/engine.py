@@ -69,7 +69,7 @@ class Engine:
 @contextlib.contextmanager
 def running_engine(model: Path) -> Iterator[Engine]:
     """Run the engine with this model for the duration of the block."""
-    command = [sys.executable, "-m", "tests.engine.serve", model]
+    command = (sys.executable, "-m", "tests.engine.serve", str(model))
     with running_process(*command, cwd=ROOT, stdout=PIPE, stderr=None) as process:
         assert process.stdout is not None
         address = process.stdout.readline().decode().strip()

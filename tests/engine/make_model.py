@@ -1,9 +1,9 @@
 """Writes a tiny language model with random weights, as a GGUF file for llama.cpp.
 
 The model generates varied text of words and of characters that have several bytes, and it ends the text
-sometimes. The next token depends on all tokens before it, so text that is continued at a wrong place differs
-soon. Many characters consist of several tokens, like rare characters in real models: a limit of tokens can cut
-a character.
+sometimes. The next token depends on all tokens before it, so text that is continued at a wrong place soon
+differs. Many characters consist of several tokens, like rare characters in real models, so a limit of tokens
+can cut a character.
 
     python -m tests.engine.make_model model.gguf bpe
 """
@@ -23,21 +23,23 @@ from gguf.vocab import bytes_to_unicode
 from numpy.typing import NDArray
 
 TokenizerKind = Literal["bpe", "spm", "bytes"]
-"""Byte-level BPE like that of GPT-2, Llama 3 and Qwen; SentencePiece like that of Llama 2 and Mistral; one token per
-byte.
+"""`bpe` is byte-level BPE like that of GPT-2, Llama 3 and Qwen. `spm` is SentencePiece like that of Llama 2
+and Mistral. `bytes` has one token per byte.
 
-Random weights spell a word in any tokens, such as "t" and "he", while a tokenizer always returns the same ones.
-Only with one token per byte are the tokens of generated text the tokens that were generated.
+The model may spell "the" with the tokens "t" and "he", but the tokenizer returns one token for it. Only with
+one token per byte does the tokenizer always return the tokens that were generated.
 """
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 CONTEXT_LENGTH = 4096
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_WORDS = "the of and in to ing tion er on re he an at en or is it es st ar".split()
+_WORDS = ["the", "of", "and", "in", "to", "ing", "tion", "er", "on", "re", "he", "an", "at", "is", "it", "es"]
 _CHARACTERS = ["é", "ö", "€", "漢", "漢字", "✅", "😊", "👩", "\u200d", "e\u0301", "\u2028", "\n\n"]
 PIECES = [piece.encode() for piece in [*_WORDS, *(f" {word}" for word in _WORDS), *_CHARACTERS]]
 """Tokens of more than one byte."""
@@ -51,10 +53,10 @@ _LAYERS = 2
 _HEADS = 4
 _EMBEDDING_LENGTH = _HEADS * 18
 _FEED_FORWARD_LENGTH = 128
-_END_OF_TEXT_SCALE = {"bpe": 1.15, "spm": 1.05, "bytes": 1.0}
-"""Length of the end token's vector relative to other tokens: about half of the texts end within 100 tokens."""
+_END_OF_TEXT_SCALE = {"bpe": 1.05, "spm": 0.95, "bytes": 1.0}
+"""Length of the end token's vector, relative to others. A third of the texts end within 100 tokens."""
 _MALFORMED_SCALE = 0.85
-"""The same for the malformed byte: about one text in ten contains it."""
+"""The same for the malformed byte. One text in six contains it."""
 
 
 class Next(IntEnum):
@@ -81,7 +83,8 @@ _GROUPS = {
     b"\x81\x83\x85\x8a\x8d\x8e\x97\xa0\xa2\xa4\xa8\xa9\xac\xb6": (Next.LAST_BYTE, Next.CHARACTER),
     MALFORMED: (Next.CHARACTER, Next.CHARACTER),
 }
-# No byte is in two groups, so the last byte alone shows what follows. Untrained weights can express only that.
+# No byte is in two groups, so the last byte alone shows what follows: more is hard to express in weights
+# without training.
 TRANSITIONS = {byte: transition for group, transition in _GROUPS.items() for byte in group}
 """For each byte that the model generates: what the byte is, and what follows it."""
 
@@ -139,17 +142,15 @@ def list_spm_tokens() -> list[Token]:
         for byte in range(256)
     ]
     pieces = dict.fromkeys([*PIECES, *(bytes([byte]) for byte in printable)])
-    return tokens + [
-        Token(piece.decode().replace(" ", "▁"), TokenType.NORMAL, piece) for piece in pieces
-    ]
+    return tokens + [Token(piece.decode().replace(" ", "▁"), TokenType.NORMAL, piece) for piece in pieces]
 
 
 def make_weights(tokens: Sequence[Token], kind: TokenizerKind) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Yield all tensors of the model by name.
 
-    The first dimensions of the embedding say what follows the token (`Next`). The layers pass them through, and
-    the output rejects tokens that do not follow. All other weights are random. Attention is sharp, so that the
-    next token depends on distant tokens too.
+    The first dimensions of the embedding say what follows the token (`Next`). The layers leave them
+    unchanged, and the output rejects tokens that do not follow. All other weights are random. Attention is
+    sharp, so that the next token depends on distant tokens too.
     """
     # The legacy generator: NumPy never changes its numbers.
     random = np.random.RandomState(1)
@@ -203,7 +204,9 @@ def add_tokenizer(writer: GGUFWriter, kind: TokenizerKind) -> list[Token]:
         tokens = list_spm_tokens()
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_token_scores([-float(place) for place in range(len(tokens))])  # Earlier pieces merge first.
+        writer.add_token_scores(
+            [-float(place) for place in range(len(tokens))]
+        )  # Earlier pieces merge first.
         writer.add_add_bos_token(True)
         writer.add_add_space_prefix(False)
     else:

@@ -20,8 +20,9 @@ def serve(model: str) -> None:
     params.hostnames, params.port = ["127.0.0.1"], 0
     params.n_parallel = 1
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    # Each token is computed in a batch of its own. Otherwise a token of the prompt gets slightly different numbers
-    # than the same token had when it was generated, and the next token differs in some of a hundred texts.
+    # Each token is computed in a batch of its own. Otherwise the numbers of a token in the prompt differ
+    # slightly from those of the same token when it was generated. With llama.cpp's defaults and no cached
+    # prompt, this changed 18 of 400 texts of 100 tokens.
     params.n_ubatch = 1
     params.warmup = False
     params.verbosity = 1
